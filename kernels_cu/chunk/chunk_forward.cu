@@ -1,0 +1,161 @@
+// what      GLA and RWKV-6 forward in one pass: q, k, v, g are read once, o is written once, nothing else moves.
+// math      per sub-chunk of 16:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 128 threads
+// smem      SubChunk<BK>: the 16 tokens at hand as floats
+// barriers  three a sub-chunk: tiles loaded | exps taken | scores done, and one more frees the queries and keys
+// numerics  S stays in float32 accumulators; products are tf32, three of them for float32 data (product.cuh)
+// source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
+// limits    K <= BK; BK of 64, 128, 256
+#include "policy.cuh"
+#include "product.cuh"
+#include "ptx.cuh"
+#include "subchunk.cuh"
+#include "tensor.cuh"
+
+constexpr int BV = 64;        // columns of V a block, 16 a warp
+constexpr int LDV = BV + 8;   // both reads of v, along rows and along columns, touch every bank once
+constexpr int LDA = SUB + 4;
+
+template <typename T, typename G> struct ChunkForwardArgs {
+  Rows<const T> q, k, v;
+  Rows<const G> g;
+  Rows<T> o;
+  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
+  float* final;              // [N, H, K, V] or null
+  Shape shape;
+  double scale;
+};
+
+template <int BK> struct SubChunk {
+  float q[SUB * LD<BK>];  // [16, BK]
+  float k[SUB * LD<BK>];  // [16, BK]
+  float a[SUB * LD<BK>];  // [16, BK], gates, then decays
+  float v[SUB * LDV];     // [16, BV]
+  float A[SUB * LDA];     // [16, 16]
+  float carry[BK];        // the sub-chunk's whole decay
+  float u[BK];
+};
+
+// The state of a warp, transposed: rows are its 16 columns of V, columns the BK channels, as accumulators of 16 x 8.
+template <int BK> using State = float[BK / 8][4];
+
+// Calls f(value, channel, column of V) for every value that this lane holds.
+template <int BK, class F> __device__ __forceinline__ void each(State<BK>& S, F f) {
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, v0 = 16 * (threadIdx.x >> 5);
+#pragma unroll
+  for (int n = 0; n < BK / 8; ++n)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) f(S[n][x], 8 * n + 2 * t + (x & 1), v0 + g + 8 * (x >> 1));
+}
+
+// o[16, 16] += (decayed q) S. A lane's accumulators of S^T are already what the product wants of S, when the channels
+// are taken in the order 2t, 2t + 1 instead of t, t + 4; q is read in that order too.
+template <bool EXACT, int BK>
+__device__ __forceinline__ void read_state(float (&o)[2][4], const State<BK>& S, const float* s_q) {
+  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+  for (int n = 0; n < BK / 8; ++n) {
+    Operand<EXACT, 4> a;
+    Operand<EXACT, 2> b;
+    const float* q = s_q + 8 * n + 2 * t;
+    a.set(0, q[g * LD<BK>]);
+    a.set(1, q[(g + 8) * LD<BK>]);
+    a.set(2, q[g * LD<BK> + 1]);
+    a.set(3, q[(g + 8) * LD<BK> + 1]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      b.set(0, S[n][2 * half]);
+      b.set(1, S[n][2 * half + 1]);
+      multiply(o[half], a, b);
+    }
+  }
+}
+
+// o[16, 16] += A v
+template <bool EXACT>
+__device__ __forceinline__ void read_subchunk(float (&o)[2][4], const float* s_A, const float* s_v) {
+#pragma unroll
+  for (int j = 0; j < SUB; j += 8) {
+    Operand<EXACT, 4> a;
+    Operand<EXACT, 2> b;
+    load_a(a, s_A + j, LDA);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_b(b, s_v + j * LDV + 8 * half, LDV);
+      multiply(o[half], a, b);
+    }
+  }
+}
+
+// S^T <- S^T diag(decay) + v^T (decayed k)
+template <bool EXACT, int BK>
+__device__ __forceinline__ void write_state(State<BK>& S, const float* s_carry, const float* s_k, const float* s_v) {
+  each<BK>(S, [&](float& x, int channel, int) { x *= s_carry[channel]; });
+#pragma unroll
+  for (int j = 0; j < SUB; j += 8) {
+    Operand<EXACT, 4> a;
+    Operand<EXACT, 2> b;
+    load_a_transposed(a, s_v + j * LDV, LDV);
+#pragma unroll
+    for (int n = 0; n < BK / 8; ++n) {
+      load_b(b, s_k + j * LD<BK> + 8 * n, LD<BK>);
+      multiply(S[n], a, b);
+    }
+  }
+}
+
+template <class Policy, typename T, typename G, int BK>
+__global__ void __launch_bounds__(THREADS) chunk_forward(const ChunkForwardArgs<T, G> args) {
+  constexpr bool EXACT = sizeof(T) == 4;
+  SubChunk<BK>& s = *reinterpret_cast<SubChunk<BK>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
+  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
+  const Span span = tokens_of(shape, n % shape.count);
+  const i64 state_at = (n * shape.H + h) * shape.K * shape.V;
+  const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+
+  State<BK> S;
+  each<BK>(S, [&](float& x, int channel, int column) {
+    const bool inside = args.initial && channel < shape.K && v_tile + column < shape.V;
+    x = inside ? args.initial[state_at + channel * shape.V + v_tile + column] : 0.f;
+  });
+  if (Policy::reads_before_write)
+    for (int c = threadIdx.x; c < BK; c += THREADS) s.u[c] = c < shape.K ? args.u[h * shape.K + c] : 0.f;
+
+  for (i64 token = span.start; token < span.stop; token += SUB) {
+    load_tile<SUB, BK, LD<BK>, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
+    load_tile<SUB, BK, LD<BK>, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
+    load_tile<SUB, BK, LD<BK>, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
+    load_tile<SUB, BV, LDV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
+    for (int c = threadIdx.x; c < BK; c += THREADS) s.carry[c] = 1.f;
+    __syncthreads();  // the tiles stand
+    exponentiate<BK>(s.a);
+    __syncthreads();  // the decays stand
+    diagonal_scores<Policy, BK, LDA>(s.q, s.k, s.a, s.u, s.A);
+    __syncthreads();  // the scores stand, q and k may be overwritten
+    decay_queries<Policy, BK>(s.q, s.a);
+    decay_keys<BK>(s.k, s.a, s.carry);
+    __syncthreads();  // the decayed q and k stand
+
+    float o[2][4] = {};
+    read_state<EXACT, BK>(o, S, s.q);
+    read_subchunk<EXACT>(o, s.A, s.v + 16 * warp);
+    write_state<EXACT, BK>(S, s.carry, s.k, s.v + 16 * warp);
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i64 row = token + g + 8 * (x >> 1), column = v_tile + 16 * warp + 8 * half + 2 * t + (x & 1);
+        if (row < span.stop && column < shape.V)
+          args.o.row(b, h, row)[column] = from_float<T>(float(args.scale) * o[half][x]);
+      }
+    __syncthreads();  // the tiles may be overwritten
+  }
+  if (args.final)
+    each<BK>(S, [&](float& x, int channel, int column) {
+      if (channel < shape.K && v_tile + column < shape.V)
+        args.final[state_at + channel * shape.V + v_tile + column] = x;
+    });
+}

@@ -1,0 +1,87 @@
+// what      What happens inside a sub-chunk of 16 tokens: scores of its own pairs, and decays to its two ends.
+// math      A_ij = sum_k q_ik k_jk prod_{j<m<=i} a_mk  (GLA)       prod_{j<m<i}, A_ii = sum_k q_ik u_k k_ik  (RWKV-6)
+//           q_i prod_{m<=i} a_m  (RWKV-6: m < i),   k_j prod_{m>j} a_m,   a = exp g
+// numerics  Decays are multiplied one after the other, as the recurrence does: one exp a gate, exact for any gate
+//           (a = 0 at -inf), and no difference of cumulated gates anywhere.
+#include "policy.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+constexpr int SUB = 16;       // tokens a sub-chunk
+constexpr int THREADS = 128;  // of the chunk kernels
+constexpr int WARPS = THREADS / 32;
+
+// Rows of BK channels lie BK + 8 floats apart: the tensor-core loads then touch every bank once.
+template <int BK> constexpr int LD = BK + 8;
+
+// s_A[i, j] for the 16 x 16 pairs; zero above the diagonal. s_a holds the decays, s_u the bonus (RWKV-6 only).
+// A warp has 4 keys and 8 lanes a key; a lane takes 4 channels of every 32. Ends without a barrier.
+template <class Policy, int BK, int LDA>
+__device__ void diagonal_scores(const float* s_q,  // [16, BK]
+                                const float* s_k,  // [16, BK]
+                                const float* s_a,  // [16, BK]
+                                const float* s_u,  // [BK]
+                                float* s_A) {      // [16, 16]
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slice = lane & 7, j = 4 * warp + (lane >> 3);
+  float score[SUB] = {};
+  for (int c = 4 * slice; c < BK; c += 32) {
+    float w[4], u[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      w[x] = s_k[j * LD<BK> + c + x];
+      u[x] = Policy::reads_before_write ? s_u[c + x] : 1.f;
+    }
+#pragma unroll
+    for (int i = 0; i < SUB; ++i) {
+      if (i < 4 * warp) continue;  // the same for the whole warp
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const float q = s_q[i * LD<BK> + c + x], a = s_a[i * LD<BK> + c + x];
+        if (!Policy::reads_before_write && i > j) w[x] *= a;
+        const float weight = i == j ? u[x] * w[x] : w[x];
+        if (i >= j) score[i] = fmaf(q, weight, score[i]);
+        if (Policy::reads_before_write && i > j) w[x] *= a;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < SUB; ++i) {
+    for (int distance = 4; distance > 0; distance /= 2) score[i] += __shfl_xor_sync(0xffffffffu, score[i], distance);
+    if ((i & 7) == slice) s_A[i * LDA + j] = score[i];
+  }
+}
+
+// q_i <- q_i times the decays from the sub-chunk's start up to where token i reads. In place, a channel a thread.
+template <class Policy, int BK> __device__ void decay_queries(float* s_q, const float* s_a) {
+  for (int c = threadIdx.x; c < BK; c += THREADS) {
+    float carried = 1.f;
+#pragma unroll
+    for (int i = 0; i < SUB; ++i) {
+      if (!Policy::reads_before_write) carried *= s_a[i * LD<BK> + c];
+      s_q[i * LD<BK> + c] *= carried;
+      if (Policy::reads_before_write) carried *= s_a[i * LD<BK> + c];
+    }
+  }
+}
+
+// k_j <- k_j times the decays after token j and then `s_carry`, the decay from the sub-chunk's end to where the keys
+// are read; s_carry <- s_carry times the whole sub-chunk's decay. In place, a channel a thread.
+template <int BK> __device__ void decay_keys(float* s_k, const float* s_a, float* s_carry) {
+  for (int c = threadIdx.x; c < BK; c += THREADS) {
+    float carried = s_carry[c];
+#pragma unroll
+    for (int j = SUB - 1; j >= 0; --j) {
+      s_k[j * LD<BK> + c] *= carried;
+      carried *= s_a[j * LD<BK> + c];
+    }
+    s_carry[c] = carried;
+  }
+}
+
+// Gates to decays, in place.
+template <int BK> __device__ void exponentiate(float* s_g) {
+  for (int at = threadIdx.x; at < SUB * BK; at += THREADS) {
+    float& gate = s_g[at / BK * LD<BK> + at % BK];
+    gate = decay_of(gate);
+  }
+}

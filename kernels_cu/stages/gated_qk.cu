@@ -1,0 +1,33 @@
+// what      Stage 2: queries decayed from their chunk's start, keys decayed to its end.
+// math      qg_i = q_i exp(b_i)  (RWKV-6: b_{i-1}, and 0 for the chunk's first),   kg_j = k_j exp(e_j)
+// shapes    q k b e qg kg [B, H, T, K]; b e qg kg float32
+// grid      a block for every (batch, head, chunk), batch slowest; 128 threads over (token, channel)
+// smem      none
+// barriers  none
+// numerics  one exp a value; exp(-inf) is 0
+// source    Yang et al., 2024, section 4.2
+// limits    none
+#include "policy.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+template <typename T> struct GatedQkArgs {
+  Rows<const T> q, k;
+  Rows<const float> b, e;
+  Rows<float> qg, kg;
+  Shape shape;
+};
+
+template <class Policy, typename T> __global__ void __launch_bounds__(128) gated_qk(const GatedQkArgs<T> args) {
+  const Shape& shape = args.shape;
+  const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
+  const Span span = chunk_tokens(shape, c);
+  for (i64 at = threadIdx.x; at < (span.stop - span.start) * shape.K; at += blockDim.x) {
+    const i64 t = span.start + at / shape.K, channel = at % shape.K;
+    const i64 read = Policy::reads_before_write ? t - 1 : t;
+    const float d = read < span.start ? 0.f : args.b.row(batch, h, read)[channel];
+    args.qg.row(batch, h, t)[channel] = to_float(args.q.row(batch, h, t)[channel]) * decay_of(d);
+    args.kg.row(batch, h, t)[channel] =
+        to_float(args.k.row(batch, h, t)[channel]) * decay_of(args.e.row(batch, h, t)[channel]);
+  }
+}

@@ -1,0 +1,76 @@
+"""Whose array is it: NumPy, CuPy, or anything that speaks DLPack or the CUDA array interface.
+
+Nothing here imports CuPy, torch or JAX: an array of a library can only exist once that library is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)
+
+_DLPACK_HOST = (1, 3)       # kDLCPU, kDLCUDAHost
+_DLPACK_CUDA = (2, 13)      # kDLCUDA, kDLCUDAManaged
+
+
+def kind(x) -> str | None:
+    """'numpy', 'cupy', 'torch', 'jax', 'dlpack', 'cuda' (the array interface), or None for what is no array."""
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    for library, name in (("cupy", "ndarray"), ("torch", "Tensor"), ("jax", "Array")):
+        module = sys.modules.get(library)
+        if module is not None and isinstance(x, getattr(module, name, ())):
+            return library
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return "dlpack"
+    return "cuda" if hasattr(x, "__cuda_array_interface__") else None
+
+
+def to_native(x, whose: str):
+    """`x`, of kind `whose`, as a numpy.ndarray or cupy.ndarray over the same memory."""
+    if whose in ("numpy", "cupy"):
+        return x
+    if whose == "torch" and x.requires_grad:
+        x = x.detach()
+    if whose == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
+        import cupy
+        return cupy.asarray(x) if whose == "cuda" else cupy.from_dlpack(x)
+    if int(x.__dlpack_device__()[0]) not in _DLPACK_HOST:
+        raise TypeError(f"array of {type(x).__module__} lives on a device that is neither the host nor CUDA")
+    if whose == "torch":
+        torch = sys.modules["torch"]
+        if x.dtype == torch.bfloat16:           # NumPy's DLPack has no bfloat16: cross as 16-bit integers
+            return np.from_dlpack(x.view(torch.int16)).view(BFLOAT16)
+    if whose == "jax":
+        return np.asarray(x)
+    return np.from_dlpack(x)
+
+
+def from_native(native, whose: str, example):
+    """A result as the caller's kind of array, without a copy where that library allows it."""
+    if whose in ("numpy", "cupy", "cuda"):
+        return native
+    bfloat16_on_host = isinstance(native, np.ndarray) and native.dtype == BFLOAT16
+    if whose == "torch":
+        torch = sys.modules["torch"]
+        if bfloat16_on_host:
+            return torch.from_dlpack(native.view(np.int16)).view(torch.bfloat16)
+        return torch.from_dlpack(native)
+    if whose == "jax":
+        jax = sys.modules["jax"]
+        return jax.numpy.asarray(native) if bfloat16_on_host else jax.dlpack.from_dlpack(native)
+    namespace = getattr(example, "__array_namespace__", None)
+    return namespace().from_dlpack(native) if namespace else native
+
+
+def home(x) -> str:
+    """Where a native array lives: 'host' or 'cuda:<ordinal>'."""
+    return "host" if isinstance(x, np.ndarray) else f"cuda:{x.device.id}"
+
+
+def itemsize(dtype) -> int:
+    return np.dtype(dtype).itemsize

@@ -1,0 +1,50 @@
+"""Raw CUDA through CuPy: the kernels of `kernels_cu`, compiled by NVRTC at first use."""
+
+from __future__ import annotations
+
+import sys
+
+from . import plans
+from .build import CupyDevice
+
+LEAST_CAPABILITY = 80           # cp.async and tf32 products came with sm_80
+
+
+def why_not(problem) -> str | None:
+    if problem.home == "host":
+        return "the arrays are on the host"
+    return why_not_device() or plans.unsupported(problem)
+
+
+def why_not_device() -> str | None:
+    """Device arrays exist, so a driver and CuPy do; what is left is whether they are new enough."""
+    cupy = sys.modules["cupy"]
+    if tuple(int(part) for part in cupy.__version__.split(".")[:2]) < (14, 2):
+        return f"CuPy {cupy.__version__} is older than 14.2, whose kernel cache these kernels rely on"
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability < LEAST_CAPABILITY:
+        return f"the device is sm_{capability}, older than sm_{LEAST_CAPABILITY}"
+    return None
+
+
+def run(problem):
+    with sys.modules["cupy"].cuda.Device(int(problem.home.split(":")[1])):
+        return plans.run(problem, CupyDevice())
+
+
+def describe(problem, bytes_moved) -> dict:
+    operator = problem.op.name in plans.OPERATORS
+    bandwidth = peak_bandwidth(int(problem.home.split(":")[1]))
+    return {
+        "mode": plans.mode_of(problem) if operator else None,
+        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plans.kernels_of(problem)),
+        "tiles": plans.tiles_of(problem),
+        "copies": plans.copies_of(problem),
+        "floor_ms": bytes_moved / bandwidth * 1e3 if bandwidth else None,
+    }
+
+
+def peak_bandwidth(device: int) -> float:
+    """Bytes a second that the memory moves at its clock, both edges; 0 where the driver does not say."""
+    attributes = sys.modules["cupy"].cuda.Device(device).attributes
+    return attributes.get("MemoryClockRate", 0) * 1e3 * 2 * attributes.get("GlobalMemoryBusWidth", 0) / 8

@@ -1,0 +1,152 @@
+"""From the text of a `.cu` file to a kernel on the device.
+
+Importing this module does not import CuPy: the text of a kernel is also what the compile check and the CPU
+emulator of the tests take.
+"""
+
+import re
+import struct
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+OPTIONS = ("-std=c++17",)
+SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory a kernel may use without asking
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation of one `__global__` template.
+
+    `file` is the path under `kernels_cu` without `.cu`; its last part is the name of the `__global__`.
+
+        >>> Kernel("stages/gated_qk", ("float", "Gla", "64"), threads=128).expression
+        'gated_qk<float, Gla, 64>'
+    """
+
+    file: str
+    template: tuple[str, ...]
+    threads: int
+
+    @property
+    def name(self):
+        return self.file.rsplit("/", 1)[-1]
+
+    @property
+    def expression(self):
+        return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
+
+
+@cache
+def root() -> Path:
+    """The folder `kernels_cu`: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"kernels_cu stands neither in {package} nor in {package.parent}")
+
+
+def text(file, include=None) -> str:
+    """The whole program of `file`: its `.cu` with our own includes pasted in, each once.
+
+    CuPy's disk cache does not see what a header holds; a pasted header changes the text and so the key.
+    `#line` keeps the compiler's messages on the true file. `include` maps an include's name to the file to
+    take instead of `kernels_cu/include/<name>`. `file` may also be an absolute path without `.cu`.
+    """
+    replaced = include or {}
+    pasted = set()
+
+    def paste(path):
+        source = path.read_text()
+
+        def expand(match):
+            name = match[1]
+            next_line = source.count("\n", 0, match.start()) + 2
+            body = ""
+            if name not in pasted:
+                pasted.add(name)
+                body = paste(replaced.get(name, root() / "include" / name))
+            return f'{body}\n#line {next_line} "{path.as_posix()}"'
+
+        return f'#line 1 "{path.as_posix()}"\n' + _INCLUDE.sub(expand, source)
+
+    return paste(root() / f"{file}.cu")
+
+
+@cache
+def _layout(fields):
+    """How a struct of 8-byte fields lies in memory; fields: ((name, 'q' or 'd'), ...)."""
+    kinds = {"q": np.int64, "d": np.float64}
+    return struct.Struct("=" + "".join(kind for _, kind in fields)), np.dtype([(name, kinds[kind]) for name, kind in fields])
+
+
+def pack(**fields) -> np.ndarray:
+    """The one argument of a kernel: a struct of 8-byte fields in the order given, shape (1,).
+
+    Integers and pointers become `long long`, floats `double`, None the null pointer. The value's type decides,
+    so a field that is a `double` in the kernel must be given as a float, never as `1`.
+
+        >>> pack(q=0x7f00, T=64, scale=0.125)["scale"]
+        array([0.125])
+    """
+    layout, dtype = _layout(tuple((name, "d" if isinstance(value, float) else "q") for name, value in fields.items()))
+    values = (0 if value is None else value for value in fields.values())
+    return np.frombuffer(layout.pack(*values), dtype)
+
+
+@cache
+def _load(kernel, device):
+    """The kernel on `device`, which must be the current one; an instantiation a module compiles in 0.2 s."""
+    import cupy
+
+    module = cupy.RawModule(code=text(kernel.file), options=OPTIONS, name_expressions=(kernel.expression,))
+    return module.get_function(kernel.expression)
+
+
+def load(kernel: Kernel):
+    """The CuPy function of `kernel` for the current device, compiled at the first call."""
+    import cupy
+
+    return _load(kernel, cupy.cuda.runtime.getDevice())
+
+
+class CupyDevice:
+    """Allocation and launches of the host plans on the current CUDA device and stream."""
+
+    def empty(self, shape, dtype):
+        import cupy
+
+        return cupy.empty(shape, dtype)
+
+    def empty_like(self, prototype, shape, dtype):
+        """An array of `shape` whose axes lie in memory in the order of `prototype`'s."""
+        import cupy
+
+        return cupy.empty_like(prototype, dtype=dtype, order="K", shape=shape)
+
+    def zeros(self, shape, dtype):
+        import cupy
+
+        return cupy.zeros(shape, dtype)
+
+    def upload(self, host):
+        import cupy
+
+        return cupy.asarray(host)
+
+    def pointer(self, array) -> int:
+        return array.data.ptr
+
+    def launch(self, kernel: Kernel, blocks: int, args: np.ndarray, smem: int = 0):
+        """Enqueue `blocks` blocks, all on grid x, with `args` from `pack` and `smem` bytes of shared memory."""
+        if blocks == 0:  # CuPy would launch one
+            return
+        function = load(kernel)
+        if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
+            function.max_dynamic_shared_size_bytes = smem
+        function((blocks,), (kernel.threads,), (args,), shared_mem=smem)

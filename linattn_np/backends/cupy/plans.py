@@ -1,0 +1,329 @@
+"""Host plans: what to allocate and what to launch for a problem. `device` is where: build.CupyDevice, or in tests the
+CPU emulator of the same interface, so nothing here touches CuPy itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...contract import CHUNK, SUB_CHUNK
+from . import tiles
+from .build import pack
+
+FLOAT32 = np.dtype(np.float32)
+MODES = ("auto", "recurrent", "chunk", "staged")
+OPERATORS = ("gla", "rwkv6")
+
+
+def unsupported(problem) -> str | None:
+    """Why these kernels cannot compute a problem, wherever its arrays are; None when they can."""
+    name = problem.op.name
+    if name not in OPERATORS and name not in PLANS:
+        return f"no kernel for {name}; it has gla, rwkv6, their steps and the stages"
+    if problem.gradient:
+        return "no gradient kernels; vjp runs on host arrays"
+    if problem.dtype not in tiles.CTYPES:
+        return f"no {problem.dtype} kernels; it has {', '.join(map(str, tiles.CTYPES))}"
+    if name in OPERATORS and problem.mode not in MODES:
+        return f"no mode {problem.mode!r}; it has {', '.join(map(repr, MODES))}"
+    if mode_of(problem) == "chunk" and problem.materialize:
+        return "mode 'chunk' is one pass that keeps no chunk's state; mode 'staged' keeps them"
+    if problem.sizes.get("K", 0) > tiles.CHANNELS[-1] and name not in UNLIMITED:
+        return f"K={problem.sizes['K']} is over {tiles.CHANNELS[-1]}"
+    state = problem.options.get("state")
+    if state is not None and state.dtype not in tiles.CTYPES:
+        return f"the state is {state.dtype}; it takes {', '.join(map(str, tiles.CTYPES))}"
+    if state is not None and not has_rows(state):
+        return "the state's last axis is not contiguous, so it cannot be updated in place"
+    return None
+
+
+def mode_of(problem) -> str:
+    """The mode that runs: "auto" is the one-pass kernel, or the stages when every chunk's state is to be kept."""
+    if problem.mode != "auto":
+        return problem.mode
+    return "staged" if problem.materialize else "chunk"
+
+
+def run(problem, device):
+    """Results as dispatch asks for them, all work enqueued, nothing waited for."""
+    if problem.op.name in PLANS:
+        return PLANS[problem.op.name](problem, device)
+    o = output(problem, device)
+    initial, final = states(problem, device)
+    {"chunk": chunk, "recurrent": recurrent, "staged": staged}[mode_of(problem)](problem, device, o, initial, final)
+    return give_back(problem, o), stored(problem, final)
+
+
+def kernels_of(problem) -> tuple[tiles.Kernel, ...]:
+    """What `run` launches, in order."""
+    policy, T, K = tiles.policy(problem.op), problem.dtype, problem.sizes.get("K")
+    G = gate(problem).dtype if problem.op.gates else T
+    stages = {"chunk_cumsum": tiles.chunk_cumsum(G), "gated_qk": tiles.gated_qk(policy, T),
+              "inter_chunk": tiles.inter_chunk(T), "intra_chunk": tiles.intra_chunk(policy, T, G, K or 1),
+              "combine": tiles.combine(T)}
+    if problem.op.name in stages:
+        return (stages[problem.op.name],)
+    if "state" in problem.options:
+        return (tiles.step(policy, T, G, problem.options["state"].dtype),)
+    return {"chunk": (tiles.chunk_forward(policy, T, G, K),), "recurrent": (tiles.recurrent_forward(policy, T, G, K),),
+            "staged": tuple(stages.values())}[mode_of(problem)]
+
+
+def tiles_of(problem) -> dict:
+    """The sizes that the kernels work in."""
+    BK = {} if problem.op.name in UNLIMITED else {"BK": tiles.channels(problem.sizes["K"])}
+    if problem.op.name in PLANS and "state" not in problem.options:
+        return BK | {"chunk": problem.chunk_size}
+    if "state" in problem.options or mode_of(problem) == "recurrent":
+        return BK | {"BV": tiles.TOKEN_COLUMNS}
+    staged = {"chunk": problem.chunk_size or CHUNK} if mode_of(problem) == "staged" else {}
+    return BK | {"BV": tiles.CHUNK_COLUMNS, **staged, "sub_chunk": SUB_CHUNK}
+
+
+def copies_of(problem) -> tuple[str, ...]:
+    """The arrays that are copied before the kernels can read them."""
+    strided = [f"{name}: its last axis is not contiguous" for name, x in problem.arrays.items()
+               if name != "u" and not has_rows(x)]
+    small = {"u": problem.arrays.get("u"), "initial_state": problem.initial_state and problem.initial_state[0]}
+    return (*strided, *(f"{name}: the kernels read it as contiguous float32" for name, x in small.items()
+                        if x is not None and not is_plain(x)))
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+def chunk(problem, device, o, initial, final):
+    kernel = tiles.chunk_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype, problem.sizes["K"])
+    one_pass(problem, device, kernel, tiles.CHUNK_COLUMNS, o, initial, final)
+
+
+def recurrent(problem, device, o, initial, final):
+    kernel = tiles.recurrent_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype, problem.sizes["K"])
+    one_pass(problem, device, kernel, tiles.TOKEN_COLUMNS, o, initial, final)
+
+
+def one_pass(problem, device, kernel, columns, o, initial, final):
+    q, k, v, g = inputs(problem, device)
+    u = bonus(problem)
+    N, H, V = problem.shape("N H V")
+    where = place(problem, device)
+    args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, u), initial=pointer(device, initial),
+                final=pointer(device, final), **where.shape, scale=problem.scale)
+    device.launch(kernel, N * H * ceil_div(V, columns), args, tiles.shared_bytes(kernel))
+
+
+def staged(problem, device, o, initial, final):
+    q, k, v, g = inputs(problem, device)
+    B, H, T, K, V = problem.shape("B H T K V")
+    where = place(problem, device)
+    b, e, qg, kg = (device.empty((B, H, T, K), FLOAT32) for _ in range(4))
+    A = device.empty((B, H, T, where.shape["chunk"]), FLOAT32)
+    h = device.empty((B, H, where.shape["NC"], K, V), FLOAT32)
+    policy = tiles.policy(problem.op)
+    launch_chunk_cumsum(device, where, g, b, e)
+    launch_gated_qk(device, where, policy, q, k, b, e, qg, kg)
+    launch_inter_chunk(device, where, kg, v, b, h, initial, final)
+    launch_intra_chunk(device, where, policy, q, k, g, bonus(problem), A)
+    launch_combine(device, where, qg, h, A, v, o, problem.scale)
+
+
+def step(problem, device):
+    q, k, v, g = (in_rows(device, x[:, :, None]) for x in list(problem.arrays.values())[:4])
+    state, slots = problem.options["state"], problem.options["slots"]
+    B, H, K, V = problem.shape("B H K V")
+    if isinstance(slots, np.ndarray):
+        slots = device.upload(slots)
+    o = output(problem, device)
+    kernel = tiles.step(tiles.policy(problem.op), problem.dtype, g.dtype, state.dtype)
+    args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o[:, :, None]), u=pointer(device, bonus(problem)),
+                **rows(device, state=state), slots=pointer(device, slots), H=H, K=K, V=V, scale=problem.scale)
+    device.launch(kernel, B * H * ceil_div(V, tiles.TOKEN_COLUMNS), args, tiles.shared_bytes(kernel))
+    return give_back(problem, o)
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+def stage_chunk_cumsum(problem, device):
+    g, = inputs(problem, device)
+    b, e = (device.empty_like(g, g.shape, FLOAT32) for _ in range(2))
+    launch_chunk_cumsum(device, place(problem, device), g, b, e)
+    return b, e
+
+
+def stage_gated_qk(problem, device):
+    q, k, b, e = inputs(problem, device)
+    qg, kg = (device.empty_like(x, x.shape, FLOAT32) for x in (q, k))
+    policy = "Rwkv6" if problem.options["exclusive"] else "Gla"
+    launch_gated_qk(device, place(problem, device), policy, q, k, b, e, qg, kg)
+    return qg, kg
+
+
+def stage_inter_chunk(problem, device):
+    kg, v, b = inputs(problem, device)
+    h = device.empty(problem.shape("B H NC K V"), FLOAT32)
+    initial, final = states(problem, device)
+    launch_inter_chunk(device, place(problem, device), kg, v, b, h, initial, final)
+    return h, stored(problem, final)
+
+
+def stage_intra_chunk(problem, device):
+    q, k, g = inputs(problem, device)
+    A = device.empty_like(q, problem.shape("B H T C"), FLOAT32)
+    launch_intra_chunk(device, place(problem, device), tiles.policy(problem.op), q, k, g, bonus(problem), A)
+    return A
+
+
+def stage_combine(problem, device):
+    qg, A, v = (in_rows(device, problem[name]) for name in ("qg", "A", "v"))
+    o = output(problem, device)
+    launch_combine(device, place(problem, device), qg, problem["h"], A, v, o, problem.scale)
+    return give_back(problem, o)
+
+
+PLANS = {"gla_step": step, "rwkv6_step": step, "chunk_cumsum": stage_chunk_cumsum, "gated_qk": stage_gated_qk,
+         "inter_chunk": stage_inter_chunk, "intra_chunk": stage_intra_chunk, "combine": stage_combine}
+UNLIMITED = ("gla_step", "rwkv6_step", "chunk_cumsum", "gated_qk", "inter_chunk", "combine")     # in K
+
+
+def launch_chunk_cumsum(device, where, g, b, e):
+    kernel = tiles.chunk_cumsum(g.dtype)
+    device.launch(kernel, where.chunks, pack(**rows(device, g=g, b=b, e=e), **where.shape))
+
+
+def launch_gated_qk(device, where, policy, q, k, b, e, qg, kg):
+    kernel = tiles.gated_qk(policy, q.dtype)
+    device.launch(kernel, where.chunks, pack(**rows(device, q=q, k=k, b=b, e=e, qg=qg, kg=kg), **where.shape))
+
+
+def launch_inter_chunk(device, where, kg, v, b, h, initial, final):
+    kernel = tiles.inter_chunk(v.dtype)
+    tiled = ceil_div(kg.shape[-1], tiles.CHUNK_COLUMNS) * ceil_div(v.shape[-1], tiles.CHUNK_COLUMNS)
+    blocks = where.shape["B"] * where.shape["count"] * where.shape["H"] * tiled
+    args = pack(**rows(device, kg=kg, b=b, v=v), h=device.pointer(h), initial=pointer(device, initial),
+                final=pointer(device, final), **where.shape)
+    device.launch(kernel, blocks, args, tiles.shared_bytes(kernel))
+
+
+def launch_intra_chunk(device, where, policy, q, k, g, u, A):
+    kernel = tiles.intra_chunk(policy, q.dtype, g.dtype, where.shape["K"])
+    args = pack(**rows(device, q=q, k=k, g=g), u=pointer(device, u), **rows(device, A=A), **where.shape)
+    device.launch(kernel, where.chunks * (where.shape["chunk"] // SUB_CHUNK), args, tiles.shared_bytes(kernel))
+
+
+def launch_combine(device, where, qg, h, A, v, o, scale):
+    kernel = tiles.combine(v.dtype)
+    B, H, NC, K, V = h.shape
+    states = in_rows(device, h).reshape(B, H, NC * K, V)
+    blocks = where.chunks * ceil_div(where.shape["chunk"], tiles.CHUNK_COLUMNS) * ceil_div(V, tiles.CHUNK_COLUMNS)
+    args = pack(**rows(device, qg=qg, h=states, A=A, v=v, o=o), **where.shape, scale=scale)
+    device.launch(kernel, blocks, args, tiles.shared_bytes(kernel))
+
+
+# -- what the plans share -----------------------------------------------------------------------------------------------
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def pointer(device, array) -> int | None:
+    return None if array is None else device.pointer(array)
+
+
+def output(problem, device):
+    """o where the caller wants it, or new in the memory order of q."""
+    if problem.out is not None and has_rows(problem.out):
+        return problem.out
+    shape = problem.shape(problem.op.out)
+    o = device.empty_like(next(iter(problem.arrays.values())), shape, problem.dtype)
+    return o if has_rows(o) else device.empty(shape, problem.dtype)
+
+
+def give_back(problem, o):
+    if problem.out is not None and o is not problem.out:
+        problem.out[...] = o
+        return problem.out
+    return o
+
+
+def states(problem, device):
+    """The initial state as the kernels read it and room for the final one, contiguous float32, or None."""
+    initial = problem.initial_state and contiguous(problem.initial_state[0])
+    return initial, device.empty(problem.shape("N H K V"), FLOAT32) if problem.output_final_state else None
+
+
+def stored(problem, final):
+    return None if final is None else (final.astype(problem.state_dtype, copy=False),)
+
+
+def is_plain(x) -> bool:
+    return x.dtype == FLOAT32 and x.flags.c_contiguous
+
+
+def contiguous(x):
+    """`x` as contiguous float32."""
+    return x if is_plain(x) else x.astype(FLOAT32, order="C")
+
+
+def gate(problem):
+    return problem[problem.op.gates[0]]
+
+
+def has_rows(x) -> bool:
+    """Kernels take any strides but the last, which must be that of neighbours."""
+    return x.strides[-1] == x.dtype.itemsize or x.shape[-1] <= 1
+
+
+def in_rows(device, x):
+    """`x`, or a copy of it where its last axis is not contiguous."""
+    if has_rows(x) or x.size == 0:
+        return x
+    copy = device.empty(x.shape, x.dtype)
+    copy[...] = x
+    return copy
+
+
+def inputs(problem, device):
+    """The arrays of the call except the bonus, in the order of the declaration."""
+    return tuple(in_rows(device, x) for name, x in problem.arrays.items() if name != "u")
+
+
+def bonus(problem):
+    """u as contiguous float32 [H, K], or None."""
+    return contiguous(problem["u"]) if "u" in problem.arrays else None
+
+
+def rows(device, **arrays) -> dict:
+    """The fields of a kernel's `Rows`: pointer and element strides of the first three axes."""
+    fields = {}
+    for name, x in arrays.items():
+        size = x.dtype.itemsize
+        b, h, t = (stride // size for stride in x.strides[:3])
+        fields |= {name: device.pointer(x), f"{name}_b": b, f"{name}_h": h, f"{name}_t": t}
+    return fields
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens are: the fields of a kernel's `Shape`, and the device table that its pointers point into."""
+
+    shape: dict
+    table: object = None            # held so that its memory is not handed out again before the launch
+
+    @property
+    def chunks(self) -> int:
+        """(batch, head, chunk) triples: the blocks of a kernel that takes a chunk a block."""
+        return self.shape["B"] * self.shape["H"] * self.shape["NC"]
+
+
+def place(problem, device) -> Place:
+    B, H, T = problem.shape("B H T")
+    spans, chunk = problem.spans, problem.chunk_size or CHUNK
+    fields = {"B": B, "H": H, "T": T, "K": problem.sizes.get("K", 0), "V": problem.sizes.get("V", 0),
+              "count": spans.count, "bounds": None, "chunk": chunk, "NC": ceil_div(T, chunk), "chunks": None,
+              "chunk_bounds": None}
+    if not problem.varlen:
+        return Place(fields)
+    chunks, chunk_bounds = spans.chunks(chunk), spans.chunk_bounds(chunk)
+    table = device.upload(np.concatenate([spans.bounds, chunk_bounds, chunks.ravel()]))
+    at = device.pointer(table)
+    fields |= {"NC": len(chunks), "bounds": at, "chunk_bounds": at + spans.bounds.nbytes,
+               "chunks": at + spans.bounds.nbytes + chunk_bounds.nbytes}
+    return Place(fields, table)

@@ -1,0 +1,417 @@
+"""The kernels. Arrays are [B, H, T, ...] with any strides; blocks are counted on grid x alone.
+
+Every kernel runs blocks of `THREADS` threads over tiles of shared memory and meets only at `syncthreads`. Arithmetic
+is in the dtype of the float32 or float64 arrays that each docstring calls *real*. `chunks` [NC, 2] holds the token
+range of every chunk, so that a chunk of 3 tokens, or one of several packed sequences, is nothing special.
+"""
+
+import math
+from functools import cache
+
+from .runtime import cuda
+
+THREADS = 64
+COLS = 16                       # value channels of a tile
+GROUPS = THREADS // COLS        # threads that share a column
+ROWS = 64                       # rows of a tile of the state or of the output
+ROWS_EACH = ROWS // GROUPS      # rows of it that one thread keeps in registers
+INNER = 32                      # the summed axis of a product, staged this many at a time
+SUB = 16                        # tokens of a sub-chunk, contract.SUB_CHUNK
+SUB_EACH = SUB // GROUPS
+PADDED = INNER + 1              # so that the rows of a tile start in different banks
+
+
+@cuda.jit
+def chunk_cumsum(g, chunks, b, e):
+    """Stage 1: the gate's inclusive prefix and exclusive suffix sums within each chunk. Real: b, e.
+
+        b_i = g_1 + ... + g_i,      e_j = g_{j+1} + ... + g_C
+
+    grid: one thread a (row, head, chunk, channel), which walks the chunk forth and back; no shared memory.
+    """
+    real = b.dtype.type
+    B, H, _, K = g.shape
+    NC = chunks.shape[0]
+    i = cuda.grid(1)
+    if i >= B * H * NC * K:
+        return
+    row, head, c, x = i // (K * NC * H), i // (K * NC) % H, i // K % NC, i % K
+    start, stop = chunks[c, 0], chunks[c, 1]
+    total = real(0)
+    for t in range(start, stop):
+        total += real(g[row, head, t, x])
+        b[row, head, t, x] = total
+    total = real(0)
+    for t in range(stop - 1, start - 1, -1):
+        e[row, head, t, x] = total
+        total += real(g[row, head, t, x])
+
+
+@cuda.jit
+def gated_qk(q, k, b, e, chunks, qg, kg, exclusive):
+    """Stage 2: the query decayed from the chunk's start, the key decayed to its end. Real: b, e, qg, kg.
+
+        qg_i = q_i exp(d_i),     d_i = b_i, or b_{i-1} when `exclusive` (RWKV-6)
+        kg_j = k_j exp(e_j)
+
+    grid: one thread a (row, head, chunk, channel); no shared memory.
+    """
+    real = b.dtype.type
+    B, H, _, K = q.shape
+    NC = chunks.shape[0]
+    i = cuda.grid(1)
+    if i >= B * H * NC * K:
+        return
+    row, head, c, x = i // (K * NC * H), i // (K * NC) % H, i // K % NC, i % K
+    d = real(0)
+    for t in range(chunks[c, 0], chunks[c, 1]):
+        after = b[row, head, t, x]
+        if not exclusive:
+            d = after
+        qg[row, head, t, x] = real(q[row, head, t, x]) * real(math.exp(d))
+        kg[row, head, t, x] = real(k[row, head, t, x]) * real(math.exp(e[row, head, t, x]))
+        d = after
+
+
+@cuda.jit
+def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
+    """Stage 3: the state before every chunk, and after the last one. Real: kg, b, h, state.
+
+        h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
+
+    `state` [N, H, K, V] is h before a sequence's first chunk, and is overwritten with h after its last one; the chunks
+    of sequence s are first_chunk[s]:first_chunk[s+1].
+
+    grid: one block a (sequence, head, tile of 64 key channels, tile of 16 value channels), which walks the chunks.
+    shared memory: 32 tokens of both tiles and the chunk's decay, 20.5 KiB in float64. The state stays in registers:
+    a thread has one column and 16 rows.
+    """
+    real = b.dtype.type
+    s_kg = cuda.shared.array((INNER, ROWS), b.dtype)
+    s_v = cuda.shared.array((INNER, COLS), b.dtype)
+    s_decay = cuda.shared.array(ROWS, b.dtype)
+    r_h = cuda.local.array(ROWS_EACH, b.dtype)
+
+    _, H, _, K = kg.shape
+    V = v.shape[3]
+    S = first_chunk.shape[0] - 1
+    v_tiles, k_tiles = (V + COLS - 1) // COLS, (K + ROWS - 1) // ROWS
+    block = cuda.blockIdx.x
+    v0, k0 = block % v_tiles * COLS, block // v_tiles % k_tiles * ROWS
+    head, n = block // (v_tiles * k_tiles) % H, block // (v_tiles * k_tiles * H)
+    row, s = n // S, n % S
+    thread = cuda.threadIdx.x
+    col, first = thread % COLS, thread // COLS * ROWS_EACH
+
+    for r in range(ROWS_EACH):
+        r_h[r] = real(0)
+        if k0 + first + r < K and v0 + col < V:
+            r_h[r] = state[n, head, k0 + first + r, v0 + col]
+
+    for c in range(first_chunk[s], first_chunk[s + 1]):
+        for r in range(ROWS_EACH):
+            if k0 + first + r < K and v0 + col < V:
+                h[row, head, c, k0 + first + r, v0 + col] = r_h[r]
+        start, stop = chunks[c, 0], chunks[c, 1]
+        for t0 in range(start, stop, INNER):
+            cuda.syncthreads()                              # the tile before this one has been read
+            for i in range(thread, INNER * ROWS, THREADS):
+                m, x = i // ROWS, i % ROWS
+                inside = t0 + m < stop and k0 + x < K
+                s_kg[m, x] = kg[row, head, t0 + m, k0 + x] if inside else real(0)
+            for i in range(thread, INNER * COLS, THREADS):
+                m, y = i // COLS, i % COLS
+                inside = t0 + m < stop and v0 + y < V
+                s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if inside else real(0)
+            if t0 == start and k0 + thread < K:             # as many threads as rows
+                s_decay[thread] = real(math.exp(b[row, head, stop - 1, k0 + thread]))
+            cuda.syncthreads()                              # the tile is complete
+            if t0 == start:
+                for r in range(ROWS_EACH):
+                    r_h[r] *= s_decay[first + r]
+            for m in range(INNER):
+                for r in range(ROWS_EACH):
+                    r_h[r] += s_kg[m, first + r] * s_v[m, col]
+
+    for r in range(ROWS_EACH):
+        if k0 + first + r < K and v0 + col < V:
+            state[n, head, k0 + first + r, v0 + col] = r_h[r]
+
+
+@cuda.jit
+def intra_chunk_below(q, k, g, chunks, A, exclusive):
+    """Stage 4, the tiles of A below the diagonal: products, factored at the start of the queries' sub-chunk. Real: A.
+
+        A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik) = (q_i exp(d_i)) . (k_j exp(e_j))
+        d_i = gates from that start to query i (to i - 1 when `exclusive`: RWKV-6),  e_j = gates after key j up to it
+
+    Both are sums of gates, so no exponent is positive for g <= 0, and a gate of -inf is an ordinary value.
+
+    grid: one block a (row, head, chunk, sub-chunk of 16 queries, sub-chunk of 16 keys before it).
+    shared memory: two tiles of 16 x 32, 8.3 KiB in float64. Half of the threads decay the queries, a channel each,
+    the other half the keys; then a thread sums one column and 4 rows of the product.
+    """
+    real = A.dtype.type
+    s_q = cuda.shared.array((SUB, PADDED), A.dtype)
+    s_k = cuda.shared.array((SUB, PADDED), A.dtype)
+    r_a = cuda.local.array(SUB_EACH, A.dtype)
+
+    _, H, _, K = q.shape
+    subs, NC = A.shape[3] // SUB, chunks.shape[0]
+    block = cuda.blockIdx.x
+    j, i, c = block % subs, block // subs % subs, block // (subs * subs) % NC
+    head, row = block // (subs * subs * NC) % H, block // (subs * subs * NC * H)
+    queries, keys, stop = chunks[c, 0] + i * SUB, chunks[c, 0] + j * SUB, chunks[c, 1]
+    if j >= i or queries >= stop:
+        return
+    thread = cuda.threadIdx.x
+    col, first = thread % SUB, thread // SUB * SUB_EACH
+    x = thread % INNER
+    for r in range(SUB_EACH):
+        r_a[r] = real(0)
+
+    for k0 in range(0, K, INNER):
+        total = real(0)
+        if k0 + x >= K:
+            for m in range(SUB):
+                s_q[m, x] = real(0)
+                s_k[m, x] = real(0)
+        elif thread < INNER:
+            for m in range(stop - queries, SUB):
+                s_q[m, x] = real(0)
+            for t in range(queries, min(queries + SUB, stop)):
+                before = total
+                total += real(g[row, head, t, k0 + x])
+                d = before if exclusive else total
+                s_q[t - queries, x] = real(q[row, head, t, k0 + x]) * real(math.exp(d))
+        else:
+            for t in range(queries - 1, keys + SUB - 1, -1):
+                total += real(g[row, head, t, k0 + x])
+            for m in range(SUB - 1, -1, -1):
+                s_k[m, x] = real(k[row, head, keys + m, k0 + x]) * real(math.exp(total))
+                total += real(g[row, head, keys + m, k0 + x])
+        cuda.syncthreads()                                  # both tiles are complete
+        for m in range(INNER):
+            for r in range(SUB_EACH):
+                r_a[r] += s_q[first + r, m] * s_k[col, m]
+        cuda.syncthreads()                                  # both tiles have been read
+
+    for r in range(SUB_EACH):
+        if queries + first + r < stop:
+            A[row, head, queries + first + r, j * SUB + col] = r_a[r]
+
+
+@cuda.jit
+def intra_chunk_diagonal(q, k, g, u, chunks, A, exclusive):
+    """Stage 4, the tiles of A on the diagonal, decay by decay, and the zeros right of them. Real: u, A.
+
+        w = k_j;    for i = j + 1, j + 2, ...:    w <- w exp(g_i),  A_ij = q_i . w      (RWKV-6: the other way round)
+        A_jj = q_j . (u k_j), with u = 1 for GLA
+
+    No two gates are ever summed, so there is no exponent that could overflow before its partner pulls it back.
+
+    grid: one block a (row, head, chunk, sub-chunk of 16 tokens).
+    shared memory: three tiles of 16 x 32 and the partial sums, 20.4 KiB in float64. A thread walks down from one
+    key, for a quarter of the channels; the quarters are summed at the end.
+    """
+    real = A.dtype.type
+    s_q = cuda.shared.array((SUB, PADDED), A.dtype)
+    s_k = cuda.shared.array((SUB, PADDED), A.dtype)
+    s_decay = cuda.shared.array((SUB, PADDED), A.dtype)
+    s_part = cuda.shared.array((GROUPS, SUB, SUB), A.dtype)
+
+    _, H, _, K = q.shape
+    C, NC = A.shape[3], chunks.shape[0]
+    subs = C // SUB
+    block = cuda.blockIdx.x
+    first, c = block % subs * SUB, block // subs % NC
+    head, row = block // (subs * NC) % H, block // (subs * NC * H)
+    start, stop = chunks[c, 0] + first, chunks[c, 1]
+    if start >= stop:
+        return
+    thread = cuda.threadIdx.x
+    j, group = thread % SUB, thread // SUB
+    for i in range(SUB):
+        s_part[group, i, j] = real(0)
+
+    for k0 in range(0, K, INNER):
+        for p in range(thread, SUB * INNER, THREADS):
+            m, x = p // INNER, p % INNER
+            inside = start + m < stop and k0 + x < K
+            s_q[m, x] = real(q[row, head, start + m, k0 + x]) if inside else real(0)
+            s_k[m, x] = real(k[row, head, start + m, k0 + x]) if inside else real(0)
+            s_decay[m, x] = real(math.exp(real(g[row, head, start + m, k0 + x]))) if inside else real(0)
+        cuda.syncthreads()                                  # the three tiles are complete
+        for x in range(group, min(INNER, K - k0), GROUPS):
+            w = s_k[j, x]
+            for i in range(SUB):
+                before = w
+                if i > j:
+                    w *= s_decay[i, x]
+                    s_part[group, i, j] += s_q[i, x] * (before if exclusive else w)
+                elif i == j:
+                    s_part[group, i, j] += s_q[i, x] * (u[head, k0 + x] * w)
+        cuda.syncthreads()                                  # they have been read; in the end, every quarter is there
+
+    for p in range(thread, SUB * SUB, THREADS):
+        m, x = p // SUB, p % SUB
+        total = real(0)
+        for quarter in range(GROUPS):
+            total += s_part[quarter, m, x]
+        if start + m < stop:
+            A[row, head, start + m, first + x] = total
+    for p in range(thread, SUB * (C - first - SUB), THREADS):
+        m, x = p % SUB, p // SUB
+        if start + m < stop:
+            A[row, head, start + m, first + SUB + x] = 0
+
+
+@cuda.jit
+def combine(qg, h, A, v, chunks, chunk_size, o, scale):
+    """Stage 5: what the past chunks and the present one give. Real: qg, h, A, scale.
+
+        o = scale * (qg h_c + A v)
+
+    grid: one block a (row, head, chunk, tile of 64 of its tokens, tile of 16 value channels).
+    shared memory: 32 columns of the left and 32 rows of the right factor, 20.5 KiB in float64. A thread sums one
+    column and 16 rows in registers.
+    """
+    real = A.dtype.type
+    s_left = cuda.shared.array((ROWS, PADDED), A.dtype)
+    s_right = cuda.shared.array((INNER, COLS), A.dtype)
+    r_o = cuda.local.array(ROWS_EACH, A.dtype)
+
+    _, H, _, K = qg.shape
+    V, NC = v.shape[3], chunks.shape[0]
+    v_tiles, t_tiles = (V + COLS - 1) // COLS, (chunk_size + ROWS - 1) // ROWS
+    block = cuda.blockIdx.x
+    v0, first_row = block % v_tiles * COLS, block // v_tiles % t_tiles * ROWS
+    c, head = block // (v_tiles * t_tiles) % NC, block // (v_tiles * t_tiles * NC) % H
+    row = block // (v_tiles * t_tiles * NC * H)
+    start, stop = chunks[c, 0], chunks[c, 1]
+    t0 = start + first_row
+    if t0 >= stop:
+        return
+    thread = cuda.threadIdx.x
+    col, first = thread % COLS, thread // COLS * ROWS_EACH
+    for r in range(ROWS_EACH):
+        r_o[r] = real(0)
+
+    for k0 in range(0, K, INNER):                           # qg h
+        for i in range(thread, ROWS * INNER, THREADS):
+            r, m = i // INNER, i % INNER
+            inside = t0 + r < stop and k0 + m < K
+            s_left[r, m] = qg[row, head, t0 + r, k0 + m] if inside else real(0)
+        for i in range(thread, INNER * COLS, THREADS):
+            m, y = i // COLS, i % COLS
+            inside = k0 + m < K and v0 + y < V
+            s_right[m, y] = h[row, head, c, k0 + m, v0 + y] if inside else real(0)
+        cuda.syncthreads()                                  # both tiles are complete
+        for m in range(INNER):
+            for r in range(ROWS_EACH):
+                r_o[r] += s_left[first + r, m] * s_right[m, col]
+        cuda.syncthreads()                                  # both tiles have been read
+
+    for j0 in range(0, min(stop, t0 + ROWS) - start, INNER):        # A v, up to the diagonal
+        for i in range(thread, ROWS * INNER, THREADS):
+            r, m = i // INNER, i % INNER
+            inside = t0 + r < stop and start + j0 + m < stop
+            s_left[r, m] = A[row, head, t0 + r, j0 + m] if inside else real(0)
+        for i in range(thread, INNER * COLS, THREADS):
+            m, y = i // COLS, i % COLS
+            inside = start + j0 + m < stop and v0 + y < V
+            s_right[m, y] = real(v[row, head, start + j0 + m, v0 + y]) if inside else real(0)
+        cuda.syncthreads()                                  # both tiles are complete
+        for m in range(INNER):
+            for r in range(ROWS_EACH):
+                r_o[r] += s_left[first + r, m] * s_right[m, col]
+        cuda.syncthreads()                                  # both tiles have been read
+
+    for r in range(ROWS_EACH):
+        if t0 + first + r < stop and v0 + col < V:
+            o[row, head, t0 + first + r, v0 + col] = scale * r_o[r]
+
+
+@cache
+def recurrent(key_channels):
+    """The kernel for K up to `key_channels`, a multiple of 4: how many registers hold the state must be known."""
+    each = key_channels // GROUPS
+    tokens = min(INNER, 1024 // key_channels)
+
+    @cuda.jit
+    def recurrent(q, k, v, g, u, bounds, slots, state, o, scale, exclusive):
+        """The recurrence, token by token. Real: u, scale.
+
+            S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,      o_t = scale q_t^T S_t
+            `exclusive` (RWKV-6): o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T)
+
+        `state` [N, H, K, V], or a pool with sequence n in row slots[n], is read first and overwritten with the final
+        state; sequence s of a row has the tokens bounds[s]:bounds[s+1].
+
+        grid: one block a (sequence, head, tile of 16 value channels). A thread keeps every fourth channel of one
+        column of S in registers; the four that share a column add their parts of q^T S through shared memory.
+        shared memory: `tokens` tokens (4 for K = 256, 32 up to K = 32) and their partial sums, at most 46 KiB.
+        """
+        real = u.dtype.type
+        s_q = cuda.shared.array((tokens, key_channels), u.dtype)
+        s_k = cuda.shared.array((tokens, key_channels), u.dtype)
+        s_decay = cuda.shared.array((tokens, key_channels), u.dtype)
+        s_v = cuda.shared.array((tokens, COLS), u.dtype)
+        s_part = cuda.shared.array((tokens, GROUPS, COLS), u.dtype)
+        r_s = cuda.local.array(each, u.dtype)
+        r_u = cuda.local.array(each, u.dtype)
+
+        _, H, _, K = q.shape
+        V = v.shape[3]
+        S = bounds.shape[0] - 1
+        v_tiles = (V + COLS - 1) // COLS
+        block = cuda.blockIdx.x
+        v0, head, n = block % v_tiles * COLS, block // v_tiles % H, block // (v_tiles * H)
+        row, s = n // S, n % S
+        slot = slots[n]
+        thread = cuda.threadIdx.x
+        col, group = thread % COLS, thread // COLS
+
+        for r in range(each):
+            x = group + r * GROUPS
+            r_s[r] = real(state[slot, head, x, v0 + col]) if x < K and v0 + col < V else real(0)
+            r_u[r] = u[head, x] if x < K else real(0)
+
+        start, stop = bounds[s], bounds[s + 1]
+        for t0 in range(start, stop, tokens):
+            count = min(tokens, stop - t0)
+            for i in range(thread, count * key_channels, THREADS):
+                m, x = i // key_channels, i % key_channels
+                s_q[m, x] = real(q[row, head, t0 + m, x]) if x < K else real(0)
+                s_k[m, x] = real(k[row, head, t0 + m, x]) if x < K else real(0)
+                s_decay[m, x] = real(math.exp(real(g[row, head, t0 + m, x]))) if x < K else real(0)
+            for i in range(thread, count * COLS, THREADS):
+                m, y = i // COLS, i % COLS
+                s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if v0 + y < V else real(0)
+            cuda.syncthreads()                              # the tokens are here, and the last o is out
+            for m in range(count):
+                part = real(0)
+                for r in range(each):
+                    x = group + r * GROUPS
+                    write = s_k[m, x] * s_v[m, col]
+                    if exclusive:
+                        part += s_q[m, x] * (r_s[r] + r_u[r] * write)
+                    r_s[r] = s_decay[m, x] * r_s[r] + write
+                    if not exclusive:
+                        part += s_q[m, x] * r_s[r]
+                s_part[m, group, col] = part
+            cuda.syncthreads()                              # every part is there, and the tokens have been read
+            for i in range(thread, count * COLS, THREADS):
+                m, y = i // COLS, i % COLS
+                total = real(0)
+                for quarter in range(GROUPS):
+                    total += s_part[m, quarter, y]
+                if v0 + y < V:
+                    o[row, head, t0 + m, v0 + y] = scale * total
+
+        for r in range(each):
+            x = group + r * GROUPS
+            if x < K and v0 + col < V:
+                state[slot, head, x, v0 + col] = r_s[r]
+
+    return recurrent

@@ -1,0 +1,114 @@
+"""The NumPy backend: the reference recurrences in any float dtype, and the chunked forms on BLAS."""
+
+import numpy as np
+
+from . import chunked, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla, softmax_attention, staged
+
+EQUATIONS = {"gla": gla, "rwkv6": rwkv6, "simple_gla": simple_gla, "retention": retention,
+             "linear_attention": linear_attention}
+STEPS = {"gla_step": gla, "rwkv6_step": rwkv6}
+FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
+
+
+def why_not(problem):
+    return None if problem.home == "host" else f"arrays live on {problem.home}, NumPy computes on the host"
+
+
+def run(problem):
+    name = problem.op.name
+    with np.errstate(all="ignore"):
+        if name in staged.STAGES:
+            return stage(problem)
+        o = destination(problem)
+        if name in STEPS:
+            o[...] = recurrent.step(problem, STEPS[name])
+            return o
+        final = compute(problem, o)
+        return o, finished_states(problem, final)
+
+
+def destination(problem):
+    """Where o goes: `out`, or a new array in the memory order of the first input."""
+    if problem.out is not None:
+        return problem.out
+    like = next(iter(problem.arrays.values()))
+    return np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)
+
+
+def compute(problem, o):
+    """Fills o, returns the final state's parts in the computing dtype."""
+    if problem.op.name == "softmax_attention":
+        return softmax_attention.run(problem, o)
+    equation = EQUATIONS[problem.op.name]
+    if problem.mode == "recurrent":
+        return recurrent.run(problem, equation, o)
+    member = equation.member(problem)
+    buffer = member.buffer(o)
+    final = FORMS[problem.mode].run(member, buffer)
+    member.output(o, buffer)
+    return member.split(final)
+
+
+def stage(problem):
+    result = staged.STAGES[problem.op.name](problem)
+    if problem.op.name == "inter_chunk":
+        return result[0], finished_states(problem, result[1])
+    return result
+
+
+def vjp(problem):
+    """((o, final state parts or None), pull); one backward serves every mode but the literal one."""
+    o = destination(problem)
+    with np.errstate(all="ignore"):
+        final, pull_arrays = gradients(problem, o)
+
+    def pull(do, dht):
+        with np.errstate(all="ignore"):
+            found, initial = pull_arrays(do, dht)
+            return as_inputs(problem, found), as_initial(problem, initial)
+
+    with np.errstate(all="ignore"):
+        return (o, finished_states(problem, final)), pull
+
+
+def gradients(problem, o):
+    """(final state's parts, pull), o filled."""
+    if problem.op.name == "softmax_attention":
+        return softmax_attention.vjp(problem, o)
+    equation = EQUATIONS[problem.op.name]
+    if problem.mode == "recurrent":
+        return recurrent.vjp(problem, equation, o)
+    member = equation.member(problem)
+    buffer = member.buffer(o)
+    final, pull_family = chunked.vjp(member, buffer)
+    member.output(o, buffer)
+
+    def pull(do, dht):
+        do = member.output_vjp(do.astype(problem.compute_dtype))
+        found, initial = pull_family(do, member.state(dht))
+        return member.gradients(*found), member.split(initial)
+
+    return member.split(final), pull
+
+
+def finished_states(problem, parts):
+    return tuple(part.astype(problem.state_dtype) for part in parts) if problem.output_final_state else None
+
+
+def as_inputs(problem, found):
+    """Gradients in the dtype and memory order of what they are gradients of."""
+    results = []
+    for gradient, x in zip(found, problem.arrays.values(), strict=True):
+        results.append(np.empty_like(x, shape=x.shape))
+        results[-1][...] = gradient
+    return results
+
+
+def as_initial(problem, parts):
+    if problem.initial_state is None:
+        return None
+    return tuple(part.astype(x.dtype) for part, x in zip(parts, problem.initial_state, strict=True))
+
+
+def describe(problem, bytes_moved):
+    return dict(mode=problem.mode, kernels=(), tiles={}, copies=(), floor_ms=None)

@@ -1,0 +1,49 @@
+"""How a problem is cut into chunks: which tokens, which sequence, where states come in and go out."""
+
+import numpy as np
+
+from ...contract import CHUNK
+
+
+class Chunking:
+    """The chunk table of a problem's sequences and the states at their ends."""
+
+    def __init__(self, problem):
+        self.size = problem.chunk_size or CHUNK
+        self.sequences = problem.spans.count
+        self.table, bounds = problem.spans.chunks(self.size), problem.spans.chunk_bounds(self.size)
+        filled = np.flatnonzero(np.diff(bounds)).tolist()
+        self.begins = {int(bounds[s]): s for s in filled}               # chunk -> the sequence it begins
+        self.ends = {int(bounds[s + 1]) - 1: s for s in filled}         # chunk -> the sequence it ends
+
+    @property
+    def count(self):
+        return len(self.table)
+
+    def of_sequence(self, states, rows, s):
+        """Sequence s of a block of rows in states [N, H, K, V]: a view [B, H, K, V]."""
+        return states.reshape(-1, self.sequences, *states.shape[1:])[rows[0], s, rows[1]]
+
+    def scan(self, rows, first, decay, h, states):
+        """States h [B, H, n + 1, K, V] from chunk to chunk; h_{c+1} comes in holding what chunk c adds.
+
+        h_{c+1} += diag(decay_c) h_c. `states` [N, H, K, V] holds the initial states and receives the final ones.
+        """
+        for c in range(h.shape[2] - 1):
+            if (s := self.begins.get(first + c)) is not None:
+                h[:, :, c] = self.of_sequence(states, rows, s)
+            h[:, :, c + 1] += decay[:, :, c, :, None] * h[:, :, c]
+            if (s := self.ends.get(first + c)) is not None:
+                self.of_sequence(states, rows, s)[:] = h[:, :, c + 1]
+
+    def scan_back(self, rows, first, decay, dh, dstates):
+        """The same for gradients, last chunk first; dh_c comes in holding what chunk c adds.
+
+        dh_c += diag(decay_c) dh_{c+1}. `dstates` holds the final states' gradients, receives the initial states'.
+        """
+        for c in reversed(range(dh.shape[2] - 1)):
+            if (s := self.ends.get(first + c)) is not None:
+                dh[:, :, c + 1] = self.of_sequence(dstates, rows, s)
+            dh[:, :, c] += decay[:, :, c, :, None] * dh[:, :, c + 1]
+            if (s := self.begins.get(first + c)) is not None:
+                self.of_sequence(dstates, rows, s)[:] = dh[:, :, c]

@@ -1,0 +1,58 @@
+"""What the chunked forms compute: one recurrence that all gated operators reduce to.
+
+    S_t = diag(exp g_t) S_{t-1} + k_t v_t^T
+    o_t = scale q_t^T S_t                                   or, reading before the write (RWKV-6),
+    o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T)
+
+with g [B, H, T, K], or [B, H, T, 1] for a gate that all channels share.
+"""
+
+
+import numpy as np
+
+
+class Member:
+    """A problem's arrays as the family's, and the way back. Operators with more to do override the methods."""
+
+    def __init__(self, problem, q, k, v, g, u=None, *, scale=None, constant_gate=False):
+        self.problem, self.constant_gate = problem, constant_gate
+        self.q, self.k, self.v, self.g, self.u = q, k, v, g, u
+        self.scale = problem.scale if scale is None else scale
+        self.exclusive = problem.op.reads_before_write          # o_t sees S_{t-1}
+
+    def bonus(self, rows):
+        """u [H, 1, 1, K] for a block of rows, or None."""
+        return None if self.u is None else self.u[rows[1], None, None].astype(self.problem.compute_dtype)
+
+    def initial_state(self):
+        """A fresh [N, H, K, V]."""
+        return self.state(self.problem.initial_state)
+
+    def state(self, parts):
+        """The operator's state, or its gradient, as the family's: a fresh [N, H, K, V], zeros for None."""
+        problem = self.problem
+        if parts is None:
+            shape = (problem.sizes["N"], *self.k.shape[1:2], self.k.shape[-1], self.v.shape[-1])
+            return np.zeros(shape, problem.compute_dtype)
+        return self.joined(tuple(part.astype(problem.compute_dtype) for part in parts))
+
+    def joined(self, parts):
+        """State parts of the operator as the family's one [N, H, K, V]."""
+        return parts[0]
+
+    def split(self, state):
+        return (state,)
+
+    def buffer(self, o):
+        """Where the family's o may go: the operator's own, where they are the same."""
+        return o
+
+    def output(self, o, family):
+        """Fills the operator's o from the family's."""
+
+    def output_vjp(self, do):
+        return do
+
+    def gradients(self, dq, dk, dv, dg, du):
+        """The family's gradients as those of the operator's arrays, in the order of the call."""
+        return [dq, dk, dv, dg] if self.u is None else [dq, dk, dv, dg, du]

@@ -1,0 +1,27 @@
+"""Gated linear attention (Yang et al., 2024, eq. 3)."""
+
+import numpy as np
+
+from .family import Member
+from .recurrent import outer, read, read_vjp, write_vjp
+
+
+def step(problem, state, q, k, v, g):
+    """S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,     o_t = scale q_t^T S_t."""
+    (S,) = state
+    S = np.exp(g)[..., None] * S + outer(k, v)
+    return (S,), problem.scale * read(q, S)
+
+
+def step_vjp(problem, state, q, k, v, g, dstate, do):
+    (S,), (dS,), decay = state, dstate, np.exp(g)[..., None]
+    do = problem.scale * do
+    dq = read_vjp(decay * S + outer(k, v), do)
+    dS = dS + outer(q, do)
+    dk, dv = write_vjp(k, v, dS)
+    dg = (decay * S * dS).sum(-1)
+    return (decay * dS,), dq, dk, dv, dg
+
+
+def member(problem):
+    return Member(problem, *problem.arrays.values())

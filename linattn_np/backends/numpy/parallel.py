@@ -1,0 +1,49 @@
+"""The quadratic form: no states between chunks, every query meets every key.
+
+    o_i = scale (q_i exp(b_i) h_0 + sum_j A_ij v_j),     A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik)
+
+Exponents are sums of gates, so any gate is exact: blocks of queries go by in order and the keys before them are decayed
+along. Memory is one block of rows of A, never T x T.
+"""
+
+import numpy as np
+
+from .chunked import put_bonus
+from .chunking import Chunking
+from .packing import Scratch, Segment
+from .scores import Gates, gated_scores
+
+
+def run(member, o):
+    """Fills o [B, H, T, V], returns the final state [N, H, K, V]."""
+    problem, chunking = member.problem, Chunking(member.problem)
+    whole = Segment(chunking.table, chunking.size)
+    q, k, v, g = (whole.pack(x, problem.compute_dtype) for x in (member.q, member.k, member.v, member.g))
+    packed, final = np.empty(v.shape, v.dtype), member.initial_state()
+    for (first, s), last in zip(chunking.begins.items(), chunking.ends):
+        chunks = np.s_[:, :, first:last + 1]
+        state = chunking.of_sequence(final, np.s_[:, :], s)
+        state[:] = sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
+    whole.unpack_into(o, packed)
+    return final
+
+
+def sequence(member, q, k, v, g, initial, o):
+    """One sequence of n row blocks [B, H, n, C, ...]: fills o, returns the final state."""
+    B, H, n, C, K = k.shape
+    scratch = Scratch(k.dtype)
+    keys, values = np.empty((B, H, n * C, K), k.dtype), v.reshape(B, H, n * C, -1)
+    decayed = initial.copy()                    # h_0, decayed to the present block like the keys
+    for i in range(n):
+        decay = scratch("decay", g[:, :, i, 0].shape)
+        block = q[:, :, i], k[:, :, i], Gates(g[:, :, i], scratch)
+        qg, kg, A = gated_scores(*block, member.exclusive, decay, scratch)
+        if member.u is not None:
+            put_bonus(A, *block[:2], member.bonus(np.s_[:, :])[:, 0])
+        past = slice(0, i * C)
+        scores = qg @ keys[:, :, past].swapaxes(-1, -2)
+        o[:, :, i] = member.scale * (qg @ decayed + scores @ values[:, :, past] + A @ v[:, :, i])
+        keys[:, :, past] *= decay[:, :, None]
+        keys[:, :, i * C:(i + 1) * C] = kg
+        decayed *= decay[..., None]
+    return decayed + keys.swapaxes(-1, -2) @ values

@@ -1,0 +1,110 @@
+"""Token by token: the papers' recurrences as they stand, forward and backward. Everything else is held to these.
+
+An operator's file gives `step`, its equation for one token, and `step_vjp`, that step's gradient by hand. Here is only
+the walk over tokens and sequences.
+"""
+
+import numpy as np
+
+
+def run(problem, equation, o):
+    """Fills o [B, H, T, V], returns the final state's parts."""
+    inputs = cast_inputs(problem)
+    final = initial_states(problem)
+    for s, (start, stop) in enumerate(problem.spans):
+        state = sequence(final, s, problem)
+        for t in range(start, stop):
+            state, o[:, :, t] = equation.step(problem, state, *tokens(problem, inputs, t))
+        put_sequence(final, s, problem, state)
+    return final
+
+
+def vjp(problem, equation, o):
+    """(final state's parts, pull), o filled: backpropagation through every token, all states kept."""
+    inputs = cast_inputs(problem)
+    final, before = initial_states(problem), {}
+    for s, (start, stop) in enumerate(problem.spans):
+        state = sequence(final, s, problem)
+        for t in range(start, stop):
+            before[t] = state
+            state, o[:, :, t] = equation.step(problem, state, *tokens(problem, inputs, t))
+        put_sequence(final, s, problem, state)
+
+    def pull(do, dht):
+        gradients = [np.zeros_like(x) for x in inputs]
+        dstates = cast_states(dht, problem)
+        for s, (start, stop) in enumerate(problem.spans):
+            dstate = sequence(dstates, s, problem)
+            for t in reversed(range(start, stop)):
+                dstate, *dtokens = equation.step_vjp(problem, before[t], *tokens(problem, inputs, t), dstate,
+                                                     do[:, :, t].astype(problem.compute_dtype))
+                for gradient, axes, dtoken in zip(gradients, problem.op.arrays.values(), dtokens, strict=True):
+                    if has_time(axes):
+                        gradient[:, :, t] = dtoken
+                    else:
+                        gradient += dtoken
+            put_sequence(dstates, s, problem, dstate)
+        return gradients, dstates
+
+    return final, pull
+
+
+def has_time(axes):
+    return "T" in axes.split()
+
+
+def cast_inputs(problem):
+    return [x.astype(problem.compute_dtype) for x in problem.arrays.values()]
+
+
+def tokens(problem, inputs, t):
+    return (x[:, :, t] if has_time(axes) else x for x, axes in zip(inputs, problem.op.arrays.values()))
+
+
+def initial_states(problem):
+    return cast_states(problem.initial_state, problem)
+
+
+def cast_states(parts, problem):
+    """A fresh tuple of states [N, H, ...], zeros for None."""
+    if parts is None:
+        return tuple(np.zeros(problem.shape(axes), problem.compute_dtype) for axes in problem.op.state)
+    return tuple(part.astype(problem.compute_dtype) for part in parts)
+
+
+def sequence(parts, s, problem):
+    """Sequence s of every row, copies [B, H, ...]."""
+    return tuple(part[s::problem.spans.count].copy() for part in parts)
+
+
+def put_sequence(parts, s, problem, state):
+    for part, new in zip(parts, state, strict=True):
+        part[s::problem.spans.count] = new
+
+
+def outer(k, v):
+    return k[..., :, None] * v[..., None, :]
+
+
+def read(q, S):
+    """q^T S."""
+    return (q[..., None, :] @ S)[..., 0, :]
+
+
+def write_vjp(k, v, dS):
+    """Gradients of k and v in S = ... + k v^T."""
+    return (dS @ v[..., None])[..., 0], read(k, dS)
+
+
+def read_vjp(S, do):
+    """Gradient of q in o = q^T S."""
+    return (S @ do[..., None])[..., 0]
+
+
+def step(problem, equation):
+    """One token for B sequences: o; the state, or its rows `slots`, is updated in place."""
+    state, slots = problem.options["state"], problem.options["slots"]
+    rows = slice(None) if slots is None else slots
+    (new,), o = equation.step(problem, (state[rows].astype(problem.compute_dtype),), *cast_inputs(problem))
+    state[rows] = new
+    return o

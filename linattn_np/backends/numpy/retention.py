@@ -1,0 +1,42 @@
+"""Retention (Sun et al., 2023, eq. 6)."""
+
+import numpy as np
+
+from .family import Member
+from .recurrent import outer, read, read_vjp, write_vjp
+
+
+def decay(problem):
+    return problem.options["gamma"].astype(problem.compute_dtype)[:, None, None]        # [H, 1, 1]
+
+
+def step(problem, state, q, k, v):
+    """S_t = gamma S_{t-1} + k_t v_t^T,     o_t = scale q_t^T S_t."""
+    (S,) = state
+    S = decay(problem) * S + outer(k, v)
+    return (S,), problem.scale * read(q, S)
+
+
+def step_vjp(problem, state, q, k, v, dstate, do):
+    (S,), (dS,) = state, dstate
+    do = problem.scale * do
+    dq = read_vjp(decay(problem) * S + outer(k, v), do)
+    dS = dS + outer(q, do)
+    dk, dv = write_vjp(k, v, dS)
+    return (decay(problem) * dS,), dq, dk, dv
+
+
+class Retention(Member):
+    """The gate is log gamma for every token, one channel wide."""
+
+    def __init__(self, problem):
+        with np.errstate(divide="ignore"):      # gamma = 0 forgets: -inf
+            g = np.log(decay(problem))
+        super().__init__(problem, problem["q"], problem["k"], problem["v"],
+                         np.broadcast_to(g, (*problem.shape("B H T"), 1)), constant_gate=True)
+
+    def gradients(self, dq, dk, dv, dg, du):
+        return [dq, dk, dv]
+
+
+member = Retention

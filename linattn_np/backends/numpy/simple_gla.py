@@ -1,0 +1,36 @@
+"""Gated linear attention with one gate a head (Dao and Gu, 2024, eq. 6)."""
+
+import numpy as np
+
+from .family import Member
+from .recurrent import outer, read, read_vjp, write_vjp
+
+
+def step(problem, state, q, k, v, g):
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T,      o_t = scale q_t^T S_t."""
+    (S,) = state
+    S = np.exp(g)[..., None, None] * S + outer(k, v)
+    return (S,), problem.scale * read(q, S)
+
+
+def step_vjp(problem, state, q, k, v, g, dstate, do):
+    (S,), (dS,), decay = state, dstate, np.exp(g)[..., None, None]
+    do = problem.scale * do
+    dq = read_vjp(decay * S + outer(k, v), do)
+    dS = dS + outer(q, do)
+    dk, dv = write_vjp(k, v, dS)
+    dg = (decay * S * dS).sum((-2, -1))
+    return (decay * dS,), dq, dk, dv, dg
+
+
+class SimpleGLA(Member):
+    """The gate is one channel wide and broadcasts over K."""
+
+    def __init__(self, problem):
+        super().__init__(problem, problem["q"], problem["k"], problem["v"], problem["g"][..., None])
+
+    def gradients(self, dq, dk, dv, dg, du):
+        return [dq, dk, dv, dg[..., 0]]
+
+
+member = SimpleGLA

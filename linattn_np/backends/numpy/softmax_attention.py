@@ -1,0 +1,80 @@
+"""Softmax attention in tiles (Dao et al., FlashAttention, 2022, algorithms 1 and 4), BLAS over heads.
+
+    o_i = sum_j exp(s_ij - L_i) v_j,        s_ij = scale q_i . k_j,     L_i = log sum_j exp(s_ij)
+"""
+
+import numpy as np
+
+TILE = 256                      # queries and keys at once; the scores of one tile are all that exists of T x T
+
+
+def run(problem, o):
+    """Fills o; there is no state."""
+    forward(problem, o)
+    return ()
+
+
+def forward(problem, o):
+    """Fills o [B, H, T, V], returns L [B, H, T]."""
+    q, k, v = cast_inputs(problem)
+    L = np.empty(problem.shape("B H T"), q.dtype)
+    for rows, keys in tiles(problem):
+        o[:, :, rows], L[:, :, rows] = attend(problem, q[:, :, rows], k, v, rows, keys)
+    return L
+
+
+def cast_inputs(problem):
+    return tuple(np.ascontiguousarray(x, problem.compute_dtype) for x in problem.arrays.values())
+
+
+def tiles(problem):
+    """(rows, [tiles of keys they see]) of every sequence."""
+    tile = problem.chunk_size or TILE
+    for start, stop in problem.spans:
+        for first in range(start, stop, tile):
+            rows = slice(first, min(first + tile, stop))
+            seen = rows.stop if problem.options["causal"] else stop
+            yield rows, [slice(j, min(j + tile, seen)) for j in range(start, seen, tile)]
+
+
+def tile_scores(problem, q, k, rows, keys):
+    """scale q k^T [B, H, rows, keys], -inf where the key lies behind the query."""
+    s = problem.scale * (q @ k[:, :, keys].swapaxes(-1, -2))
+    if problem.options["causal"] and keys.stop > rows.start:
+        future = np.arange(keys.start, keys.stop) > np.arange(rows.start, rows.stop)[:, None]
+        s[..., future] = -np.inf
+    return s
+
+
+def attend(problem, q, k, v, rows, keys):
+    """One tile of queries over its keys: the running maximum m, sum l and weighted values o."""
+    o, l, m = 0, 0, np.full((*q.shape[:-1], 1), -np.inf, q.dtype)
+    for tile in keys:
+        s = tile_scores(problem, q, k, rows, tile)
+        higher = np.maximum(m, s.max(-1, keepdims=True))
+        p, kept = np.exp(s - higher), np.exp(m - higher)
+        o, l, m = kept * o + p @ v[:, :, tile], kept * l + p.sum(-1, keepdims=True), higher
+    return o / l, (m + np.log(l))[..., 0]
+
+
+def vjp(problem, o):
+    """((), pull), o filled: the scores are recomputed tile by tile from L."""
+    precise = np.empty(o.shape, problem.compute_dtype)
+    L = forward(problem, precise)
+    o[...] = precise
+
+    def pull(do, dht):
+        q, k, v = cast_inputs(problem)
+        do = do.astype(q.dtype)
+        dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+        own = np.vecdot(do, precise)[..., None]
+        for rows, keys in tiles(problem):
+            for tile in keys:
+                p = np.exp(tile_scores(problem, q[:, :, rows], k, rows, tile) - L[:, :, rows, None])
+                ds = problem.scale * p * (do[:, :, rows] @ v[:, :, tile].swapaxes(-1, -2) - own[:, :, rows])
+                dq[:, :, rows] += ds @ k[:, :, tile]
+                dk[:, :, tile] += ds.swapaxes(-1, -2) @ q[:, :, rows]
+                dv[:, :, tile] += p.swapaxes(-1, -2) @ do[:, :, rows]
+        return [dq, dk, dv], None
+
+    return (), pull

@@ -1,0 +1,288 @@
+"""What an operator takes: declared once as an `Op`, checked once by `Op.bind`, trusted afterwards as a `Problem`.
+
+This is the only room that looks at shapes, dtypes, strides and layouts. A declaration names each array's axes,
+`{"q": "B H T K", "v": "B H T V"}`; validation, output shapes, random test inputs and the docs read it from there.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import arrays as array_kinds
+from . import varlen
+
+LAYOUTS = ("bhtd", "bthd")
+SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
+CHUNK = 64
+
+
+class ContractError(ValueError):
+    """An argument does not fit the operator's declaration; raised before anything runs."""
+
+
+class ContractTypeError(ContractError, TypeError):
+    """An argument is of a type, dtype or array library that the operator does not take."""
+
+
+class NotSupported(ContractError):
+    """No backend, or not the one named, can compute this problem; the message gives every reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """The declaration of an operator: its name, its arrays with their axes, and what else it takes."""
+
+    name: str
+    arrays: Mapping[str, str]                   # {"q": "B H T K", ...} in the order of the call
+    out: str = "B H T V"
+    gates: tuple[str, ...] = ()                 # may stay float32 beside half-precision inputs
+    computed: tuple[str, ...] = ()              # results of an earlier stage: float32, or float64 beside float64
+    modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
+    state: tuple[str, ...] = ("N H K V",)       # axes of each part of the recurrent state, N sequences
+    reads_before_write: bool = False            # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
+    feature: str = "K"                          # the axis that sets the default scale, K**-0.5
+
+    def bind(self, inputs, *, layout="bhtd", mode="auto", scale=None, initial_state=None, output_final_state=False,
+             state_dtype=None, cu_seqlens=None, chunk_size=None, materialize=None, out=None, gradient=False, **options) -> Problem:
+        """All checks of a call, in one pass; what comes back can be trusted."""
+        if layout not in LAYOUTS:
+            self.refuse("layout", f"is {layout!r}, expected one of {', '.join(map(repr, LAYOUTS))}")
+        views, whose = self.native_views(inputs, layout)
+        sizes = self.sizes(views, layout)
+        dtype = self.dtype(views)
+        spans = self.spans(cu_seqlens, sizes)
+        sizes["N"] = sizes["B"] * spans.count if "T" in sizes else sizes["B"]
+        mode, chunk_size = self.route(mode, chunk_size, materialize)
+        state_dtype = self.state_dtype(state_dtype, dtype)
+        home = array_kinds.home(next(iter(views.values())))
+        example = next(iter(inputs))
+        return Problem(
+            op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans, varlen=cu_seqlens is not None, layout=layout,
+            mode=mode, chunk_size=chunk_size, materialize=materialize, scale=self.scale(scale, sizes),
+            initial_state=self.initial_state(initial_state, sizes, home), output_final_state=bool(output_final_state),
+            state_dtype=state_dtype, out=self.output(out, sizes, dtype, layout, home, views), options=options,
+            home=home, kind=whose, example=example, gradient=gradient)
+
+    def refuse(self, argument: str, complaint: str, error=ContractError):
+        raise error(f"{self.name}: {argument} {complaint}")
+
+    # -- arrays -----------------------------------------------------------------------------------------------------
+    def native_views(self, inputs, layout):
+        """The caller's arrays as [B, H, T, ...] views; all of one library and one device."""
+        views, kinds, homes = {}, {}, {}
+        for name, x in zip(self.arrays, inputs, strict=True):
+            kinds[name] = array_kinds.kind(x)
+            if kinds[name] is None:
+                self.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
+            try:
+                native = array_kinds.to_native(x, kinds[name])
+            except (TypeError, BufferError, ImportError) as error:
+                self.refuse(name, f"cannot be read: {error}", ContractTypeError)
+            homes[name] = array_kinds.home(native)
+            views[name] = self.logical(name, native, self.arrays[name], layout)
+        for found, what in ((kinds, "library"), (homes, "device")):
+            if len(set(found.values())) > 1:
+                self.refuse("arrays", f"must share one {what}, got "
+                            + ", ".join(f"{n}: {f}" for n, f in found.items()), ContractTypeError)
+        return views, next(iter(kinds.values()))
+
+    def logical(self, name, array, axes, layout):
+        """`array` with its axes in the order `axes`; only arrays that have both H and T come in another layout."""
+        if array.ndim != len(axes.split()):
+            self.refuse(name, f"has {array.ndim} axes, shape {tuple(array.shape)}, expected {in_layout(axes, layout)}")
+        return swap_heads(array, axes, layout)
+
+    def sizes(self, views, layout) -> dict[str, int]:
+        seen: dict[str, dict[str, int]] = {}
+        for name, view in views.items():
+            for axis, size in zip(self.arrays[name].split(), view.shape, strict=True):
+                seen.setdefault(axis, {})[name] = int(size)
+        for axis, by_name in seen.items():
+            usual = Counter(by_name.values()).most_common(1)[0][0]
+            for name, size in by_name.items():
+                if size != usual:
+                    shape = tuple(swap_heads(views[name], self.arrays[name], layout).shape)
+                    self.refuse(name, f"has {axis}={size}, but {axis}={usual} elsewhere; {name} is {shape}, "
+                                      f"expected {in_layout(self.arrays[name], layout)}")
+        sizes = {axis: next(iter(by_name.values())) for axis, by_name in seen.items()}
+        for axis in ("K", "V"):
+            if sizes.get(axis) == 0:
+                self.refuse(next(iter(seen[axis])), f"has {axis}=0, expected at least 1")
+        return sizes
+
+    def dtype(self, views):
+        for name, view in views.items():
+            if view.dtype not in array_kinds.FLOATS:
+                self.refuse(name, f"has dtype {view.dtype}, expected one of "
+                            + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
+        dtype = next(view.dtype for name, view in views.items() if name not in self.gates + self.computed)
+        single = np.dtype(np.float32)
+        for name, view in views.items():
+            allowed = {dtype} | ({single} if name in self.gates and dtype.itemsize == 2 else set())
+            if name in self.computed:
+                allowed = {dtype if dtype == np.float64 else single}
+            if view.dtype not in allowed:
+                self.refuse(name, f"has dtype {view.dtype}, expected " + " or ".join(sorted(map(str, allowed))),
+                            ContractTypeError)
+        return dtype
+
+    # -- the rest of a call -------------------------------------------------------------------------------------------
+    def spans(self, cu_seqlens, sizes) -> varlen.Spans:
+        if cu_seqlens is None:
+            return varlen.dense(sizes.get("T", 1))
+        if sizes["B"] != 1:
+            self.refuse("cu_seqlens", f"packs all sequences into one row, so B must be 1, got B={sizes['B']}")
+        try:
+            return varlen.parse(cu_seqlens, sizes["T"])
+        except ValueError as error:
+            self.refuse("cu_seqlens", str(error))
+
+    def route(self, mode, chunk_size, materialize):
+        if mode != "auto" and mode not in self.modes:
+            self.refuse("mode", f"is {mode!r}, expected one of 'auto', {', '.join(map(repr, self.modes))}")
+        chunked = mode in ("auto", "chunk", "staged")
+        if chunk_size is not None:
+            if not chunked:
+                self.refuse("chunk_size", f"has no meaning in mode {mode!r}")
+            if not is_int(chunk_size) or chunk_size < SUB_CHUNK or chunk_size % SUB_CHUNK:
+                self.refuse("chunk_size", f"is {chunk_size!r}, expected a positive multiple of {SUB_CHUNK}")
+            chunk_size = int(chunk_size)
+        if materialize not in (None, True, False):
+            self.refuse("materialize", f"is {materialize!r}, expected True, False or None")
+        if materialize is not None and not chunked:
+            self.refuse("materialize", f"has no meaning in mode {mode!r}")
+        if materialize is False and mode == "staged":
+            self.refuse("materialize", "is False, but mode 'staged' keeps every chunk's state")
+        return mode, chunk_size
+
+    def scale(self, scale, sizes) -> float:
+        if scale is None:
+            return sizes[self.feature] ** -0.5 if self.feature in sizes else 1.0
+        if not is_real(scale) or not math.isfinite(scale):
+            self.refuse("scale", f"is {scale!r}, expected a finite number or None", ContractTypeError)
+        return float(scale)
+
+    def initial_state(self, state, sizes, home):
+        """None, or a tuple with one [N, H, K, V] array for each declared part."""
+        if state is None:
+            return None
+        parts = state if isinstance(state, tuple) else (state,)
+        if len(parts) != len(self.state):
+            self.refuse("initial_state", f"has {len(parts)} parts, expected {len(self.state)}", ContractTypeError)
+        return tuple(self.placed("initial_state", part, axes, sizes, home) for part, axes in zip(parts, self.state))
+
+    def placed(self, name, x, axes, sizes, home):
+        """`x` as a native array of exactly the sizes and the device of the call."""
+        whose = array_kinds.kind(x)
+        if whose is None:
+            self.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
+        native = array_kinds.to_native(x, whose)
+        wanted = tuple(sizes[axis] for axis in axes.split())
+        if tuple(native.shape) != wanted:
+            self.refuse(name, f"is {tuple(native.shape)}, expected [{', '.join(axes.split())}] = {wanted}")
+        if native.dtype not in array_kinds.FLOATS:
+            self.refuse(name, f"has dtype {native.dtype}, expected one of "
+                        + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
+        if array_kinds.home(native) != home:
+            self.refuse(name, f"lives on {array_kinds.home(native)}, but the other arrays on {home}", ContractTypeError)
+        return native
+
+    def state_dtype(self, wanted, dtype):
+        if wanted is None:
+            return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        try:
+            wanted = np.dtype(wanted)
+        except TypeError:
+            self.refuse("state_dtype", f"is {wanted!r}, expected a float dtype", ContractTypeError)
+        if wanted not in array_kinds.FLOATS:
+            self.refuse("state_dtype", f"is {wanted}, expected one of "
+                        + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
+        return wanted
+
+    def output(self, out, sizes, dtype, layout, home, views):
+        if out is None:
+            return None
+        if array_kinds.kind(out) not in ("numpy", "cupy"):
+            self.refuse("out", f"is a {type(out).__module__}.{type(out).__qualname__}, expected a NumPy or CuPy array",
+                        ContractTypeError)
+        view = self.logical("out", out, self.out, layout)
+        view = self.placed("out", view, self.out, sizes, home)
+        if view.dtype != dtype:
+            self.refuse("out", f"has dtype {view.dtype}, expected {dtype}", ContractTypeError)
+        if home == "host":
+            if not out.flags.writeable:
+                self.refuse("out", "is read-only")
+            for name, array in views.items():
+                if np.may_share_memory(out, array) and np.shares_memory(out, array):
+                    self.refuse("out", f"shares memory with {name}")
+        return view
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in."""
+
+    op: Op
+    arrays: dict
+    sizes: dict[str, int]                   # B, H, T, K, V as declared, and N, the number of sequences
+    dtype: np.dtype                         # of q, k, v and o
+    spans: varlen.Spans                     # token ranges; dense: the one range that all B rows share
+    varlen: bool
+    layout: str
+    mode: str
+    chunk_size: int | None
+    materialize: bool | None
+    scale: float
+    initial_state: tuple | None
+    output_final_state: bool
+    state_dtype: np.dtype
+    out: object | None
+    home: str                               # 'host' or 'cuda:<ordinal>'
+    kind: str                               # the library whose arrays came in
+    example: object = None                  # one of the arrays as the caller gave it
+    gradient: bool = False                  # a vjp is asked for
+    options: dict = field(default_factory=dict)
+
+    def __getitem__(self, name):
+        return self.arrays[name]
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    def shape(self, axes: str) -> tuple[int, ...]:
+        return tuple(self.sizes[axis] for axis in axes.split())
+
+    def as_caller(self, native):
+        """A native result in the caller's kind of array."""
+        return array_kinds.from_native(native, self.kind, self.example)
+
+    def in_layout(self, native, axes: str):
+        return swap_heads(native, axes, self.layout)
+
+
+def swap_heads(array, axes: str, layout: str):
+    """[B, H, T, ...] <-> [B, T, H, ...] for arrays that have both axes; a view, its own inverse."""
+    names = axes.split()
+    return array.swapaxes(1, 2) if layout == "bthd" and names[:3] == ["B", "H", "T"] else array
+
+
+def in_layout(axes: str, layout: str) -> str:
+    names = axes.split()
+    if layout == "bthd" and names[:3] == ["B", "H", "T"]:
+        names[1:3] = names[2], names[1]
+    return f"[{', '.join(names)}]"
+
+
+def is_int(x) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_))
+
+
+def is_real(x) -> bool:
+    return isinstance(x, (numbers.Real, np.floating)) and not isinstance(x, (bool, np.bool_))

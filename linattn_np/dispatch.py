@@ -1,0 +1,52 @@
+"""Which backend computes a problem, and why the others do not.
+
+The arrays' home decides: host arrays run on `numpy`, device arrays on `cupy`, else `numba`; never across. A backend
+is a package under `backends/` with
+
+    why_not(problem) -> str | None          the reason it cannot compute this problem, None when it can
+    run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
+    vjp(problem)                            ((o, final state parts or None), pullback), where why_not allows a gradient
+    describe(problem) -> dict               kernels, tiles and copies, for `explain`
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from .contract import NotSupported, Op, Problem
+
+ORDER = ("numpy", "cupy", "numba")
+
+
+def backend_module(name: str):
+    return import_module(f"linattn_np.backends.{name}")
+
+
+def reasons_against(problem: Problem) -> dict[str, str | None]:
+    """Each backend's reason not to run, None for those that can."""
+    return {name: backend_module(name).why_not(problem) for name in ORDER}
+
+
+def choose(problem: Problem, backend: str = "auto") -> str:
+    """The backend's name, or NotSupported with every reason."""
+    op = problem.op.name
+    if backend != "auto" and backend not in ORDER:
+        problem.op.refuse("backend", f"is {backend!r}, expected one of 'auto', {', '.join(map(repr, ORDER))}")
+    candidates = ORDER if backend == "auto" else (backend,)
+    against = {}
+    for name in candidates:                     # a backend that is not needed is not even imported
+        against[name] = backend_module(name).why_not(problem)
+        if against[name] is None:
+            return name
+    raise NotSupported(f"{op}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
+
+
+def call(op: Op, arrays, *, backend="auto", **arguments):
+    """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
+    problem = op.bind(arrays, **arguments)
+    o, final_state = backend_module(choose(problem, backend)).run(problem)
+    o = arguments["out"] if problem.out is not None else problem.as_caller(problem.in_layout(o, op.out))
+    if not problem.output_final_state:
+        return o
+    parts = tuple(problem.as_caller(part) for part in final_state)
+    return o, parts if len(parts) > 1 else parts[0]

@@ -1,0 +1,74 @@
+"""What a call would do, without doing it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, field
+
+from .contract import Problem
+from .dispatch import ORDER, backend_module, reasons_against
+from .ops import declaration
+
+
+def explain(op, *arrays, backend="auto", **arguments) -> Explanation:
+    """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> q = k = v = g = np.zeros((1, 2, 64, 16), np.float32)
+    >>> linattn_np.explain(linattn_np.gla, q, k, v, g).backend
+    'numpy'
+    """
+    declared = declaration(op, "explain")
+    inspect.signature(op).bind(*arrays, **arguments)        # an unknown keyword is Python's own TypeError
+    return explain_problem(declared.bind(arrays, **arguments), backend)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do: the route, what it moves, and why the other backends are out."""
+
+    op: str
+    backend: str | None
+    mode: str | None = None
+    kernels: tuple[str, ...] = ()
+    tiles: dict = field(default_factory=dict)
+    copies: tuple[str, ...] = ()            # arrays that must be copied first, with the reason
+    bytes: int = 0                          # that must move once: every input read, every output written
+    floor_ms: float | None = None           # those bytes over the device's peak bandwidth; None on the host
+    reasons: dict = field(default_factory=dict)         # backend -> why not
+
+    def __str__(self):
+        lines = [f"{self.op}: {self.backend or 'no backend'}" + (f", mode {self.mode}" if self.mode else "")]
+        lines += [f"  kernel {name}" for name in self.kernels]
+        lines += [f"  {name} = {value}" for name, value in self.tiles.items()]
+        lines += [f"  copy: {copy}" for copy in self.copies]
+        lines.append(f"  {self.bytes:,} bytes must move once"
+                     + (f", {self.floor_ms:.4f} ms at peak bandwidth" if self.floor_ms else ""))
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def explain_problem(problem: Problem, backend="auto") -> Explanation:
+    against = reasons_against(problem)
+    able = [name for name in ORDER if against[name] is None and backend in ("auto", name)]
+    moved = bytes_moved(problem)
+    reasons = {name: reason for name, reason in against.items() if reason is not None}
+    if not able:
+        return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
+    return Explanation(problem.op.name, able[0], bytes=moved, reasons=reasons,
+                       **backend_module(able[0]).describe(problem, moved))
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Every input read once and every output written once."""
+    def size(shape, dtype):
+        return math.prod(shape) * dtype.itemsize
+    total = sum(size(view.shape, view.dtype) for view in problem.arrays.values())
+    total += size(problem.shape(problem.op.out), problem.dtype)
+    total += sum(size(part.shape, part.dtype) for part in problem.initial_state or ())
+    if problem.output_final_state:
+        total += sum(size(problem.shape(axes), problem.state_dtype) for axes in problem.op.state)
+    return total

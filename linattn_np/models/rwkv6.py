@@ -1,0 +1,345 @@
+"""RWKV-6 (x060, "Finch") on NumPy or CuPy, without torch: the prompt in chunks, then token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import FLOATS
+from ..contract import ContractError, ContractTypeError, NotSupported, is_int, is_real
+from ..ops import rwkv6, rwkv6_step
+
+LAYER_NORM_EPS = 1e-5
+GROUP_NORM_EPS = 64e-5      # whatever the head size is
+
+# Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary, H heads,
+# N head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights are (out, in).
+EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
+BLOCK = {
+    "ln1.weight": "D", "ln1.bias": "D", "ln2.weight": "D", "ln2.bias": "D",
+    "att.time_maa_x": "1 1 D", "att.time_maa_w": "1 1 D", "att.time_maa_k": "1 1 D", "att.time_maa_v": "1 1 D",
+    "att.time_maa_r": "1 1 D", "att.time_maa_g": "1 1 D", "att.time_maa_w1": "D 5A", "att.time_maa_w2": "5 A D",
+    "att.time_decay": "1 1 D", "att.time_decay_w1": "D W", "att.time_decay_w2": "W D", "att.time_faaaa": "H N",
+    "att.receptance.weight": "D D", "att.key.weight": "D D", "att.value.weight": "D D", "att.gate.weight": "D D",
+    "att.output.weight": "D D", "att.ln_x.weight": "D", "att.ln_x.bias": "D",
+    "ffn.time_maa_k": "1 1 D", "ffn.time_maa_r": "1 1 D",
+    "ffn.key.weight": "F D", "ffn.receptance.weight": "D D", "ffn.value.weight": "D F",
+}
+HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
+
+# A parameter of block 0 that gives another version away.
+OTHER_VERSIONS = {"att.gate_w1": "RWKV-6 x060a", "att.time_maa_rkvw_w1": "RWKV-6 x060b or x060c",
+                  "att.x_r": "RWKV-7", "att.time_mix_k": "RWKV-4 or RWKV-5"}
+
+
+@dataclass
+class State:
+    """What B sequences carry from token to token; `RWKV6.forward` updates it in place."""
+
+    att_shift: np.ndarray       # [L, B, D], the last input of each time mix
+    wkv: np.ndarray             # [L, B, H, N, N], the recurrent state, key by value
+    ffn_shift: np.ndarray       # [L, B, D], the last input of each channel mix
+
+    def copy(self) -> State:
+        return State(self.att_shift.copy(), self.wkv.copy(), self.ffn_shift.copy())
+
+
+class RWKV6:
+    """An RWKV-6 language model (Peng et al., "Eagle and Finch", 2024, sections 3 and 4).
+
+        x = LN(emb[token]; ln0)
+        every layer, with xx = LN(x; ln1) and the token shift d = xx_{t-1} - xx_t:
+            m  = tanh((xx + d maa_x) maa_w1) maa_w2                                  one m for each of w k v r g
+            xw = xx + d (maa_w + m_w), and xk, xv, xr, xg likewise
+            r = W_r xr,   k = W_k xk,   v = W_v xv,   g = silu(W_g xg)
+            w = -exp(time_decay + tanh(xw decay_w1) decay_w2)                        the log of the decay
+            o = r^T (S + diag(u) k v^T),   S <- diag(exp w) S + k v^T                `linattn_np.rwkv6`, scale 1
+            x = x + W_o (GroupNorm_H(o; ln_x) g)
+        with xx = LN(x; ln2) and d again:
+            x = x + sigmoid(W_r' (xx + d maa_r)) (W_v' relu(W_k' (xx + d maa_k))^2)
+        logits = head LN(x; ln_out)
+
+    Parameters
+    ----------
+    weights : mapping from official names ("blocks.0.att.time_maa_x", ...) to host arrays
+        Any float dtype; the model keeps float32 copies. All sizes come from names and shapes.
+    device : "cpu" or "cuda"
+        Where the weights, and with them every array of the model, live: NumPy or CuPy.
+
+    Raises
+    ------
+    ContractError
+        A parameter that is missing, of another shape or of another version of RWKV, with what was wanted.
+    NotSupported
+        `device` cannot be had, with the reason.
+
+    Example
+    -------
+    >>> from linattn_np.models import RWKV6
+    >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+    >>> logits, state = model.forward([list(b"It is a truth universally")])
+    >>> logits.shape
+    (1, 25, 256)
+    >>> logits, state = model.forward([[ord(" ")]], state)
+    >>> chr(logits[0, -1].argmax())
+    'a'
+    """
+
+    def __init__(self, weights: Mapping, device: str = "cpu"):
+        self.xp = array_module(device)
+        self.sizes = check_parameters(weights)
+
+        def load(*names):
+            """float32 [..., D], contiguous, on the device; several names are stacked along a first axis."""
+            host = np.stack([np.asarray(weights[name], np.float32) for name in names])
+            return self.xp.asarray(host[0] if len(names) == 1 else host)
+
+        def norm(name):
+            return load(f"{name}.weight"), load(f"{name}.bias")
+
+        self.embedding, self.ln0 = load("emb.weight"), norm("blocks.0.ln0")
+        self.blocks = [Block(f"blocks.{i}", load, norm) for i in range(self.sizes["L"])]
+        self.ln_out, self.head = norm("ln_out"), load("head.weight")
+
+    @classmethod
+    def from_file(cls, path, device: str = "cpu") -> RWKV6:
+        """The model in a `.safetensors` file with the official names; OSError when the file cannot be read."""
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"RWKV6: {path} is no file")
+        if path.suffix != ".safetensors":
+            refuse(f"{path} has another ending, expected .safetensors")
+        try:
+            with safe_open(path, framework="numpy") as file:
+                weights = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            refuse(f"{path} is no safetensors file, or a damaged one: {error}")
+        try:
+            return cls(weights, device)
+        except NotSupported:
+            raise
+        except ContractError as error:
+            raise type(error)(f"{error} (in {path})") from None
+
+    def initial_state(self, batch: int = 1) -> State:
+        """The state before the first token of `batch` sequences."""
+        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
+        zeros = self.xp.zeros
+        return State(zeros((L, batch, D), np.float32), zeros((L, batch, H, N, N), np.float32),
+                     zeros((L, batch, D), np.float32))
+
+    def forward(self, tokens, state: State | None = None):
+        """``(logits [B, T, V] float32, state)`` for `tokens` [B, T], host integers.
+
+        `state` is updated in place and handed back, so that the next call goes on where this one ended; without one
+        the sequences start here. T tokens in one call, or in any number of calls, give the same logits: a call with
+        T > 1 runs `linattn_np.rwkv6` in chunks, with T = 1 `linattn_np.rwkv6_step`.
+        """
+        tokens = self.checked(tokens)
+        state = self.initial_state(len(tokens)) if state is None else self.fitting(state, len(tokens))
+        logits = self.logits(self.hidden(tokens, state))
+        return logits.reshape(*tokens.shape, -1), state
+
+    def generate(self, prompt, *, temperature: float = 1.0, top_p: float = 1.0, seed=None) -> Iterator[int]:
+        """Tokens that continue `prompt` (host integers [T]), one by one and without end.
+
+        temperature : 0 takes the likeliest token, 1 the model's distribution, more flattens it.
+        top_p : draw from the likeliest tokens that together hold this much probability.
+        seed : equal seeds give equal tokens.
+
+        Example
+        -------
+        >>> from itertools import islice
+        >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+        >>> bytes(islice(model.generate(b"Mr. Knight", temperature=0), 5))
+        b'ley, '
+        """
+        if not is_real(temperature) or not 0 <= temperature < float("inf"):
+            refuse(f"temperature is {temperature!r}, expected a number from 0 up")
+        if not is_real(top_p) or not 0 < top_p <= 1:
+            refuse(f"top_p is {top_p!r}, expected a number above 0 and up to 1")
+        return self.stream(self.checked([list(prompt)]), temperature, top_p, np.random.default_rng(seed))
+
+    def stream(self, tokens, temperature, top_p, rng):
+        state = self.initial_state()
+        while True:
+            logits = self.logits(self.hidden(tokens, state)[-1:])[0]
+            token = sample(logits if self.xp is np else logits.get(), temperature, top_p, rng)
+            yield token
+            tokens = np.array([[token]])
+
+    # -- the layers, on rows of tokens [B * T, D]; NumPy's functions on CuPy arrays are CuPy's ----------------------
+    def hidden(self, tokens, state):
+        x = layer_norm(self.embedding[self.xp.asarray(tokens.ravel())], self.ln0)
+        for i, block in enumerate(self.blocks):
+            x += time_mix(block, layer_norm(x, block.ln1), state.att_shift[i], state.wkv[i])
+            x += channel_mix(block, layer_norm(x, block.ln2), state.ffn_shift[i])
+        return x
+
+    def logits(self, x):
+        return layer_norm(x, self.ln_out) @ self.head.T
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+    def checked(self, tokens):
+        """`tokens` as int64 [B, T] on the host, each within the vocabulary."""
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            lengths = [len(row) for row in tokens]
+            refuse(f"tokens is ragged, with rows of {lengths} tokens; expected [B, T]")
+        if ids.ndim != 2 or not ids.size:
+            refuse(f"tokens is {ids.shape}, expected [B, T] with at least one token")
+        if ids.dtype.kind not in "iu":
+            refuse(f"tokens has dtype {ids.dtype}, expected integers", ContractTypeError)
+        V = self.sizes["V"]
+        if not (0 <= ids.min() and ids.max() < V):
+            refuse(f"tokens runs from {ids.min()} to {ids.max()}, but the vocabulary has {V} tokens")
+        return ids.astype(np.int64)
+
+    def fitting(self, state, batch):
+        if not isinstance(state, State):
+            refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
+        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
+        for name, wanted in (("att_shift", (L, batch, D)), ("wkv", (L, batch, H, N, N)), ("ffn_shift", (L, batch, D))):
+            found = getattr(state, name).shape
+            if found != wanted:
+                refuse(f"state.{name} is {found}, expected {wanted}")
+        return state
+
+
+class Block:
+    """One layer's weights, those that meet one product stacked."""
+
+    def __init__(self, name, load, norm):
+        att, ffn = f"{name}.att", f"{name}.ffn"
+        self.ln1, self.ln2, self.ln_x = norm(f"{name}.ln1"), norm(f"{name}.ln2"), norm(f"{att}.ln_x")
+        self.maa_x = load(f"{att}.time_maa_x")[0]                                           # [1, D]
+        self.maa = load(*(f"{att}.time_maa_{x}" for x in "wkvrg"))[:, 0]                    # [5, 1, D]
+        self.maa_down, self.maa_up = load(f"{att}.time_maa_w1"), load(f"{att}.time_maa_w2")
+        self.decay = load(f"{att}.time_decay")[0]                                           # [1, D]
+        self.decay_down, self.decay_up = load(f"{att}.time_decay_w1"), load(f"{att}.time_decay_w2")
+        self.bonus = load(f"{att}.time_faaaa")                                              # [H, N]
+        self.kvrg = load(*(f"{att}.{x}.weight" for x in ("key", "value", "receptance", "gate")))    # [4, D, D]
+        self.output = load(f"{att}.output.weight")
+        self.ffn_maa_k, self.ffn_maa_r = load(f"{ffn}.time_maa_k")[0], load(f"{ffn}.time_maa_r")[0]
+        self.ffn_key, self.ffn_value = load(f"{ffn}.key.weight"), load(f"{ffn}.value.weight")
+        self.ffn_receptance = load(f"{ffn}.receptance.weight")
+
+
+def time_mix(block, x, shift, wkv):
+    """x [B * T, D], shift [B, D], wkv [B, H, N, N]; the last two are updated in place."""
+    B, H, N, _ = wkv.shape
+    past = token_shift(x, shift)
+    low = np.tanh((x + past * block.maa_x) @ block.maa_down)
+    low = low.reshape(len(x), 5, -1).swapaxes(0, 1)                             # [5, B * T, A]
+    mixed = x + past * (block.maa + low @ block.maa_up)                         # [5, B * T, D]
+    k, v, r, gate = mixed[1:] @ block.kvrg.swapaxes(1, 2)
+    w = -np.exp(block.decay + np.tanh(mixed[0] @ block.decay_down) @ block.decay_up)
+
+    r, k, v, w = (array.reshape(B, -1, H, N) for array in (r, k, v, w))
+    if len(x) == B:
+        o = rwkv6_step(r[:, 0], k[:, 0], v[:, 0], w[:, 0], block.bonus, wkv, scale=1.0)
+    else:
+        o, wkv[:] = rwkv6(r, k, v, w, block.bonus, scale=1.0, initial_state=wkv, output_final_state=True, layout="bthd")
+    weight, bias = block.ln_x
+    o = normalize(o.reshape(-1, H, N), GROUP_NORM_EPS).reshape(x.shape) * weight + bias
+    return (o * gate * sigmoid(gate)) @ block.output.T
+
+
+def channel_mix(block, x, shift):
+    past = token_shift(x, shift)
+    k = np.maximum((x + past * block.ffn_maa_k) @ block.ffn_key.T, 0)
+    return sigmoid((x + past * block.ffn_maa_r) @ block.ffn_receptance.T) * (k * k @ block.ffn_value.T)
+
+
+def token_shift(x, shift):
+    """x_{t-1} - x_t of each of the B sequences in x [B * T, D]; `shift` [B, D] is x_{-1}, and x_{T-1} afterwards."""
+    B, D = shift.shape
+    tokens = x.reshape(B, -1, D)
+    before = np.concatenate([shift[:, None], tokens[:, :-1]], axis=1)
+    shift[:] = tokens[:, -1]
+    return (before - tokens).reshape(-1, D)
+
+
+def layer_norm(x, weight_and_bias):
+    weight, bias = weight_and_bias
+    return normalize(x, LAYER_NORM_EPS) * weight + bias
+
+
+def normalize(x, eps):
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x)) without its overflow."""
+    return 0.5 * np.tanh(0.5 * x) + 0.5
+
+
+def sample(logits, temperature, top_p, rng) -> int:
+    """A token drawn from host `logits` [V]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    cumulated = np.cumsum(p[order])
+    kept = np.searchsorted(cumulated, top_p) + 1                # the token that crosses top_p is still in
+    cumulated = cumulated[:kept]
+    return int(order[np.searchsorted(cumulated, rng.random() * cumulated[-1], side="right")])
+
+
+def check_parameters(weights) -> dict[str, int]:
+    """The model's sizes, once every parameter is there, fits the others, and none is left over."""
+    version = next((version for name, version in OTHER_VERSIONS.items() if f"blocks.0.{name}" in weights), None)
+    if version:
+        refuse(f"the parameters are those of {version}, expected RWKV-6 x060")
+    layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    declared = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(layers) for name, axes in BLOCK.items()},
+                **HEAD}
+    missing = [name for name in declared if name not in weights]
+    left_over = [name for name in weights if name not in declared]
+    if missing or left_over:
+        refuse(" and ".join(f"{what} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
+                            for what, names in (("lacks", missing), ("has an unknown", left_over)) if names)
+               + "; expected the official names of RWKV-6 x060")
+    sizes = {"1": 1, "5": 5, "L": layers}
+    for name, axes in declared.items():
+        axes, shape = axes.split(), tuple(weights[name].shape)
+        if len(shape) == len(axes):
+            for axis, size in zip(axes, shape):
+                sizes.setdefault(axis, size)
+        wanted = tuple(sizes.get(axis, axis) for axis in axes)
+        if shape != wanted:
+            refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {wanted}")
+        if weights[name].dtype not in FLOATS:
+            refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
+    for axis, product in (("D", ("H", "N")), ("5A", ("5", "A"))):
+        if sizes[axis] != sizes[product[0]] * sizes[product[1]]:
+            refuse(f"{axis}={sizes[axis]}, expected {' x '.join(f'{x}={sizes[x]}' for x in product)}")
+    return sizes
+
+
+def array_module(device):
+    """NumPy or CuPy; NotSupported says why the GPU cannot be used."""
+    if device == "cpu":
+        return np
+    if device != "cuda":
+        refuse(f"device is {device!r}, expected 'cpu' or 'cuda'")
+    try:
+        import cupy
+        if not cupy.cuda.is_available():
+            raise ImportError("CuPy finds no CUDA device")
+        from cupy.cuda import cublas            # noqa: F401  the model's matrix products are cuBLAS's
+    except ImportError as error:
+        raise NotSupported(f"RWKV6: device 'cuda' cannot be used: {str(error).splitlines()[0]}") from None
+    return cupy
+
+
+def refuse(complaint: str, error=ContractError):
+    raise error(f"RWKV6: {complaint}")

@@ -1,0 +1,21 @@
+"""The operators. `OPS` is the list that tests, benchmarks and docs walk."""
+
+from .gla import GLA, gla
+from .linear_attention import LINEAR_ATTENTION, linear_attention
+from .retention import RETENTION, retention
+from .rwkv6 import RWKV6, rwkv6
+from .simple_gla import SIMPLE_GLA, simple_gla
+from .softmax_attention import SOFTMAX_ATTENTION, softmax_attention
+from .steps import GLA_STEP, RWKV6_STEP, gla_step, rwkv6_step
+
+OPS = {GLA: gla, RWKV6: rwkv6, SIMPLE_GLA: simple_gla, RETENTION: retention, LINEAR_ATTENTION: linear_attention,
+       SOFTMAX_ATTENTION: softmax_attention}
+
+
+def declaration(function, caller: str):
+    """The declaration behind a public operator, for functions that take the operator as an argument."""
+    for op, public in OPS.items():
+        if function is public:
+            return op
+    raise TypeError(f"{caller}: op is {function!r}, expected one of linattn_np's operators: "
+                    + ", ".join(op.name for op in OPS))

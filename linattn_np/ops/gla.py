@@ -1,0 +1,76 @@
+"""Gated linear attention."""
+
+from ..contract import Op
+from ..dispatch import call
+
+GLA = Op("gla", {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T K"}, gates=("g",))
+
+
+def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None, cu_seqlens=None,
+        layout="bhtd", mode="auto", chunk_size=None, materialize=None, backend="auto", out=None):
+    """Gated linear attention with a decay for every key channel.
+
+        S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
+
+    (Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2024, eq. 3 with
+    alpha_t = exp g_t; the chunked form is section 4 there.)
+
+    Parameters
+    ----------
+    q, k : [B, H, T, K], v : [B, H, T, V]
+        NumPy or CuPy arrays, or anything with ``__dlpack__``; float64, float32, float16 or bfloat16, all the same.
+        Any strides: slices of a fused buffer are read in place.
+    g : [B, H, T, K]
+        The log of the decay, natural base, usually <= 0: ``0`` keeps, ``-inf`` forgets. The dtype of q, or float32
+        beside half-precision inputs. Values above 0 are computed as given; the state overflows float32 once a
+        channel's gates since the last strong decay sum to more than about 88.
+    scale : float, optional
+        ``K ** -0.5`` by default.
+    initial_state : [N, H, K, V], optional
+        S_0 of each of the N sequences: N = B, or ``len(cu_seqlens) - 1``.
+    output_final_state : bool
+        Return ``(o, final_state)``; the state is float32 (float64 beside float64 inputs) unless `state_dtype` says
+        otherwise.
+    cu_seqlens : host integers [N + 1], optional
+        Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty
+        sequences are legal and hand their initial state through.
+    layout : "bhtd" or "bthd"
+        "bthd" takes and returns ``[B, T, H, ...]``. No layout costs a copy.
+    mode : "auto", "recurrent", "chunk", "staged" or "parallel"
+        Token by token; fused chunks; the five stages of `linattn_np.stages` one by one; the quadratic form. All
+        compute the same function; "auto" takes the fastest that the backend has.
+    chunk_size : int, optional
+        Tokens in a chunk, a multiple of 16; for the chunked modes.
+    materialize : bool, optional
+        True keeps every chunk's state and computes chunks side by side; False carries one state through; None
+        decides from the shape.
+    backend : "auto", "numpy", "cupy" or "numba"
+        "auto" follows the arrays: host arrays run on NumPy, device arrays on CuPy's kernels.
+    out : array like the result, optional
+        Where to write o.
+
+    Returns
+    -------
+    o : [B, H, T, V], the dtype and memory order of q; or ``(o, final_state)``.
+
+    Raises
+    ------
+    ContractError (a ValueError)
+        Shapes, modes or cu_seqlens that do not fit; ContractTypeError (also a TypeError) for dtypes, devices and
+        things that are no arrays; NotSupported where no backend can, with every reason. Nothing has run by then.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 2, 100, 16))
+    >>> g = -np.exp(rng.standard_normal((1, 2, 100, 16)))
+    >>> o, state = linattn_np.gla(q, k, v, g, output_final_state=True)
+    >>> first, half = linattn_np.gla(q[:, :, :60], k[:, :, :60], v[:, :, :60], g[:, :, :60], output_final_state=True)
+    >>> rest = linattn_np.gla(q[:, :, 60:], k[:, :, 60:], v[:, :, 60:], g[:, :, 60:], initial_state=half)
+    >>> bool(np.allclose(o, np.concatenate([first, rest], axis=2)))
+    True
+    """
+    return call(GLA, (q, k, v, g), scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+                state_dtype=state_dtype, cu_seqlens=cu_seqlens, layout=layout, mode=mode, chunk_size=chunk_size,
+                materialize=materialize, backend=backend, out=out)

@@ -1,0 +1,58 @@
+"""Linear attention with feature maps and the normaliser."""
+
+from dataclasses import replace
+
+from ..contract import Op
+from ..dispatch import call
+
+FEATURE_MAPS = (None, "elu", "relu", "exp")
+
+
+class LinearAttention(Op):
+    """Carries the normaliser z beside S once `normalize` is asked for."""
+
+    def bind(self, inputs, *, feature_map=None, normalize=False, **arguments):
+        if feature_map not in FEATURE_MAPS:
+            self.refuse("feature_map", f"is {feature_map!r}, expected one of {', '.join(map(repr, FEATURE_MAPS))}")
+        declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
+        return super(LinearAttention, declared).bind(inputs, feature_map=feature_map, normalize=bool(normalize), **arguments)
+
+
+LINEAR_ATTENTION = LinearAttention("linear_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})
+NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
+
+
+def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, initial_state=None,
+                     output_final_state=False, state_dtype=None, cu_seqlens=None, layout="bhtd", mode="auto",
+                     chunk_size=None, materialize=None, backend="auto", out=None):
+    """Causal linear attention, with an optional feature map and normaliser.
+
+        S_t = S_{t-1} + phi(k_t) v_t^T,     z_t = z_{t-1} + phi(k_t)
+        o_t = scale * phi(q_t)^T S_t,       or with `normalize`  o_t = (phi(q_t)^T S_t) / (phi(q_t)^T z_t)
+
+    (Katharopoulos et al., "Transformers are RNNs", 2020, eq. 10-12 and 18-20. The scale cancels in the normalised
+    form. Where numerator and denominator are both 0, as for a query whose features are all 0, o_t is 0.)
+
+    Parameters
+    ----------
+    feature_map : None, "elu", "relu" or "exp"
+        phi, applied to q and k: the identity, ``elu(x) + 1``, ``max(x, 0)`` or ``exp(x)``.
+    normalize : bool
+        Divide by phi(q_t)^T z_t. The state is then the pair ``(S [N, H, K, V], z [N, H, K])``, in `initial_state` and
+        in the result, so that a sequence can be resumed.
+
+    Everything else, the result and the errors are those of `gla`.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 2, 50, 8))
+    >>> o = linattn_np.linear_attention(q, k, v, feature_map="elu", normalize=True)
+    >>> bool(np.allclose(o[:, :, 0], v[:, :, 0]))         # the first token can only attend to itself
+    True
+    """
+    return call(LINEAR_ATTENTION, (q, k, v), feature_map=feature_map, normalize=normalize, scale=scale,
+                initial_state=initial_state, output_final_state=output_final_state, state_dtype=state_dtype,
+                cu_seqlens=cu_seqlens, layout=layout, mode=mode, chunk_size=chunk_size, materialize=materialize,
+                backend=backend, out=out)

@@ -1,0 +1,61 @@
+"""RetNet's retention."""
+
+import numpy as np
+
+from ..contract import ContractTypeError, Op
+from ..dispatch import call
+
+
+class Retention(Op):
+    """Its decay is no array of the call but a constant a head, settled while binding."""
+
+    def bind(self, inputs, *, gamma=None, **arguments):
+        problem = super().bind(inputs, **arguments)
+        problem.options["gamma"] = self.gamma(gamma, problem.sizes["H"])
+        return problem
+
+    def gamma(self, gamma, heads) -> np.ndarray:
+        """[H] float64 on the host."""
+        if gamma is None:
+            return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
+        if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
+            self.refuse("gamma", f"is a {type(gamma).__module__}.{type(gamma).__qualname__}, expected host numbers",
+                        ContractTypeError)
+        values = np.asarray(gamma, dtype=np.float64)
+        if values.shape not in ((), (heads,)):
+            self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
+        if not ((values >= 0) & (values <= 1)).all():
+            self.refuse("gamma", f"is {gamma!r}, expected decays between 0 and 1")
+        return np.broadcast_to(values, (heads,))
+
+
+RETENTION = Retention("retention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})
+
+
+def retention(q, k, v, *, gamma=None, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
+              cu_seqlens=None, layout="bhtd", mode="auto", chunk_size=None, materialize=None, backend="auto",
+              out=None):
+    """Retention: linear attention with a fixed decay a head.
+
+        S_t = gamma_h S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
+
+    (Sun et al., "Retentive Network: A Successor to Transformer for Large Language Models", 2023, eq. 6. The rotation
+    of q and k, and the norm after the heads, belong to the layer.)
+
+    Parameters
+    ----------
+    gamma : float or host array [H], optional
+        Decays between 0 and 1 (not their logs); ``1 - 2 ** (-5 - h)`` for head h by default, eq. 8 there.
+
+    Everything else, the result and the errors are those of `gla`.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> q = k = v = np.ones((1, 1, 3, 1))
+    >>> linattn_np.retention(q, k, v, gamma=0.5).ravel()
+    array([1.  , 1.5 , 1.75])
+    """
+    return call(RETENTION, (q, k, v), gamma=gamma, scale=scale, initial_state=initial_state,
+                output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens, layout=layout,
+                mode=mode, chunk_size=chunk_size, materialize=materialize, backend=backend, out=out)

@@ -1,0 +1,37 @@
+"""Softmax attention, the peer that every user compares with."""
+
+from ..contract import Op
+from ..dispatch import call
+
+SOFTMAX_ATTENTION = Op("softmax_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"}, modes=("chunk",), state=())
+
+
+def softmax_attention(q, k, v, *, causal=True, scale=None, cu_seqlens=None, layout="bhtd", mode="auto",
+                      chunk_size=None, backend="auto", out=None):
+    """Softmax attention in tiles with an online softmax: memory linear in T, the T x T matrix never exists.
+
+        o_t = sum_s softmax_s(scale * q_t . k_s) v_s,       s <= t when causal
+
+    (Vaswani et al., 2017, eq. 1; the tiling is Dao et al., "FlashAttention", 2022, algorithm 1.)
+
+    Parameters
+    ----------
+    causal : bool
+        Attend to the past and the present only; False attends to the whole sequence.
+    cu_seqlens : host integers [N + 1], optional
+        Packed sequences attend within themselves only.
+    chunk_size : int, optional
+        The tile, a multiple of 16.
+
+    q, k, v, scale, layout, backend, out, the result and the errors are those of `gla`.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 2, 50, 8))
+    >>> o = linattn_np.softmax_attention(q, k, v)
+    >>> bool(np.allclose(o[:, :, 0], v[:, :, 0]))
+    True
+    """
+    return call(SOFTMAX_ATTENTION, (q, k, v), causal=bool(causal), scale=scale, cu_seqlens=cu_seqlens, layout=layout,
+                mode=mode, chunk_size=chunk_size, backend=backend, out=out)

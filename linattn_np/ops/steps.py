@@ -1,0 +1,112 @@
+"""One token for B sequences, the state updated in place: what decoding calls."""
+
+import numpy as np
+
+from .. import arrays
+from ..contract import ContractTypeError, Op
+from ..dispatch import backend_module, choose
+
+
+class Step(Op):
+    """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
+
+    def bind(self, inputs, *, state=None, slots=None, scale=None, out=None):
+        problem = super().bind(inputs, scale=scale, out=out, mode="recurrent")
+        B, H, K, V = problem.shape("B H K V")
+        pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
+        (axes,) = self.state
+        state = self.placed("state", state, axes, pool, problem.home)
+        if problem.home == "host" and not state.flags.writeable:
+            self.refuse("state", "is read-only, but it is updated in place")
+        problem.options.update(state=state, slots=self.slots(slots, B, pool["N"], problem.home))
+        return problem
+
+    def pool_size(self, state) -> int:
+        shape = getattr(state, "shape", ())
+        return int(shape[0]) if len(shape) else 0
+
+    def slots(self, slots, count, pool, home):
+        """[B] int64 where the state lives, or None. Host slots are checked; device slots are the caller's word."""
+        if slots is None:
+            return None
+        if arrays.kind(slots) == "cupy":
+            if home == "host" or slots.shape != (count,) or slots.dtype != np.int64:
+                self.refuse("slots", f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
+                                     "beside device arrays", ContractTypeError)
+            return slots
+        if not isinstance(slots, (list, tuple, np.ndarray)):
+            self.refuse("slots", f"is a {type(slots).__module__}.{type(slots).__qualname__}, expected integers",
+                        ContractTypeError)
+        rows = np.asarray(slots)
+        if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
+            self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
+        rows = rows.astype(np.int64)
+        if count and not (0 <= rows.min() and rows.max() < pool):
+            self.refuse("slots", f"runs from {rows.min()} to {rows.max()}, but the state pool has {pool} slots")
+        if len(np.unique(rows)) != count:
+            self.refuse("slots", "names a slot twice; two sequences cannot update one state")
+        return rows
+
+
+GLA_STEP = Step("gla_step", {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"}, out="B H V", gates=("g",),
+                modes=("recurrent",))
+RWKV6_STEP = Step("rwkv6_step", {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"}, out="B H V",
+                  gates=("w", "u"), modes=("recurrent",), reads_before_write=True)
+
+
+def gla_step(q, k, v, g, state, *, slots=None, scale=None, backend="auto", out=None):
+    """One token of `gla` for B sequences; `state` is updated in place.
+
+        S <- diag(exp g) S + k v^T,     o = scale * q^T S           (Yang et al., 2024, eq. 3)
+
+    Parameters
+    ----------
+    q, k, g : [B, H, K], v : [B, H, V]
+        As in `gla`, without the time axis; g is the natural log of the decay.
+    state : [B, H, K, V], or a pool [P, H, K, V] with `slots`
+        float32, float64, float16 or bfloat16; the arithmetic is float32 (float64 beside float64 inputs).
+    slots : integers [B], optional
+        Row of the pool that each sequence's state lives in, each at most once. Host integers are checked; an int64
+        CuPy array is taken as it is, without synchronising.
+    scale, backend, out
+        As in `gla`.
+
+    Returns
+    -------
+    o : [B, H, V], the dtype of q. Errors are those of `gla`; the state is untouched when one is raised.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, g = rng.standard_normal((4, 1, 2, 9, 8))
+    >>> g = -np.exp(g)
+    >>> state = np.zeros((1, 2, 8, 8))
+    >>> o = [linattn_np.gla_step(q[:, :, t], k[:, :, t], v[:, :, t], g[:, :, t], state) for t in range(9)]
+    >>> bool(np.allclose(np.stack(o, axis=2), linattn_np.gla(q, k, v, g)))
+    True
+    """
+    return step(GLA_STEP, (q, k, v, g), state, slots, scale, backend, out)
+
+
+def rwkv6_step(r, k, v, w, u, state, *, slots=None, scale=None, backend="auto", out=None):
+    """One token of `rwkv6` for B sequences; `state` is updated in place.
+
+        o = scale * r^T (S + diag(u) k v^T),    S <- diag(exp w) S + k v^T      (Peng et al., 2024, eq. 18-19)
+
+    r, k, w are [B, H, K], v is [B, H, V], u is [H, K]; everything else is as in `gla_step`.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> r = k = w = np.zeros((1, 2, 8)); v = np.ones((1, 2, 4)); u = np.ones((2, 8))
+    >>> linattn_np.rwkv6_step(r, k, v, w, u, np.ones((1, 2, 8, 4)), scale=1.0).shape
+    (1, 2, 4)
+    """
+    return step(RWKV6_STEP, (r, k, v, w, u), state, slots, scale, backend, out)
+
+
+def step(op, arrays, state, slots, scale, backend, out):
+    problem = op.bind(arrays, state=state, slots=slots, scale=scale, out=out)
+    o = backend_module(choose(problem, backend)).run(problem)
+    return out if out is not None else problem.as_caller(o)

@@ -1,0 +1,155 @@
+"""The chunked form, stage by stage: five public building blocks that any backend computes.
+
+With chunks of C tokens, b the inclusive prefix sum of the gate within the chunk and e its exclusive suffix sum:
+
+    1  chunk_cumsum   b_i = g_1 + ... + g_i                     e_j = g_{j+1} + ... + g_C
+    2  gated_qk       qg_i = q_i exp(d_i)                       kg_j = k_j exp(e_j)
+    3  inter_chunk    h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
+    4  intra_chunk    A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik)        j <= i, within the chunk
+    5  combine        o = scale * (qg h_c + A v)
+
+GLA reads the state after the write: d_i = b_i. RWKV-6 reads before it: d_i = b_{i-1}, the sum in A ends at i - 1 and
+A_ii = sum_k q_ik u_k k_ik. (Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19.)
+
+Every exponent is a sum of gates, never a difference of two cumulated ones, so 0, -inf and -1e30 are ordinary values.
+Gates are natural logs. Chunks do not cross the sequences of `cu_seqlens`; NC counts all chunks. Stage results are
+float32, float64 beside float64 inputs. `layout`, `backend` and errors are as in `linattn_np.gla`.
+"""
+
+from __future__ import annotations
+
+from .contract import CHUNK, Op
+from .dispatch import backend_module, choose
+
+
+class Stage(Op):
+    """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
+
+    def bind(self, inputs, *, chunk_size=CHUNK, **arguments):
+        problem = super().bind(inputs, mode="staged", chunk_size=chunk_size, **arguments)
+        chunks = len(problem.spans.chunks(problem.chunk_size))
+        for axis, wanted in (("C", problem.chunk_size), ("NC", chunks)):
+            if problem.sizes.setdefault(axis, wanted) != wanted:
+                name = next(n for n, axes in self.arrays.items() if axis in axes.split())
+                self.refuse(name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}")
+        return problem
+
+
+CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())
+GATED_QK = Stage("gated_qk", {"q": "B H T K", "k": "B H T K", "b": "B H T K", "e": "B H T K"}, out="B H T K",
+                 computed=("b", "e"), state=())
+INTER_CHUNK = Stage("inter_chunk", {"kg": "B H T K", "v": "B H T V", "b": "B H T K"}, out="B H NC K V",
+                    computed=("kg", "b"))
+INTRA_CHUNK = Stage("intra_chunk", {"q": "B H T K", "k": "B H T K", "g": "B H T K"}, out="B H T C", gates=("g",),
+                    state=())
+INTRA_CHUNK_BONUS = Stage("intra_chunk", {**INTRA_CHUNK.arrays, "u": "H K"}, out="B H T C", gates=("g", "u"),
+                          reads_before_write=True, state=())
+COMBINE = Stage("combine", {"qg": "B H T K", "h": "B H NC K V", "A": "B H T C", "v": "B H T V"},
+                computed=("qg", "h", "A"), state=())
+STAGES = (CHUNK_CUMSUM, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS, COMBINE)
+
+
+def run_stage(op: Stage, arrays, backend, **arguments):
+    problem = op.bind(arrays, **arguments)
+    return problem, backend_module(choose(problem, backend)).run(problem)
+
+
+def chunk_cumsum(g, *, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend="auto"):
+    """Stage 1: (b, e) [B, H, T, K], the gate's inclusive prefix and exclusive suffix sums within each chunk.
+
+        b_i = g_1 + ... + g_i,      e_j = g_{j+1} + ... + g_C
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> b, e = linattn_np.stages.chunk_cumsum(-np.ones((1, 1, 3, 1)), chunk_size=16)
+    >>> b.ravel(), e.ravel()
+    (array([-1., -2., -3.]), array([-2., -1., -0.]))
+    """
+    problem, (b, e) = run_stage(CHUNK_CUMSUM, (g,), backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
+    return tuple(problem.as_caller(problem.in_layout(x, "B H T K")) for x in (b, e))
+
+
+def gated_qk(q, k, b, e, *, exclusive=False, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend="auto"):
+    """Stage 2: (qg, kg) [B, H, T, K], the query decayed from the chunk's start and the key to the chunk's end.
+
+        qg_i = q_i exp(b_i), or q_i exp(b_{i-1}) when `exclusive` (RWKV-6);     kg_j = k_j exp(e_j)
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> q = k = np.ones((1, 1, 2, 1)); g = np.full((1, 1, 2, 1), np.log(0.5))
+    >>> qg, kg = linattn_np.stages.gated_qk(q, k, *linattn_np.stages.chunk_cumsum(g))
+    >>> qg.ravel(), kg.ravel()
+    (array([0.5 , 0.25]), array([0.5, 1. ]))
+    """
+    problem, (qg, kg) = run_stage(GATED_QK, (q, k, b, e), backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+                                  layout=layout, exclusive=bool(exclusive))
+    return tuple(problem.as_caller(problem.in_layout(x, "B H T K")) for x in (qg, kg))
+
+
+def inter_chunk(kg, v, b, *, initial_state=None, output_final_state=False, state_dtype=None, chunk_size=CHUNK,
+                cu_seqlens=None, layout="bhtd", backend="auto"):
+    """Stage 3: h [B, H, NC, K, V], the state before every chunk; with `output_final_state` (h, [N, H, K, V]).
+
+        h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> kg = v = np.ones((1, 1, 32, 1)); b = np.zeros((1, 1, 32, 1))
+    >>> linattn_np.stages.inter_chunk(kg, v, b, chunk_size=16).ravel()
+    array([ 0., 16.])
+    """
+    problem, (h, final_state) = run_stage(
+        INTER_CHUNK, (kg, v, b), backend, initial_state=initial_state, output_final_state=output_final_state,
+        state_dtype=state_dtype, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
+    h = problem.as_caller(h)
+    return (h, problem.as_caller(final_state[0])) if output_final_state else h
+
+
+def intra_chunk(q, k, g, *, u=None, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend="auto"):
+    """Stage 4: A [B, H, T, C], the weight of the chunk's j-th token on token i; 0 above the diagonal.
+
+        A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik),     j <= i
+
+    With `u` [H, K] RWKV-6's form: the sum ends at i - 1 and A_ii = sum_k q_ik u_k k_ik. Exact for every gate: blocks
+    of 16 x 16 tokens off the diagonal are products at a reference point between the two, so that no exponent is
+    positive for g <= 0; those on it multiply the decays one by one.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> q = k = np.ones((1, 1, 3, 1)); g = np.full((1, 1, 3, 1), np.log(0.5))
+    >>> linattn_np.stages.intra_chunk(q, k, g, chunk_size=16)[0, 0, :, :3]
+    array([[1.  , 0.  , 0.  ],
+           [0.5 , 1.  , 0.  ],
+           [0.25, 0.5 , 1.  ]])
+    """
+    op, arrays = (INTRA_CHUNK, (q, k, g)) if u is None else (INTRA_CHUNK_BONUS, (q, k, g, u))
+    problem, A = run_stage(op, arrays, backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
+    return problem.as_caller(problem.in_layout(A, "B H T C"))
+
+
+def combine(qg, h, A, v, *, scale=None, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend="auto", out=None):
+    """Stage 5: o [B, H, T, V], what the past chunks and the present one give.
+
+        o = scale * (qg h_c + A v)
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, g = rng.standard_normal((4, 1, 1, 40, 8))
+    >>> g = -np.exp(g)
+    >>> b, e = linattn_np.stages.chunk_cumsum(g, chunk_size=16)
+    >>> qg, kg = linattn_np.stages.gated_qk(q, k, b, e, chunk_size=16)
+    >>> h = linattn_np.stages.inter_chunk(kg, v, b, chunk_size=16)
+    >>> A = linattn_np.stages.intra_chunk(q, k, g, chunk_size=16)
+    >>> o = linattn_np.stages.combine(qg, h, A, v, chunk_size=16)
+    >>> bool(np.allclose(o, linattn_np.gla(q, k, v, g)))
+    True
+    """
+    problem, o = run_stage(COMBINE, (qg, h, A, v), backend, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+                           layout=layout, out=out)
+    return out if out is not None else problem.as_caller(problem.in_layout(o, "B H T V"))

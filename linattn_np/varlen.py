@@ -1,0 +1,64 @@
+"""Packed sequences of different lengths: cu_seqlens <-> sequence spans <-> the table of chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """The token ranges of N sequences. Dense batches have one span, 0..T, for each of the B rows."""
+
+    bounds: np.ndarray          # [N+1] int64, cumulated lengths; sequence n is bounds[n]:bounds[n+1]
+
+    @property
+    def count(self) -> int:
+        return len(self.bounds) - 1
+
+    @cached_property
+    def lengths(self) -> np.ndarray:        # [N]
+        return np.diff(self.bounds)
+
+    def __iter__(self):
+        """(start, stop) of each sequence as Python ints."""
+        bounds = self.bounds.tolist()
+        return zip(bounds[:-1], bounds[1:])
+
+    def chunk_bounds(self, chunk: int) -> np.ndarray:
+        """[N+1] int64: chunks of sequence n are rows chunk_bounds[n]:chunk_bounds[n+1] of the chunk table."""
+        counts = -(-self.lengths // chunk)
+        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+    def chunks(self, chunk: int) -> np.ndarray:
+        """[NC, 2] int64, the token range of every chunk; a chunk never crosses a sequence's end."""
+        offsets = self.chunk_bounds(chunk)
+        sequence = np.repeat(np.arange(self.count), np.diff(offsets))
+        start = self.bounds[sequence] + (np.arange(offsets[-1]) - offsets[sequence]) * chunk
+        return np.stack([start, np.minimum(start + chunk, self.bounds[sequence + 1])], axis=1)
+
+
+def parse(cu_seqlens, total: int) -> Spans:
+    """Checks host integers [N+1] against the packed length; ValueError says what is wrong."""
+    if not isinstance(cu_seqlens, (list, tuple, np.ndarray)):
+        raise ValueError(f"must be host integers (list, tuple or NumPy array), got {type(cu_seqlens).__module__}."
+                         f"{type(cu_seqlens).__qualname__}; reading it from a device would synchronise")
+    bounds = np.asarray(cu_seqlens)
+    if bounds.ndim != 1 or bounds.size < 2:
+        raise ValueError(f"must be 1-d with at least 2 entries, got shape {bounds.shape}")
+    if bounds.dtype.kind not in "iu":
+        raise ValueError(f"must be integers, got {bounds.dtype}")
+    bounds = bounds.astype(np.int64)
+    if bounds[0] != 0 or bounds[-1] != total:
+        raise ValueError(f"must run from 0 to T={total}, got {bounds[0]} to {bounds[-1]}")
+    if (np.diff(bounds) < 0).any():
+        at = int(np.argmax(np.diff(bounds) < 0))
+        raise ValueError(f"must not decrease, got {bounds[at]} then {bounds[at + 1]} at index {at + 1}")
+    return Spans(bounds)
+
+
+def dense(length: int) -> Spans:
+    """One sequence of `length` tokens: what every row of a dense batch holds."""
+    return Spans(np.array([0, length], np.int64))

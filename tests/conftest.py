@@ -1,0 +1,192 @@
+"""Which backends are tested, one object a backend, and random numbers that can be had again.
+
+    pytest                                              numpy, and the CUDA kernels emulated on the CPU
+    pytest --backends=cupy,numba                        on a card
+    NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
+"""
+
+import os
+import sys
+import zlib
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from linattn_np import dispatch
+from linattn_np.arrays import BFLOAT16
+from linattn_np.ops import OPS
+
+DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
+SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+
+class Backend:
+    """A backend as the tests see it: what it can do, how arrays get there and back, how a function runs on it."""
+
+    modes = {op.name: op.modes for op in OPS}
+    dtypes = (DOUBLE, SINGLE, HALF, BFLOAT16)
+    gradients = False
+    materialize = (True, False)
+    sizes = ("tiny", "small")           # of the cases that run in reasonable time
+    device = None                       # what launches kernels of our own, where there is such a thing
+
+    def __init__(self, name):
+        self.name = name
+
+    def asarray(self, host):
+        return host
+
+    def tohost(self, x):
+        return np.asarray(x)
+
+    def run(self, function, *arrays, **arguments):
+        """`function` on native arrays; an operator, a step, a stage, or explain and vjp with an operator first."""
+        return function(*arrays, backend=self.name, **arguments)
+
+
+class Numpy(Backend):
+    gradients = True
+
+
+class Kernels(Backend):
+    """What the CUDA kernels can do, wherever they run."""
+
+    modes = {op.name: ("recurrent", "chunk", "staged") if op.name in ("gla", "rwkv6") else () for op in OPS}
+    dtypes = (SINGLE, HALF, BFLOAT16)
+
+
+class Emulated(Kernels):
+    """The CuPy backend's host plans and kernels, on NumPy arrays."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        from emulator import EmulatedDevice
+        from linattn_np.backends.cupy import plans
+        self.device = EmulatedDevice()
+        sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
+            why_not=plans.unsupported, run=lambda problem: plans.run(problem, self.device))
+
+    def run(self, function, *arrays, **arguments):
+        with self.in_dispatch():
+            return super().run(function, *arrays, **arguments)
+
+    @contextmanager
+    def in_dispatch(self):
+        """The public functions know this backend by name for the length of a call."""
+        order = dispatch.ORDER
+        dispatch.ORDER = (*order, self.name)
+        try:
+            yield
+        finally:
+            dispatch.ORDER = order
+
+
+class OnCard:
+    """Arrays on the current CUDA device; all memory that CuPy hands out holds NaN until it is written."""
+
+    sizes = ("tiny", "small", "large")
+
+    def __init__(self, name):
+        super().__init__(name)
+        import cupy
+        cupy.cuda.Device().compute_capability           # raises where there is no device
+        self.cupy = cupy
+        cupy.cuda.set_allocator(self.poisoned)
+
+    def poisoned(self, size):
+        memory = self.cupy.get_default_memory_pool().malloc(size)
+        memory.memset_async(0xFF, size)
+        return memory
+
+    def asarray(self, host):
+        return self.cupy.asarray(host)
+
+    def tohost(self, x):
+        return self.cupy.asnumpy(x)
+
+
+class Cupy(OnCard, Kernels):
+    def __init__(self, name):
+        super().__init__(name)
+        from linattn_np.backends.cupy.build import CupyDevice
+        self.device = CupyDevice()
+
+
+class NumbaKernels(Backend):
+    modes = {op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6") else () for op in OPS}
+    materialize = (True,)
+
+
+class Numba(OnCard, NumbaKernels):
+    pass
+
+
+class NumbaSimulated(NumbaKernels):
+    sizes = ("tiny",)
+
+
+CLASSES = {"numpy": Numpy, "emulated": Emulated, "cupy": Cupy, "numba": NumbaSimulated if SIMULATOR else Numba}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--backends", default="numpy,emulated",
+                     help=f"which to test, of {', '.join(CLASSES)}; one that cannot run is a failure")
+    parser.addoption("--seed", type=int, help="of the random inputs; fresh by default and printed at the top")
+
+
+def pytest_configure(config):
+    names = config.getoption("--backends").split(",")
+    if unknown := set(names) - set(CLASSES):
+        raise pytest.UsageError(f"--backends: {', '.join(sorted(unknown))} unknown, expected {', '.join(CLASSES)}")
+    config.backends = {name: CLASSES[name] for name in names}
+    if config.option.seed is None:
+        config.option.seed = int.from_bytes(os.urandom(4))
+
+
+def pytest_report_header(config):
+    return f"backends: {', '.join(config.backends)}; --seed={config.option.seed}"
+
+
+def pytest_generate_tests(metafunc):
+    """A test that asks for `backend` runs on every listed one, unless its module generates its own cases."""
+    if "backend" in metafunc.fixturenames and not hasattr(metafunc.module, "pytest_generate_tests"):
+        metafunc.parametrize("backend", metafunc.config.backends, indirect=True)
+    if "device" in metafunc.fixturenames:
+        launching = [name for name in metafunc.config.backends if name in ("emulated", "cupy")]
+        metafunc.parametrize("device", launching, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def backends():
+    """Backend objects by name, made when first asked for; one that cannot be made fails its tests."""
+    return {}
+
+
+@pytest.fixture
+def backend(request, backends):
+    return made(request.param, backends)
+
+
+@pytest.fixture
+def device(request, backends):
+    """Where kernels of the tests' own are launched."""
+    return made(request.param, backends).device
+
+
+def made(name, backends):
+    if name not in backends:
+        backends[name] = CLASSES[name](name)
+    return backends[name]
+
+
+@pytest.fixture
+def seed(request):
+    return request.config.option.seed
+
+
+@pytest.fixture
+def rng(request, seed):
+    """Fresh numbers for every test; the same ones again with the seed that the header prints."""
+    return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])

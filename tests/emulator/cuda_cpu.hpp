@@ -1,0 +1,333 @@
+// Runs a CUDA kernel on the CPU, for tests. A block's threads are fibers on one core, so that a barrier is a switch
+// of stacks and a warp collective runs once for all 32 lanes. Blocks run in turn, odd ones with their threads in
+// reverse, which shows a missing barrier in one direction or the other. Arithmetic flushes denormals, as CuPy's
+// compiler option does. What the hardware would leave undefined ends the launch with a message instead.
+//
+// Only dynamic shared memory exists: `__shared__` is left undefined because a C++ static could be neither poisoned
+// before each block nor checked for its bounds.
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __launch_bounds__(...)
+
+struct dim3 { unsigned x, y, z; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_COPIES = 4096;
+constexpr size_t STACK = 128 * 1024, MAX_SHARED = 227 * 1024, GUARD = 1024;
+constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type
+
+// ---- switching stacks ------------------------------------------------------------------------------------------
+
+#ifdef __x86_64__
+struct Context { void** stack; };  // the registers a call preserves lie on top of the stack
+
+extern "C" void emulator_switch(Context* from, Context to);
+asm(R"(
+.text
+emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+
+static void switch_stacks(Context& from, Context& to) { emulator_switch(&from, to); }
+
+static void prepare(Context& context, unsigned char* stack, void (*entry)()) {
+  void** top = reinterpret_cast<void**>(stack + STACK);
+  top[-2] = reinterpret_cast<void*>(entry);  // where `ret` goes, the stack then aligned as after a call
+  context.stack = top - 8;
+}
+
+static unsigned flush_denormals() {
+  const unsigned before = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(before | 0x8040);
+  return before;
+}
+static void restore_denormals(unsigned before) { __builtin_ia32_ldmxcsr(before); }
+#else
+}  // namespace emulator
+#include <ucontext.h>
+namespace emulator {
+using Context = ucontext_t;
+
+static void switch_stacks(Context& from, Context& to) { swapcontext(&from, &to); }
+
+static void prepare(Context& context, unsigned char* stack, void (*entry)()) {
+  getcontext(&context);
+  context.uc_stack.ss_sp = stack;
+  context.uc_stack.ss_size = STACK;
+  makecontext(&context, entry, 0);
+}
+
+static unsigned flush_denormals() { return 0; }
+static void restore_denormals(unsigned) {}
+#endif
+
+// ---- threads ---------------------------------------------------------------------------------------------------
+
+struct Where { const char* file; int line; };
+constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+
+enum class State { Ready, AtBarrier, InCollective, Returned };
+using Operation = void (*)(void* const* operands);  // one operand a lane
+
+struct Copy { void* dst; const void* src; int bytes; bool valid; int group; };
+
+struct Thread {
+  Context context;
+  State state;
+  const char* call;  // the barrier or collective it waits in
+  Where where;
+  Operation operation;
+  void* operand;
+  Copy copies[MAX_COPIES];  // cp.async: started, not yet waited for
+  int copies_count, groups_count;
+};
+
+static Thread threads[MAX_THREADS];
+static Thread* current;
+static Context scheduler;
+static char message[1024];
+static size_t shared_bytes;
+alignas(128) static unsigned char shared_storage[GUARD + MAX_SHARED + GUARD];
+static unsigned char* const shared_memory = shared_storage + GUARD;
+
+static void report(const char* format, ...) {
+  const int length = snprintf(message, sizeof message, "block %u: ", blockIdx.x);
+  va_list values;
+  va_start(values, format);
+  vsnprintf(message + length, sizeof message - length, format, values);
+  va_end(values);
+}
+
+#define EMULATOR_CHECK(condition, format, ...)                             \
+  if (!(condition)) {                                                      \
+    emulator::report("thread %u: " format, threadIdx.x, ##__VA_ARGS__);    \
+    emulator::switch_stacks(emulator::current->context, emulator::scheduler); \
+  }
+
+static void wait(State state, const char* call, Where where, Operation operation = nullptr, void* operand = nullptr) {
+  Thread& self = *current;
+  self.state = state;
+  self.call = call;
+  self.where = where;
+  self.operation = operation;
+  self.operand = operand;
+  switch_stacks(self.context, scheduler);
+}
+
+// Waits for the whole warp; then `operation` runs once on the operands of the 32 lanes.
+static void collective(const char* call, Where where, Operation operation, void* operand) {
+  wait(State::InCollective, call, where, operation, operand);
+}
+
+// Whether `bytes` at `pointer` lie in the block's shared memory, aligned to their number.
+static bool in_shared(const void* pointer, size_t bytes) {
+  const size_t offset = static_cast<const unsigned char*>(pointer) - shared_memory;
+  return offset % bytes == 0 && offset + bytes <= shared_bytes;
+}
+
+// ---- the scheduler ---------------------------------------------------------------------------------------------
+
+static void describe(const Thread& thread, char* out, size_t size) {
+  const int index = int(&thread - threads);
+  if (thread.state == State::Returned)
+    snprintf(out, size, "thread %d has returned", index);
+  else
+    snprintf(out, size, "thread %d waits in %s (%s:%d)", index, thread.call, thread.where.file, thread.where.line);
+}
+
+// Whether `count` threads wait in the same call at the same line as `one`.
+static bool all_wait_with(const Thread& one, const Thread* group, int count) {
+  for (const Thread* other = group; other < group + count; ++other) {
+    if (other->state == one.state && other->operation == one.operation && other->where.line == one.where.line &&
+        !strcmp(other->where.file, one.where.file))
+      continue;
+    char first[400], second[400];
+    describe(one, first, sizeof first);
+    describe(*other, second, sizeof second);
+    report("%s, but %s", first, second);
+    return false;
+  }
+  return true;
+}
+
+static Thread* find(State state, Thread* group, int count) {
+  for (Thread* thread = group; thread < group + count; ++thread)
+    if (thread->state == state) return thread;
+  return nullptr;
+}
+
+static void resume(Thread& thread) {
+  current = &thread;
+  threadIdx.x = unsigned(&thread - threads);
+  switch_stacks(scheduler, thread.context);
+}
+
+// Runs a warp until each of its threads waits at a block barrier or has returned; false on an error.
+static bool run_warp(Thread* lanes) {
+  const int reverse = blockIdx.x % 2 ? WARP - 1 : 0;
+  for (;;) {
+    for (int i = 0; i < WARP; ++i) {
+      Thread& lane = lanes[i ^ reverse];
+      if (lane.state == State::Ready) resume(lane);
+      if (message[0]) return false;
+    }
+    const Thread* waiting = find(State::InCollective, lanes, WARP);
+    if (!waiting) return true;
+    if (!all_wait_with(*waiting, lanes, WARP)) return false;
+    void* operands[WARP];
+    for (int i = 0; i < WARP; ++i) {
+      operands[i] = lanes[i].operand;
+      lanes[i].state = State::Ready;
+    }
+    if (waiting->operation) waiting->operation(operands);
+  }
+}
+
+static void check_guards() {
+  for (size_t i = 0; i < GUARD; ++i) {
+    if (shared_storage[i] != POISON) return report("wrote %zu bytes before its shared memory", GUARD - i);
+    if (shared_memory[shared_bytes + i] != POISON)
+      return report("wrote to byte %zu of %zu bytes of shared memory", shared_bytes + i, shared_bytes);
+  }
+}
+
+static void run_block(unsigned char* stacks, void (*entry)()) {
+  const int count = blockDim.x, warps = count / WARP;
+  memset(shared_storage, POISON, GUARD + shared_bytes + GUARD);
+  for (int i = 0; i < count; ++i) {
+    threads[i].state = State::Ready;
+    threads[i].copies_count = threads[i].groups_count = 0;
+    prepare(threads[i].context, stacks + i * STACK, entry);
+  }
+  for (;;) {
+    for (int i = 0; i < warps; ++i)
+      if (!run_warp(threads + WARP * (blockIdx.x % 2 ? warps - 1 - i : i))) return;
+    const Thread* waiting = find(State::AtBarrier, threads, count);
+    if (!waiting) return check_guards();
+    if (!all_wait_with(*waiting, threads, count)) return;
+    for (int i = 0; i < count; ++i) threads[i].state = State::Ready;
+  }
+}
+
+template <class Args> struct Call {
+  static inline void (*kernel)(Args);
+  static inline const Args* args;
+  static void run() {
+    kernel(*args);
+    wait(State::Returned, nullptr, {});
+  }
+};
+
+// Runs `blocks` blocks; returns null or what went wrong.
+template <class Args>
+const char* launch(void (*kernel)(Args), const void* args, size_t size, long long blocks, int count, size_t shared) {
+  message[0] = 0;
+  if (size != sizeof(Args)) report("args have %zu bytes, the kernel's struct has %zu", size, sizeof(Args));
+  if (count < WARP || count > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
+  if (shared > MAX_SHARED) report("%zu bytes of shared memory, more than %zu", shared, MAX_SHARED);
+  if (message[0]) return message;
+
+  Call<Args>::kernel = kernel;
+  Call<Args>::args = static_cast<const Args*>(args);
+  shared_bytes = shared;
+  blockDim = {unsigned(count), 1, 1};
+  gridDim = {unsigned(blocks), 1, 1};
+  void* stacks = mmap(nullptr, count * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const unsigned before = flush_denormals();
+  for (blockIdx = {0, 0, 0}; blockIdx.x < blocks && !message[0]; ++blockIdx.x)
+    run_block(static_cast<unsigned char*>(stacks), Call<Args>::run);
+  restore_denormals(before);
+  munmap(stacks, count * STACK);
+  return message[0] ? message : nullptr;
+}
+
+// ---- shuffles --------------------------------------------------------------------------------------------------
+
+template <class T> struct Shuffle { T value; int source; T result; };
+
+template <class T> void exchange(void* const* operands) {
+  for (int lane = 0; lane < WARP; ++lane) {
+    auto* mine = static_cast<Shuffle<T>*>(operands[lane]);
+    mine->result = static_cast<Shuffle<T>*>(operands[mine->source])->value;
+  }
+}
+
+template <class T> T shuffle(const char* call, unsigned mask, T value, int source, Where where) {
+  EMULATOR_CHECK(mask == 0xffffffffu, "%s with mask %#x: only whole warps here", call, mask);
+  const int lane = threadIdx.x % WARP;
+  Shuffle<T> operand{value, source >= 0 && source < WARP ? source : lane, {}};
+  collective(call, where, exchange<T>, &operand);
+  return operand.result;
+}
+
+}  // namespace emulator
+
+// ---- what CUDA C++ has built in --------------------------------------------------------------------------------
+
+inline void __syncthreads(emulator::Where where = emulator::here()) {
+  emulator::wait(emulator::State::AtBarrier, "__syncthreads", where);
+}
+inline void __syncwarp(emulator::Where where = emulator::here()) {
+  emulator::collective("__syncwarp", where, nullptr, nullptr);
+}
+template <class T> T __shfl_sync(unsigned mask, T value, int lane, emulator::Where where = emulator::here()) {
+  return emulator::shuffle("__shfl_sync", mask, value, lane % emulator::WARP, where);
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int bits, emulator::Where where = emulator::here()) {
+  return emulator::shuffle("__shfl_xor_sync", mask, value, int(threadIdx.x % emulator::WARP) ^ bits, where);
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, int by, emulator::Where where = emulator::here()) {
+  return emulator::shuffle("__shfl_up_sync", mask, value, int(threadIdx.x % emulator::WARP) - by, where);
+}
+template <class T> T __shfl_down_sync(unsigned mask, T value, int by, emulator::Where where = emulator::here()) {
+  return emulator::shuffle("__shfl_down_sync", mask, value, int(threadIdx.x % emulator::WARP) + by, where);
+}
+
+inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, sizeof bits); return bits; }
+inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline double min(double a, double b) { return fmin(a, b); }
+inline double max(double a, double b) { return fmax(a, b); }
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }

@@ -1,0 +1,109 @@
+// what      One warp that applies one function of ptx.cuh: the template argument says which.
+// shapes    in, out: whatever the case reads and writes; n: how many
+// grid      one block of one warp
+// smem      1024 bytes
+#include "ptx.cuh"
+
+struct HelpersArgs {
+  const void* in;
+  void* out;
+  i64 n;
+};
+
+// Reads element i of in, writes element i of out.
+template <typename In, typename Out, typename Function> __device__ void each(const HelpersArgs& args, Function f) {
+  for (i64 i = threadIdx.x; i < args.n; i += 32) static_cast<Out*>(args.out)[i] = f(static_cast<const In*>(args.in)[i]);
+}
+
+template <typename T> struct Widen {
+  __device__ static void run(const HelpersArgs& args) { each<T, float>(args, [](T x) { return to_float(x); }); }
+};
+
+template <typename T> struct Narrow {
+  __device__ static void run(const HelpersArgs& args) { each<float, T>(args, [](float x) { return from_float<T>(x); }); }
+};
+
+struct Tf32 {
+  __device__ static void run(const HelpersArgs& args) { each<float, u32>(args, [](float x) { return to_tf32(x); }); }
+};
+
+struct Exp2 {
+  __device__ static void run(const HelpersArgs& args) { each<float, float>(args, [](float x) { return exp2_approx(x); }); }
+};
+
+struct WarpSum {
+  __device__ static void run(const HelpersArgs& args) { each<float, float>(args, [](float x) { return warp_sum(x); }); }
+};
+
+// out[0], [1], [2]: the value of the lane 3 back, 5 ahead, and of lane 7.
+struct Shuffles {
+  __device__ static void run(const HelpersArgs& args) {
+    const int lane = threadIdx.x;
+    const float x = static_cast<const float*>(args.in)[lane];
+    float* out = static_cast<float*>(args.out);
+    out[lane] = __shfl_up_sync(0xffffffffu, x, 3);
+    out[32 + lane] = __shfl_down_sync(0xffffffffu, x, 5);
+    out[64 + lane] = __shfl_sync(0xffffffffu, x, 7);
+  }
+};
+
+struct Tf32Product {
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
+};
+struct Bf16Product {
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a, b); }
+};
+struct F16Product {
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
+};
+
+// in: A [16, 8 words] then B transposed, [8, 8 words]; a word is a float or a pair of 16-bit values.
+// out: D [16, 8] = A B + 1.
+template <typename Product> struct Mma {
+  __device__ static void run(const HelpersArgs& args) {
+    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    const u32* A = static_cast<const u32*>(args.in);
+    const u32* B = A + 16 * 8;
+    const u32 a[4] = {A[g * 8 + t], A[(g + 8) * 8 + t], A[g * 8 + t + 4], A[(g + 8) * 8 + t + 4]};
+    const u32 b[2] = {B[g * 8 + t], B[g * 8 + t + 4]};
+    float d[4] = {1, 1, 1, 1};
+    Product::run(d, a, b);
+    for (int i = 0; i < 4; ++i) static_cast<float*>(args.out)[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+  }
+};
+
+// in: [4, 8, 8] 16-bit values; out: [32, 4] registers.
+template <bool TRANSPOSED> struct Ldmatrix {
+  __device__ static void run(const HelpersArgs& args) {
+    const int lane = threadIdx.x;
+    u16* s = reinterpret_cast<u16*>(dynamic_smem());
+    for (int i = lane; i < 256; i += 32) s[i] = static_cast<const u16*>(args.in)[i];
+    __syncthreads();  // s is whole
+    u32 r[4];
+    if constexpr (TRANSPOSED)
+      ldmatrix_x4_trans(r, s + 8 * lane);
+    else
+      ldmatrix_x4(r, s + 8 * lane);
+    for (int m = 0; m < 4; ++m) static_cast<u32*>(args.out)[4 * lane + m] = r[m];
+  }
+};
+
+// in, out: [32, BYTES / 4] floats; lanes from n on are not valid. Two groups: the even lanes' copies and the odd ones'.
+template <int BYTES> struct CopyAsync {
+  __device__ static void run(const HelpersArgs& args) {
+    constexpr int WIDTH = BYTES / 4;
+    const int lane = threadIdx.x;
+    float* s = reinterpret_cast<float*>(dynamic_smem()) + WIDTH * lane;
+    const float* in = static_cast<const float*>(args.in) + WIDTH * lane;
+    if (lane % 2 == 0) cp_async<BYTES>(s, in, lane < args.n);
+    cp_async_commit();
+    if (lane % 2 == 1) cp_async<BYTES>(s, in, lane < args.n);
+    cp_async_commit();
+    cp_async_wait<1>();
+    if (lane % 2 == 0) for (int i = 0; i < WIDTH; ++i) static_cast<float*>(args.out)[WIDTH * lane + i] = s[i];
+    cp_async_wait<0>();
+    if (lane % 2 == 1) for (int i = 0; i < WIDTH; ++i) static_cast<float*>(args.out)[WIDTH * lane + i] = s[i];
+  }
+};
+
+template <typename Case> __global__ void __launch_bounds__(32) helpers(const HelpersArgs args) { Case::run(args); }

@@ -1,0 +1,111 @@
+// what      Kernels that are wrong on purpose, for the emulator to catch: the template argument says which.
+// shapes    in, out [blocks, 64] float
+// grid      blocks of two warps
+// smem      256 bytes: a float a thread
+#include "ptx.cuh"
+
+struct MistakesArgs {
+  const float* in;
+  float* out;
+};
+
+struct NoMistake {
+  __device__ static float run(float* s, const float* in) {
+    s[threadIdx.x] = float(threadIdx.x);
+    __syncthreads();  // s is whole
+    return s[63 - threadIdx.x];
+  }
+};
+
+struct MissingBarrier {
+  __device__ static float run(float* s, const float* in) {
+    s[threadIdx.x] = float(threadIdx.x);
+    return s[63 - threadIdx.x];
+  }
+};
+
+struct DivergentBarrier {
+  __device__ static float run(float* s, const float* in) {
+    if (threadIdx.x < 32)
+      __syncthreads();
+    else
+      __syncthreads();
+    return 0;
+  }
+};
+
+struct ReturnedThreads {
+  __device__ static float run(float* s, const float* in) {
+    if (threadIdx.x < 40) __syncthreads();
+    return 0;
+  }
+};
+
+struct DivergentCollective {
+  __device__ static float run(float* s, const float* in) {
+    if (threadIdx.x % 32 < 16) return warp_sum(1.0f);
+    __syncthreads();
+    return 0;
+  }
+};
+
+struct PartialMask {
+  __device__ static float run(float* s, const float* in) { return __shfl_xor_sync(0xffffu, 1.0f, 1); }
+};
+
+struct UnwrittenShared {
+  __device__ static float run(float* s, const float* in) { return s[threadIdx.x] + 1; }
+};
+
+struct UnwrittenRegister {
+  __device__ static float run(float* s, const float* in) {
+    float x[4];
+    x[threadIdx.x % 3] = 0;
+    return x[3];
+  }
+};
+
+struct WritePastEnd {
+  __device__ static float run(float* s, const float* in) { return s[threadIdx.x + 1] = 0; }
+};
+
+struct WriteBeforeStart {
+  __device__ static float run(float* s, const float* in) { return s[int(threadIdx.x) - 1] = 0; }
+};
+
+struct MissingWait {
+  __device__ static float run(float* s, const float* in) {
+    cp_async<4>(s + threadIdx.x, in, true);
+    cp_async_commit();
+    return s[threadIdx.x];
+  }
+};
+
+struct MissingCommit {
+  __device__ static float run(float* s, const float* in) {
+    cp_async<4>(s + threadIdx.x, in, true);
+    cp_async_wait<0>();
+    return s[threadIdx.x];
+  }
+};
+
+struct MisalignedCopy {
+  __device__ static float run(float* s, const float* in) {
+    cp_async<16>(s + threadIdx.x, in, true);
+    return 0;
+  }
+};
+
+struct MisalignedRow {
+  __device__ static float run(float* s, const float* in) {
+    u32 r[4];
+    ldmatrix_x4(r, s + threadIdx.x);
+    return 0;
+  }
+};
+
+template <typename Case> __global__ void __launch_bounds__(64) mistakes(const MistakesArgs args) {
+  float* s = reinterpret_cast<float*>(dynamic_smem());
+  const i64 i = blockIdx.x * 64 + threadIdx.x;
+  args.out[i] = Case::run(s, args.in + i);
+}

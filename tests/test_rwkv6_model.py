@@ -1,0 +1,243 @@
+"""The RWKV-6 model: logits against float64 ones, files that must be refused, sampling."""
+
+from dataclasses import astuple
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from linattn_np import ContractError, NotSupported
+from linattn_np.models import RWKV6
+from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD, sample
+
+AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
+SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
+
+
+@pytest.fixture(scope="module")
+def austen():
+    return RWKV6.from_file(AUSTEN / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def golden():
+    """160 bytes of Austen and the float64 logits after each, computed one token at a time."""
+    with np.load(AUSTEN / "golden.npz") as file:
+        return file["prompt"], file["logits"]
+
+
+@pytest.fixture
+def weights(rng):
+    """Random parameters of a model with two layers."""
+    names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(2) for name, axes in BLOCK.items()}, **HEAD}
+    return {name: rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32) * 0.3
+            for name, axes in names.items()}
+
+
+def logits_in_calls(model, tokens, lengths):
+    """Logits [B, T, V] and the state, `tokens` [B, T] given in calls of `lengths`."""
+    state, logits = None, []
+    for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
+        found, state = model.forward(part, state)
+        logits.append(found)
+    return np.concatenate(logits, axis=1), state
+
+
+# -- logits ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("lengths", [[160], [1] * 160, [1, 159], [159, 1], [15, 17, 128], [64, 96], [65, 1, 94]],
+                         ids=lambda lengths: f"{len(lengths)} calls from {lengths[0]}")
+def test_logits_are_the_golden_ones(austen, golden, lengths):
+    prompt, wanted = golden
+    logits, _ = logits_in_calls(austen, prompt[None], lengths)
+    assert logits.dtype == np.float32
+    assert np.abs(logits[0] - wanted).max() < 1e-4
+
+
+def test_any_split_gives_the_same_logits_and_state(weights, rng):
+    model, tokens = RWKV6(weights), rng.integers(0, SIZES["V"], (3, 70))
+    wanted, wanted_state = model.forward(tokens)
+    for split in range(1, 70):
+        logits, state = logits_in_calls(model, tokens, [split, 70 - split])
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-4)
+        for part, wanted_part in zip(astuple(state), astuple(wanted_state)):
+            np.testing.assert_allclose(part, wanted_part, rtol=0, atol=2e-4)
+
+
+def test_a_batch_equals_its_rows_one_by_one(weights, rng):
+    model, tokens = RWKV6(weights), rng.integers(0, SIZES["V"], (3, 20))
+    together, _ = logits_in_calls(model, tokens, [19, 1])
+    for row, wanted in zip(tokens, together):
+        alone, _ = logits_in_calls(model, row[None], [19, 1])
+        np.testing.assert_allclose(alone[0], wanted, rtol=0, atol=1e-5)
+
+
+def test_state_is_updated_in_place_and_a_copy_is_not(austen):
+    _, state = austen.forward([[1, 2, 3]])
+    before = state.copy()
+    _, after = austen.forward([[4]], state)
+    assert after is state
+    assert not any(np.array_equal(old, new) for old, new in zip(astuple(before), astuple(state)))
+
+
+def test_sizes_come_from_the_parameters(weights):
+    assert RWKV6(weights).sizes == {**SIZES, "L": 2}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_any_float_dtype_is_kept_as_float32(weights, dtype, tmp_path):
+    stored = {name: array.astype(dtype) for name, array in weights.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    from_file, _ = RWKV6.from_file(tmp_path / "model.safetensors").forward([[1, 2]])
+    rounded, _ = RWKV6({name: array.astype(np.float32) for name, array in stored.items()}).forward([[1, 2]])
+    assert from_file.dtype == np.float32
+    np.testing.assert_array_equal(from_file, rounded)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tokens, complaint", [
+    ([[1, 2, 3], [1, 2]], r"ragged, with rows of \[3, 2\] tokens; expected \[B, T\]"),
+    ([1, 2], r"is \(2,\), expected \[B, T\]"),
+    ([[]], r"is \(1, 0\), expected \[B, T\] with at least one token"),
+    ([[0.5]], "dtype float64, expected integers"),
+    ([[True]], "dtype bool, expected integers"),
+    ([[0, 256]], "from 0 to 256, but the vocabulary has 256 tokens"),
+    ([[-1]], "from -1 to -1, but the vocabulary has 256 tokens"),
+])
+def test_tokens_that_are_refused(austen, tokens, complaint):
+    with pytest.raises(ContractError, match=f"RWKV6: tokens .*{complaint}"):
+        austen.forward(tokens)
+
+
+def test_state_of_another_batch_is_refused(austen):
+    with pytest.raises(ContractError, match=r"state.att_shift is \(4, 2, 256\), expected \(4, 1, 256\)"):
+        austen.forward([[1]], austen.initial_state(2))
+    with pytest.raises(TypeError, match="state is a dict, expected a State"):
+        austen.forward([[1]], {})
+
+
+def renamed(old, new):
+    def change(weights):
+        return {name.replace(old, new): array for name, array in weights.items()}
+    return change
+
+
+def without(part):
+    def change(weights):
+        return {name: array for name, array in weights.items() if part not in name}
+    return change
+
+
+def having(**added):
+    def change(weights):
+        return {**weights, **{name.replace("__", "."): np.zeros(shape, np.float32) for name, shape in added.items()}}
+    return change
+
+
+def cast(name, dtype):
+    def change(weights):
+        return {**weights, name: weights[name].astype(dtype)}
+    return change
+
+
+@pytest.mark.parametrize("change, complaint", [
+    (having(blocks__0__att__gate_w1=(16, 4)), "those of RWKV-6 x060a, expected RWKV-6 x060"),
+    (renamed("att.time_maa_w1", "att.time_maa_rkvw_w1"), "those of RWKV-6 x060b or x060c, expected"),
+    (having(blocks__0__att__x_r=(1, 1, 16)), "those of RWKV-7, expected"),
+    (renamed("time_maa_k", "time_mix_k"), "those of RWKV-4 or RWKV-5, expected"),
+    (renamed("att.", "attention."), r"lacks blocks.0.att.time_maa_x and 41 more and has an unknown blocks.0.attention"),
+    (renamed("blocks.1.", "blocks.2."), "lacks blocks.1.ln1.weight and 28 more and has an unknown blocks.2.ln1.weight"),
+    (without("blocks."), "lacks blocks.0.ln0.weight and 1 more"),
+    (without("time_maa"), "lacks blocks.0.att.time_maa_x and 19 more"),
+    (without("head.weight"), "lacks head.weight; expected the official names"),
+    (having(blocks__1__att__time_state=(2, 8, 8)), "has an unknown blocks.1.att.time_state; expected"),
+    (having(head__weight=(11, 15)), r"head.weight is \(11, 15\), expected \[V, D\] = \(11, 16\)"),
+    (having(blocks__1__att__time_faaaa=(16,)), r"time_faaaa is \(16,\), expected \[H, N\] = \(2, 8\)"),
+    (having(blocks__1__ffn__key__weight=(20, 16)), r"ffn.key.weight is \(20, 16\), expected \[F, D\] = \(24, 16\)"),
+    (having(emb__weight=()), r"emb.weight is \(\), expected \[V, D\] = \('V', 'D'\)"),
+    (having(blocks__0__att__time_faaaa=(4, 8), blocks__1__att__time_faaaa=(4, 8)), "D=16, expected H=4 x N=8"),
+    (having(blocks__0__att__time_maa_w2=(5, 4, 16), blocks__1__att__time_maa_w2=(5, 4, 16)), "5A=15, expected 5=5 x A=4"),
+    (cast("emb.weight", np.int32), "emb.weight has dtype int32, expected floats"),
+])
+def test_files_of_other_models_are_refused(weights, change, complaint, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(change(weights), path)
+    with pytest.raises(ContractError, match=f"RWKV6: .*{complaint}.* \\(in {path}\\)"):
+        RWKV6.from_file(path)
+
+
+@pytest.mark.parametrize("size", [0, 7, 1000, 20_000, -1])
+def test_truncated_files_are_refused(weights, size, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(weights, path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ContractError, match="no safetensors file, or a damaged one"):
+        RWKV6.from_file(path)
+
+
+def test_other_paths_are_refused(tmp_path):
+    (tmp_path / "model.pth").write_bytes(b"")
+    with pytest.raises(ContractError, match=r"model.pth has another ending, expected .safetensors"):
+        RWKV6.from_file(tmp_path / "model.pth")
+    for path in (tmp_path / "nowhere.safetensors", tmp_path):
+        with pytest.raises(FileNotFoundError, match=f"RWKV6: {path} is no file"):
+            RWKV6.from_file(path)
+
+
+def test_devices_that_are_refused(weights):
+    with pytest.raises(ContractError, match="device is 'gpu', expected 'cpu' or 'cuda'"):
+        RWKV6(weights, "gpu")
+    try:
+        RWKV6(weights, "cuda")
+    except NotSupported as error:
+        assert str(error).startswith("RWKV6: device 'cuda' cannot be used: ")
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+def text(model, count=40, **arguments):
+    return bytes(islice(model.generate(b"It is a truth", **arguments), count))
+
+
+def test_greedy_text_is_the_argmax_of_the_logits(austen):
+    prompt = list(b"It is a truth")
+    written = text(austen, temperature=0)
+    logits, _ = austen.forward([prompt + list(written)])
+    assert bytes(logits[0, len(prompt) - 1:-1].argmax(-1).tolist()) == written
+
+
+def test_a_seed_can_be_had_again(austen):
+    assert text(austen, seed=1) == text(austen, seed=1) != text(austen, seed=2)
+
+
+def test_a_small_top_p_is_greedy(austen):
+    assert text(austen, top_p=1e-9, seed=1) == text(austen, temperature=0)
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    ({"temperature": -1}, "temperature is -1, expected a number from 0 up"),
+    ({"temperature": float("nan")}, "temperature is nan"), ({"temperature": float("inf")}, "temperature is inf"),
+    ({"top_p": 0}, "top_p is 0, expected a number above 0 and up to 1"), ({"top_p": 1.1}, "top_p is 1.1"),
+])
+def test_sampling_that_is_refused_before_the_first_token(austen, arguments, complaint):
+    with pytest.raises(ContractError, match=complaint):
+        austen.generate(b"It", **arguments)
+
+
+@pytest.mark.parametrize("top_p, drawn", [(1.0, {0, 1, 2, 3}), (0.85, {0, 1, 2}), (0.75, {0, 2}), (0.5, {2}), (0.1, {2})])
+def test_top_p_keeps_the_likeliest(top_p, drawn, rng):
+    logits = np.log(np.float32([0.3, 0.12, 0.5, 0.08]))
+    assert {sample(logits, 1.0, top_p, rng) for _ in range(400)} == drawn
+
+
+def test_sampling_follows_the_distribution(rng):
+    p = np.array([0.1, 0.2, 0.3, 0.4])
+    for temperature in (1.0, 2.0):
+        wanted = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
+        counts = np.bincount([sample(np.log(p), temperature, 1.0, rng) for _ in range(20_000)], minlength=4)
+        np.testing.assert_allclose(counts / 20_000, wanted, atol=0.02)
+
+
+def test_impossible_tokens_are_never_drawn(rng):
+    logits = np.float32([-np.inf, 0, -np.inf])
+    assert {sample(logits, temperature, 1.0, rng) for temperature in (0, 1e-3, 1, 10) for _ in range(50)} == {1}
