@@ -99,22 +99,27 @@ class Op:
         return swap_heads(array, axes, layout)
 
     def sizes(self, views, layout) -> dict[str, int]:
-        seen: dict[str, dict[str, int]] = {}
+        """The size of every axis, on which all arrays must agree."""
+        sizes: dict[str, int] = {}
         for name, view in views.items():
-            for axis, size in zip(self.arrays[name].split(), view.shape, strict=True):
-                seen.setdefault(axis, {})[name] = int(size)
-        for axis, by_name in seen.items():
-            usual = Counter(by_name.values()).most_common(1)[0][0]
-            for name, size in by_name.items():
-                if size != usual:
-                    shape = tuple(swap_heads(views[name], self.arrays[name], layout).shape)
-                    self.refuse(name, f"has {axis}={size}, but {axis}={usual} elsewhere; {name} is {shape}, "
-                                      f"expected {in_layout(self.arrays[name], layout)}")
-        sizes = {axis: next(iter(by_name.values())) for axis, by_name in seen.items()}
+            for axis, size in zip(self.arrays[name].split(), view.shape):
+                if sizes.setdefault(axis, size) != size:
+                    self.refuse_sizes(views, layout, axis)
         for axis in ("K", "V"):
             if sizes.get(axis) == 0:
-                self.refuse(next(iter(seen[axis])), f"has {axis}=0, expected at least 1")
+                name = next(name for name, axes in self.arrays.items() if axis in axes.split())
+                self.refuse(name, f"has {axis}=0, expected at least 1")
         return sizes
+
+    def refuse_sizes(self, views, layout, axis):
+        """Names the array that differs from what most have."""
+        found = {name: view.shape[self.arrays[name].split().index(axis)] for name, view in views.items()
+                 if axis in self.arrays[name].split()}
+        usual = Counter(found.values()).most_common(1)[0][0]
+        name = next(name for name, size in found.items() if size != usual)
+        shape = tuple(swap_heads(views[name], self.arrays[name], layout).shape)
+        self.refuse(name, f"has {axis}={found[name]}, but {axis}={usual} elsewhere; {name} is {shape}, "
+                          f"expected {in_layout(self.arrays[name], layout)}")
 
     def dtype(self, views):
         for name, view in views.items():

@@ -64,7 +64,7 @@ def chunk_cumsum(g, *, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend
     >>> import numpy as np, linattn_np
     >>> b, e = linattn_np.stages.chunk_cumsum(-np.ones((1, 1, 3, 1)), chunk_size=16)
     >>> b.ravel(), e.ravel()
-    (array([-1., -2., -3.]), array([-2., -1., -0.]))
+    (array([-1., -2., -3.]), array([-2., -1.,  0.]))
     """
     problem, (b, e) = run_stage(CHUNK_CUMSUM, (g,), backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
     return tuple(problem.as_caller(problem.in_layout(x, "B H T K")) for x in (b, e))

@@ -29,6 +29,7 @@ class Backend:
     dtypes = (DOUBLE, SINGLE, HALF, BFLOAT16)
     gradients = False
     materialize = (True, False)
+    gates_choose_the_route = False      # by chunk, so that a later gate of a chunk may move an earlier token's last bit
     sizes = ("tiny", "small")           # of the cases that run in reasonable time
     device = None                       # what launches kernels of our own, where there is such a thing
 
@@ -48,6 +49,7 @@ class Backend:
 
 class Numpy(Backend):
     gradients = True
+    gates_choose_the_route = True
 
 
 class Kernels(Backend):

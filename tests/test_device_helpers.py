@@ -13,16 +13,6 @@ KERNELS = Path(__file__).parent / "kernels"
 STORAGE = {"float": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
-@pytest.fixture
-def device():
-    return EmulatedDevice()
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng()
-
-
 def host(array):
     return array.get() if hasattr(array, "get") else array
 
@@ -40,19 +30,21 @@ def bits(array):
 
 
 def floats_of_every_size(rng):
-    """Random bit patterns, which have every exponent, and what lies on and beside the ties of 16-bit types."""
+    """Random bit patterns, which have every exponent, and values on and beside the ties of 16-bit types."""
     random = rng.integers(0, 2**32, 4096, dtype=np.uint32)
     ties = rng.integers(0, 2**16, 1024, dtype=np.uint32) << 16
     near = [ties + offset for offset in (0, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
-    exact = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519, 65520, 2**-24, 2**-25, 3e38], np.float32)
-    return np.concatenate([random, *near, bits(exact)]).view(np.float32)
+    special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519, 65520, 2**-24, 2**-25, 3e38])
+    return np.concatenate([random, *near, bits(special)]).view(np.float32)
 
 
 @pytest.mark.parametrize("storage", STORAGE)
 def test_to_float_is_exact_for_every_pattern(device, rng, storage):
     dtype = np.dtype(STORAGE[storage])
-    values = floats_of_every_size(rng) if storage == "float" else np.arange(2**16, dtype=np.uint16).view(dtype)
-    np.testing.assert_array_equal(run(device, f"Widen<{storage}>", values, values.shape, np.float32), values.astype(np.float32))
+    patterns = np.arange(2**16, dtype=np.uint16)
+    values = floats_of_every_size(rng) if storage == "float" else patterns.view(dtype)
+    got = run(device, f"Widen<{storage}>", values, values.shape, np.float32)
+    np.testing.assert_array_equal(got, values.astype(np.float32))
 
 
 @pytest.mark.parametrize("storage", STORAGE)
@@ -74,7 +66,7 @@ def test_to_tf32_rounds_ties_away(device, rng):
 
 
 def test_exp2_approx(device, rng):
-    values = np.concatenate([rng.uniform(-125, 127, 992), [0.0] * 16, np.full(16, -np.inf)]).astype(np.float32)
+    values = np.float32([*rng.uniform(-125, 127, 992), *[0.0] * 16, *[-np.inf] * 16])
     got = run(device, "Exp2", values, values.shape, np.float32)
     np.testing.assert_allclose(got, np.exp2(values.astype(np.float64)), rtol=2**-22)
     assert (got[-16:] == 0).all() and (got[-32:-16] == 1).all()
@@ -137,7 +129,7 @@ def test_cp_async_fills_with_zeros_where_not_valid(device, rng, size, valid):
     np.testing.assert_array_equal(got, np.where(np.arange(32)[:, None] < valid, values, 0))
 
 
-# ---- the emulator -------------------------------------------------------------------------------------------------
+# ---- the emulator ------------------------------------------------------------------------------------------
 
 
 def make_mistake(case, blocks=1):
@@ -149,11 +141,12 @@ def make_mistake(case, blocks=1):
 
 
 def test_emulator_runs_what_is_right():
-    np.testing.assert_array_equal(make_mistake("NoMistake", blocks=3), np.tile(np.arange(63.0, -1, -1), (3, 1)))
+    want = np.tile(np.arange(63.0, -1, -1), (3, 1))
+    np.testing.assert_array_equal(make_mistake("NoMistake", blocks=3), want)
 
 
 @pytest.mark.parametrize("case, message", [
-    ("DivergentBarrier", r"thread 0 waits in __syncthreads \(.*mistakes.cu:\d+\), but thread 32 waits in __syncthreads"),
+    ("DivergentBarrier", r"thread 0 waits in __syncthreads \(.*mistakes.cu:\d+\), but thread 32 waits in"),
     ("ReturnedThreads", "thread 0 waits in __syncthreads .*, but thread 40 has returned"),
     ("DivergentCollective", "thread 0 waits in __shfl_xor_sync .*, but thread 16 waits in __syncthreads"),
     ("PartialMask", "thread 0: __shfl_xor_sync with mask 0xffff"),
@@ -161,6 +154,7 @@ def test_emulator_runs_what_is_right():
     ("WriteBeforeStart", "wrote 4 bytes before its shared memory"),
     ("MisalignedCopy", "thread 1: cp_async to 16 bytes not aligned"),
     ("MisalignedRow", "thread 1: ldmatrix_x4 of a row not aligned"),
+    ("CopyBeforeStart", "thread 0: cp_async to 16 bytes not aligned or not in shared memory"),
 ])  # fmt: skip
 def test_emulator_names_the_mistake(case, message):
     with pytest.raises(EmulatorError, match=f"mistakes<{case}>: block 0: {message}"):

@@ -2,8 +2,8 @@
 // math      per sub-chunk of 16:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
 // grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 128 threads
-// smem      SubChunk<BK>: the 16 tokens at hand as floats
-// barriers  three a sub-chunk: tiles loaded | exps taken | scores done, and one more frees the queries and keys
+// smem      SubChunk<BK>: the 16 tokens at hand as floats; Incoming: the next 16 as they come from memory
+// barriers  four a sub-chunk: tiles arrived | spread | scores done | queries and keys decayed
 // numerics  S stays in float32 accumulators; products are tf32, three of them for float32 data (product.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    K <= BK; BK of 64, 128, 256
@@ -25,12 +25,20 @@ template <typename T, typename G> struct ChunkForwardArgs {
   float* final;              // [N, H, K, V] or null
   Shape shape;
   double scale;
+  i64 vectors;  // whether all rows of q, k, v and g are whole pieces of 16 bytes
 };
 
-template <int BK> struct SubChunk {
+template <typename T, typename G, int BK> struct alignas(16) Incoming {
+  T q[SUB * BK];  // [16, BK]
+  T k[SUB * BK];  // [16, BK]
+  G g[SUB * BK];  // [16, BK]
+  T v[SUB * BV];  // [16, BV]
+};
+
+template <int BK> struct alignas(16) SubChunk {
   float q[SUB * LD<BK>];  // [16, BK]
   float k[SUB * LD<BK>];  // [16, BK]
-  float a[SUB * LD<BK>];  // [16, BK], gates, then decays
+  float a[SUB * LD<BK>];  // [16, BK], decays
   float v[SUB * LDV];     // [16, BV]
   float A[SUB * LDA];     // [16, 16]
   float carry[BK];        // the sub-chunk's whole decay
@@ -109,6 +117,7 @@ template <class Policy, typename T, typename G, int BK>
 __global__ void __launch_bounds__(THREADS) chunk_forward(const ChunkForwardArgs<T, G> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   SubChunk<BK>& s = *reinterpret_cast<SubChunk<BK>*>(dynamic_smem());
+  Incoming<T, G, BK>& next = *reinterpret_cast<Incoming<T, G, BK>*>(&s + 1);
   const Shape& shape = args.shape;
   const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
   const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
@@ -124,15 +133,26 @@ __global__ void __launch_bounds__(THREADS) chunk_forward(const ChunkForwardArgs<
   if (Policy::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += THREADS) s.u[c] = c < shape.K ? args.u[h * shape.K + c] : 0.f;
 
+  auto fetch = [&](i64 token) {
+    fetch_tile<SUB, BK, THREADS>(next.g, args.g, b, h, token, span.stop, 0, shape.K, args.vectors);
+    fetch_tile<SUB, BK, THREADS>(next.q, args.q, b, h, token, span.stop, 0, shape.K, args.vectors);
+    fetch_tile<SUB, BK, THREADS>(next.k, args.k, b, h, token, span.stop, 0, shape.K, args.vectors);
+    fetch_tile<SUB, BV, THREADS>(next.v, args.v, b, h, token, span.stop, v_tile, shape.V, args.vectors);
+    cp_async_commit();
+  };
+  auto same = [](float x) { return x; };
+
+  if (span.start < span.stop) fetch(span.start);
   for (i64 token = span.start; token < span.stop; token += SUB) {
-    load_tile<SUB, BK, LD<BK>, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
-    load_tile<SUB, BK, LD<BK>, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
-    load_tile<SUB, BK, LD<BK>, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
-    load_tile<SUB, BV, LDV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
+    cp_async_wait<0>();
+    __syncthreads();  // the next tiles have arrived; the last ones may be overwritten
+    spread_tile<SUB, BK, LD<BK>, THREADS>(s.a, next.g, decay_of);
+    spread_tile<SUB, BK, LD<BK>, THREADS>(s.q, next.q, same);
+    spread_tile<SUB, BK, LD<BK>, THREADS>(s.k, next.k, same);
+    spread_tile<SUB, BV, LDV, THREADS>(s.v, next.v, same);
     for (int c = threadIdx.x; c < BK; c += THREADS) s.carry[c] = 1.f;
-    __syncthreads();  // the tiles stand
-    exponentiate<BK>(s.a);
-    __syncthreads();  // the decays stand
+    __syncthreads();  // the tiles stand, the room for the next ones is free
+    if (token + SUB < span.stop) fetch(token + SUB);
     diagonal_scores<Policy, BK, LDA>(s.q, s.k, s.a, s.u, s.A);
     __syncthreads();  // the scores stand, q and k may be overwritten
     decay_queries<Policy, BK>(s.q, s.a);
@@ -144,14 +164,16 @@ __global__ void __launch_bounds__(THREADS) chunk_forward(const ChunkForwardArgs<
     read_subchunk<EXACT>(o, s.A, s.v + 16 * warp);
     write_state<EXACT, BK>(S, s.carry, s.k, s.v + 16 * warp);
 #pragma unroll
-    for (int x = 0; x < 4; ++x)
+    for (int lower = 0; lower < 2; ++lower) {
+      const i64 row = token + g + 8 * lower, column = v_tile + 16 * warp + 2 * t;
+      if (row >= span.stop) continue;
+      T* to = args.o.row(b, h, row) + column;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const i64 row = token + g + 8 * (x >> 1), column = v_tile + 16 * warp + 8 * half + 2 * t + (x & 1);
-        if (row < span.stop && column < shape.V)
-          args.o.row(b, h, row)[column] = from_float<T>(float(args.scale) * o[half][x]);
+      for (int x = 0; x < 4; ++x) {
+        const int across = 8 * (x >> 1) + (x & 1);
+        if (column + across < shape.V) to[across] = from_float<T>(float(args.scale) * o[x >> 1][2 * lower + (x & 1)]);
       }
-    __syncthreads();  // the tiles may be overwritten
+    }
   }
   if (args.final)
     each<BK>(S, [&](float& x, int channel, int column) {

@@ -1,4 +1,4 @@
-// what      Every PTX instruction of the project behind a typed function; nothing else in kernels_cu writes `asm`.
+// what      Every PTX instruction of the project behind a typed function; no other file writes `asm`.
 // limits    sm_80 and later; no toolkit header, so NVRTC needs no include path.
 // twin      tests/emulator/ptx.cuh has the same names for the CPU: a change here is a change there.
 typedef unsigned short u16;
@@ -10,7 +10,7 @@ typedef long long i64;
 struct bf16 { u16 bits; };  // storage only: arithmetic is in float
 struct f16 { u16 bits; };
 
-// ---- conversions ---------------------------------------------------------------------------------------------
+// ---- conversions ------------------------------------------------------------------------------------------
 
 // The value itself, so that templates over the storage type read alike.
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -56,23 +56,26 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// ---- warp: matrix products and reductions; all 32 lanes take part -----------------------------------------------
+// ---- warp: matrix products and reductions; all 32 lanes take part -----------------------------------------
 // With g = lane / 4 and t = lane % 4 the accumulator of all three products holds
 //   d[0], d[1] = D[g][2t], D[g][2t+1]      d[2], d[3] = D[g+8][2t], D[g+8][2t+1]
 
-// D[16, 8] += A[16, 8] B[8, 8] in tf32: a = A[g][t], A[g+8][t], A[g][t+4], A[g+8][t+4]; b = B[t][g], B[t+4][g].
+// D[16, 8] += A[16, 8] B[8, 8] in tf32.
+//   a = A[g][t], A[g+8][t], A[g][t+4], A[g+8][t+4]      b = B[t][g], B[t+4][g]
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// D[16, 8] += A[16, 16] B[16, 8] in bfloat16, lower half first: a = A[g][2t,+1], A[g+8][2t,+1], A[g][2t+8,+9],
-// A[g+8][2t+8,+9]; b = B[2t,+1][g], B[2t+8,+9][g].
+// D[16, 8] += A[16, 16] B[16, 8] in bfloat16, two values a register, the first in its lower half.
+//   a = A[g][2t,+1], A[g+8][2t,+1], A[g][2t+8,+9], A[g+8][2t+8,+9]      b = B[2t,+1][g], B[2t+8,+9][g]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -80,12 +83,14 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], const
 // The same in half precision.
 __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8x8 matrices of 16-bit values: lane l gives the 16-byte row l % 8 of matrix l / 8; r[m] = M_m[g][2t,+1].
+// Four 8x8 matrices of 16-bit values: lane l gives the 16-byte row l % 8 of matrix l / 8.
+//   r[m] = M_m[g][2t,+1]
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -93,7 +98,8 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// The same with each matrix transposed: r[m] = M_m[2t,+1][g].
+// The same with each matrix transposed.
+//   r[m] = M_m[2t,+1][g]
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -107,7 +113,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// ---- shared memory ---------------------------------------------------------------------------------------------
+// ---- shared memory ----------------------------------------------------------------------------------------
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* dynamic_smem() {
@@ -116,14 +122,17 @@ __device__ __forceinline__ unsigned char* dynamic_smem() {
 }
 
 // Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.
-template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   const u32 dst = u32(__cvta_generic_to_shared(smem_dst));
   const int read = valid ? BYTES : 0;
   if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(gmem_src), "r"(read) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(gmem_src), "r"(read)
+                 : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(gmem_src), "n"(BYTES), "r"(read)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(gmem_src), "n"(BYTES),
+                 "r"(read)
                  : "memory");
 }
 

@@ -24,6 +24,7 @@ __device__ void diagonal_scores(const float* s_q,  // [16, BK]
                                 float* s_A) {      // [16, 16]
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slice = lane & 7, j = 4 * warp + (lane >> 3);
   float score[SUB] = {};
+#pragma unroll 1
   for (int c = 4 * slice; c < BK; c += 32) {
     float w[4], u[4];
 #pragma unroll

@@ -72,3 +72,42 @@ __device__ __forceinline__ void load_tile(float* s, const Rows<const T>& x, i64 
     }
   }
 }
+
+// The same tile as it lies in memory, rows COLS apart, for later: with `vectors` (rows start on 16 bytes, and `width`
+// columns end on them) it is copied in the background until the next cp_async_wait, otherwise it stands at once.
+template <int ROWS, int COLS, int THREADS, typename T>
+__device__ __forceinline__ void fetch_tile(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
+                                           i64 column, i64 width, bool vectors) {
+  constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE;
+  const int rows = stop - first < ROWS ? int(stop - first) : ROWS;
+  if (vectors) {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
+      const int row = at / ACROSS, col = at % ACROSS * PIECE;
+      const bool inside = row < rows && column + col < width;
+      cp_async<16>(s + row * COLS + col, x.row(batch, head, inside ? first + row : 0) + (inside ? column + col : 0), inside);
+    }
+  } else {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < ROWS * COLS; at += THREADS) {
+      const int row = at / COLS, col = at % COLS;
+      const bool inside = row < rows && column + col < width;
+      s[at] = inside ? x.row(batch, head, first + row)[column + col] : from_float<T>(0.f);
+    }
+  }
+}
+
+// A fetched tile as floats, rows LD apart, each value through f; four values of a row at a time.
+template <int ROWS, int COLS, int LD, int THREADS, typename T, class F>
+__device__ __forceinline__ void spread_tile(float* s, const T* fetched, F f) {
+  struct alignas(4 * sizeof(T)) Four {
+    T x[4];
+  };
+#pragma unroll 1
+  for (int at = threadIdx.x; at < ROWS * COLS / 4; at += THREADS) {
+    const Four four = reinterpret_cast<const Four*>(fetched)[at];
+    float* to = s + at / (COLS / 4) * LD + at % (COLS / 4) * 4;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) to[n] = f(to_float(four.x[n]));
+  }
+}

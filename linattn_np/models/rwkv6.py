@@ -319,9 +319,10 @@ def check_parameters(weights) -> dict[str, int]:
             refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {wanted}")
         if weights[name].dtype not in FLOATS:
             refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
-    for axis, product in (("D", ("H", "N")), ("5A", ("5", "A"))):
-        if sizes[axis] != sizes[product[0]] * sizes[product[1]]:
-            refuse(f"{axis}={sizes[axis]}, expected {' x '.join(f'{x}={sizes[x]}' for x in product)}")
+    if sizes["H"] * sizes["N"] != sizes["D"]:
+        refuse(f"att.time_faaaa has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
+    if 5 * sizes["A"] != sizes["5A"]:
+        refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} as att.time_maa_w2 has it")
     return sizes
 
 

@@ -3,7 +3,16 @@
 from ..contract import Op
 from ..dispatch import call
 
-SOFTMAX_ATTENTION = Op("softmax_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"}, modes=("chunk",), state=())
+
+class SoftmaxAttention(Op):
+    """Sees the past only, unless told otherwise."""
+
+    def bind(self, inputs, *, causal=True, **arguments):
+        return super().bind(inputs, causal=bool(causal), **arguments)
+
+
+SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"},
+                                     modes=("chunk",), state=())
 
 
 def softmax_attention(q, k, v, *, causal=True, scale=None, cu_seqlens=None, layout="bhtd", mode="auto",
@@ -33,5 +42,5 @@ def softmax_attention(q, k, v, *, causal=True, scale=None, cu_seqlens=None, layo
     >>> bool(np.allclose(o[:, :, 0], v[:, :, 0]))
     True
     """
-    return call(SOFTMAX_ATTENTION, (q, k, v), causal=bool(causal), scale=scale, cu_seqlens=cu_seqlens, layout=layout,
+    return call(SOFTMAX_ATTENTION, (q, k, v), causal=causal, scale=scale, cu_seqlens=cu_seqlens, layout=layout,
                 mode=mode, chunk_size=chunk_size, backend=backend, out=out)

@@ -68,7 +68,8 @@ def _compile(kernel):
 
 @cache
 def _load(kernel):
-    launch = ctypes.PyDLL(str(_compile(kernel))).emulated_launch  # PyDLL keeps the GIL: a library runs one launch
+    library = ctypes.PyDLL(str(_compile(kernel)))  # keeps the GIL: its statics hold one launch
+    launch = library.emulated_launch
     launch.restype = ctypes.c_char_p
     launch.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong, ctypes.c_int, ctypes.c_size_t
     return launch

@@ -1,10 +1,11 @@
-// Runs a CUDA kernel on the CPU, for tests. A block's threads are fibers on one core, so that a barrier is a switch
-// of stacks and a warp collective runs once for all 32 lanes. Blocks run in turn, odd ones with their threads in
-// reverse, which shows a missing barrier in one direction or the other. Arithmetic flushes denormals, as CuPy's
-// compiler option does. What the hardware would leave undefined ends the launch with a message instead.
+// Runs a CUDA kernel on the CPU, for tests. A block's threads are fibers on one core, so that a barrier is a
+// switch of stacks and a warp collective runs once for all 32 lanes. Blocks run in turn, odd ones with their
+// threads in reverse, which shows a missing barrier in one direction or the other. Arithmetic flushes
+// denormals, as CuPy's compiler option does. What the hardware would leave undefined ends the launch with a
+// message instead.
 //
-// Only dynamic shared memory exists: `__shared__` is left undefined because a C++ static could be neither poisoned
-// before each block nor checked for its bounds.
+// Only dynamic shared memory exists: `__shared__` is left undefined because a C++ static could be neither
+// poisoned before each block nor checked for its bounds.
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -28,14 +29,17 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, MAX_COPIES = 4096;
-constexpr size_t STACK = 128 * 1024, MAX_SHARED = 227 * 1024, GUARD = 1024;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_COPIES = 1024;
+constexpr size_t STACK = 128 * 1024 + 256;  // a power of two would put all stacks into one set of the cache
+constexpr size_t MAX_SHARED = 227 * 1024, GUARD = 1024;
 constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type
 
-// ---- switching stacks ------------------------------------------------------------------------------------------
+// ---- switching stacks -------------------------------------------------------------------------------------
 
 #ifdef __x86_64__
-struct Context { void** stack; };  // the registers a call preserves lie on top of the stack
+// The registers a call preserves lie on top of the stack. The switch leaves by a jump: the processor predicts
+// it, while a `ret` into another fiber always misses.
+struct Context { void** stack; };
 
 extern "C" void emulator_switch(Context* from, Context to);
 asm(R"(
@@ -55,14 +59,15 @@ emulator_switch:
   pop %r12
   pop %rbx
   pop %rbp
-  ret
+  pop %rcx
+  jmp *%rcx
 )");
 
 static void switch_stacks(Context& from, Context& to) { emulator_switch(&from, to); }
 
 static void prepare(Context& context, unsigned char* stack, void (*entry)()) {
   void** top = reinterpret_cast<void**>(stack + STACK);
-  top[-2] = reinterpret_cast<void*>(entry);  // where `ret` goes, the stack then aligned as after a call
+  top[-2] = reinterpret_cast<void*>(entry);  // where the switch jumps, the stack then aligned as after a call
   context.stack = top - 8;
 }
 
@@ -91,10 +96,12 @@ static unsigned flush_denormals() { return 0; }
 static void restore_denormals(unsigned) {}
 #endif
 
-// ---- threads ---------------------------------------------------------------------------------------------------
+// ---- threads ----------------------------------------------------------------------------------------------
 
 struct Where { const char* file; int line; };
-constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  return {file, line};
+}
 
 enum class State { Ready, AtBarrier, InCollective, Returned };
 using Operation = void (*)(void* const* operands);  // one operand a lane
@@ -108,11 +115,11 @@ struct Thread {
   Where where;
   Operation operation;
   void* operand;
-  Copy copies[MAX_COPIES];  // cp.async: started, not yet waited for
   int copies_count, groups_count;
 };
 
 static Thread threads[MAX_THREADS];
+static Copy copies[MAX_THREADS][MAX_COPIES];  // cp.async: started, not yet waited for
 static Thread* current;
 static Context scheduler;
 static char message[1024];
@@ -128,13 +135,14 @@ static void report(const char* format, ...) {
   va_end(values);
 }
 
-#define EMULATOR_CHECK(condition, format, ...)                             \
-  if (!(condition)) {                                                      \
-    emulator::report("thread %u: " format, threadIdx.x, ##__VA_ARGS__);    \
+#define EMULATOR_CHECK(condition, format, ...)                                \
+  if (!(condition)) {                                                         \
+    emulator::report("thread %u: " format, threadIdx.x, ##__VA_ARGS__);       \
     emulator::switch_stacks(emulator::current->context, emulator::scheduler); \
   }
 
-static void wait(State state, const char* call, Where where, Operation operation = nullptr, void* operand = nullptr) {
+static void wait(State state, const char* call, Where where, Operation operation = nullptr,
+                 void* operand = nullptr) {
   Thread& self = *current;
   self.state = state;
   self.call = call;
@@ -152,24 +160,25 @@ static void collective(const char* call, Where where, Operation operation, void*
 // Whether `bytes` at `pointer` lie in the block's shared memory, aligned to their number.
 static bool in_shared(const void* pointer, size_t bytes) {
   const size_t offset = static_cast<const unsigned char*>(pointer) - shared_memory;
-  return offset % bytes == 0 && offset + bytes <= shared_bytes;
+  return offset % bytes == 0 && offset < shared_bytes && bytes <= shared_bytes - offset;
 }
 
-// ---- the scheduler ---------------------------------------------------------------------------------------------
+// ---- the scheduler ----------------------------------------------------------------------------------------
 
 static void describe(const Thread& thread, char* out, size_t size) {
   const int index = int(&thread - threads);
   if (thread.state == State::Returned)
     snprintf(out, size, "thread %d has returned", index);
   else
-    snprintf(out, size, "thread %d waits in %s (%s:%d)", index, thread.call, thread.where.file, thread.where.line);
+    snprintf(out, size, "thread %d waits in %s (%s:%d)", index, thread.call, thread.where.file,
+             thread.where.line);
 }
 
 // Whether `count` threads wait in the same call at the same line as `one`.
 static bool all_wait_with(const Thread& one, const Thread* group, int count) {
   for (const Thread* other = group; other < group + count; ++other) {
-    if (other->state == one.state && other->operation == one.operation && other->where.line == one.where.line &&
-        !strcmp(other->where.file, one.where.file))
+    if (other->state == one.state && other->operation == one.operation &&
+        other->where.line == one.where.line && !strcmp(other->where.file, one.where.file))
       continue;
     char first[400], second[400];
     describe(one, first, sizeof first);
@@ -249,9 +258,10 @@ template <class Args> struct Call {
 };
 
 // Runs `blocks` blocks; returns null or what went wrong.
-template <class Args>
-const char* launch(void (*kernel)(Args), const void* args, size_t size, long long blocks, int count, size_t shared) {
+template <class Args> const char* launch(void (*kernel)(Args), const void* args, size_t size,
+                                         long long blocks, int count, size_t shared) {
   message[0] = 0;
+  blockIdx = {0, 0, 0};
   if (size != sizeof(Args)) report("args have %zu bytes, the kernel's struct has %zu", size, sizeof(Args));
   if (count < WARP || count > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
   if (shared > MAX_SHARED) report("%zu bytes of shared memory, more than %zu", shared, MAX_SHARED);
@@ -264,14 +274,14 @@ const char* launch(void (*kernel)(Args), const void* args, size_t size, long lon
   gridDim = {unsigned(blocks), 1, 1};
   void* stacks = mmap(nullptr, count * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const unsigned before = flush_denormals();
-  for (blockIdx = {0, 0, 0}; blockIdx.x < blocks && !message[0]; ++blockIdx.x)
+  for (; blockIdx.x < blocks && !message[0]; ++blockIdx.x)
     run_block(static_cast<unsigned char*>(stacks), Call<Args>::run);
   restore_denormals(before);
   munmap(stacks, count * STACK);
   return message[0] ? message : nullptr;
 }
 
-// ---- shuffles --------------------------------------------------------------------------------------------------
+// ---- shuffles ---------------------------------------------------------------------------------------------
 
 template <class T> struct Shuffle { T value; int source; T result; };
 
@@ -292,7 +302,7 @@ template <class T> T shuffle(const char* call, unsigned mask, T value, int sourc
 
 }  // namespace emulator
 
-// ---- what CUDA C++ has built in --------------------------------------------------------------------------------
+// ---- what CUDA C++ has built in ---------------------------------------------------------------------------
 
 inline void __syncthreads(emulator::Where where = emulator::here()) {
   emulator::wait(emulator::State::AtBarrier, "__syncthreads", where);
@@ -303,18 +313,29 @@ inline void __syncwarp(emulator::Where where = emulator::here()) {
 template <class T> T __shfl_sync(unsigned mask, T value, int lane, emulator::Where where = emulator::here()) {
   return emulator::shuffle("__shfl_sync", mask, value, lane % emulator::WARP, where);
 }
-template <class T> T __shfl_xor_sync(unsigned mask, T value, int bits, emulator::Where where = emulator::here()) {
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, emulator::Where where = emulator::here()) {
   return emulator::shuffle("__shfl_xor_sync", mask, value, int(threadIdx.x % emulator::WARP) ^ bits, where);
 }
-template <class T> T __shfl_up_sync(unsigned mask, T value, int by, emulator::Where where = emulator::here()) {
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int by, emulator::Where where = emulator::here()) {
   return emulator::shuffle("__shfl_up_sync", mask, value, int(threadIdx.x % emulator::WARP) - by, where);
 }
-template <class T> T __shfl_down_sync(unsigned mask, T value, int by, emulator::Where where = emulator::here()) {
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int by, emulator::Where where = emulator::here()) {
   return emulator::shuffle("__shfl_down_sync", mask, value, int(threadIdx.x % emulator::WARP) + by, where);
 }
 
-inline unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, sizeof bits); return bits; }
-inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
 
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

@@ -8,7 +8,7 @@ typedef long long i64;
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
 
-// ---- conversions ---------------------------------------------------------------------------------------------
+// ---- conversions ------------------------------------------------------------------------------------------
 
 inline float to_float(float x) { return x; }
 
@@ -43,9 +43,12 @@ inline u32 to_tf32(float x) {
   return (__float_as_uint(x) + 0x1000) & ~0x1fffu;
 }
 
-inline float exp2_approx(float x) { return exp2f(x); }
+inline float exp2_approx(float x) {
+  const float y = exp2f(x);
+  return y < 0x1p-126f ? 0 : y;
+}
 
-// ---- warp: matrix products and reductions ------------------------------------------------------------------------
+// ---- warp: matrix products and reductions -----------------------------------------------------------------
 
 namespace emulator {
 
@@ -93,16 +96,17 @@ template <bool TRANSPOSED> void load_matrices(void* const* operands) {
   for (int lane = 0; lane < WARP; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int m = 0; m < 4; ++m) {
-      auto value = [&](int row, int column) { return u32(static_cast<MatrixRow*>(operands[m * 8 + row])->row[column]); };
-      static_cast<MatrixRow*>(operands[lane])->r[m] = TRANSPOSED ? value(2 * t, g) | value(2 * t + 1, g) << 16
-                                                                 : value(g, 2 * t) | value(g, 2 * t + 1) << 16;
+      auto value = [&](int i, int j) { return u32(static_cast<MatrixRow*>(operands[m * 8 + i])->row[j]); };
+      static_cast<MatrixRow*>(operands[lane])->r[m] = TRANSPOSED
+                                                          ? value(2 * t, g) | value(2 * t + 1, g) << 16
+                                                          : value(g, 2 * t) | value(g, 2 * t + 1) << 16;
     }
   }
 }
 
 template <bool TRANSPOSED> void load_row(const char* call, u32* r, const void* row, Where where) {
-  EMULATOR_CHECK(in_shared(row, 16), "%s of a row not aligned to 16 bytes or not in shared memory (%s:%d)", call,
-                 where.file, where.line);
+  EMULATOR_CHECK(in_shared(row, 16), "%s of a row not aligned to 16 bytes or not in shared memory (%s:%d)",
+                 call, where.file, where.line);
   MatrixRow operand{r, static_cast<const u16*>(row)};
   collective(call, where, load_matrices<TRANSPOSED>, &operand);
 }
@@ -115,15 +119,18 @@ void multiply_own(const char* call, float* d, const u32* a, const u32* b, Where 
 
 }  // namespace emulator
 
-inline void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
+inline void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
+                     emulator::Where where = emulator::here()) {
   emulator::multiply_own<emulator::Tf32>("mma_tf32", d, a, b, where);
 }
 
-inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
+inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
+                     emulator::Where where = emulator::here()) {
   emulator::multiply_own<emulator::Bf16>("mma_bf16", d, a, b, where);
 }
 
-inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Where where = emulator::here()) {
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
+                    emulator::Where where = emulator::here()) {
   emulator::multiply_own<emulator::F16>("mma_f16", d, a, b, where);
 }
 
@@ -140,7 +147,7 @@ inline float warp_sum(float x, emulator::Where where = emulator::here()) {
   return x;
 }
 
-// ---- shared memory ---------------------------------------------------------------------------------------------
+// ---- shared memory ----------------------------------------------------------------------------------------
 
 inline unsigned char* dynamic_smem() { return emulator::shared_memory; }
 
@@ -150,25 +157,29 @@ void cp_async(void* smem_dst, const void* gmem_src, bool valid, emulator::Where 
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   emulator::Thread& self = *emulator::current;
   EMULATOR_CHECK(emulator::in_shared(smem_dst, BYTES),
-                 "cp_async to %d bytes not aligned or not in shared memory (%s:%d)", BYTES, where.file, where.line);
-  EMULATOR_CHECK(reinterpret_cast<u64>(gmem_src) % BYTES == 0, "cp_async of %d bytes from a source not aligned (%s:%d)",
-                 BYTES, where.file, where.line);
+                 "cp_async to %d bytes not aligned or not in shared memory (%s:%d)", BYTES, where.file,
+                 where.line);
+  EMULATOR_CHECK(reinterpret_cast<u64>(gmem_src) % BYTES == 0,
+                 "cp_async of %d bytes from a source not aligned (%s:%d)", BYTES, where.file, where.line);
   EMULATOR_CHECK(self.copies_count < emulator::MAX_COPIES, "more than %d cp_async under way (%s:%d)",
                  emulator::MAX_COPIES, where.file, where.line);
   memset(smem_dst, emulator::POISON, BYTES);
-  self.copies[self.copies_count++] = {smem_dst, gmem_src, BYTES, valid, self.groups_count};
+  emulator::copies[threadIdx.x][self.copies_count++] = {smem_dst, gmem_src, BYTES, valid, self.groups_count};
 }
 
 inline void cp_async_commit() { ++emulator::current->groups_count; }
 
 template <int N> void cp_async_wait() {
   emulator::Thread& self = *emulator::current;
+  emulator::Copy* copies = emulator::copies[threadIdx.x];
   int done = 0;
-  for (; done < self.copies_count && self.copies[done].group < self.groups_count - N; ++done) {
-    const emulator::Copy& copy = self.copies[done];
-    if (copy.valid) memcpy(copy.dst, copy.src, copy.bytes);
-    else memset(copy.dst, 0, copy.bytes);
+  for (; done < self.copies_count && copies[done].group < self.groups_count - N; ++done) {
+    const emulator::Copy& copy = copies[done];
+    if (copy.valid)
+      memcpy(copy.dst, copy.src, copy.bytes);
+    else
+      memset(copy.dst, 0, copy.bytes);
   }
   self.copies_count -= done;
-  memmove(self.copies, self.copies + done, self.copies_count * sizeof(emulator::Copy));
+  memmove(copies, copies + done, self.copies_count * sizeof(emulator::Copy));
 }

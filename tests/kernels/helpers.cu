@@ -11,28 +11,40 @@ struct HelpersArgs {
 };
 
 // Reads element i of in, writes element i of out.
-template <typename In, typename Out, typename Function> __device__ void each(const HelpersArgs& args, Function f) {
-  for (i64 i = threadIdx.x; i < args.n; i += 32) static_cast<Out*>(args.out)[i] = f(static_cast<const In*>(args.in)[i]);
+template <typename In, typename Out, typename Function>
+__device__ void each(const HelpersArgs& args, Function f) {
+  for (i64 i = threadIdx.x; i < args.n; i += 32)
+    static_cast<Out*>(args.out)[i] = f(static_cast<const In*>(args.in)[i]);
 }
 
 template <typename T> struct Widen {
-  __device__ static void run(const HelpersArgs& args) { each<T, float>(args, [](T x) { return to_float(x); }); }
+  __device__ static void run(const HelpersArgs& args) {
+    each<T, float>(args, [](T x) { return to_float(x); });
+  }
 };
 
 template <typename T> struct Narrow {
-  __device__ static void run(const HelpersArgs& args) { each<float, T>(args, [](float x) { return from_float<T>(x); }); }
+  __device__ static void run(const HelpersArgs& args) {
+    each<float, T>(args, [](float x) { return from_float<T>(x); });
+  }
 };
 
 struct Tf32 {
-  __device__ static void run(const HelpersArgs& args) { each<float, u32>(args, [](float x) { return to_tf32(x); }); }
+  __device__ static void run(const HelpersArgs& args) {
+    each<float, u32>(args, [](float x) { return to_tf32(x); });
+  }
 };
 
 struct Exp2 {
-  __device__ static void run(const HelpersArgs& args) { each<float, float>(args, [](float x) { return exp2_approx(x); }); }
+  __device__ static void run(const HelpersArgs& args) {
+    each<float, float>(args, [](float x) { return exp2_approx(x); });
+  }
 };
 
 struct WarpSum {
-  __device__ static void run(const HelpersArgs& args) { each<float, float>(args, [](float x) { return warp_sum(x); }); }
+  __device__ static void run(const HelpersArgs& args) {
+    each<float, float>(args, [](float x) { return warp_sum(x); });
+  }
 };
 
 // out[0], [1], [2]: the value of the lane 3 back, 5 ahead, and of lane 7.
@@ -88,7 +100,8 @@ template <bool TRANSPOSED> struct Ldmatrix {
   }
 };
 
-// in, out: [32, BYTES / 4] floats; lanes from n on are not valid. Two groups: the even lanes' copies and the odd ones'.
+// in, out: [32, BYTES / 4] floats; lanes from n on are not valid. Two groups: the even lanes' copies and the
+// odd ones'.
 template <int BYTES> struct CopyAsync {
   __device__ static void run(const HelpersArgs& args) {
     constexpr int WIDTH = BYTES / 4;
@@ -100,10 +113,14 @@ template <int BYTES> struct CopyAsync {
     if (lane % 2 == 1) cp_async<BYTES>(s, in, lane < args.n);
     cp_async_commit();
     cp_async_wait<1>();
-    if (lane % 2 == 0) for (int i = 0; i < WIDTH; ++i) static_cast<float*>(args.out)[WIDTH * lane + i] = s[i];
+    if (lane % 2 == 0)
+      for (int i = 0; i < WIDTH; ++i) static_cast<float*>(args.out)[WIDTH * lane + i] = s[i];
     cp_async_wait<0>();
-    if (lane % 2 == 1) for (int i = 0; i < WIDTH; ++i) static_cast<float*>(args.out)[WIDTH * lane + i] = s[i];
+    if (lane % 2 == 1)
+      for (int i = 0; i < WIDTH; ++i) static_cast<float*>(args.out)[WIDTH * lane + i] = s[i];
   }
 };
 
-template <typename Case> __global__ void __launch_bounds__(32) helpers(const HelpersArgs args) { Case::run(args); }
+template <typename Case> __global__ void __launch_bounds__(32) helpers(const HelpersArgs args) {
+  Case::run(args);
+}

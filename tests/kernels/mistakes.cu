@@ -96,6 +96,13 @@ struct MisalignedCopy {
   }
 };
 
+struct CopyBeforeStart {
+  __device__ static float run(float* s, const float* in) {
+    cp_async<16>(s - 4, in, true);
+    return 0;
+  }
+};
+
 struct MisalignedRow {
   __device__ static float run(float* s, const float* in) {
     u32 r[4];

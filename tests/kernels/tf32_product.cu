@@ -1,4 +1,4 @@
-// what      D = A B for one 16 x 8 x 8 tile of tf32 a warp; A and B reach shared memory by cp.async in two groups.
+// what      D = A B for one 16 x 8 x 8 tile of tf32 a warp; A and B come by cp.async in two groups.
 // shapes    a [blocks, 16, 8], b [blocks, 8, 8], d [blocks, 16, 8], all float
 // grid      a block of one warp a tile
 // smem      16 * 8 + 8 * 8 floats

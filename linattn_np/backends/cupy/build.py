@@ -82,19 +82,21 @@ def text(file, include=None) -> str:
 def _layout(fields):
     """How a struct of 8-byte fields lies in memory; fields: ((name, 'q' or 'd'), ...)."""
     kinds = {"q": np.int64, "d": np.float64}
-    return struct.Struct("=" + "".join(kind for _, kind in fields)), np.dtype([(name, kinds[kind]) for name, kind in fields])
+    dtype = np.dtype([(name, kinds[kind]) for name, kind in fields])
+    return struct.Struct("=" + "".join(kind for _, kind in fields)), dtype
 
 
 def pack(**fields) -> np.ndarray:
     """The one argument of a kernel: a struct of 8-byte fields in the order given, shape (1,).
 
-    Integers and pointers become `long long`, floats `double`, None the null pointer. The value's type decides,
-    so a field that is a `double` in the kernel must be given as a float, never as `1`.
+    Integers and pointers become `long long`, floats `double`, None the null pointer. The value's type
+    decides, so a field that is a `double` in the kernel must be given as a float, never as `1`.
 
         >>> pack(q=0x7f00, T=64, scale=0.125)["scale"]
         array([0.125])
     """
-    layout, dtype = _layout(tuple((name, "d" if isinstance(value, float) else "q") for name, value in fields.items()))
+    kinds = tuple((name, "d" if isinstance(value, float) else "q") for name, value in fields.items())
+    layout, dtype = _layout(kinds)
     values = (0 if value is None else value for value in fields.values())
     return np.frombuffer(layout.pack(*values), dtype)
 
@@ -143,7 +145,7 @@ class CupyDevice:
         return array.data.ptr
 
     def launch(self, kernel: Kernel, blocks: int, args: np.ndarray, smem: int = 0):
-        """Enqueue `blocks` blocks, all on grid x, with `args` from `pack` and `smem` bytes of shared memory."""
+        """Enqueue `blocks` blocks on grid x, with `args` from `pack` and `smem` bytes of shared memory."""
         if blocks == 0:  # CuPy would launch one
             return
         function = load(kernel)

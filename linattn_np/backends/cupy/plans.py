@@ -94,21 +94,24 @@ def copies_of(problem) -> tuple[str, ...]:
 # -- operators --------------------------------------------------------------------------------------------------------
 def chunk(problem, device, o, initial, final):
     kernel = tiles.chunk_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype, problem.sizes["K"])
-    one_pass(problem, device, kernel, tiles.CHUNK_COLUMNS, o, initial, final)
+    q, k, v, g = inputs(problem, device)
+    vectors = all(in_pieces(device, x) for x in (q, k, v, g))
+    one_pass(problem, device, kernel, tiles.CHUNK_COLUMNS, (q, k, v, g), o, initial, final, vectors=int(vectors))
 
 
 def recurrent(problem, device, o, initial, final):
     kernel = tiles.recurrent_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype, problem.sizes["K"])
-    one_pass(problem, device, kernel, tiles.TOKEN_COLUMNS, o, initial, final)
+    one_pass(problem, device, kernel, tiles.TOKEN_COLUMNS, inputs(problem, device), o, initial, final)
 
 
-def one_pass(problem, device, kernel, columns, o, initial, final):
-    q, k, v, g = inputs(problem, device)
+def one_pass(problem, device, kernel, columns, arrays, o, initial, final, **more):
+    """A kernel that takes a (sequence, head, so many columns of V) a block."""
+    q, k, v, g = arrays
     u = bonus(problem)
     N, H, V = problem.shape("N H V")
     where = place(problem, device)
     args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, u), initial=pointer(device, initial),
-                final=pointer(device, final), **where.shape, scale=problem.scale)
+                final=pointer(device, final), **where.shape, scale=problem.scale, **more)
     device.launch(kernel, N * H * ceil_div(V, columns), args, tiles.shared_bytes(kernel))
 
 
@@ -268,12 +271,18 @@ def gate(problem):
 
 def has_rows(x) -> bool:
     """Kernels take any strides but the last, which must be that of neighbours."""
-    return x.strides[-1] == x.dtype.itemsize or x.shape[-1] <= 1
+    return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
+
+
+def in_pieces(device, x) -> bool:
+    """Whether every row starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
+    row = x.shape[-1] * x.dtype.itemsize
+    return not any(part % 16 for part in (device.pointer(x), row, *x.strides[:-1]))
 
 
 def in_rows(device, x):
     """`x`, or a copy of it where its last axis is not contiguous."""
-    if has_rows(x) or x.size == 0:
+    if has_rows(x):
         return x
     copy = device.empty(x.shape, x.dtype)
     copy[...] = x

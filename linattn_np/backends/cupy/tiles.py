@@ -58,19 +58,26 @@ def combine(T) -> Kernel:
 
 
 def shared_bytes(kernel: Kernel) -> int:
-    """Dynamic shared memory of a block: the size of the kernel's tile struct, member by member."""
-    words = {
-        "chunk_forward": lambda BK: 3 * 16 * (BK + 8) + 16 * (64 + 8) + 16 * (16 + 4) + 2 * BK,
-        "recurrent_forward": lambda BK: 3 * 16 * BK + 16 * 32 + BK + 4 * 16 * 32,
-        "step": lambda: 4 * 32,
-        "chunk_cumsum": lambda: 0,
-        "gated_qk": lambda: 0,
-        "inter_chunk": lambda: 2 * 16 * (64 + 8),
-        "intra_chunk": lambda BK: 3 * 16 * (BK + 8) + 2 * BK + 4 * 16 * 16,
-        "combine": lambda: 64 * (16 + 4) + 16 * (64 + 8),
-    }[kernel.name]
-    BK = kernel.template[-1:] if kernel.name in ("chunk_forward", "recurrent_forward", "intra_chunk") else ()
-    return 4 * words(*map(int, BK))
+    """Dynamic shared memory of a block: the size of the kernel's tile structs, member by member."""
+    size = {ctype: dtype.itemsize for dtype, ctype in CTYPES.items()}
+    match kernel.name, kernel.template:
+        case "chunk_forward", (_, T, G, BK):
+            BK = int(BK)
+            floats = 3 * 16 * (BK + 8) + 16 * (64 + 8) + 16 * (16 + 4) + 2 * BK
+            return 4 * floats + 16 * (2 * BK * size[T] + BK * size[G] + 64 * size[T])
+        case "recurrent_forward", (*_, BK):
+            BK = int(BK)
+            return 4 * (3 * 16 * BK + 16 * 32 + BK + 4 * 16 * 32)
+        case "intra_chunk", (*_, BK):
+            BK = int(BK)
+            return 4 * (3 * 16 * (BK + 8) + 2 * BK + 4 * 16 * 16)
+        case "inter_chunk", _:
+            return 4 * (2 * 16 * (64 + 8))
+        case "combine", _:
+            return 4 * (64 * (16 + 4) + 16 * (64 + 8))
+        case "step", _:
+            return 4 * (4 * 32)
+    return 0
 
 
 def kernels():

@@ -56,4 +56,4 @@ def describe(problem, bytes_moved) -> dict:
 
 
 def mode(problem) -> str:
-    return "recurrent" if "recurrent" in (problem.mode, *KERNELS[problem.op.name]) else "staged"
+    return "recurrent" if problem.mode == "recurrent" else "staged"

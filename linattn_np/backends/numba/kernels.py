@@ -123,8 +123,9 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
                 m, y = i // COLS, i % COLS
                 inside = t0 + m < stop and v0 + y < V
                 s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if inside else real(0)
-            if t0 == start and k0 + thread < K:             # as many threads as rows
-                s_decay[thread] = real(math.exp(b[row, head, stop - 1, k0 + thread]))
+            if t0 == start:                                 # as many threads as rows
+                inside = k0 + thread < K
+                s_decay[thread] = real(math.exp(b[row, head, stop - 1, k0 + thread])) if inside else real(0)
             cuda.syncthreads()                              # the tile is complete
             if t0 == start:
                 for r in range(ROWS_EACH):
@@ -139,7 +140,7 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
 
 
 @cuda.jit
-def intra_chunk_below(q, k, g, chunks, A, exclusive):
+def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
     """Stage 4, the tiles of A below the diagonal: products, factored at the start of the queries' sub-chunk. Real: A.
 
         A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik) = (q_i exp(d_i)) . (k_j exp(e_j))
@@ -147,7 +148,8 @@ def intra_chunk_below(q, k, g, chunks, A, exclusive):
 
     Both are sums of gates, so no exponent is positive for g <= 0, and a gate of -inf is an ordinary value.
 
-    grid: one block a (row, head, chunk, sub-chunk of 16 queries, sub-chunk of 16 keys before it).
+    grid: one block a (row, head, chunk, sub-chunk of 16 queries, sub-chunk of 16 keys before it), for the `subs`
+    sub-chunks of the longest chunk.
     shared memory: two tiles of 16 x 32, 8.3 KiB in float64. Half of the threads decay the queries, a channel each,
     the other half the keys; then a thread sums one column and 4 rows of the product.
     """
@@ -157,12 +159,15 @@ def intra_chunk_below(q, k, g, chunks, A, exclusive):
     r_a = cuda.local.array(SUB_EACH, A.dtype)
 
     _, H, _, K = q.shape
-    subs, NC = A.shape[3] // SUB, chunks.shape[0]
+    NC, pairs = chunks.shape[0], subs * (subs - 1) // 2
     block = cuda.blockIdx.x
-    j, i, c = block % subs, block // subs % subs, block // (subs * subs) % NC
-    head, row = block // (subs * subs * NC) % H, block // (subs * subs * NC * H)
+    c, head, row = block // pairs % NC, block // (pairs * NC) % H, block // (pairs * NC * H)
+    i, j = 1, block % pairs                                 # row i of the triangle has i sub-chunks of keys
+    while j >= i:
+        j -= i
+        i += 1
     queries, keys, stop = chunks[c, 0] + i * SUB, chunks[c, 0] + j * SUB, chunks[c, 1]
-    if j >= i or queries >= stop:
+    if queries >= stop:
         return
     thread = cuda.threadIdx.x
     col, first = thread % SUB, thread // SUB * SUB_EACH
@@ -202,7 +207,7 @@ def intra_chunk_below(q, k, g, chunks, A, exclusive):
 
 
 @cuda.jit
-def intra_chunk_diagonal(q, k, g, u, chunks, A, exclusive):
+def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
     """Stage 4, the tiles of A on the diagonal, decay by decay, and the zeros right of them. Real: u, A.
 
         w = k_j;    for i = j + 1, j + 2, ...:    w <- w exp(g_i),  A_ij = q_i . w      (RWKV-6: the other way round)
@@ -210,7 +215,7 @@ def intra_chunk_diagonal(q, k, g, u, chunks, A, exclusive):
 
     No two gates are ever summed, so there is no exponent that could overflow before its partner pulls it back.
 
-    grid: one block a (row, head, chunk, sub-chunk of 16 tokens).
+    grid: one block a (row, head, chunk, sub-chunk of 16 tokens), for the `subs` sub-chunks of the longest chunk.
     shared memory: three tiles of 16 x 32 and the partial sums, 20.4 KiB in float64. A thread walks down from one
     key, for a quarter of the channels; the quarters are summed at the end.
     """
@@ -222,7 +227,6 @@ def intra_chunk_diagonal(q, k, g, u, chunks, A, exclusive):
 
     _, H, _, K = q.shape
     C, NC = A.shape[3], chunks.shape[0]
-    subs = C // SUB
     block = cuda.blockIdx.x
     first, c = block % subs * SUB, block // subs % NC
     head, row = block // (subs * NC) % H, block // (subs * NC * H)
@@ -267,12 +271,13 @@ def intra_chunk_diagonal(q, k, g, u, chunks, A, exclusive):
 
 
 @cuda.jit
-def combine(qg, h, A, v, chunks, chunk_size, o, scale):
+def combine(qg, h, A, v, chunks, subs, o, scale):
     """Stage 5: what the past chunks and the present one give. Real: qg, h, A, scale.
 
         o = scale * (qg h_c + A v)
 
-    grid: one block a (row, head, chunk, tile of 64 of its tokens, tile of 16 value channels).
+    grid: one block a (row, head, chunk, tile of 64 of its tokens, tile of 16 value channels), for the `subs`
+    sub-chunks of the longest chunk.
     shared memory: 32 columns of the left and 32 rows of the right factor, 20.5 KiB in float64. A thread sums one
     column and 16 rows in registers.
     """
@@ -283,7 +288,7 @@ def combine(qg, h, A, v, chunks, chunk_size, o, scale):
 
     _, H, _, K = qg.shape
     V, NC = v.shape[3], chunks.shape[0]
-    v_tiles, t_tiles = (V + COLS - 1) // COLS, (chunk_size + ROWS - 1) // ROWS
+    v_tiles, t_tiles = (V + COLS - 1) // COLS, (subs * SUB + ROWS - 1) // ROWS
     block = cuda.blockIdx.x
     v0, first_row = block % v_tiles * COLS, block // v_tiles % t_tiles * ROWS
     c, head = block // (v_tiles * t_tiles) % NC, block // (v_tiles * t_tiles * NC) % H
@@ -358,8 +363,8 @@ def recurrent(key_channels):
         s_decay = cuda.shared.array((tokens, key_channels), u.dtype)
         s_v = cuda.shared.array((tokens, COLS), u.dtype)
         s_part = cuda.shared.array((tokens, GROUPS, COLS), u.dtype)
+        s_u = cuda.shared.array(key_channels, u.dtype)
         r_s = cuda.local.array(each, u.dtype)
-        r_u = cuda.local.array(each, u.dtype)
 
         _, H, _, K = q.shape
         V = v.shape[3]
@@ -375,7 +380,9 @@ def recurrent(key_channels):
         for r in range(each):
             x = group + r * GROUPS
             r_s[r] = real(state[slot, head, x, v0 + col]) if x < K and v0 + col < V else real(0)
-            r_u[r] = u[head, x] if x < K else real(0)
+
+        for x in range(thread, key_channels, THREADS):
+            s_u[x] = u[head, x] if x < K else real(0)
 
         start, stop = bounds[s], bounds[s + 1]
         for t0 in range(start, stop, tokens):
@@ -388,14 +395,14 @@ def recurrent(key_channels):
             for i in range(thread, count * COLS, THREADS):
                 m, y = i // COLS, i % COLS
                 s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if v0 + y < V else real(0)
-            cuda.syncthreads()                              # the tokens are here, and the last o is out
+            cuda.syncthreads()                              # the tokens are here, and the parts before them are summed
             for m in range(count):
                 part = real(0)
                 for r in range(each):
                     x = group + r * GROUPS
                     write = s_k[m, x] * s_v[m, col]
                     if exclusive:
-                        part += s_q[m, x] * (r_s[r] + r_u[r] * write)
+                        part += s_q[m, x] * (r_s[r] + s_u[x] * write)
                     r_s[r] = s_decay[m, x] * r_s[r] + write
                     if not exclusive:
                         part += s_q[m, x] * r_s[r]

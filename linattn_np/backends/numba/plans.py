@@ -109,22 +109,22 @@ def inter_chunk(problem, kg, v, b, chunks):
 
 def intra_chunk(problem, q, k, g, u, chunks):
     B, H, T = problem.shape("B H T")
-    C = chunk_size(problem)
-    A = empty_like(problem, q, (B, H, T, C))
-    subs = C // SUB_CHUNK
-    launch(kernels.intra_chunk_below, B * H * len(chunks) * subs * subs, kernels.THREADS,
-           q, k, g, chunks, A, problem.op.reads_before_write)
+    A = empty_like(problem, q, (B, H, T, chunk_size(problem)))
+    subs = sub_chunks(problem)
+    launch(kernels.intra_chunk_below, B * H * len(chunks) * (subs * (subs - 1) // 2), kernels.THREADS,
+           q, k, g, chunks, subs, A, problem.op.reads_before_write)
     launch(kernels.intra_chunk_diagonal, B * H * len(chunks) * subs, kernels.THREADS,
-           q, k, g, u, chunks, A, problem.op.reads_before_write)
+           q, k, g, u, chunks, subs, A, problem.op.reads_before_write)
     return A
 
 
 def combine(problem, qg, h, A, v, chunks, like):
     B, H, V = problem.shape("B H V")
-    C = chunk_size(problem)
+    subs = sub_chunks(problem)
     o = output(problem, like, v.shape, problem.out)
-    launch(kernels.combine, B * H * len(chunks) * tiles_of(C, kernels.ROWS) * tiles_of(V, kernels.COLS),
-           kernels.THREADS, qg, h, A, v, chunks, C, o, real(problem)(problem.scale))
+    tiles = tiles_of(subs * SUB_CHUNK, kernels.ROWS) * tiles_of(V, kernels.COLS)
+    launch(kernels.combine, B * H * len(chunks) * tiles, kernels.THREADS,
+           qg, h, A, v, chunks, subs, o, real(problem)(problem.scale))
     return finished(problem, o, problem.out)
 
 
@@ -222,6 +222,11 @@ def chunk_size(problem) -> int:
 def chunk_table(problem):
     """[NC, 2] int64 on the device."""
     return namespace(problem).asarray(problem.spans.chunks(chunk_size(problem)))
+
+
+def sub_chunks(problem) -> int:
+    """Sub-chunks of the longest chunk: fewer than a whole chunk's when every sequence is short."""
+    return tiles_of(min(chunk_size(problem), int(problem.spans.lengths.max())), SUB_CHUNK)
 
 
 def key_channels(problem) -> int:

@@ -1,6 +1,7 @@
 """The one place that imports numba.cuda, and the one that launches."""
 
 import sys
+import warnings
 
 import numpy as np
 
@@ -14,7 +15,7 @@ finally:
     if _missing:
         del np.row_stack
 
-from numba import cuda
+from numba import NumbaPerformanceWarning, cuda
 from numba.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -22,13 +23,16 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 
 def launch(kernel, blocks, threads, *arguments):
     """Enqueues `kernel` on CuPy's current stream. An empty array leaves nothing to do: states are written in place."""
-    if any(getattr(x, "size", 1) == 0 for x in arguments):
+    if blocks == 0 or any(getattr(x, "size", 1) == 0 for x in arguments):
         return
     if SIMULATED:
         kernel[blocks, threads](*map(simulated, arguments))
     else:
         stream = cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
-        kernel[blocks, threads, stream](*map(on_device, arguments))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumbaPerformanceWarning)        # of a small grid: the problem is small
+            configured = kernel[blocks, threads, stream]
+        configured(*map(on_device, arguments))
 
 
 def on_device(x):

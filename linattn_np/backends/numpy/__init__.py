@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from . import chunked, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla, softmax_attention, staged
+from ...contract import SUB_CHUNK
+from . import (chunked, chunking, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla,
+               softmax_attention, staged)
 
 EQUATIONS = {"gla": gla, "rwkv6": rwkv6, "simple_gla": simple_gla, "retention": retention,
              "linear_attention": linear_attention}
@@ -40,7 +42,7 @@ def compute(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.run(problem, o)
     equation = EQUATIONS[problem.op.name]
-    if problem.mode == "recurrent":
+    if problem.mode == "recurrent" or not o.size:       # no token, row or head: the state passes through
         return recurrent.run(problem, equation, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
@@ -50,6 +52,10 @@ def compute(problem, o):
 
 
 def stage(problem):
+    if problem.op.name == "combine":
+        o = destination(problem)
+        staged.combine(problem, o)
+        return o
     result = staged.STAGES[problem.op.name](problem)
     if problem.op.name == "inter_chunk":
         return result[0], finished_states(problem, result[1])
@@ -76,7 +82,7 @@ def gradients(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.vjp(problem, o)
     equation = EQUATIONS[problem.op.name]
-    if problem.mode == "recurrent":
+    if problem.mode == "recurrent" or not o.size:
         return recurrent.vjp(problem, equation, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
@@ -111,4 +117,23 @@ def as_initial(problem, parts):
 
 
 def describe(problem, bytes_moved):
-    return dict(mode=problem.mode, kernels=(), tiles={}, copies=(), floor_ms=None)
+    """What `explain` shows; the host's bandwidth is not known, so there is no floor in milliseconds."""
+    mode = "chunk" if problem.mode == "auto" else problem.mode
+    copies = tuple(f"{name}: {x.dtype} is computed in {problem.compute_dtype}"
+                   for name, x in problem.arrays.items() if x.dtype != problem.compute_dtype)
+    return dict(mode=mode, kernels=(kernel(problem, mode),), tiles=tiles(problem, mode), copies=copies, floor_ms=None)
+
+
+def kernel(problem, mode):
+    """The module that computes it."""
+    if problem.op.name == "softmax_attention":
+        return softmax_attention.__name__
+    return recurrent.__name__ if mode == "recurrent" else FORMS[mode].__name__
+
+
+def tiles(problem, mode):
+    if mode == "recurrent":
+        return {}
+    if problem.op.name == "softmax_attention":
+        return {"chunk": problem.chunk_size or softmax_attention.TILE}
+    return {"chunk": problem.chunk_size or chunking.CHUNK, "sub_chunk": SUB_CHUNK}

@@ -16,7 +16,7 @@ from .chunking import Chunking
 from .packing import Scratch, Segment, row_blocks
 from .scores import Gates, blas_ready, chunk_decays, gated_scores, gated_scores_vjp, mask_future
 
-SEGMENT_ELEMENTS = 1 << 16      # of one of a segment's arrays: ten of them in float32 stay near a core's cache
+SEGMENT_ELEMENTS = 1 << 17      # of one of a segment's arrays: long calls for the threads, short ones for the cache
 MATERIALIZED_BYTES = 1 << 30    # above this, keeping every chunk's state must be asked for
 
 
@@ -57,15 +57,15 @@ class Sweep:
         B, H, _, self.K = member.k.shape
         self.V = member.v.shape[-1]
         at_once = max(1, SEGMENT_ELEMENTS // (chunking.size * max(self.K, self.V)))       # chunks times rows
-        rows = max(1, min(B * H // workers(), at_once))
+        rows = max(1, min(B * H, max(B * H // workers(), at_once // max(1, chunking.count)), at_once))
         self.blocks = row_blocks(B, H, rows)
         self.step = max(1, at_once // rows)
         self.segments = [(c, Segment(chunking.table[c:c + self.step], chunking.size))
                          for c in range(0, chunking.count, self.step)]
         self.materialize = member.problem.materialize
-        if self.materialize is None:
+        if self.materialize is None:            # rows alone do not keep the cores busy, and the states fit
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
-            self.materialize = len(self.blocks) < workers() and kept < MATERIALIZED_BYTES
+            self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
 
     def states(self, block, chunks, scratch):
         """Room for h [B, H, n + 1, K, V] and the chunks' decays [B, H, n, K or 1] of a block of rows."""
@@ -83,7 +83,7 @@ def streamed(sweep, rows, o, final, states):
         if carried is not None:
             h[:, :, 0] = carried
         sweep.chunking.scan(rows, first, decay, h, final)
-        carried = h[:, :, n]
+        carried = h[:, :, n].copy()
         if states is not None:
             states[rows][:, :, first:first + n] = h[:, :, :n]
         read_out(sweep, rows, segment, *inside, h, o, scratch)
@@ -164,21 +164,23 @@ class Gradients:
         member = sweep.member
         self.dq, self.dk, self.dv, self.dg = (np.empty(x.shape, sweep.dtype)
                                               for x in (member.q, member.k, member.v, member.g))
-        self.du = np.empty((*member.k.shape[:2], sweep.chunking.count, sweep.K), sweep.dtype)
+        if member.u is not None:                # one a chunk, so that no cut changes the order of the sum
+            self.du = np.empty((*member.k.shape[:2], sweep.chunking.count, sweep.K), sweep.dtype)
 
 
 def backward(sweep, rows, do, states, dstates, gradients):
     """All segments of a block of rows, last first, carrying the state's gradient."""
-    carried = None
+    member, carried = sweep.member, None
     for first, segment in reversed(sweep.segments):
         chunks = slice(first, first + segment.count)
-        q, k, v, g, seg_do = (segment.pack(x[rows], sweep.dtype) for x in
-                              (sweep.member.q, sweep.member.k, sweep.member.v, sweep.member.g, do))
-        carried, du, *rest = segment_vjp(sweep, rows, first, q, k, v, g, seg_do * sweep.member.scale,
-                                         states[rows][:, :, chunks], carried, dstates)
+        inputs = (segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g))
+        do_scaled = segment.pack(do[rows], sweep.dtype) * member.scale
+        carried, du, *rest = segment_vjp(sweep, rows, first, *inputs, do_scaled, states[rows][:, :, chunks], carried,
+                                         dstates)
         for gradient, part in zip((gradients.dq, gradients.dk, gradients.dv, gradients.dg), rest):
             segment.unpack_into(gradient[rows], part)
-        gradients.du[rows][:, :, chunks] = du
+        if du is not None:
+            gradients.du[rows][:, :, chunks] = du
 
 
 def segment_vjp(sweep, rows, first, q, k, v, g, do, h, carried, dstates):
@@ -208,7 +210,8 @@ def segment_vjp(sweep, rows, first, q, k, v, g, do, h, carried, dstates):
     query, key = chunk_decays(gates, member.exclusive)
     dq += dqg * query + own * (k if u is None else u * k)
     dk += dkg * key + own * (q if u is None else u * q)
-    return dh[:, :, 0], (own * q * k).sum(-2), dq, dk, dv, dg
+    du = None if u is None else (own * q * k).sum(-2)
+    return dh[:, :, 0], du, dq, dk, dv, dg
 
 
 def gate_gradient(member, queries, keys, stored, decay, states):

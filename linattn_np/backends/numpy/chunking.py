@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...contract import CHUNK
+CHUNK = 32          # half of the device kernels': on BLAS the fewer products within a chunk outweigh the more states
 
 
 class Chunking:
@@ -22,7 +22,7 @@ class Chunking:
 
     def of_sequence(self, states, rows, s):
         """Sequence s of a block of rows in states [N, H, K, V]: a view [B, H, K, V]."""
-        return states.reshape(-1, self.sequences, *states.shape[1:])[rows[0], s, rows[1]]
+        return states.reshape(len(states) // self.sequences, self.sequences, *states.shape[1:])[rows[0], s, rows[1]]
 
     def scan(self, rows, first, decay, h, states):
         """States h [B, H, n + 1, K, V] from chunk to chunk; h_{c+1} comes in holding what chunk c adds.

@@ -37,7 +37,10 @@ def divide_vjp(o, z, do):
 
 
 def step(problem, state, q, k, v):
-    """S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t),  o_t = scale phi(q_t)^T S_t or phi(q_t)^T S_t / phi(q_t)^T z_t."""
+    """S_t = S_{t-1} + phi(k_t) v_t^T,     o_t = scale phi(q_t)^T S_t;
+
+    normalised, z_t = z_{t-1} + phi(k_t),   o_t = phi(q_t)^T S_t / phi(q_t)^T z_t.
+    """
     phi = problem.options["feature_map"]
     q, k = feature(q, phi), feature(k, phi)
     S = state[0] + outer(k, v)

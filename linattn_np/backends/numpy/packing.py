@@ -16,6 +16,8 @@ class Segment:
     @cached_property
     def runs(self):
         """[(packed row, first token, token after the last)]: as few slices as the sequences allow."""
+        if not self.count:
+            return []
         breaks = np.flatnonzero(np.diff(self.starts) != self.chunk) + 1
         first, last = np.concatenate([[0], breaks]), np.concatenate([breaks, [self.count]]) - 1
         return list(zip((first * self.chunk).tolist(), self.starts[first].tolist(), self.stops[last].tolist()))
@@ -45,8 +47,7 @@ class Segment:
     def unpack_into(self, out, packed):
         """Writes the real tokens of [B, H, n, C, D] to their places in out [B, H, T, D]."""
         for chunks, rows, tokens in self.slices:
-            part = packed[:, :, chunks, rows]
-            out[:, :, tokens] = part.reshape(*part.shape[:2], -1, part.shape[-1])
+            out[:, :, tokens] = packed[:, :, chunks, rows].reshape(out[:, :, tokens].shape)
 
     @cached_property
     def slices(self):
@@ -54,10 +55,11 @@ class Segment:
         C, found = self.chunk, []
         for at, start, stop in self.runs:
             full, c = (stop - start) // C, at // C
+            whole = start + full * C
             if full:
-                found.append((slice(c, c + full), slice(0, C), slice(start, start + full * C)))
-            if start + full * C < stop:
-                found.append((slice(c + full, c + full + 1), slice(0, stop - start - full * C), slice(start + full * C, stop)))
+                found.append((slice(c, c + full), slice(0, C), slice(start, whole)))
+            if whole < stop:
+                found.append((slice(c + full, c + full + 1), slice(0, stop - whole), slice(whole, stop)))
         return found
 
     @cached_property

@@ -24,7 +24,9 @@ def forward(problem, o):
 
 
 def cast_inputs(problem):
-    return tuple(np.ascontiguousarray(x, problem.compute_dtype) for x in problem.arrays.values())
+    """scale q, k and v in the computing dtype."""
+    q, k, v = (np.ascontiguousarray(x, problem.compute_dtype) for x in problem.arrays.values())
+    return problem.scale * q, k, v
 
 
 def tiles(problem):
@@ -38,11 +40,11 @@ def tiles(problem):
 
 
 def tile_scores(problem, q, k, rows, keys):
-    """scale q k^T [B, H, rows, keys], -inf where the key lies behind the query."""
-    s = problem.scale * (q @ k[:, :, keys].swapaxes(-1, -2))
+    """q k^T [B, H, rows, keys], -inf where the key lies behind the query."""
+    s = q @ k[:, :, keys].swapaxes(-1, -2)
     if problem.options["causal"] and keys.stop > rows.start:
         future = np.arange(keys.start, keys.stop) > np.arange(rows.start, rows.stop)[:, None]
-        s[..., future] = -np.inf
+        np.copyto(s, -np.inf, where=future)
     return s
 
 
@@ -71,10 +73,10 @@ def vjp(problem, o):
         for rows, keys in tiles(problem):
             for tile in keys:
                 p = np.exp(tile_scores(problem, q[:, :, rows], k, rows, tile) - L[:, :, rows, None])
-                ds = problem.scale * p * (do[:, :, rows] @ v[:, :, tile].swapaxes(-1, -2) - own[:, :, rows])
+                ds = p * (do[:, :, rows] @ v[:, :, tile].swapaxes(-1, -2) - own[:, :, rows])
                 dq[:, :, rows] += ds @ k[:, :, tile]
                 dk[:, :, tile] += ds.swapaxes(-1, -2) @ q[:, :, rows]
                 dv[:, :, tile] += p.swapaxes(-1, -2) @ do[:, :, rows]
-        return [dq, dk, dv], None
+        return [problem.scale * dq, dk, dv], None
 
     return (), pull

@@ -48,7 +48,7 @@ def read(qg, h, A, v, scale):
     return scale * (qg @ h + A @ v)
 
 
-# -- the public stages --------------------------------------------------------------------------------------------------
+# -- the public stages ------------------------------------------------------------------------------------------------
 
 class Tokens:
     """A stage's arrays in chunks, and its results back at their tokens."""
@@ -97,9 +97,9 @@ def intra_chunk(problem):
     return tokens.put(scores(tokens["q"], tokens["k"], tokens["g"], u, problem.op.reads_before_write), "q")
 
 
-def combine(problem):
+def combine(problem, o):
     tokens = Tokens(problem)
-    return tokens.put(read(tokens["qg"], problem["h"], tokens["A"], tokens["v"], problem.scale), "qg")
+    tokens.whole.unpack_into(o, read(tokens["qg"], problem["h"], tokens["A"], tokens["v"], problem.scale))
 
 
 STAGES = {stage.__name__: stage for stage in (chunk_cumsum, gated_qk, inter_chunk, intra_chunk, combine)}

@@ -1,0 +1,207 @@
+"""Text to token ids and back, for the models of this package: single bytes, and the RWKV World vocabulary.
+
+    tokenizer = World.installed()
+    stream = tokenizer.stream()
+    for token in model.generate(tokenizer.encode("Emma was")):
+        print(stream.feed(token), end="")
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import importlib.util
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..contract import ContractError, ContractTypeError, is_int
+
+VOCABULARY = "rwkv_vocab_v20230424.txt"
+TOKENS = 65_529
+PACKAGES = ("pyrwkv_tokenizer", "rwkv")         # on PyPI, each with the vocabulary beside its modules
+LINE = re.compile(rb"""(\d{1,9}) (b?(['"]).*\3) (\d{1,9})""")
+
+
+class Tokenizer:
+    """What tokens mean: `tokens[id]` is the bytes of an id, `size` the least number above every id."""
+
+    end: int | None = None                      # the id that ends a text, where the vocabulary has one
+
+    def __init__(self, tokens: dict[int, bytes]):
+        self.tokens = tokens
+        self.size = max(tokens) + 1
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; U+FFFD stands where their bytes are not UTF-8."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids`, any iterable of integers; an id that the vocabulary lacks raises `ContractError`."""
+        return b"".join([self.token(id) for id in ids])
+
+    def token(self, id: int) -> bytes:
+        if not is_int(id) or id not in self.tokens:
+            self.refuse("decode", f"ids holds {id!r}, expected whole numbers from 0 to {self.size - 1}")
+        return self.tokens[id]
+
+    def stream(self) -> Stream:
+        """A decoder for ids that come one by one."""
+        return Stream(self)
+
+    def utf8(self, text: str | bytes) -> bytes:
+        if isinstance(text, bytes):
+            return text
+        if not isinstance(text, str):
+            self.refuse("encode", f"text is a {type(text).__qualname__}, expected str or bytes", ContractTypeError)
+        try:
+            return text.encode()
+        except UnicodeEncodeError as error:
+            self.refuse("encode", f"text has {text[error.start]!r} at position {error.start}, "
+                                  "which UTF-8 cannot hold; give the bytes themselves")
+
+    def refuse(self, method, complaint, error=ContractError):
+        raise error(f"{type(self).__name__}.{method}: {complaint}") from None
+
+
+class Stream:
+    """Decodes ids one by one and holds back the bytes of a character until its last byte is there.
+
+    All that `feed` and `flush` return is, put together, the tokenizer's `decode` of all the ids.
+
+    Example
+    -------
+    >>> stream = Bytes().stream()
+    >>> [stream.feed(id) for id in "né".encode()] + [stream.flush()]
+    ['n', '', 'é', '']
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, id: int) -> str:
+        """The text that is complete with this id, often one character or more, at times none."""
+        return self.decoder.decode(self.tokenizer.token(id))
+
+    def flush(self) -> str:
+        """U+FFFD where the ids stopped within a character, else nothing; the stream is then as new."""
+        return self.decoder.decode(b"", final=True)
+
+
+class Bytes(Tokenizer):
+    """Every byte is its own id, 0 to 255.
+
+    Example
+    -------
+    >>> Bytes().encode("né")
+    [110, 195, 169]
+    """
+
+    def __init__(self):
+        super().__init__({byte: bytes([byte]) for byte in range(256)})
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """The bytes of `text`, a str in UTF-8."""
+        return list(self.utf8(text))
+
+
+class World(Tokenizer):
+    """The vocabulary of the RWKV World models: each id is the longest token that the rest of the text starts with.
+
+    Matching is on bytes, from left to right, so every str and every bytes can be encoded and decodes to itself.
+    Id 0 ends a text; no text encodes to it, and it decodes to nothing.
+
+    Parameters
+    ----------
+    tokens : distinct bytes in the order of their ids, from id 1; every single byte is among them
+
+    Example
+    -------
+    >>> world = World.from_file("rwkv_vocab_v20230424.txt")
+    >>> world.encode("The quick brown fox")
+    [6699, 39418, 37917, 21704]
+    """
+
+    end = 0
+
+    def __init__(self, tokens: Sequence[bytes]):
+        super().__init__({self.end: b"", **dict(enumerate(tokens, 1))})
+        self.ids = {token: id for id, token in enumerate(tokens, 1)}
+        if missing := 256 - sum(bytes([byte]) in self.ids for byte in range(256)):
+            raise ContractError(f"World: tokens lack {missing} of the 256 single bytes, so some texts have no ids")
+        lengths = defaultdict(lambda: {1})
+        for token in tokens:
+            lengths[token[:2]].add(len(token))
+        self.lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> World:
+        """Reads the vocabulary's text form, `id 'literal' length` a line; a damaged file raises `ContractError`."""
+        return cls(read_vocabulary(path))
+
+    @classmethod
+    def installed(cls) -> World:
+        """Reads the vocabulary that an installed `pyrwkv-tokenizer` or `rwkv` bundles; the package is not imported."""
+        for package in PACKAGES:
+            spec = importlib.util.find_spec(package)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                if (path := Path(folder) / VOCABULARY).is_file():
+                    return cls.from_file(path)
+        raise FileNotFoundError(f"World.installed: no installed package bundles {VOCABULARY}: "
+                                "pip install pyrwkv-tokenizer, or give its path to World.from_file")
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """The ids of `text`, a str in UTF-8."""
+        # Two bytes leave few lengths to try: a dict and slices are faster here than walking a trie byte by byte.
+        data, ids, lengths = self.utf8(text), self.ids, self.lengths
+        found, start = [], 0
+        while start < len(data):
+            for length in lengths.get(data[start:start + 2], (1,)):
+                id = ids.get(data[start:start + length])
+                if id is not None:
+                    found.append(id)
+                    start += length         # past the end where the slice was cut short: it was all of the rest
+                    break
+        return found
+
+
+def read_vocabulary(path) -> list[bytes]:
+    lines = {}                                  # the line of each token so far
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                token = parse(line.rstrip(b"\r\n"), number)
+                if token in lines:
+                    raise ValueError(f"has the token {token!r} of line {lines[token]} again, expected a new one")
+            except ValueError as error:
+                raise ContractError(f"World.from_file: {path}, line {number} {error}") from None
+            lines[token] = number
+    if len(lines) < TOKENS:
+        raise ContractError(f"World.from_file: {path} ends after {len(lines)} lines, expected {TOKENS}")
+    return list(lines)
+
+
+def parse(line: bytes, number: int) -> bytes:
+    """The token of a line; the ids of a file count its lines, so a lost one shows."""
+    match = LINE.fullmatch(line)
+    if not match:
+        raise ValueError(f"is {shortened(line)}, expected: id 'literal' length")
+    id, literal, _, length = match.groups()
+    if int(id) != number:
+        raise ValueError(f"has id {int(id)}, expected {number}")
+    try:
+        token = ast.literal_eval(literal.decode())
+        token = token.encode() if isinstance(token, str) else token
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        token = None
+    if not isinstance(token, bytes) or not token:
+        raise ValueError(f"has the literal {shortened(literal)}, expected a str or bytes of at least one byte")
+    if len(token) != int(length):
+        raise ValueError(f"has the token {shortened(token)} of {len(token)} bytes, but declares {int(length)}")
+    return token
+
+
+def shortened(text: bytes) -> str:
+    return repr(text if len(text) <= 60 else text[:60] + b"...")

@@ -1,0 +1,57 @@
+"""Every kernel that the host plans can ask for compiles for every target, with no GPU, and spills nothing."""
+
+import multiprocessing
+import os
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import pytest
+from cuda.core._utils.cuda_utils import NVRTCError
+from nvrtc import compile_text
+
+from linattn_np.backends.cupy import build, tiles
+
+TARGETS = ("sm_80", "sm_90", "sm_90a")
+REGISTERS = 65536  # of a multiprocessor: what one block can have
+WORKERS = min(os.cpu_count(), 4)
+KERNELS = defaultdict(list)  # by file
+for kernel in tiles.kernels():
+    KERNELS[kernel.file].append(kernel)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("file", KERNELS)
+def test_kernels_fit_their_registers(pool, file, target):
+    expressions = [kernel.expression for kernel in KERNELS[file]]
+    shares = [expressions[i::WORKERS] for i in range(min(WORKERS, len(expressions)))]
+    usage = {}
+    for share in pool.map(partial(compile_text, build.text(file), arch=target), shares):
+        usage |= share
+    for kernel in KERNELS[file]:
+        used = usage[kernel.expression]
+        assert used.spilled == 0, kernel
+        assert used.registers * kernel.threads <= REGISTERS, kernel
+
+
+def test_every_file_is_asked_for():
+    files = {path.relative_to(build.root()).with_suffix("").as_posix() for path in build.root().rglob("*.cu")}
+    assert files == set(KERNELS)
+
+
+def test_errors_name_the_true_file_and_line(tmp_path):
+    header, source = tmp_path / "header.cuh", tmp_path / "source.cu"
+    header.write_text("struct Args { long long n; };\n#ifdef WRONG\nwrong in header\n#endif\n")
+    source.write_text(
+        '#include "ptx.cuh"\n#include "header.cuh"\n\n__global__ void source(const Args args) { wrong; }\n')
+    text = build.text(tmp_path / "source", include={"header.cuh": header})
+    with pytest.raises(NVRTCError, match=rf"{source}\(4\): error"):
+        compile_text(text, ["source"], "sm_80")
+    with pytest.raises(NVRTCError, match=rf"{header}\(3\): error"):
+        compile_text("#define WRONG\n" + text, ["source"], "sm_80")

@@ -1,0 +1,190 @@
+"""What only the NumPy backend has: its routes by gate, packing, cuts that change no bit, and bounded memory."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import linattn_np
+from linattn_np import varlen
+from linattn_np.backends.numpy import chunked, scores
+from linattn_np.backends.numpy.packing import Scratch, Segment, row_blocks
+
+rng = np.random.default_rng(7)
+
+
+def gates(shape):
+    weak = -np.logaddexp(0, -rng.standard_normal(shape)) / 16
+    resets = weak.copy()
+    resets[..., 5::16, :] = -np.inf
+    mixed = weak.copy()
+    mixed[1] = -30.0
+    mixed[2, 10] = -1e30
+    return {"weak": weak, "strong": np.full(shape, -20.0), "resets": resets, "mixed": mixed, "positive": -weak,
+            "forget": np.full(shape, -np.inf), "tall": np.where(rng.random(shape) < 0.1, 20.0, weak)}
+
+
+def literal_scores(q, k, g, exclusive):
+    """A_ij by its definition, one pair at a time."""
+    A = np.zeros((*q.shape[:-1], q.shape[-2]))
+    for i in range(q.shape[-2]):
+        for j in range(i if exclusive else i + 1):
+            between = g[..., j + 1:i if exclusive else i + 1, :].sum(-2)
+            A[..., i, j] = (q[..., i, :] * k[..., j, :] * np.exp(between)).sum(-1)
+    return A
+
+
+def gated(q, k, g, exclusive):
+    scratch = Scratch(g.dtype)
+    decay = np.empty((*g.shape[:-2], g.shape[-1]))
+    with np.errstate(all="ignore"):
+        known = scores.Gates(g, scratch)
+        return (*scores.gated_scores(q, k, known, exclusive, decay, scratch), decay, known)
+
+
+KINDS = ["weak", "strong", "resets", "mixed", "positive", "forget", "tall"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("width", [6, 1])
+@pytest.mark.parametrize("C", [16, 48])
+def test_scores_are_exact_for_every_gate(kind, exclusive, width, C):
+    q, k = rng.standard_normal((2, 4, C, 6))
+    g = gates((4, C, width))[kind]
+    qg, kg, A, decay, _ = gated(q, k, g, exclusive)
+    before = np.concatenate([np.zeros((4, 1, width)), g], axis=1)
+    b = np.stack([before[:, :i + 1].sum(1) for i in range(C + 1)], axis=1)
+    e = np.stack([g[:, j + 1:].sum(1) for j in range(C)], axis=1)
+    for got, expected in ((A, literal_scores(q, k, g, exclusive)), (kg, k * np.exp(e)), (decay, np.exp(b[:, -1])),
+                          (qg, q * np.exp(b[:, :-1] if exclusive else b[:, 1:]))):
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13 * max(1.0, np.abs(expected).max()))
+
+
+def test_each_gate_takes_its_route():
+    q = rng.standard_normal((4, 32, 6))
+    known = {kind: gated(q, q + 1, g, False)[-1] for kind, g in gates((4, 32, 6)).items()}
+    assert known["weak"].strong is None and known["positive"].strong is None
+    assert known["mixed"].any_weak and known["mixed"].strong[0].tolist() == [1, 2]
+    for kind in ("strong", "resets", "forget", "tall"):
+        assert not known[kind].any_weak
+
+
+def test_gradient_of_scores_is_their_transpose():
+    for kind, g in gates((4, 32, 6)).items():
+        for exclusive in (False, True):
+            q, k, dq, dk = rng.standard_normal((4, 4, 32, 6))
+            dA = np.tril(rng.standard_normal((4, 32, 32)), -1)
+            with np.errstate(all="ignore"):
+                gq, gk = scores.gated_scores_vjp(q, k, scores.Gates(g, Scratch(g.dtype)), dA, exclusive)
+            for direction, gradient, A in ((dq, gq, literal_scores(dq, k, g, exclusive)),
+                                           (dk, gk, literal_scores(q, dk, g, exclusive))):
+                np.testing.assert_allclose((direction * gradient).sum((1, 2)), (dA * A).sum((1, 2)), rtol=1e-9,
+                                           atol=1e-11 * max(1.0, np.abs(A).max()), err_msg=kind)
+
+
+def test_prefix_and_suffix_sums_know_no_differences():
+    g = np.array([-1.0, -np.inf, -2.0, -3.0])[:, None]
+    b, e = scores.prefix_suffix_sums(g)
+    assert b.ravel().tolist() == [-1, -np.inf, -np.inf, -np.inf]
+    assert e.ravel().tolist() == [-np.inf, -5, -3, 0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_mask_clears_whatever_stands_there(dtype):
+    A = np.full((2, 4, 4), np.inf, dtype)
+    A[0] = np.nan
+    A[:, np.tri(4, dtype=bool)] = 3
+    scores.mask_future(A, exclusive=False)
+    assert (A == 3 * np.tri(4)).all()
+
+
+@pytest.mark.parametrize("bounds", [[0, 64], [0, 50], [0, 0, 7, 7, 39, 71, 100, 100], [0, 32, 64, 96], [0, 0]])
+def test_packing_there_and_back(bounds):
+    x = rng.standard_normal((1, 3, bounds[-1], 5))
+    table = varlen.parse(bounds, bounds[-1]).chunks(16)
+    for cut in range(1, len(table) + 1):
+        back = np.full_like(x, np.nan)
+        for first in range(0, len(table), cut):
+            segment = Segment(table[first:first + cut], 16)
+            packed = segment.pack(x, x.dtype)
+            for c, (start, stop) in enumerate(table[first:first + cut]):
+                assert np.array_equal(packed[:, :, c, :stop - start], x[:, :, start:stop])
+                assert not packed[:, :, c, stop - start:].any()
+            segment.unpack_into(back, packed)
+        assert np.array_equal(back, x)
+
+
+def test_packing_full_chunks_is_a_view_in_either_layout():
+    x = np.zeros((2, 64, 3, 8)).swapaxes(1, 2)
+    segment = Segment(varlen.dense(64).chunks(16)[1:3], 16)
+    assert np.shares_memory(segment.pack(x, x.dtype), x)
+
+
+@pytest.mark.parametrize("B, H", [(1, 1), (1, 7), (3, 4), (5, 1), (0, 3), (3, 0)])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_row_blocks_cover_every_row_once(B, H, rows):
+    seen = np.zeros((B, H), int)
+    for block in row_blocks(B, H, rows):
+        seen[block] += 1
+        assert seen[block].size <= max(rows, H)
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 0, 100, 133, 133, 400, 416, 500]])
+@pytest.mark.parametrize("op", [linattn_np.gla, linattn_np.rwkv6])
+def test_threads_segments_and_materialize_change_no_bit(op, bounds, monkeypatch):
+    B, H, T, K, V = (2 if bounds is None else 1), 3, 500, 20, 12
+    q, k, g = rng.standard_normal((3, B, H, T, K), dtype=np.float32)
+    v = rng.standard_normal((B, H, T, V), dtype=np.float32)
+    g = -np.exp(g)
+    g[rng.random(g.shape) < 0.002] = -np.inf
+    arrays = (q, k, v, g) if op is linattn_np.gla else (q, k, v, g, k[0, :, 0])
+    initial = rng.standard_normal((B if bounds is None else len(bounds) - 1, H, K, V), dtype=np.float32)
+    results = []
+    for workers in (1, 3):
+        for elements in (1 << 10, 1 << 14):
+            for materialize in (True, False, None):
+                monkeypatch.setattr(chunked, "workers", lambda: workers)
+                monkeypatch.setattr(chunked, "SEGMENT_ELEMENTS", elements)
+                (o, final), pull = linattn_np.vjp(op, *arrays, initial_state=initial, output_final_state=True,
+                                                  cu_seqlens=bounds, materialize=materialize)
+                results.append((o, final, *pull(v, initial)))
+    for result in results[1:]:
+        assert all(np.array_equal(x, y) for x, y in zip(result, results[0], strict=True))
+
+
+def peak_bytes(call):
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_streaming_never_holds_every_state():
+    q, k, v, g = rng.standard_normal((4, 1, 1, 8192, 64), dtype=np.float32)
+    states = 8192 // 32 * 64 * 64 * 4
+    g = -np.abs(g)
+    assert peak_bytes(lambda: linattn_np.gla(q, k, v, g, materialize=True)) > states
+    assert peak_bytes(lambda: linattn_np.gla(q, k, v, g, materialize=False)) - q.nbytes < states / 1.2
+
+
+@pytest.mark.parametrize("call", [linattn_np.softmax_attention,
+                                  lambda *a: linattn_np.simple_gla(*a, -np.abs(a[0][..., 0]), mode="parallel")])
+def test_quadratic_forms_never_hold_the_square(call):
+    q, k, v = rng.standard_normal((3, 1, 1, 4096, 8), dtype=np.float32)
+    assert peak_bytes(lambda: call(q, k, v)) < 4096**2 * 4 / 8
+
+
+def test_hard_gates_have_finite_gradients_and_none_through_a_reset():
+    q, k, v, g = rng.standard_normal((4, 1, 2, 70, 8), dtype=np.float32)
+    for hard in (-np.inf, -1e30):
+        reset = -np.exp(g)
+        reset[:, :, 33] = hard
+        o, pull = linattn_np.vjp(linattn_np.gla, q, k, v, reset)
+        do = np.zeros_like(o)
+        do[:, :, 33:] = v[:, :, 33:]
+        dq, dk, dv, dg = pull(do)
+        assert all(np.isfinite(gradient).all() for gradient in (dq, dk, dv, dg))
+        assert not dk[:, :, :33].any() and not dv[:, :, :33].any() and np.abs(dg[:, :, 33]).max() < 1e-5

@@ -1,0 +1,115 @@
+"""What is installed, what an import costs, and that imports point one way only."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import linattn_np
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(linattn_np.__file__).parent
+KERNELS = ROOT / "kernels_cu"
+LAZY = {"cupy", "numba", "numba_cuda", "torch", "jax", "scipy", "safetensors"}
+
+
+# -- the wheel ------------------------------------------------------------------------------------------------------
+def test_wheel_holds_every_module_and_kernel(tmp_path):
+    source = tmp_path / "source"                    # a copy: building leaves its traces in the tree
+    for name in ("linattn_np", "kernels_cu"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+                    "--disable-pip-version-check", "--wheel-dir", str(tmp_path), str(source)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"linattn_np-{linattn_np.__version__}-py3-none-any.whl"
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {f"linattn_np/{path.relative_to(PACKAGE).as_posix()}" for path in PACKAGE.rglob("*.py")}
+    kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
+    assert held == modules | kernels
+    assert any(name.endswith(".cu") for name in kernels) and any(name.endswith(".cuh") for name in kernels)
+
+
+# -- importing ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models"])
+def test_import_is_fast_and_loads_no_array_library(module):
+    code = ("import json, sys, time, numpy; start = time.perf_counter()\n"
+            f"import {module}\n"
+            "print(json.dumps([time.perf_counter() - start, sorted(sys.modules)]))")
+    seconds, modules = min(json.loads(subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=True,
+                                                     capture_output=True, text=True).stdout) for _ in range(3))
+    assert not LAZY & set(modules)
+    assert seconds < 0.5
+
+
+# -- arrows ---------------------------------------------------------------------------------------------------------
+def imports(path):
+    """(module, at the top) of every import in a file; relative ones as absolute names."""
+    package = ("linattn_np", *path.relative_to(PACKAGE).parent.parts)
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        top = node in tree.body
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join((*package[:len(package) - node.level + 1], *filter(None, [node.module]))) if node.level else node.module
+            inside = node.level and (PACKAGE.parent / base.replace(".", "/")).is_dir()
+            yield from ((f"{base}.{alias.name}" if inside else base, top) for alias in node.names)
+
+
+MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+
+# What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
+ROOMS = {
+    "varlen": ([], ["numpy"]),
+    "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
+    "contract": (["arrays", "varlen"], ["numpy"]),
+    "dispatch": (["contract"], []),
+    "ops": (["ops", "arrays", "contract", "dispatch"], ["numpy"]),
+    "stages": (["contract", "dispatch"], []),
+    "autodiff": (["arrays", "dispatch", "ops"], []),
+    "explanation": (["contract", "dispatch", "ops"], []),
+    "models": (["models", "arrays", "contract", "ops"], ["numpy", "cupy", "safetensors"]),
+    "backends/__init__": ([], []),
+    "backends/numpy": (["backends.numpy", "arrays", "contract", "varlen"], ["numpy"]),
+    "backends/cupy": (["backends.cupy", "arrays", "contract", "varlen"], ["numpy", "cupy"]),
+    "backends/numba": (["backends.numba", "backends.cupy", "arrays", "contract", "varlen"], ["numpy", "numba"]),
+    "__init__": ([""], []),
+}
+
+
+def room_of(module):
+    return max((room for room in ROOMS if module == room or module.startswith(f"{room}/")), key=len, default=None)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_downwards(module):
+    room = room_of(module)
+    assert room, f"linattn_np/{module}.py stands in no room of this test's table"
+    ours, libraries = ROOMS[room]
+    for name, _ in MODULES[module]:
+        top = name.split(".")[0]
+        if top == "linattn_np":
+            inner = name.removeprefix("linattn_np").removeprefix(".")
+            assert any(prefix == "" or inner == prefix or inner.startswith(f"{prefix}.") for prefix in ours), \
+                f"linattn_np/{module}.py imports {name}; its room may import {ours}"
+        else:
+            assert top in libraries or top in sys.stdlib_module_names, f"linattn_np/{module}.py imports {name}"
+
+
+def test_array_libraries_are_imported_where_they_are_used():
+    """Numba's runtime, which only a call reaches, is the one module that needs its library to be imported at all."""
+    at_the_top = {module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)}
+    assert at_the_top <= {"backends/numba/runtime"}
+
+
+def test_arrow_test_sees_imports():
+    assert ("linattn_np.contract", True) in MODULES["ops/gla"]
+    assert ("linattn_np.arrays", True) in MODULES["contract"]
+    assert any(name == "cupy" and not top for name, top in MODULES["backends/cupy/build"])

@@ -1,0 +1,67 @@
+"""The README says what is so: its code runs, its tables match the package."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import linattn_np
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def no_device() -> str | None:
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    return None if cupy.cuda.is_available() else "CuPy finds no CUDA device"
+
+
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
+def test_code_runs(block, monkeypatch):
+    if "import cupy" in BLOCKS[block] and (reason := no_device()):
+        pytest.skip(reason)
+    monkeypatch.chdir(ROOT)
+    exec(compile(BLOCKS[block], f"README.md, python block {block}", "exec"), {})
+
+
+def test_the_loop_is_the_operator(rng):
+    names = {}
+    exec(BLOCKS[0], names)
+    q, k, v, g = rng.standard_normal((4, 30, 8))
+    g = -np.exp(g)
+    o = linattn_np.gla(*(x[None, None] for x in (q, k, v, g)), scale=0.3)
+    np.testing.assert_allclose(o[0, 0], names["gla_of_one_head"](q, k, v, g, 0.3), rtol=1e-12, atol=1e-12)
+
+
+def table(heading):
+    """The rows of the first table under a heading, a list of cells each."""
+    section = README.split(f"# {heading}\n", 1)[1].split("\n#", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def test_operators_table():
+    assert [(name, arrays) for name, _, arrays in table("Operators")] == [
+        (f"`{op.name}`", f"`{' '.join(op.arrays)}`") for op in linattn_np.OPS]
+
+
+def test_modes_table():
+    assert {mode for mode, _ in table("Modes")} == {f'`"{mode}"`' for op in linattn_np.OPS for mode in op.modes}
+
+
+def test_files_and_folders_exist():
+    rooms = README.split("```text\n", 1)[1].split("```", 1)[0]
+    for line in rooms.splitlines():
+        for name in re.findall(r"(?:^|[ ;])([\w/]+(?:/|\.py))(?=[ :]|$)", line):
+            assert (ROOT / name).exists() or (ROOT / "linattn_np" / name).exists(), name
+
+
+def test_commands_are_what_ci_runs():
+    ci = (ROOT / ".ci" / "run").read_text()
+    for command in re.findall(r"^```sh\n(.*?)\n```", README, re.MULTILINE | re.DOTALL)[1:]:
+        assert command in ci
