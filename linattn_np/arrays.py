@@ -72,5 +72,14 @@ def home(x) -> str:
     return "host" if isinstance(x, np.ndarray) else f"cuda:{x.device.id}"
 
 
+def host_array(numbers):
+    """A list, tuple or NumPy array as an array; None where the list is no array of numbers."""
+    try:
+        found = np.asarray(numbers)
+    except ValueError:          # a ragged list
+        return None
+    return found if found.dtype.kind in "biuf" else None
+
+
 def itemsize(dtype) -> int:
     return np.dtype(dtype).itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from . import arrays as array_kinds
+from .contract import ContractTypeError
 from .dispatch import backend_module, choose
 from .ops import declaration
 
@@ -59,7 +60,7 @@ def cotangent(name, x, axes, problem):
     """The caller's gradient of a result, checked against the result's shape and device."""
     whose = array_kinds.kind(x)
     if whose is None:
-        problem.op.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array")
+        problem.op.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
     view = problem.op.logical(name, array_kinds.to_native(x, whose), axes, problem.layout)
     return problem.op.placed(name, view, axes, problem.sizes, problem.home)
 

@@ -61,12 +61,14 @@ class Op:
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
+        initial_state = self.initial_state(initial_state, sizes, home)
+        read = [*views.items(), *(("initial_state", part) for part in initial_state or ())]
         example = next(iter(inputs))
         return Problem(
             op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans, varlen=cu_seqlens is not None, layout=layout,
             mode=mode, chunk_size=chunk_size, materialize=materialize, scale=self.scale(scale, sizes),
-            initial_state=self.initial_state(initial_state, sizes, home), output_final_state=bool(output_final_state),
-            state_dtype=state_dtype, out=self.output(out, sizes, dtype, layout, home, views), options=options,
+            initial_state=initial_state, output_final_state=bool(output_final_state),
+            state_dtype=state_dtype, out=self.output(out, sizes, dtype, layout, home, read), options=options,
             home=home, kind=whose, example=example, gradient=gradient)
 
     def refuse(self, argument: str, complaint: str, error=ContractError):
@@ -170,7 +172,8 @@ class Op:
         if scale is None:
             return sizes[self.feature] ** -0.5 if self.feature in sizes else 1.0
         if not is_real(scale) or not math.isfinite(scale):
-            self.refuse("scale", f"is {scale!r}, expected a finite number or None", ContractTypeError)
+            self.refuse("scale", f"is {scale!r}, expected a finite number or None",
+                        ContractError if is_real(scale) else ContractTypeError)
         return float(scale)
 
     def initial_state(self, state, sizes, home):
@@ -210,7 +213,7 @@ class Op:
                         + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
         return wanted
 
-    def output(self, out, sizes, dtype, layout, home, views):
+    def output(self, out, sizes, dtype, layout, home, read):
         if out is None:
             return None
         if array_kinds.kind(out) not in ("numpy", "cupy"):
@@ -223,10 +226,14 @@ class Op:
         if home == "host":
             if not out.flags.writeable:
                 self.refuse("out", "is read-only")
-            for name, array in views.items():
-                if np.may_share_memory(out, array) and np.shares_memory(out, array):
-                    self.refuse("out", f"shares memory with {name}")
+            self.keep_apart("out", view, read)
         return view
+
+    def keep_apart(self, name, written, read):
+        """On the host: what is written is none of the (name, array) that are read."""
+        for other, array in read:
+            if np.may_share_memory(written, array) and np.shares_memory(written, array):
+                self.refuse(name, f"shares memory with {other}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from .arrays import host_array
+
 
 @dataclass(frozen=True, eq=False)
 class Spans:
@@ -45,7 +47,9 @@ def parse(cu_seqlens, total: int) -> Spans:
     if not isinstance(cu_seqlens, (list, tuple, np.ndarray)):
         raise ValueError(f"must be host integers (list, tuple or NumPy array), got {type(cu_seqlens).__module__}."
                          f"{type(cu_seqlens).__qualname__}; reading it from a device would synchronise")
-    bounds = np.asarray(cu_seqlens)
+    bounds = host_array(cu_seqlens)
+    if bounds is None:
+        raise ValueError(f"must be integers, got {cu_seqlens!r}")
     if bounds.ndim != 1 or bounds.size < 2:
         raise ValueError(f"must be 1-d with at least 2 entries, got shape {bounds.shape}")
     if bounds.dtype.kind not in "iu":

@@ -155,6 +155,9 @@ def pytest_generate_tests(metafunc):
     """A test that asks for `backend` runs on every listed one, unless its module generates its own cases."""
     if "backend" in metafunc.fixturenames and not hasattr(metafunc.module, "pytest_generate_tests"):
         metafunc.parametrize("backend", metafunc.config.backends, indirect=True)
+    if "card" in metafunc.fixturenames:
+        cards = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, OnCard)]
+        metafunc.parametrize("card", cards, indirect=True)
     if "device" in metafunc.fixturenames:
         launching = [name for name in metafunc.config.backends if name in ("emulated", "cupy")]
         metafunc.parametrize("device", launching, indirect=True)
@@ -168,6 +171,12 @@ def backends():
 
 @pytest.fixture
 def backend(request, backends):
+    return made(request.param, backends)
+
+
+@pytest.fixture
+def card(request, backends):
+    """A backend whose arrays are on a card."""
     return made(request.param, backends)
 
 

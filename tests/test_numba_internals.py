@@ -1,4 +1,4 @@
-"""The Numba kernels compile without a GPU for what the host plans launch, and the backend says why it cannot run."""
+"""The Numba kernels that the plans launch compile without a GPU, and the backend says why it cannot run."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
 
 
 def bound(op, dtype=np.float32, strided=False, **arguments):
-    """A problem of arrays of the sizes above; `strided` ones in an order that no kernel could take for contiguous."""
+    """A problem of arrays of the sizes above; `strided` ones are in the order of Fortran."""
     def array(name, axes):
         single = np.float64 if dtype == np.float64 else np.float32
         shape = [SIZES[axis] for axis in axes.split()]
@@ -121,7 +121,7 @@ assert ("row_stack" in vars(np)) == before == {has_row_stack}
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-# -- reasons --------------------------------------------------------------------------------------------------------
+# -- reasons -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("problem, reason", [
     (lambda: bound(GLA, mode="chunk"), "it has modes 'staged' and 'recurrent', not 'chunk'"),
     (lambda: bound(GLA, mode="parallel"), "it has modes 'staged' and 'recurrent', not 'parallel'"),

@@ -1,6 +1,8 @@
-"""The README says what is so: its code runs, its tables match the package."""
+"""The README and the docstrings say what is so: their code runs, the tables match the package."""
 
+import doctest
 import re
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,17 @@ def test_code_runs(block, monkeypatch):
         pytest.skip(reason)
     monkeypatch.chdir(ROOT)
     exec(compile(BLOCKS[block], f"README.md, python block {block}", "exec"), {})
+
+
+# A module of Numba kernels cannot be imported without Numba, and has no examples.
+MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+                 for path in (ROOT / "linattn_np").rglob("*.py") if "numba" not in path.parts)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert doctest.testmod(import_module(module)).failed == 0
 
 
 def test_the_loop_is_the_operator(rng):

@@ -157,6 +157,7 @@ def test_combine(backend, inputs, exclusive):
     (qg, _), (h, _), A = inputs.gated(exclusive), inputs.states(), inputs.scores(exclusive)
     out = guarded(backend, inputs.v.shape, inputs.v.dtype)
     o = run(backend, inputs, stages.combine, qg, h, A, inputs.v, scale=0.3, out=None)
+    assert o.dtype == inputs.v.dtype
     assert_close("o", o, inputs.combined(exclusive, 0.3), inputs.v.dtype)
     there = [backend.asarray(x.astype(accuracy(inputs))) for x in (qg, h, A)] + [backend.asarray(inputs.v)]
     assert backend.run(stages.combine, *there, scale=0.3, chunk_size=inputs.chunk, cu_seqlens=inputs.bounds,

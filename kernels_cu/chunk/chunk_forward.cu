@@ -1,20 +1,19 @@
 // what      GLA and RWKV-6 forward in one pass: q, k, v, g are read once, o is written once, nothing else moves.
 // math      per sub-chunk of 16:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
-// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 128 threads
-// smem      SubChunk<BK>: the 16 tokens at hand as floats; Incoming: the next 16 as they come from memory
+// grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
+// smem      SubChunk: the 16 tokens at hand as floats; Incoming: the next 16 as they come from memory
 // barriers  four a sub-chunk: tiles arrived | spread | scores done | queries and keys decayed
 // numerics  S stays in float32 accumulators; products are tf32, three of them for float32 data (product.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    K <= BK; BK of 64, 128, 256
+// limits    K <= BK; BK of 64, 128, 256; BV of 64, 128
 #include "policy.cuh"
 #include "product.cuh"
 #include "ptx.cuh"
 #include "subchunk.cuh"
 #include "tensor.cuh"
 
-constexpr int BV = 64;        // columns of V a block, 16 a warp
-constexpr int LDV = BV + 8;   // both reads of v, along rows and along columns, touch every bank once
+template <int BV> constexpr int LDV = BV + 8;  // both reads of v, along rows and along columns, touch every bank once
 constexpr int LDA = SUB + 4;
 
 template <typename T, typename G> struct ChunkForwardArgs {
@@ -28,18 +27,18 @@ template <typename T, typename G> struct ChunkForwardArgs {
   i64 vectors;  // whether all rows of q, k, v and g are whole pieces of 16 bytes
 };
 
-template <typename T, typename G, int BK> struct alignas(16) Incoming {
+template <typename T, typename G, int BK, int BV> struct alignas(16) Incoming {
   T q[SUB * BK];  // [16, BK]
   T k[SUB * BK];  // [16, BK]
   G g[SUB * BK];  // [16, BK]
   T v[SUB * BV];  // [16, BV]
 };
 
-template <int BK> struct alignas(16) SubChunk {
+template <int BK, int BV> struct alignas(16) SubChunk {
   float q[SUB * LD<BK>];  // [16, BK]
   float k[SUB * LD<BK>];  // [16, BK]
   float a[SUB * LD<BK>];  // [16, BK], decays
-  float v[SUB * LDV];     // [16, BV]
+  float v[SUB * LDV<BV>];  // [16, BV]
   float A[SUB * LDA];     // [16, 16]
   float carry[BK];        // the sub-chunk's whole decay
   float u[BK];
@@ -81,7 +80,7 @@ __device__ __forceinline__ void read_state(float (&o)[2][4], const State<BK>& S,
 }
 
 // o[16, 16] += A v
-template <bool EXACT>
+template <bool EXACT, int BV>
 __device__ __forceinline__ void read_subchunk(float (&o)[2][4], const float* s_A, const float* s_v) {
 #pragma unroll
   for (int j = 0; j < SUB; j += 8) {
@@ -90,21 +89,21 @@ __device__ __forceinline__ void read_subchunk(float (&o)[2][4], const float* s_A
     load_a(a, s_A + j, LDA);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      load_b(b, s_v + j * LDV + 8 * half, LDV);
+      load_b(b, s_v + j * LDV<BV> + 8 * half, LDV<BV>);
       multiply(o[half], a, b);
     }
   }
 }
 
 // S^T <- S^T diag(decay) + v^T (decayed k)
-template <bool EXACT, int BK>
+template <bool EXACT, int BK, int BV>
 __device__ __forceinline__ void write_state(State<BK>& S, const float* s_carry, const float* s_k, const float* s_v) {
   each<BK>(S, [&](float& x, int channel, int) { x *= s_carry[channel]; });
 #pragma unroll
   for (int j = 0; j < SUB; j += 8) {
     Operand<EXACT, 4> a;
     Operand<EXACT, 2> b;
-    load_a_transposed(a, s_v + j * LDV, LDV);
+    load_a_transposed(a, s_v + j * LDV<BV>, LDV<BV>);
 #pragma unroll
     for (int n = 0; n < BK / 8; ++n) {
       load_b(b, s_k + j * LD<BK> + 8 * n, LD<BK>);
@@ -113,11 +112,12 @@ __device__ __forceinline__ void write_state(State<BK>& S, const float* s_carry, 
   }
 }
 
-template <class Policy, typename T, typename G, int BK>
-__global__ void __launch_bounds__(THREADS) chunk_forward(const ChunkForwardArgs<T, G> args) {
+template <class Policy, typename T, typename G, int BK, int BV>
+__global__ void __launch_bounds__(2 * BV, BK < 256 ? 2 : 1) chunk_forward(const ChunkForwardArgs<T, G> args) {
   constexpr bool EXACT = sizeof(T) == 4;
-  SubChunk<BK>& s = *reinterpret_cast<SubChunk<BK>*>(dynamic_smem());
-  Incoming<T, G, BK>& next = *reinterpret_cast<Incoming<T, G, BK>*>(&s + 1);
+  constexpr int THREADS = 2 * BV;
+  SubChunk<BK, BV>& s = *reinterpret_cast<SubChunk<BK, BV>*>(dynamic_smem());
+  Incoming<T, G, BK, BV>& next = *reinterpret_cast<Incoming<T, G, BK, BV>*>(&s + 1);
   const Shape& shape = args.shape;
   const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
   const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
@@ -149,20 +149,20 @@ __global__ void __launch_bounds__(THREADS) chunk_forward(const ChunkForwardArgs<
     spread_tile<SUB, BK, LD<BK>, THREADS>(s.a, next.g, decay_of);
     spread_tile<SUB, BK, LD<BK>, THREADS>(s.q, next.q, same);
     spread_tile<SUB, BK, LD<BK>, THREADS>(s.k, next.k, same);
-    spread_tile<SUB, BV, LDV, THREADS>(s.v, next.v, same);
+    spread_tile<SUB, BV, LDV<BV>, THREADS>(s.v, next.v, same);
     for (int c = threadIdx.x; c < BK; c += THREADS) s.carry[c] = 1.f;
     __syncthreads();  // the tiles stand, the room for the next ones is free
     if (token + SUB < span.stop) fetch(token + SUB);
-    diagonal_scores<Policy, BK, LDA>(s.q, s.k, s.a, s.u, s.A);
+    diagonal_scores<Policy, BK, THREADS, LDA>(s.q, s.k, s.a, s.u, s.A);
     __syncthreads();  // the scores stand, q and k may be overwritten
-    decay_queries<Policy, BK>(s.q, s.a);
-    decay_keys<BK>(s.k, s.a, s.carry);
+    decay_queries<Policy, BK, THREADS>(s.q, s.a);
+    decay_keys<BK, THREADS>(s.k, s.a, s.carry);
     __syncthreads();  // the decayed q and k stand
 
     float o[2][4] = {};
     read_state<EXACT, BK>(o, S, s.q);
-    read_subchunk<EXACT>(o, s.A, s.v + 16 * warp);
-    write_state<EXACT, BK>(S, s.carry, s.k, s.v + 16 * warp);
+    read_subchunk<EXACT, BV>(o, s.A, s.v + 16 * warp);
+    write_state<EXACT, BK, BV>(S, s.carry, s.k, s.v + 16 * warp);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const i64 row = token + g + 8 * lower, column = v_tile + 16 * warp + 2 * t;

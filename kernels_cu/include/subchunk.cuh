@@ -7,25 +7,24 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int SUB = 16;       // tokens a sub-chunk
-constexpr int THREADS = 128;  // of the chunk kernels
-constexpr int WARPS = THREADS / 32;
+constexpr int SUB = 16;  // tokens a sub-chunk
 
 // Rows of BK channels lie BK + 8 floats apart: the tensor-core loads then touch every bank once.
 template <int BK> constexpr int LD = BK + 8;
 
 // s_A[i, j] for the 16 x 16 pairs; zero above the diagonal. s_a holds the decays, s_u the bonus (RWKV-6 only).
-// A warp has 4 keys and 8 lanes a key; a lane takes 4 channels of every 32. Ends without a barrier.
-template <class Policy, int BK, int LDA>
+// A sixteenth of the block's threads takes a key, each of them 4 channels at a time. Ends without a barrier.
+template <class Policy, int BK, int THREADS, int LDA>
 __device__ void diagonal_scores(const float* s_q,  // [16, BK]
                                 const float* s_k,  // [16, BK]
                                 const float* s_a,  // [16, BK]
                                 const float* s_u,  // [BK]
                                 float* s_A) {      // [16, 16]
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slice = lane & 7, j = 4 * warp + (lane >> 3);
+  constexpr int LANES = THREADS / SUB;
+  const int slice = threadIdx.x % LANES, j = threadIdx.x / LANES, warps_first = (threadIdx.x & ~31) / LANES;
   float score[SUB] = {};
 #pragma unroll 1
-  for (int c = 4 * slice; c < BK; c += 32) {
+  for (int c = 4 * slice; c < BK; c += 4 * LANES) {
     float w[4], u[4];
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
@@ -34,7 +33,7 @@ __device__ void diagonal_scores(const float* s_q,  // [16, BK]
     }
 #pragma unroll
     for (int i = 0; i < SUB; ++i) {
-      if (i < 4 * warp) continue;  // the same for the whole warp
+      if (i < warps_first) continue;  // the same for the whole warp
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const float q = s_q[i * LD<BK> + c + x], a = s_a[i * LD<BK> + c + x];
@@ -47,13 +46,14 @@ __device__ void diagonal_scores(const float* s_q,  // [16, BK]
   }
 #pragma unroll
   for (int i = 0; i < SUB; ++i) {
-    for (int distance = 4; distance > 0; distance /= 2) score[i] += __shfl_xor_sync(0xffffffffu, score[i], distance);
-    if ((i & 7) == slice) s_A[i * LDA + j] = score[i];
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
+      score[i] += __shfl_xor_sync(0xffffffffu, score[i], distance);
+    if (i % LANES == slice) s_A[i * LDA + j] = score[i];
   }
 }
 
 // q_i <- q_i times the decays from the sub-chunk's start up to where token i reads. In place, a channel a thread.
-template <class Policy, int BK> __device__ void decay_queries(float* s_q, const float* s_a) {
+template <class Policy, int BK, int THREADS> __device__ void decay_queries(float* s_q, const float* s_a) {
   for (int c = threadIdx.x; c < BK; c += THREADS) {
     float carried = 1.f;
 #pragma unroll
@@ -67,7 +67,7 @@ template <class Policy, int BK> __device__ void decay_queries(float* s_q, const 
 
 // k_j <- k_j times the decays after token j and then `s_carry`, the decay from the sub-chunk's end to where the keys
 // are read; s_carry <- s_carry times the whole sub-chunk's decay. In place, a channel a thread.
-template <int BK> __device__ void decay_keys(float* s_k, const float* s_a, float* s_carry) {
+template <int BK, int THREADS> __device__ void decay_keys(float* s_k, const float* s_a, float* s_carry) {
   for (int c = threadIdx.x; c < BK; c += THREADS) {
     float carried = s_carry[c];
 #pragma unroll
@@ -80,7 +80,7 @@ template <int BK> __device__ void decay_keys(float* s_k, const float* s_a, float
 }
 
 // Gates to decays, in place.
-template <int BK> __device__ void exponentiate(float* s_g) {
+template <int BK, int THREADS> __device__ void exponentiate(float* s_g) {
   for (int at = threadIdx.x; at < SUB * BK; at += THREADS) {
     float& gate = s_g[at / BK * LD<BK> + at % BK];
     gate = decay_of(gate);

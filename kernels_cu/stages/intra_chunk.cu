@@ -14,6 +14,8 @@
 #include "subchunk.cuh"
 #include "tensor.cuh"
 
+constexpr int THREADS = 128, WARPS = THREADS / 32;
+
 template <typename T, typename G> struct IntraChunkArgs {
   Rows<const T> q, k;
   Rows<const G> g;
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(THREADS) intra_chunk(const IntraChunkArgs<T, G
     load_tile<SUB, BK, LD<BK>, THREADS>(s.k, args.k, batch, h, token, span.stop, 0, shape.K);
     load_tile<SUB, BK, LD<BK>, THREADS>(s.a, args.g, batch, h, token, span.stop, 0, shape.K);
     __syncthreads();  // the tiles stand
-    exponentiate<BK>(s.a);
+    exponentiate<BK, THREADS>(s.a);
     __syncthreads();  // the decays stand
   };
   auto write = [&](i64 column, auto value) {  // 16 columns of A; value(row, column)
@@ -81,16 +83,16 @@ __global__ void __launch_bounds__(THREADS) intra_chunk(const IntraChunkArgs<T, G
     if (Policy::reads_before_write) s.u[x] = x < shape.K ? args.u[h * shape.K + x] : 0.f;
   }
   load_keys(first);
-  diagonal_scores<Policy, BK, SUB>(s.q, s.k, s.a, s.u, s.partial[0]);
+  diagonal_scores<Policy, BK, THREADS, SUB>(s.q, s.k, s.a, s.u, s.partial[0]);
   __syncthreads();  // the diagonal's scores stand, q may be overwritten
-  decay_queries<Policy, BK>(s.q, s.a);
+  decay_queries<Policy, BK, THREADS>(s.q, s.a);
   write(sub * SUB, [&](int at) { return s.partial[0][at]; });
   for (i64 later = sub + 1; later < subs; ++later) write(later * SUB, [](int) { return 0.f; });
 
   for (i64 earlier = sub - 1; earlier >= 0; --earlier) {
     __syncthreads();  // the tiles and partial sums may be overwritten
     load_keys(span.start + earlier * SUB);
-    decay_keys<BK>(s.k, s.a, s.carry);
+    decay_keys<BK, THREADS>(s.k, s.a, s.carry);
     __syncthreads();  // the decayed keys stand
     score_pairs<EXACT, BK>(s);
     __syncthreads();  // the partial sums stand

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..arrays import host_array
 from ..contract import ContractTypeError, Op
 from ..dispatch import call
 
@@ -21,7 +22,10 @@ class Retention(Op):
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
             self.refuse("gamma", f"is a {type(gamma).__module__}.{type(gamma).__qualname__}, expected host numbers",
                         ContractTypeError)
-        values = np.asarray(gamma, dtype=np.float64)
+        values = host_array(gamma)
+        if values is None:
+            self.refuse("gamma", f"is {gamma!r}, expected host numbers", ContractTypeError)
+        values = values.astype(np.float64)
         if values.shape not in ((), (heads,)):
             self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
         if not ((values >= 0) & (values <= 1)).all():

@@ -16,8 +16,12 @@ class Step(Op):
         pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home)
-        if problem.home == "host" and not state.flags.writeable:
-            self.refuse("state", "is read-only, but it is updated in place")
+        if problem.home == "host":
+            if not state.flags.writeable:
+                self.refuse("state", "is read-only, but it is updated in place")
+            self.keep_apart("state", state, problem.arrays.items())
+            if out is not None:
+                self.keep_apart("out", problem.out, [("state", state)])
         problem.options.update(state=state, slots=self.slots(slots, B, pool["N"], problem.home))
         return problem
 
@@ -37,7 +41,9 @@ class Step(Op):
         if not isinstance(slots, (list, tuple, np.ndarray)):
             self.refuse("slots", f"is a {type(slots).__module__}.{type(slots).__qualname__}, expected integers",
                         ContractTypeError)
-        rows = np.asarray(slots)
+        rows = arrays.host_array(slots)
+        if rows is None:
+            self.refuse("slots", f"is {slots!r}, expected integers [B] = ({count},)")
         if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
             self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
         rows = rows.astype(np.int64)

@@ -67,7 +67,7 @@ def kernels_of(problem) -> tuple[tiles.Kernel, ...]:
         return (stages[problem.op.name],)
     if "state" in problem.options:
         return (tiles.step(policy, T, G, problem.options["state"].dtype),)
-    return {"chunk": (tiles.chunk_forward(policy, T, G, K),), "recurrent": (tiles.recurrent_forward(policy, T, G, K),),
+    return {"chunk": (tiles.chunk_forward(policy, T, G, K, problem.sizes["V"]),), "recurrent": (tiles.recurrent_forward(policy, T, G, K),),
             "staged": tuple(stages.values())}[mode_of(problem)]
 
 
@@ -79,7 +79,8 @@ def tiles_of(problem) -> dict:
     if "state" in problem.options or mode_of(problem) == "recurrent":
         return BK | {"BV": tiles.TOKEN_COLUMNS}
     staged = {"chunk": problem.chunk_size or CHUNK} if mode_of(problem) == "staged" else {}
-    return BK | {"BV": tiles.CHUNK_COLUMNS, **staged, "sub_chunk": SUB_CHUNK}
+    BV = tiles.STAGE_COLUMNS if staged else tiles.columns(problem.sizes["V"])
+    return BK | {"BV": BV, **staged, "sub_chunk": SUB_CHUNK}
 
 
 def copies_of(problem) -> tuple[str, ...]:
@@ -93,10 +94,11 @@ def copies_of(problem) -> tuple[str, ...]:
 
 # -- operators --------------------------------------------------------------------------------------------------------
 def chunk(problem, device, o, initial, final):
-    kernel = tiles.chunk_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype, problem.sizes["K"])
+    kernel = tiles.chunk_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype,
+                                 *problem.shape("K V"))
     q, k, v, g = inputs(problem, device)
     vectors = all(in_pieces(device, x) for x in (q, k, v, g))
-    one_pass(problem, device, kernel, tiles.CHUNK_COLUMNS, (q, k, v, g), o, initial, final, vectors=int(vectors))
+    one_pass(problem, device, kernel, tiles.columns(problem.sizes["V"]), (q, k, v, g), o, initial, final, vectors=int(vectors))
 
 
 def recurrent(problem, device, o, initial, final):
@@ -199,7 +201,7 @@ def launch_gated_qk(device, where, policy, q, k, b, e, qg, kg):
 
 def launch_inter_chunk(device, where, kg, v, b, h, initial, final):
     kernel = tiles.inter_chunk(v.dtype)
-    tiled = ceil_div(kg.shape[-1], tiles.CHUNK_COLUMNS) * ceil_div(v.shape[-1], tiles.CHUNK_COLUMNS)
+    tiled = ceil_div(kg.shape[-1], tiles.STAGE_COLUMNS) * ceil_div(v.shape[-1], tiles.STAGE_COLUMNS)
     blocks = where.shape["B"] * where.shape["count"] * where.shape["H"] * tiled
     args = pack(**rows(device, kg=kg, b=b, v=v), h=device.pointer(h), initial=pointer(device, initial),
                 final=pointer(device, final), **where.shape)
@@ -216,7 +218,7 @@ def launch_combine(device, where, qg, h, A, v, o, scale):
     kernel = tiles.combine(v.dtype)
     B, H, NC, K, V = h.shape
     states = in_rows(device, h).reshape(B, H, NC * K, V)
-    blocks = where.chunks * ceil_div(where.shape["chunk"], tiles.CHUNK_COLUMNS) * ceil_div(V, tiles.CHUNK_COLUMNS)
+    blocks = where.chunks * ceil_div(where.shape["chunk"], tiles.STAGE_COLUMNS) * ceil_div(V, tiles.STAGE_COLUMNS)
     args = pack(**rows(device, qg=qg, h=states, A=A, v=v, o=o), **where.shape, scale=scale)
     device.launch(kernel, blocks, args, tiles.shared_bytes(kernel))
 

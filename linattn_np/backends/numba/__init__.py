@@ -1,7 +1,7 @@
 """Kernels in Python, compiled by Numba-CUDA: the backend to learn the algorithm from.
 
-Importing this package, or asking `why_not`, imports neither Numba nor CuPy. Host arrays run only in Numba's own
-simulator, which the environment variable NUMBA_ENABLE_CUDASIM=1 turns on.
+Importing this package, or asking `why_not`, imports neither Numba nor CuPy. Host arrays run only in Numba's
+own simulator, which the environment variable NUMBA_ENABLE_CUDASIM=1 turns on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from importlib.util import find_spec
 
 MODES = ("auto", "staged", "recurrent")
-LONGEST_KEY = 256               # the recurrence keeps the state's columns in registers, up to this many channels
+LONGEST_KEY = 256       # the recurrence keeps the state's columns in registers, up to this many channels
 STAGES = {"chunk_cumsum": ("chunk_cumsum",), "gated_qk": ("gated_qk",), "inter_chunk": ("inter_chunk",),
           "intra_chunk": ("intra_chunk_below", "intra_chunk_diagonal"), "combine": ("combine",)}
 STAGED = tuple(kernel for stage in STAGES.values() for kernel in stage)
@@ -28,7 +28,8 @@ def why_not(problem) -> str | None:
     if problem.materialize is False:
         return "materialize=False asks for a fused kernel; its staged kernels keep every chunk's state"
     if mode(problem) == "recurrent" and problem.sizes["K"] > LONGEST_KEY:
-        return f"K={problem.sizes['K']} is more than the {LONGEST_KEY} channels its recurrence keeps in registers"
+        K = problem.sizes["K"]
+        return f"K={K} is more than the {LONGEST_KEY} channels its recurrence keeps in registers"
     if find_spec("numba") is None or find_spec("numba_cuda") is None:
         return "numba-cuda is not installed"
     if simulated and problem.home != "host":

@@ -1,8 +1,8 @@
 """The kernels. Arrays are [B, H, T, ...] with any strides; blocks are counted on grid x alone.
 
-Every kernel runs blocks of `THREADS` threads over tiles of shared memory and meets only at `syncthreads`. Arithmetic
-is in the dtype of the float32 or float64 arrays that each docstring calls *real*. `chunks` [NC, 2] holds the token
-range of every chunk, so that a chunk of 3 tokens, or one of several packed sequences, is nothing special.
+Every kernel runs blocks of `THREADS` threads over tiles of shared memory; they meet only at `syncthreads`.
+The arithmetic is in the dtype of the float32 or float64 arrays that each docstring calls *real*. `chunks`
+[NC, 2] holds the token range of every chunk, so that a chunk of 3 tokens is nothing special.
 """
 
 import math
@@ -79,12 +79,12 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
 
         h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
 
-    `state` [N, H, K, V] is h before a sequence's first chunk, and is overwritten with h after its last one; the chunks
-    of sequence s are first_chunk[s]:first_chunk[s+1].
+    `state` [N, H, K, V] is h before a sequence's first chunk and is overwritten with h after its last; the
+    chunks of sequence s are first_chunk[s]:first_chunk[s+1].
 
-    grid: one block a (sequence, head, tile of 64 key channels, tile of 16 value channels), which walks the chunks.
-    shared memory: 32 tokens of both tiles and the chunk's decay, 20.5 KiB in float64. The state stays in registers:
-    a thread has one column and 16 rows.
+    grid: one block a (sequence, head, tile of 64 key channels, tile of 16 value channels); it walks chunks.
+    shared memory: 32 tokens of both tiles and the chunk's decay, 20.5 KiB in float64. The state stays in
+    registers: a thread has one column and 16 rows.
     """
     real = b.dtype.type
     s_kg = cuda.shared.array((INNER, ROWS), b.dtype)
@@ -141,17 +141,18 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
 
 @cuda.jit
 def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
-    """Stage 4, the tiles of A below the diagonal: products, factored at the start of the queries' sub-chunk. Real: A.
+    """Stage 4, A's tiles below the diagonal: products, factored at the start of the queries' tile. Real: A.
 
         A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik) = (q_i exp(d_i)) . (k_j exp(e_j))
-        d_i = gates from that start to query i (to i - 1 when `exclusive`: RWKV-6),  e_j = gates after key j up to it
+        d_i = gates from that start to query i (to i - 1 when `exclusive`: RWKV-6)
+        e_j = gates after key j up to that start
 
     Both are sums of gates, so no exponent is positive for g <= 0, and a gate of -inf is an ordinary value.
 
-    grid: one block a (row, head, chunk, sub-chunk of 16 queries, sub-chunk of 16 keys before it), for the `subs`
-    sub-chunks of the longest chunk.
-    shared memory: two tiles of 16 x 32, 8.3 KiB in float64. Half of the threads decay the queries, a channel each,
-    the other half the keys; then a thread sums one column and 4 rows of the product.
+    grid: one block a (row, head, chunk, sub-chunk of 16 queries, sub-chunk of 16 keys before it), for the
+    `subs` sub-chunks of the longest chunk.
+    shared memory: two tiles of 16 x 32, 8.3 KiB in float64. Half of the threads decay the queries, a channel
+    each, the other half the keys; then a thread sums one column and 4 rows of the product.
     """
     real = A.dtype.type
     s_q = cuda.shared.array((SUB, PADDED), A.dtype)
@@ -210,14 +211,15 @@ def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
 def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
     """Stage 4, the tiles of A on the diagonal, decay by decay, and the zeros right of them. Real: u, A.
 
-        w = k_j;    for i = j + 1, j + 2, ...:    w <- w exp(g_i),  A_ij = q_i . w      (RWKV-6: the other way round)
+        w = k_j;    for i = j + 1, j + 2, ...:    w <- w exp(g_i),  A_ij = q_i . w   (RWKV-6: A_ij first)
         A_jj = q_j . (u k_j), with u = 1 for GLA
 
-    No two gates are ever summed, so there is no exponent that could overflow before its partner pulls it back.
+    No query meets a key through a difference of cumulated gates, so any gate is exact here.
 
-    grid: one block a (row, head, chunk, sub-chunk of 16 tokens), for the `subs` sub-chunks of the longest chunk.
-    shared memory: three tiles of 16 x 32 and the partial sums, 20.4 KiB in float64. A thread walks down from one
-    key, for a quarter of the channels; the quarters are summed at the end.
+    grid: one block a (row, head, chunk, sub-chunk of 16 tokens), for the `subs` sub-chunks of the longest
+    chunk.
+    shared memory: three tiles of 16 x 32 and the partial sums, 20.4 KiB in float64. A thread walks down from
+    one key, for a quarter of the channels; the quarters are summed at the end.
     """
     real = A.dtype.type
     s_q = cuda.shared.array((SUB, PADDED), A.dtype)
@@ -255,7 +257,7 @@ def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
                     s_part[group, i, j] += s_q[i, x] * (before if exclusive else w)
                 elif i == j:
                     s_part[group, i, j] += s_q[i, x] * (u[head, k0 + x] * w)
-        cuda.syncthreads()                                  # they have been read; in the end, every quarter is there
+        cuda.syncthreads()                                  # they have been read; in the end, A is summed
 
     for p in range(thread, SUB * SUB, THREADS):
         m, x = p // SUB, p % SUB
@@ -278,8 +280,8 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
 
     grid: one block a (row, head, chunk, tile of 64 of its tokens, tile of 16 value channels), for the `subs`
     sub-chunks of the longest chunk.
-    shared memory: 32 columns of the left and 32 rows of the right factor, 20.5 KiB in float64. A thread sums one
-    column and 16 rows in registers.
+    shared memory: 32 columns of the left and 32 rows of the right factor, 20.5 KiB in float64. A thread sums
+    one column and 16 rows in registers.
     """
     real = A.dtype.type
     s_left = cuda.shared.array((ROWS, PADDED), A.dtype)
@@ -339,7 +341,7 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
 
 @cache
 def recurrent(key_channels):
-    """The kernel for K up to `key_channels`, a multiple of 4: how many registers hold the state must be known."""
+    """The kernel for K up to `key_channels`, a multiple of 4: the registers of the state must be counted."""
     each = key_channels // GROUPS
     tokens = min(INNER, 1024 // key_channels)
 
@@ -350,12 +352,12 @@ def recurrent(key_channels):
             S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,      o_t = scale q_t^T S_t
             `exclusive` (RWKV-6): o_t = scale q_t^T (S_{t-1} + diag(u) k_t v_t^T)
 
-        `state` [N, H, K, V], or a pool with sequence n in row slots[n], is read first and overwritten with the final
-        state; sequence s of a row has the tokens bounds[s]:bounds[s+1].
+        `state` [N, H, K, V], or a pool with sequence n in row slots[n], is read first and overwritten with
+        the final state; sequence s of a row has the tokens bounds[s]:bounds[s+1].
 
-        grid: one block a (sequence, head, tile of 16 value channels). A thread keeps every fourth channel of one
-        column of S in registers; the four that share a column add their parts of q^T S through shared memory.
-        shared memory: `tokens` tokens (4 for K = 256, 32 up to K = 32) and their partial sums, at most 46 KiB.
+        grid: one block a (sequence, head, tile of 16 value channels). A thread keeps every fourth channel of
+        one column of S in registers; the four of a column add their parts of q^T S through shared memory.
+        shared memory: `tokens` tokens (4 for K = 256, 32 up to K = 32) and their partial sums, up to 45 KiB.
         """
         real = u.dtype.type
         s_q = cuda.shared.array((tokens, key_channels), u.dtype)
@@ -395,7 +397,7 @@ def recurrent(key_channels):
             for i in range(thread, count * COLS, THREADS):
                 m, y = i // COLS, i % COLS
                 s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if v0 + y < V else real(0)
-            cuda.syncthreads()                              # the tokens are here, and the parts before them are summed
+            cuda.syncthreads()                              # the tokens are here, the parts before are summed
             for m in range(count):
                 part = real(0)
                 for r in range(each):
@@ -407,7 +409,7 @@ def recurrent(key_channels):
                     if not exclusive:
                         part += s_q[m, x] * r_s[r]
                 s_part[m, group, col] = part
-            cuda.syncthreads()                              # every part is there, and the tokens have been read
+            cuda.syncthreads()                              # every part is there, the tokens have been read
             for i in range(thread, count * COLS, THREADS):
                 m, y = i // COLS, i % COLS
                 total = real(0)

@@ -1,4 +1,4 @@
-"""Host plans: what each operator and stage allocates, and the kernels that it launches on CuPy's current stream."""
+"""Host plans: what each operator and stage allocates, and what it launches on CuPy's current stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def namespace(problem):
     return np if problem.home == "host" else sys.modules["cupy"]
 
 
-# -- operators --------------------------------------------------------------------------------------------------------
+# -- operators -----------------------------------------------------------------------------------------------
 def operator(problem):
     return recurrent(problem) if mode(problem) == "recurrent" else staged(problem)
 
@@ -58,7 +58,7 @@ def recurrent(problem):
 
 
 def step(problem):
-    """One token is a sequence of length 1. A bfloat16 state is worked on as a float32 copy of the rows in use."""
+    """One token is a sequence of length 1. Of a bfloat16 state, the rows in use go to float32 and back."""
     q, k, v, g, u = inputs(problem)
     xp, B = namespace(problem), problem.sizes["B"]
     state, slots = problem.options["state"], problem.options["slots"]
@@ -83,7 +83,7 @@ def walk(problem, q, k, v, g, u, bounds, rows, state):
     return finished(problem, o, out)
 
 
-# -- stages -----------------------------------------------------------------------------------------------------------
+# -- stages --------------------------------------------------------------------------------------------------
 def chunk_cumsum(problem, g, chunks):
     b, e = (empty_like(problem, g, g.shape) for _ in range(2))
     launch(kernels.chunk_cumsum, channel_blocks(g, chunks), kernels.THREADS, g, chunks, b, e)
@@ -92,7 +92,8 @@ def chunk_cumsum(problem, g, chunks):
 
 def gated_qk(problem, q, k, b, e, chunks, exclusive):
     qg, kg = (empty_like(problem, q, q.shape) for _ in range(2))
-    launch(kernels.gated_qk, channel_blocks(q, chunks), kernels.THREADS, q, k, b, e, chunks, qg, kg, exclusive)
+    launch(kernels.gated_qk, channel_blocks(q, chunks), kernels.THREADS,
+           q, k, b, e, chunks, qg, kg, exclusive)
     return qg, kg
 
 
@@ -102,8 +103,8 @@ def inter_chunk(problem, kg, v, b, chunks):
     state = start_state(problem)
     h = xp.empty((B, H, len(chunks), K, V), real(problem))
     first_chunk = xp.asarray(problem.spans.chunk_bounds(chunk_size(problem)))
-    launch(kernels.inter_chunk, N * H * tiles_of(K, kernels.ROWS) * tiles_of(V, kernels.COLS), kernels.THREADS,
-           kg, v, b, chunks, first_chunk, h, state)
+    blocks = N * H * tiles_of(K, kernels.ROWS) * tiles_of(V, kernels.COLS)
+    launch(kernels.inter_chunk, blocks, kernels.THREADS, kg, v, b, chunks, first_chunk, h, state)
     return h, state
 
 
@@ -122,8 +123,8 @@ def combine(problem, qg, h, A, v, chunks, like):
     B, H, V = problem.shape("B H V")
     subs = sub_chunks(problem)
     o = output(problem, like, v.shape, problem.out)
-    tiles = tiles_of(subs * SUB_CHUNK, kernels.ROWS) * tiles_of(V, kernels.COLS)
-    launch(kernels.combine, B * H * len(chunks) * tiles, kernels.THREADS,
+    blocks = B * H * len(chunks) * tiles_of(subs * SUB_CHUNK, kernels.ROWS) * tiles_of(V, kernels.COLS)
+    launch(kernels.combine, blocks, kernels.THREADS,
            qg, h, A, v, chunks, subs, o, real(problem)(problem.scale))
     return finished(problem, o, problem.out)
 
@@ -153,12 +154,12 @@ def run_combine(problem):
     return combine(problem, qg, h, A, v, chunk_table(problem), like=qg)
 
 
-PLANS = {"gla": operator, "rwkv6": operator, "gla_step": step, "rwkv6_step": step, "chunk_cumsum": run_chunk_cumsum,
-         "gated_qk": run_gated_qk, "inter_chunk": run_inter_chunk, "intra_chunk": run_intra_chunk,
-         "combine": run_combine}
+PLANS = {"gla": operator, "rwkv6": operator, "gla_step": step, "rwkv6_step": step,
+         "chunk_cumsum": run_chunk_cumsum, "gated_qk": run_gated_qk, "inter_chunk": run_inter_chunk,
+         "intra_chunk": run_intra_chunk, "combine": run_combine}
 
 
-# -- arrays in, arrays out --------------------------------------------------------------------------------------------
+# -- arrays in, arrays out -----------------------------------------------------------------------------------
 def real(problem):
     """The scalar type of the arithmetic."""
     return problem.compute_dtype.type
@@ -175,7 +176,7 @@ def inputs(problem):
 
 
 def bonus(problem, u=None):
-    """[H, K] in the dtype of the arithmetic, for kernels that serve both forms; GLA's diagonal has weight 1."""
+    """[H, K] in the dtype of the arithmetic, as kernels serve both forms; GLA's diagonal has weight 1."""
     if u is None:
         return namespace(problem).ones(problem.shape("H K"), real(problem))
     return u.astype(real(problem), copy=False)
@@ -214,7 +215,7 @@ def finished(problem, o, out):
     return out
 
 
-# -- sizes ------------------------------------------------------------------------------------------------------------
+# -- sizes ---------------------------------------------------------------------------------------------------
 def chunk_size(problem) -> int:
     return problem.chunk_size or CHUNK
 
@@ -243,7 +244,7 @@ def channel_blocks(x, chunks) -> int:
     return tiles_of(B * H * len(chunks) * K, kernels.THREADS)
 
 
-# -- explain ----------------------------------------------------------------------------------------------------------
+# -- explain -------------------------------------------------------------------------------------------------
 def tiles(problem, recurrent) -> dict:
     if recurrent:
         return {"K": key_channels(problem), "BV": kernels.COLS, "threads": kernels.THREADS}

@@ -22,21 +22,21 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 
 
 def launch(kernel, blocks, threads, *arguments):
-    """Enqueues `kernel` on CuPy's current stream. An empty array leaves nothing to do: states are written in place."""
+    """Enqueues `kernel` on CuPy's current stream. An empty array leaves nothing to do: states stay."""
     if blocks == 0 or any(getattr(x, "size", 1) == 0 for x in arguments):
         return
     if SIMULATED:
         kernel[blocks, threads](*map(simulated, arguments))
     else:
         stream = cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumbaPerformanceWarning)        # of a small grid: the problem is small
+        with warnings.catch_warnings():                     # of a small grid: the problem is small
+            warnings.simplefilter("ignore", NumbaPerformanceWarning)
             configured = kernel[blocks, threads, stream]
         configured(*map(on_device, arguments))
 
 
 def on_device(x):
-    """Numba synchronises the stream of every foreign array that it is handed; a wrapped one it takes as it is."""
+    """Numba synchronises the stream of every foreign array; one that is wrapped it takes as it is."""
     return cuda.as_cuda_array(x, sync=False) if hasattr(x, "__cuda_array_interface__") else x
 
 

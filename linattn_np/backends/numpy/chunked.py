@@ -118,7 +118,7 @@ def within_chunks(sweep, rows, segment, h, decay, scratch):
 
 
 def read_out(sweep, rows, segment, qg, A, v, h, o, scratch):
-    """o = scale (qg h + A v)."""
+    """o = scale (qg h + A v), in the room of kg and b, which have served."""
     within = np.matmul(A, v, out=scratch("kg", v.shape))
     in_place = segment.view(o[rows], sweep.dtype)
     part = scratch("b", v.shape) if in_place is None else in_place

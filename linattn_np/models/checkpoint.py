@@ -1,0 +1,472 @@
+"""Weights out of files, without torch: `.pth` in both of its forms, `.safetensors` in one file or in shards.
+
+A pickle is a program, so a `.pth` is run by a machine of our own: its values are tuples, dicts, lists, strings, ints
+and tensor records, its opcodes are the few that a plain state dict needs, and none of them looks up an attribute,
+imports a module or calls anything but the functions in GLOBALS. A file is mapped, never read: arrays are views.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import mmap
+import os
+import pickletools
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+
+import ml_dtypes
+import numpy as np
+
+# Far beyond any model of a thousand layers, and small enough that a hostile file cannot make the reader work for long.
+MAX_INDEX = 1 << 21         # bytes of what is not weights: a pickle, a zip's directory, a JSON header
+MAX_OPCODES = 1 << 18       # of one pickle; a tensor takes about 40
+MAX_NAME = 1024
+MAX_AXES = 8
+
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001      # torch's older form: the first two of its five pickles
+WIDE = 0xFFFFFFFF                                   # a zip field that stands in its 64-bit form elsewhere
+
+STORAGES = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": ml_dtypes.bfloat16,
+            "Long": np.int64, "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8, "Bool": np.bool}
+SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+               "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool}
+
+
+class CheckpointError(ValueError):
+    """A file, or the weights in it, that cannot be used: what was found and what was wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A flat array of a file, known by its key."""
+
+    key: str
+    dtype: np.dtype
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A view of a storage, all in elements; not yet checked against the storage."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read(path) -> dict[str, np.ndarray]:
+    """The weights in a file by name, as read-only views of its memory map: nothing is copied, nothing is executed.
+
+    path : str or path
+        `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
+        `model.safetensors.index.json` with its shards beside it. The file must not change while its arrays live.
+
+    Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`.
+
+    Raises
+    ------
+    CheckpointError
+        The file is damaged, hostile, or not one of these; names the file, what was found and what was wanted.
+    OSError
+        It cannot be opened.
+
+    Example
+    -------
+    >>> from linattn_np.models import checkpoint
+    >>> weights = checkpoint.read("examples/data/austen-x060/model.safetensors")
+    >>> weights["emb.weight"].shape, str(weights["emb.weight"].dtype)
+    ((256, 256), 'bfloat16')
+    """
+    path = Path(path)
+    try:
+        data = mapped(path)
+        if path.suffix == ".json":
+            return shards(data, path.parent)
+        if path.suffix == ".safetensors":
+            return safetensors(data, path)
+        if data[:4] == b"PK\3\4":
+            return zipped(data)
+        if data[:2] == b"\x80\2":
+            return five_pickles(data)
+        refuse(f"starts with {data[:8]!r}", "a .pth that torch wrote, or the ending .safetensors or .index.json")
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def mapped(path):
+    if path.exists() and not path.is_file():
+        refuse("is a folder or a device", "a file")
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            refuse("is empty", "a checkpoint")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def refuse(found, wanted):
+    raise CheckpointError(f"{found}, expected {wanted}")
+
+
+def shown(value) -> str:
+    """A value out of a file, short and harmless: the repr of a nested one could run for ever."""
+    return ascii(value)[:100] if isinstance(value, (str, int)) else f"a {type(value).__name__}"
+
+
+# -- the arrays ----------------------------------------------------------------------------------------------------------
+def arrays(data, tensors, places) -> dict[str, np.ndarray]:
+    """Views of `data`; `places` has the first byte and the size of each storage, by key, all inside of `data`."""
+    found, claimed = {}, 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            refuse(f"{shown(name)} is {shown(tensor)}", "tensors alone, a plain state dict")
+        if tensor.storage.key not in places:
+            refuse(f"{shown(name)} has no storage {shown(tensor.storage.key)} in the file", "its bytes")
+        array = view(data, *places[tensor.storage.key], tensor, name)
+        claimed += array.nbytes
+        if claimed > 2 * len(data):             # twice: the two of a tied pair may share a storage
+            refuse(f"the tensors up to {shown(name)} claim {claimed} bytes of a file of {len(data)}",
+                   "weights that the file holds")
+        found[name] = array
+    return found
+
+
+def view(data, start, size, tensor, name):
+    storage, shape, strides = tensor.storage, tensor.shape, tensor.strides
+    itemsize = storage.dtype.itemsize
+    if size != storage.count * itemsize:
+        refuse(f"{shown(name)} has a storage of {size} bytes",
+               f"{storage.count} of {storage.dtype}, {storage.count * itemsize} bytes")
+    if len(shape) != len(strides) or len(shape) > MAX_AXES:
+        refuse(f"{shown(name)} has {len(shape)} axes and {len(strides)} strides", f"as many, up to {MAX_AXES}")
+    if any(not 0 <= number < 1 << 63 for number in (tensor.offset, *shape, *strides)):
+        refuse(f"{shown(name)} has a negative or a huge offset, size or stride", "numbers from 0 up to 63 bits")
+    elements = math.prod(shape)
+    end = tensor.offset + (1 + sum((n - 1) * stride for n, stride in zip(shape, strides)) if elements else 0)
+    if max(end, elements) > storage.count:
+        refuse(f"{shown(name)} with offset {tensor.offset}, shape {shape}, strides {strides} takes {elements} elements "
+               f"up to the {end}th", f"no more than its storage of {storage.count}")
+    try:
+        return np.ndarray(shape, storage.dtype, data, start + tensor.offset * itemsize, [s * itemsize for s in strides])
+    except (ValueError, OverflowError) as error:        # empty, with an axis beyond NumPy's integers
+        refuse(f"{shown(name)} has shape {shape}, strides {strides} ({error})", "an array")
+
+
+# -- .pth, the zip: <stem>/data.pkl, and <stem>/data/<key> for each storage ----------------------------------------------
+def zipped(data):
+    entries = directory(data)
+    pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        refuse(f"the zip has {len(pickles)} entries named <stem>/data.pkl", "one, as torch writes it")
+    stem = pickles[0].removesuffix("data.pkl")
+    order = content(data, entries.get(f"{stem}byteorder", (0, 0)))
+    if order not in (b"", b"little"):                   # older torch does not tell, and was little
+        refuse(f"the byte order is {order[:20]!r}", "little")
+    stream = io.BytesIO(content(data, entries[pickles[0]]))
+    tensors = unpickle(stream)
+    if not isinstance(tensors, dict) or stream.read(1):
+        refuse(f"data.pkl holds {shown(tensors)} and {len(stream.read())} bytes more", "one state dict")
+    places = {name.removeprefix(f"{stem}data/"): place for name, place in entries.items()
+              if name.startswith(f"{stem}data/")}
+    return arrays(data, tensors, places)
+
+
+def content(data, place) -> bytes:
+    start, size = place
+    if size > MAX_INDEX:
+        refuse(f"an entry beside the weights has {size} bytes", f"at most {MAX_INDEX}")
+    return data[start:start + size]
+
+
+def directory(data) -> dict[str, tuple[int, int]]:
+    """(first byte, size) of every entry by name: the central directory's word, where the local header agrees.
+
+    Stricter than a general reader, so that no two readers can see two files in one: nothing may follow or precede
+    the directory's end record, names are unique, entries are STORED.
+    """
+    at = len(data) - 22
+    *_, count, size, start, _ = fields(data, "<4s4H2IH", at, b"PK\5\6", "an end record in the last 22 bytes")
+    if data[max(at - 20, 0):at][:4] == b"PK\6\7":
+        _, _, at, _ = fields(data, "<4sIQI", at - 20, b"PK\6\7", "a zip64 locator")
+        *_, count, size, start = fields(data, "<4sQ2H2I4Q", at, b"PK\6\6", "a zip64 end record")
+    if start + size != at or size > MAX_INDEX:
+        refuse(f"the zip's directory has {size} bytes from byte {start}, and its end record is at byte {at}",
+               f"at most {MAX_INDEX} bytes, right before its end record")
+    entries, here = {}, start
+    while here < at:
+        (_, _, _, flags, method, *_, packed, unpacked, name_size, extra_size, comment_size, _, _, _, header) = fields(
+            data, "<4s6H3I5H2I", here, b"PK\1\2", "the next entry of the zip's directory")
+        here += 46
+        raw = data[here:here + name_size]
+        name = raw.decode("utf-8", "backslashreplace")
+        extra = data[here + name_size:here + name_size + extra_size]
+        here += name_size + extra_size + comment_size
+        unpacked, packed, header = widened((unpacked, packed, header), extra)
+        if method or flags & 1 or packed != unpacked:
+            refuse(f"entry {shown(name)} is compressed or encrypted (method {method}, {packed} for {unpacked} bytes)",
+                   "it stored as it is")
+        if name in entries:
+            refuse(f"entry {shown(name)} is there twice", "names that differ")
+        entries[name] = body(data, header, raw, unpacked, start)
+    if here != at or len(entries) != count:
+        refuse(f"the zip's directory has {len(entries)} entries up to byte {here}", f"{count}, up to byte {at}")
+    return entries
+
+
+def body(data, header, name, size, end):
+    """(first byte, size) of the entry whose local header is at byte `header`, checked to lie before byte `end`."""
+    _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size = fields(
+        data, "<4s5H3I2H", header, b"PK\3\4", f"the local header of entry {shown(name.decode('latin-1'))}")
+    start = header + 30 + name_size + extra_size
+    sizes = {size, WIDE, 0} if flags & 8 else {size, WIDE}          # 8: the sizes follow the entry
+    if method or flags & 1 or data[header + 30:header + 30 + name_size] != name or not {packed, unpacked} <= sizes:
+        refuse(f"the local header of entry {shown(name.decode('latin-1'))} disagrees with the zip's directory",
+               f"the same name, stored, {size} bytes")
+    if start + size > end:
+        refuse(f"entry {shown(name.decode('latin-1'))} runs to byte {start + size}", f"its end before byte {end}")
+    return start, size
+
+
+def fields(data, layout, at, signature, wanted):
+    if not 0 <= at <= len(data) - struct.calcsize(layout) or data[at:at + 4] != signature:
+        refuse(f"the zip is cut short or damaged at byte {at}", wanted)
+    return struct.unpack_from(layout, data, at)
+
+
+def widened(values, extra):
+    """32-bit `values` of a directory entry; those that did not fit stand in its zip64 field, in this order."""
+    while len(extra) >= 4:
+        kind, size = struct.unpack_from("<2H", extra)
+        field, extra = extra[4:4 + size], extra[4 + size:]
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{len(field) // 8}Q", field))
+            return [next(wide, value) if value == WIDE else value for value in values]
+    return values
+
+
+# -- .pth, the older form: magic, protocol, system, state dict, storage keys; then each storage, its count before it ------
+def five_pickles(data):
+    stream = io.BytesIO(data[:MAX_INDEX])
+    magic, protocol, system = (unpickle(stream) for _ in range(3))
+    if magic != MAGIC or protocol != PROTOCOL:
+        refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}", f"torch's {MAGIC:#x} and {PROTOCOL}")
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        refuse("the byte order is not little", "little")
+    tensors, keys = unpickle(stream), unpickle(stream)
+    if not isinstance(tensors, dict) or not isinstance(keys, list):
+        refuse(f"the pickles hold {shown(tensors)} and {shown(keys)}", "a state dict and a list of its storages")
+    storages = {tensor.storage.key: tensor.storage for tensor in tensors.values() if isinstance(tensor, Tensor)}
+    places, here = {}, stream.tell()
+    for key in keys:
+        if not isinstance(key, str) or key not in storages or key in places:
+            refuse(f"storage {shown(key)} is listed twice or belongs to no tensor", "each tensor's storage once")
+        (count,) = struct.unpack("<q", data[here:here + 8].ljust(8, b"\xff"))
+        size = count * storages[key].dtype.itemsize
+        here += 8
+        if not 0 <= size <= len(data) - here:
+            refuse(f"storage {shown(key)} has {count} elements from byte {here}", f"its end before byte {len(data)}")
+        places[key] = here, size
+        here += size
+    if here != len(data):
+        refuse(f"{len(data) - here} bytes follow the last storage", "none")
+    return arrays(data, tensors, places)
+
+
+# -- the machine that runs a pickle ---------------------------------------------------------------------------------------
+def ordered_dict():
+    return {}
+
+
+def rebuild_tensor(storage, offset, shape, strides, requires_grad, hooks):
+    if not (isinstance(storage, Storage) and type(shape) is type(strides) is tuple
+            and all(type(number) is int for number in (offset, *shape, *strides))):
+        refuse("_rebuild_tensor_v2 is given something else", "a storage, an offset, a shape and strides")
+    return Tensor(storage, offset, shape, strides)
+
+
+def rebuild_parameter(tensor, requires_grad, hooks):
+    return tensor
+
+
+GLOBALS = {"collections OrderedDict": ordered_dict, "torch._utils _rebuild_tensor_v2": rebuild_tensor,
+           "torch._utils _rebuild_parameter": rebuild_parameter,
+           **{f"torch {name}Storage": np.dtype(dtype) for name, dtype in STORAGES.items()}}
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+
+
+def unpickle(stream):
+    """The value of the pickle at `stream`, which is left behind it."""
+    try:
+        return run(pickletools.genops(stream), {})
+    except CheckpointError:
+        raise
+    except (ValueError, IndexError, KeyError) as error:     # cut short or no pickle, an empty stack, an unset memo
+        refuse(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})", "one that torch wrote")
+
+
+def run(program, storages):
+    frames, memo = [[]], {}             # a mark opens a frame; what is left of it is the mark's items
+    for step, (opcode, argument, _) in enumerate(program):
+        if step == MAX_OPCODES:
+            refuse(f"the pickle has more than {MAX_OPCODES} opcodes", "a state dict")
+        top = frames[-1]
+        match opcode.name:
+            case "BINGET" | "LONG_BINGET":
+                top.append(memo[argument])
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = top[-1]
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                top.append(argument)
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
+                top.append(CONSTANTS[opcode.name])
+            case "EMPTY_DICT":
+                top.append({})
+            case "EMPTY_LIST":
+                top.append([])
+            case "MARK":
+                frames.append([])
+            case "TUPLE":
+                frames[-2].append(tuple(frames.pop()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                top.append(tuple(taken(top, int(opcode.name[-1]))))
+            case "SETITEM":
+                items = taken(top, 2)
+                fill(top[-1], items)
+            case "SETITEMS":
+                fill(frames[-2][-1], frames.pop())
+            case "APPENDS":
+                extend(frames[-2][-1], frames.pop())
+            case "GLOBAL":
+                if argument not in GLOBALS:
+                    refuse(f"the pickle asks for {shown(argument)}", "only " + ", ".join(GLOBALS))
+                top.append(GLOBALS[argument])
+            case "BINPERSID":
+                top.append(known(storages, top.pop()))
+            case "REDUCE":
+                top.append(called(*taken(top, 2)))
+            case "BUILD":               # the versions of modules, which torch hangs on a state dict
+                if [type(item) for item in (*taken(top, 1), top[-1])] != [dict, dict]:
+                    refuse("the pickle sets attributes", "at most those of a state dict")
+            case "PROTO" if argument == 2:
+                pass
+            case "STOP":
+                return top.pop()
+            case name:
+                refuse(f"the pickle has the opcode {name} {shown(argument)}", "those of a state dict, protocol 2")
+
+
+def taken(stack, count):
+    if len(stack) < count:
+        raise IndexError("the stack is too short")
+    items = stack[-count:]
+    del stack[-count:]
+    return items
+
+
+def fill(target, items):
+    if type(target) is not dict or len(items) % 2:
+        refuse(f"the pickle sets {len(items)} keys and values of {shown(target)}", "pairs, of a dict")
+    for name, value in zip(items[::2], items[1::2]):
+        if type(name) is not str or len(name) > MAX_NAME:
+            refuse(f"a key is {shown(name)}", f"a string of up to {MAX_NAME} characters")
+        if name in target:
+            refuse(f"the key {shown(name)} is there twice", "keys that differ")
+        target[name] = value
+
+
+def extend(target, items):
+    if type(target) is not list:
+        refuse(f"the pickle appends to {shown(target)}", "a list")
+    target.extend(items)
+
+
+def called(function, arguments):
+    if type(function) is not FunctionType or type(arguments) is not tuple:
+        refuse(f"the pickle calls {shown(function)}", "a function of " + ", ".join(GLOBALS))
+    if len(arguments) != function.__code__.co_argcount:
+        refuse(f"{function.__name__} gets {len(arguments)} arguments", f"{function.__code__.co_argcount}")
+    return function(*arguments)
+
+
+def known(storages, reference):
+    """The storage that a persistent id stands for: ('storage', type, key, device, count), and None in the older form."""
+    if type(reference) is not tuple or len(reference) not in (5, 6) or any(
+            item is not None for item in reference[5:]):
+        refuse(f"a persistent id is {shown(reference)}", "('storage', type, key, device, count)")
+    tag, dtype, key, _, count = reference[:5]
+    if (type(tag) is not str or tag != "storage" or not isinstance(dtype, np.dtype) or type(key) is not str
+            or type(count) is not int):
+        refuse(f"a persistent id holds {shown(tag)}, {shown(dtype)}, {shown(key)}, {shown(count)}",
+               "'storage', a storage type, a key, a count")
+    storage = Storage(key, dtype, count)
+    if storages.setdefault(key, storage) != storage:
+        refuse(f"storage {shown(key)} is described in two ways", "one dtype and one size")
+    return storage
+
+
+# -- .safetensors ---------------------------------------------------------------------------------------------------------
+def safetensors(data, path):
+    """Views where the header says, once the safetensors package has found it sound: no overlaps, no gaps, no excess."""
+    from safetensors import SafetensorError, safe_open
+
+    size = int.from_bytes(data[:8], "little")
+    if not 0 < size <= min(MAX_INDEX, len(data) - 8):
+        refuse(f"the header claims {size} bytes in a file of {len(data)}", f"at most {MAX_INDEX}, inside of the file")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = list(file.keys())
+    except SafetensorError as error:
+        refuse(f"is damaged ({str(error)[:200]})", "a sound safetensors file")
+    header = parsed(data[8:8 + size])
+    tensors, places = {}, {}
+    for name in names:
+        dtype, shape, (first, end) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
+        if dtype not in SAFETENSORS:
+            refuse(f"{shown(name)} has dtype {shown(dtype)}", "one of " + ", ".join(SAFETENSORS))
+        strides = tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+        storage = Storage(name, np.dtype(SAFETENSORS[dtype]), math.prod(shape))
+        tensors[name], places[name] = Tensor(storage, 0, tuple(shape), strides), (8 + size + first, end - first)
+    return arrays(data, tensors, places)
+
+
+def shards(data, folder):
+    """The weights of all the shards that an index names, each of them a file in the index's own folder."""
+    if len(data) > MAX_INDEX:
+        refuse(f"the index has {len(data)} bytes", f"at most {MAX_INDEX}")
+    index = parsed(data[:])
+    where = index.get("weight_map")
+    if not isinstance(where, dict) or not where:
+        refuse(f"weight_map is {shown(where)}", "a dict from names to shards")
+    for shard in where.values():
+        if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(".safetensors"):
+            refuse(f"a shard is {shown(shard)}", "the name of a .safetensors file in the same folder")
+        if not (folder / shard).is_file():
+            refuse(f"the shard {shown(shard)} is not there", "it in the same folder")
+    found = {}
+    for shard in dict.fromkeys(where.values()):
+        weights = read(folder / shard)
+        wanted = {name for name, its_shard in where.items() if its_shard == shard}
+        if odd := sorted(wanted ^ weights.keys()):
+            refuse(f"the index and {shown(shard)} disagree on {shown(odd[0])}", "the same names in both")
+        found.update(weights)
+    return found
+
+
+def parsed(text) -> dict:
+    def unique(pairs):
+        if len(pairs) != len(dict(pairs)):
+            refuse("the JSON has a key twice", "keys that differ")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        refuse(f"the JSON is damaged ({str(error)[:100]})", "a JSON object")
+    if not isinstance(value, dict):
+        refuse(f"the JSON is {shown(value)}", "an object")
+    return value

@@ -1,0 +1,246 @@
+"""Reading checkpoints: every dtype and form, views without copies, and files that must be refused unharmed."""
+
+import os
+import tracemalloc
+import zipfile
+
+import hostile
+import ml_dtypes
+import numpy as np
+import pytest
+from hostile import GOOD, Call, Raw, pickled, tensor
+
+from linattn_np.models import checkpoint
+from linattn_np.models.checkpoint import CheckpointError, read
+
+FORMS = {"zip": ("model.pth", hostile.zipped_pth), "older": ("model.pth", hostile.older_pth),
+         "safetensors": ("model.safetensors", hostile.good_safetensors)}
+CORPUS = list(hostile.corpus())
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return FORMS[request.param]
+
+
+def written(folder, name, content):
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def assert_same(found, wanted):
+    assert list(found) == list(wanted)
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+# -- what is read ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", hostile.TYPES, ids=str)
+def test_every_dtype_in_every_form(form, dtype, rng, tmp_path):
+    name, write = form
+    weights = {"matrix": rng.integers(0, 100, (3, 5)).astype(dtype), "scalar": np.ones((), dtype),
+               "none": np.zeros((0, 4), dtype), "axes": rng.integers(0, 2, (2, 1, 3, 2)).astype(dtype)}
+    assert_same(read(written(tmp_path, name, write(weights))), weights)
+
+
+def test_arrays_are_views_that_cannot_be_written(form, tmp_path):
+    name, write = form
+    big = {"big": np.zeros(1 << 22, np.float32)}
+    path = written(tmp_path, name, write(big))
+    read(path)
+    tracemalloc.start()
+    array = read(path)["big"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * checkpoint.MAX_INDEX < array.nbytes / 2
+    assert not array.flags.writeable and not array.flags.owndata
+    with pytest.raises(ValueError):
+        array.flags.writeable = True
+
+
+def test_arrays_outlive_the_file(form, tmp_path):
+    name, write = form
+    weights = read(written(tmp_path, name, write(GOOD)))
+    (tmp_path / name).unlink()
+    assert_same(weights, GOOD)
+
+
+def test_transposed_sliced_and_tied_weights(tmp_path):
+    base = np.arange(12, dtype=np.float32)
+    root = {"transposed": tensor(hostile.FLOATS, (4, 3), (1, 4)), "slice": tensor(hostile.FLOATS, (2, 2), (4, 1), 5),
+            "strange": tensor(hostile.FLOATS, (3, 1), (4, 1 << 40), 3)}
+    found = read(written(tmp_path, "model.pth", hostile.zipped(root, [base.tobytes()])))
+    assert_same(found, {"transposed": base.reshape(3, 4).T, "slice": base.reshape(3, 4)[1:, 1:3],
+                        "strange": base.reshape(3, 4)[:, 3:]})
+
+
+def test_parameters_and_the_versions_of_modules(tmp_path):
+    weight = Call(hostile.PARAMETER, tensor(hostile.FLOATS, (3, 4)), True, Call(hostile.ORDERED_DICT))
+    versions = Call(hostile.ORDERED_DICT, items=[("", {"version": 1})])
+    root = Call(hostile.ORDERED_DICT, items=[("emb.weight", weight)], state={"_metadata": versions})
+    bodies = hostile.stored(GOOD)
+    for content in (hostile.zipped(root, bodies), hostile.older(root, ["0"], hostile.counted(12, bodies[0]))):
+        assert_same(read(written(tmp_path, "model.pth", content)), {"emb.weight": GOOD["emb.weight"]})
+
+
+@pytest.mark.parametrize("limit", [None, 8], ids=["zip32", "zip64"])
+def test_zips_of_another_writer(limit, tmp_path, monkeypatch):
+    if limit:
+        monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
+    path = tmp_path / "model.pth"
+    with zipfile.ZipFile(path, "w") as file:
+        for name, body in hostile.entries(pickled(hostile.state_dict(GOOD)), hostile.stored(GOOD)):
+            with file.open(zipfile.ZipInfo(name), "w", force_zip64=bool(limit)) as entry:
+                entry.write(body)
+    assert_same(read(path), GOOD)
+
+
+def test_files_of_older_torch_do_not_tell_their_byte_order(tmp_path):
+    members = hostile.entries(pickled(hostile.state_dict(GOOD)), hostile.stored(GOOD))
+    content = hostile.archive([(name, body) for name, body in members if not name.endswith("byteorder")])
+    assert_same(read(written(tmp_path, "model.pth", content)), GOOD)
+
+
+def test_shards(tmp_path):
+    shards_in(tmp_path)
+    index = '{"weight_map": {"emb.weight": "1.safetensors", "ln.bias": "2.safetensors"}}'
+    assert_same(read(written(tmp_path, "model.safetensors.index.json", index.encode())), GOOD)
+
+
+def shards_in(folder):
+    for number, (name, array) in enumerate(GOOD.items(), 1):
+        written(folder, f"{number}.safetensors", hostile.good_safetensors({name: array}))
+    written(folder, "damaged.safetensors", hostile.good_safetensors(GOOD)[:-1])
+    (folder / "folder.safetensors").mkdir()
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, content, complaint", [case[1:] for case in CORPUS], ids=[case[0] for case in CORPUS])
+def test_hostile_files_are_refused(name, content, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if name.endswith(".json"):
+        shards_in(tmp_path)
+    path = written(tmp_path, name, content)
+    files = sorted(os.listdir(tmp_path))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=complaint) as caught:
+            read(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).startswith(f"{path}: ") and ", expected " in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert peak < (1 << 20) + 110 * len(content)
+    assert sorted(os.listdir(tmp_path)) == files
+
+
+def test_the_corpus_would_make_its_canary(tmp_path, monkeypatch):
+    import pickle
+
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickled(Call(hostile.named("os", "system"), hostile.COMMAND)))
+    assert (tmp_path / "canary").exists()
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "model.pth")
+    for path in (tmp_path, tmp_path / "model.pth", "/dev/zero"):
+        with pytest.raises(CheckpointError, match=f"{path}: is a folder or a device, expected a file"):
+            read(path)
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "nowhere.pth")
+
+
+# -- damage at random ------------------------------------------------------------------------------------------------------
+def damaged(content, rng):
+    """`content` with some bytes changed, cut off, doubled or taken out."""
+    content = bytearray(content)
+    first, last = sorted(rng.integers(0, len(content), 2))
+    match rng.integers(6):
+        case 0:
+            return content[:last]
+        case 1:
+            return content[:first] + content[last:]
+        case 2:
+            return content[:last] + content[first:]
+        case _:
+            for at in rng.integers(0, len(content), rng.integers(1, 9)):
+                content[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.integers(256)])
+            return content
+
+
+def test_damage_anywhere_is_refused_or_stays_in_the_file(form, rng, tmp_path):
+    name, write = form
+    good = write(GOOD)
+    for _ in range(400):
+        content = damaged(good, rng)
+        path = written(tmp_path, name, content)
+        try:
+            weights = read(path)
+        except CheckpointError as error:
+            assert str(error).startswith(f"{path}: ")
+        else:
+            assert sum(len(array.tobytes()) for array in weights.values()) <= 2 * len(content)
+        path.unlink()
+
+
+def test_damaged_weights_keep_their_names_and_shapes(form, rng, tmp_path):
+    name, write = form
+    good = write(GOOD)
+    starts = [good.index(array.tobytes()) for array in GOOD.values()]
+    for _ in range(100):
+        content = bytearray(good)
+        for start, array in zip(starts, GOOD.values()):
+            content[start + rng.integers(array.nbytes)] = rng.integers(256)
+        path = written(tmp_path, name, content)
+        assert {key: array.shape for key, array in read(path).items()} == {key: a.shape for key, a in GOOD.items()}
+        path.unlink()
+
+
+# -- torch -----------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="torch, whose files these are, is not installed")
+
+
+@pytest.fixture
+def model(torch):
+    """A state dict with weights of every dtype, as a module gives it."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
+    for name, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("double", torch.float64),
+                        ("long", torch.int64), ("bool", torch.bool), ("byte", torch.uint8)):
+        module.register_buffer(name, torch.arange(6).reshape(2, 3).to(dtype))
+    return module.state_dict()
+
+
+def as_numpy(torch, value):
+    if value.dtype == torch.bfloat16:
+        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return value.numpy()
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older"])
+def test_what_torch_writes_is_read(torch, model, zipped, tmp_path):
+    model["transposed"] = model["0.weight"].T
+    model["slice"] = model["0.weight"][1:, ::2]
+    model["parameter"] = torch.nn.Parameter(torch.ones(2))
+    torch.save(model, tmp_path / "model.pth", _use_new_zipfile_serialization=zipped)
+    wanted = {name: as_numpy(torch, value.detach()) for name, value in model.items()}
+    assert_same(read(tmp_path / "model.pth"), wanted)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older"])
+def test_the_writer_of_these_tests_is_torchs_to_the_byte(torch, model, zipped, tmp_path):
+    path, plain = tmp_path / "model.pth", dict(model)
+    torch.save(plain, path, _use_new_zipfile_serialization=zipped)
+    weights = {name: as_numpy(torch, value) for name, value in plain.items()}
+    if zipped:
+        with zipfile.ZipFile(path) as file:
+            serialization_id = file.read("model/.data/serialization_id").decode()
+        assert hostile.zipped_pth(weights, serialization_id=serialization_id) == path.read_bytes()
+    else:
+        keys = [value.untyped_storage()._cdata for value in plain.values()]
+        assert hostile.older_pth(weights, keys) == path.read_bytes()

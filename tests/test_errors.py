@@ -1,0 +1,379 @@
+"""Every wrong argument raises the right class, says operator, argument, wanted and got, and nothing is written."""
+
+import numpy as np
+import pytest
+from reference import draw, guarded, same_bits
+
+import linattn_np
+from linattn_np import (ContractError, ContractTypeError, NotSupported, explain, gla, gla_step, linear_attention,
+                        retention, rwkv6, rwkv6_step, simple_gla, softmax_attention, stages, vjp)
+from linattn_np.arrays import BFLOAT16
+from linattn_np.ops import OPS
+from linattn_np.ops.steps import GLA_STEP
+
+B, H, T, K, V = 2, 3, 7, 4, 5
+SIZES = {"B": B, "H": H, "T": T, "K": K, "V": V, "N": B}
+DECLARED = {function: op for op, function in OPS.items()}
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+# what is wrong: (operator, changes to a call that is right, class, pieces of the message)
+WRONG_CALLS = {
+    # shapes and ranks
+    "rank": (gla, {"k": zeros(B, T, K)}, ContractError, ["k has 3 axes", "(2, 7, 4)", "[B, H, T, K]"]),
+    "rank-bthd": (gla, {"k": zeros(B, T, K), "layout": "bthd"}, ContractError, ["k has 3 axes", "[B, T, H, K]"]),
+    "scalar": (gla, {"q": np.float32(1) * zeros(1)[0]}, ContractTypeError, ["q is a numpy.float32", "expected an array"]),
+    "T": (gla, {"v": zeros(B, H, 3, V)}, ContractError, ["v has T=3", "T=7 elsewhere", "(2, 3, 3, 5)", "[B, H, T, V]"]),
+    "B": (gla, {"k": zeros(1, H, T, K)}, ContractError, ["k has B=1", "B=2 elsewhere"]),
+    "H": (gla, {"g": zeros(B, 1, T, K)}, ContractError, ["g has H=1", "H=3 elsewhere"]),
+    "K": (rwkv6, {"k": zeros(B, H, T, 9)}, ContractError, ["k has K=9", "K=4 elsewhere"]),
+    "K-of-u": (rwkv6, {"u": zeros(H, 9)}, ContractError, ["u has K=9", "[H, K]"]),
+    "axes-of-u": (rwkv6, {"u": zeros(K)}, ContractError, ["u has 1 axes", "(4,)", "[H, K]"]),
+    "axes-of-g": (simple_gla, {"g": zeros(B, H, T, K)}, ContractError, ["g has 4 axes", "[B, H, T]"]),
+    "no-channels": (gla, {name: zeros(B, H, T, 0) for name in "qkg"}, ContractError, ["q has K=0", "at least 1"]),
+    "no-values": (gla, {"v": zeros(B, H, T, 0)}, ContractError, ["v has V=0", "at least 1"]),
+    "layout-swapped": (gla, {"layout": "bthd", "v": zeros(B, T, H, V)}, ContractError, ["v has ", "[B, T, H, V]"]),
+    # dtypes and kinds
+    "integers": (gla, {"q": zeros(B, H, T, K, dtype=np.int32)}, ContractTypeError, ["q has dtype int32", "float64", "bfloat16"]),
+    "complex": (gla, {"v": zeros(B, H, T, V, dtype=np.complex64)}, ContractTypeError, ["v has dtype complex64"]),
+    "long-double": (gla, {"v": zeros(B, H, T, V, dtype=np.longdouble)}, ContractTypeError, ["v has dtype"]),
+    "mixed-dtypes": (gla, {"k": zeros(B, H, T, K, dtype=np.float64)}, ContractTypeError, ["k has dtype float64", "float32"]),
+    "half-k": (gla, {"k": zeros(B, H, T, K, dtype=BFLOAT16)}, ContractTypeError, ["k has dtype bfloat16", "float32"]),
+    "half-gate": (gla, {"g": zeros(B, H, T, K, dtype=np.float16)}, ContractTypeError, ["g has dtype float16", "float32"]),
+    "double-gate": (gla, {"g": zeros(B, H, T, K, dtype=np.float64)}, ContractTypeError, ["g has dtype float64"]),
+    "list": (gla, {"q": zeros(B, H, T, K).tolist()}, ContractTypeError, ["q is a builtins.list", "expected an array"]),
+    "none": (gla, {"v": None}, ContractTypeError, ["v is a builtins.NoneType"]),
+    # the way it is computed
+    "layout": (gla, {"layout": "btdh"}, ContractError, ["layout is 'btdh'", "'bhtd'", "'bthd'"]),
+    "mode": (gla, {"mode": "fast"}, ContractError, ["mode is 'fast'", "'recurrent'", "'staged'"]),
+    "mode-of-softmax": (softmax_attention, {"mode": "recurrent"}, ContractError, ["mode is 'recurrent'", "'chunk'"]),
+    "backend": (gla, {"backend": "torch"}, ContractError, ["backend is 'torch'", "'numpy'", "'cupy'", "'numba'"]),
+    "chunk_size-zero": (gla, {"chunk_size": 0}, ContractError, ["chunk_size is 0", "multiple of 16"]),
+    "chunk_size-odd": (gla, {"chunk_size": 40}, ContractError, ["chunk_size is 40", "multiple of 16"]),
+    "chunk_size-negative": (gla, {"chunk_size": -64}, ContractError, ["chunk_size is -64"]),
+    "chunk_size-float": (gla, {"chunk_size": 64.0}, ContractError, ["chunk_size is 64.0", "multiple of 16"]),
+    "chunk_size-bool": (gla, {"chunk_size": True}, ContractError, ["chunk_size is True"]),
+    "chunk_size-recurrent": (gla, {"chunk_size": 64, "mode": "recurrent"}, ContractError, ["chunk_size", "'recurrent'"]),
+    "materialize": (gla, {"materialize": "yes"}, ContractError, ["materialize is 'yes'", "True, False or None"]),
+    "materialize-recurrent": (gla, {"materialize": True, "mode": "recurrent"}, ContractError, ["materialize", "'recurrent'"]),
+    "materialize-staged": (gla, {"materialize": False, "mode": "staged"}, ContractError, ["materialize is False", "'staged'"]),
+    "scale-text": (gla, {"scale": "1"}, ContractTypeError, ["scale is '1'", "finite number"]),
+    "scale-nan": (gla, {"scale": float("nan")}, ContractError, ["scale is nan", "finite number"]),
+    "scale-inf": (gla, {"scale": float("inf")}, ContractError, ["scale is inf", "finite number"]),
+    "scale-array": (gla, {"scale": zeros(1)}, ContractTypeError, ["scale is", "finite number"]),
+    "scale-bool": (gla, {"scale": True}, ContractTypeError, ["scale is True"]),
+    # states
+    "state-shape": (gla, {"initial_state": zeros(B, H, V, K)}, ContractError,
+                    ["initial_state is (2, 3, 5, 4)", "[N, H, K, V]", "(2, 3, 4, 5)"]),
+    "state-count": (gla, {"initial_state": zeros(3, H, K, V)}, ContractError, ["initial_state is (3, 3, 4, 5)", "(2, 3, 4, 5)"]),
+    "state-dtype": (gla, {"initial_state": zeros(B, H, K, V, dtype=np.int64)}, ContractTypeError, ["initial_state has dtype int64"]),
+    "state-list": (gla, {"initial_state": [1.0]}, ContractTypeError, ["initial_state is a builtins.list"]),
+    "state-of-two": (gla, {"initial_state": (zeros(B, H, K, V), zeros(B, H, K))}, ContractTypeError,
+                     ["initial_state has 2 parts", "expected 1"]),
+    "state-without-normaliser": (linear_attention, {"normalize": True, "initial_state": zeros(B, H, K, V)}, ContractTypeError,
+                                 ["initial_state has 1 parts", "expected 2"]),
+    "state-normaliser-shape": (linear_attention, {"normalize": True, "initial_state": (zeros(B, H, K, V), zeros(B, H, V))},
+                               ContractError, ["initial_state is (2, 3, 5)", "[N, H, K]"]),
+    "state_dtype": (gla, {"state_dtype": np.int32}, ContractTypeError, ["state_dtype is int32", "float32"]),
+    "state_dtype-text": (gla, {"state_dtype": "no such"}, ContractTypeError, ["state_dtype is 'no such'"]),
+    # options of single operators
+    "gamma-shape": (retention, {"gamma": [0.5, 0.5]}, ContractError, ["gamma is (2,)", "[H] = (3,)"]),
+    "gamma-above": (retention, {"gamma": 1.5}, ContractError, ["gamma is 1.5", "between 0 and 1"]),
+    "gamma-log": (retention, {"gamma": [-0.1] * H}, ContractError, ["gamma is", "between 0 and 1"]),
+    "gamma-nan": (retention, {"gamma": float("nan")}, ContractError, ["gamma is nan", "between 0 and 1"]),
+    "gamma-text": (retention, {"gamma": "0.5"}, ContractTypeError, ["gamma is a builtins.str"]),
+    "gamma-words": (retention, {"gamma": ["half"] * H}, ContractTypeError, ["gamma is", "host numbers"]),
+    "feature_map": (linear_attention, {"feature_map": "gelu"}, ContractError, ["feature_map is 'gelu'", "'elu'", "'exp'"]),
+    "feature_map-function": (linear_attention, {"feature_map": np.exp}, ContractError, ["feature_map is", "'elu'"]),
+}
+WRONG_BOUNDS = {    # cu_seqlens, and what the message says beside its name
+    "short": ([0, T - 1], ["from 0 to T=7", "0 to 6"]),
+    "long": ([0, T + 1], ["from 0 to T=7", "0 to 8"]),
+    "late": ([1, T], ["from 0 to T=7", "1 to 7"]),
+    "decreasing": ([0, 5, 3, T], ["must not decrease", "5 then 3", "index 2"]),
+    "floats": ([0.0, 7.0], ["integers", "float64"]),
+    "bools": ([False, True], ["integers", "bool"]),
+    "scalar": (np.array(T), ["1-d", "()"]),
+    "matrix": ([[0, T]], ["1-d", "(1, 2)"]),
+    "ragged": ([[0], [1, 2]], ["integers"]),
+    "one": ([0], ["at least 2", "(1,)"]),
+    "empty": ([], ["at least 2", "(0,)"]),
+    "range": (range(0, 8, 7), ["host integers", "builtins.range"]),
+    "text": ("07", ["host integers", "builtins.str"]),
+}
+
+
+def good_call(function, batch=B):
+    op = DECLARED[function]
+    return dict(zip(op.arrays, draw(op, np.random.default_rng(0), {**SIZES, "B": batch}, np.float32)))
+
+
+def host_copies(values):
+    return {name: x.copy() for name, x in values.items() if isinstance(x, np.ndarray)}
+
+
+def assert_refused(backend, call, error, operator, pieces, *, out, unchanged=()):
+    """`call` raises exactly `error` with all pieces in its message and writes nowhere."""
+    before = host_copies(dict(enumerate(unchanged)))
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error, repr(caught.value)
+    message = str(caught.value)
+    assert message.startswith(f"{operator}: "), message
+    for piece in pieces:
+        assert piece in message, f"{piece!r} is not in {message!r}"
+    out.assert_untouched()
+    for x, copy in zip(unchanged, before.values()):
+        assert same_bits(x, copy)
+
+
+@pytest.fixture
+def numpy_host():
+    from conftest import Numpy
+    return Numpy("numpy")
+
+
+@pytest.mark.parametrize("wrong", WRONG_CALLS)
+def test_wrong_argument(wrong, numpy_host):
+    function, changes, error, pieces = WRONG_CALLS[wrong]
+    out = guarded(numpy_host, (B, H, T, V) if changes.get("layout") != "bthd" else (B, T, H, V), np.float32)
+    given = good_call(function)
+    if changes.get("layout") == "bthd":
+        given = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in given.items()}
+        if "rank" not in wrong:
+            changes = {**changes, "v": zeros(B, H, T, V)}
+    state = given | changes
+    assert_refused(numpy_host, lambda: function(**{**given, **changes, "out": out.view}), error,
+                   DECLARED[function].name, pieces, out=out, unchanged=[x for x in state.values() if isinstance(x, np.ndarray)])
+
+
+@pytest.mark.parametrize("wrong", WRONG_BOUNDS)
+@pytest.mark.parametrize("function", OPS.values(), ids=[op.name for op in OPS])
+def test_wrong_cu_seqlens(function, wrong, numpy_host):
+    bounds, pieces = WRONG_BOUNDS[wrong]
+    out = guarded(numpy_host, (1, H, T, V), np.float32)
+    assert_refused(numpy_host, lambda: function(**good_call(function, batch=1), cu_seqlens=bounds, out=out.view),
+                   ContractError, DECLARED[function].name, ["cu_seqlens", *pieces], out=out)
+
+
+def test_cu_seqlens_wants_one_row(numpy_host):
+    out = guarded(numpy_host, (B, H, T, V), np.float32)
+    assert_refused(numpy_host, lambda: gla(**good_call(gla), cu_seqlens=[0, T], out=out.view), ContractError, "gla",
+                   ["cu_seqlens", "B must be 1", "B=2"], out=out)
+
+
+def outs():
+    good = zeros(B, H, T, V)
+    return {
+        "shape": (zeros(B, H, T, K), ContractError, ["out is (2, 3, 7, 4)", "[B, H, T, V]", "(2, 3, 7, 5)"]),
+        "rank": (zeros(B, T, V), ContractError, ["out has 3 axes", "[B, H, T, V]"]),
+        "dtype": (zeros(B, H, T, V, dtype=np.float64), ContractTypeError, ["out has dtype float64", "float32"]),
+        "read-only": (read_only(good.copy()), ContractError, ["out is read-only"]),
+        "repeated": (np.broadcast_to(zeros(1, 1, 1, V), (B, H, T, V)), ContractError, ["out is read-only"]),
+        "list": (good.tolist(), ContractTypeError, ["out is a builtins.list"]),
+    }
+
+
+@pytest.mark.parametrize("wrong", outs())
+def test_wrong_out(wrong):
+    out, error, pieces = outs()[wrong]
+    with pytest.raises(error) as caught:
+        gla(**good_call(gla), out=out)
+    assert type(caught.value) is error
+    assert all(piece in str(caught.value) for piece in ["gla: ", *pieces]), str(caught.value)
+    assert not np.any(out)
+
+
+@pytest.mark.parametrize("victim", ["v", "q", "initial_state"])
+def test_out_must_not_overlap(victim):
+    """Neither with an array nor with the initial state: what is read later would be what was just written."""
+    buffer = np.random.default_rng(0).standard_normal(4 * B * H * T * V).astype(np.float32)
+    given = {**good_call(gla), "initial_state": zeros(B, H, K, V)}
+    shape = given[victim].shape
+    given[victim] = buffer[:np.prod(shape)].reshape(shape)
+    before = buffer.copy()
+    with pytest.raises(ContractError, match=f"gla: out shares memory with {victim}"):
+        gla(**given, out=buffer[8:8 + B * H * T * V].reshape(B, H, T, V))
+    assert same_bits(buffer, before)
+
+
+def test_unknown_keywords_are_typeerrors():
+    arrays = good_call(gla).values()
+    for call in (lambda: gla(*arrays, scal=1.0), lambda: vjp(gla, *arrays, scal=1.0), lambda: explain(gla, *arrays, scal=1.0),
+                 lambda: gla(*arrays, 1.0), lambda: vjp(gla, *arrays, gamma=0.5),
+                 lambda: linattn_np.softmax_attention(*list(arrays)[:3], initial_state=None)):
+        with pytest.raises(TypeError):
+            call()
+
+
+def test_missing_arrays_are_typeerrors():
+    for function in (gla, lambda *arrays: vjp(gla, *arrays), lambda *arrays: explain(gla, *arrays)):
+        with pytest.raises(TypeError):
+            function(zeros(B, H, T, K))
+
+
+# -- steps --------------------------------------------------------------------------------------------------------------
+def wrong_steps():
+    state = zeros(B, H, K, V)
+    return {
+        "rank": ({"q": zeros(B, H, 1, K)}, ContractError, ["q has 4 axes", "[B, H, K]"]),
+        "B": ({"v": zeros(3, H, V)}, ContractError, ["v has B=3", "[B, H, V]"]),
+        "dtype": ({"k": zeros(B, H, K, dtype=np.float64)}, ContractTypeError, ["k has dtype float64"]),
+        "state-shape": ({"state": zeros(B, H, V, K)}, ContractError, ["state is (2, 3, 5, 4)", "(2, 3, 4, 5)"]),
+        "state-pool": ({"state": zeros(5, H, K, V)}, ContractError, ["state is (5, 3, 4, 5)", "(2, 3, 4, 5)"]),
+        "state-dtype": ({"state": zeros(B, H, K, V, dtype=np.int32)}, ContractTypeError, ["state has dtype int32"]),
+        "state-none": ({"state": None}, ContractTypeError, ["state is a builtins.NoneType", "expected an array"]),
+        "state-read-only": ({"state": read_only(state.copy())}, ContractError, ["state is read-only"]),
+        "slots-twice": ({"slots": [1, 1]}, ContractError, ["slots", "twice"]),
+        "slots-out-of-range": ({"slots": [0, 2]}, ContractError, ["slots runs from 0 to 2", "2 slots"]),
+        "slots-negative": ({"slots": [-1, 0]}, ContractError, ["slots runs from -1 to 0", "2 slots"]),
+        "slots-short": ({"slots": [1]}, ContractError, ["slots is (1,)", "[B] = (2,)"]),
+        "slots-floats": ({"slots": [0.0, 1.0]}, ContractError, ["slots is (2,) float64", "integers"]),
+        "slots-bools": ({"slots": [True, False]}, ContractError, ["slots is (2,) bool", "integers"]),
+        "slots-matrix": ({"slots": [[0, 1]]}, ContractError, ["slots is (1, 2)", "[B] = (2,)"]),
+        "slots-ragged": ({"slots": [[0], [1, 2]]}, ContractError, ["slots", "integers"]),
+        "slots-kind": ({"slots": "01"}, ContractTypeError, ["slots is a builtins.str", "expected integers"]),
+        "scale": ({"scale": "1"}, ContractTypeError, ["scale is '1'"]),
+        "backend": ({"backend": "torch"}, ContractError, ["backend is 'torch'"]),
+    }
+
+
+@pytest.mark.parametrize("wrong", wrong_steps())
+def test_wrong_step(wrong, numpy_host):
+    changes, error, pieces = wrong_steps()[wrong]
+    out = guarded(numpy_host, (B, H, V), np.float32)
+    arrays = dict(zip(GLA_STEP.arrays, draw(GLA_STEP, np.random.default_rng(0), SIZES, np.float32)))
+    given = {**arrays, "state": np.random.default_rng(1).standard_normal((B, H, K, V)).astype(np.float32), **changes}
+    unchanged = [x for x in given.values() if isinstance(x, np.ndarray)]
+    assert_refused(numpy_host, lambda: gla_step(**given, out=out.view), error, "gla_step", pieces, out=out, unchanged=unchanged)
+
+
+@pytest.mark.parametrize("victim", ["state", "q", "g"])
+def test_step_state_and_out_must_not_overlap(victim):
+    arrays = dict(zip(GLA_STEP.arrays, draw(GLA_STEP, np.random.default_rng(0), SIZES, np.float32)))
+    buffer = np.random.default_rng(1).standard_normal(2 * B * H * K * V).astype(np.float32)
+    state, out = buffer[:B * H * K * V].reshape(B, H, K, V), buffer[5:5 + B * H * V].reshape(B, H, V)
+    if victim == "state":
+        message, given = "out shares memory with state", {**arrays, "state": state, "out": out}
+    else:
+        message = f"state shares memory with {victim}"
+        given = {**arrays, victim: buffer[5:5 + B * H * K].reshape(B, H, K), "state": state}
+    before = buffer.copy()
+    with pytest.raises(ContractError, match=f"gla_step: {message}"):
+        gla_step(**given)
+    assert same_bits(buffer, before)
+
+
+def test_step_wants_a_state():
+    with pytest.raises(TypeError):
+        rwkv6_step(*(zeros(B, H, K) for _ in range(4)), zeros(H, K))
+
+
+# -- gradients ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("op", [gla_step, np.sum, "gla", None, stages.combine], ids=["step", "ufunc", "name", "none", "stage"])
+def test_vjp_and_explain_want_an_operator(op):
+    for function in (vjp, explain):
+        with pytest.raises(TypeError, match=f"{function.__name__}: op is .*expected one of.*gla, rwkv6"):
+            function(op, zeros(B, H, T, K))
+
+
+def test_vjp_refuses_out():
+    out = zeros(B, H, T, V)
+    with pytest.raises(ContractError, match="gla: out .*vjp"):
+        vjp(gla, *good_call(gla).values(), out=out)
+
+
+@pytest.mark.parametrize("do, error, pieces", [
+    (zeros(B, H, T, K), ContractError, ["do is (2, 3, 7, 4)", "(2, 3, 7, 5)"]),
+    (zeros(T, V), ContractError, ["do has 2 axes", "[B, H, T, V]"]),
+    (zeros(B, H, T, V, dtype=np.int8), ContractTypeError, ["do has dtype int8"]),
+    ([1.0], ContractTypeError, ["do is a builtins.list", "expected an array"]),
+    (None, ContractTypeError, ["do is a builtins.NoneType"])], ids=["shape", "rank", "dtype", "list", "none"])
+def test_wrong_do(do, error, pieces):
+    _, pull = vjp(gla, *good_call(gla).values())
+    with pytest.raises(error) as caught:
+        pull(do)
+    assert type(caught.value) is error
+    assert all(piece in str(caught.value) for piece in ["gla: ", *pieces]), str(caught.value)
+
+
+def test_wrong_dht():
+    do = zeros(B, H, T, V)
+    _, pull = vjp(gla, *good_call(gla).values())
+    for dht, piece in ((zeros(B, H, V, K), "dht is (2, 3, 5, 4)"), ((do, do), "dht has 2 parts"), ([1.0], "dht is a builtins.list")):
+        with pytest.raises(ContractError) as caught:
+            pull(do, dht)
+        assert f"gla: {piece}" in str(caught.value)
+    _, pull = vjp(softmax_attention, *list(good_call(softmax_attention).values()))
+    with pytest.raises(ContractError, match="softmax_attention: dht"):
+        pull(do, zeros(1))
+
+
+# -- stages -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call, error, pieces", [
+    (lambda x: stages.chunk_cumsum(x[0]), ContractError, ["chunk_cumsum: g has 3 axes", "[B, H, T, K]"]),
+    (lambda x: stages.chunk_cumsum(x, chunk_size=10), ContractError, ["chunk_cumsum: chunk_size is 10", "multiple of 16"]),
+    (lambda x: stages.chunk_cumsum(x, layout="x"), ContractError, ["chunk_cumsum: layout is 'x'"]),
+    (lambda x: stages.chunk_cumsum(x, backend="x"), ContractError, ["chunk_cumsum: backend is 'x'"]),
+    (lambda x: stages.chunk_cumsum(x, cu_seqlens=[0, 1]), ContractError, ["chunk_cumsum: cu_seqlens"]),
+    (lambda x: stages.gated_qk(x, x, x, x[:, :, :2]), ContractError, ["gated_qk: e has T=2", "T=7"]),
+    (lambda x: stages.gated_qk(x, x, x.astype(np.float64), x), ContractTypeError, ["gated_qk: b has dtype float64", "float32"]),
+    (lambda x: stages.inter_chunk(x, x, x, initial_state=x), ContractError, ["inter_chunk: initial_state is"]),
+    (lambda x: stages.intra_chunk(x, x, x, u=x), ContractError, ["intra_chunk: u has 4 axes", "[H, K]"]),
+    (lambda x: stages.combine(x, zeros(B, H, 2, K, K), zeros(B, H, T, 64), x), ContractError, ["combine: h has NC=2", "makes it 1"]),
+    (lambda x: stages.combine(x, zeros(B, H, 1, K, K), zeros(B, H, T, 16), x), ContractError, ["combine: A has C=16", "makes it 64"]),
+], ids=["rank", "chunk_size", "layout", "backend", "cu_seqlens", "T", "computed", "state", "u", "NC", "C"])
+def test_wrong_stage(call, error, pieces):
+    with pytest.raises(error) as caught:
+        call(zeros(B, H, T, K))
+    assert type(caught.value) is error
+    assert all(piece in str(caught.value) for piece in pieces), str(caught.value)
+
+
+# -- backends -----------------------------------------------------------------------------------------------------------
+def test_named_backends_that_cannot_run_say_why():
+    arrays = good_call(gla).values()
+    for name in ("cupy", "numba"):
+        with pytest.raises(NotSupported, match=f"^gla: {name}: .*host") as caught:
+            gla(*arrays, backend=name)
+        assert isinstance(caught.value, ValueError)
+
+
+def test_classes_of_errors():
+    assert issubclass(ContractError, ValueError) and issubclass(ContractTypeError, (ContractError, TypeError))
+    assert issubclass(ContractTypeError, TypeError) and issubclass(NotSupported, ContractError)
+
+
+def test_host_and_device_do_not_mix(card):
+    q, k, v, g = good_call(gla).values()
+    there = card.asarray
+    refused = [
+        (lambda: gla(there(q), k, there(v), there(g)), "arrays must share one library"),
+        (lambda: gla(there(q), there(k), there(v), there(g), initial_state=zeros(B, H, K, V)), "initial_state lives on host"),
+        (lambda: gla(there(q), there(k), there(v), there(g), out=zeros(B, H, T, V)), "out lives on host"),
+        (lambda: gla(q, k, v, g, out=there(zeros(B, H, T, V))), "out lives on cuda:0"),
+        (lambda: gla_step(*(there(x[:, :, 0]) for x in (q, k, v, g)), zeros(B, H, K, V)), "state lives on host"),
+    ]
+    for call, message in refused:
+        with pytest.raises(ContractTypeError, match=message):
+            call()
+    with pytest.raises(NotSupported, match="gla: numpy: .*cuda:0"):
+        gla(*map(there, (q, k, v, g)), backend="numpy")
+
+
+def test_device_integers_are_refused_where_they_would_synchronise(card):
+    arrays = [card.asarray(x) for x in good_call(gla, batch=1).values()]
+    with pytest.raises(ContractError, match="cu_seqlens must be host integers.*cupy"):
+        gla(*arrays, cu_seqlens=card.asarray(np.array([0, T])))
+    step = [card.asarray(x) for x in draw(GLA_STEP, np.random.default_rng(0), SIZES, np.float32)]
+    state = card.asarray(zeros(B, H, K, V))
+    with pytest.raises(ContractError, match="slots is a CuPy array .*int32.*int64"):
+        gla_step(*step, state, slots=card.asarray(np.array([0, 1], np.int32)))

@@ -1,0 +1,196 @@
+"""Arrays of other libraries: read where they lie, answered in kind; libraries and devices do not mix."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from reference import assert_close, draw, same_bits
+
+from linattn_np import ContractTypeError, gla, gla_step, vjp
+from linattn_np.arrays import BFLOAT16
+from linattn_np.contract import ContractError
+from linattn_np.ops.gla import GLA
+
+SIZES = {"B": 1, "H": 2, "T": 20, "K": 8, "V": 6, "N": 1}
+
+
+class Foreign:
+    """An array of a library of its own that speaks DLPack and nothing else."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **arguments):
+        return self.x.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+
+class Standard(Foreign):
+    """The same with the array API's namespace, through which it makes new arrays."""
+
+    def __array_namespace__(self, api_version=None):
+        return Standard
+
+    @classmethod
+    def from_dlpack(cls, x):
+        return cls(np.from_dlpack(x))
+
+
+class Elsewhere(Foreign):
+    def __dlpack_device__(self):
+        return (7, 0)           # Vulkan
+
+
+@pytest.fixture
+def arrays(rng):
+    return draw(GLA, rng, SIZES, np.float32)
+
+
+def test_dlpack_in_numpy_out(arrays):
+    o = gla(*map(Foreign, arrays))
+    assert isinstance(o, np.ndarray) and same_bits(o, gla(*arrays))
+
+
+def test_dlpack_with_a_namespace_comes_back_in_kind(arrays):
+    o, state = gla(*map(Standard, arrays), output_final_state=True)
+    wanted, final = gla(*arrays, output_final_state=True)
+    assert isinstance(o, Standard) and same_bits(o.x, wanted)
+    assert isinstance(state, Standard) and same_bits(state.x, final)
+
+
+def test_dlpack_is_read_where_it_lies(arrays, rng):
+    """A step's state is updated through the foreign array's memory."""
+    step = [np.ascontiguousarray(x[:, :, 0]) for x in arrays]
+    mine = rng.standard_normal((1, 2, 8, 6)).astype(np.float32)
+    foreign = mine.copy()
+    gla_step(*step, mine)
+    gla_step(*map(Foreign, step), Foreign(foreign))
+    assert same_bits(foreign, mine)
+
+
+def test_initial_states_and_gradients_of_dlpack(arrays, rng):
+    start = rng.standard_normal((1, 2, 8, 6)).astype(np.float32)
+    do = rng.standard_normal((1, 2, 20, 6)).astype(np.float32)
+    wanted = vjp(gla, *arrays, initial_state=start)[1](do)
+    found = vjp(gla, *map(Standard, arrays), initial_state=Standard(start))[1](Standard(do))
+    assert all(isinstance(x, Standard) and same_bits(x.x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_libraries_do_not_mix(arrays):
+    q, k, v, g = arrays
+    with pytest.raises(ContractTypeError, match="gla: arrays must share one library, got q: numpy, k: dlpack, v: numpy"):
+        gla(q, Foreign(k), v, g)
+
+
+def test_other_devices_are_refused(arrays):
+    with pytest.raises(ContractTypeError, match="gla: q cannot be read: .*neither the host nor CUDA"):
+        gla(*map(Elsewhere, arrays))
+    with pytest.raises(ContractTypeError, match="gla: initial_state cannot be read: .*neither the host nor CUDA"):
+        gla(*arrays, initial_state=Elsewhere(np.zeros((1, 2, 8, 6), np.float32)))
+    with pytest.raises(ContractTypeError, match="gla: do cannot be read: .*neither the host nor CUDA"):
+        vjp(gla, *arrays)[1](Elsewhere(np.zeros((1, 2, 20, 6), np.float32)))
+
+
+def test_numpy_subclasses_and_objects(arrays):
+    class Mine(np.ndarray):
+        pass
+
+    assert same_bits(gla(*(x.view(Mine) for x in arrays)), gla(*arrays))
+    with pytest.raises(ContractError, match="q has dtype object"):
+        gla(arrays[0].astype(object), *arrays[1:])
+    with pytest.raises(ContractError, match="q has dtype >f4|q has dtype float32"):
+        gla(arrays[0].astype(">f4"), *arrays[1:])
+
+
+def test_importing_and_calling_imports_no_other_library():
+    """Not even where they are installed."""
+    code = ("import sys, numpy as np, linattn_np; x = np.zeros((1, 1, 3, 4)); linattn_np.gla(x, x, x, x);"
+            "linattn_np.explain(linattn_np.gla, x, x, x, x);"
+            "print([name for name in ('cupy', 'numba', 'torch', 'jax') if name in sys.modules])")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+# -- libraries that may be installed --------------------------------------------------------------------------------------
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture
+def jax():
+    return pytest.importorskip("jax", reason="jax is not installed")
+
+
+def test_torch_on_the_host(torch, arrays):
+    there = [torch.from_numpy(x.copy()) for x in arrays]
+    o, state = gla(*there, output_final_state=True)
+    wanted, final = gla(*arrays, output_final_state=True)
+    assert isinstance(o, torch.Tensor) and same_bits(o.numpy(), wanted)
+    assert isinstance(state, torch.Tensor) and same_bits(state.numpy(), final)
+    there[0].requires_grad_(True)
+    assert same_bits(gla(*there).numpy(), wanted)
+    memory = torch.zeros(1, 2, 8, 6)
+    gla_step(*(x[:, :, 0].detach() for x in there), memory)
+    assert memory.abs().sum() > 0
+
+
+def test_torch_bfloat16_on_the_host(torch, rng):
+    arrays = draw(GLA, rng, SIZES, BFLOAT16)
+    there = [torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16) for x in arrays]
+    o = gla(*there)
+    assert o.dtype == torch.bfloat16
+    assert same_bits(o.view(torch.int16).numpy().view(BFLOAT16), gla(*arrays))
+
+
+def test_torch_and_numpy_do_not_mix(torch, arrays):
+    with pytest.raises(ContractTypeError, match="gla: arrays must share one library, got q: torch, k: numpy"):
+        gla(torch.from_numpy(arrays[0]), *arrays[1:])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_jax_on_the_host(jax, rng, dtype):
+    arrays = draw(GLA, rng, SIZES, dtype)
+    host = jax.devices("cpu")[0]
+    o = gla(*(jax.device_put(x, host) for x in arrays))
+    assert isinstance(o, jax.Array) and same_bits(np.asarray(o), gla(*arrays))
+
+
+def test_torch_on_the_card(torch, card, arrays):
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no card")
+    there = [torch.from_numpy(x.copy()).cuda() for x in arrays]
+    o, state = card.run(gla, *there, output_final_state=True)
+    assert o.is_cuda and state.is_cuda
+    assert_close("o", o.cpu().numpy(), gla(*(x.astype(np.float64) for x in arrays), mode="recurrent"), np.float32)
+    half = card.run(gla, *(x.bfloat16() for x in there))
+    assert half.dtype == torch.bfloat16 and half.is_cuda
+    memory = torch.zeros(1, 2, 8, 6, device="cuda")
+    card.run(gla_step, *(x[:, :, 0] for x in there), memory)
+    assert memory.abs().sum() > 0
+    with pytest.raises(ContractTypeError, match="arrays must share one library"):
+        gla(there[0], *map(card.asarray, arrays[1:]))
+
+
+def test_jax_on_the_card(jax, card, arrays):
+    if jax.default_backend() != "gpu":
+        pytest.skip("jax sees no card")
+    o = card.run(gla, *map(jax.numpy.asarray, arrays))
+    assert isinstance(o, jax.Array) and next(iter(o.devices())).platform == "gpu"
+    assert_close("o", np.asarray(o), gla(*(x.astype(np.float64) for x in arrays), mode="recurrent"), np.float32)
+
+
+def test_cuda_array_interface(card, arrays):
+    class Interface:
+        def __init__(self, x):
+            self.x = x
+
+        @property
+        def __cuda_array_interface__(self):
+            return self.x.__cuda_array_interface__
+
+    there = [card.asarray(x) for x in arrays]
+    assert same_bits(card.tohost(card.run(gla, *map(Interface, there))), card.tohost(card.run(gla, *there)))
