@@ -113,7 +113,7 @@ __device__ __forceinline__ void write_state(State<BK>& S, const float* s_carry, 
 }
 
 template <class Policy, typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, BK < 256 ? 2 : 1) chunk_forward(const ChunkForwardArgs<T, G> args) {
+__global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1) chunk_forward(const ChunkForwardArgs<T, G> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   constexpr int THREADS = 2 * BV;
   SubChunk<BK, BV>& s = *reinterpret_cast<SubChunk<BK, BV>*>(dynamic_smem());

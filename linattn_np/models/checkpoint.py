@@ -337,6 +337,9 @@ def run(program, storages):
                 fill(top[-1], items)
             case "SETITEMS":
                 fill(frames[-2][-1], frames.pop())
+            case "APPEND":
+                items = taken(top, 1)
+                extend(top[-1], items)
             case "APPENDS":
                 extend(frames[-2][-1], frames.pop())
             case "GLOBAL":
@@ -416,14 +419,14 @@ def safetensors(data, path):
     if not 0 < size <= min(MAX_INDEX, len(data) - 8):
         refuse(f"the header claims {size} bytes in a file of {len(data)}", f"at most {MAX_INDEX}, inside of the file")
     try:
-        with safe_open(path, framework="numpy") as file:
-            names = list(file.keys())
+        with safe_open(path, framework="numpy"):
+            header = parsed(data[8:8 + size])
     except SafetensorError as error:
         refuse(f"is damaged ({str(error)[:200]})", "a sound safetensors file")
-    header = parsed(data[8:8 + size])
+    header.pop("__metadata__", None)
     tensors, places = {}, {}
-    for name in names:
-        dtype, shape, (first, end) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
+    for name, described in header.items():
+        dtype, shape, (first, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
         if dtype not in SAFETENSORS:
             refuse(f"{shown(name)} has dtype {shown(dtype)}", "one of " + ", ".join(SAFETENSORS))
         strides = tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
