@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-from . import arrays as array_kinds
-from .contract import ContractTypeError
 from .dispatch import backend_module, choose
 from .ops import declaration
 
@@ -58,10 +56,8 @@ def vjp(op, *arrays, backend="auto", **arguments):
 
 def cotangent(name, x, axes, problem):
     """The caller's gradient of a result, checked against the result's shape and device."""
-    whose = array_kinds.kind(x)
-    if whose is None:
-        problem.op.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
-    view = problem.op.logical(name, array_kinds.to_native(x, whose), axes, problem.layout)
+    native, _ = problem.op.native(name, x)
+    view = problem.op.logical(name, native, axes, problem.layout)
     return problem.op.placed(name, view, axes, problem.sizes, problem.home)
 
 

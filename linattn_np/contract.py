@@ -79,13 +79,7 @@ class Op:
         """The caller's arrays as [B, H, T, ...] views; all of one library and one device."""
         views, kinds, homes = {}, {}, {}
         for name, x in zip(self.arrays, inputs, strict=True):
-            kinds[name] = array_kinds.kind(x)
-            if kinds[name] is None:
-                self.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
-            try:
-                native = array_kinds.to_native(x, kinds[name])
-            except (TypeError, BufferError, ImportError) as error:
-                self.refuse(name, f"cannot be read: {error}", ContractTypeError)
+            native, kinds[name] = self.native(name, x)
             homes[name] = array_kinds.home(native)
             views[name] = self.logical(name, native, self.arrays[name], layout)
         for found, what in ((kinds, "library"), (homes, "device")):
@@ -93,6 +87,16 @@ class Op:
                 self.refuse("arrays", f"must share one {what}, got "
                             + ", ".join(f"{n}: {f}" for n, f in found.items()), ContractTypeError)
         return views, next(iter(kinds.values()))
+
+    def native(self, name, x):
+        """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
+        whose = array_kinds.kind(x)
+        if whose is None:
+            self.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
+        try:
+            return array_kinds.to_native(x, whose), whose
+        except (TypeError, BufferError, ImportError) as error:
+            self.refuse(name, f"cannot be read: {error}", ContractTypeError)
 
     def logical(self, name, array, axes, layout):
         """`array` with its axes in the order `axes`; only arrays that have both H and T come in another layout."""
@@ -187,10 +191,7 @@ class Op:
 
     def placed(self, name, x, axes, sizes, home):
         """`x` as a native array of exactly the sizes and the device of the call."""
-        whose = array_kinds.kind(x)
-        if whose is None:
-            self.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
-        native = array_kinds.to_native(x, whose)
+        native, _ = self.native(name, x)
         wanted = tuple(sizes[axis] for axis in axes.split())
         if tuple(native.shape) != wanted:
             self.refuse(name, f"is {tuple(native.shape)}, expected [{', '.join(axes.split())}] = {wanted}")

@@ -27,18 +27,23 @@ def reasons_against(problem: Problem) -> dict[str, str | None]:
     return {name: backend_module(name).why_not(problem) for name in ORDER}
 
 
+def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
+    """The backends that a call asks for, in the order they are tried."""
+    if backend == "auto":
+        return ORDER
+    if backend not in ORDER:
+        problem.op.refuse("backend", f"is {backend!r}, expected one of 'auto', {', '.join(map(repr, ORDER))}")
+    return (backend,)
+
+
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The backend's name, or NotSupported with every reason."""
-    op = problem.op.name
-    if backend != "auto" and backend not in ORDER:
-        problem.op.refuse("backend", f"is {backend!r}, expected one of 'auto', {', '.join(map(repr, ORDER))}")
-    candidates = ORDER if backend == "auto" else (backend,)
     against = {}
-    for name in candidates:                     # a backend that is not needed is not even imported
+    for name in candidates(problem, backend):   # a backend that is not needed is not even imported
         against[name] = backend_module(name).why_not(problem)
         if against[name] is None:
             return name
-    raise NotSupported(f"{op}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
+    raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
 
 
 def call(op: Op, arrays, *, backend="auto", **arguments):

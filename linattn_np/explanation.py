@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from .contract import Problem
-from .dispatch import ORDER, backend_module, reasons_against
+from .dispatch import backend_module, candidates, reasons_against
 from .ops import declaration
 
 
@@ -53,7 +53,7 @@ class Explanation:
 
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
     against = reasons_against(problem)
-    able = [name for name in ORDER if against[name] is None and backend in ("auto", name)]
+    able = [name for name in candidates(problem, backend) if against[name] is None]
     moved = bytes_moved(problem)
     reasons = {name: reason for name, reason in against.items() if reason is not None}
     if not able:

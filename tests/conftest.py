@@ -156,8 +156,12 @@ def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames and not hasattr(metafunc.module, "pytest_generate_tests"):
         metafunc.parametrize("backend", metafunc.config.backends, indirect=True)
     if "card" in metafunc.fixturenames:
-        cards = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, OnCard)]
-        metafunc.parametrize("card", cards, indirect=True)
+        cards = {name: cls for name, cls in metafunc.config.backends.items() if issubclass(cls, OnCard)}
+        if "mode" in metafunc.fixturenames:
+            modes = [(name, mode) for name, cls in cards.items() for mode in cls.modes["gla"]]
+            metafunc.parametrize("card, mode", modes, indirect=["card"])
+        else:
+            metafunc.parametrize("card", cards, indirect=True)
     if "device" in metafunc.fixturenames:
         launching = [name for name in metafunc.config.backends if name in ("emulated", "cupy")]
         metafunc.parametrize("device", launching, indirect=True)

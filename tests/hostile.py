@@ -224,7 +224,7 @@ def roots():
     yield "an import", Call(named("torch._utils", "_import_dotted_name"), "os"), "_import_dotted_name"
     yield "a module's storage", Call(named("torch.storage", "FloatStorage")), "'torch.storage FloatStorage'"
     yield "numpy objects", Call(named("numpy.core.multiarray", "_reconstruct"), 0), "numpy.core.multiarray"
-    yield "a storage type called", Call(named("torch", "FloatStorage"), 10 ** 12), "calls a .*dtype.*, expected a function"
+    yield "a storage type called", Call(named("torch", "FloatStorage"), 10 ** 12), "calls a Float32DType, expected a function"
     yield "a string called", Raw(b"X\1\0\0\0a)R"), "calls 'a', expected a function"
     yield "a dict with arguments", Call(ORDERED_DICT, [("a", 1)]), "ordered_dict gets 1 arguments, expected 0"
     yield "too few arguments", {"a": Call(REBUILD, FLOATS, 0, (12,))}, "rebuild_tensor gets 3 arguments, expected 6"
@@ -253,17 +253,17 @@ def roots():
     yield "bytes of 8 EB", Raw(b"\x8e" + b"\xff" * 7 + b"\x7fabc"), "damaged .ValueError"
     yield "digits without end", Raw(b"L" + b"9" * 100_000 + b"L\n"), "damaged .ValueError"
     yield "no UTF-8", Raw(b"X\2\0\0\0\xff\xfe"), "damaged .UnicodeDecodeError"
-    yield "a deep list", Raw(b"]" * 100_000 + b"(" + b"]"), "is damaged|holds a list"
-    yield "a deep tuple", nested(b"\x85", 100_000), "hold.? a tuple"
+    yield "a deep list", Raw(b"]" * 100_000 + b"(" + b"]"), "holds a list"
+    yield "a deep tuple", nested(b"\x85", 100_000), "holds a tuple"
     yield "a deep key", Raw(b"}" + nested(b"\x85", 100_000).opcodes + b"K\1s"), "a key is a tuple, expected a string"
     yield "a deep magic number", Raw(b"(" * 100_000), "damaged .IndexError"
-    yield "a billion laughs", Raw(b")q\0" + b"h\0h\0\x86q\0" * 1000), "hold.? a tuple"
-    yield "a tuple that doubles", Raw(b"}X\1\0\0\0a)q\0" + b"h\0h\0\x86q\0" * 1000 + b"s"), "'a' is a tuple"
+    yield "a billion laughs", Raw(b")" + b"q\0h\0\x86" * 1000), "holds a tuple"
+    yield "a tuple that doubles", Raw(b"}X\1\0\0\0a)" + b"q\0h\0\x86" * 1000 + b"s"), "'a' is a tuple"
     yield "opcodes without end", Raw(b"}" * 300_000), "more than 262144 opcodes"
     yield "memo slots without end", Raw(b"}" + b"".join(b"r" + struct.pack("<I", n << 12) for n in range(270_000))), "opcodes"
     yield "itself", Raw(b"}q\0X\1\0\0\0ah\0s"), "'a' is a dict, expected tensors alone"
-    yield "a list of itself", Raw(b"}X\1\0\0\0a]q\0h\0as"), "'a' is a list|opcode APPEND"
-    yield "a list", [tensor(FLOATS, (3,))], "hold.? a list"
+    yield "a list of itself", Raw(b"}X\1\0\0\0a]q\0h\0as"), "'a' is a list"
+    yield "a list", [tensor(FLOATS, (3,))], "holds a list"
     yield "a training state", {"epoch": 3, "model": {}}, "'epoch' is 3, expected tensors alone"
     yield "a number as key", {1: tensor(FLOATS, (3,))}, "a key is 1, expected a string"
     yield "a long key", {"a" * 5000: tensor(FLOATS, (3,))}, "expected a string of up to 1024"
@@ -271,7 +271,7 @@ def roots():
     yield "another kind of reference", {"a": tensor(Persistent("module", "os"), (3,))}, "a persistent id is a tuple"
     yield "a reference to a name", {"a": tensor(Persistent("module", ORDERED_DICT, "0", "cpu", 1), (3,))}, "holds 'module'"
     yield "a key that is no string", {"a": tensor(Persistent("storage", named("torch", "FloatStorage"), 0, "cpu", 12),
-                                                  (3,))}, "holds 'storage', a .*dtype.*, 0, 12"
+                                                  (3,))}, "holds 'storage', a Float32DType, 0, 12"
     yield "a view of a storage", {"a": tensor(storage(np.float32, "0", 12, ("v", 0, 3)), (3,))}, "a persistent id is a tuple"
     yield "no such storage", {"a": tensor(storage(np.float32, "9", 12), (3,))}, "no storage '9' in the file|belongs to no"
     yield "a path as key", {"a": tensor(storage(np.float32, "../../canary", 12), (3,))}, "no storage '../../canary'|no tensor"
@@ -301,7 +301,6 @@ def roots():
     yield "a shape of bools", a((True,), (1,)), "given something else"
     yield "a shape of strings", a(("3",), (1,)), "given something else"
     yield "a shape that is a list", {"a": Call(REBUILD, FLOATS, 0, [3], [1], False, Call(ORDERED_DICT))}, "something else"
-    yield "one storage a hundred times", {str(n): tensor(FLOATS, (12,)) for n in range(200)}, "bytes of a file of"
 
 
 def archives():
@@ -344,11 +343,13 @@ def archives():
     yield "a storage too long", archive([*members[:4], ("model/data/0", body[0] + bytes(4)), *members[5:]]), "of 52 bytes"
     yield "an empty storage", archive([*members[:4], big, *members[5:]]), "of 0 bytes, expected 12"
     yield "a pickle of megabytes", archive(entries(bytes(1 << 22), body)), "beside the weights has 4194304 bytes"
-    yield "bytes after the pickle", archive(entries(pickled(good) + b"xyz", body)), "and 2 bytes more"
+    yield "bytes after the pickle", archive(entries(pickled(good) + b"xyz", body)), "3 bytes follow the pickle"
     yield "an empty pickle", archive(entries(b"", body)), "damaged .ValueError"
     yield "a cut pickle", archive(entries(pickled(good)[:-9], body)), "damaged"
-    yield "a name of kilobytes", archive([*members, ("model/" + "n" * 60_000, b"")], central={9: {"name": b"n" * 65_000}}), (
-        "local header of entry 'n+' ?disagrees|disagrees|damaged")
+    yield "a name of kilobytes", archive([*members, ("model/" + "n" * 60_000, b"")], central={8: {"name": b"n" * 65_000}}), (
+        "the local header of entry 'n+ disagrees")
+    shared = {str(n): tensor(storage(np.float32, "0", 1000), (1000,)) for n in range(50)}
+    yield "one storage as fifty", zipped(shared, [bytes(4000)]), "up to '.*' claim .* bytes of a file of"
     yield "bytes after the zip", zipped_pth(GOOD) + b"x", "cut short or damaged at byte .* end record in the last 22 bytes"
     yield "bytes before the zip", b"PK\3\4" + zipped_pth(GOOD), "end record is at byte|damaged at byte"
     yield "a zip64 end elsewhere", changed(end={"end64": 1 << 62}), "expected a zip64 end record"
@@ -357,7 +358,7 @@ def archives():
     yield "a directory before the start", changed(end={"start": (1 << 64) - 100}), "right before its end record"
     yield "a directory of exabytes", changed(end={"size": 1 << 60}), "right before its end record"
     yield "more entries than there are", changed(end={"count": 1 << 40}), "expected 1099511627776"
-    yield "fewer entries than there are", changed(end={"count": 3}), "9 entries.*expected 3"
+    yield "fewer entries than there are", changed(end={"count": 3}), "8 entries.*expected 3"
     whole = zipped_pth(GOOD)
     for size in (4, 5, 30, 200, 700, len(whole) // 2, len(whole) - 300, len(whole) - 98, len(whole) - 22, len(whole) - 1):
         yield f"cut to {size} bytes", whole[:size], "cut short or damaged|right before its end record"
@@ -372,7 +373,7 @@ def olders():
     yield "a list as system", older(good, ["0", "1"], both, system=[]), "byte order is not little"
     yield "code as magic number", older(good, ["0", "1"], both, magic=Call(named("os", "system"), COMMAND)), "'os system'"
     yield "code as keys", older(good, Call(named("os", "system"), COMMAND), both), "'os system'"
-    yield "a dict of keys", older(good, {"0": None}, both), "expected a state dict and a list of its storages"
+    yield "a dict of keys", older(good, {"0": None}, both), "holds a dict, expected a list of the storages"
     yield "a key twice", older(good, ["0", "0"], both), "'0' is listed twice"
     yield "a key of nothing", older(good, ["0", "1", "2"], both), "'2' is listed twice or belongs to no tensor"
     yield "a key left out", older(good, ["0"], counted(12, body[0])), "no storage '1' in the file"

@@ -212,7 +212,7 @@ def model(torch):
     module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
     for name, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("double", torch.float64),
                         ("long", torch.int64), ("bool", torch.bool), ("byte", torch.uint8)):
-        module.register_buffer(name, torch.arange(6).reshape(2, 3).to(dtype))
+        module.register_buffer(f"buffer_{name}", torch.arange(6).reshape(2, 3).to(dtype))
     return module.state_dict()
 
 

@@ -1,8 +1,8 @@
 """Tokenizers: ids against the published packages' ones, damaged vocabularies, text that streams.
 
-The ids in data/world_ids.json were made by the `rwkv` package with data/world_ids.py. Comparing with them takes the
-official vocabulary, which is not ours to ship: the `test` extra installs it with pyrwkv-tokenizer, a wheel of 1.4 MB
-without dependencies. All else is tested on a vocabulary made here.
+The ids in data/world_ids.json were made by the `rwkv` package with data/world_ids.py. Comparing with them takes
+the official vocabulary, which the `test` extra installs with pyrwkv-tokenizer, a wheel of 1.4 MB without
+dependencies. All else is tested on a vocabulary made here.
 """
 
 import json
@@ -20,8 +20,8 @@ from linattn_np.models.tokenizers import TOKENS, VOCABULARY, Bytes, World
 GOLDEN = json.loads((Path(__file__).parent / "data" / "world_ids.json").read_text())
 TEXTS = {name: case["text"] for name, case in GOLDEN["texts"].items()}
 SINGLE = [bytes([byte]) for byte in range(256)]
-LONGER = [b"ab", b"abc", b"abcabc", b"bca", b"cc", b"c" * 9, "é".encode(), "日本".encode(), b"\xa5\xe6", b"'\"\\'",
-          b"\r\n"]
+LONGER = [b"ab", b"abc", b"abcabc", b"bca", b"cc", b"c" * 9, "é".encode(), "日本".encode(), b"\xa5\xe6",
+          b"'\"\\'", b"\r\n"]
 FILLING = [f"<{number}>".encode() for number in range(TOKENS - len(SINGLE + LONGER))]
 
 
@@ -104,6 +104,7 @@ def test_every_id_is_the_longest_match(small):
 
 def test_ids_of_a_known_text(small):
     assert small.encode("abcabcé日本z") == [259, 263, 264, 123]
+    assert small.encode(b"c" * 20) == [262, 262, 261]
     assert Bytes().encode("aé") == [97, 195, 169]
 
 
@@ -131,8 +132,8 @@ def test_the_end_of_a_text_has_no_text(small):
     assert Bytes.end is None
 
 
-@pytest.mark.parametrize("ids", [[-1], [97, 268], [10**30], [1.0], [True], ["a"], [None], np.zeros((2, 2), int)],
-                         ids=repr)
+@pytest.mark.parametrize("ids", [[-1], [97, 268], [10**30], [1.0], [True], ["a"], [None],
+                                 np.zeros((2, 2), int)], ids=repr)
 def test_wrong_ids_are_refused(tokenizer, ids):
     wanted = f"expected whole numbers from 0 to {tokenizer.size - 1}"
     with pytest.raises(ContractError, match=rf"decode: ids holds .*, {wanted}"):
@@ -142,7 +143,7 @@ def test_wrong_ids_are_refused(tokenizer, ids):
 def test_wrong_texts_are_refused(tokenizer):
     with pytest.raises(TypeError, match="encode: text is a list, expected str or bytes"):
         tokenizer.encode([97])
-    with pytest.raises(ContractError, match=r"encode: text has '\\ud83d' at position 2, which UTF-8 cannot hold"):
+    with pytest.raises(ContractError, match=r"encode: text has '\\ud83d' at position 2, which UTF-8"):
         tokenizer.encode("ab\ud83d")
 
 
@@ -163,7 +164,7 @@ def test_a_stream_gives_a_character_with_its_last_byte():
 def test_a_stream_of_random_bytes_is_their_text(tokenizer, rng):
     stream = tokenizer.stream()                 # one for all: a flushed stream is as new
     for length in range(300):
-        data = bytes(rng.choice(np.frombuffer(b"a\x80\xbf\xc3\xe6\x97\xa5\xed\xf0\x9f\xf4\xff", np.uint8), length))
+        data = bytes(rng.choice(list(b"a\x80\xbf\xc3\xe6\x97\xa5\xed\xf0\x9f\xf4\xff"), length).tolist())
         streamed = "".join(map(stream.feed, tokenizer.encode(data))) + stream.flush()
         assert streamed == tokenizer.decode(tokenizer.encode(data)) == data.decode("utf-8", "replace")
 
@@ -192,15 +193,15 @@ DAMAGE = {                                      # line 300, or what stands in it
     "negative length": ("300 'spam' -4", r"is b.*, expected: id 'literal' length"),
     "binary": ("\0" * 1000, r"is b'(\\x00){60}\.\.\.', expected: id"),
     "code": ("300 __import__('os').abort() 4", r"is b.*, expected: id 'literal' length"),
-    "code between quotes": ("300 ''.join('spam') + '' 4", r"has the literal .*, expected a str or bytes"),
+    "code between quotes": ("300 ''.join('spam') + '' 4", r"has the literal .*, expected str or bytes"),
     "f-string": ("300 f'{spam}' 4", r"is b.*, expected: id 'literal' length"),
-    "two literals": ("300 'sp', 'am' 4", r"has the literal .*, expected a str or bytes"),
-    "an escape cut short": ("300 '\\x' 1", r"has the literal .*, expected a str or bytes"),
-    "half of a surrogate pair": ("300 '\\ud83d' 3", r"has the literal .*, expected a str or bytes"),
-    "deep": ("300 '' + " + "(" * 5000 + "'' 0", r"has the literal .*, expected a str or bytes"),
-    "no bytes": ("300 '' 0", r"has the literal b\"''\", expected a str or bytes of at least one byte"),
-    "wrong length": ("300 'spam' 5", r"has the token b'spam' of 4 bytes, but declares 5"),
-    "length in characters": ("300 'é!' 2", r"has the token .* of 3 bytes, but declares 2"),
+    "two literals": ("300 'sp', 'am' 4", r"has the literal .*, expected str or bytes"),
+    "an escape cut short": ("300 '\\x' 1", r"has the literal .*, expected str or bytes"),
+    "half of a surrogate pair": ("300 '\\ud83d' 3", r"has the literal .*, expected str or bytes"),
+    "deep": ("300 '' + " + "(" * 5000 + "'' 0", r"has the literal .*, expected str or bytes"),
+    "no bytes": ("300 '' 0", r"has the literal b\"''\", expected str or bytes of at least one byte"),
+    "wrong length": ("300 'spam' 5", r"has the token b'spam': 4 bytes, it declares 5"),
+    "length in characters": ("300 'é!' 2", r"has the token .*: 3 bytes, it declares 2"),
     "an id twice": ("299 'spam' 4", r"has id 299, expected 300"),
     "a token twice": ("300 'ab' 2", r"has the token b'ab' of line 257 again, expected a new one"),
 }
@@ -244,5 +245,5 @@ def test_no_bundled_vocabulary():
     script = ("import sys; from linattn_np.models.tokenizers import World; sys.path.clear()\n"
               "try: World.installed()\n"
               "except FileNotFoundError as error: print(error)")
-    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert "no installed package bundles" in printed and "pip install pyrwkv-tokenizer" in printed

@@ -121,8 +121,6 @@ def arrays(data, tensors, places) -> dict[str, np.ndarray]:
     """Views of `data`; `places` has the first byte and the size of each storage, by key, all inside of `data`."""
     found, claimed = {}, 0
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            refuse(f"{shown(name)} is {shown(tensor)}", "tensors alone, a plain state dict")
         if tensor.storage.key not in places:
             refuse(f"{shown(name)} has no storage {shown(tensor.storage.key)} in the file", "its bytes")
         array = view(data, *places[tensor.storage.key], tensor, name)
@@ -166,9 +164,9 @@ def zipped(data):
     if order not in (b"", b"little"):                   # older torch does not tell, and was little
         refuse(f"the byte order is {order[:20]!r}", "little")
     stream = io.BytesIO(content(data, entries[pickles[0]]))
-    tensors = unpickle(stream)
-    if not isinstance(tensors, dict) or stream.read(1):
-        refuse(f"data.pkl holds {shown(tensors)} and {len(stream.read())} bytes more", "one state dict")
+    tensors = state_dict(unpickle(stream))
+    if rest := stream.read():
+        refuse(f"{len(rest)} bytes follow the pickle in data.pkl", "none")
     places = {name.removeprefix(f"{stem}data/"): place for name, place in entries.items()
               if name.startswith(f"{stem}data/")}
     return arrays(data, tensors, places)
@@ -255,10 +253,10 @@ def five_pickles(data):
         refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}", f"torch's {MAGIC:#x} and {PROTOCOL}")
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         refuse("the byte order is not little", "little")
-    tensors, keys = unpickle(stream), unpickle(stream)
-    if not isinstance(tensors, dict) or not isinstance(keys, list):
-        refuse(f"the pickles hold {shown(tensors)} and {shown(keys)}", "a state dict and a list of its storages")
-    storages = {tensor.storage.key: tensor.storage for tensor in tensors.values() if isinstance(tensor, Tensor)}
+    tensors, keys = state_dict(unpickle(stream)), unpickle(stream)
+    if not isinstance(keys, list):
+        refuse(f"the fifth pickle holds {shown(keys)}", "a list of the storages")
+    storages = {tensor.storage.key: tensor.storage for tensor in tensors.values()}
     places, here = {}, stream.tell()
     for key in keys:
         if not isinstance(key, str) or key not in storages or key in places:
@@ -305,6 +303,15 @@ def unpickle(stream):
         raise
     except (ValueError, IndexError, KeyError) as error:     # cut short or no pickle, an empty stack, an unset memo
         refuse(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})", "one that torch wrote")
+
+
+def state_dict(value) -> dict[str, Tensor]:
+    if not isinstance(value, dict):
+        refuse(f"the pickle holds {shown(value)}", "a state dict")
+    for name, tensor in value.items():
+        if not isinstance(tensor, Tensor):
+            refuse(f"{shown(name)} is {shown(tensor)}", "tensors alone, a plain state dict")
+    return value
 
 
 def run(program, storages):

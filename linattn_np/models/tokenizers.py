@@ -21,6 +21,8 @@ from ..contract import ContractError, ContractTypeError, is_int
 VOCABULARY = "rwkv_vocab_v20230424.txt"
 TOKENS = 65_529
 PACKAGES = ("pyrwkv_tokenizer", "rwkv")         # on PyPI, each with the vocabulary beside its modules
+START = 4                                       # bytes that tell which longer tokens may follow
+SHORT = (3, 2, 1)                               # lengths below it, to try in any case
 LINE = re.compile(rb"""(\d{1,9}) (b?(['"]).*\3) (\d{1,9})""")
 
 
@@ -38,7 +40,7 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`, any iterable of integers; an id that the vocabulary lacks raises `ContractError`."""
+        """The bytes of `ids`, any iterable of integers; an id not in the vocabulary raises `ContractError`."""
         return b"".join([self.token(id) for id in ids])
 
     def token(self, id: int) -> bytes:
@@ -54,7 +56,8 @@ class Tokenizer:
         if isinstance(text, bytes):
             return text
         if not isinstance(text, str):
-            self.refuse("encode", f"text is a {type(text).__qualname__}, expected str or bytes", ContractTypeError)
+            self.refuse("encode", f"text is a {type(text).__qualname__}, expected str or bytes",
+                        ContractTypeError)
         try:
             return text.encode()
         except UnicodeEncodeError as error:
@@ -86,7 +89,7 @@ class Stream:
         return self.decoder.decode(self.tokenizer.token(id))
 
     def flush(self) -> str:
-        """U+FFFD where the ids stopped within a character, else nothing; the stream is then as new."""
+        """U+FFFD where the ids stopped within a character, else nothing; then the stream is as new."""
         return self.decoder.decode(b"", final=True)
 
 
@@ -108,9 +111,9 @@ class Bytes(Tokenizer):
 
 
 class World(Tokenizer):
-    """The vocabulary of the RWKV World models: each id is the longest token that the rest of the text starts with.
+    """The RWKV World models' vocabulary; each id is the longest token that the rest of the text begins with.
 
-    Matching is on bytes, from left to right, so every str and every bytes can be encoded and decodes to itself.
+    Matching is on bytes, from left to right, so every text can be encoded and comes back from `decode_bytes`.
     Id 0 ends a text; no text encodes to it, and it decodes to nothing.
 
     Parameters
@@ -130,20 +133,21 @@ class World(Tokenizer):
         super().__init__({self.end: b"", **dict(enumerate(tokens, 1))})
         self.ids = {token: id for id, token in enumerate(tokens, 1)}
         if missing := 256 - sum(bytes([byte]) in self.ids for byte in range(256)):
-            raise ContractError(f"World: tokens lack {missing} of the 256 single bytes, so some texts have no ids")
-        lengths = defaultdict(lambda: {1})
+            raise ContractError(f"World: tokens lack {missing} of the 256 single bytes, expected all of them")
+        lengths = defaultdict(set)
         for token in tokens:
-            lengths[token[:2]].add(len(token))
-        self.lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+            if len(token) >= START:
+                lengths[token[:START]].add(len(token))
+        self.lengths = {start: (*sorted(found, reverse=True), *SHORT) for start, found in lengths.items()}
 
     @classmethod
     def from_file(cls, path: str | Path) -> World:
-        """Reads the vocabulary's text form, `id 'literal' length` a line; a damaged file raises `ContractError`."""
+        """Reads the text form, `id 'literal' length` a line; `ContractError` names a line that is damaged."""
         return cls(read_vocabulary(path))
 
     @classmethod
     def installed(cls) -> World:
-        """Reads the vocabulary that an installed `pyrwkv-tokenizer` or `rwkv` bundles; the package is not imported."""
+        """Reads what an installed `pyrwkv-tokenizer` or `rwkv` bundles, without importing the package."""
         for package in PACKAGES:
             spec = importlib.util.find_spec(package)
             for folder in (spec and spec.submodule_search_locations) or ():
@@ -154,15 +158,15 @@ class World(Tokenizer):
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of `text`, a str in UTF-8."""
-        # Two bytes leave few lengths to try: a dict and slices are faster here than walking a trie byte by byte.
+        # The next few bytes leave few lengths to try, so slices and a dict do what a trie does byte by byte.
         data, ids, lengths = self.utf8(text), self.ids, self.lengths
         found, start = [], 0
         while start < len(data):
-            for length in lengths.get(data[start:start + 2], (1,)):
+            for length in lengths.get(data[start:start + START], SHORT):
                 id = ids.get(data[start:start + length])
                 if id is not None:
                     found.append(id)
-                    start += length         # past the end where the slice was cut short: it was all of the rest
+                    start += length         # past the end where the slice was cut short: it was all the rest
                     break
         return found
 
@@ -174,7 +178,8 @@ def read_vocabulary(path) -> list[bytes]:
             try:
                 token = parse(line.rstrip(b"\r\n"), number)
                 if token in lines:
-                    raise ValueError(f"has the token {token!r} of line {lines[token]} again, expected a new one")
+                    raise ValueError(f"has the token {shortened(token)} of line {lines[token]} again, "
+                                     "expected a new one")
             except ValueError as error:
                 raise ContractError(f"World.from_file: {path}, line {number} {error}") from None
             lines[token] = number
@@ -197,9 +202,9 @@ def parse(line: bytes, number: int) -> bytes:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         token = None
     if not isinstance(token, bytes) or not token:
-        raise ValueError(f"has the literal {shortened(literal)}, expected a str or bytes of at least one byte")
+        raise ValueError(f"has the literal {shortened(literal)}, expected str or bytes of at least one byte")
     if len(token) != int(length):
-        raise ValueError(f"has the token {shortened(token)} of {len(token)} bytes, but declares {int(length)}")
+        raise ValueError(f"has the token {shortened(token)}: {len(token)} bytes, it declares {int(length)}")
     return token
 
 

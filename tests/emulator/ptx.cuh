@@ -183,3 +183,13 @@ template <int N> void cp_async_wait() {
   self.copies_count -= done;
   memmove(copies, copies + done, self.copies_count * sizeof(emulator::Copy));
 }
+
+// ---- kernels that overlap: here they run in turn -------------------------------------------------------------
+
+inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(reinterpret_cast<u64>(gmem) % 16 == 0 && bytes % 16 == 0,
+                 "prefetch_l2 of %u bytes, or an address, that is no multiple of 16 (%s:%d)", bytes, where.file,
+                 where.line);
+}
+inline void launch_next() {}
+inline void wait_for_previous() {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 from . import plans
 from .build import CupyDevice
@@ -13,28 +14,34 @@ LEAST_CAPABILITY = 80           # cp.async and tf32 products came with sm_80
 def why_not(problem) -> str | None:
     if problem.home == "host":
         return "the arrays are on the host"
-    return why_not_device() or plans.unsupported(problem)
+    return too_old(ordinal(problem)) or plans.unsupported(problem)
 
 
-def why_not_device() -> str | None:
+def ordinal(problem) -> int:
+    """The device that the arrays live on."""
+    return int(problem.home.removeprefix("cuda:"))
+
+
+@cache
+def too_old(device: int) -> str | None:
     """Device arrays exist, so a driver and CuPy do; what is left is whether they are new enough."""
     cupy = sys.modules["cupy"]
     if tuple(int(part) for part in cupy.__version__.split(".")[:2]) < (14, 2):
         return f"CuPy {cupy.__version__} is older than 14.2, whose kernel cache these kernels rely on"
-    capability = int(cupy.cuda.Device().compute_capability)
+    capability = int(cupy.cuda.Device(device).compute_capability)
     if capability < LEAST_CAPABILITY:
         return f"the device is sm_{capability}, older than sm_{LEAST_CAPABILITY}"
     return None
 
 
 def run(problem):
-    with sys.modules["cupy"].cuda.Device(int(problem.home.split(":")[1])):
+    with sys.modules["cupy"].cuda.Device(ordinal(problem)):
         return plans.run(problem, CupyDevice())
 
 
 def describe(problem, bytes_moved) -> dict:
     operator = problem.op.name in plans.OPERATORS
-    bandwidth = peak_bandwidth(int(problem.home.split(":")[1]))
+    bandwidth = peak_bandwidth(ordinal(problem))
     return {
         "mode": plans.mode_of(problem) if operator else None,
         "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plans.kernels_of(problem)),

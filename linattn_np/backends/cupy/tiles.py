@@ -65,6 +65,41 @@ def combine(T) -> Kernel:
     return Kernel("stages/combine", (CTYPES[T],), THREADS)
 
 
+# -- a model's decoding step: X is the dtype of what a kernel hands to the next product --------------------------------
+MATVEC_ROWS = 16        # rows of a weight a block of matvec: a tensor-core tile
+MATVEC_COLUMNS = 8      # sequences it serves at most: the tile's other side
+MATVEC_PRODUCTS = 5     # products in one launch
+MIX_COLUMNS = 128       # channels a block of mix
+
+
+def embed(T) -> Kernel:
+    return Kernel("model/embed", (CTYPES[T],), 512)
+
+
+def norm_shift(X) -> Kernel:
+    return Kernel("model/norm_shift", (CTYPES[X],), 512)
+
+
+def mix(T, X) -> Kernel:
+    return Kernel("model/mix", (CTYPES[T], CTYPES[X]), MIX_COLUMNS)
+
+
+def time_mix_step(T, X) -> Kernel:
+    return Kernel("model/time_mix_step", (CTYPES[T], CTYPES[X]), 256)
+
+
+def matvec(T) -> Kernel:
+    return Kernel("model/matvec", (CTYPES[T],), 512)
+
+
+def relu_squared(X) -> Kernel:
+    return Kernel("model/relu_squared", (CTYPES[X],), 256)
+
+
+def argmax() -> Kernel:
+    return Kernel("model/argmax", (), 1024)
+
+
 def shared_bytes(kernel: Kernel) -> int:
     """Dynamic shared memory of a block: the size of the kernel's tile structs, member by member."""
     size = {ctype: dtype.itemsize for dtype, ctype in CTYPES.items()}
@@ -85,6 +120,16 @@ def shared_bytes(kernel: Kernel) -> int:
             return 4 * (64 * (16 + 4) + 16 * (64 + 8))
         case "step", _:
             return 4 * (4 * 32)
+        case ("embed" | "norm_shift"), _:
+            return 4 * 2 * 16
+        case "mix", _:
+            return 4 * 32 * 8
+        case "time_mix_step", _:
+            return 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
+        case "matvec", _:
+            return 2 * 4 * 512 * 16 + 4 * 16 * 8 * 16
+        case "argmax", _:
+            return 32 * 8
     return 0
 
 
@@ -107,3 +152,11 @@ def kernels():
         yield combine(T)
         for p in POLICIES:
             yield gated_qk(p, T)
+        yield embed(T)
+        yield norm_shift(T)
+        yield matvec(T)
+        yield relu_squared(T)
+        for X in dict.fromkeys((T, single)):
+            yield mix(T, X)
+            yield time_mix_step(T, X)
+    yield argmax()

@@ -15,7 +15,7 @@ finally:
     if _missing:
         del np.row_stack
 
-from numba import NumbaPerformanceWarning, cuda
+from numba import cuda
 from numba.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -30,7 +30,7 @@ def launch(kernel, blocks, threads, *arguments):
     else:
         stream = cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
         with warnings.catch_warnings():                     # of a small grid: the problem is small
-            warnings.simplefilter("ignore", NumbaPerformanceWarning)
+            warnings.filterwarnings("ignore", ".*Grid size")
             configured = kernel[blocks, threads, stream]
         configured(*map(on_device, arguments))
 

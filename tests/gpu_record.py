@@ -1,0 +1,149 @@
+"""The record of the last run of the tests on a card, and whether it still speaks of these sources.
+
+    python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--out FILE]     on a card
+    python tests/gpu_record.py --check [--out FILE]                                           anywhere
+
+--write runs every test of each backend (what asks no backend is for any machine's run) and stores what passed, on
+what, together with a hash of every file that decides what runs on a device. --check needs the standard library alone; it exits 0 when every hash still matches
+and nothing failed, and else prints why not and exits 1.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as xml
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests" / "gpu_record.json"
+SOURCES = ("kernels_cu/**/*.cu", "kernels_cu/**/*.cuh", "linattn_np/backends/cupy/*.py", "linattn_np/backends/numba/*.py")
+LIBRARIES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "cuda-core", "torch", "jax", "pytest")
+
+
+def hashes(root) -> dict[str, str]:
+    """sha256 of every device source, by its path in the repository."""
+    files = sorted({path for pattern in SOURCES for path in root.glob(pattern)})
+    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def complaints(record, found) -> list[str]:
+    """Why the record does not vouch for the sources `found`; empty when it does."""
+    said = [f"{name}: {backend['failed']} failed" for name, backend in record["backends"].items() if backend["failed"]]
+    said += [f"{name}: nothing passed" for name, backend in record["backends"].items() if not backend["passed"]]
+    if not record["backends"]:
+        said.append("no backend was run")
+    known = record["sources"]
+    for path in sorted({*known, *found}):
+        if path not in known:
+            said.append(f"{path}: new since")
+        elif path not in found:
+            said.append(f"{path}: gone since")
+        elif known[path] != found[path]:
+            said.append(f"{path}: changed since")
+    return said
+
+
+def check(root, path) -> int:
+    if not path.exists():
+        print(f"{path} does not exist: no run on a card is recorded")
+        return 1
+    record = json.loads(path.read_text())
+    said = complaints(record, hashes(root))
+    for line in said:
+        print(line)
+    if not said:
+        print(f"{record['card']}, {record['date']}: " + ", ".join(
+            f"{name} {backend['passed']} passed" for name, backend in record["backends"].items()))
+    return bool(said)
+
+
+def counts(report) -> dict[str, float]:
+    """What a junit report says: passed, failed (errors too), skipped, seconds."""
+    suites = list(xml.parse(report).getroot().iter("testsuite"))
+    total, skipped = (sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped"))
+    failed = sum(int(suite.get(key, 0)) for suite in suites for key in ("failures", "errors"))
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped,
+            "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1)}
+
+
+def run_tests(root, backend, workers, more) -> dict[str, float]:
+    """The tests that name one backend; a run that leaves no report, or ends ill beside a good one, counts as failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "tests", f"--backends={backend}", "-k", backend,
+                   f"--junitxml={report}", "-q", *more]
+        if workers > 1:
+            command += ["-n", str(workers), "--dist", "loadgroup"]
+        status = subprocess.run(command, cwd=root).returncode
+        found = counts(report) if report.exists() else {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
+        if status and not found["failed"]:
+            found["failed"] = 1
+        return found
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for library in LIBRARIES:
+        try:
+            found[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str]:
+    """The card, its driver, and CUDA as CuPy and the driver see it."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    card, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    import cupy
+    runtime, supported = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
+    return {"card": card, "driver": driver, "cuda": f"{runtime // 1000}.{runtime % 1000 // 10}",
+            "cuda_of_driver": f"{supported // 1000}.{supported % 1000 // 10}"}
+
+
+def commit(root) -> str | None:
+    """The commit whose sources were run, marked when the tree has changes of its own; None where git cannot say."""
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", *SOURCES) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write(root, path, backends, workers, more) -> int:
+    sources = hashes(root)
+    record = {**machine(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(root), "versions": versions(),
+              "backends": {backend: run_tests(root, backend, workers, more) for backend in backends}, "sources": sources}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    fresh.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(fresh, path)
+    return check(root, path)
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="run the tests on this machine's card and store the record")
+    action.add_argument("--check", action="store_true", help="compare the record with the sources")
+    parser.add_argument("--out", type=Path, default=RECORD, help="the record's file")
+    parser.add_argument("--backends", default="cupy,numba")
+    parser.add_argument("--workers", type=int, default=1, help="processes that run tests side by side")
+    given, more = parser.parse_known_args(arguments)
+    if given.check:
+        if more:
+            parser.error(f"unknown arguments: {' '.join(more)}")
+        return check(ROOT, given.out)
+    return write(ROOT, given.out, given.backends.split(","), given.workers, more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""explain says what a call would do, and does nothing."""
+
+import numpy as np
+import pytest
+from reference import draw, same_bits
+
+from linattn_np import ContractError, explain, gla, rwkv6
+from linattn_np.arrays import BFLOAT16
+from linattn_np.ops import OPS
+
+SIZES = {"B": 1, "H": 2, "T": 40, "K": 8, "V": 6, "N": 1}
+
+
+def bytes_of(*arrays):
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+@pytest.mark.parametrize("op", OPS, ids=[op.name for op in OPS])
+def test_host_arrays_run_on_numpy(op):
+    arrays = draw(op, np.random.default_rng(0), SIZES, np.float32)
+    before = [x.copy() for x in arrays]
+    found = explain(OPS[op], *arrays)
+    assert (found.op, found.backend) == (op.name, "numpy")
+    assert found.mode in op.modes
+    assert found.floor_ms is None
+    assert found.bytes == bytes_of(*arrays) + 4 * 1 * 2 * 40 * 6
+    assert set(found.reasons) == {"cupy", "numba"} and "host" in found.reasons["cupy"]
+    text = str(found)
+    assert text.startswith(f"{op.name}: numpy") and f"{found.bytes:,} bytes" in text and "not cupy: " in text
+    assert all(same_bits(x, copy) for x, copy in zip(arrays, before))
+
+
+def test_bytes_count_states_once_read_and_once_written():
+    op = next(iter(OPS))
+    arrays = draw(op, np.random.default_rng(0), SIZES, BFLOAT16)
+    start = np.zeros((1, 2, 8, 6), np.float32)
+    plain = explain(gla, *arrays).bytes
+    assert plain == bytes_of(*arrays) + 2 * 1 * 2 * 40 * 6
+    assert explain(gla, *arrays, initial_state=start).bytes == plain + bytes_of(start)
+    assert explain(gla, *arrays, output_final_state=True).bytes == plain + bytes_of(start)
+    assert explain(gla, *arrays, output_final_state=True, state_dtype=BFLOAT16).bytes == plain + bytes_of(start) // 2
+
+
+def test_every_mode_is_named():
+    op = next(iter(OPS))
+    arrays = draw(op, np.random.default_rng(0), SIZES)
+    for mode in op.modes:
+        assert explain(gla, *arrays, mode=mode).mode == mode
+    assert explain(gla, *arrays).mode in op.modes           # what "auto" became
+
+
+def test_nothing_is_computed():
+    """Shapes of 2**40 tokens cost nothing: the arrays are views of one number."""
+    x = np.broadcast_to(np.float32(0), (1, 1, 2**20, 8))
+    out = np.full((1, 1, 2**20, 8), np.nan, np.float32)
+    explain(gla, x, x, x, x, out=out)
+    assert np.isnan(out).all()
+
+
+def test_a_named_backend_that_cannot_run():
+    arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES)
+    found = explain(gla, *arrays, backend="cupy")
+    assert found.backend is None and "host" in found.reasons["cupy"]
+    assert "no backend" in str(found)
+    with pytest.raises(ContractError, match="backend is 'torch'"):
+        explain(gla, *arrays, backend="torch")
+
+
+def test_errors_are_those_of_the_call():
+    arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES)
+    with pytest.raises(ContractError, match="gla: mode is 'x'"):
+        explain(gla, *arrays, mode="x")
+    with pytest.raises(ContractError, match="gla: v has T=3"):
+        explain(gla, arrays[0], arrays[1], arrays[2][:, :, :3], arrays[3])
+
+
+def test_on_the_card(card):
+    """Kernels, tiles, copies and the floor; only this backend's own reasons are missing."""
+    arrays = [card.asarray(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), SIZES, np.float32)]
+    found = card.run(explain, gla, *arrays)
+    assert found.backend == card.name and found.mode in card.modes["gla"]
+    assert found.kernels and found.tiles and found.copies == ()
+    assert 0 < found.floor_ms < 1e-3
+    assert "cuda:0" in found.reasons["numpy"] and card.name not in found.reasons
+    for mode in card.modes["gla"]:
+        assert card.run(explain, gla, *arrays, mode=mode).mode == mode
+    columns = card.cupy.asfortranarray(arrays[0])
+    if card.name == "cupy":
+        (copy,) = card.run(explain, gla, columns, *arrays[1:]).copies
+        assert copy.startswith("q: ")
+
+
+def test_device_arrays_go_to_cupy_first(card):
+    arrays = [card.asarray(x) for x in draw(next(op for op in OPS if op.name == "rwkv6"), np.random.default_rng(0), SIZES, np.float32)]
+    assert explain(rwkv6, *arrays).backend == "cupy"
+    quadratic = explain(rwkv6, *arrays, mode="parallel")
+    assert quadratic.backend is None and set(quadratic.reasons) == {"numpy", "cupy", "numba"}
