@@ -143,8 +143,15 @@ def pytest_configure(config):
     if unknown := set(names) - set(CLASSES):
         raise pytest.UsageError(f"--backends: {', '.join(sorted(unknown))} unknown, expected {', '.join(CLASSES)}")
     config.backends = {name: CLASSES[name] for name in names}
-    if config.option.seed is None:
+    if hasattr(config, "workerinput"):                  # one of pytest-xdist's processes
+        config.option.seed = config.workerinput["seed"]
+    elif config.option.seed is None:
         config.option.seed = int.from_bytes(os.urandom(4))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config):

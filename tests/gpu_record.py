@@ -3,9 +3,9 @@
     python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--out FILE]     on a card
     python tests/gpu_record.py --check [--out FILE]                                           anywhere
 
---write runs every test of each backend (what asks no backend is for any machine's run) and stores what passed, on
-what, together with a hash of every file that decides what runs on a device. --check needs the standard library alone; it exits 0 when every hash still matches
-and nothing failed, and else prints why not and exits 1.
+--write runs every test that names a backend, the others being for any machine, and stores what passed, on what,
+together with a hash of every file that decides what runs on a device. --check needs the standard library alone; it
+exits 0 when every hash still matches and nothing failed, and else prints why not and exits 1.
 """
 
 import argparse

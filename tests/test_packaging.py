@@ -68,7 +68,7 @@ MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(pa
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
 ROOMS = {
-    "varlen": ([], ["numpy"]),
+    "varlen": (["arrays"], ["numpy"]),
     "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
     "contract": (["arrays", "varlen"], ["numpy"]),
     "dispatch": (["contract"], []),

@@ -24,7 +24,7 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   to[3] = from_float<X>(x.w);
 }
 
-// Weights that a later kernel reads: a small kernel leaves the memory idle, so spare blocks have L2 fetch them.
+// Weights of a later kernel: a small kernel leaves the memory idle, so spare blocks have L2 fetch them.
 struct Ahead {
   const unsigned char* p;
   i64 bytes;

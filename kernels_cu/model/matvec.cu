@@ -1,21 +1,22 @@
 // what      Up to five products of weights with up to 8 vectors each, every weight read once.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each product: w [M, K], x [B, K], y [B, M]
-// grid      a block for every 16 rows of a product, products in turn; 512 threads: a warp a slice of K, a lane of a
-//           row 8 neighbours of every 32
+// grid      a block for every 16 rows of a product, products in turn; 512 threads: a warp a slice of K, a lane
+//           8 neighbours of every 32 in two rows
 // smem      MatvecTile: the weights on their way and the warps' parts of y
 // barriers  one: the parts of y stand
-// numerics  tensor cores on tf32. x, and float32 weights, are split in two tf32 numbers, half weights are exact;
+// numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, half weights as they are;
 //           float32 sums in a fixed order. A column does not depend on the others, so neither on B.
 // source    Peng et al., 2024, "Eagle and Finch", for the products; include/product.cuh for the split
 // limits    B up to 8, K a multiple of 8; weights aligned to 16 bytes
 //
-// A lane's 16-byte copies are its own operands of the tensor core: any order of k will do if W and x have the same.
-// They are under way before the kernel waits for x, two stages of 32 KB a block and up to three blocks a
-// multiprocessor: that hides the latency of the memory at its full bandwidth, with no register taken.
+// A lane copies its own operands of the tensor core: any order of k will do if W and x have the same. The copies
+// are under way before the kernel waits for x, two stages of 32 KB a block and two blocks a multiprocessor: enough
+// to hide the latency of the memory at its full bandwidth, and no register is taken.
 #include "product.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, ROWS = 16, COLUMNS = 8, STEP = 32, STAGES = 2, PRODUCTS = 5;
+constexpr int THREADS = 512, WARPS = THREADS / 32, ROWS = 16, COLUMNS = 8, PRODUCTS = 5;
+constexpr int STEP = 32, STAGES = 2;
 
 enum class Finish : i64 { Write, Add, ReluSquared };
 
@@ -98,7 +99,9 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 2) matvec(const
     cp_async_wait<STAGES - 1>();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      const auto copied = [&](int i) { return s.weights[stage % STAGES][step * 2 * VECTORS + i][threadIdx.x]; };
+      const auto copied = [&](int i) {
+        return s.weights[stage % STAGES][step * 2 * VECTORS + i][threadIdx.x];
+      };
       float upper[8], lower[8];
       if constexpr (EXACT) {
         unpack(upper, copied(0), copied(1));

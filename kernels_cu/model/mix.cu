@@ -1,8 +1,8 @@
 // what      The five inputs of the time mix, their token shift mixed by the data.
 // math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
 // shapes    low [B, 5, A], up [5, A, D], maa [5, D], xx d [B, D], mixed [5, B, D]
-// grid      a block for every (8 sequences, c, 128 channels), sequences slowest, then blocks that only look ahead;
-//           128 threads: a channel each
+// grid      a block for every (8 sequences, c, 128 channels), sequences slowest, then blocks that only look
+//           ahead; 128 threads: a channel each
 // smem      MixTile: 32 tanh(low) of each sequence
 // barriers  two a pass of 32: read the tile before it changes, and after
 // numerics  float32

@@ -86,7 +86,9 @@ template <typename X> __global__ void __launch_bounds__(THREADS) norm_shift(cons
       store4(args.xx + row + j, xx);
       store4(args.d + row + j, d);
     }
-    for (i64 c = 0; c < args.C; ++c)
-      store4(args.mixed + c * args.B * D + row + j, args.maa ? add_scaled(xx, d, load4(args.maa + c * D + j)) : xx);
+    for (i64 c = 0; c < args.C; ++c) {
+      const float4 mixed = args.maa ? add_scaled(xx, d, load4(args.maa + c * D + j)) : xx;
+      store4(args.mixed + c * args.B * D + row + j, mixed);
+    }
   }
 }

@@ -1,10 +1,10 @@
-// what      The time mix of one token: decay, state, group norm and gate; each state is read and written once.
+// what      The time mix of one token: decay, state, group norm, gate; each state is read and written once.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
 //           slots [B] or null
-// grid      a block for every (sequence, head), sequence slowest, then blocks that only look ahead; 256 threads:
-//           four columns of the state and every (1024 / N)-th channel each
+// grid      a block for every (sequence, head), sequence slowest, then blocks that only look ahead; 256
+//           threads: four columns of the state and every (1024 / N)-th channel each
 // smem      TimeMixTile
 // barriers  six: inputs, parts of the decay, decay, parts of o, and the two sums of the group norm
 // numerics  float32
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(THREADS) time_mix_step(const TimeMixStepArgs<T
   if (share < shares) {
     float part = 0.f;
 #pragma unroll 8
-    for (int j = share; j < W; j += shares) part = fmaf(s.low[j], to_float(args.up[j * D + h * N + channel]), part);
+    for (int j = share; j < W; j += shares)
+      part = fmaf(s.low[j], to_float(args.up[j * D + h * N + channel]), part);
     s.parts[share * N + channel] = part;
   }
   __syncthreads();  // the parts of the decay stand

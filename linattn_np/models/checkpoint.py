@@ -236,12 +236,14 @@ def fields(data, layout, at, signature, wanted):
 
 def widened(values, extra):
     """32-bit `values` of a directory entry; those that did not fit stand in its zip64 field, in this order."""
-    while len(extra) >= 4:
-        kind, size = struct.unpack_from("<2H", extra)
-        field, extra = extra[4:4 + size], extra[4 + size:]
+    here = 0
+    while here + 4 <= len(extra):
+        kind, size = struct.unpack_from("<2H", extra, here)
         if kind == 1:
+            field = extra[here + 4:here + 4 + size]
             wide = iter(struct.unpack_from(f"<{len(field) // 8}Q", field))
             return [next(wide, value) if value == WIDE else value for value in values]
+        here += 4 + size
     return values
 
 
@@ -298,7 +300,7 @@ CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()
 def unpickle(stream):
     """The value of the pickle at `stream`, which is left behind it."""
     try:
-        return run(pickletools.genops(stream), {})
+        return run(pickletools.genops(stream))
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError) as error:     # cut short or no pickle, an empty stack, an unset memo
@@ -314,8 +316,8 @@ def state_dict(value) -> dict[str, Tensor]:
     return value
 
 
-def run(program, storages):
-    frames, memo = [[]], {}             # a mark opens a frame; what is left of it is the mark's items
+def run(program):
+    frames, memo, storages = [[]], {}, {}       # a mark opens a frame; what is left of it is the mark's items
     for step, (opcode, argument, _) in enumerate(program):
         if step == MAX_OPCODES:
             refuse(f"the pickle has more than {MAX_OPCODES} opcodes", "a state dict")

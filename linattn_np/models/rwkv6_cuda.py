@@ -1,7 +1,7 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Nine launches a layer up to eight sequences, each of which reads its weights once; beyond that cuBLAS multiplies.
-Every array of a step is allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+Nine launches a layer up to eight sequences, each weight read once; beyond that cuBLAS multiplies. Every array of a
+step is allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
 MOST = {"D": 8192, "N": 256, "W": 512}      # what the kernels keep in registers and shared memory
 WRITE, ADD, RELU_SQUARED = range(3)         # matvec's `Finish`
-AHEAD = 8 << 20         # bytes of later weights that a small kernel asks for: what the memory gives while it runs
+AHEAD = 8 << 20         # bytes of later weights that a small kernel asks for: what memory gives while it runs
 PIECE = 4096            # bytes a request of decode.cuh
 SPARE_BLOCKS = 128      # that ask, about one a multiprocessor
 
@@ -29,8 +29,8 @@ SPARE_BLOCKS = 128      # that ask, about one a multiprocessor
 class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
-    Weights are kept in `dtype`, norms, mixes, decay and bonus in float32; state, sums and, up to eight sequences, all
-    that passes between kernels are float32. Beyond eight the inputs of a product are rounded to `dtype`.
+    Weights are kept in `dtype`, norms, mixes, decay and bonus in float32. State, sums and all that passes between
+    kernels are float32, but for more than eight sequences: then the inputs of a product are rounded to `dtype`.
 
     Parameters
     ----------
@@ -52,7 +52,8 @@ class CudaDecoder:
     >>> decoder = CudaDecoder(weights, np.float16)                          # doctest: +SKIP
     >>> tokens, state = cupy.array([510]), decoder.initial_state()          # doctest: +SKIP
     >>> decoder.capture(tokens, state, greedy=True)                         # doctest: +SKIP
-    >>> for _ in range(100): decoder.replay()                               # tokens holds the last   # doctest: +SKIP
+    >>> for _ in range(100):                                                # doctest: +SKIP
+    ...     decoder.replay()
     """
 
     def __init__(self, weights: Mapping, dtype, batch: int = 1, device=None):
@@ -62,72 +63,72 @@ class CudaDecoder:
         if self.dtype not in DTYPES:
             refuse(f"dtype is {self.dtype}, expected {', '.join(map(str, DTYPES))}", ContractTypeError)
         self.few = batch <= tiles.MATVEC_COLUMNS
-        X = FLOAT32 if self.few else self.dtype             # of what products take
 
         load = partial(stacked, device, weights)
-        L, D, F, V, A, W = (sizes[axis] for axis in "LDFVAW")
         self.embedding, self.head = load(self.dtype, "emb.weight"), load(self.dtype, "head.weight")
         self.ln0, self.ln_out = load(FLOAT32, *affine("blocks.0.ln0")), load(FLOAT32, *affine("ln_out"))
-        self.layers = [Layer(load, self.dtype, f"blocks.{i}") for i in range(L)]
+        self.layers = [Layer(load, self.dtype, f"blocks.{i}") for i in range(sizes["L"])]
 
         def room(*shape, dtype=FLOAT32):
             return device.empty(shape, dtype)
 
-        B = batch
-        self.x, self.xx, self.d = room(B, D), room(B, D), room(B, D)
-        self.mixed_x, self.low = room(1, B, D, dtype=X), room(1, B, 5 * A)
-        self.mixed, self.kvrg, self.decay_low = room(5, B, D, dtype=X), room(4, B, D), room(1, B, W)
-        self.y = room(1, B, D, dtype=X)
-        self.ffn_mixed, self.hidden, self.activated = room(2, B, D, dtype=X), room(1, B, F), room(1, B, F, dtype=X)
+        X = FLOAT32 if self.few else self.dtype             # of what products take
+        B, (D, F, V, A, W) = batch, (sizes[axis] for axis in "DFVAW")
+        self.x, self.xx, self.d = room(1, B, D), room(B, D), room(B, D)
+        self.mixed_x, self.low, self.mixed = room(1, B, D, dtype=X), room(1, B, 5 * A), room(5, B, D, dtype=X)
+        self.kvrg, self.decay_low, self.y = room(4, B, D), room(1, B, W), room(1, B, D, dtype=X)
+        self.ffn_mixed, self.activated = room(2, B, D, dtype=X), room(1, B, F, dtype=X)
+        self.hidden = None if self.few else room(1, B, F)
         self.gate, self.value = room(1, B, D), room(1, B, D)
-        self.normed, self._logits = room(1, B, D, dtype=X), room(1, B, V)
-        self.bound, self.program, self.graph = None, [], None
+        self.normed, self.all_logits = room(1, B, D, dtype=X), room(1, B, V)
+        self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     @property
     def logits(self):
-        """[B, V] float32, of the latest step."""
-        return self._logits[0]
+        """[B, V] float32, after the latest step."""
+        return self.all_logits[0]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step must read: all but the embedding, of which it reads B rows."""
-        arrays = [self.head, self.ln0, self.ln_out] + [array for layer in self.layers for array in vars(layer).values()]
-        return sum(array.nbytes for array in arrays) + self.batch * self.embedding[0, 0].nbytes
+        """Bytes that a step must read of the weights: all but the embedding, of which it reads B rows."""
+        layers = (array for layer in self.layers for array in vars(layer).values())
+        every_byte = sum(array.nbytes for array in (self.head, self.ln0, self.ln_out, *layers))
+        return every_byte + self.batch * self.embedding[0, 0].nbytes
 
     def initial_state(self, rows: int | None = None) -> State:
-        """The state before the first token; `rows` of it for a pool, by default one a sequence."""
+        """The state before the first token: `rows` for a pool, otherwise one a sequence."""
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         P, zeros = self.batch if rows is None else rows, self.device.zeros
-        return State(zeros((L, P, D), FLOAT32), zeros((L, P, H, N, N), FLOAT32), zeros((L, P, D), FLOAT32))
+        return State(*(zeros((L, P, *shape), FLOAT32) for shape in ((D,), (H, N, N), (D,))))
 
-    def step(self, tokens, state, slots=None, greedy: bool = False):
-        """``logits`` [B, V] after `tokens`; `state` is updated in place, all of it enqueued on the current stream.
+    def step(self, tokens, state: State, slots=None, greedy: bool = False):
+        """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
 
-        tokens : int64 [B] on the device, each below V; with `greedy` they become the likeliest next ones.
-        state : `State` of P rows on the device, contiguous float32.
+        tokens : int64 [B] on the device, each below V; with `greedy` the likeliest next ones take their place.
+        state : P rows on the device, contiguous float32.
         slots : int64 [B] on the device, all different, or None
-            The row of the state that each sequence has; without them P = B.
+            The row of the state that each sequence has; without them P = B and sequence b has row b.
 
-        The result is the decoder's own buffer, which the next step overwrites.
+        The result is the decoder's own buffer, which the next step overwrites. ContractError for arrays of
+        another shape or dtype; the values of tokens and slots are not looked at.
         """
         for launch in self.bind(tokens, state, slots, greedy):
             launch()
         return self.logits
 
-    def capture(self, tokens, state, slots=None, greedy: bool = False):
-        """Make a CUDA graph of `step` for `replay`; nothing is decoded yet. Returns the `logits` to come.
+    def capture(self, tokens, state: State, slots=None, greedy: bool = False):
+        """Make a CUDA graph of `step` for `replay`, and decode nothing yet; returns the `logits` to come.
 
-        The arrays are those that every replay reads and writes: change their values, not the arrays.
+        Every replay reads and writes these arrays: change what they hold, not where they are.
         """
         import cupy
 
-        L, P = 1, self.batch
-        first = State(*(self.device.zeros((L, P, *array.shape[2:]), FLOAT32) for array in parts(state)))
-        zero = self.device.zeros((self.batch,), INT64)
+        zeros = self.device.zeros
+        small = State(*(zeros((1, self.batch, *array.shape[2:]), FLOAT32) for array in parts(state)))
         stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:                        # every kernel once on one layer: what is loaded now is not in the graph
-            cupy.cuda.runtime.deviceSynchronize()
-            for launch in self.enqueued(zero, first, None, greedy, self.layers[:1]):
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:                        # every kernel is loaded before the graph: one layer has them all
+            for launch in Step(self, zeros((self.batch,), INT64), small, None, greedy, self.layers[:1]).launches:
                 launch()
             stream.synchronize()
             stream.begin_capture()
@@ -140,77 +141,193 @@ class CudaDecoder:
         self.graph.launch()
         return self.logits
 
-    # -- what a step launches ----------------------------------------------------------------------------------------
     def bind(self, tokens, state, slots, greedy):
-        """The launches of a step on these arrays; made anew only where an array is another."""
+        """The launches of a step on these arrays, made anew only where an array is another."""
         arrays = (tokens, *parts(state), *(() if slots is None else (slots,)))
-        bound = (greedy, slots is None, *((self.device.pointer(array), array.shape) for array in arrays))
+        bound = (greedy, *((self.device.pointer(array), array.shape) for array in arrays))
         if bound != self.bound:
             self.check(tokens, state, slots)
-            self.program, self.bound = self.enqueued(tokens, state, slots, greedy, self.layers), bound
-        return self.program
+            self.launches = Step(self, tokens, state, slots, greedy, self.layers).launches
+            self.bound, self.held = bound, arrays
+        return self.launches
 
     def check(self, tokens, state, slots):
         B, (L, D, H, N) = self.batch, (self.sizes[axis] for axis in "LDHN")
-        P = state.wkv.shape[1] if slots is not None else B
-        wanted = {"tokens": (tokens, (B,), INT64), "slots": (slots, (B,), INT64),
-                  "state.att_shift": (state.att_shift, (L, P, D), FLOAT32),
-                  "state.wkv": (state.wkv, (L, P, H, N, N), FLOAT32),
-                  "state.ffn_shift": (state.ffn_shift, (L, P, D), FLOAT32)}
-        for name, (array, shape, dtype) in wanted.items():
+        P = B if slots is None else state.wkv.shape[1]
+        for name, array, shape, dtype in (
+                ("tokens", tokens, (B,), INT64), ("slots", slots, (B,), INT64),
+                ("state.att_shift", state.att_shift, (L, P, D), FLOAT32),
+                ("state.wkv", state.wkv, (L, P, H, N, N), FLOAT32),
+                ("state.ffn_shift", state.ffn_shift, (L, P, D), FLOAT32)):
             if array is None:
                 continue
             if array.dtype != dtype:
                 refuse(f"{name} has dtype {array.dtype}, expected {dtype}", ContractTypeError)
             if array.shape != shape or not array.flags.c_contiguous:
-                refuse(f"{name} is {array.shape} with strides {array.strides}, expected {shape}, contiguous")
+                layout = "" if array.flags.c_contiguous else ", not contiguous"
+                refuse(f"{name} is {array.shape}{layout}, expected contiguous {shape}")
 
-    def enqueued(self, tokens, state, slots, greedy, layers) -> list:
-        """The launches of a step, in order."""
-        B, (D, F, H, N, A, W, V) = self.batch, (self.sizes[axis] for axis in "DFHNAWV")
-        T, X, at, launches = self.dtype, self.mixed.dtype, self.pointer, []
 
-        def launch(kernel, blocks, ahead=None, offset=0, **fields):
-            if not ahead_of(kernel):
-                launches.append(partial(self.device.launch, kernel, blocks, pack(**fields), tiles.shared_bytes(kernel)))
-                return
-            size = 0 if ahead is None or not self.few else max(0, min(AHEAD, ahead.nbytes - offset))
-            spare = min(SPARE_BLOCKS, -(-size // PIECE))
-            fields |= {"ahead": at(ahead) + offset if size else None, "ahead_bytes": size}
-            launches.append(partial(self.device.launch, kernel, blocks + spare, pack(**fields),
-                                    tiles.shared_bytes(kernel)))
+class Step:
+    """The launches of one token through `layers`, in order, bound to the arrays that they read and write."""
 
-        def matmul(*products, finish=WRITE):
-            launches.extend(self.matmul(products, finish))
-
-        def norm_shift(norm, mixed, maa=None, shift=None, value=None, xx=None, ahead=None):
-            launch(tiles.norm_shift(X), B, ahead, x=at(self.x), value=at(value),
-                   gate=at(None if value is None else self.gate), weight=at(norm[0]), bias=at(norm[1]), maa=at(maa),
-                   shift=at(shift), slots=at(slots), xx=at(xx), d=at(None if xx is None else self.d), mixed=at(mixed),
-                   B=B, D=D, C=len(mixed), eps=LAYER_NORM_EPS)
-
-        launch(tiles.embed(T), B, tokens=at(tokens), embedding=at(self.embedding), weight=at(self.ln0[0]),
-               bias=at(self.ln0[1]), x=at(self.x), D=D, eps=LAYER_NORM_EPS)
-        value = None                        # of the layer below, not yet added to x
+    def __init__(self, decoder, tokens, state, slots, greedy, layers):
+        self.decoder, self.launches = decoder, []
+        self.at = decoder.device.pointer
+        self.slots = self.pointer(slots)
+        my, at, B = decoder, self.at, decoder.batch
+        weight, bias = map(at, my.ln0)
+        self.launch(tiles.embed(my.dtype), B, tokens=at(tokens), embedding=at(my.embedding), weight=weight,
+                    bias=bias, x=at(my.x), D=my.sizes["D"], eps=LAYER_NORM_EPS)
+        value = None                # of the layer below, which the next norm adds to x
         for i, layer in enumerate(layers):
-            norm_shift(layer.ln1, self.mixed_x, layer.maa_x, state.att_shift[i], value, self.xx, layer.kvrg)
-            matmul((layer.maa_down, self.mixed_x, self.low))
-            groups = -(-B // tiles.MATVEC_COLUMNS)
-            launch(tiles.mix(T, X), groups * 5 * -(-D // tiles.MIX_COLUMNS), layer.kvrg, AHEAD, low=at(self.low),
-                   up=at(layer.maa_up), maa=at(layer.maa), xx=at(self.xx), d=at(self.d), mixed=at(self.mixed),
-                   B=B, D=D, A=A)
-            matmul((layer.kvrg, self.mixed[1:], self.kvrg), (layer.decay_down, self.mixed[:1], self.decay_low))
-            k, v, r, gate = map(at, self.kvrg)
-            launch(tiles.time_mix_step(T, X), B * H, layer.output, k=k, v=v, r=r, gate=gate, low=at(self.decay_low),
-                   up=at(layer.decay_up), decay=at(layer.decay), u=at(layer.bonus), weight=at(layer.ln_x[0]),
-                   bias=at(layer.ln_x[1]), state=at(state.wkv[i]), slots=at(slots), y=at(self.y), B=B, H=H, N=N, W=W,
-                   eps=GROUP_NORM_EPS)
-            matmul((layer.output, self.y, self.x[None]), finish=ADD)
-            norm_shift(layer.ln2, self.ffn_mixed, layer.ffn_maa, state.ffn_shift[i], ahead=layer.ffn_key)
-            self.channel_mix(layer, matmul, launch)
-            value = self.value
-        norm_shift(self.ln_out, self.normed, value=value, ahead=self.head)
-        matmul((self.head, self.normed, self._logits))
+            self.time_mix(layer, state.att_shift[i], state.wkv[i], value)
+            self.channel_mix(layer, state.ffn_shift[i])
+            value = my.value
+        self.norm_shift(my.ln_out, my.normed, value=value, ahead=my.head)
+        self.matmul((my.head, my.normed, my.all_logits, WRITE))
         if greedy:
-            launch(tiles.argmax(), B, logits=at(self._logits), tokens=at(tokens), V=V)
-        return launches
+            self.launch(tiles.argmax(), B, logits=at(my.logits), tokens=at(tokens), V=my.sizes["V"])
+
+    def time_mix(self, layer, shift, wkv, value):
+        my, at, B = self.decoder, self.at, self.decoder.batch
+        T, X, (D, H, N, A, W) = my.dtype, my.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
+        self.norm_shift(layer.ln1, my.mixed_x, layer.maa_x, shift, value, xx=my.xx, ahead=layer.kvrg)
+        self.matmul((layer.maa_down, my.mixed_x, my.low, WRITE))
+        blocks = ceil_div(B, tiles.MATVEC_COLUMNS) * 5 * ceil_div(D, tiles.MIX_COLUMNS)
+        self.launch_and_look_ahead(
+            tiles.mix(T, X), blocks, layer.kvrg, AHEAD, low=at(my.low), up=at(layer.maa_up), maa=at(layer.maa),
+            xx=at(my.xx), d=at(my.d), mixed=at(my.mixed), B=B, D=D, A=A)
+        self.matmul((layer.kvrg, my.mixed[1:], my.kvrg, WRITE),
+                    (layer.decay_down, my.mixed[:1], my.decay_low, WRITE))
+        (k, v, r, gate), (weight, bias) = map(at, my.kvrg), map(at, layer.ln_x)
+        self.launch_and_look_ahead(
+            tiles.time_mix_step(T, X), B * H, layer.output, k=k, v=v, r=r, gate=gate, low=at(my.decay_low),
+            up=at(layer.decay_up), decay=at(layer.decay), u=at(layer.bonus), weight=weight, bias=bias,
+            state=at(wkv), slots=self.slots, y=at(my.y), B=B, H=H, N=N, W=W, eps=GROUP_NORM_EPS)
+        self.matmul((layer.output, my.y, my.x, ADD))
+
+    def channel_mix(self, layer, shift):
+        my = self.decoder
+        self.norm_shift(layer.ln2, my.ffn_mixed, layer.ffn_maa, shift, ahead=layer.ffn_key)
+        self.matmul((layer.ffn_key, my.ffn_mixed[:1], my.activated, RELU_SQUARED),
+                    (layer.ffn_receptance, my.ffn_mixed[1:], my.gate, WRITE))
+        self.matmul((layer.ffn_value, my.activated, my.value, WRITE))
+
+    def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None, ahead=None):
+        my, at = self.decoder, self.pointer
+        weight, bias = norm
+        C, B, D = mixed.shape
+        self.launch_and_look_ahead(
+            tiles.norm_shift(mixed.dtype), B, ahead, x=at(my.x), value=at(value),
+            gate=at(None if value is None else my.gate), weight=at(weight), bias=at(bias), maa=at(maa),
+            shift=at(shift), slots=self.slots, xx=at(xx), d=at(None if xx is None else my.d), mixed=at(mixed),
+            B=B, D=D, C=C, eps=LAYER_NORM_EPS)
+
+    def matmul(self, *products):
+        """Products (w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
+        my, at = self.decoder, self.at
+        if not my.few:
+            for w, x, y, finish in products:
+                to = my.hidden if finish == RELU_SQUARED else y
+                self.launches.append(partial(multiply(w), w, x, to, finish == ADD))
+                if finish == RELU_SQUARED:
+                    kernel = tiles.relu_squared(y.dtype)
+                    self.launch(kernel, ceil_div(y.size, kernel.threads), x=at(to), y=at(y), count=y.size)
+            return
+        fields, blocks = {}, 0
+        each = [(*matrices, finish) for *stacks, finish in products for matrices in zip(*stacks)]
+        for n in range(tiles.MATVEC_PRODUCTS):
+            w, x, y, finish = each[n] if n < len(each) else (None, None, None, WRITE)
+            M = 0 if w is None else len(w)
+            fields |= {f"w{n}": self.pointer(w), f"x{n}": self.pointer(x), f"y{n}": self.pointer(y)}
+            fields |= {f"M{n}": M, f"finish{n}": finish}
+            blocks += ceil_div(M, tiles.MATVEC_ROWS)
+        _, B, K = products[0][1].shape
+        self.launch(tiles.matvec(my.dtype), blocks, **fields, B=B, K=K)
+
+    def launch_and_look_ahead(self, kernel, blocks, ahead, offset=0, **fields):
+        """A small kernel, and beside it blocks that have L2 fetch weights read soon: `ahead` from `offset` on."""
+        size = max(0, min(AHEAD, ahead.nbytes - offset)) if self.decoder.few else 0
+        spare = min(SPARE_BLOCKS, ceil_div(size, PIECE))
+        self.launch(kernel, blocks + spare, **fields, ahead=self.at(ahead) + offset, ahead_bytes=size)
+
+    def launch(self, kernel, blocks, **fields):
+        self.launches.append(partial(self.decoder.device.launch, kernel, blocks, pack(**fields),
+                                     tiles.shared_bytes(kernel)))
+
+    def pointer(self, array):
+        return None if array is None else self.at(array)
+
+
+class Layer:
+    """One layer's weights on the device, stacked where one product or one kernel takes several."""
+
+    def __init__(self, load, dtype, name):
+        att, ffn = f"{name}.att", f"{name}.ffn"
+        self.ln1, self.ln2 = load(FLOAT32, *affine(f"{name}.ln1")), load(FLOAT32, *affine(f"{name}.ln2"))
+        self.ln_x = load(FLOAT32, *affine(f"{att}.ln_x"))
+        self.maa_x = load(FLOAT32, f"{att}.time_maa_x")
+        self.maa = load(FLOAT32, *(f"{att}.time_maa_{x}" for x in "wkvrg"))
+        self.maa_down = load(dtype, f"{att}.time_maa_w1", transposed=True)              # [1, 5 A, D]
+        self.maa_up = load(dtype, f"{att}.time_maa_w2")
+        self.decay, self.bonus = load(FLOAT32, f"{att}.time_decay"), load(FLOAT32, f"{att}.time_faaaa")
+        self.decay_down = load(dtype, f"{att}.time_decay_w1", transposed=True)          # [1, W, D]
+        self.decay_up = load(dtype, f"{att}.time_decay_w2")
+        self.kvrg = load(dtype, *(f"{att}.{x}.weight" for x in ("key", "value", "receptance", "gate")))
+        self.output = load(dtype, f"{att}.output.weight")
+        self.ffn_maa = load(FLOAT32, f"{ffn}.time_maa_k", f"{ffn}.time_maa_r")
+        self.ffn_key, self.ffn_receptance, self.ffn_value = (
+            load(dtype, f"{ffn}.{x}.weight") for x in ("key", "receptance", "value"))
+
+
+def stacked(device, weights, dtype, *names, transposed=False):
+    """The named weights on the device, [len(names), ...], contiguous."""
+    arrays = [weights[name].T if transposed else weights[name] for name in names]
+    stack = device.empty((len(arrays), *arrays[0].shape), dtype)
+    for row, array in zip(stack, arrays):
+        row[...] = device.upload(array.astype(dtype, copy=False))
+    return stack
+
+
+def affine(norm):
+    return f"{norm}.weight", f"{norm}.bias"
+
+
+def parts(state):
+    return state.att_shift, state.wkv, state.ffn_shift
+
+
+def multiply(w):
+    """What computes y = x w^T, or adds it to y, where `w` lives."""
+    if isinstance(w, np.ndarray):
+        return multiply_on_host
+    from ..backends.cupy import blas
+    return blas.handle(w.device.id).matmul
+
+
+def multiply_on_host(w, x, y, add):
+    product = x.astype(FLOAT32) @ w.astype(FLOAT32).swapaxes(1, 2)
+    y[...] = y + product if add else product
+
+
+def fitting(sizes):
+    """`sizes`, once the kernels can take them."""
+    for axis in "DF":
+        if sizes[axis] % 8:
+            refuse(f"{axis} is {sizes[axis]}, expected a multiple of 8 on the GPU")
+    if sizes["N"] % 4:
+        refuse(f"N is {sizes['N']}, expected a multiple of 4 on the GPU")
+    for axis, most in MOST.items():
+        if sizes[axis] > most:
+            refuse(f"{axis} is {sizes[axis]}, expected at most {most} on the GPU")
+    return sizes
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def current_device():
+    from ..backends.cupy.overlap import best_device
+    return best_device()

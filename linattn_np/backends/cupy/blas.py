@@ -1,4 +1,4 @@
-"""cuBLAS for matrix products with a float32 result, also while a CUDA graph is captured, where CuPy refuses to call it."""
+"""cuBLAS for products with a float32 result, also while a graph is captured, where CuPy refuses to call it."""
 
 import ctypes
 from functools import cache
@@ -11,7 +11,7 @@ N, T = 0, 1                         # of cublasOperation_t
 DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}     # of cudaDataType
 COMPUTE_32F = 68                    # of cublasComputeType_t
 DEFAULT_ALGORITHM = -1              # of cublasGemmAlgo_t
-WORKSPACE = 32 << 20                # bytes: what cuBLAS itself takes on sm_90; our own, so that a graph allocates none
+WORKSPACE = 32 << 20                # bytes, as cuBLAS takes on sm_90; our own, so that a graph allocates none
 
 
 class Cublas:
@@ -28,13 +28,14 @@ class Cublas:
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
 
     def matmul(self, w, x, y, add: bool):
-        """y = x w^T, or y += x w^T: w [C, M, K], x [C, B, K] of one dtype, y [C, B, M] float32, all contiguous."""
+        """y = x w^T, or y += x w^T; w [C, M, K], x [C, B, K] of one dtype, y [C, B, M] float32, contiguous."""
         C, M, K = w.shape
         B = x.shape[1]
         pointer, one, beta = ctypes.c_void_p, ctypes.c_float(1), ctypes.c_float(add)
         stride, data = ctypes.c_longlong, DATA[w.dtype]
         self.call("cublasSetStream_v2", self.handle, pointer(self.stream().ptr))
-        self.call("cublasSetWorkspace_v2", self.handle, pointer(self.workspace.data.ptr), ctypes.c_size_t(WORKSPACE))
+        workspace = pointer(self.workspace.data.ptr)
+        self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
         self.call("cublasGemmStridedBatchedEx", self.handle, T, N, M, B, K, ctypes.byref(one),
                   pointer(w.data.ptr), data, K, stride(M * K), pointer(x.data.ptr), data, K, stride(B * K),
                   ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], M, stride(B * M), C,

@@ -1,4 +1,4 @@
-"""Launches in which a kernel takes the room that the one before it leaves (programmatic dependent launch, sm_90).
+"""Launches in which a kernel takes the room that the one before leaves (programmatic dependent launch, sm_90).
 
 Only for kernels that call `wait_for_previous` before they read or write what another kernel writes or reads.
 """
@@ -45,10 +45,10 @@ class OverlappedDevice(CupyDevice):
         function = load(kernel)
         if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
             function.max_dynamic_shared_size_bytes = smem
-        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, cupy.cuda.get_current_stream().ptr,
-                              ctypes.pointer(OVERLAP), 1)
-        parameters = ctypes.pointer(ctypes.c_void_p(args.ctypes.data))
-        status = driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr), parameters, None)
+        stream, attributes = cupy.cuda.get_current_stream().ptr, ctypes.pointer(OVERLAP)
+        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, stream, attributes, 1)
+        parameters, entry = ctypes.c_void_p(args.ctypes.data), ctypes.c_void_p(function.kernel.ptr)
+        status = driver().cuLaunchKernelEx(ctypes.byref(config), entry, ctypes.byref(parameters), None)
         if status:
             raise RuntimeError(f"{kernel.expression}: the driver refused the launch with CUresult {status}")
 
@@ -57,4 +57,5 @@ def best_device():
     """What launches fastest on the current CUDA device."""
     import cupy
 
-    return OverlappedDevice() if int(cupy.cuda.Device().compute_capability) >= LEAST_CAPABILITY else CupyDevice()
+    capability = int(cupy.cuda.Device().compute_capability)
+    return OverlappedDevice() if capability >= LEAST_CAPABILITY else CupyDevice()

@@ -1,0 +1,174 @@
+"""The kernels of a decoding step through their host plan, token by token, against the NumPy model."""
+
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+
+from linattn_np import ContractError
+from linattn_np.arrays import BFLOAT16
+from linattn_np.models import RWKV6
+from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6_cuda import CudaDecoder
+
+SMALL = {"V": 50, "D": 64, "H": 4, "N": 16, "A": 8, "W": 8, "F": 224}
+SIZES = {
+    "small": SMALL,
+    "wide heads": {"V": 50, "D": 128, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448},
+    "odd": {"V": 51, "D": 72, "H": 6, "N": 12, "A": 3, "W": 5, "F": 2056},
+}
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
+
+
+def synthetic(rng, sizes, dtype=np.dtype(np.float32)):
+    """Random weights of two layers, rounded to `dtype`, that keep every activation near one."""
+    names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(2) for name, axes in BLOCK.items()}, **HEAD}
+    axes_of = {**sizes, "1": 1, "5": 5, "5A": 5 * sizes["A"]}
+    weights = {}
+    for name, axes in names.items():
+        shape = [axes_of[axis] for axis in axes.split()]
+        fan_in = {"time_maa_w1": 0, "time_decay_w1": 0, "time_maa_w2": 1, "time_decay_w2": 0}.get(name.split(".")[-1], -1)
+        product = len(shape) > 1 and "1" not in axes.split() and "faaaa" not in name and "emb" not in name
+        array = rng.standard_normal(shape) * (shape[fan_in] ** -0.5 if product else 0.5)
+        weights[name] = array.astype(dtype).astype(np.float32)
+    return weights
+
+
+def rounded_like(decoder, weights):
+    """`weights` as the decoder has them: matrices in its dtype, the rest in float32."""
+    return {name: array.astype(decoder.dtype).astype(np.float32) for name, array in weights.items()}
+
+
+def decoded(decoder, device, tokens, state, slots=None):
+    """Logits [B, T, V] of tokens [B, T], a step at a time."""
+    slots = slots if slots is None else device.upload(np.asarray(slots))
+    logits = []
+    for column in tokens.T:
+        found = decoder.step(device.upload(np.ascontiguousarray(column)), state, slots)
+        logits.append(host(found).copy())
+    return np.stack(logits, axis=1)
+
+
+def host(array):
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def close(found, wanted, tolerance):
+    wanted = np.asarray(wanted)
+    assert np.isfinite(found).all()
+    assert np.abs(found - wanted).max() <= tolerance * max(1, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
+    weights, B = synthetic(rng, SIZES[sizes], dtype), 3
+    decoder, model = CudaDecoder(weights, dtype, B, device), RWKV6(weights)
+    state, wanted_state = decoder.initial_state(), model.initial_state(B)
+    tokens = rng.integers(0, decoder.sizes["V"], (B, 3))
+    found = decoded(decoder, device, tokens, state)
+    for t in range(tokens.shape[1]):
+        wanted, _ = model.forward(tokens[:, t:t + 1], wanted_state)
+        close(found[:, t], wanted[:, 0], 1e-5)
+    for part, wanted_part in zip(astuple(state), astuple(wanted_state)):
+        close(host(part), wanted_part, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [1, 8, 9, 17])
+def test_batches(device, B, dtype, rng):
+    """Above eight sequences cuBLAS takes its operands in the weights' dtype, and rounds them."""
+    weights = synthetic(rng, SMALL, dtype)
+    decoder, model = CudaDecoder(weights, dtype, B, device), RWKV6(weights)
+    tokens = rng.integers(0, SMALL["V"], (B, 2))
+    found = decoded(decoder, device, tokens, decoder.initial_state())
+    wanted, state = model.forward(tokens[:, :1])
+    rounding = 0 if B <= 8 else 4 * float(np.finfo(dtype).eps if dtype != BFLOAT16 else 2 ** -7)
+    close(found[:, 0], wanted[:, 0], 1e-5 + rounding)
+    close(found[:, 1], model.forward(tokens[:, 1:], state)[0][:, 0], 1e-5 + rounding)
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours(device, rng):
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (4, 2))
+    together = CudaDecoder(weights, np.float32, 4, device)
+    alone = CudaDecoder(weights, np.float32, 1, device)
+    found = decoded(together, device, tokens, together.initial_state())
+    for row, logits in zip(tokens, found):
+        np.testing.assert_array_equal(decoded(alone, device, row[None], alone.initial_state())[0], logits)
+
+
+@pytest.mark.parametrize("B", [2, 9])
+def test_slots_choose_rows_of_a_pool(device, B, rng):
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (B, 2))
+    decoder = CudaDecoder(weights, np.float32, B, device)
+    rows, slots = decoder.initial_state(), rng.permutation(B + 3)[:B]
+    pool = decoder.initial_state(B + 3)
+    for part in astuple_views(pool):
+        part[...] = 7
+        part[:, slots] = 0
+    wanted = decoded(decoder, device, tokens, rows)
+    np.testing.assert_array_equal(decoded(decoder, device, tokens, pool, slots), wanted)
+    others = np.setdiff1d(np.arange(B + 3), slots)
+    for part, wanted_part in zip(astuple_views(pool), astuple_views(rows)):
+        np.testing.assert_array_equal(host(part[:, slots]), host(wanted_part))
+        assert (host(part)[:, others] == 7).all()
+
+
+def astuple_views(state):
+    return state.att_shift, state.wkv, state.ffn_shift
+
+
+def test_greedy_tokens_are_the_argmax(device, rng):
+    decoder = CudaDecoder(synthetic(rng, SMALL), np.float32, 3, device)
+    tokens, state = device.upload(rng.integers(0, SMALL["V"], 3)), decoder.initial_state()
+    for _ in range(3):
+        logits = decoder.step(tokens, state, greedy=True)
+        np.testing.assert_array_equal(host(tokens), host(logits).argmax(-1))
+
+
+def test_the_likeliest_token_is_the_lowest_of_equals(device):
+    from linattn_np.backends.cupy import tiles
+    from linattn_np.backends.cupy.build import pack
+
+    rows = np.full((3, 3000), -np.inf, np.float32)
+    rows[0, [7, 1031, 2999]] = 1
+    rows[1, 2999] = -5
+    logits, tokens = device.upload(rows), device.upload(np.full(3, -1))
+    kernel = tiles.argmax()
+    device.launch(kernel, 3, pack(logits=device.pointer(logits), tokens=device.pointer(tokens), V=3000),
+                  tiles.shared_bytes(kernel))
+    assert host(tokens).tolist() == [7, 2999, 0]
+
+
+def test_weight_bytes_count_what_a_step_reads(device, rng):
+    weights = synthetic(rng, SMALL)
+    decoder = CudaDecoder(weights, np.float32, 2, device)
+    embedding = weights["emb.weight"].nbytes
+    everything = sum(array.nbytes for array in weights.values())
+    assert decoder.weight_bytes == everything - embedding + 2 * 4 * SMALL["D"]
+
+
+@pytest.mark.parametrize("change, complaint", [
+    ({"D": 60, "H": 5, "N": 12}, "D is 60, expected a multiple of 8"),
+    ({"F": 100}, "F is 100, expected a multiple of 8"),
+    ({"H": 32, "N": 2}, "N is 2, expected a multiple of 4"),
+    ({"W": 520}, "W is 520, expected at most 512"),
+])
+def test_sizes_that_are_refused(device, change, complaint, rng):
+    with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
+        CudaDecoder(synthetic(rng, SMALL | change), np.float32, 1, device)
+
+
+def test_arrays_that_are_refused(device, rng):
+    decoder = CudaDecoder(synthetic(rng, SMALL), np.float32, 2, device)
+    state, tokens = decoder.initial_state(), device.upload(np.zeros(2, np.int64))
+    with pytest.raises(ContractError, match=r"tokens is \(3,\), expected contiguous \(2,\)"):
+        decoder.step(device.upload(np.zeros(3, np.int64)), state)
+    with pytest.raises(TypeError, match="tokens has dtype int32, expected int64"):
+        decoder.step(tokens.astype(np.int32), state)
+    with pytest.raises(ContractError, match=r"state.att_shift is \(2, 3, 64\), expected contiguous \(2, 2, 64\)"):
+        decoder.step(tokens, decoder.initial_state(3))
+    with pytest.raises(TypeError, match="slots has dtype int32"):
+        decoder.step(tokens, state, tokens.astype(np.int32))
+    with pytest.raises(TypeError, match="dtype is float64, expected float32, float16, bfloat16"):
+        CudaDecoder(synthetic(rng, SMALL), np.float64, 1, device)
