@@ -1,8 +1,9 @@
-"""Reading checkpoints: every dtype and form, views without copies, and files that must be refused unharmed."""
+"""Reading checkpoints: every dtype and form, views without copies, hostile and damaged files that are refused."""
 
 import os
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import hostile
 import ml_dtypes
@@ -13,6 +14,7 @@ from hostile import GOOD, Call, Raw, pickled, tensor
 from linattn_np.models import checkpoint
 from linattn_np.models.checkpoint import CheckpointError, read
 
+AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 FORMS = {"zip": ("model.pth", hostile.zipped_pth), "older": ("model.pth", hostile.older_pth),
          "safetensors": ("model.safetensors", hostile.good_safetensors)}
 CORPUS = list(hostile.corpus())
@@ -36,7 +38,7 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(found[name], array)
 
 
-# -- what is read ----------------------------------------------------------------------------------------------------------
+# -- what is read --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", hostile.TYPES, ids=str)
 def test_every_dtype_in_every_form(form, dtype, rng, tmp_path):
     name, write = form
@@ -69,7 +71,8 @@ def test_arrays_outlive_the_file(form, tmp_path):
 
 def test_transposed_sliced_and_tied_weights(tmp_path):
     base = np.arange(12, dtype=np.float32)
-    root = {"transposed": tensor(hostile.FLOATS, (4, 3), (1, 4)), "slice": tensor(hostile.FLOATS, (2, 2), (4, 1), 5),
+    root = {"transposed": tensor(hostile.FLOATS, (4, 3), (1, 4)),
+            "slice": tensor(hostile.FLOATS, (2, 2), (4, 1), 5),
             "strange": tensor(hostile.FLOATS, (3, 1), (4, 1 << 40), 3)}
     found = read(written(tmp_path, "model.pth", hostile.zipped(root, [base.tobytes()])))
     assert_same(found, {"transposed": base.reshape(3, 4).T, "slice": base.reshape(3, 4)[1:, 1:3],
@@ -103,6 +106,13 @@ def test_files_of_older_torch_do_not_tell_their_byte_order(tmp_path):
     assert_same(read(written(tmp_path, "model.pth", content)), GOOD)
 
 
+@pytest.mark.parametrize("writer", [hostile.zipped_pth, hostile.older_pth])
+def test_a_trained_model_is_the_same_in_every_form(writer, tmp_path):
+    weights = read(AUSTEN / "model.safetensors")
+    assert len(weights) == 118 and sum(array.size for array in weights.values()) == 4_015_104
+    assert_same(read(written(tmp_path, "model.pth", writer(weights))), weights)
+
+
 def test_shards(tmp_path):
     shards_in(tmp_path)
     index = '{"weight_map": {"emb.weight": "1.safetensors", "ln.bias": "2.safetensors"}}'
@@ -116,8 +126,9 @@ def shards_in(folder):
     (folder / "folder.safetensors").mkdir()
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name, content, complaint", [case[1:] for case in CORPUS], ids=[case[0] for case in CORPUS])
+# -- what is refused -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, content, complaint", [case[1:] for case in CORPUS],
+                         ids=[case[0] for case in CORPUS])
 def test_hostile_files_are_refused(name, content, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name.endswith(".json"):
@@ -154,7 +165,7 @@ def test_what_is_no_file_is_refused(tmp_path):
         read(tmp_path / "nowhere.pth")
 
 
-# -- damage at random ------------------------------------------------------------------------------------------------------
+# -- damage at random ----------------------------------------------------------------------------------------
 def damaged(content, rng):
     """`content` with some bytes changed, cut off, doubled or taken out."""
     content = bytearray(content)
@@ -196,11 +207,12 @@ def test_damaged_weights_keep_their_names_and_shapes(form, rng, tmp_path):
         for start, array in zip(starts, GOOD.values()):
             content[start + rng.integers(array.nbytes)] = rng.integers(256)
         path = written(tmp_path, name, content)
-        assert {key: array.shape for key, array in read(path).items()} == {key: a.shape for key, a in GOOD.items()}
+        found = read(path)
+        assert {key: found[key].shape for key in found} == {key: GOOD[key].shape for key in GOOD}
         path.unlink()
 
 
-# -- torch -----------------------------------------------------------------------------------------------------------------
+# -- torch ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def torch():
     return pytest.importorskip("torch", reason="torch, whose files these are, is not installed")

@@ -77,6 +77,8 @@ SMALL = (
     *(Case(f"{dtype}-{gate}", T=3 * 64 + 7, K=64, V=64, H=1, dtype=dtype, gate=gate)
       for dtype in ("float64", "float32", "float16", "bfloat16") for gate in ("logsigmoid", "weak")),
     *(Case(f"float64-gate-{gate}", gate=gate, dtype="float64", initial="float64") for gate in GATES),
+    Case("bf16-K64-V128", T=20, K=64, V=128, H=1, dtype="bfloat16"),
+    Case("f16-K256-V200", T=20, K=256, V=200, H=1, dtype="float16"),
     Case("bf16-K128-gate32", T=65, K=128, V=60, H=1, dtype="bfloat16", gate_dtype="float32"),
     Case("bthd", layout="bthd", B=2, initial="float32"),
     Case("bthd-fused-f16", layout="bthd", B=2, dtype="float16", fused=True),
@@ -278,7 +280,7 @@ def test_new_outputs_lie_in_the_order_of_q(backend):
 
 
 def test_rows_that_are_not_contiguous(backend):
-    """Transposed last axes, negative and zero strides give what their copies give."""
+    """Transposed last axes, memory off by one element, negative and zero strides give what their copies give."""
     for op, function in OPS.items():
         if not backend.modes[op.name]:
             continue
@@ -287,7 +289,8 @@ def test_rows_that_are_not_contiguous(backend):
         wanted = backend.tohost(backend.run(function, *map(backend.asarray, host)))
         columns = [backend.asarray(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2) for x in host]
         backwards = [backend.asarray(np.ascontiguousarray(x[:, ::-1]))[:, ::-1] for x in host]
-        for arrays in (columns, backwards):
+        shifted = [backend.asarray(np.append(np.float32(0), x))[1:].reshape(x.shape) for x in host]
+        for arrays in (columns, backwards, shifted):
             assert_close(op.name, backend.tohost(backend.run(function, *arrays)), wanted, np.float32)
         one = [backend.asarray(x[:, :1]) if x.ndim > 2 else backend.asarray(x[:1]) for x in host]
         xp = np if isinstance(one[0], np.ndarray) else __import__("cupy")

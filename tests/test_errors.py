@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from reference import draw, guarded, same_bits
+from conftest import SIMULATOR, Numpy
+from reference import assert_close, draw, guarded, same_bits
 
 import linattn_np
 from linattn_np import (ContractError, ContractTypeError, NotSupported, explain, gla, gla_step, linear_attention,
@@ -137,7 +138,6 @@ def assert_refused(backend, call, error, operator, pieces, *, out, unchanged=())
 
 @pytest.fixture
 def numpy_host():
-    from conftest import Numpy
     return Numpy("numpy")
 
 
@@ -339,12 +339,38 @@ def test_wrong_stage(call, error, pieces):
 
 
 # -- backends -----------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(SIMULATOR, reason="host arrays are what the simulator takes")
 def test_named_backends_that_cannot_run_say_why():
     arrays = good_call(gla).values()
     for name in ("cupy", "numba"):
         with pytest.raises(NotSupported, match=f"^gla: {name}: .*host") as caught:
             gla(*arrays, backend=name)
         assert isinstance(caught.value, ValueError)
+
+
+def test_stages_without_kernels_for_a_dtype_say_so(backend):
+    if np.dtype(np.float64) in backend.dtypes:
+        return
+    x = backend.asarray(zeros(B, H, T, K, dtype=np.float64))
+    A, h = (backend.asarray(zeros(B, H, *shape, dtype=np.float64)) for shape in ((T, 64), (1, K, K)))
+    for stage, arrays in ((stages.chunk_cumsum, [x]), (stages.gated_qk, [x] * 4), (stages.inter_chunk, [x] * 3),
+                          (stages.intra_chunk, [x] * 3), (stages.combine, [x, h, A, x])):
+        with pytest.raises(NotSupported, match=f"{stage.__name__}: {backend.name}: .*float64"):
+            backend.run(stage, *arrays)
+
+
+def test_more_channels_than_a_tile_holds(backend):
+    """K = 257 is computed right, or refused with the number in the reason."""
+    sizes = {"B": 1, "H": 1, "T": 1, "K": 257, "V": 1, "N": 1}
+    host = draw(DECLARED[gla], np.random.default_rng(0), sizes, np.float32)
+    wanted = gla(*host, backend="numpy")
+    for mode in backend.modes["gla"]:
+        try:
+            o = backend.run(gla, *map(backend.asarray, host), mode=mode)
+        except NotSupported as refusal:
+            assert "257" in str(refusal)
+        else:
+            assert_close(mode, backend.tohost(o), wanted, np.float32)
 
 
 def test_classes_of_errors():

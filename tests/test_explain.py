@@ -74,6 +74,39 @@ def test_errors_are_those_of_the_call():
         explain(gla, arrays[0], arrays[1], arrays[2][:, :, :3], arrays[3])
 
 
+class Recorder:
+    """A device that notes what is launched on it."""
+
+    def __init__(self, device):
+        self.device, self.launched = device, []
+
+    def __getattr__(self, name):
+        return getattr(self.device, name)
+
+    def launch(self, kernel, *arguments):
+        self.launched.append(kernel)
+        return self.device.launch(kernel, *arguments)
+
+
+FIVE = ("chunk_cumsum", "gated_qk", "inter_chunk", "intra_chunk", "combine")
+LAUNCHES = {"recurrent": ("recurrent_forward",), "chunk": ("chunk_forward",), "staged": FIVE}
+
+
+@pytest.mark.parametrize("mode", LAUNCHES)
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_the_kernels_of_a_mode_are_launched(device, mode, dtype):
+    """What was asked for runs, and is what explain would have said."""
+    from linattn_np.backends.cupy import plans
+    for op in OPS:
+        if op.name in plans.OPERATORS:
+            arrays = [device.upload(x) for x in draw(op, np.random.default_rng(0), SIZES, dtype)]
+            problem, recorder = op.bind(arrays, mode=mode), Recorder(device)
+            plans.run(problem, recorder)
+            assert tuple(kernel.name for kernel in recorder.launched) == LAUNCHES[mode]
+            assert tuple(recorder.launched) == plans.kernels_of(problem)
+            assert plans.mode_of(problem) == mode
+
+
 def test_on_the_card(card):
     """Kernels, tiles, copies and the floor; only this backend's own reasons are missing."""
     arrays = [card.asarray(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), SIZES, np.float32)]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import made
 from reference import DECAYS, assert_close, draw, draw_states, rms, same_bits, stated
 
 from linattn_np import ContractError, NotSupported, gla, linear_attention, rwkv6, simple_gla, softmax_attention, vjp
@@ -262,7 +263,6 @@ def test_dht_needs_no_final_state(backend, rng):
 
 
 def test_backends_without_gradients_say_so(request, rng, backends):
-    from conftest import made
     for name, listed in request.config.backends.items():
         if not listed.gradients:
             backend = made(name, backends)

@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD, sample
+from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.sampling import Sampling
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
@@ -192,6 +193,10 @@ def test_devices_that_are_refused(weights):
         RWKV6(weights, "cuda")
     except NotSupported as error:
         assert str(error).startswith("RWKV6: device 'cuda' cannot be used: ")
+
+
+def sample(logits, temperature, top_p, rng) -> int:
+    return Sampling(temperature=temperature, top_p=top_p, seed=rng).sampler()(logits)
 
 
 # -- text -----------------------------------------------------------------------------------------------------------

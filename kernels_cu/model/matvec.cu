@@ -1,8 +1,8 @@
 // what      Up to five products of weights with up to 8 vectors each, every weight read once.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each product: w [M, K], x [B, K], y [B, M]
-// grid      a block for every 16 rows of a product, products in turn; 512 threads: a warp a slice of K, a lane
-//           8 neighbours of every 32 in two rows
+// grid      a block for every 16 rows of a product, products in turn; 512 threads: a warp a slice of K, a
+//           lane 8 neighbours of every 32 in two rows
 // smem      MatvecTile: the weights on their way and the warps' parts of y
 // barriers  one: the parts of y stand
 // numerics  tensor cores on tf32: x, and float32 weights, as two tf32 numbers each, half weights as they are;
@@ -10,9 +10,9 @@
 // source    Peng et al., 2024, "Eagle and Finch", for the products; include/product.cuh for the split
 // limits    B up to 8, K a multiple of 8; weights aligned to 16 bytes
 //
-// A lane copies its own operands of the tensor core: any order of k will do if W and x have the same. The copies
-// are under way before the kernel waits for x, two stages of 32 KB a block and two blocks a multiprocessor: enough
-// to hide the latency of the memory at its full bandwidth, and no register is taken.
+// A lane copies its own operands of the tensor core: any order of k will do if W and x have the same. The
+// copies are under way before the kernel waits for x, two stages of 32 KB a block and two blocks a
+// multiprocessor: enough to hide the memory's latency at its full bandwidth, and no register is taken.
 #include "product.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, ROWS = 16, COLUMNS = 8, PRODUCTS = 5;

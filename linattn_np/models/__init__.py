@@ -1,5 +1,8 @@
-"""Whole models on NumPy or CuPy arrays, each in one readable file."""
+"""Whole models on NumPy or CuPy arrays, and what running them takes: sampling, batches, tokenizers."""
 
-from .rwkv6 import RWKV6
+from .batch import Batch
+from .rwkv6 import RWKV6, State
+from .sampling import Sampling
+from .tokenizers import Bytes, World
 
-__all__ = ["RWKV6"]
+__all__ = ["RWKV6", "State", "Batch", "Sampling", "Bytes", "World"]

@@ -1,8 +1,8 @@
 """Weights out of files, without torch: `.pth` in both of its forms, `.safetensors` in one file or in shards.
 
-A pickle is a program, so a `.pth` is run by a machine of our own: its values are tuples, dicts, lists, strings, ints
-and tensor records, its opcodes are the few that a plain state dict needs, and none of them looks up an attribute,
-imports a module or calls anything but the functions in GLOBALS. A file is mapped, never read: arrays are views.
+A pickle is a program, so a `.pth` is run by a machine of our own: its values are tuples, dicts, lists, strings,
+ints and tensor records, its opcodes are the few that a plain state dict needs, and none of them looks up an
+attribute, imports a module or calls anything but the functions in GLOBALS. Files are mapped: arrays are views.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FunctionType
 import ml_dtypes
 import numpy as np
 
-# Far beyond any model of a thousand layers, and small enough that a hostile file cannot make the reader work for long.
+# Enough for a thousand layers, and small enough that a hostile file cannot make the reader work for long.
 MAX_INDEX = 1 << 21         # bytes of what is not weights: a pickle, a zip's directory, a JSON header
 MAX_OPCODES = 1 << 18       # of one pickle; a tensor takes about 40
 MAX_NAME = 1024
@@ -31,9 +31,11 @@ MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001      # torch's older form: the fi
 WIDE = 0xFFFFFFFF                                   # a zip field that stands in its 64-bit form elsewhere
 
 STORAGES = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": ml_dtypes.bfloat16,
-            "Long": np.int64, "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8, "Bool": np.bool}
+            "Long": np.int64, "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8,
+            "Bool": np.bool}
 SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-               "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool}
+               "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
+               "BOOL": np.bool}
 
 
 class CheckpointError(ValueError):
@@ -60,11 +62,11 @@ class Tensor:
 
 
 def read(path) -> dict[str, np.ndarray]:
-    """The weights in a file by name, as read-only views of its memory map: nothing is copied, nothing is executed.
+    """The weights in a file by name, as read-only views of its memory map: nothing is copied or executed.
 
     path : str or path
         `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
-        `model.safetensors.index.json` with its shards beside it. The file must not change while its arrays live.
+        `model.safetensors.index.json` with its shards beside it. A file must not change while its arrays live.
 
     Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`.
 
@@ -93,7 +95,8 @@ def read(path) -> dict[str, np.ndarray]:
             return zipped(data)
         if data[:2] == b"\x80\2":
             return five_pickles(data)
-        refuse(f"starts with {data[:8]!r}", "a .pth that torch wrote, or the ending .safetensors or .index.json")
+        refuse(f"starts with {data[:8]!r}",
+               "a .pth that torch wrote, or the ending .safetensors or .index.json")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -113,12 +116,14 @@ def refuse(found, wanted):
 
 def shown(value) -> str:
     """A value out of a file, short and harmless: the repr of a nested one could run for ever."""
-    return ascii(value)[:100] if isinstance(value, (str, int)) else f"a {type(value).__name__}"
+    if isinstance(value, str):
+        return ascii(value[:80])
+    return str(value)[:80] if isinstance(value, int) else f"a {type(value).__name__}"
 
 
-# -- the arrays ----------------------------------------------------------------------------------------------------------
+# -- the arrays ----------------------------------------------------------------------------------------------
 def arrays(data, tensors, places) -> dict[str, np.ndarray]:
-    """Views of `data`; `places` has the first byte and the size of each storage, by key, all inside of `data`."""
+    """Views of `data`; `places` has each storage's first byte and size, by key, all inside of `data`."""
     found, claimed = {}, 0
     for name, tensor in tensors.items():
         if tensor.storage.key not in places:
@@ -139,21 +144,23 @@ def view(data, start, size, tensor, name):
         refuse(f"{shown(name)} has a storage of {size} bytes",
                f"{storage.count} of {storage.dtype}, {storage.count * itemsize} bytes")
     if len(shape) != len(strides) or len(shape) > MAX_AXES:
-        refuse(f"{shown(name)} has {len(shape)} axes and {len(strides)} strides", f"as many, up to {MAX_AXES}")
+        refuse(f"{shown(name)} has {len(shape)} axes and {len(strides)} strides",
+               f"as many, up to {MAX_AXES}")
     if any(not 0 <= number < 1 << 63 for number in (tensor.offset, *shape, *strides)):
-        refuse(f"{shown(name)} has a negative or a huge offset, size or stride", "numbers from 0 up to 63 bits")
+        refuse(f"{shown(name)} has a negative or a huge offset, size or stride", "63 bits, from 0 up")
     elements = math.prod(shape)
     end = tensor.offset + (1 + sum((n - 1) * stride for n, stride in zip(shape, strides)) if elements else 0)
     if max(end, elements) > storage.count:
-        refuse(f"{shown(name)} with offset {tensor.offset}, shape {shape}, strides {strides} takes {elements} elements "
-               f"up to the {end}th", f"no more than its storage of {storage.count}")
+        refuse(f"{shown(name)} with offset {tensor.offset}, shape {shape}, strides {strides} takes "
+               f"{elements} elements up to the {end}th", f"no more than its storage of {storage.count}")
     try:
-        return np.ndarray(shape, storage.dtype, data, start + tensor.offset * itemsize, [s * itemsize for s in strides])
+        return np.ndarray(shape, storage.dtype, data, start + tensor.offset * itemsize,
+                          [stride * itemsize for stride in strides])
     except (ValueError, OverflowError) as error:        # empty, with an axis beyond NumPy's integers
         refuse(f"{shown(name)} has shape {shape}, strides {strides} ({error})", "an array")
 
 
-# -- .pth, the zip: <stem>/data.pkl, and <stem>/data/<key> for each storage ----------------------------------------------
+# -- .pth, the zip: <stem>/data.pkl, and <stem>/data/<key> for each storage ----------------------------------
 def zipped(data):
     entries = directory(data)
     pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -182,8 +189,8 @@ def content(data, place) -> bytes:
 def directory(data) -> dict[str, tuple[int, int]]:
     """(first byte, size) of every entry by name: the central directory's word, where the local header agrees.
 
-    Stricter than a general reader, so that no two readers can see two files in one: nothing may follow or precede
-    the directory's end record, names are unique, entries are STORED.
+    Stricter than a general reader, so that no two readers see two files in one: the directory and its end record
+    close the file, names are unique, entries are STORED.
     """
     at = len(data) - 22
     *_, count, size, start, _ = fields(data, "<4s4H2IH", at, b"PK\5\6", "an end record in the last 22 bytes")
@@ -195,8 +202,8 @@ def directory(data) -> dict[str, tuple[int, int]]:
                f"at most {MAX_INDEX} bytes, right before its end record")
     entries, here = {}, start
     while here < at:
-        (_, _, _, flags, method, *_, packed, unpacked, name_size, extra_size, comment_size, _, _, _, header) = fields(
-            data, "<4s6H3I5H2I", here, b"PK\1\2", "the next entry of the zip's directory")
+        entry = fields(data, "<4s6H3I5H2I", here, b"PK\1\2", "the next entry of the zip's directory")
+        _, _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size, comment_size, *_, header = entry
         here += 46
         raw = data[here:here + name_size]
         name = raw.decode("utf-8", "backslashreplace")
@@ -204,27 +211,30 @@ def directory(data) -> dict[str, tuple[int, int]]:
         here += name_size + extra_size + comment_size
         unpacked, packed, header = widened((unpacked, packed, header), extra)
         if method or flags & 1 or packed != unpacked:
-            refuse(f"entry {shown(name)} is compressed or encrypted (method {method}, {packed} for {unpacked} bytes)",
-                   "it stored as it is")
+            refuse(f"entry {shown(name)} is compressed or encrypted (method {method}, {packed} bytes for "
+                   f"{unpacked})", "it stored as it is")
         if name in entries:
             refuse(f"entry {shown(name)} is there twice", "names that differ")
         entries[name] = body(data, header, raw, unpacked, start)
     if here != at or len(entries) != count:
-        refuse(f"the zip's directory has {len(entries)} entries up to byte {here}", f"{count}, up to byte {at}")
+        refuse(f"the zip's directory has {len(entries)} entries up to byte {here}",
+               f"{count}, up to byte {at}")
     return entries
 
 
 def body(data, header, name, size, end):
-    """(first byte, size) of the entry whose local header is at byte `header`, checked to lie before byte `end`."""
+    """(first byte, size) of the entry whose local header is at byte `header`; it must lie before byte `end`."""
+    entry = f"entry {shown(name.decode('latin-1'))}"
     _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size = fields(
-        data, "<4s5H3I2H", header, b"PK\3\4", f"the local header of entry {shown(name.decode('latin-1'))}")
+        data, "<4s5H3I2H", header, b"PK\3\4", f"the local header of {entry}")
     start = header + 30 + name_size + extra_size
+    same_name = data[header + 30:header + 30 + name_size] == name
     sizes = {size, WIDE, 0} if flags & 8 else {size, WIDE}          # 8: the sizes follow the entry
-    if method or flags & 1 or data[header + 30:header + 30 + name_size] != name or not {packed, unpacked} <= sizes:
-        refuse(f"the local header of entry {shown(name.decode('latin-1'))} disagrees with the zip's directory",
+    if method or flags & 1 or not same_name or not {packed, unpacked} <= sizes:
+        refuse(f"the local header of {entry} disagrees with the zip's directory",
                f"the same name, stored, {size} bytes")
     if start + size > end:
-        refuse(f"entry {shown(name.decode('latin-1'))} runs to byte {start + size}", f"its end before byte {end}")
+        refuse(f"{entry} runs to byte {start + size}", f"its end before byte {end}")
     return start, size
 
 
@@ -235,7 +245,7 @@ def fields(data, layout, at, signature, wanted):
 
 
 def widened(values, extra):
-    """32-bit `values` of a directory entry; those that did not fit stand in its zip64 field, in this order."""
+    """32-bit `values` of a directory entry; those that did not fit are in its zip64 field, in this order."""
     here = 0
     while here + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, here)
@@ -247,12 +257,13 @@ def widened(values, extra):
     return values
 
 
-# -- .pth, the older form: magic, protocol, system, state dict, storage keys; then each storage, its count before it ------
+# -- .pth, the older form: magic, protocol, system, state dict, keys; then each storage, its count first -----
 def five_pickles(data):
     stream = io.BytesIO(data[:MAX_INDEX])
     magic, protocol, system = (unpickle(stream) for _ in range(3))
     if magic != MAGIC or protocol != PROTOCOL:
-        refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}", f"torch's {MAGIC:#x} and {PROTOCOL}")
+        refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}",
+               f"torch's {MAGIC:#x} and {PROTOCOL}")
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         refuse("the byte order is not little", "little")
     tensors, keys = state_dict(unpickle(stream)), unpickle(stream)
@@ -262,12 +273,14 @@ def five_pickles(data):
     places, here = {}, stream.tell()
     for key in keys:
         if not isinstance(key, str) or key not in storages or key in places:
-            refuse(f"storage {shown(key)} is listed twice or belongs to no tensor", "each tensor's storage once")
+            refuse(f"storage {shown(key)} is listed twice or belongs to no tensor",
+                   "each tensor's storage once")
         (count,) = struct.unpack("<q", data[here:here + 8].ljust(8, b"\xff"))
         size = count * storages[key].dtype.itemsize
         here += 8
         if not 0 <= size <= len(data) - here:
-            refuse(f"storage {shown(key)} has {count} elements from byte {here}", f"its end before byte {len(data)}")
+            refuse(f"storage {shown(key)} has {count} elements from byte {here}",
+                   f"its end before byte {len(data)}")
         places[key] = here, size
         here += size
     if here != len(data):
@@ -275,7 +288,7 @@ def five_pickles(data):
     return arrays(data, tensors, places)
 
 
-# -- the machine that runs a pickle ---------------------------------------------------------------------------------------
+# -- the machine that runs a pickle --------------------------------------------------------------------------
 def ordered_dict():
     return {}
 
@@ -303,7 +316,7 @@ def unpickle(stream):
         return run(pickletools.genops(stream))
     except CheckpointError:
         raise
-    except (ValueError, IndexError, KeyError) as error:     # cut short or no pickle, an empty stack, an unset memo
+    except (ValueError, IndexError, KeyError) as error:     # no whole pickle, an empty stack, an unset memo
         refuse(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})", "one that torch wrote")
 
 
@@ -356,7 +369,7 @@ def run(program):
                     refuse(f"the pickle asks for {shown(argument)}", "only " + ", ".join(GLOBALS))
                 top.append(GLOBALS[argument])
             case "BINPERSID":
-                top.append(known(storages, top.pop()))
+                top.append(storage_of(top.pop(), storages))
             case "REDUCE":
                 top.append(called(*taken(top, 2)))
             case "BUILD":               # the versions of modules, which torch hangs on a state dict
@@ -367,7 +380,8 @@ def run(program):
             case "STOP":
                 return top.pop()
             case name:
-                refuse(f"the pickle has the opcode {name} {shown(argument)}", "those of a state dict, protocol 2")
+                refuse(f"the pickle has the opcode {name} {shown(argument)}",
+                       "those of a state dict, protocol 2")
 
 
 def taken(stack, count):
@@ -403,10 +417,10 @@ def called(function, arguments):
     return function(*arguments)
 
 
-def known(storages, reference):
-    """The storage that a persistent id stands for: ('storage', type, key, device, count), and None in the older form."""
-    if type(reference) is not tuple or len(reference) not in (5, 6) or any(
-            item is not None for item in reference[5:]):
+def storage_of(reference, storages):
+    """What a persistent id means: ('storage', type, key, device, count), and in the older form None."""
+    if (type(reference) is not tuple or len(reference) not in (5, 6)
+            or any(item is not None for item in reference[5:])):
         refuse(f"a persistent id is {shown(reference)}", "('storage', type, key, device, count)")
     tag, dtype, key, _, count = reference[:5]
     if (type(tag) is not str or tag != "storage" or not isinstance(dtype, np.dtype) or type(key) is not str
@@ -419,14 +433,15 @@ def known(storages, reference):
     return storage
 
 
-# -- .safetensors ---------------------------------------------------------------------------------------------------------
+# -- .safetensors --------------------------------------------------------------------------------------------
 def safetensors(data, path):
-    """Views where the header says, once the safetensors package has found it sound: no overlaps, no gaps, no excess."""
+    """Views where the header says, once the safetensors package has found it sound: no overlaps, no gaps."""
     from safetensors import SafetensorError, safe_open
 
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_INDEX, len(data) - 8):
-        refuse(f"the header claims {size} bytes in a file of {len(data)}", f"at most {MAX_INDEX}, inside of the file")
+        refuse(f"the header claims {size} bytes in a file of {len(data)}",
+               f"at most {MAX_INDEX}, inside of the file")
     try:
         with safe_open(path, framework="numpy"):
             header = parsed(data[8:8 + size])
@@ -435,12 +450,15 @@ def safetensors(data, path):
     header.pop("__metadata__", None)
     tensors, places = {}, {}
     for name, described in header.items():
+        if not isinstance(described, dict):             # the package takes a list of the values, too
+            refuse(f"{shown(name)} is {shown(described)} in the header", "a dict")
         dtype, shape, (first, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
-        if dtype not in SAFETENSORS:
+        if not isinstance(dtype, str) or dtype not in SAFETENSORS:
             refuse(f"{shown(name)} has dtype {shown(dtype)}", "one of " + ", ".join(SAFETENSORS))
         strides = tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
         storage = Storage(name, np.dtype(SAFETENSORS[dtype]), math.prod(shape))
-        tensors[name], places[name] = Tensor(storage, 0, tuple(shape), strides), (8 + size + first, end - first)
+        tensors[name] = Tensor(storage, 0, tuple(shape), strides)
+        places[name] = 8 + size + first, end - first
     return arrays(data, tensors, places)
 
 
@@ -452,15 +470,16 @@ def shards(data, folder):
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         refuse(f"weight_map is {shown(where)}", "a dict from names to shards")
-    for shard in where.values():
+    names = {}
+    for name, shard in where.items():
         if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(".safetensors"):
             refuse(f"a shard is {shown(shard)}", "the name of a .safetensors file in the same folder")
         if not (folder / shard).is_file():
             refuse(f"the shard {shown(shard)} is not there", "it in the same folder")
+        names.setdefault(shard, set()).add(name)
     found = {}
-    for shard in dict.fromkeys(where.values()):
+    for shard, wanted in names.items():
         weights = read(folder / shard)
-        wanted = {name for name, its_shard in where.items() if its_shard == shard}
         if odd := sorted(wanted ^ weights.keys()):
             refuse(f"the index and {shown(shard)} disagree on {shown(odd[0])}", "the same names in both")
         found.update(weights)

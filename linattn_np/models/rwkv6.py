@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from zipfile import BadZipFile
+from zlib import error as zlib_error
 
 import numpy as np
 
+from .. import varlen
 from ..arrays import FLOATS
-from ..contract import ContractError, ContractTypeError, NotSupported, is_int, is_real
+from ..contract import ContractError, ContractTypeError, NotSupported
 from ..ops import rwkv6, rwkv6_step
+from .sampling import Sampling
 
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5      # whatever the head size is
@@ -37,7 +41,19 @@ OTHER_VERSIONS = {"att.gate_w1": "RWKV-6 x060a", "att.time_maa_rkvw_w1": "RWKV-6
 
 @dataclass
 class State:
-    """What B sequences carry from token to token; `RWKV6.forward` updates it in place."""
+    """What B sequences carry from token to token, or a pool of P such rows; `RWKV6.forward` updates it in place.
+
+    Example
+    -------
+    >>> import tempfile
+    >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+    >>> _, state = model.forward([list(b"a long prompt")])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state.save(f"{folder}/prompt.npz")
+    ...     again = State.load(f"{folder}/prompt.npz")
+    >>> bool((again.wkv == state.wkv).all())
+    True
+    """
 
     att_shift: np.ndarray       # [L, B, D], the last input of each time mix
     wkv: np.ndarray             # [L, B, H, N, N], the recurrent state, key by value
@@ -45,6 +61,46 @@ class State:
 
     def copy(self) -> State:
         return State(self.att_shift.copy(), self.wkv.copy(), self.ffn_shift.copy())
+
+    def save(self, path):
+        """Writes a `.npz` file, whole or not at all, in host memory's bits: `load` gives the same numbers back."""
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        arrays = {part.name: getattr(self, part.name) for part in fields(self)}
+        try:
+            with open(part, "wb") as file:
+                np.savez(file, **{name: x if isinstance(x, np.ndarray) else x.get() for name, x in arrays.items()})
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path) -> State:
+        """The state in a file of `save`, on the host; `RWKV6.on_device` moves it to a model's device."""
+        names = [part.name for part in fields(cls)]
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                if sorted(file) != sorted(names):
+                    refuse(f"{path} holds {', '.join(sorted(file)) or 'nothing'}, expected {', '.join(sorted(names))}")
+                arrays = [file[name] for name in names]
+        except (ValueError, EOFError, BadZipFile, zlib_error) as error:
+            if isinstance(error, ContractError):
+                raise
+            refuse(f"{path} is no saved state, or a damaged one: {error}")
+        for name, array in zip(names, arrays):
+            if array.dtype != np.float32:
+                refuse(f"{path} has {name} in {array.dtype}, expected float32", ContractTypeError)
+        return cls(*arrays)
+
+
+class Rows:
+    """Where a call's sequences lie among its rows of tokens, and which rows of the state are theirs."""
+
+    def __init__(self, bounds, slots):
+        self.bounds, self.slots = bounds, slots                     # host: [N + 1]; [N] or None
+        self.first, self.last = bounds[:-1], bounds[1:] - 1
+        self.single = len(self.first) == bounds[-1]                 # a token each: a step
+        self.states = slice(None) if slots is None else slots       # what a state is indexed with
 
 
 class RWKV6:
@@ -133,52 +189,65 @@ class RWKV6:
         return State(zeros((L, batch, D), np.float32), zeros((L, batch, H, N, N), np.float32),
                      zeros((L, batch, D), np.float32))
 
-    def forward(self, tokens, state: State | None = None):
+    def forward(self, tokens, state: State | None = None, *, cu_seqlens=None, slots=None, last: bool = False):
         """``(logits [B, T, V] float32, state)`` for `tokens` [B, T], host integers.
 
         `state` is updated in place and handed back, so that the next call goes on where this one ended; without one
         the sequences start here. T tokens in one call, or in any number of calls, give the same logits: a call with
         T > 1 runs `linattn_np.rwkv6` in chunks, with T = 1 `linattn_np.rwkv6_step`.
+
+        cu_seqlens : prompts of different lengths packed into one row, B = 1: sequence n is tokens
+            ``cu_seqlens[n]:cu_seqlens[n + 1]``, none of them empty. The state has N rows.
+        slots : the row of `state`, then a pool of any size, that each of the sequences has; all different.
+        last : logits after each sequence's last token alone, [N, V].
         """
         tokens = self.checked(tokens)
-        state = self.initial_state(len(tokens)) if state is None else self.fitting(state, len(tokens))
-        logits = self.logits(self.hidden(tokens, state))
-        return logits.reshape(*tokens.shape, -1), state
+        rows = self.rows(tokens, cu_seqlens, slots)
+        if state is None and slots is not None:
+            refuse("slots needs a state to be rows of")
+        state = self.initial_state(len(rows.first)) if state is None else self.fitting(state, rows)
+        x = self.hidden(tokens, state, rows)
+        if last:
+            return self.logits(x[rows.last]), state
+        return self.logits(x).reshape(*tokens.shape, -1), state
 
-    def generate(self, prompt, *, temperature: float = 1.0, top_p: float = 1.0, seed=None) -> Iterator[int]:
+    def generate(self, prompt, *, seed=None, **how) -> Iterator[int]:
         """Tokens that continue `prompt` (host integers [T]), one by one and without end.
 
-        temperature : 0 takes the likeliest token, 1 the model's distribution, more flattens it.
-        top_p : draw from the likeliest tokens that together hold this much probability.
-        seed : equal seeds give equal tokens.
+        `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.
 
         Example
         -------
         >>> from itertools import islice
         >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
-        >>> bytes(islice(model.generate(b"Mr. Knight", temperature=0), 7))
-        b'ley and'
+        >>> bytes(islice(model.generate(b"Captain Went", temperature=0), 5))
+        b'worth'
         """
-        if not is_real(temperature) or not 0 <= temperature < float("inf"):
-            refuse(f"temperature is {temperature!r}, expected a number from 0 up")
-        if not is_real(top_p) or not 0 < top_p <= 1:
-            refuse(f"top_p is {top_p!r}, expected a number above 0 and up to 1")
-        return self.stream(self.checked([list(prompt)]), temperature, top_p, np.random.default_rng(seed))
+        sampler = Sampling(seed=seed, **how).sampler()
+        return self.stream(self.checked([list(prompt)]), sampler)
 
-    def stream(self, tokens, temperature, top_p, rng):
+    def stream(self, tokens, sampler):
         state = self.initial_state()
         while True:
-            logits = self.logits(self.hidden(tokens, state)[-1:])[0]
-            token = sample(logits if self.xp is np else logits.get(), temperature, top_p, rng)
+            logits, state = self.forward(tokens, state, last=True)
+            token = sampler(self.to_host(logits)[0])
             yield token
-            tokens = np.array([[token]])
+            tokens = [[token]]
+
+    def to_host(self, array):
+        return array if self.xp is np else array.get()
+
+    def on_device(self, state: State) -> State:
+        """`state` where this model computes; it must be one of this model's."""
+        state = State(*(self.xp.asarray(getattr(state, part.name)) for part in fields(state)))
+        return self.fitting(state, None)
 
     # -- the layers, on rows of tokens [B * T, D]; NumPy's functions on CuPy arrays are CuPy's ----------------------
-    def hidden(self, tokens, state):
+    def hidden(self, tokens, state, rows):
         x = layer_norm(self.embedding[self.xp.asarray(tokens.ravel())], self.ln0)
         for i, block in enumerate(self.blocks):
-            x += time_mix(block, layer_norm(x, block.ln1), state.att_shift[i], state.wkv[i])
-            x += channel_mix(block, layer_norm(x, block.ln2), state.ffn_shift[i])
+            x += time_mix(block, layer_norm(x, block.ln1), state.att_shift[i], state.wkv[i], rows)
+            x += channel_mix(block, layer_norm(x, block.ln2), state.ffn_shift[i], rows)
         return x
 
     def logits(self, x):
@@ -201,14 +270,39 @@ class RWKV6:
             refuse(f"tokens runs from {ids.min()} to {ids.max()}, but the vocabulary has {V} tokens")
         return ids.astype(np.int64)
 
-    def fitting(self, state, batch):
+    def rows(self, tokens, cu_seqlens, slots) -> Rows:
+        B, T = tokens.shape
+        bounds = np.arange(B + 1) * T
+        if cu_seqlens is not None:
+            if B != 1:
+                refuse(f"cu_seqlens packs all prompts into one row, so B must be 1, got B={B}")
+            try:
+                bounds = varlen.parse(cu_seqlens, T).bounds
+            except ValueError as error:
+                refuse(f"cu_seqlens {error}")
+            if (np.diff(bounds) == 0).any():
+                refuse(f"cu_seqlens has an empty prompt at index {int(np.argmin(np.diff(bounds)))}")
+        if slots is None:
+            return Rows(bounds, None)
+        slots = np.asarray(slots)
+        if slots.shape != (len(bounds) - 1,) or slots.dtype.kind not in "iu":
+            refuse(f"slots is {slots.shape} {slots.dtype}, expected integers [N] = ({len(bounds) - 1},)")
+        if len(np.unique(slots)) < len(slots):
+            refuse("slots names a row twice; two sequences cannot update one state")
+        return Rows(bounds, slots.astype(np.int64))
+
+    def fitting(self, state, rows):
+        """`state`, once it is one of this model's and has the rows (any number when `rows` is None)."""
         if not isinstance(state, State):
             refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
-        for name, wanted in (("att_shift", (L, batch, D)), ("wkv", (L, batch, H, N, N)), ("ffn_shift", (L, batch, D))):
+        P = len(rows.first) if rows is not None and rows.slots is None else state.att_shift.shape[1:2][0]
+        for name, wanted in (("att_shift", (L, P, D)), ("wkv", (L, P, H, N, N)), ("ffn_shift", (L, P, D))):
             found = getattr(state, name).shape
             if found != wanted:
                 refuse(f"state.{name} is {found}, expected {wanted}")
+        if rows is not None and rows.slots is not None and not (0 <= rows.slots.min() and rows.slots.max() < P):
+            refuse(f"slots runs from {rows.slots.min()} to {rows.slots.max()}, but the state has {P} rows")
         return state
 
 
@@ -231,39 +325,41 @@ class Block:
         self.ffn_receptance = load(f"{ffn}.receptance.weight")
 
 
-def time_mix(block, x, shift, wkv):
-    """x [B * T, D], shift [B, D], wkv [B, H, N, N]; the last two are updated in place."""
-    B, H, N, _ = wkv.shape
-    past = token_shift(x, shift)
+def time_mix(block, x, shift, wkv, rows):
+    """x [tokens, D], shift [P, D], wkv [P, H, N, N]; the last two are updated in place."""
+    _, H, N, _ = wkv.shape
+    past = token_shift(x, shift, rows)
     low = np.tanh((x + past * block.maa_x) @ block.maa_down)
-    low = low.reshape(len(x), 5, -1).swapaxes(0, 1)                             # [5, B * T, A]
-    mixed = x + past * (block.maa + low @ block.maa_up)                         # [5, B * T, D]
+    low = low.reshape(len(x), 5, -1).swapaxes(0, 1)                             # [5, tokens, A]
+    mixed = x + past * (block.maa + low @ block.maa_up)                         # [5, tokens, D]
     k, v, r, gate = mixed[1:] @ block.kvrg.swapaxes(1, 2)
     w = -np.exp(block.decay + np.tanh(mixed[0] @ block.decay_down) @ block.decay_up)
 
-    r, k, v, w = (array.reshape(B, -1, H, N) for array in (r, k, v, w))
-    if len(x) == B:
-        o = rwkv6_step(r[:, 0], k[:, 0], v[:, 0], w[:, 0], block.bonus, wkv, scale=1.0)
+    r, k, v, w = (array.reshape(-1, H, N) for array in (r, k, v, w))
+    if rows.single:
+        o = rwkv6_step(r, k, v, w, block.bonus, wkv, scale=1.0, slots=rows.slots)
     else:
-        o, wkv[:] = rwkv6(r, k, v, w, block.bonus, scale=1.0, initial_state=wkv, output_final_state=True, layout="bthd")
+        o, wkv[rows.states] = rwkv6(r[None], k[None], v[None], w[None], block.bonus, scale=1.0, layout="bthd",
+                                    cu_seqlens=rows.bounds, initial_state=wkv[rows.states], output_final_state=True)
     weight, bias = block.ln_x
     o = normalize(o.reshape(-1, H, N), GROUP_NORM_EPS).reshape(x.shape) * weight + bias
     return (o * gate * sigmoid(gate)) @ block.output.T
 
 
-def channel_mix(block, x, shift):
-    past = token_shift(x, shift)
+def channel_mix(block, x, shift, rows):
+    past = token_shift(x, shift, rows)
     k = np.maximum((x + past * block.ffn_maa_k) @ block.ffn_key.T, 0)
     return sigmoid((x + past * block.ffn_maa_r) @ block.ffn_receptance.T) * (k * k @ block.ffn_value.T)
 
 
-def token_shift(x, shift):
-    """x_{t-1} - x_t of each of the B sequences in x [B * T, D]; `shift` [B, D] is x_{-1}, and x_{T-1} afterwards."""
-    B, D = shift.shape
-    tokens = x.reshape(B, -1, D)
-    before = np.concatenate([shift[:, None], tokens[:, :-1]], axis=1)
-    shift[:] = tokens[:, -1]
-    return (before - tokens).reshape(-1, D)
+def token_shift(x, shift, rows):
+    """x_{t-1} - x_t within every sequence of x [tokens, D]; `shift` [P, D] has each one's x_{-1}, afterwards its last."""
+    before = np.empty_like(x)
+    before[1:] = x[:-1]
+    before[rows.first] = shift[rows.states]
+    shift[rows.states] = x[rows.last]
+    before -= x
+    return before
 
 
 def layer_norm(x, weight_and_bias):
@@ -279,19 +375,6 @@ def normalize(x, eps):
 def sigmoid(x):
     """1 / (1 + exp(-x)) without its overflow."""
     return 0.5 * np.tanh(0.5 * x) + 0.5
-
-
-def sample(logits, temperature, top_p, rng) -> int:
-    """A token drawn from host `logits` [V]."""
-    if temperature == 0:
-        return int(logits.argmax())
-    p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
-    p /= p.sum()
-    order = np.argsort(-p, kind="stable")
-    cumulated = np.cumsum(p[order])
-    kept = np.searchsorted(cumulated, top_p) + 1                # the token that crosses top_p is still in
-    cumulated = cumulated[:kept]
-    return int(order[np.searchsorted(cumulated, rng.random() * cumulated[-1], side="right")])
 
 
 def check_parameters(weights) -> dict[str, int]:

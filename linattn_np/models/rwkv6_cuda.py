@@ -1,7 +1,7 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Nine launches a layer up to eight sequences, each weight read once; beyond that cuBLAS multiplies. Every array of a
-step is allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+Up to eight sequences a layer is nine launches that read each weight once; beyond that cuBLAS multiplies. All
+arrays of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SPARE_BLOCKS = 128      # that ask, about one a multiprocessor
 class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
-    Weights are kept in `dtype`, norms, mixes, decay and bonus in float32. State, sums and all that passes between
-    kernels are float32, but for more than eight sequences: then the inputs of a product are rounded to `dtype`.
+    Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. State, sums and all that passes
+    between kernels are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class CudaDecoder:
     def step(self, tokens, state: State, slots=None, greedy: bool = False):
         """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
 
-        tokens : int64 [B] on the device, each below V; with `greedy` the likeliest next ones take their place.
+        tokens : int64 [B] on the device, each below V; with `greedy` the likeliest next take their place.
         state : P rows on the device, contiguous float32.
         slots : int64 [B] on the device, all different, or None
             The row of the state that each sequence has; without them P = B and sequence b has row b.
@@ -128,7 +128,8 @@ class CudaDecoder:
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
         with stream:                        # every kernel is loaded before the graph: one layer has them all
-            for launch in Step(self, zeros((self.batch,), INT64), small, None, greedy, self.layers[:1]).launches:
+            token = zeros((self.batch,), INT64)
+            for launch in Step(self, token, small, None, greedy, self.layers[:1]).launches:
                 launch()
             stream.synchronize()
             stream.begin_capture()
@@ -196,8 +197,8 @@ class Step:
         self.matmul((layer.maa_down, my.mixed_x, my.low, WRITE))
         blocks = ceil_div(B, tiles.MATVEC_COLUMNS) * 5 * ceil_div(D, tiles.MIX_COLUMNS)
         self.launch_and_look_ahead(
-            tiles.mix(T, X), blocks, layer.kvrg, AHEAD, low=at(my.low), up=at(layer.maa_up), maa=at(layer.maa),
-            xx=at(my.xx), d=at(my.d), mixed=at(my.mixed), B=B, D=D, A=A)
+            tiles.mix(T, X), blocks, layer.kvrg, AHEAD, low=at(my.low), up=at(layer.maa_up),
+            maa=at(layer.maa), xx=at(my.xx), d=at(my.d), mixed=at(my.mixed), B=B, D=D, A=A)
         self.matmul((layer.kvrg, my.mixed[1:], my.kvrg, WRITE),
                     (layer.decay_down, my.mixed[:1], my.decay_low, WRITE))
         (k, v, r, gate), (weight, bias) = map(at, my.kvrg), map(at, layer.ln_x)
@@ -247,7 +248,7 @@ class Step:
         self.launch(tiles.matvec(my.dtype), blocks, **fields, B=B, K=K)
 
     def launch_and_look_ahead(self, kernel, blocks, ahead, offset=0, **fields):
-        """A small kernel, and beside it blocks that have L2 fetch weights read soon: `ahead` from `offset` on."""
+        """A small kernel, and blocks that have L2 fetch weights that are read soon: `ahead` from `offset` on."""
         size = max(0, min(AHEAD, ahead.nbytes - offset)) if self.decoder.few else 0
         spare = min(SPARE_BLOCKS, ceil_div(size, PIECE))
         self.launch(kernel, blocks + spare, **fields, ahead=self.at(ahead) + offset, ahead_bytes=size)
@@ -261,7 +262,7 @@ class Step:
 
 
 class Layer:
-    """One layer's weights on the device, stacked where one product or one kernel takes several."""
+    """One layer's weights on the device, [n, ...]: stacked where one product or kernel takes several."""
 
     def __init__(self, load, dtype, name):
         att, ffn = f"{name}.att", f"{name}.ffn"

@@ -1,4 +1,4 @@
-"""cuBLAS for products with a float32 result, also while a graph is captured, where CuPy refuses to call it."""
+"""cuBLAS for products with a float32 result, also while a graph is captured: CuPy refuses to call it then."""
 
 import ctypes
 from functools import cache
@@ -28,7 +28,7 @@ class Cublas:
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
 
     def matmul(self, w, x, y, add: bool):
-        """y = x w^T, or y += x w^T; w [C, M, K], x [C, B, K] of one dtype, y [C, B, M] float32, contiguous."""
+        """y = x w^T, or y += x w^T; contiguous w [C, M, K], x [C, B, K] of one dtype, y [C, B, M] float32."""
         C, M, K = w.shape
         B = x.shape[1]
         pointer, one, beta = ctypes.c_void_p, ctypes.c_float(1), ctypes.c_float(add)

@@ -1,4 +1,4 @@
-"""Launches in which a kernel takes the room that the one before leaves (programmatic dependent launch, sm_90).
+"""Launches in which a kernel takes the room the one before it leaves (programmatic dependent launch, sm_90).
 
 Only for kernels that call `wait_for_previous` before they read or write what another kernel writes or reads.
 """

@@ -1,0 +1,105 @@
+"""Many sequences decoding side by side, each of which may join or leave at any step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .rwkv6 import RWKV6, State, refuse
+from .sampling import Sampler, Sampling
+
+
+@dataclass
+class Sequence:
+    """One sequence of a batch: its row in the state pool, how it draws, and the logits of its next token."""
+
+    slot: int
+    sampler: Sampler
+    logits: np.ndarray          # [V], host
+
+
+class Batch:
+    """A pool of `slots` states and the sequences that use them.
+
+    What a sequence gets does not depend on who is beside it, but for the rounding of matrix products of another size.
+
+    Example
+    -------
+    >>> from linattn_np.models import Batch, RWKV6, Sampling
+    >>> batch = Batch(RWKV6.from_file("examples/data/austen-x060/model.safetensors"), slots=4)
+    >>> emma, anne = batch.join([b"Miss Woodh", b"Captain Went"], Sampling(temperature=0))
+    >>> written = {emma: [], anne: []}
+    >>> for _ in range(5):
+    ...     for slot, token in batch.step().items():
+    ...         written[slot].append(token)
+    >>> bytes(written[emma]), bytes(written[anne])
+    (b'ouse ', b'worth')
+    >>> batch.leave(emma)
+    >>> batch.free
+    3
+    """
+
+    def __init__(self, model: RWKV6, slots: int):
+        self.model, self.pool = model, model.initial_state(slots)
+        self.slots, self.sequences = slots, {}
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.sequences)
+
+    def join(self, prompts, how: Sampling | list[Sampling], states: list[State] | None = None) -> list[int]:
+        """Reads `prompts` (host integers, of any lengths) in one packed pass; returns the slot of each sequence.
+
+        how : for all of them, or one each; a seed that is shared draws alike.
+        states : for each prompt the state that it goes on from, one sequence each; fresh ones by default.
+        """
+        prompts = [np.asarray(list(prompt)) for prompt in prompts]
+        how = how if isinstance(how, list) else [how] * len(prompts)
+        if not prompts or not all(map(len, prompts)):
+            refuse("prompts holds an empty one, expected at least a token in each" if prompts else
+                   "prompts is empty, expected at least one")
+        if len(how) != len(prompts) or (states is not None and len(states) != len(prompts)):
+            refuse(f"{len(prompts)} prompts come with {len(how)} ways of sampling"
+                   + (f" and {len(states)} states" if states is not None else ""))
+        if len(prompts) > self.free:
+            refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
+        slots = [slot for slot in range(self.slots) if slot not in self.sequences][:len(prompts)]
+        fresh = self.model.initial_state() if states is None else None
+        for slot, state in zip(slots, states or [fresh] * len(slots)):
+            state = state if state is fresh else self.model.on_device(state)
+            for row, start in zip(self.parts(slot), (state.att_shift, state.wkv, state.ffn_shift)):
+                row[:] = start[:, 0]
+        bounds = np.cumsum([0, *map(len, prompts)])
+        logits, _ = self.model.forward(np.concatenate(prompts)[None], self.pool, cu_seqlens=bounds, slots=slots, last=True)
+        for slot, sampling, row in zip(slots, how, self.model.to_host(logits)):
+            self.sequences[slot] = Sequence(slot, sampling.sampler(), row)
+        return slots
+
+    def step(self) -> dict[int, int]:
+        """The next token of every sequence, by slot."""
+        if not self.sequences:
+            return {}
+        drawn = {slot: sequence.sampler(sequence.logits) for slot, sequence in self.sequences.items()}
+        tokens = np.array(list(drawn.values()))[:, None]
+        logits, _ = self.model.forward(tokens, self.pool, slots=list(drawn), last=True)
+        for slot, row in zip(drawn, self.model.to_host(logits)):
+            self.sequences[slot].logits = row
+        return drawn
+
+    def state(self, slot: int) -> State:
+        """A copy of one sequence's state, as `RWKV6.forward` takes it with one sequence."""
+        return State(*(row[:, None].copy() for row in self.parts(self.taken(slot))))
+
+    def leave(self, slot: int):
+        """Gives a sequence's slot back."""
+        del self.sequences[self.taken(slot)]
+
+    def taken(self, slot):
+        if slot not in self.sequences:
+            refuse(f"slot is {slot!r}, expected one in use: {', '.join(map(str, self.sequences)) or 'none is'}")
+        return slot
+
+    def parts(self, slot):
+        """Views [L, ...] of a slot's row of the pool."""
+        return self.pool.att_shift[:, slot], self.pool.wkv[:, slot], self.pool.ffn_shift[:, slot]

@@ -1,0 +1,87 @@
+"""How the next token is drawn from a model's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..contract import ContractError, is_int, is_real
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What decides the next token.
+
+    temperature : 0 takes the likeliest token, 1 the model's distribution, more flattens it.
+    top_k : draw from so many of the likeliest tokens; 0 is all.
+    top_p : draw from the likeliest tokens that together hold this much probability.
+    presence, frequency : subtracted from the logit of a token that was drawn before: once, and times its count
+        (OpenAI's presence and frequency penalties). The counts fade by the factor `fading` with every token.
+    seed : equal seeds draw equal tokens; None is another draw every time.
+
+    Example
+    -------
+    >>> sampler = Sampling(temperature=0, presence=10.0).sampler()
+    >>> logits = np.array([1.0, 3.0, 2.0])
+    >>> [sampler(logits) for _ in range(3)]                 # a token that was taken counts for less
+    [1, 2, 0]
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    fading: float = 1.0
+    seed: object = None
+
+    def __post_init__(self):
+        for name, inside, wanted in (
+                ("temperature", lambda x: 0 <= x < float("inf"), "a number from 0 up"),
+                ("top_p", lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
+                ("presence", np.isfinite, "a finite number"), ("frequency", np.isfinite, "a finite number"),
+                ("fading", lambda x: 0 <= x <= 1, "a number from 0 to 1")):
+            value = getattr(self, name)
+            if not is_real(value) or not inside(value):
+                raise ContractError(f"Sampling: {name} is {value!r}, expected {wanted}")
+        if not is_int(self.top_k) or self.top_k < 0:
+            raise ContractError(f"Sampling: top_k is {self.top_k!r}, expected a whole number from 0 up")
+
+    def sampler(self) -> Sampler:
+        """One sequence's drawing: it has the random numbers and remembers what was drawn."""
+        return Sampler(self)
+
+
+class Sampler:
+    """Called with host logits [V], draws a token."""
+
+    def __init__(self, how: Sampling):
+        self.how, self.rng = how, np.random.default_rng(how.seed)
+        self.counts: dict[int, float] = {}
+
+    def __call__(self, logits) -> int:
+        token = self.draw(self.penalized(np.asarray(logits, np.float64)))
+        self.counts = {drawn: count * self.how.fading for drawn, count in self.counts.items()}
+        self.counts[token] = self.counts.get(token, 0.0) + 1
+        return token
+
+    def penalized(self, logits):
+        how = self.how
+        if not (how.presence or how.frequency) or not self.counts:
+            return logits
+        logits = logits.copy()
+        logits[list(self.counts)] -= how.presence + how.frequency * np.array(list(self.counts.values()))
+        return logits
+
+    def draw(self, logits) -> int:
+        how = self.how
+        if how.temperature == 0:
+            return int(logits.argmax())
+        p = np.exp((logits - logits.max()) / how.temperature)
+        p /= p.sum()
+        order = np.argsort(-p, kind="stable")[:how.top_k or None]
+        cumulated = np.cumsum(p[order])
+        kept = np.searchsorted(cumulated, how.top_p * cumulated[-1]) + 1        # the token that crosses it is still in
+        cumulated = cumulated[:kept]
+        return int(order[np.searchsorted(cumulated, self.rng.random() * cumulated[-1], side="right")])

@@ -1,0 +1,168 @@
+"""Parameter names: a random model under every naming gives the same official arrays; others are refused."""
+
+import re
+
+import numpy as np
+import pytest
+
+from linattn_np.models import names
+from linattn_np.models.checkpoint import CheckpointError
+
+SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
+LAYERS = 3
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tuned"])
+def weights(request, rng):
+    """Random official parameters; Fortran order and other strides must not matter."""
+    return {name: np.asfortranarray(rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32))
+            for name, axes in names.declared(LAYERS, request.param).items()}
+
+
+def to_hugging_face(weights):
+    renamed = {}
+    for name, array in weights.items():
+        for old, new in (("emb.", "embeddings."), (".att.", ".attention."), (".ffn.", ".feed_forward."),
+                         ("ln0", "pre_ln")):
+            name = name.replace(old, new)
+        renamed[name if name == "head.weight" else f"rwkv.{name}"] = array
+    return renamed
+
+
+def to_fla(weights):
+    """What fla's own converter makes of a model, step by step."""
+    made = {"model.embeddings.weight": weights["emb.weight"], "lm_head.weight": weights["head.weight"]}
+    for part in ("weight", "bias"):
+        made[f"model.norm.{part}"] = weights[f"ln_out.{part}"]
+        made[f"model.layers.0.pre_norm.{part}"] = weights[f"blocks.0.ln0.{part}"]
+    for i in range(LAYERS):
+        att = {name: weights[f"blocks.{i}.att.{name}"] for name in (
+            "time_maa_x", "time_maa_w1", "time_maa_w2", "time_decay", "time_decay_w1", "time_decay_w2",
+            "time_faaaa")}
+        to = f"model.layers.{i}"
+        made[f"{to}.attn.x_proj.0.mu"] = att["time_maa_x"].reshape(-1)
+        w, k, v, r, g = np.split(att["time_maa_w1"], 5, axis=1)
+        made[f"{to}.attn.x_proj.0.linear.weight"] = np.concatenate((r, w, k, v, g), axis=1).T
+        w, k, v, r, g = att["time_maa_w2"]
+        made[f"{to}.attn.x_proj.2.weight"] = np.concatenate((r, w, k, v, g)).T
+        mixes = [weights[f"blocks.{i}.att.time_maa_{mix}"].reshape(-1) for mix in "rwkvg"]
+        made[f"{to}.attn.x_bias"] = np.stack(mixes)
+        made[f"{to}.attn.w_proj.linear.lora.0.weight"] = att["time_decay_w1"].T
+        made[f"{to}.attn.w_proj.linear.lora.2.weight"] = att["time_decay_w2"].T
+        made[f"{to}.attn.w_proj.linear.lora.2.bias"] = att["time_decay"].reshape(-1)
+        made[f"{to}.attn.bonus"] = att["time_faaaa"]
+        for letter, name in (("r", "receptance"), ("k", "key"), ("v", "value"), ("g", "gate")):
+            made[f"{to}.attn.{letter}_proj.linear.weight"] = weights[f"blocks.{i}.att.{name}.weight"]
+        made[f"{to}.attn.o_proj.weight"] = weights[f"blocks.{i}.att.output.weight"]
+        for new, old in (("attn_norm", "ln1"), ("ffn_norm", "ln2"), ("attn.g_norm", "att.ln_x")):
+            for part in ("weight", "bias"):
+                made[f"{to}.{new}.{part}"] = weights[f"blocks.{i}.{old}.{part}"]
+        for name, mix in (("key", "k"), ("receptance", "r")):
+            made[f"{to}.ffn.{name}.mu"] = weights[f"blocks.{i}.ffn.time_maa_{mix}"].reshape(-1)
+            made[f"{to}.ffn.{name}.linear.weight"] = weights[f"blocks.{i}.ffn.{name}.weight"]
+        made[f"{to}.ffn.value.weight"] = weights[f"blocks.{i}.ffn.value.weight"]
+    return made | {name: array for name, array in weights.items() if name.endswith("time_state")}
+
+
+def shuffled(weights, rng):
+    keys = list(weights)
+    return {keys[i]: weights[keys[i]] for i in rng.permutation(len(keys))}
+
+
+NAMINGS = {"official": dict, "Hugging Face": to_hugging_face, "fla": to_fla}
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_every_naming_gives_the_same_arrays(naming, weights, rng):
+    found = names.official(shuffled(NAMINGS[naming](weights), rng))
+    assert list(found) == list(weights)
+    for name, array in weights.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_only_flas_mix_is_copied(naming, weights):
+    copied = {name for name, array in names.official(NAMINGS[naming](weights)).items()
+              if not np.shares_memory(array, weights[name])}
+    parts = {name.split(".")[-1] for name in copied}
+    assert parts == ({f"time_maa_{x}" for x in ("w1", "w2", *"rwkvg")} if naming == "fla" else set())
+
+
+def test_a_tuned_state_keeps_its_official_name(weights):
+    state = {f"blocks.{i}.att.time_state": np.ones((2, 8, 8)) for i in range(LAYERS)}
+    plain = {name: array for name, array in weights.items() if "time_state" not in name}
+    for naming in NAMINGS.values():
+        found = names.official(naming(plain) | state)
+        assert all(found[name] is array for name, array in state.items())
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("version, found", [
+    ("RWKV-4", ["blocks.0.att.time_decay", "blocks.0.att.time_first", "blocks.0.att.time_mix_k"]),
+    ("RWKV-4", ["rwkv.blocks.0.attention.time_first", "rwkv.blocks.0.attention.time_mix_key"]),
+    ("RWKV-5", ["blocks.0.att.ln_x.weight", "blocks.0.att.time_decay", "blocks.0.att.time_first"]),
+    ("RWKV-5", ["blocks.0.att.time_mix_k", "blocks.0.att.ln_x.weight", "blocks.0.att.time_faaaa"]),
+    ("RWKV-5", ["rwkv.blocks.0.attention.time_mix_key", "rwkv.blocks.0.attention.ln_x.weight"]),
+    ("RWKV-6 x060a", ["blocks.0.att.time_maa_w1", "blocks.0.att.gate_w1", "blocks.0.att.gate_w2"]),
+    ("RWKV-6 x060b or x060c", ["blocks.0.att.time_maa_rkvw_w1", "blocks.0.att.time_maa_rkvw_w2"]),
+    ("RWKV-7", ["blocks.0.att.x_r", "blocks.0.att.w0", "blocks.0.att.a0", "blocks.0.att.k_k"]),
+    ("RWKV-7", ["blocks.0.att.a0", "blocks.0.att.w0"]),
+    ("RWKV-7", ["model.layers.0.attn.k_k", "model.layers.0.attn.w_lora.lora.0.weight"]),
+])
+def test_other_versions_are_refused(version, found):
+    with pytest.raises(CheckpointError, match=f"' belongs to {version}, expected the parameters of RWKV-6 x060"):
+        names.official(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("naming, gone, complaint", [
+    ("official", "head.weight", "lacks 'head.weight', expected the parameters of RWKV-6 x060 with 3 blocks"),
+    ("official", "att.time_maa_w1", "lacks 'blocks.0.att.time_maa_w1' and 2 more, expected"),
+    ("official", "blocks.2.ffn.", "lacks 'blocks.2.ffn.time_maa_k' and 4 more, expected"),
+    ("official", "blocks.1.", r"lacks 'blocks.1.ln1.weight' and \d+ more and has an unknown 'blocks.2."),
+    ("official", "blocks.", r"lacks 'blocks.0.ln0.weight' and 1 more, expected .* with 0 blocks"),
+    ("Hugging Face", "pre_ln.bias", "lacks 'rwkv.blocks.0.pre_ln.bias', expected"),
+    ("Hugging Face", "head.weight", "lacks 'head.weight', expected"),
+    ("Hugging Face", "forward.key", "lacks 'rwkv.blocks.0.feed_forward.key.weight' and 2 more, expected"),
+    ("fla", "x_bias", "lacks 'model.layers.0.attn.x_bias' and 2 more, expected"),
+    ("fla", "lm_head", "lacks 'lm_head.weight', expected"),
+    ("fla", "lora.2.bias", "lacks 'model.layers.0.attn.w_proj.linear.lora.2.bias' and 2 more"),
+])
+def test_incomplete_models_are_refused(naming, gone, complaint, weights):
+    rest = {name: array for name, array in NAMINGS[naming](weights).items()
+            if gone not in name and "time_state" not in name}
+    with pytest.raises(CheckpointError, match=complaint):
+        names.official(rest)
+
+
+@pytest.mark.parametrize("added, complaint", [
+    ("blocks.0.att.time_state", "lacks 'blocks.1.att.time_state' and 1 more, expected"),
+    ("blocks.0.att.extra", "has an unknown 'blocks.0.att.extra', expected"),
+    ("rwkv.embeddings.weight", "has an unknown 'rwkv.embeddings.weight', expected"),
+    ("blocks.00.ln1.weight", r"lacks 'blocks.3.ln1.weight' and \d+ more and has an unknown 'blocks.00.ln1"),
+    ("model.layers.0.attn.bonus", "lacks 'model.layers.0.pre|has an unknown 'blocks.1"),
+    ("blocks.x", r"and has an unknown 'blocks.x', expected"),
+    ("\ud800" * 10_000, r"has an unknown '(\\ud800)+'"),
+])
+def test_names_left_over_are_refused(added, complaint):
+    weights = dict.fromkeys(names.declared(LAYERS), np.zeros(3))
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        names.official(weights | {added: np.zeros((2, 8, 8))})
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name, shape, official", [
+    ("attn.x_bias", (3, 16), "att.time_maa_w"), ("attn.x_proj.0.linear.weight", (16, 16), "att.time_maa_w1"),
+    ("attn.x_proj.0.linear.weight", (), "att.time_maa_w1"),
+    ("attn.x_proj.2.weight", (16, 16), "att.time_maa_w2"),
+    ("attn.w_proj.linear.lora.0.weight", (16,), "att.time_decay_w1"),
+])
+def test_shapes_that_cannot_be_official_are_refused(name, shape, official, weights):
+    changed = to_fla(weights) | {f"model.layers.1.{name}": np.zeros(shape)}
+    complaint = f"'model.layers.1.{name}' is {shape}, expected what blocks.1.{official} can be made of"
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        names.official(changed)
+
+
+def test_nothing_is_refused():
+    with pytest.raises(CheckpointError, match="lacks 'emb.weight' and 5 more, expected .* with 0 blocks"):
+        names.official({})
