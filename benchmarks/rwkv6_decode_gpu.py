@@ -1,10 +1,10 @@
-"""Decoding with RWKV-6 on the GPU, captured in a CUDA graph, beside the time its weights and states take to read.
+"""Decoding with RWKV-6 on the GPU, captured in a CUDA graph, beside the time its weights and states take.
 
     python benchmarks/rwkv6_decode_gpu.py [--batch 1 8 64 256] [--runs 50] [--out FILE]
 
-The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin of it is first decoded in float32
-by NumPy and must agree. The floor is every byte of the weights once, and of the states twice, over the bandwidth of
-a copy in the same run; times are between GPU events, the median of `--runs` samples of several tokens each.
+The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first decoded by NumPy
+in float32 too, and must agree. The floor is every byte of the weights once, and of the states twice, over the
+copy bandwidth of the same run; times are between GPU events, the median of `--runs` samples of ten tokens.
 """
 
 import argparse
@@ -58,13 +58,13 @@ def main():
     name = properties["name"].decode()
     print(f"{name}, CuPy {cupy.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
     twin = [check_twin(batch) for batch in args.batch]
-    print("batch     ms/token   tokens/s  weights GB  states GB  floor ms  ratio  eager ms  memory GB  twin error")
+    print("batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB twin error")
     rows = []
     for batch, error in zip(args.batch, twin):
         row = {"batch": batch, **measure(batch, args.runs, bandwidth), "twin_error": error}
         rows.append(row)
-        print("{batch:5d} {ms:12.3f} {tokens_per_s:10.0f} {weight_gb:11.3f} {state_gb:10.3f} {floor_ms:9.3f} {ratio:6.2f}"
-              " {eager_ms:9.3f} {memory_gb:10.2f} {twin_error:11.1e}".format(**row), flush=True)
+        print("{batch:5d} {ms:9.3f} {tokens_per_s:9.0f} {weight_gb:10.3f} {state_gb:10.3f} {floor_ms:9.3f}"
+              " {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f} {twin_error:10.1e}".format(**row), flush=True)
     if args.out:
         with open(args.out, "w") as file:
             json.dump({"device": name, "cupy": cupy.__version__, "copy_tb_per_s": bandwidth / 1e12,
@@ -72,7 +72,8 @@ def main():
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--batch", type=int, nargs="+", default=(1, 8, 64, 256))
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--out", help="a JSON file for the same figures")
@@ -88,7 +89,7 @@ def copy_bandwidth():
 
 
 def check_twin(batch, steps=4):
-    """Relative error of the twin's logits against the float32 NumPy model, the same tokens from a captured graph."""
+    """Relative error of the twin's logits, from a captured graph, against the float32 NumPy model."""
     weights = Synthetic(TWIN)
     model = RWKV6({name: cupy.asnumpy(array).astype(np.float32) for name, array in weights.items()})
     decoder = CudaDecoder(weights, BFLOAT16, batch)

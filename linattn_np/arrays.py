@@ -79,7 +79,3 @@ def host_array(numbers):
     except ValueError:          # a ragged list
         return None
     return found if found.dtype.kind in "biuf" else None
-
-
-def itemsize(dtype) -> int:
-    return np.dtype(dtype).itemsize

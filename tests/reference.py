@@ -4,7 +4,6 @@ The exact answer of a recurrent operator is the NumPy backend's mode "recurrent"
 `literal` holds that one to the papers' equations, written here once more, a head and a token at a time.
 """
 
-import inspect
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,7 +125,8 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
                 o[b, h, start:stop] = weights @ v[b, h, start:stop] / weights.sum(-1, keepdims=True)
                 continue
             for t in range(start, stop):
-                decay = {"gla": lambda: np.exp(given["g"][b, h, t])[:, None], "rwkv6": lambda: np.exp(given["w"][b, h, t])[:, None],
+                decay = {"gla": lambda: np.exp(given["g"][b, h, t])[:, None],
+                         "rwkv6": lambda: np.exp(given["w"][b, h, t])[:, None],
                          "simple_gla": lambda: np.exp(given["g"][b, h, t]), "retention": lambda: gamma[h],
                          "linear_attention": lambda: 1.0}[op.name]()
                 new = np.outer(k[b, h, t], v[b, h, t])
@@ -210,7 +210,3 @@ def guarded(backend, shape, dtype, pad=256):
     before[:pad], before[-pad:] = 777, -777
     buffer = backend.asarray(before.copy())
     return Guarded(buffer[pad:before.size - pad].reshape(shape), buffer, backend, before, pad)
-
-
-def accepts(function, name):
-    return name in inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Reading checkpoints: every dtype and form, views without copies, hostile and damaged files that are refused."""
+"""Reading checkpoints: every dtype and form, views without copies; hostile and damaged files are refused."""
 
 import os
 import tracemalloc
@@ -122,6 +122,7 @@ def test_shards(tmp_path):
 def shards_in(folder):
     for number, (name, array) in enumerate(GOOD.items(), 1):
         written(folder, f"{number}.safetensors", hostile.good_safetensors({name: array}))
+    written(folder, "both.safetensors", hostile.good_safetensors(GOOD))
     written(folder, "damaged.safetensors", hostile.good_safetensors(GOOD)[:-1])
     (folder / "folder.safetensors").mkdir()
 

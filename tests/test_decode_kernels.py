@@ -6,6 +6,8 @@ import pytest
 
 from linattn_np import ContractError
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import tiles
+from linattn_np.backends.cupy.build import pack
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD
 from linattn_np.models.rwkv6_cuda import CudaDecoder, parts
@@ -14,7 +16,7 @@ SMALL = {"V": 50, "D": 64, "H": 4, "N": 16, "A": 8, "W": 8, "F": 224}
 SIZES = {
     "small": SMALL,
     "wide heads": {"V": 50, "D": 128, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448},
-    "odd": {"V": 51, "D": 72, "H": 6, "N": 12, "A": 3, "W": 5, "F": 2056},
+    "odd": {"V": 51, "D": 72, "H": 6, "N": 12, "A": 35, "W": 5, "F": 2056},
 }
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
 
@@ -72,8 +74,8 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("B", [1, 8, 9, 17])
 def test_batches(device, B, dtype, rng):
-    """Above eight sequences products take their inputs rounded. Now and then a head's output nearly vanishes, and its
-    norm makes much of the rounding: hence the median sequence, and little asked of the others."""
+    """Above eight sequences products take their inputs rounded. Now and then a head's output nearly vanishes,
+    and its norm makes much of the rounding: hence the median sequence, and little asked of the others."""
     weights = synthetic(rng, SMALL, dtype)
     decoder, model = CudaDecoder(weights, dtype, B, device), RWKV6(weights)
     tokens = rng.integers(0, SMALL["V"], (B, 2))
@@ -120,10 +122,24 @@ def test_greedy_tokens_are_the_argmax(device, rng):
         np.testing.assert_array_equal(host(tokens), host(logits).argmax(-1))
 
 
-def test_the_likeliest_token_is_the_lowest_of_equals(device):
-    from linattn_np.backends.cupy import tiles
-    from linattn_np.backends.cupy.build import pack
+@pytest.mark.parametrize("D", [8, 4104])
+def test_norms_of_narrow_and_wide_rows(device, D, rng):
+    x, value, gate, shift, weight, bias, maa = rng.standard_normal((7, D), np.float32)
+    arrays = {name: device.upload(array) for name, array in locals().items() if isinstance(array, np.ndarray)}
+    arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
+    at = {name: device.pointer(array) for name, array in arrays.items()}
+    kernel, before = tiles.norm_shift(np.dtype(np.float32)), "x value gate weight bias maa shift".split()
+    args = pack(**{name: at[name] for name in before}, slots=None, xx=at["xx"], d=at["d"], mixed=at["mixed"],
+                B=1, D=D, C=1, eps=1e-5, ahead=None, ahead_bytes=0)
+    device.launch(kernel, 1, args, tiles.shared_bytes(kernel))
+    x += value / (1 + np.exp(-gate))
+    xx = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * weight + bias
+    wanted = {"x": x, "xx": xx, "d": shift - xx, "shift": xx, "mixed": xx + (shift - xx) * maa}
+    for name, array in wanted.items():
+        np.testing.assert_allclose(host(arrays[name]), array, rtol=1e-5, atol=2e-5, err_msg=name)
 
+
+def test_the_likeliest_token_is_the_lowest_of_equals(device):
     rows = np.full((3, 3000), -np.inf, np.float32)
     rows[0, [7, 1031, 2999]] = 1
     rows[1, 2999] = -5

@@ -110,7 +110,7 @@ def test_a_tuned_state_keeps_its_official_name(weights):
     ("RWKV-7", ["model.layers.0.attn.k_k", "model.layers.0.attn.w_lora.lora.0.weight"]),
 ])
 def test_other_versions_are_refused(version, found):
-    with pytest.raises(CheckpointError, match=f"' belongs to {version}, expected the parameters of RWKV-6 x060"):
+    with pytest.raises(CheckpointError, match=f"' belongs to {version}, expected the parameters of RWKV-6"):
         names.official(dict.fromkeys(found))
 
 
@@ -147,7 +147,7 @@ def test_names_left_over_are_refused(added, complaint):
     weights = dict.fromkeys(names.declared(LAYERS), np.zeros(3))
     with pytest.raises(CheckpointError, match=complaint) as caught:
         names.official(weights | {added: np.zeros((2, 8, 8))})
-    assert len(str(caught.value)) < 500
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("name, shape, official", [

@@ -31,17 +31,6 @@ def test_code_runs(block, monkeypatch):
     exec(compile(BLOCKS[block], f"README.md, python block {block}", "exec"), {})
 
 
-# A module of Numba kernels cannot be imported without Numba, and has no examples.
-MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-                 for path in (ROOT / "linattn_np").rglob("*.py") if "numba" not in path.parts)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_docstring_examples_run(module, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert doctest.testmod(import_module(module)).failed == 0
-
-
 def test_the_loop_is_the_operator(rng):
     names = {}
     exec(BLOCKS[0], names)

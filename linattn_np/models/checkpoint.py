@@ -1,8 +1,8 @@
 """Weights out of files, without torch: `.pth` in both of its forms, `.safetensors` in one file or in shards.
 
-A pickle is a program, so a `.pth` is run by a machine of our own: its values are tuples, dicts, lists, strings,
-ints and tensor records, its opcodes are the few that a plain state dict needs, and none of them looks up an
-attribute, imports a module or calls anything but the functions in GLOBALS. Files are mapped: arrays are views.
+A pickle is a program, so a `.pth` is run by a machine of our own: its values are tuples, dicts, lists,
+strings, ints and tensor records, its opcodes the few that a plain state dict needs, and none of them looks up
+an attribute, imports a module or calls anything but the functions in GLOBALS. Arrays are views of the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def read(path) -> dict[str, np.ndarray]:
 
     path : str or path
         `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
-        `model.safetensors.index.json` with its shards beside it. A file must not change while its arrays live.
+        `model.safetensors.index.json` with its shards beside it. A file must not change while its arrays
+        live.
 
     Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`.
 
@@ -189,8 +190,8 @@ def content(data, place) -> bytes:
 def directory(data) -> dict[str, tuple[int, int]]:
     """(first byte, size) of every entry by name: the central directory's word, where the local header agrees.
 
-    Stricter than a general reader, so that no two readers see two files in one: the directory and its end record
-    close the file, names are unique, entries are STORED.
+    Stricter than a general reader, so that no two readers see two files in one: the directory and its end
+    record close the file, names are unique, entries are STORED.
     """
     at = len(data) - 22
     *_, count, size, start, _ = fields(data, "<4s4H2IH", at, b"PK\5\6", "an end record in the last 22 bytes")
@@ -203,7 +204,8 @@ def directory(data) -> dict[str, tuple[int, int]]:
     entries, here = {}, start
     while here < at:
         entry = fields(data, "<4s6H3I5H2I", here, b"PK\1\2", "the next entry of the zip's directory")
-        _, _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size, comment_size, *_, header = entry
+        _, _, _, flags, method, _, _, _, packed, unpacked, *sizes, _, _, _, header = entry
+        name_size, extra_size, comment_size = sizes
         here += 46
         raw = data[here:here + name_size]
         name = raw.decode("utf-8", "backslashreplace")
@@ -223,7 +225,7 @@ def directory(data) -> dict[str, tuple[int, int]]:
 
 
 def body(data, header, name, size, end):
-    """(first byte, size) of the entry whose local header is at byte `header`; it must lie before byte `end`."""
+    """(first byte, size) of the entry with its local header at byte `header`; it must end by byte `end`."""
     entry = f"entry {shown(name.decode('latin-1'))}"
     _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size = fields(
         data, "<4s5H3I2H", header, b"PK\3\4", f"the local header of {entry}")

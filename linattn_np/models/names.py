@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 from .checkpoint import refuse, shown
 
-# Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary, H heads, N
-# head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights are (out, in).
+# Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary,
+# H heads, N head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights
+# are (out, in).
 EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
 BLOCK = {
     "ln1.weight": "D", "ln1.bias": "D", "ln2.weight": "D", "ln2.bias": "D",
     "att.time_maa_x": "1 1 D", "att.time_maa_w": "1 1 D", "att.time_maa_k": "1 1 D",
     "att.time_maa_v": "1 1 D", "att.time_maa_r": "1 1 D", "att.time_maa_g": "1 1 D",
     "att.time_maa_w1": "D 5A", "att.time_maa_w2": "5 A D",
-    "att.time_decay": "1 1 D", "att.time_decay_w1": "D W", "att.time_decay_w2": "W D", "att.time_faaaa": "H N",
+    "att.time_decay": "1 1 D", "att.time_decay_w1": "D W", "att.time_decay_w2": "W D",
+    "att.time_faaaa": "H N",
     "att.receptance.weight": "D D", "att.key.weight": "D D", "att.value.weight": "D D",
     "att.gate.weight": "D D", "att.output.weight": "D D", "att.ln_x.weight": "D", "att.ln_x.bias": "D",
     "ffn.time_maa_k": "1 1 D", "ffn.time_maa_r": "1 1 D",
@@ -23,8 +25,8 @@ BLOCK = {
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
 TUNED = {"att.time_state": "H N N"}         # in every block or in none: a tuned initial state, value by key
 
-# The last part of a name that gives another version away. x060b and x060c have the same names; RWKV-4 has those
-# of RWKV-5 but no ln_x.
+# The last part of a name that gives another version away. x060b and x060c have the same names; RWKV-4 has
+# those of RWKV-5 but no ln_x.
 OTHER_VERSIONS = {"gate_w1": "RWKV-6 x060a", "time_maa_rkvw_w1": "RWKV-6 x060b or x060c",
                   **dict.fromkeys(("x_r", "w0", "a0", "k_k", "k_a", "r_k"), "RWKV-7"),
                   **dict.fromkeys(("time_mix_k", "time_mix_key", "time_first"), "RWKV-5")}
@@ -44,7 +46,7 @@ def transposed(x):
     return x.swapaxes(-1, -2)
 
 
-# fla keeps the five mixes in the order r w k v g, and the LoRA's weights as those of Linear layers, (out, in).
+# fla orders the five mixes r w k v g, and keeps the LoRA's weights as those of Linear layers, (out, in).
 FLA_ORDER = "rwkvg"
 OFFICIAL_ORDER = [FLA_ORDER.index(mix) for mix in "wkvrg"]
 
@@ -92,15 +94,15 @@ def official(weights: Mapping) -> dict:
 
     weights : mapping from names to host arrays
         With the official names, with Hugging Face's (`rwkv.blocks.0.attention.*`, which rename only) or with
-        fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs). A tuned
-        `blocks.i.att.time_state` may be there as well, under its official name whatever the others are.
+        fla's (`model.layers.0.attn.*`, which also orders the mixes r w k v g and transposes the LoRAs).
+        A tuned `blocks.i.att.time_state` may be there, under its official name whatever the others are.
 
-    Arrays are views, but for fla's mix LoRA. Shapes are the model's to check; fla's norm eps is in its config.
+    Arrays are views, but for fla's mixes. Shapes are the model's to check; fla's norm eps is in its config.
 
     Raises
     ------
     CheckpointError
-        The weights are those of another version, or some are missing or left over: what was found, what wanted.
+        The weights are those of another version, or some are missing or left over.
 
     Example
     -------

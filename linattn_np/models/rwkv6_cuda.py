@@ -248,7 +248,7 @@ class Step:
         self.launch(tiles.matvec(my.dtype), blocks, **fields, B=B, K=K)
 
     def launch_and_look_ahead(self, kernel, blocks, ahead, offset=0, **fields):
-        """A small kernel, and blocks that have L2 fetch weights that are read soon: `ahead` from `offset` on."""
+        """A small kernel, and blocks that have L2 fetch weights for later: `ahead` from `offset` on."""
         size = max(0, min(AHEAD, ahead.nbytes - offset)) if self.decoder.few else 0
         spare = min(SPARE_BLOCKS, ceil_div(size, PIECE))
         self.launch(kernel, blocks + spare, **fields, ahead=self.at(ahead) + offset, ahead_bytes=size)

@@ -19,10 +19,10 @@ class Cublas:
 
     def __init__(self):
         import cupy
-        from cuda.pathfinder import load_nvidia_dynamic_lib
+        from cupy.cuda import cublas        # noqa: F401  finds the library and loads it
 
         self.stream = cupy.cuda.get_current_stream
-        self.library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+        self.library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self.workspace = cupy.empty(WORKSPACE, np.uint8)
         self.handle = ctypes.c_void_p()
         self.call("cublasCreate_v2", ctypes.byref(self.handle))

@@ -36,19 +36,27 @@ def driver():
     return ctypes.CDLL("libcuda.so.1")
 
 
+@cache
+def entry(kernel, smem, device):
+    """The driver's handle of `kernel` on `device`, which must be the current one."""
+    function = load(kernel)
+    if smem > SHARED_BY_DEFAULT:
+        function.max_dynamic_shared_size_bytes = smem
+    function.preferred_shared_memory_carveout = 100     # for all: only an empty multiprocessor can change it
+    return ctypes.c_void_p(function.kernel.ptr)
+
+
 class OverlappedDevice(CupyDevice):
     def launch(self, kernel: Kernel, blocks: int, args: np.ndarray, smem: int = 0):
         import cupy
 
         if blocks == 0:
             return
-        function = load(kernel)
-        if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
-            function.max_dynamic_shared_size_bytes = smem
         stream, attributes = cupy.cuda.get_current_stream().ptr, ctypes.pointer(OVERLAP)
         config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, stream, attributes, 1)
-        parameters, entry = ctypes.c_void_p(args.ctypes.data), ctypes.c_void_p(function.kernel.ptr)
-        status = driver().cuLaunchKernelEx(ctypes.byref(config), entry, ctypes.byref(parameters), None)
+        function = entry(kernel, smem, cupy.cuda.runtime.getDevice())
+        parameters = ctypes.c_void_p(args.ctypes.data)
+        status = driver().cuLaunchKernelEx(ctypes.byref(config), function, ctypes.byref(parameters), None)
         if status:
             raise RuntimeError(f"{kernel.expression}: the driver refused the launch with CUresult {status}")
 

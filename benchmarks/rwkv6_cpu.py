@@ -1,0 +1,166 @@
+"""RWKV-6 on the CPU: decode beside the time its weights take to read, prefill beside decode, and the `rwkv` package.
+
+    python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--out FILE]
+
+The models are synthetic ones in float32. The floor is every weight but the embedding once, over the read bandwidth.
+Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
+Times are medians, the best beside them. Logits are compared before anything is timed. The `rwkv` package needs torch
+and is optional; rwkv.cpp is on no package index and is not measured.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+
+MODELS = ({"L": 12, "D": 768}, {"L": 24, "D": 1024})
+PREFILL = 512
+SAMPLE = 8              # tokens decoded between two looks at the clock
+BANDWIDTH_BYTES = 1 << 28       # several times any cache
+REST = 0.15             # seconds in which one library's threads stop spinning and leave the cores to another's
+
+
+def main():
+    args = arguments()
+    cpus = sorted(os.sched_getaffinity(0))[:args.threads]
+    os.sched_setaffinity(0, cpus)               # before NumPy is loaded: its BLAS counts the CPUs once
+    import numpy as np
+
+    print(f"RWKV-6, float32, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
+    rows = [measure(np, sizes, len(cpus), args.rounds) for sizes in MODELS]
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump({"numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "rows": rows}, file, indent=1)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", help="a JSON file for the same figures")
+    return parser.parse_args()
+
+
+def measure(np, sizes, threads, rounds):
+    from linattn_np.models import RWKV6
+
+    weights = synthetic(np, **sizes)
+    weight_bytes = sum(x.nbytes for name, x in weights.items() if name != "emb.weight")
+    model, peer = RWKV6(weights), load_peer(weights, threads)
+    del weights
+    tokens = np.random.default_rng(1).integers(0, model.sizes["V"], PREFILL).tolist()
+
+    def step(token, state):
+        return model.forward([[token]], state, last=True)
+
+    calls = {"read": reading(np), "decode": decoding(step, tokens), "prefill": lambda: model.forward([tokens], last=True)}
+    print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token")
+    row = {**sizes, "weight_bytes": weight_bytes}
+    if peer is not None:
+        row["relative_difference"] = difference(np, model, peer, tokens[:70])
+        calls |= {"rwkv decode": decoding(lambda token, state: peer.forward([token], state), tokens),
+                  "rwkv prefill": lambda: peer.forward(tokens, None)}
+        print(f"the rwkv package's logits differ by {row['relative_difference']:.1e} of their size")
+
+    times = interleaved(calls, rounds)
+    seconds = {name: [t / {"read": BANDWIDTH_BYTES / weight_bytes, "decode": SAMPLE, "prefill": PREFILL}[name.split()[-1]]
+                      for t in samples] for name, samples in times.items()}      # a token
+    seconds["floor"] = seconds.pop("read")
+    for name, samples in seconds.items():
+        median, best = statistics.median(samples), min(samples)
+        row[name] = {"ms": median * 1e3, "best_ms": best * 1e3, "tokens_per_s": 1 / median}
+        print(f"{name:14s}{median * 1e3:8.3f} ({best * 1e3:.3f}) ms a token {1 / median:9.1f} tokens/s")
+    for slow, fast in (("decode", "floor"), ("decode", "prefill"), ("rwkv decode", "decode"),
+                       ("rwkv prefill", "prefill")):
+        if slow in seconds:
+            ratio = statistics.median(a / b for a, b in zip(seconds[slow], seconds[fast]))
+            row[f"{slow} / {fast}"] = ratio
+            print(f"{slow} takes {ratio:.2f} times the {fast}'s time")
+    return row
+
+
+def synthetic(np, L, D, V=65536, N=64, A=32, W=64):
+    """Random parameters of about a trained model's size, by official names."""
+    from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD
+
+    sizes = {"1": 1, "5": 5, "V": V, "D": D, "H": D // N, "N": N, "A": A, "5A": 5 * A, "W": W, "F": D * 7 // 2}
+    names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(L) for name, axes in BLOCK.items()}, **HEAD}
+    rng = np.random.default_rng(0)
+
+    def parameter(name, shape):
+        if "time_maa" in name and name[-2:] not in ("w1", "w2"):
+            return rng.random(shape, np.float32)
+        noise = rng.standard_normal(shape, np.float32)
+        if name.endswith("time_decay"):
+            return 1.5 * noise - 3                          # decays from 0.4 to 0.999
+        if len(shape) == 1:
+            return 0.1 * noise + name.endswith("weight")    # a norm
+        if name[-2:] in ("w1", "w2"):
+            noise *= 0.3 * shape[-2] ** -0.5
+        elif name.endswith(".weight"):
+            noise *= shape[-1] ** -0.5                      # (out, in)
+        return noise
+
+    return {name: parameter(name, [sizes[axis] for axis in axes.split()]) for name, axes in names.items()}
+
+
+def load_peer(weights, threads):
+    """The same model in the `rwkv` package, or None."""
+    try:
+        import torch
+        from rwkv.model import RWKV
+    except ImportError as error:
+        print(f"the rwkv package is not measured: {error}")
+        return None
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({name: torch.from_numpy(x) for name, x in weights.items()}, f"{folder}/model.pth")
+        return RWKV(f"{folder}/model", "cpu fp32", verbose=False)
+
+
+def difference(np, model, peer, tokens):
+    """Largest difference between logits over the largest logit: a prefill, then a token."""
+    logits, state = model.forward([tokens[:-1]], last=True)
+    peer_logits, peer_state = peer.forward(tokens[:-1], None)
+    found, wanted = [logits[0]], [peer_logits.numpy()]
+    found.append(model.forward([tokens[-1:]], state, last=True)[0][0])
+    wanted.append(peer.forward(tokens[-1:], peer_state)[0].numpy())
+    relative = float(np.abs(np.subtract(found, wanted)).max() / np.abs(wanted).max())
+    assert relative < 5e-5, f"the logits differ by {relative:.1e} of their size"
+    return relative
+
+
+def reading(np):
+    """One pass over memory: a matrix-vector product whose vectors stay in cache."""
+    matrix, x = np.ones((BANDWIDTH_BYTES >> 12, 1024), np.float32), np.ones(1024, np.float32)
+    return lambda: matrix @ x
+
+
+def decoding(step, tokens):
+    """A call that decodes the next SAMPLE tokens; `step` is (token, state) -> (logits, state)."""
+    tokens, state = iter(tokens * 100), None
+
+    def call():
+        nonlocal state
+        for _ in range(SAMPLE):
+            _, state = step(next(tokens), state)
+    return call
+
+
+def interleaved(calls, rounds):
+    """Seconds of every call in every round, each after one to warm up."""
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            time.sleep(REST)
+            call()
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+if __name__ == "__main__":
+    main()
