@@ -1,7 +1,7 @@
 // what      Up to five products of weights with up to 8 vectors each, every weight read once.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each product: w [M, K], x [B, K], y [B, M]
-// grid      a block for every 16 rows of a product, products in turn; 512 threads: a warp a slice of K, a
+// grid      a block for every 16 rows of a product, products in turn; THREADS threads: a warp a slice of K, a
 //           lane 8 neighbours of every 32 in two rows
 // smem      MatvecTile: the weights on their way and the warps' parts of y
 // barriers  one: the parts of y stand
@@ -11,11 +11,11 @@
 // limits    B up to 8, K a multiple of 8; weights aligned to 16 bytes
 //
 // A lane copies its own operands of the tensor core: any order of k will do if W and x have the same. The
-// copies are under way before the kernel waits for x, two stages of 32 KB a block and two blocks a
+// copies are under way before the kernel waits for x, two stages of 64 bytes a thread and 1024 threads a
 // multiprocessor: enough to hide the memory's latency at its full bandwidth, and no register is taken.
 #include "product.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, ROWS = 16, COLUMNS = 8, PRODUCTS = 5;
+constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 5;
 constexpr int STEP = 32, STAGES = 2;
 
 enum class Finish : i64 { Write, Add, ReluSquared };
@@ -33,9 +33,9 @@ template <typename T> struct MatvecArgs {
   i64 B, K;
 };
 
-struct MatvecTile {
+template <int THREADS> struct MatvecTile {
   uint4 weights[STAGES][4][THREADS];
-  float parts[WARPS][COLUMNS][ROWS];
+  float parts[THREADS / 32][COLUMNS][ROWS];
 };
 
 // 8 neighbours of a row, as floats.
@@ -50,10 +50,11 @@ template <typename T> __device__ __forceinline__ void unpack(float (&x)[8], cons
   for (int i = 0; i < 8; ++i) x[i] = to_float(T{u16(words[i / 2] >> 16 * (i % 2))});
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS, 2) matvec(const MatvecArgs<T> args) {
+template <typename T, int THREADS> __global__ void __launch_bounds__(THREADS, 1024 / THREADS) matvec(const MatvecArgs<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   constexpr int VECTORS = EXACT ? 2 : 1, STEPS = 2 / VECTORS;  // 16-byte copies a row and step; steps a stage
-  MatvecTile& s = *reinterpret_cast<MatvecTile*>(dynamic_smem());
+  constexpr int WARPS = THREADS / 32;
+  MatvecTile<THREADS>& s = *reinterpret_cast<MatvecTile<THREADS>*>(dynamic_smem());
   launch_next();
   i64 tile = blockIdx.x;
   int n = 0;

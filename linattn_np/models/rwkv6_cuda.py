@@ -245,7 +245,7 @@ class Step:
             fields |= {f"M{n}": M, f"finish{n}": finish}
             blocks += ceil_div(M, tiles.MATVEC_ROWS)
         _, B, K = products[0][1].shape
-        self.launch(tiles.matvec(my.dtype), blocks, **fields, B=B, K=K)
+        self.launch(tiles.matvec(my.dtype, blocks), blocks, **fields, B=B, K=K)
 
     def launch_and_look_ahead(self, kernel, blocks, ahead, offset=0, **fields):
         """A small kernel, and blocks that have L2 fetch weights for later: `ahead` from `offset` on."""

@@ -69,6 +69,8 @@ def combine(T) -> Kernel:
 MATVEC_ROWS = 16        # rows of a weight a block of matvec: a tensor-core tile
 MATVEC_COLUMNS = 8      # sequences it serves at most: the tile's other side
 MATVEC_PRODUCTS = 5     # products in one launch
+MATVEC_THREADS = (256, 512, 1024)   # a block's; few blocks take many, so that the 132 multiprocessors of a Hopper
+                                    # card have about 1024 each at work, many blocks few, so that they end one by one
 MIX_COLUMNS = 128       # channels a block of mix
 
 
@@ -88,8 +90,9 @@ def time_mix_step(T, X) -> Kernel:
     return Kernel("model/time_mix_step", (CTYPES[T], CTYPES[X]), 256)
 
 
-def matvec(T) -> Kernel:
-    return Kernel("model/matvec", (CTYPES[T],), 512)
+def matvec(T, blocks) -> Kernel:
+    threads = max((size for size in MATVEC_THREADS if size * blocks <= 132 * 1024), default=MATVEC_THREADS[0])
+    return Kernel("model/matvec", (CTYPES[T], str(threads)), threads)
 
 
 def relu_squared(X) -> Kernel:
@@ -126,8 +129,8 @@ def shared_bytes(kernel: Kernel) -> int:
             return 4 * 32 * 8
         case "time_mix_step", _:
             return 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
-        case "matvec", _:
-            return 2 * 4 * 512 * 16 + 4 * 16 * 8 * 16
+        case "matvec", (_, threads):
+            return int(threads) * (2 * 4 * 16 + 4 * 8 * 16 // 32)
         case "argmax", _:
             return 32 * 8
     return 0
@@ -154,7 +157,8 @@ def kernels():
             yield gated_qk(p, T)
         yield embed(T)
         yield norm_shift(T)
-        yield matvec(T)
+        for blocks in (1, 200, 1000):
+            yield matvec(T, blocks)
         yield relu_squared(T)
         for X in dict.fromkeys((T, single)):
             yield mix(T, X)
