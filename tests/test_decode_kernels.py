@@ -130,7 +130,7 @@ def test_norms_of_narrow_and_wide_rows(device, D, rng):
     at = {name: device.pointer(array) for name, array in arrays.items()}
     kernel, before = tiles.norm_shift(np.dtype(np.float32)), "x value gate weight bias maa shift".split()
     args = pack(**{name: at[name] for name in before}, slots=None, xx=at["xx"], d=at["d"], mixed=at["mixed"],
-                B=1, D=D, C=1, eps=1e-5, ahead=None, ahead_bytes=0)
+                B=1, D=D, C=1, eps=1e-5)
     device.launch(kernel, 1, args, tiles.shared_bytes(kernel))
     x += value / (1 + np.exp(-gate))
     xx = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * weight + bias

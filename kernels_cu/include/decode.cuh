@@ -1,4 +1,4 @@
-// what      What the kernels of one decoding step share: sums over a block, gates, and a look ahead.
+// what      What the kernels of one decoding step share: sums over a block, gates, four values at a time.
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -22,18 +22,4 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   to[1] = from_float<X>(x.y);
   to[2] = from_float<X>(x.z);
   to[3] = from_float<X>(x.w);
-}
-
-// Weights of a later kernel: a small kernel leaves the memory idle, so spare blocks have L2 fetch them.
-struct Ahead {
-  const unsigned char* p;
-  i64 bytes;
-};
-
-constexpr i64 PIECE = 4096;  // bytes a request
-
-// Block `index` of `count` asks for its share.
-__device__ __forceinline__ void prefetch_share(const Ahead& ahead, i64 index, i64 count) {
-  for (i64 at = (threadIdx.x * count + index) * PIECE; at < ahead.bytes; at += blockDim.x * count * PIECE)
-    prefetch_l2(ahead.p + at, u32(ahead.bytes - at < PIECE ? ahead.bytes - at : PIECE));
 }

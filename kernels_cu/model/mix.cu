@@ -1,8 +1,8 @@
 // what      The five inputs of the time mix, their token shift mixed by the data.
 // math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
 // shapes    low [B, 5, A], up [5, A, D], maa [5, D], xx d [B, D], mixed [5, B, D]
-// grid      a block for every (8 sequences, c, 128 channels), sequences slowest, then blocks that only look
-//           ahead; 128 threads: a channel each
+// grid      a block for every (8 sequences, c, 128 channels), sequences slowest; 128 threads: a channel
+//           each
 // smem      MixTile: 32 tanh(low) of each sequence
 // barriers  two a pass of 32: read the tile before it changes, and after
 // numerics  float32
@@ -20,7 +20,6 @@ template <typename T, typename X> struct MixArgs {
   const float* d;
   X* mixed;
   i64 B, D, A;
-  Ahead ahead;
 };
 
 struct MixTile {
@@ -31,8 +30,6 @@ template <typename T, typename X> __global__ void __launch_bounds__(THREADS) mix
   MixTile& s = *reinterpret_cast<MixTile*>(dynamic_smem());
   launch_next();
   const i64 A = args.A, B = args.B, D = args.D, tiles = (D + THREADS - 1) / THREADS;
-  const i64 work = (B + SEQUENCES - 1) / SEQUENCES * 5 * tiles;
-  if (blockIdx.x >= work) return prefetch_share(args.ahead, blockIdx.x - work, gridDim.x - work);
   const i64 j = blockIdx.x % tiles * THREADS + threadIdx.x, c = blockIdx.x / tiles % 5;
   const i64 first = blockIdx.x / tiles / 5 * SEQUENCES;
   const T* up = args.up + c * A * D + j;

@@ -2,7 +2,7 @@
 // math      x += sigmoid(gate) value;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
 // shapes    x value gate xx d [B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
 //           mixed [C, B, D]; value and gate, or xx and d, or maa and shift may be null, then d = 0
-// grid      a block a sequence, then blocks that only look ahead; 512 threads, up to 4 times 4 channels each
+// grid      a block a sequence; 512 threads, up to 4 times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
@@ -26,7 +26,6 @@ template <typename X> struct NormShiftArgs {
   X* mixed;
   i64 B, D, C;
   double eps;
-  Ahead ahead;
 };
 
 struct NormShiftTile {
@@ -42,7 +41,6 @@ template <typename X> __global__ void __launch_bounds__(THREADS) norm_shift(cons
   NormShiftTile& s = *reinterpret_cast<NormShiftTile*>(dynamic_smem());
   launch_next();
   const i64 b = blockIdx.x, D = args.D, row = b * D;
-  if (b >= args.B) return prefetch_share(args.ahead, b - args.B, gridDim.x - args.B);
   wait_for_previous();
 
   float4 x[EACH];

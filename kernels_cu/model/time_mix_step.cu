@@ -3,8 +3,7 @@
 //           y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
 //           slots [B] or null
-// grid      a block for every (sequence, head), sequence slowest, then blocks that only look ahead; 256
-//           threads: four columns of the state and every (1024 / N)-th channel each
+// grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every (1024 / N)-th channel each
 // smem      TimeMixTile
 // barriers  six: inputs, parts of the decay, decay, parts of o, and the two sums of the group norm
 // numerics  float32
@@ -30,7 +29,6 @@ template <typename T, typename X> struct TimeMixStepArgs {
   X* y;
   i64 B, H, N, W;
   double eps;
-  Ahead ahead;
 };
 
 struct TimeMixTile {
@@ -45,8 +43,6 @@ template <typename T, typename X>
 __global__ void __launch_bounds__(THREADS) time_mix_step(const TimeMixStepArgs<T, X> args) {
   TimeMixTile& s = *reinterpret_cast<TimeMixTile*>(dynamic_smem());
   launch_next();
-  const i64 work = args.B * args.H;
-  if (blockIdx.x >= work) return prefetch_share(args.ahead, blockIdx.x - work, gridDim.x - work);
   const int N = int(args.N), W = int(args.W), tid = threadIdx.x;
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, at = b * D + h * N;
   float* state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;

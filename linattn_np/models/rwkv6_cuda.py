@@ -21,9 +21,6 @@ FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
 MOST = {"D": 8192, "N": 256, "W": 512}      # what the kernels keep in registers and shared memory
 WRITE, ADD, RELU_SQUARED = range(3)         # matvec's `Finish`
-AHEAD = 8 << 20         # bytes of later weights that a small kernel asks for: what memory gives while it runs
-PIECE = 4096            # bytes a request of decode.cuh
-SPARE_BLOCKS = 128      # that ask, about one a multiprocessor
 
 
 class CudaDecoder:
@@ -185,7 +182,7 @@ class Step:
             self.time_mix(layer, state.att_shift[i], state.wkv[i], value)
             self.channel_mix(layer, state.ffn_shift[i])
             value = my.value
-        self.norm_shift(my.ln_out, my.normed, value=value, ahead=my.head)
+        self.norm_shift(my.ln_out, my.normed, value=value)
         self.matmul((my.head, my.normed, my.all_logits, WRITE))
         if greedy:
             self.launch(tiles.argmax(), B, logits=at(my.logits), tokens=at(tokens), V=my.sizes["V"])
@@ -193,34 +190,34 @@ class Step:
     def time_mix(self, layer, shift, wkv, value):
         my, at, B = self.decoder, self.at, self.decoder.batch
         T, X, (D, H, N, A, W) = my.dtype, my.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
-        self.norm_shift(layer.ln1, my.mixed_x, layer.maa_x, shift, value, xx=my.xx, ahead=layer.kvrg)
+        self.norm_shift(layer.ln1, my.mixed_x, layer.maa_x, shift, value, xx=my.xx)
         self.matmul((layer.maa_down, my.mixed_x, my.low, WRITE))
         blocks = ceil_div(B, tiles.MATVEC_COLUMNS) * 5 * ceil_div(D, tiles.MIX_COLUMNS)
-        self.launch_and_look_ahead(
-            tiles.mix(T, X), blocks, layer.kvrg, AHEAD, low=at(my.low), up=at(layer.maa_up),
+        self.launch(
+            tiles.mix(T, X), blocks, low=at(my.low), up=at(layer.maa_up),
             maa=at(layer.maa), xx=at(my.xx), d=at(my.d), mixed=at(my.mixed), B=B, D=D, A=A)
         self.matmul((layer.kvrg, my.mixed[1:], my.kvrg, WRITE),
                     (layer.decay_down, my.mixed[:1], my.decay_low, WRITE))
         (k, v, r, gate), (weight, bias) = map(at, my.kvrg), map(at, layer.ln_x)
-        self.launch_and_look_ahead(
-            tiles.time_mix_step(T, X), B * H, layer.output, k=k, v=v, r=r, gate=gate, low=at(my.decay_low),
+        self.launch(
+            tiles.time_mix_step(T, X), B * H, k=k, v=v, r=r, gate=gate, low=at(my.decay_low),
             up=at(layer.decay_up), decay=at(layer.decay), u=at(layer.bonus), weight=weight, bias=bias,
             state=at(wkv), slots=self.slots, y=at(my.y), B=B, H=H, N=N, W=W, eps=GROUP_NORM_EPS)
         self.matmul((layer.output, my.y, my.x, ADD))
 
     def channel_mix(self, layer, shift):
         my = self.decoder
-        self.norm_shift(layer.ln2, my.ffn_mixed, layer.ffn_maa, shift, ahead=layer.ffn_key)
+        self.norm_shift(layer.ln2, my.ffn_mixed, layer.ffn_maa, shift)
         self.matmul((layer.ffn_key, my.ffn_mixed[:1], my.activated, RELU_SQUARED),
                     (layer.ffn_receptance, my.ffn_mixed[1:], my.gate, WRITE))
         self.matmul((layer.ffn_value, my.activated, my.value, WRITE))
 
-    def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None, ahead=None):
+    def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
         my, at = self.decoder, self.pointer
         weight, bias = norm
         C, B, D = mixed.shape
-        self.launch_and_look_ahead(
-            tiles.norm_shift(mixed.dtype), B, ahead, x=at(my.x), value=at(value),
+        self.launch(
+            tiles.norm_shift(mixed.dtype), B, x=at(my.x), value=at(value),
             gate=at(None if value is None else my.gate), weight=at(weight), bias=at(bias), maa=at(maa),
             shift=at(shift), slots=self.slots, xx=at(xx), d=at(None if xx is None else my.d), mixed=at(mixed),
             B=B, D=D, C=C, eps=LAYER_NORM_EPS)
@@ -246,12 +243,6 @@ class Step:
             blocks += ceil_div(M, tiles.MATVEC_ROWS)
         _, B, K = products[0][1].shape
         self.launch(tiles.matvec(my.dtype, blocks), blocks, **fields, B=B, K=K)
-
-    def launch_and_look_ahead(self, kernel, blocks, ahead, offset=0, **fields):
-        """A small kernel, and blocks that have L2 fetch weights for later: `ahead` from `offset` on."""
-        size = max(0, min(AHEAD, ahead.nbytes - offset)) if self.decoder.few else 0
-        spare = min(SPARE_BLOCKS, ceil_div(size, PIECE))
-        self.launch(kernel, blocks + spare, **fields, ahead=self.at(ahead) + offset, ahead_bytes=size)
 
     def launch(self, kernel, blocks, **fields):
         self.launches.append(partial(self.decoder.device.launch, kernel, blocks, pack(**fields),
