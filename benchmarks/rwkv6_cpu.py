@@ -83,7 +83,7 @@ def measure(np, sizes, threads, rounds):
 
 def synthetic(np, L, D, V=65536, N=64, A=32, W=64):
     """Random parameters of about a trained model's size, by official names."""
-    from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD
+    from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
 
     sizes = {"1": 1, "5": 5, "V": V, "D": D, "H": D // N, "N": N, "A": A, "5A": 5 * A, "W": W, "F": D * 7 // 2}
     names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(L) for name, axes in BLOCK.items()}, **HEAD}

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
 from linattn_np.models.rwkv6_cuda import CudaDecoder
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -9,7 +9,7 @@ from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import tiles
 from linattn_np.backends.cupy.build import pack
 from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6 import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
 from linattn_np.models.rwkv6_cuda import CudaDecoder, parts
 
 SMALL = {"V": 50, "D": 64, "H": 4, "N": 16, "A": 8, "W": 8, "F": 224}

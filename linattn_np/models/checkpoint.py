@@ -21,6 +21,8 @@ from types import FunctionType
 import ml_dtypes
 import numpy as np
 
+from ..contract import ContractError
+
 # Enough for a thousand layers, and small enough that a hostile file cannot make the reader work for long.
 MAX_INDEX = 1 << 21         # bytes of what is not weights: a pickle, a zip's directory, a JSON header
 MAX_OPCODES = 1 << 18       # of one pickle; a tensor takes about 40
@@ -38,7 +40,7 @@ SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": 
                "BOOL": np.bool}
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ContractError):
     """A file, or the weights in it, that cannot be used: what was found and what was wanted."""
 
 

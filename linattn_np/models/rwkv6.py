@@ -14,29 +14,12 @@ from .. import varlen
 from ..arrays import FLOATS
 from ..contract import ContractError, ContractTypeError, NotSupported
 from ..ops import rwkv6, rwkv6_step
+from . import checkpoint
+from .names import declared, official
 from .sampling import Sampling
 
 LAYER_NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5      # whatever the head size is
-
-# Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary, H heads,
-# N head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights are (out, in).
-EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
-BLOCK = {
-    "ln1.weight": "D", "ln1.bias": "D", "ln2.weight": "D", "ln2.bias": "D",
-    "att.time_maa_x": "1 1 D", "att.time_maa_w": "1 1 D", "att.time_maa_k": "1 1 D", "att.time_maa_v": "1 1 D",
-    "att.time_maa_r": "1 1 D", "att.time_maa_g": "1 1 D", "att.time_maa_w1": "D 5A", "att.time_maa_w2": "5 A D",
-    "att.time_decay": "1 1 D", "att.time_decay_w1": "D W", "att.time_decay_w2": "W D", "att.time_faaaa": "H N",
-    "att.receptance.weight": "D D", "att.key.weight": "D D", "att.value.weight": "D D", "att.gate.weight": "D D",
-    "att.output.weight": "D D", "att.ln_x.weight": "D", "att.ln_x.bias": "D",
-    "ffn.time_maa_k": "1 1 D", "ffn.time_maa_r": "1 1 D",
-    "ffn.key.weight": "F D", "ffn.receptance.weight": "D D", "ffn.value.weight": "D F",
-}
-HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
-
-# A parameter of block 0 that gives another version away.
-OTHER_VERSIONS = {"att.gate_w1": "RWKV-6 x060a", "att.time_maa_rkvw_w1": "RWKV-6 x060b or x060c",
-                  "att.x_r": "RWKV-7", "att.time_mix_k": "RWKV-4 or RWKV-5"}
 
 
 @dataclass
@@ -120,8 +103,9 @@ class RWKV6:
 
     Parameters
     ----------
-    weights : mapping from official names ("blocks.0.att.time_maa_x", ...) to host arrays
-        Any float dtype; the model keeps float32 copies. All sizes come from names and shapes.
+    weights : mapping from names ("blocks.0.att.time_maa_x", ... or those of Hugging Face or fla) to host arrays
+        Any float dtype; the model keeps float32 copies. All sizes come from names and shapes. A tuned
+        `time_state` is where sequences start.
     device : "cpu" or "cuda"
         Where the weights, and with them every array of the model, live: NumPy or CuPy.
 
@@ -146,7 +130,7 @@ class RWKV6:
 
     def __init__(self, weights: Mapping, device: str = "cpu"):
         self.xp = array_module(device)
-        self.sizes = check_parameters(weights)
+        weights, self.sizes = parameters(weights)
 
         def load(*names):
             """float32 [..., D], contiguous, on the device; several names are stacked along a first axis."""
@@ -157,37 +141,34 @@ class RWKV6:
             return load(f"{name}.weight"), load(f"{name}.bias")
 
         self.embedding, self.ln0 = load("emb.weight"), norm("blocks.0.ln0")
-        self.blocks = [Block(f"blocks.{i}", load, norm) for i in range(self.sizes["L"])]
+        self.blocks = [Block(f"blocks.{i}", load, norm, weights) for i in range(self.sizes["L"])]
         self.ln_out, self.head = norm("ln_out"), load("head.weight")
 
     @classmethod
     def from_file(cls, path, device: str = "cpu") -> RWKV6:
-        """The model in a `.safetensors` file with the official names; OSError when the file cannot be read."""
-        from safetensors import SafetensorError, safe_open
+        """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
 
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"RWKV6: {path} is no file")
-        if path.suffix != ".safetensors":
-            refuse(f"{path} has another ending, expected .safetensors")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                weights = {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
-            refuse(f"{path} is no safetensors file, or a damaged one: {error}")
+        path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
+            `model.safetensors.index.json` of a sharded one, with the official, Hugging Face's or fla's names.
+        """
+        weights = checkpoint.read(path)
         try:
             return cls(weights, device)
         except NotSupported:
             raise
         except ContractError as error:
-            raise type(error)(f"{error} (in {path})") from None
+            raise type(error)(f"{path}: {error}") from None
 
     def initial_state(self, batch: int = 1) -> State:
-        """The state before the first token of `batch` sequences."""
+        """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         zeros = self.xp.zeros
-        return State(zeros((L, batch, D), np.float32), zeros((L, batch, H, N, N), np.float32),
-                     zeros((L, batch, D), np.float32))
+        state = State(zeros((L, batch, D), np.float32), zeros((L, batch, H, N, N), np.float32),
+                      zeros((L, batch, D), np.float32))
+        for i, block in enumerate(self.blocks):
+            if block.tuned is not None:
+                state.wkv[i] = block.tuned
+        return state
 
     def forward(self, tokens, state: State | None = None, *, cu_seqlens=None, slots=None, last: bool = False):
         """``(logits [B, T, V] float32, state)`` for `tokens` [B, T], host integers.
@@ -309,8 +290,10 @@ class RWKV6:
 class Block:
     """One layer's weights, those that meet one product stacked."""
 
-    def __init__(self, name, load, norm):
+    def __init__(self, name, load, norm, weights):
         att, ffn = f"{name}.att", f"{name}.ffn"
+        state = f"{att}.time_state"                         # stored value by key; the state is key by value
+        self.tuned = load(state).swapaxes(1, 2) if state in weights else None               # [H, N, N]
         self.ln1, self.ln2, self.ln_x = norm(f"{name}.ln1"), norm(f"{name}.ln2"), norm(f"{att}.ln_x")
         self.maa_x = load(f"{att}.time_maa_x")[0]                                           # [1, D]
         self.maa = load(*(f"{att}.time_maa_{x}" for x in "wkvrg"))[:, 0]                    # [5, 1, D]
@@ -377,22 +360,12 @@ def sigmoid(x):
     return 0.5 * np.tanh(0.5 * x) + 0.5
 
 
-def check_parameters(weights) -> dict[str, int]:
-    """The model's sizes, once every parameter is there, fits the others, and none is left over."""
-    version = next((version for name, version in OTHER_VERSIONS.items() if f"blocks.0.{name}" in weights), None)
-    if version:
-        refuse(f"the parameters are those of {version}, expected RWKV-6 x060")
+def parameters(weights) -> tuple[dict, dict[str, int]]:
+    """`weights` under their official names, and the model's sizes, once every shape fits the others."""
+    weights = official(weights)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
-    declared = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(layers) for name, axes in BLOCK.items()},
-                **HEAD}
-    missing = [name for name in declared if name not in weights]
-    left_over = [name for name in weights if name not in declared]
-    if missing or left_over:
-        refuse(" and ".join(f"{what} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-                            for what, names in (("lacks", missing), ("has an unknown", left_over)) if names)
-               + "; expected the official names of RWKV-6 x060")
     sizes = {"1": 1, "5": 5, "L": layers}
-    for name, axes in declared.items():
+    for name, axes in declared(layers, tuned="blocks.0.att.time_state" in weights).items():
         axes, shape = axes.split(), tuple(weights[name].shape)
         if len(shape) == len(axes):
             for axis, size in zip(axes, shape):
@@ -406,7 +379,7 @@ def check_parameters(weights) -> dict[str, int]:
         refuse(f"att.time_faaaa has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
     if 5 * sizes["A"] != sizes["5A"]:
         refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} as att.time_maa_w2 has it")
-    return sizes
+    return weights, sizes
 
 
 def array_module(device):

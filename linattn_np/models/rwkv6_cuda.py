@@ -15,7 +15,7 @@ from ..arrays import BFLOAT16
 from ..backends.cupy import tiles
 from ..backends.cupy.build import pack
 from ..contract import ContractTypeError
-from .rwkv6 import GROUP_NORM_EPS, LAYER_NORM_EPS, State, check_parameters, refuse
+from .rwkv6 import GROUP_NORM_EPS, LAYER_NORM_EPS, State, parameters, refuse
 
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
@@ -55,7 +55,8 @@ class CudaDecoder:
 
     def __init__(self, weights: Mapping, dtype, batch: int = 1, device=None):
         self.device = device = device or current_device()
-        self.sizes = sizes = fitting(check_parameters(weights))
+        weights, sizes = parameters(weights)
+        self.sizes = fitting(sizes)
         self.dtype, self.batch = np.dtype(dtype), batch
         if self.dtype not in DTYPES:
             refuse(f"dtype is {self.dtype}, expected {', '.join(map(str, DTYPES))}", ContractTypeError)

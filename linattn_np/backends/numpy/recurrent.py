@@ -54,7 +54,7 @@ def has_time(axes):
 
 
 def cast_inputs(problem):
-    return [x.astype(problem.compute_dtype) for x in problem.arrays.values()]
+    return [x.astype(problem.compute_dtype, copy=False) for x in problem.arrays.values()]
 
 
 def tokens(problem, inputs, t):
@@ -105,6 +105,7 @@ def step(problem, equation):
     """One token for B sequences: o; the state, or its rows `slots`, is updated in place."""
     state, slots = problem.options["state"], problem.options["slots"]
     rows = slice(None) if slots is None else slots
-    (new,), o = equation.step(problem, (state[rows].astype(problem.compute_dtype),), *cast_inputs(problem))
+    before = state[rows].astype(problem.compute_dtype, copy=False)
+    (new,), o = equation.step(problem, (before,), *cast_inputs(problem))
     state[rows] = new
     return o
