@@ -55,7 +55,8 @@ def measure(np, sizes, threads, rounds):
     def step(token, state):
         return model.forward([[token]], state, last=True)
 
-    calls = {"read": reading(np), "decode": decoding(step, tokens), "prefill": lambda: model.forward([tokens], last=True)}
+    calls = {"read": reading(np), "decode": decoding(step, tokens),
+             "prefill": lambda: model.forward([tokens], last=True)}
     print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token")
     row = {**sizes, "weight_bytes": weight_bytes}
     if peer is not None:
@@ -65,8 +66,8 @@ def measure(np, sizes, threads, rounds):
         print(f"the rwkv package's logits differ by {row['relative_difference']:.1e} of their size")
 
     times = interleaved(calls, rounds)
-    seconds = {name: [t / {"read": BANDWIDTH_BYTES / weight_bytes, "decode": SAMPLE, "prefill": PREFILL}[name.split()[-1]]
-                      for t in samples] for name, samples in times.items()}      # a token
+    tokens_a_call = {"read": BANDWIDTH_BYTES / weight_bytes, "decode": SAMPLE, "prefill": PREFILL}
+    seconds = {name: [t / tokens_a_call[name.split()[-1]] for t in samples] for name, samples in times.items()}
     seconds["floor"] = seconds.pop("read")
     for name, samples in seconds.items():
         median, best = statistics.median(samples), min(samples)
