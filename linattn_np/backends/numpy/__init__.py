@@ -59,10 +59,6 @@ def stage(problem):
     result = staged.STAGES[problem.op.name](problem)
     if problem.op.name == "inter_chunk":
         return result[0], finished_states(problem, result[1])
-    if problem.op.name == "combine":
-        o = destination(problem)
-        o[...] = result
-        return o
     return result
 
 
