@@ -29,12 +29,16 @@ class Chunking:
 
         h_{c+1} += diag(decay_c) h_c. `states` [N, H, K, V] holds the initial states and receives the final ones.
         """
+        decay = decay[..., None]
+        carried = np.empty(h[:, :, 0].shape, h.dtype)
         for c in range(h.shape[2] - 1):
+            before, after = h[:, :, c], h[:, :, c + 1]
             if (s := self.begins.get(first + c)) is not None:
-                h[:, :, c] = self.of_sequence(states, rows, s)
-            h[:, :, c + 1] += decay[:, :, c, :, None] * h[:, :, c]
+                before[...] = self.of_sequence(states, rows, s)
+            np.multiply(decay[:, :, c], before, out=carried)
+            after += carried
             if (s := self.ends.get(first + c)) is not None:
-                self.of_sequence(states, rows, s)[:] = h[:, :, c + 1]
+                self.of_sequence(states, rows, s)[:] = after
 
     def scan_back(self, rows, first, decay, dh, dstates):
         """The same for gradients, last chunk first; dh_c comes in holding what chunk c adds.
