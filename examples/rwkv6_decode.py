@@ -1,20 +1,30 @@
-"""Writes text with an RWKV-6 model: reads the prompt in one pass, then goes on token by token. No torch.
+"""Writes text with an RWKV-6 model: reads the prompt, then goes on token by token. No torch.
 
     python examples/rwkv6_decode.py --prompt "Emma was" --tokens 500 --temperature 0.8
+    python examples/rwkv6_decode.py --prompt - --save-state novel.npz --tokens 1 < novel.txt
+    python examples/rwkv6_decode.py --load-state novel.npz --prompt " And then"
+    python examples/rwkv6_decode.py --batch-file prompts.jsonl --output texts.jsonl --slots 8
 """
 
 import argparse
-import codecs
+import json
 import os
+import select
+import stat
 import sys
 import time
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 
 from linattn_np import NotSupported
-from linattn_np.models import RWKV6
+from linattn_np.models import RWKV6, Batch, Bytes, Sampling, State, World
+from linattn_np.models.text import Request, Text, complete, read
 
 MODEL = Path(__file__).parent / "data" / "austen-x060" / "model.safetensors"
+PROMPT = "It is a truth universally acknowledged, that "
+TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
+LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int, "seed": int,
+        "stop": (str, list)}
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,71 +34,314 @@ class Parser(argparse.ArgumentParser):
 
 
 def main():
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                        help="auto: cuda where CuPy can use it, else cpu (default)")
-    parser.add_argument("--model", default=MODEL, help="a byte-level .safetensors file (default: Austen's, in data/)")
-    parser.add_argument("--prompt", type=prompt, default="It is a truth universally acknowledged, that ")
-    parser.add_argument("--tokens", type=whole(1), default=400, help="how many to write (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=0.9,
-                        help="draw from the likeliest that hold this probability together (default: %(default)s)")
-    parser.add_argument("--seed", type=whole(0), help="equal seeds write equal text")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    declare(parser)
     options = parser.parse_args()
     try:
-        model = load(options.model, options.device)
-        tokens = model.generate(options.prompt, temperature=options.temperature, top_p=options.top_p,
-                                seed=options.seed)
+        check_combination(options)
+        model = load(options)
+        options.vocabulary = tokenizer_of(options, model)
+        state = load_state(options, model)
+        if options.batch_file:
+            write_batch(options, model, state)
+        elif options.chat:
+            converse(options, model, state)
+        else:
+            write(options, model, state)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    write(options.prompt, islice(tokens, options.tokens))
 
 
-def prompt(text) -> bytes:
+def declare(parser):
+    add = parser.add_argument_group("the model").add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)")
+    add("--model", default=MODEL, help="a checkpoint, .pth or .safetensors (default: Austen's, in data/)")
+    add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
+        help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
+    add("--vocab", metavar="PATH", help="World's vocabulary file (default: that of an installed package)")
+
+    add = parser.add_argument_group("what is read").add_argument
+    add("--prompt", type=some_text, help="- reads stdin, as does a pipe or a file there when no prompt is given; "
+        f"one line end at its end is left out (default: {PROMPT!r})")
+    add("--chat", action="store_true", help="answer the lines of stdin as an assistant, from \"User:\" to the stop "
+        "string (default: an empty line); --prompt goes before. It wants a World model that was taught to converse: "
+        "the default model is no chat model, it carries on like a novel")
+    add("--batch-file", metavar="IN.jsonl", help='a line {"prompt": ...} for each text, with "tokens", "temperature", '
+        '"top_p", "top_k", "seed", "stop" where it differs from the options; wants --output')
+    add("--output", metavar="OUT.jsonl", help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
+        '"end"} in the order of --batch-file; there only once it is complete')
+    add("--slots", type=whole(1), help="texts of --batch-file that are written side by side (default: 8)")
+    add("--load-state", metavar="FILE", help="go on from a state of --save-state: it has read everything up to the "
+        "last token written. It holds no next token, so it wants a --prompt, --chat or --batch-file to read")
+    add("--save-state", metavar="FILE", help="write the state (.npz) in the end: it has read the prompt and all that "
+        "was written, a stop string too")
+
+    add = parser.add_argument_group("what is written").add_argument
+    add("--tokens", type=whole(1), default=400, help="how many to write at most (default: %(default)s)")
+    add("--stop", action="append", type=some_text, metavar="STRING", help="ends the text, and is not written; repeatable")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
+    add("--top-p", type=float, default=0.9,
+        help="draw from the likeliest that hold this probability together (default: %(default)s)")
+    add("--top-k", type=whole(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
+    add("--presence", type=float, default=0.0, help="lowers the logit of a token written before, once (default: 0)")
+    add("--frequency", type=float, default=0.0, help="lowers it as many times as it was written (default: 0)")
+    add("--seed", type=whole(0), help="equal seeds write equal text")
+
+
+def some_text(text):
     if not text:
         raise argparse.ArgumentTypeError("is empty, expected some text")
-    return os.fsencode(text)
+    return text
 
 
 def whole(least):
     def number(text):
-        if not text.isdecimal() or int(text) < least:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
             raise argparse.ArgumentTypeError(f"is {text!r}, expected a whole number from {least} up")
         return int(text)
     return number
 
 
-def load(path, device):
-    try:
-        model = RWKV6.from_file(path, "cuda" if device == "auto" else device)
-        say(f"device {'cuda' if device == 'auto' else device}")
-    except NotSupported as why:
-        if device == "cuda":
-            raise
-        model = RWKV6.from_file(path, "cpu")
-        say(f"device cpu: {why}")
-    if model.sizes["V"] != 256:
-        raise ValueError(f"{path} has a vocabulary of {model.sizes['V']} tokens, expected 256: this example reads bytes")
+def check_combination(options):
+    """What can be refused before a model is loaded."""
+    def conflict(which, why):
+        raise ValueError(f"argument {which}: {why}")
+
+    if options.batch_file:
+        for name in ("chat", "prompt", "save_state"):
+            if getattr(options, name):
+                conflict("--batch-file", f"does not go with --{name.replace('_', '-')}")
+        if not options.output:
+            conflict("--batch-file", "wants --output")
+    for name in ("output", "slots"):
+        if getattr(options, name) and not options.batch_file:
+            conflict(f"--{name}", "goes with --batch-file only")
+    if options.chat and options.prompt == "-":
+        conflict("--chat", "reads its lines from stdin, so --prompt cannot be -")
+    if options.vocab and options.tokenizer == "bytes":
+        conflict("--vocab", "does not go with --tokenizer bytes")
+    for name in ("output", "save_state"):
+        path = getattr(options, name)
+        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            conflict(f"--{name.replace('_', '-')}", f"{path} cannot be written: it is a folder, or its folder is missing")
+    sampling(options)
+
+
+def sampling(options, **line):
+    given = {name: getattr(options, name)
+             for name in ("temperature", "top_p", "top_k", "presence", "frequency", "seed")}
+    return Sampling(**{**given, **line})
+
+
+def load(options) -> RWKV6:
+    path, device = Path(options.model), options.device
+    size = f", {path.stat().st_size / 1e6:,.0f} MB" if path.is_file() else ""
+    with status(f"loading {path.name}{size} ..."):
+        try:
+            model, message = RWKV6.from_file(path, "cuda" if device == "auto" else device), ""
+        except NotSupported as why:
+            if device != "auto":
+                raise
+            model, device, message = RWKV6.from_file(path, "cpu"), "cpu", f": {why}"
+    say(f"device {'cuda' if device == 'auto' else device}{message}")
     return model
 
 
-def write(prompt, tokens):
+def tokenizer_of(options, model):
+    size, kind = model.sizes["V"], options.tokenizer
+    if kind == "auto":
+        kind = "world" if options.vocab else {256: "bytes", 65536: "world"}.get(size)
+        if kind is None:
+            raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 (World); "
+                             "--tokenizer says which it is")
+    tokenizer = Bytes() if kind == "bytes" else World.from_file(options.vocab) if options.vocab else World.installed()
+    if tokenizer.size > size:
+        raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected at least {tokenizer.size} "
+                         f"for --tokenizer {kind}")
+    return tokenizer
+
+
+def load_state(options, model) -> State | None:
+    if not options.load_state:
+        return None
+    state = model.on_device(State.load(options.load_state))
+    if (rows := state.att_shift.shape[1]) != 1:
+        raise ValueError(f"{options.load_state} holds {rows} sequences, expected one")
+    return state
+
+
+# -- one text, and a conversation -------------------------------------------------------------------------------------
+class Writer:
+    """One sequence: reads a text, writes what follows as it comes, and goes on from there the next time."""
+
+    def __init__(self, options, model, state):
+        self.options, self.model, self.state = options, model, state
+        self.tokenizer = options.vocabulary
+        self.how = sampling(options, vocabulary=self.tokenizer.size)
+        self.read = self.written = self.reading = self.writing = 0
+
+    def answer(self, prompt: bytes, stop) -> Text:
+        tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
+        with status("reading ...") as show:
+            rest, state = read(self.model, tokens, self.state,
+                               lambda done: show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens"))
+            batch = Batch(self.model, 1)
+            (slot,) = batch.join([rest], self.how, [state])
+        first = time.perf_counter()
+        text = Text(self.tokenizer, self.options.tokens, stop)
+        while text.finish is None:
+            print(text.feed(batch.step()[slot]), end="", flush=True)
+        print(flush=True)
+        self.state = batch.state(slot)
+        self.read, self.reading = self.read + len(tokens), self.reading + first - start
+        self.written, self.writing = self.written + text.count, self.writing + time.perf_counter() - first
+        return text
+
+    def close(self):
+        if self.options.save_state and self.read:
+            self.state.save(self.options.save_state)
+        for what, tokens, seconds in (("prefill", self.read, self.reading), ("decode", self.written, self.writing)):
+            if tokens:
+                say(f"{what} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
+
+
+def write(options, model, state):
     """The prompt and what follows, on stdout as it comes, never half a character; speeds on stderr."""
-    sys.stdout.reconfigure(encoding="utf-8")
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    start = time.perf_counter()
-    print(decoder.decode(prompt), end="", flush=True)
-    written = 0
-    for token in tokens:
-        if not written:
-            first = time.perf_counter()
-        print(decoder.decode(bytes([token])), end="", flush=True)
-        written += 1
-    print(decoder.decode(b"", final=True))
-    decode = time.perf_counter() - first
-    say(f"prefill {len(prompt)} tokens at {len(prompt) / (first - start):.0f} tokens/s")
-    if written > 1:
-        say(f"decode {written - 1} tokens at {(written - 1) / decode:.0f} tokens/s")
+    prompt = prompt_of(options)
+    print(prompt.decode("utf-8", "replace"), end="", flush=True)
+    writer = Writer(options, model, state)
+    writer.answer(prompt, options.stop or ())
+    writer.close()
+
+
+def prompt_of(options) -> bytes:
+    if options.prompt and options.prompt != "-":
+        return os.fsencode(options.prompt)
+    if options.prompt == "-" or piped():
+        prompt = sys.stdin.buffer.read()
+        prompt = prompt.removesuffix(b"\n").removesuffix(b"\r")
+        if prompt:
+            return prompt
+        if options.prompt == "-":
+            raise ValueError("argument --prompt: stdin is empty, expected some text")
+    if options.load_state:
+        raise ValueError("argument --load-state: wants a --prompt to read, as a state holds no next token")
+    return PROMPT.encode()
+
+
+def piped() -> bool:
+    """Whether stdin is a file, or a pipe with something in it within a second: one that nobody writes to must not
+    keep a text waiting that has a prompt of its own. `--prompt -` waits."""
+    if sys.stdin is None:
+        return False
+    kind = os.fstat(sys.stdin.fileno()).st_mode
+    return stat.S_ISREG(kind) or stat.S_ISFIFO(kind) and bool(select.select([sys.stdin], [], [], 1)[0])
+
+
+def converse(options, model, state):
+    """Answers line by line, the state carried on; ends with stdin."""
+    writer = Writer(options, model, state)
+    before = f"{options.prompt}{TURN_ENDS}" if options.prompt else ""
+    while line := ask():
+        if not line.strip():
+            continue
+        turn = before + TURN.format(line.strip())
+        text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
+        # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
+        before = "" if text.finish == "stop" else TURN_ENDS
+    writer.close()
+
+
+def ask() -> str:
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape")
+
+
+# -- many texts -------------------------------------------------------------------------------------------------------
+def write_batch(options, model, state):
+    """A line for every line, in their order; the file is there once the last one is done."""
+    lines = list(read_lines(options))
+    requests = [request(options, line, number, state) for number, line in lines]
+    part, path, start = Path(options.output + ".part"), Path(options.output), time.perf_counter()
+    done, count = {}, 0
+    try:
+        with open(part, "w", encoding="utf-8") as file, status("writing ...") as show:
+            for number, text, how in complete(model, options.vocabulary, requests, options.slots or 8):
+                done[number] = {"prompt": lines[number][1]["prompt"], "text": text, "tokens": how.count, "finish": how.finish}
+                count += how.count
+                show(f"writing {bar(len(done) / len(lines))} {len(done)} of {len(lines)} texts")
+            for number in sorted(done):
+                file.write(json.dumps(done[number], ensure_ascii=False) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    say(f"{len(lines)} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
+
+
+def read_lines(options):
+    """``(line number, its object)`` of every line that is not blank, each checked before anything runs."""
+    with open(options.batch_file, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            try:
+                line = json.loads(raw)
+                check_line(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{options.batch_file}, line {number}: {error}") from None
+            yield number, line
+
+
+def check_line(line):
+    if not isinstance(line, dict) or not line.get("prompt"):
+        raise ValueError('expected an object {"prompt": "some text", ...}')
+    for name, value in line.items():
+        if name not in LINE:
+            raise ValueError(f"has an unknown {name!r}, expected {', '.join(LINE)}")
+        if not isinstance(value, LINE[name]) or isinstance(value, bool):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected {name_of(LINE[name])}")
+    for name, least in (("tokens", 1), ("seed", 0)):
+        if line.get(name, least) < least:
+            raise ValueError(f"{name} is {line[name]}, expected a whole number from {least} up")
+
+
+def name_of(types):
+    return " or ".join(one.__name__ for one in (types if isinstance(types, tuple) else (types,)))
+
+
+def request(options, line, number, state) -> Request:
+    tokenizer, stop = options.vocabulary, line.get("stop", options.stop or [])
+    stop = [stop] if isinstance(stop, str) else stop
+    try:
+        Text(tokenizer, stop=stop)
+        how = sampling(options, vocabulary=tokenizer.size,
+                       **{name: line[name] for name in ("temperature", "top_p", "top_k", "seed") if name in line})
+        return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
+    except ValueError as error:
+        raise ValueError(f"{options.batch_file}, line {number}: {error}") from None
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def status(first):
+    """A function that shows how far things are, on a terminal's last line, which is blank again in the end."""
+    def show(line):
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    show(first)
+    try:
+        yield show
+    finally:
+        show("")
+
+
+def bar(share, width=30):
+    return f"[{'#' * round(share * width):<{width}}]"
 
 
 def say(line):
@@ -96,6 +349,7 @@ def say(line):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         main()
     except KeyboardInterrupt:

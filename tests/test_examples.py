@@ -1,6 +1,8 @@
 """The examples run as a person runs them: a process, its output, its exit code."""
 
+import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -20,12 +22,13 @@ COMMAND = [sys.executable, str(DECODE), "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
 
 
-def decode(*arguments):
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, timeout=60, env=ENVIRONMENT)
+def decode(*arguments, stdin=b""):
+    return subprocess.run([*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, timeout=60, env=ENVIRONMENT)
 
 
 def start(*arguments, **options):
-    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, **options)
+    return subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            **{"stdin": subprocess.DEVNULL, **options})
 
 
 def austen():
@@ -34,7 +37,7 @@ def austen():
 
 
 def test_it_writes_english_with_no_argument():
-    done = subprocess.run([sys.executable, str(DECODE)], capture_output=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run([sys.executable, str(DECODE)], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, env=ENVIRONMENT)
     text, messages = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == 0, messages
     assert text.startswith("It is a truth universally acknowledged, that ")
@@ -42,7 +45,7 @@ def test_it_writes_english_with_no_argument():
     assert sum(word in {"the", "and", "of", "to", "a", "in", "was", "her", "it", "that", "i", "he", "she", "not", "be",
                         "his", "had", "as", "for", "with", "you", "is", "have", "at", "by"} for word in words) > len(words) / 5
     assert re.match(r"device (cpu: RWKV6: device 'cuda' cannot be used: .+|cuda)\n"
-                    r"prefill 45 tokens at \d+ tokens/s\ndecode 399 tokens at \d+ tokens/s\n$", messages)
+                    r"prefill 45 tokens at \d+ tokens/s\ndecode 400 tokens at \d+ tokens/s\n$", messages)
 
 
 def test_greedy_text():
@@ -59,7 +62,7 @@ def test_a_seed_writes_the_same_text():
 def test_one_token():
     done = decode("--tokens", "1", "--temperature", "0", "--prompt", "Emm")
     assert done.stdout == b"Emma\n"
-    assert b"decode" not in done.stderr
+    assert b"decode 1 tokens at " in done.stderr
 
 
 @pytest.fixture
@@ -97,7 +100,23 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
     (["--fast"], "unrecognized arguments: --fast"),
     (["--model=nowhere.safetensors"], "No such file or directory: 'nowhere.safetensors'"),
     (["--model=examples"], "is a folder or a device, expected a file"),
-    ([f"--model={__file__}"], "expected a .pth that torch wrote, or the ending .safetensors"),
+    (["--model", __file__], "expected a .pth that torch wrote, or the ending .safetensors"),
+    (["--top-k=-1"], "argument --top-k: is '-1', expected a whole number from 0 up"),
+    (["--stop="], "argument --stop: is empty, expected some text"),
+    (["--presence=nan"], "Sampling: presence is nan, expected a finite number"),
+    (["--prompt=-"], "argument --prompt: stdin is empty, expected some text"),
+    (["--chat", "--prompt=-"], "argument --chat: reads its lines from stdin, so --prompt cannot be -"),
+    (["--output=o"], "argument --output: goes with --batch-file only"),
+    (["--slots=2"], "argument --slots: goes with --batch-file only"),
+    (["--batch-file=i"], "argument --batch-file: wants --output"),
+    (["--batch-file=i", "--output=o", "--chat"], "argument --batch-file: does not go with --chat"),
+    (["--batch-file=nowhere.jsonl", "--output=o"], "No such file or directory: 'nowhere.jsonl'"),
+    (["--save-state=nowhere/s.npz"], "argument --save-state: nowhere/s.npz cannot be written"),
+    (["--load-state=nowhere.npz", "--prompt=a"], "No such file or directory: 'nowhere.npz'"),
+    (["--load-state", AUSTEN, "--prompt=a"], "is no saved state, or a damaged one"),
+    (["--tokenizer=bytes", "--vocab=v"], "argument --vocab: does not go with --tokenizer bytes"),
+    (["--vocab=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+    (["--vocab", __file__], "World.from_file: "),
 ])
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint):
     done = decode(*arguments)
@@ -112,13 +131,136 @@ def test_other_files_are_one_line_and_exit_code_2(tmp_path):
     weights = austen()
     wide = {name: weights[name][:200] for name in ("emb.weight", "head.weight")}
     for change, complaint in (({"blocks.0.att.gate_w1": np.zeros((256, 8), np.float32)}, "belongs to RWKV-6 x060a, expected"),
-                              (wide, "has a vocabulary of 200 tokens, expected 256: this example reads bytes")):
+                              (wide, "has a vocabulary of 200 tokens, expected 256 (bytes) or 65536 (World)")):
         save_file({**weights, **change}, path)
         done = decode(f"--model={path}")
         assert (done.returncode, done.stdout) == (2, b"")
         assert complaint in done.stderr.decode().splitlines()[-1]
     path.write_bytes(path.read_bytes()[:-1])
     assert b"damaged" in decode(f"--model={path}").stderr
+
+
+GREEDY = ("--temperature", "0")
+
+
+def test_the_prompt_is_on_stdin():
+    wanted = decode("--prompt", "Mr. Knight", "--tokens", 5, *GREEDY).stdout
+    for arguments in ((), ("--prompt", "-")):
+        assert decode(*arguments, "--tokens", 5, *GREEDY, stdin=b"Mr. Knight\n").stdout == wanted
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for():
+    with start("--tokens", "1", stdin=subprocess.PIPE) as process:
+        assert process.stdout.read().startswith(b"It is a truth")
+
+
+def test_a_stop_string_is_not_written():
+    arguments = ("--prompt", "Mr. Knight", "--tokens", 40, *GREEDY)
+    assert decode(*arguments, "--stop", "nowhere", "--stop", " Mrs.").stdout == b"Mr. Knightley and\n"
+
+
+def test_a_saved_state_goes_on(tmp_path):
+    state, again = tmp_path / "state.npz", tmp_path / "again.npz"
+    decode("--prompt", "Mr. Knightley an", "--tokens", 1, *GREEDY, "--save-state", state)
+    done = decode("--prompt", " Mrs. W", "--tokens", 5, *GREEDY, "--load-state", state, "--save-state", again)
+    assert done.stdout == b" Mrs. Weston\n"
+    whole = decode("--prompt", "Mr. Knightley and Mrs. W", "--tokens", 5, *GREEDY, "--save-state", tmp_path / "whole.npz")
+    assert whole.stdout == b"Mr. Knightley and Mrs. Weston\n"
+    np.testing.assert_allclose(np.load(again)["wkv"], np.load(tmp_path / "whole.npz")["wkv"], rtol=0, atol=1e-4)
+    alone = decode("--load-state", state)
+    assert alone.returncode == 2 and b"wants a --prompt to read, as a state holds no next token" in alone.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.npz", "state.npz", "whole.npz"]
+
+
+def test_a_chat_answers_every_line_and_carries_its_state():
+    def chat(lines):
+        done = decode("--chat", "--tokens", 20, *GREEDY, stdin=lines)
+        assert done.returncode == 0 and b"Traceback" not in done.stderr
+        return done.stdout
+
+    one, two = chat(b"How do you do?\n"), chat(b"How do you do?\n\nVery well.\n")
+    assert two.startswith(one) and len(two) > len(one)
+    assert two != one + chat(b"Very well.\n")
+
+
+def test_help_says_what_the_model_cannot_do():
+    assert b"no chat model" in b" ".join(decode("--help").stdout.split())
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def batch(tmp_path):
+    """A function that runs --batch-file on lines, objects or bytes, with the file of its output."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def run(lines, *arguments):
+        source.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
+        done = decode("--batch-file", source, "--output", target, *arguments)
+        assert not target.with_name("out.jsonl.part").exists()
+        return done, target
+    return run
+
+
+def test_a_batch_is_what_the_texts_are_alone(batch):
+    lines = [{"prompt": "It is a truth", "seed": 3}, b"", {"prompt": "Mr. Knight", "temperature": 0, "stop": " Mrs."},
+             {"prompt": "Emm", "temperature": 0, "tokens": 1}, {"prompt": "Anne " * 200, "top_p": 0.5, "top_k": 3}]
+    done, target = batch(lines, "--slots", 2, "--tokens", 25)
+    assert done.returncode == 0, done.stderr
+    out = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [line["prompt"] for line in out] == [line["prompt"] for line in lines if line]
+    assert [(line["finish"], line["tokens"]) for line in out] == [("length", 25), ("stop", 12), ("length", 1), ("length", 25)]
+    assert out[1]["text"] == "ley and" and out[2]["text"] == "a"
+    alone = decode("--prompt", "It is a truth", "--seed", 3, "--tokens", 25).stdout.decode()
+    assert alone == f"It is a truth{out[0]['text']}\n"
+
+
+@pytest.mark.parametrize("line, complaint", [
+    (b"Emma was", "line 2: Expecting value"),
+    (b"\xff", "line 2: "),
+    (b"[" * 100_000, "line 2: "),
+    (["Emma"], 'line 2: expected an object {"prompt": "some text", ...}'),
+    ({"prompt": ""}, "line 2: expected an object"),
+    ({"prompt": 3}, "line 2: prompt is a int, expected str"),
+    ({"prompt": "a", "length": 3}, "line 2: has an unknown 'length', expected prompt, tokens"),
+    ({"prompt": "a", "tokens": 0}, "line 2: tokens is 0, expected a whole number from 1 up"),
+    ({"prompt": "a", "tokens": True}, "line 2: tokens is a bool, expected int"),
+    ({"prompt": "a", "seed": -1}, "line 2: seed is -1, expected"),
+    ({"prompt": "a", "top_p": 2}, "line 2: Sampling: top_p is 2, expected"),
+    ({"prompt": "a", "stop": [""]}, "line 2: Text: stop is [''], expected"),
+    ({"prompt": "\ud800"}, "line 2: Bytes.encode: text has"),
+], ids=range(13))
+def test_a_damaged_line_is_named_and_nothing_is_written(batch, line, complaint):
+    done, target = batch([{"prompt": "a"}, line])
+    assert done.returncode == 2 and complaint in done.stderr.decode().splitlines()[-1]
+    assert b"Traceback" not in done.stderr and not target.exists()
+
+
+def test_an_interrupt_leaves_no_half_written_file(tmp_path):
+    source, part = tmp_path / "in.jsonl", tmp_path / "out.jsonl.part"
+    source.write_text('{"prompt": "a", "tokens": 1}\n{"prompt": "a", "tokens": 10000000}')
+    with start("--batch-file", str(source), "--output", str(tmp_path / "out.jsonl"),
+               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)) as process:
+        while not part.exists():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(60), process.stderr.read()) == (130, b"device cpu\n")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_progress_shows_on_a_terminal():
+    leader, follower = pty.openpty()
+    process = subprocess.Popen([*COMMAND, "--tokens", "1", "--prompt", "Anne " * 300], stdout=subprocess.DEVNULL,
+                               stderr=follower, env=ENVIRONMENT)
+    os.close(follower)
+    seen = b""
+    try:
+        while piece := os.read(leader, 1000):
+            seen += piece
+    except OSError:                             # how a terminal says that its last writer has left
+        pass
+    os.close(leader)
+    assert process.wait(60) == 0
+    assert b"loading model.safetensors, " in seen and b"1024 of 1500 tokens" in seen
 
 
 def test_a_closed_pipe_ends_it_quietly():

@@ -19,6 +19,7 @@ class Sampling:
     presence, frequency : subtracted from the logit of a token that was drawn before: once, and times its count
         (OpenAI's presence and frequency penalties). The counts fade by the factor `fading` with every token.
     seed : equal seeds draw equal tokens; None is another draw every time.
+    vocabulary : draw from ids below it; a model may have logits for more than its tokenizer knows. None is all.
 
     Example
     -------
@@ -35,6 +36,7 @@ class Sampling:
     frequency: float = 0.0
     fading: float = 1.0
     seed: object = None
+    vocabulary: int | None = None
 
     def __post_init__(self):
         for name, inside, wanted in (
@@ -47,6 +49,8 @@ class Sampling:
                 raise ContractError(f"Sampling: {name} is {value!r}, expected {wanted}")
         if not is_int(self.top_k) or self.top_k < 0:
             raise ContractError(f"Sampling: top_k is {self.top_k!r}, expected a whole number from 0 up")
+        if self.vocabulary is not None and (not is_int(self.vocabulary) or self.vocabulary < 1):
+            raise ContractError(f"Sampling: vocabulary is {self.vocabulary!r}, expected None or a whole number from 1 up")
 
     def sampler(self) -> Sampler:
         """One sequence's drawing: it has the random numbers and remembers what was drawn."""
@@ -61,7 +65,7 @@ class Sampler:
         self.counts: dict[int, float] = {}
 
     def __call__(self, logits) -> int:
-        token = self.draw(self.penalized(np.asarray(logits, np.float64)))
+        token = self.draw(self.penalized(np.asarray(logits[:self.how.vocabulary], np.float64)))
         self.counts = {drawn: count * self.how.fading for drawn, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
         return token

@@ -1,0 +1,121 @@
+"""Text that models write: as it comes, up to a stop string, and many texts side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..contract import ContractError
+from .batch import Batch
+from .rwkv6 import RWKV6, State
+from .sampling import Sampling
+from .tokenizers import Tokenizer
+
+PIECE = 512         # tokens of a prompt that are read at a time: what is in flight stays small, and progress shows
+
+
+class Text:
+    """The text of tokens that come one by one, up to a stop string, the id that ends a text, or a length.
+
+    All that `feed` returns is, put together, the text. It holds back what may be the beginning of a stop string, and
+    the bytes of a character until it is whole, so that nothing has to be taken back.
+
+    length : so many tokens at most; None is no limit.
+    stop : strings that end the text and are no part of it; of several, the one that is complete first.
+    finish : None while the text goes on, then "stop", "end" or "length".
+    count : the tokens so far, those of a stop string and the ending id among them.
+
+    Example
+    -------
+    >>> from linattn_np.models import Bytes
+    >>> text = Text(Bytes(), stop=["END"])
+    >>> [text.feed(token) for token in b"an EEND"], text.finish
+    (['a', 'n', ' ', '', 'E', '', ''], 'stop')
+    """
+
+    def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
+        if isinstance(stop, str) or not all(isinstance(string, str) and string for string in stop):
+            raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
+        self.length, self.stop, self.end = length, tuple(stop), tokenizer.end
+        self.stream, self.held = tokenizer.stream(), ""
+        self.finish, self.count = None, 0
+
+    def feed(self, token: int) -> str:
+        """The text that is certain with this token."""
+        self.count += 1
+        if self.end is not None and token == self.end:
+            self.finish = "end"
+            return self.held + self.stream.flush()
+        text = self.held + self.stream.feed(token)
+        found = [(start + len(string), start) for string in self.stop if (start := text.find(string)) >= 0]
+        if found:
+            self.finish = "stop"
+            return text[:min(found)[1]]
+        if self.count == self.length:
+            self.finish = "length"
+            return text + self.stream.flush()
+        certain = len(text) - self.beginning(text)
+        self.held = text[certain:]
+        return text[:certain]
+
+    def beginning(self, text):
+        """The length of the longest end of `text` that a stop string begins with."""
+        longest = max(map(len, self.stop), default=1) - 1
+        return next((n for n in range(min(longest, len(text)), 0, -1)
+                     if any(string.startswith(text[-n:]) for string in self.stop)), 0)
+
+
+@dataclass
+class Request:
+    """A prompt (ids, at least one), how to go on from it, and the state it goes on from (None: the beginning)."""
+
+    prompt: Sequence[int]
+    how: Sampling
+    length: int | None = None
+    stop: Sequence[str] = ()
+    state: State | None = None
+
+
+def complete(model: RWKV6, tokenizer: Tokenizer, requests: Iterable[Request], slots: int) -> Iterator[tuple]:
+    """``(number of the request, its text, its `Text`)`` of every request, in the order in which they are done.
+
+    Up to `slots` are written side by side; the next one joins as soon as another is done.
+
+    Example
+    -------
+    >>> from linattn_np.models import Bytes
+    >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+    >>> requests = [Request(prompt, Sampling(temperature=0), stop=[" "]) for prompt in (b"Miss Woodh", b"Mr. Darc")]
+    >>> sorted((number, text) for number, text, _ in complete(model, Bytes(), requests, slots=2))
+    [(0, 'ouse'), (1, 'y')]
+    """
+    batch, waiting, running = Batch(model, slots), enumerate(requests), {}
+    while True:
+        joining = [pair for _, pair in zip(range(batch.free), waiting)]
+        if joining:
+            started = [read(model, request.prompt, request.state) for _, request in joining]
+            taken = batch.join([rest for rest, _ in started], [request.how for _, request in joining],
+                               [state for _, state in started])
+            for slot, (number, request) in zip(taken, joining):
+                running[slot] = number, Text(tokenizer, request.length, request.stop), []
+        if not running:
+            return
+        for slot, token in batch.step().items():
+            number, text, pieces = running[slot]
+            pieces.append(text.feed(token))
+            if text.finish:
+                batch.leave(slot)
+                del running[slot]
+                yield number, "".join(pieces), text
+
+
+def read(model: RWKV6, prompt: Sequence[int], state: State | None = None,
+         progress: Callable[[int], object] = lambda done: None) -> tuple[Sequence[int], State]:
+    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before."""
+    state = model.initial_state() if state is None else model.on_device(state).copy()
+    start = 0
+    while len(prompt) - start > PIECE:
+        model.forward([prompt[start:start + PIECE]], state, last=True)
+        start += PIECE
+        progress(start)
+    return prompt[start:], state
