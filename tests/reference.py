@@ -135,7 +135,8 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
                 S[n, h] = decay * S[n, h] + new
                 z[n, h] = z[n, h] + k[b, h, t]
                 if normalize:
-                    o[b, h, t] = q[b, h, t] @ S[n, h] / (q[b, h, t] @ z[n, h])
+                    read, seen = q[b, h, t] @ S[n, h], q[b, h, t] @ z[n, h]
+                    o[b, h, t] = read / seen if seen or read.any() else 0       # 0 / 0 is 0, as the docstring has it
                 elif op.name != "rwkv6":
                     o[b, h, t] = scale * q[b, h, t] @ S[n, h]
     if op.name == "softmax_attention":
