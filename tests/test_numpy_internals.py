@@ -1,5 +1,8 @@
 """What only the NumPy backend has: its routes by gate, packing, cuts that change no bit, and bounded memory."""
 
+import os
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -188,3 +191,18 @@ def test_hard_gates_have_finite_gradients_and_none_through_a_reset():
         dq, dk, dv, dg = pull(do)
         assert all(np.isfinite(gradient).all() for gradient in (dq, dk, dv, dg))
         assert not dk[:, :, :33].any() and not dv[:, :, :33].any() and np.abs(dg[:, :, 33]).max() < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_threads_of_its_own():
+    program = """
+import os, signal, numpy as np, linattn_np
+x = np.ones((1, 8, 4096, 16), np.float32)
+o = linattn_np.gla(x, x, x, -x)
+child = os.fork()
+if not child:
+    signal.alarm(60)                    # without threads it would wait for ever
+    os._exit(not np.array_equal(linattn_np.gla(x, x, x, -x), o))
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

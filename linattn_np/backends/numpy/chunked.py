@@ -6,14 +6,13 @@ Nearly all of it is products of small matrices, in batches over chunks. The work
 stay in cache, and over rows (batch, head) into tasks for the machine's cores; neither cut changes a bit of the result.
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
 
 from .chunking import Chunking
-from .packing import Scratch, Segment, row_blocks
+from .cores import in_parallel, workers
+from .packing import Scratch, Segment, row_blocks, thread_scratch
 from .scores import Gates, blas_ready, chunk_decays, gated_scores, gated_scores_vjp, mask_future
 
 SEGMENT_ELEMENTS = 1 << 17      # of one of a segment's arrays: long calls for the threads, short ones for the cache
@@ -29,23 +28,6 @@ def run(member, o, states=None):
     else:
         in_parallel(lambda rows: streamed(sweep, rows, o, final, states), sweep.blocks)
     return final
-
-
-def workers():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def in_parallel(task, *items):
-    """[task(...) for ... in zip(*items)], side by side."""
-    def quiet(*item):                           # NumPy keeps its error state a thread
-        with np.errstate(all="ignore"):
-            return task(*item)
-
-    count = min(len(items[0]), workers())
-    if count < 2:
-        return list(map(quiet, *items))
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(quiet, *items))
 
 
 class Sweep:
@@ -75,7 +57,7 @@ class Sweep:
 
 def streamed(sweep, rows, o, final, states):
     """All segments of a block of rows, one after the other, carrying the state."""
-    block, scratch, carried = o[rows].shape[:2], Scratch(sweep.dtype), None
+    block, scratch, carried = o[rows].shape[:2], thread_scratch(sweep.dtype), None
     for first, segment in sweep.segments:
         n = segment.count
         h, decay = sweep.states(block, n, scratch)
@@ -185,7 +167,7 @@ def backward(sweep, rows, do, states, dstates, gradients):
 
 def segment_vjp(sweep, rows, first, q, k, v, g, do, h, carried, dstates):
     """(dh before the segment, du a chunk, dq, dk, dv, dg) from do (scaled) and dh behind the segment."""
-    member, scratch = sweep.member, Scratch(sweep.dtype)
+    member, scratch = sweep.member, thread_scratch(sweep.dtype)
     gates, decay = Gates(g, scratch), scratch("decay", (*g.shape[:-2], g.shape[-1]))
     qg, kg, A = gated_scores(q, k, gates, member.exclusive, decay, scratch)
     u = member.bonus(rows)

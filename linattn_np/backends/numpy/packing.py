@@ -1,6 +1,7 @@
 """Tokens in chunks: [B, H, T, D] of any strides <-> [B, H, n, C, D], short chunks padded with zeros."""
 
 import math
+import threading
 from functools import cached_property
 
 import numpy as np
@@ -89,3 +90,11 @@ class Scratch:
         if name not in self.buffers or self.buffers[name].size < size:
             self.buffers[name] = np.empty(size, self.dtype)
         return self.buffers[name][:size].reshape(shape)
+
+
+of_thread = threading.local()
+
+
+def thread_scratch(dtype):
+    """The calling thread's own, kept from call to call: it grows to the size of a few segments."""
+    return vars(of_thread).setdefault(dtype.name, Scratch(dtype))
