@@ -1,6 +1,6 @@
 """Which backends are tested, one object a backend, and random numbers that can be had again.
 
-    pytest                                              numpy, and the CUDA kernels emulated on the CPU
+    pytest                                              numpy, and the CUDA kernels emulated on the CPU, those of Hopper too
     pytest --backends=cupy,numba                        on a card
     NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
 """
@@ -62,11 +62,13 @@ class Kernels(Backend):
 class Emulated(Kernels):
     """The CuPy backend's host plans and kernels, on NumPy arrays."""
 
+    capability = 80
+
     def __init__(self, name):
         super().__init__(name)
         from emulator import EmulatedDevice
         from linattn_np.backends.cupy import plans
-        self.device = EmulatedDevice()
+        self.device = EmulatedDevice(self.capability)
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
             why_not=plans.unsupported, run=lambda problem: plans.run(problem, self.device))
 
@@ -83,6 +85,12 @@ class Emulated(Kernels):
             yield
         finally:
             dispatch.ORDER = order
+
+
+class Hopper(Emulated):
+    """The same as a card of compute capability 9.0 computes it."""
+
+    capability = 90
 
 
 class OnCard:
@@ -129,11 +137,11 @@ class NumbaSimulated(NumbaKernels):
     sizes = ("tiny",)
 
 
-CLASSES = {"numpy": Numpy, "emulated": Emulated, "cupy": Cupy, "numba": NumbaSimulated if SIMULATOR else Numba}
+CLASSES = {"numpy": Numpy, "emulated": Emulated, "hopper": Hopper, "cupy": Cupy, "numba": NumbaSimulated if SIMULATOR else Numba}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--backends", default="numpy,emulated",
+    parser.addoption("--backends", default="numpy,emulated,hopper",
                      help=f"which to test, of {', '.join(CLASSES)}; one that cannot run is a failure")
     parser.addoption("--seed", type=int, help="of the random inputs; fresh by default and printed at the top")
 
@@ -170,7 +178,7 @@ def pytest_generate_tests(metafunc):
         else:
             metafunc.parametrize("card", cards, indirect=True)
     if "device" in metafunc.fixturenames:
-        launching = [name for name in metafunc.config.backends if name in ("emulated", "cupy")]
+        launching = [name for name in metafunc.config.backends if name in ("emulated", "hopper", "cupy")]
         metafunc.parametrize("device", launching, indirect=True)
 
 

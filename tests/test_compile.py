@@ -5,6 +5,7 @@ import os
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 from cuda.core._utils.cuda_utils import NVRTCError
@@ -15,9 +16,10 @@ from linattn_np.backends.cupy import build, tiles
 TARGETS = ("sm_80", "sm_90", "sm_90a")
 REGISTERS = 65536  # of a multiprocessor: what one block can have
 WORKERS = min(os.cpu_count(), 4)
-KERNELS = defaultdict(list)  # by file
+KERNELS = defaultdict(list)  # by file and target
 for kernel in tiles.kernels():
-    KERNELS[kernel.file].append(kernel)
+    for target in (kernel.arch,) if kernel.arch else TARGETS:
+        KERNELS[kernel.file, target].append(kernel)
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +28,14 @@ def pool():
         yield pool
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("file", KERNELS)
+@pytest.mark.parametrize("file, target", KERNELS)
 def test_kernels_fit_their_registers(pool, file, target):
-    expressions = [kernel.expression for kernel in KERNELS[file]]
+    expressions = [kernel.expression for kernel in KERNELS[file, target]]
     shares = [expressions[i::WORKERS] for i in range(min(WORKERS, len(expressions)))]
     usage = {}
     for share in pool.map(partial(compile_text, build.text(file), arch=target), shares):
         usage |= share
-    for kernel in KERNELS[file]:
+    for kernel in KERNELS[file, target]:
         used = usage[kernel.expression]
         assert used.spilled == 0, kernel
         assert used.registers * kernel.threads <= REGISTERS, kernel
@@ -42,7 +43,16 @@ def test_kernels_fit_their_registers(pool, file, target):
 
 def test_every_file_is_asked_for():
     files = {path.relative_to(build.root()).with_suffix("").as_posix() for path in build.root().rglob("*.cu")}
-    assert files == set(KERNELS)
+    assert files == {file for file, _ in KERNELS}
+
+
+def test_every_product_of_a_warpgroup_assembles():
+    products = [("tf32", "false"), *((kind, way) for kind in ("bf16", "f16") for way in ("false", "true"))]
+    expressions = [f"warpgroup<Product<{kind}, {columns}, {way}>>"
+                   for kind, way in products for columns in (16, 32, 64, 128, 256)]
+    text = build.text(Path(__file__).parent / "kernels" / "warpgroup")
+    usage = compile_text(text, [*expressions, "warpgroup<Groups>", "warpgroup<Stages>"], "sm_90a")
+    assert all(used.spilled == 0 for used in usage.values())
 
 
 def test_errors_name_the_true_file_and_line(tmp_path):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from emulator import EmulatedDevice, EmulatorError
 
-from linattn_np.backends.cupy.build import Kernel, pack
+from linattn_np.backends.cupy.build import CupyDevice, Kernel, pack
 
 KERNELS = Path(__file__).parent / "kernels"
 STORAGE = {"float": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+PRODUCTS = {"tf32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
 def host(array):
@@ -19,14 +20,48 @@ def host(array):
 
 def run(device, case, values, shape, dtype, n=None):
     """One warp of the test kernel `helpers` with template argument `case`."""
+    kernel = Kernel(f"{KERNELS}/helpers", (case,), threads=32)
+    return launch(device, kernel, values, shape, dtype, values.size if n is None else n, smem=1024)
+
+
+def run_warpgroup(device, case, values, shape, dtype, n=0):
+    """Four warps of the test kernel `warpgroup` with template argument `case`."""
+    kernel = Kernel(f"{KERNELS}/warpgroup", (case,), threads=128, arch="sm_90a")
+    return launch(device, kernel, values, shape, dtype, n, smem=32 * 1024)
+
+
+def launch(device, kernel, values, shape, dtype, n, smem):
     source, out = device.upload(values), device.empty(shape, dtype)
-    args = pack(source=device.pointer(source), out=device.pointer(out), n=values.size if n is None else n)
-    device.launch(Kernel(f"{KERNELS}/helpers", (case,), threads=32), 1, args, smem=1024)
+    args = pack(source=device.pointer(source), out=device.pointer(out), n=n)
+    device.launch(kernel, 1, args, smem=smem)
     return host(out)
+
+
+@pytest.fixture
+def hopper(device):
+    """A device that has the instructions of sm_90a: the emulator, or a card that they were made for."""
+    if isinstance(device, CupyDevice):
+        import cupy
+        if cupy.cuda.Device().compute_capability != "90":
+            pytest.skip("sm_90a runs on compute capability 9.0 alone")
+    return device
 
 
 def bits(array):
     return array.view(f"u{array.itemsize}")
+
+
+def upper_bits(x):
+    """What a product reads of x: of a float 19 of the 32 bits."""
+    return (bits(x) & np.uint32(0xFFFFE000)).view(np.float32) if x.dtype == np.float32 else x
+
+
+def product(a, b):
+    return upper_bits(a).astype(np.float64) @ upper_bits(b).astype(np.float64)
+
+
+def words(*arrays):
+    return np.concatenate([np.ascontiguousarray(array).view(np.uint32).ravel() for array in arrays])
 
 
 def floats_of_every_size(rng):
@@ -92,16 +127,13 @@ def test_shuffles_past_the_end_keep_the_own_value(device):
     assert (broadcast == 7).all()
 
 
-@pytest.mark.parametrize("product, dtype, depth", [
+@pytest.mark.parametrize("case, dtype, depth", [
     ("Tf32Product", np.float32, 8), ("Bf16Product", ml_dtypes.bfloat16, 16), ("F16Product", np.float16, 16),
 ])  # fmt: skip
-def test_mma(device, rng, product, dtype, depth):
+def test_mma(device, rng, case, dtype, depth):
     a, b = (rng.standard_normal((rows, depth)).astype(dtype) for rows in (16, 8))
-    words = np.concatenate([a.view(np.uint32), b.view(np.uint32)])
-    got = run(device, f"Mma<{product}>", words, (16, 8), np.float32)
-    if dtype == np.float32:  # the unit reads 19 of the 32 bits
-        a, b = ((bits(x) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b))
-    np.testing.assert_allclose(got, a.astype(np.float64) @ b.astype(np.float64).T + 1, rtol=1e-5, atol=1e-5)
+    got = run(device, f"Mma<{case}>", words(a, b), (16, 8), np.float32)
+    np.testing.assert_allclose(got, product(a, b.T) + 1, rtol=1e-5, atol=1e-5)
 
 
 def test_tf32_product_through_cp_async(device, rng):
@@ -129,6 +161,61 @@ def test_cp_async_fills_with_zeros_where_not_valid(device, rng, size, valid):
     np.testing.assert_array_equal(got, np.where(np.arange(32)[:, None] < valid, values, 0))
 
 
+# ---- what only sm_90a has ----------------------------------------------------------------------------------
+
+
+def test_barrier_sync(hopper, rng):
+    values = rng.standard_normal(128).astype(np.float32)
+    halves, whole = run_warpgroup(hopper, "NamedBarrier", values, (2, 128), np.float32)
+    np.testing.assert_array_equal(halves, values.reshape(2, 64)[:, ::-1].ravel())
+    np.testing.assert_array_equal(whole, values[::-1])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 11])
+def test_barrier_passes_stages_on_in_turn(hopper, rng, steps):
+    values = rng.integers(-8, 9, (steps, 32)).astype(np.float32)
+    got = run_warpgroup(hopper, "Stages", values, (3, 32), np.float32, n=steps)
+    want = 2.0 ** np.arange(steps)[::-1] @ values
+    np.testing.assert_array_equal(got, np.tile(want, (3, 1)))
+
+
+def test_stmatrix_is_the_inverse_of_ldmatrix(hopper, rng):
+    matrices = rng.integers(0, 2**16, (4, 4, 8, 8), dtype=np.uint16)
+    rows = matrices.transpose(0, 1, 3, 2).copy().view(np.uint32)
+    registers = rows.reshape(4, 4, 32).transpose(0, 2, 1).copy()
+    got = run_warpgroup(hopper, "Stmatrix", registers, matrices.shape, np.uint16)
+    np.testing.assert_array_equal(got, matrices)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_wgmma(hopper, rng, kind, columns):
+    depth = 128 // np.dtype(PRODUCTS[kind]).itemsize
+    a, b = (rng.standard_normal((rows, depth)).astype(PRODUCTS[kind]) for rows in (64, columns))
+    case = f"Product<{kind}, {columns}, false>"
+    got = run_warpgroup(hopper, case, words(a, b), (64, columns), np.float32, n=b.nbytes // 4)
+    np.testing.assert_allclose(got, product(a, b.T), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_wgmma_of_a_transposed_tile(hopper, rng, kind, columns):
+    a, b = (rng.standard_normal(shape).astype(PRODUCTS[kind]) for shape in ((64, 64), (64, columns)))
+    panels = np.full((64, max(columns, 64)), np.nan, PRODUCTS[kind])
+    panels[:, :columns] = b
+    panels = panels.reshape(64, -1, 64).transpose(1, 0, 2)
+    case = f"Product<{kind}, {columns}, true>"
+    got = run_warpgroup(hopper, case, words(a, panels), (64, columns), np.float32, n=panels.nbytes // 4)
+    np.testing.assert_allclose(got, product(a, b), rtol=1e-5, atol=1e-4)
+
+
+def test_wgmma_groups_are_waited_for_in_turn(hopper, rng):
+    a, b = (rng.standard_normal((rows, 64)).astype(ml_dtypes.bfloat16) for rows in (64, 32))
+    first, second = run_warpgroup(hopper, "Groups", words(a, b), (2, 64, 32), np.float32, n=b.nbytes // 4)
+    np.testing.assert_allclose(first, product(a[:, :16], b[:, :16].T), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(second, product(a[:, 16:32], b[:, 16:32].T) + 1, rtol=1e-5, atol=1e-4)
+
+
 # ---- the emulator ------------------------------------------------------------------------------------------
 
 
@@ -154,6 +241,14 @@ def test_emulator_runs_what_is_right():
     ("WriteBeforeStart", "wrote 4 bytes before its shared memory"),
     ("MisalignedCopy", "thread 1: cp_async to 16 bytes not aligned"),
     ("MisalignedRow", "thread 1: ldmatrix_x4 of a row not aligned"),
+    ("AbsentWarp", r"nobody can go on: thread 0 waits in barrier_sync \(.*\), thread 32 has returned"),
+    ("MixedCounts", r"thread 32: barrier_sync\(1, 32\) while others are in barrier_sync\(1, 64\)"),
+    ("NoSuchBarrier", r"thread 0: barrier_sync\(16, 64\): no such barrier"),
+    ("DivergentNamedBarrier", r"thread 0 waits in barrier_sync .*, but thread 16 waits in __syncthreads"),
+    ("MissingArrival", r"nobody can go on: thread 0 waits in barrier_wait .*, thread 32 waits in __syncthreads"),
+    ("UninitialisedBarrier", "thread 0: barrier_arrive of a Barrier that was not initialised"),
+    ("TilePastEnd", r"wgmma reads byte \d+ of 256 bytes"),
+    ("DivergentTile", "the lanes of a warp give wgmma different tiles"),
     ("CopyBeforeStart", "thread 0: cp_async to 16 bytes not aligned or not in shared memory"),
 ])  # fmt: skip
 def test_emulator_names_the_mistake(case, message):
@@ -167,8 +262,9 @@ def test_emulator_shows_what_nobody_wrote(case):
     assert np.isnan(make_mistake(case)).all()
 
 
-def test_emulator_shows_an_unwritten_register():
-    assert (abs(make_mistake("UnwrittenRegister")) > 1e30).all()
+@pytest.mark.parametrize("case", ["UnwrittenRegister", "MissingProductWait"])
+def test_emulator_shows_an_unwritten_register(case):
+    assert (abs(make_mistake(case)) > 1e30).all()
 
 
 def test_emulator_shows_a_missing_barrier_in_every_block():

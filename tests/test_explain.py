@@ -90,6 +90,7 @@ class Recorder:
 
 FIVE = ("chunk_cumsum", "gated_qk", "inter_chunk", "intra_chunk", "combine")
 LAUNCHES = {"recurrent": ("recurrent_forward",), "chunk": ("chunk_forward",), "staged": FIVE}
+SIXTEEN = {**SIZES, "K": 16, "V": 8}
 
 
 @pytest.mark.parametrize("mode", LAUNCHES)
@@ -103,8 +104,22 @@ def test_the_kernels_of_a_mode_are_launched(device, mode, dtype):
             problem, recorder = op.bind(arrays, mode=mode), Recorder(device)
             plans.run(problem, recorder)
             assert tuple(kernel.name for kernel in recorder.launched) == LAUNCHES[mode]
-            assert tuple(recorder.launched) == plans.kernels_of(problem)
+            assert tuple(recorder.launched) == plans.kernels_of(problem, device)
             assert plans.mode_of(problem) == mode
+
+
+def test_hopper_has_a_kernel_of_its_own(device):
+    """For half data whose rows are whole pieces of 16 bytes; the other one takes what is left."""
+    from linattn_np.backends.cupy import plans
+    own = "warpgroup_forward" if device.capability == 90 else "chunk_forward"
+    for sizes, dtype, name in ((SIXTEEN, BFLOAT16, own), (SIXTEEN, np.float16, own), (SIXTEEN, np.float32, "chunk_forward"),
+                               ({**SIXTEEN, "V": 12}, BFLOAT16, "chunk_forward"),
+                               ({**SIXTEEN, "K": 136}, BFLOAT16, "chunk_forward")):
+        arrays = [device.upload(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), sizes, dtype)]
+        problem = next(iter(OPS)).bind(arrays)
+        kernel, columns = plans.one_pass_kernel(problem, device)
+        assert kernel.name == name
+        assert plans.tiles_of(problem, device)["BV"] == columns
 
 
 def test_on_the_card(card):

@@ -1,5 +1,5 @@
 // what      Every PTX instruction of the project behind a typed function; no other file writes `asm`.
-// limits    sm_80 and later; no toolkit header, so NVRTC needs no include path.
+// limits    sm_80 and later, but for two sections; no toolkit header, so NVRTC needs no include path.
 // twin      tests/emulator/ptx.cuh has the same names for the CPU: a change here is a change there.
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -9,6 +9,7 @@ typedef long long i64;
 
 struct bf16 { u16 bits; };  // storage only: arithmetic is in float
 struct f16 { u16 bits; };
+struct tf32 {};  // a name: the bits are those of a float, of which products read the upper 19
 
 // ---- conversions ------------------------------------------------------------------------------------------
 
@@ -53,6 +54,16 @@ __device__ __forceinline__ u32 to_tf32(float x) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Lets the compiler forget where x comes from, so that it holds no register with what it could make of it.
+__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+
+// The bits of x in a register of their own, whatever becomes of x: for operands of products still under way.
+__device__ __forceinline__ u32 copy_of(float x) {
+  u32 y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 
@@ -115,9 +126,9 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // ---- shared memory ----------------------------------------------------------------------------------------
 
-// The block's dynamic shared memory.
+// The block's dynamic shared memory, at a multiple of 1024 bytes: there the swizzle of tiles begins anew.
 __device__ __forceinline__ unsigned char* dynamic_smem() {
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem[];
   return smem;
 }
 
@@ -144,6 +155,11 @@ template <int N> __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Wait until `threads` threads (a multiple of 32, whole warps) have come to barrier `id`, 1 to 15.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- kernels that overlap: from sm_90 on, nothing before ----------------------------------------------------
 
 // Ask for `bytes` (a multiple of 16, as is the address) to come to L2; nobody waits for them.
@@ -166,3 +182,130 @@ __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// ---- warps in different roles: sm_90 and later ------------------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+// In shared memory: counts arrivals, phase after phase. The first phase has parity 0, the next 1, then 0.
+struct Barrier { u64 state; };
+
+// One thread, once, before a block barrier: a phase ends with so many arrivals.
+__device__ __forceinline__ void barrier_init(Barrier& b, u32 arrivals) {
+  const u32 address = u32(__cvta_generic_to_shared(&b));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+}
+
+// What this thread wrote before can be read by those who wait for the end of the phase.
+__device__ __forceinline__ void barrier_arrive(Barrier& b) {
+  const u32 address = u32(__cvta_generic_to_shared(&b));
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
+// Wait while the current phase has this parity. Before the first has ended, that of parity 1 counts as over.
+__device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
+  const u32 address = u32(__cvta_generic_to_shared(&b));
+  asm volatile("{\n.reg .pred over;\nwait_%=:\n"
+               "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 over, [%0], %1;\n"
+               "@!over bra wait_%=;\n}" ::"r"(address), "r"(parity)
+               : "memory");
+}
+
+// What this thread stored to shared memory can be read by wgmma, after a barrier also by others' wgmma.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The inverse of ldmatrix_x4_trans: lane l gives the 16-byte row l % 8 of matrix l / 8.
+//   M_m[2t,+1][g] = r[m]
+__device__ __forceinline__ void stmatrix_x4_trans(void* row, const u32 (&r)[4]) {
+  const u32 address = u32(__cvta_generic_to_shared(row));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif
+
+// ---- warpgroup: products of four warps, the first a multiple of four: sm_90a alone ------------------------
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Describes a tile in shared memory to wgmma: rows of 128 bytes, eight of them 1024 bytes, in which address
+// bits 4-6 are XORed with bits 7-9. Adding bytes / 16 moves the tile by so many bytes.
+//   B[N][DEPTH]:   rows are n, eight rows `stride` bytes after the last eight; `leading` is not read
+//   transposed, B[DEPTH][N]:   rows are k, likewise; 64 columns `leading` bytes after the last 64
+__device__ __forceinline__ u64 wgmma_tile(const void* p, u32 leading, u32 stride) {
+  const u32 address = u32(__cvta_generic_to_shared(p)) & 0x3ffff;
+  return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+}
+
+// Before the first product, and wherever registers of one were written since.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Close the group of the products started since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Wait until at most N of the latest groups are under way. Before, nobody may touch their d, a or tiles.
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from moving accesses of d over this line.
+template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Start D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D where it accumulates; B is the tile described by `b`.
+// DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 32, 64, 128 or 256; tf32 is never transposed.
+// Warp w holds rows 16 w to 16 w + 15: a is as in mma_tf32 and mma_bf16, and with their g and t
+//   d[4n], d[4n+1] = D[g][8n+2t,+1]      d[4n+2], d[4n+3] = D[g+8][8n+2t,+1]
+template <class Format, int N, bool TRANSPOSED>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
+
+#define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                             \
+  template <>                                                                                               \
+  __device__ __forceinline__ void wgmma<format, n, transposed>(float(&d)[n / 2], const u32(&a)[4], u64 b,   \
+                                                               bool accumulate) {                           \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate_ ", 0;\n"                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #n types " {" d_ "}, {" a_ "}, " b_                    \
+                 ", accumulate, 1, 1" tail ";\n}"                                                           \
+                 : __VA_ARGS__                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));               \
+  }
+#define WGMMA_FORMATS(n, ...)                                                                               \
+  WGMMA(tf32, n, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)                                                \
+  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__)                                            \
+  WGMMA(bf16, n, true, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__)                                             \
+  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)                                               \
+  WGMMA(f16, n, true, "k16.f32.f16.f16", ", 1", __VA_ARGS__)
+
+#define EIGHT(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7"
+#define TEN(t) EIGHT(t) ",%" #t "8,%" #t "9,"
+#define D8(i)                                                                                               \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),               \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+
+WGMMA_FORMATS(16, EIGHT(), "%8,%9,%10,%11", "%12", "%13", D8(0))
+WGMMA_FORMATS(32, TEN() "%10,%11,%12,%13,%14,%15", "%16,%17,%18,%19", "%20", "%21", D8(0), D8(8))
+WGMMA_FORMATS(64, TEN() TEN(1) TEN(2) "%30,%31", "%32,%33,%34,%35", "%36", "%37", D32(0))
+WGMMA_FORMATS(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64,%65,%66,%67", "%68",
+              "%69", D32(0), D32(32))
+WGMMA_FORMATS(256,
+              TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12),
+              "%128,%129,%130,%131", "%132", "%133", D32(0), D32(32), D32(64), D32(96))
+#undef WGMMA
+#undef WGMMA_FORMATS
+#undef EIGHT
+#undef TEN
+#undef D8
+#undef D32
+
+// Every warp of the warpgroup may use N registers a thread (24 to 256, a multiple of 8) from here on: more
+// than before, once others have given them back, or fewer. Needs a kernel with a bound of its registers.
+template <int N> __device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+#endif

@@ -29,7 +29,7 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, MAX_COPIES = 1024;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
 constexpr size_t STACK = 128 * 1024 + 256;  // a power of two would put all stacks into one set of the cache
 constexpr size_t MAX_SHARED = 227 * 1024, GUARD = 1024;
 constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type
@@ -103,10 +103,23 @@ constexpr Where here(const char* file = __builtin_FILE(), int line = __builtin_L
   return {file, line};
 }
 
-enum class State { Ready, AtBarrier, InCollective, Returned };
+enum class State { Ready, AtBarrier, InCollective, Waiting, Returned };
 using Operation = void (*)(void* const* operands);  // one operand a lane
+using Condition = bool (*)(const void* operand);
 
 struct Copy { void* dst; const void* src; int bytes; bool valid; int group; };
+
+// One warp's wgmma. It is computed when it is waited for, which shows what came too early or too late.
+struct Started {
+  void (*multiply)(const Started&);
+  float* d[WARP];
+  unsigned a[WARP][4];
+  unsigned long long b;
+  bool accumulate;
+  int group;
+  Where where;
+};
+struct Products { Started started[MAX_PRODUCTS]; int count, groups; };
 
 struct Thread {
   Context context;
@@ -114,17 +127,20 @@ struct Thread {
   const char* call;  // the barrier or collective it waits in
   Where where;
   Operation operation;
+  Condition over;  // what ends its waiting
   void* operand;
   int copies_count, groups_count;
 };
 
 static Thread threads[MAX_THREADS];
 static Copy copies[MAX_THREADS][MAX_COPIES];  // cp.async: started, not yet waited for
+static Products products[MAX_THREADS / WARP];
 static Thread* current;
+static int waiting_count;  // threads that are Waiting
 static Context scheduler;
 static char message[1024];
 static size_t shared_bytes;
-alignas(128) static unsigned char shared_storage[GUARD + MAX_SHARED + GUARD];
+alignas(1024) static unsigned char shared_storage[GUARD + MAX_SHARED + GUARD];
 static unsigned char* const shared_memory = shared_storage + GUARD;
 
 static void report(const char* format, ...) {
@@ -157,10 +173,47 @@ static void collective(const char* call, Where where, Operation operation, void*
   wait(State::InCollective, call, where, operation, operand);
 }
 
+// Waits for its turn after the operand meets `over`; threads of a warp need not wait together.
+static void wait_until(const char* call, Where where, Condition over, void* operand) {
+  current->over = over;
+  ++waiting_count;
+  wait(State::Waiting, call, where, nullptr, operand);
+}
+
 // Whether `bytes` at `pointer` lie in the block's shared memory, aligned to their number.
 static bool in_shared(const void* pointer, size_t bytes) {
   const size_t offset = static_cast<const unsigned char*>(pointer) - shared_memory;
   return offset % bytes == 0 && offset < shared_bytes && bytes <= shared_bytes - offset;
+}
+
+// ---- barriers of some warps -------------------------------------------------------------------------------
+
+// threads: of the wait under way; times: how often it was over
+struct NamedBarrier { int threads, arrived, times; };
+struct Arrival { int id, threads, times; };
+static NamedBarrier named_barriers[16];
+
+// A warp comes to a barrier.
+static void arrive(void* const* operands) {
+  const Arrival& first = *static_cast<Arrival*>(operands[0]);
+  NamedBarrier& barrier = named_barriers[first.id];
+  if (!barrier.arrived) barrier.threads = first.threads;
+  for (int lane = 0; lane < WARP; ++lane) {
+    Arrival& own = *static_cast<Arrival*>(operands[lane]);
+    own.times = barrier.times;
+    if (own.id != first.id || own.threads != barrier.threads)
+      return report("thread %u: barrier_sync(%d, %d) while others are in barrier_sync(%d, %d)",
+                    threadIdx.x / WARP * WARP + lane, own.id, own.threads, first.id, barrier.threads);
+  }
+  barrier.arrived += WARP;
+  if (barrier.arrived < barrier.threads) return;
+  barrier.arrived = 0;
+  ++barrier.times;
+}
+
+static bool all_arrived(const void* operand) {
+  const Arrival& own = *static_cast<const Arrival*>(operand);
+  return named_barriers[own.id].times != own.times;
 }
 
 // ---- the scheduler ----------------------------------------------------------------------------------------
@@ -189,6 +242,22 @@ static bool all_wait_with(const Thread& one, const Thread* group, int count) {
   return true;
 }
 
+// Says where each run of threads waits.
+static void report_deadlock(int count) {
+  char all[800];
+  size_t length = 0;
+  for (const Thread* thread = threads; thread < threads + count && length < sizeof all; ++thread) {
+    const Thread* before = thread - 1;
+    if (thread != threads && thread->state == before->state &&
+        (thread->state == State::Returned || thread->where.line == before->where.line))
+      continue;
+    char one[400];
+    describe(*thread, one, sizeof one);
+    length += snprintf(all + length, sizeof all - length, "%s%s", length ? ", " : "", one);
+  }
+  report("nobody can go on: %s", all);
+}
+
 static Thread* find(State state, Thread* group, int count) {
   for (Thread* thread = group; thread < group + count; ++thread)
     if (thread->state == state) return thread;
@@ -201,24 +270,33 @@ static void resume(Thread& thread) {
   switch_stacks(scheduler, thread.context);
 }
 
-// Runs a warp until each of its threads waits at a block barrier or has returned; false on an error.
-static bool run_warp(Thread* lanes) {
+enum class Turn { Idle, Ran, Failed };
+
+// Runs a warp until each of its threads waits for another warp or has returned.
+static Turn run_warp(Thread* lanes) {
   const int reverse = blockIdx.x % 2 ? WARP - 1 : 0;
-  for (;;) {
+  for (Turn turn = Turn::Idle;; turn = Turn::Ran) {
     for (int i = 0; i < WARP; ++i) {
       Thread& lane = lanes[i ^ reverse];
-      if (lane.state == State::Ready) resume(lane);
-      if (message[0]) return false;
+      if (lane.state == State::Waiting && lane.over(lane.operand)) {
+        lane.state = State::Ready;
+        --waiting_count;
+      }
+      if (lane.state != State::Ready) continue;
+      turn = Turn::Ran;
+      resume(lane);
+      if (message[0]) return Turn::Failed;
     }
     const Thread* waiting = find(State::InCollective, lanes, WARP);
-    if (!waiting) return true;
-    if (!all_wait_with(*waiting, lanes, WARP)) return false;
+    if (!waiting || waiting_count && find(State::Waiting, lanes, WARP)) return turn;
+    if (!all_wait_with(*waiting, lanes, WARP)) return Turn::Failed;
     void* operands[WARP];
     for (int i = 0; i < WARP; ++i) {
       operands[i] = lanes[i].operand;
       lanes[i].state = State::Ready;
     }
     if (waiting->operation) waiting->operation(operands);
+    if (message[0]) return Turn::Failed;
   }
 }
 
@@ -233,14 +311,23 @@ static void check_guards() {
 static void run_block(unsigned char* stacks, void (*entry)()) {
   const int count = blockDim.x, warps = count / WARP;
   memset(shared_storage, POISON, GUARD + shared_bytes + GUARD);
+  memset(named_barriers, 0, sizeof named_barriers);
+  for (int i = 0; i < warps; ++i) products[i].count = products[i].groups = 0;
+  waiting_count = 0;
   for (int i = 0; i < count; ++i) {
     threads[i].state = State::Ready;
     threads[i].copies_count = threads[i].groups_count = 0;
     prepare(threads[i].context, stacks + i * STACK, entry);
   }
   for (;;) {
-    for (int i = 0; i < warps; ++i)
-      if (!run_warp(threads + WARP * (blockIdx.x % 2 ? warps - 1 - i : i))) return;
+    bool ran = false;
+    for (int i = 0; i < warps; ++i) {
+      const Turn turn = run_warp(threads + WARP * (blockIdx.x % 2 ? warps - 1 - i : i));
+      if (turn == Turn::Failed) return;
+      ran |= turn == Turn::Ran;
+    }
+    if (waiting_count && ran) continue;
+    if (waiting_count) return report_deadlock(count);
     const Thread* waiting = find(State::AtBarrier, threads, count);
     if (!waiting) return check_guards();
     if (!all_wait_with(*waiting, threads, count)) return;

@@ -7,6 +7,7 @@ typedef long long i64;
 
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
+struct tf32 {};
 
 // ---- conversions ------------------------------------------------------------------------------------------
 
@@ -48,38 +49,48 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0 : y;
 }
 
+inline void forget(int&) {}
+
+inline u32 copy_of(float x) { return __float_as_uint(x); }
+
 // ---- warp: matrix products and reductions -----------------------------------------------------------------
 
 namespace emulator {
 
 // How a 32-bit operand register holds values: PACKED of them, and tiles are DEPTH of them deep.
-struct Tf32 {
+template <class T> struct Format;
+template <> struct Format<tf32> {
   static constexpr int PACKED = 1, DEPTH = 8;
   static float value(u32 bits, int) { return __uint_as_float(bits & ~0x1fffu); }
 };
-struct Bf16 {
+template <class T> struct Packed {
   static constexpr int PACKED = 2, DEPTH = 16;
-  static float value(u32 bits, int i) { return to_float(bf16{u16(bits >> 16 * i)}); }
+  static float value(u32 bits, int i) { return to_float(T{u16(bits >> 16 * i)}); }
 };
-struct F16 {
-  static constexpr int PACKED = 2, DEPTH = 16;
-  static float value(u32 bits, int i) { return to_float(f16{u16(bits >> 16 * i)}); }
-};
+template <> struct Format<bf16> : Packed<bf16> {};
+template <> struct Format<f16> : Packed<f16> {};
 
 struct Product { float* d; const u32* a; const u32* b; };
 typedef float Row __attribute__((vector_size(32)));
 
-template <class Format> void multiply(void* const* operands) {
-  constexpr int P = Format::PACKED, K = Format::DEPTH;
+// A lane's part of A, as mma and wgmma take it.
+template <class T> void put_rows(float (&A)[16][Format<T>::DEPTH], int lane, const u32* a) {
+  constexpr int P = Format<T>::PACKED, K = Format<T>::DEPTH;
+  const int g = lane / 4, t = lane % 4;
+  for (int i = 0; i < P; ++i)
+    for (int r = 0; r < 4; ++r) A[g + r % 2 * 8][t * P + i + r / 2 * (K / 2)] = Format<T>::value(a[r], i);
+}
+
+template <class T> void multiply(void* const* operands) {
+  constexpr int P = Format<T>::PACKED, K = Format<T>::DEPTH;
   float A[16][K];
   Row B[K], D[16];
   for (int lane = 0; lane < WARP; ++lane) {
     const Product& own = *static_cast<Product*>(operands[lane]);
     const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < P; ++i) {
-      for (int r = 0; r < 4; ++r) A[g + r % 2 * 8][t * P + i + r / 2 * (K / 2)] = Format::value(own.a[r], i);
-      for (int r = 0; r < 2; ++r) B[t * P + i + r * (K / 2)][g] = Format::value(own.b[r], i);
-    }
+    put_rows<T>(A, lane, own.a);
+    for (int i = 0; i < P; ++i)
+      for (int r = 0; r < 2; ++r) B[t * P + i + r * (K / 2)][g] = Format<T>::value(own.b[r], i);
     for (int r = 0; r < 4; ++r) D[g + r / 2 * 8][t * 2 + r % 2] = own.d[r];
   }
   for (int row = 0; row < 16; ++row)
@@ -90,7 +101,7 @@ template <class Format> void multiply(void* const* operands) {
   }
 }
 
-struct MatrixRow { u32* r; const u16* row; };
+struct MatrixRow { u32* r; u16* row; };
 
 template <bool TRANSPOSED> void load_matrices(void* const* operands) {
   for (int lane = 0; lane < WARP; ++lane) {
@@ -104,42 +115,51 @@ template <bool TRANSPOSED> void load_matrices(void* const* operands) {
   }
 }
 
-template <bool TRANSPOSED> void load_row(const char* call, u32* r, const void* row, Where where) {
-  EMULATOR_CHECK(in_shared(row, 16), "%s of a row not aligned to 16 bytes or not in shared memory (%s:%d)",
-                 call, where.file, where.line);
-  MatrixRow operand{r, static_cast<const u16*>(row)};
-  collective(call, where, load_matrices<TRANSPOSED>, &operand);
+static void store_matrices(void* const* operands) {
+  for (int lane = 0; lane < WARP; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int m = 0; m < 4; ++m)
+      for (int i = 0; i < 2; ++i)
+        static_cast<MatrixRow*>(operands[m * 8 + 2 * t + i])->row[g] =
+            u16(static_cast<MatrixRow*>(operands[lane])->r[m] >> 16 * i);
+  }
 }
 
-template <class Format>
-void multiply_own(const char* call, float* d, const u32* a, const u32* b, Where where) {
+static void matrix_collective(const char* call, u32* r, const void* row, Operation operation, Where where) {
+  EMULATOR_CHECK(in_shared(row, 16), "%s of a row not aligned to 16 bytes or not in shared memory (%s:%d)",
+                 call, where.file, where.line);
+  MatrixRow operand{r, static_cast<u16*>(const_cast<void*>(row))};
+  collective(call, where, operation, &operand);
+}
+
+template <class T> void multiply_own(const char* call, float* d, const u32* a, const u32* b, Where where) {
   Product operand{d, a, b};
-  collective(call, where, multiply<Format>, &operand);
+  collective(call, where, multiply<T>, &operand);
 }
 
 }  // namespace emulator
 
 inline void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                      emulator::Where where = emulator::here()) {
-  emulator::multiply_own<emulator::Tf32>("mma_tf32", d, a, b, where);
+  emulator::multiply_own<tf32>("mma_tf32", d, a, b, where);
 }
 
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                      emulator::Where where = emulator::here()) {
-  emulator::multiply_own<emulator::Bf16>("mma_bf16", d, a, b, where);
+  emulator::multiply_own<bf16>("mma_bf16", d, a, b, where);
 }
 
 inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                     emulator::Where where = emulator::here()) {
-  emulator::multiply_own<emulator::F16>("mma_f16", d, a, b, where);
+  emulator::multiply_own<f16>("mma_f16", d, a, b, where);
 }
 
 inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
-  emulator::load_row<false>("ldmatrix_x4", r, row, where);
+  emulator::matrix_collective("ldmatrix_x4", r, row, emulator::load_matrices<false>, where);
 }
 
 inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
-  emulator::load_row<true>("ldmatrix_x4_trans", r, row, where);
+  emulator::matrix_collective("ldmatrix_x4_trans", r, row, emulator::load_matrices<true>, where);
 }
 
 inline float warp_sum(float x, emulator::Where where = emulator::here()) {
@@ -184,6 +204,15 @@ template <int N> void cp_async_wait() {
   memmove(copies, copies + done, self.copies_count * sizeof(emulator::Copy));
 }
 
+inline void barrier_sync(int id, int threads, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(id > 0 && id < 16 && threads > 0 && threads % 32 == 0 && threads <= blockDim.x,
+                 "barrier_sync(%d, %d): no such barrier or number of threads (%s:%d)", id, threads,
+                 where.file, where.line);
+  emulator::Arrival operand{id, threads};
+  emulator::collective("barrier_sync", where, emulator::arrive, &operand);
+  emulator::wait_until("barrier_sync", where, emulator::all_arrived, &operand);
+}
+
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
 inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
@@ -193,3 +222,165 @@ inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emu
 }
 inline void launch_next() {}
 inline void wait_for_previous() {}
+
+// ---- warps in different roles -----------------------------------------------------------------------------
+
+struct Barrier { u64 state; };
+
+namespace emulator {
+
+// How a Barrier lies in its memory.
+struct Phases { u16 arrivals, pending, parity, mark; };
+constexpr u16 MARK = 0x5ab1;  // of one that was initialised
+struct PhaseEnd { const Phases* phases; u32 parity; };
+
+static Phases* phases(const char* call, Barrier& b, Where where) {
+  auto* phases = reinterpret_cast<Phases*>(&b);
+  EMULATOR_CHECK(in_shared(&b, sizeof b), "%s of a Barrier not aligned or not in shared memory (%s:%d)", call,
+                 where.file, where.line);
+  EMULATOR_CHECK(phases->mark == MARK, "%s of a Barrier that was not initialised (%s:%d)", call, where.file,
+                 where.line);
+  return phases;
+}
+
+static bool phase_over(const void* operand) {
+  const auto* end = static_cast<const PhaseEnd*>(operand);
+  return end->phases->parity != end->parity;
+}
+
+}  // namespace emulator
+
+inline void barrier_init(Barrier& b, u32 arrivals, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(emulator::in_shared(&b, sizeof b) && arrivals > 0 && arrivals < 65536,
+                 "barrier_init(%u), or of a Barrier not aligned or not in shared memory (%s:%d)", arrivals,
+                 where.file, where.line);
+  *reinterpret_cast<emulator::Phases*>(&b) = {u16(arrivals), u16(arrivals), 0, emulator::MARK};
+}
+
+inline void barrier_arrive(Barrier& b, emulator::Where where = emulator::here()) {
+  emulator::Phases* phases = emulator::phases("barrier_arrive", b, where);
+  if (--phases->pending) return;
+  phases->pending = phases->arrivals;
+  phases->parity ^= 1;
+}
+
+inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(parity < 2, "barrier_wait for parity %u (%s:%d)", parity, where.file, where.line);
+  emulator::PhaseEnd operand{emulator::phases("barrier_wait", b, where), parity};
+  if (!emulator::phase_over(&operand))
+    emulator::wait_until("barrier_wait", where, emulator::phase_over, &operand);
+}
+
+inline void fence_async() {}
+
+inline void stmatrix_x4_trans(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {
+  emulator::matrix_collective("stmatrix_x4_trans", const_cast<u32*>(r), row, emulator::store_matrices, where);
+}
+
+// ---- warpgroup: each warp multiplies its own rows ---------------------------------------------------------
+
+namespace emulator {
+
+template <class T, int N, bool TRANSPOSED> void multiply_tile(const Started& product) {
+  using F = Format<T>;
+  constexpr int K = F::DEPTH, BYTES = 4 / F::PACKED;
+  const u32 tile = (product.b & 0x3fff) << 4, leading = (product.b >> 16 & 0x3fff) << 4,
+            stride = (product.b >> 32 & 0x3fff) << 4;
+  float A[16][K];
+  Row B[K][N / 8], D[N / 8];
+  for (int lane = 0; lane < WARP; ++lane) put_rows<T>(A, lane, product.a[lane]);
+  for (int k = 0; k < K; ++k)
+    for (int n = 0; n < N; ++n) {
+      const u32 straight = TRANSPOSED ? k / 8 * stride + k % 8 * 128 + n / 64 * leading + n % 64 * BYTES
+                                      : n / 8 * stride + n % 8 * 128 + k * BYTES;
+      const u32 at = tile + straight, swizzled = at ^ (at >> 3 & 0x70);
+      if (swizzled + BYTES > shared_bytes)
+        return report("wgmma reads byte %u of %zu bytes of shared memory (%s:%d)", swizzled, shared_bytes,
+                      product.where.file, product.where.line);
+      u32 bits = 0;
+      memcpy(&bits, shared_memory + swizzled, BYTES);
+      B[k][n / 8][n % 8] = F::value(bits, 0);
+    }
+  for (int row = 0; row < 16; ++row) {
+    auto own = [&](int n) -> float& {
+      return product.d[row % 8 * 4 + n % 8 / 2][n / 8 * 4 + row / 8 * 2 + n % 2];
+    };
+    for (int n = 0; n < N; ++n) D[n / 8][n % 8] = product.accumulate ? own(n) : 0;
+    for (int k = 0; k < K; ++k)
+      for (int n = 0; n < N / 8; ++n) D[n] += A[row][k] * B[k][n];
+    for (int n = 0; n < N; ++n) own(n) = D[n / 8][n % 8];
+  }
+}
+
+struct TileProduct {
+  void (*multiply)(const Started&);
+  float* d;
+  const u32* a;
+  u64 b;
+  bool accumulate;
+  Where where;
+};
+
+static void start(void* const* operands) {
+  Products& own = products[threadIdx.x / WARP];
+  const TileProduct& first = *static_cast<TileProduct*>(operands[0]);
+  if (own.count == MAX_PRODUCTS)
+    return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
+  Started& product = own.started[own.count++];
+  product = {first.multiply, {}, {}, first.b, first.accumulate, own.groups, first.where};
+  for (int lane = 0; lane < WARP; ++lane) {
+    const TileProduct& operand = *static_cast<TileProduct*>(operands[lane]);
+    if (operand.b != first.b || operand.accumulate != first.accumulate)
+      return report("the lanes of a warp give wgmma different tiles (%s:%d)", first.where.file,
+                    first.where.line);
+    product.d[lane] = operand.d;
+    memcpy(product.a[lane], operand.a, sizeof product.a[lane]);
+  }
+}
+
+static void commit(void* const*) { ++products[threadIdx.x / WARP].groups; }
+
+template <int N> void finish(void* const*) {
+  Products& own = products[threadIdx.x / WARP];
+  int done = 0;
+  for (; done < own.count && own.started[done].group < own.groups - N; ++done)
+    own.started[done].multiply(own.started[done]);
+  own.count -= done;
+  memmove(own.started, own.started + done, own.count * sizeof(Started));
+}
+
+}  // namespace emulator
+
+inline u64 wgmma_tile(const void* p, u32 leading, u32 stride, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(emulator::in_shared(p, 16) && (leading | stride) % 16 == 0 && (leading | stride) < 1 << 18,
+                 "wgmma_tile: an address or a distance no multiple of 16, or not in shared memory (%s:%d)",
+                 where.file, where.line);
+  const u64 address = static_cast<const unsigned char*>(p) - emulator::shared_memory;
+  return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+}
+
+inline void wgmma_fence(emulator::Where where = emulator::here()) {
+  emulator::collective("wgmma_fence", where, nullptr, nullptr);
+}
+
+inline void wgmma_commit(emulator::Where where = emulator::here()) {
+  emulator::collective("wgmma_commit", where, emulator::commit, nullptr);
+}
+
+template <int N> void wgmma_wait(emulator::Where where = emulator::here()) {
+  emulator::collective("wgmma_wait", where, emulator::finish<N>, nullptr);
+}
+
+template <int N> void wgmma_keep(float (&d)[N]) {}
+
+template <class T, int N, bool TRANSPOSED>
+void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
+           emulator::Where where = emulator::here()) {
+  static_assert(N == 16 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
+  static_assert(!TRANSPOSED || emulator::Format<T>::PACKED == 2, "tf32 takes no transposed tile");
+  emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, a, b, accumulate, where};
+  emulator::collective("wgmma", where, emulator::start, &operand);
+}
+
+template <int N> void registers_up() {}
+template <int N> void registers_down() {}

@@ -111,6 +111,87 @@ struct MisalignedRow {
   }
 };
 
+struct AbsentWarp {
+  __device__ static float run(float* s, const float* in) {
+    if (threadIdx.x < 32) barrier_sync(1, 64);
+    return 0;
+  }
+};
+
+struct MixedCounts {
+  __device__ static float run(float* s, const float* in) {
+    barrier_sync(1, threadIdx.x < 32 ? 64 : 32);
+    return 0;
+  }
+};
+
+struct NoSuchBarrier {
+  __device__ static float run(float* s, const float* in) {
+    barrier_sync(16, 64);
+    return 0;
+  }
+};
+
+struct DivergentNamedBarrier {
+  __device__ static float run(float* s, const float* in) {
+    if (threadIdx.x % 32 < 16) barrier_sync(1, 64);
+    __syncthreads();
+    return 0;
+  }
+};
+
+struct MissingArrival {
+  __device__ static float run(float* s, const float* in) {
+    Barrier& barrier = *reinterpret_cast<Barrier*>(s);
+    if (threadIdx.x == 0) barrier_init(barrier, 33);
+    __syncthreads();  // the barrier is ready
+    if (threadIdx.x < 32) {
+      barrier_arrive(barrier);
+      barrier_wait(barrier, 0);
+    }
+    __syncthreads();
+    return 0;
+  }
+};
+
+struct UninitialisedBarrier {
+  __device__ static float run(float* s, const float* in) {
+    barrier_arrive(*reinterpret_cast<Barrier*>(s));
+    return 0;
+  }
+};
+
+struct TilePastEnd {
+  __device__ static float run(float* s, const float* in) {
+    const u32 a[4] = {};
+    float d[8];
+    wgmma<bf16, 16, false>(d, a, wgmma_tile(s, 16, 1024), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    return d[0];
+  }
+};
+
+struct DivergentTile {
+  __device__ static float run(float* s, const float* in) {
+    const u32 a[4] = {};
+    float d[8];
+    wgmma<bf16, 16, false>(d, a, wgmma_tile(s + threadIdx.x / 16 * 4, 16, 1024), false);
+    return d[0];
+  }
+};
+
+struct MissingProductWait {
+  __device__ static float run(float* s, const float* in) {
+    const u32 a[4] = {};
+    float d[8];
+    wgmma<bf16, 16, false>(d, a, wgmma_tile(s, 16, 1024), false);
+    wgmma_commit();
+    wgmma_wait<1>();
+    return d[0];
+  }
+};
+
 template <typename Case> __global__ void __launch_bounds__(64) mistakes(const MistakesArgs args) {
   float* s = reinterpret_cast<float*>(dynamic_smem());
   const i64 i = blockIdx.x * 64 + threadIdx.x;

@@ -44,8 +44,8 @@ def describe(problem, bytes_moved) -> dict:
     bandwidth = peak_bandwidth(ordinal(problem))
     return {
         "mode": plans.mode_of(problem) if operator else None,
-        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plans.kernels_of(problem)),
-        "tiles": plans.tiles_of(problem),
+        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plans.kernels_of(problem, CupyDevice())),
+        "tiles": plans.tiles_of(problem, CupyDevice()),
         "copies": plans.copies_of(problem),
         "floor_ms": bytes_moved / bandwidth * 1e3 if bandwidth else None,
     }

@@ -23,6 +23,7 @@ class Kernel:
     """One instantiation of one `__global__` template.
 
     `file` is the path under `kernels_cu` without `.cu`; its last part is the name of the `__global__`.
+    `arch` names the only target that has its instructions, as "sm_90a"; without one it runs on every card.
 
         >>> Kernel("stages/gated_qk", ("float", "Gla", "64"), threads=128).expression
         'gated_qk<float, Gla, 64>'
@@ -31,6 +32,7 @@ class Kernel:
     file: str
     template: tuple[str, ...]
     threads: int
+    arch: str = ""
 
     @property
     def name(self):
@@ -102,11 +104,19 @@ def pack(**fields) -> np.ndarray:
 
 
 @cache
+def _capability(device):
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+@cache
 def _load(kernel, device):
     """The kernel on `device`, which must be the current one; an instantiation a module compiles in 0.2 s."""
     import cupy
 
-    module = cupy.RawModule(code=text(kernel.file), options=OPTIONS, name_expressions=(kernel.expression,))
+    options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
+    module = cupy.RawModule(code=text(kernel.file), options=options, name_expressions=(kernel.expression,))
     return module.get_function(kernel.expression)
 
 
@@ -119,6 +129,13 @@ def load(kernel: Kernel):
 
 class CupyDevice:
     """Allocation and launches of the host plans on the current CUDA device and stream."""
+
+    @property
+    def capability(self) -> int:
+        """10 major + minor."""
+        import cupy
+
+        return _capability(cupy.cuda.runtime.getDevice())
 
     def empty(self, shape, dtype):
         import cupy

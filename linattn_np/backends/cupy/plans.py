@@ -56,7 +56,7 @@ def run(problem, device):
     return give_back(problem, o), stored(problem, final)
 
 
-def kernels_of(problem) -> tuple[tiles.Kernel, ...]:
+def kernels_of(problem, device) -> tuple[tiles.Kernel, ...]:
     """What `run` launches, in order."""
     policy, T, K = tiles.policy(problem.op), problem.dtype, problem.sizes.get("K")
     G = gate(problem).dtype if problem.op.gates else T
@@ -67,20 +67,23 @@ def kernels_of(problem) -> tuple[tiles.Kernel, ...]:
         return (stages[problem.op.name],)
     if "state" in problem.options:
         return (tiles.step(policy, T, G, problem.options["state"].dtype),)
-    return {"chunk": (tiles.chunk_forward(policy, T, G, K, problem.sizes["V"]),), "recurrent": (tiles.recurrent_forward(policy, T, G, K),),
-            "staged": tuple(stages.values())}[mode_of(problem)]
+    mode = mode_of(problem)
+    if mode == "chunk":
+        return (one_pass_kernel(problem, device)[0],)
+    return (tiles.recurrent_forward(policy, T, G, K),) if mode == "recurrent" else tuple(stages.values())
 
 
-def tiles_of(problem) -> dict:
+def tiles_of(problem, device) -> dict:
     """The sizes that the kernels work in."""
     BK = {} if problem.op.name in UNLIMITED else {"BK": tiles.channels(problem.sizes["K"])}
     if problem.op.name in PLANS and "state" not in problem.options:
         return BK | {"chunk": problem.chunk_size}
     if "state" in problem.options or mode_of(problem) == "recurrent":
         return BK | {"BV": tiles.TOKEN_COLUMNS}
-    staged = {"chunk": problem.chunk_size or CHUNK} if mode_of(problem) == "staged" else {}
-    BV = tiles.STAGE_COLUMNS if staged else tiles.columns(problem.sizes["V"])
-    return BK | {"BV": BV, **staged, "sub_chunk": SUB_CHUNK}
+    if mode_of(problem) == "staged":
+        return BK | {"BV": tiles.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
+    kernel, columns = one_pass_kernel(problem, device)
+    return {"BK": int(kernel.template[-2]), "BV": columns} | tiles.TOKENS[kernel.name]
 
 
 def copies_of(problem) -> tuple[str, ...]:
@@ -94,11 +97,21 @@ def copies_of(problem) -> tuple[str, ...]:
 
 # -- operators --------------------------------------------------------------------------------------------------------
 def chunk(problem, device, o, initial, final):
-    kernel = tiles.chunk_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype,
-                                 *problem.shape("K V"))
-    q, k, v, g = inputs(problem, device)
-    vectors = all(in_pieces(device, x) for x in (q, k, v, g))
-    one_pass(problem, device, kernel, tiles.columns(problem.sizes["V"]), (q, k, v, g), o, initial, final, vectors=int(vectors))
+    kernel, columns = one_pass_kernel(problem, device)
+    arrays = inputs(problem, device)
+    vectors = {"vectors": int(in_pieces(problem, device))} if kernel.name == "chunk_forward" else {}
+    one_pass(problem, device, kernel, columns, arrays, o, initial, final, **vectors)
+
+
+def one_pass_kernel(problem, device) -> tuple[tiles.Kernel, int]:
+    """The kernel of mode "chunk" and its columns of V a block: the Hopper one where it can."""
+    policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
+    K, V, rows = problem.sizes["K"], problem.sizes["V"], problem.sizes["N"] * problem.sizes["H"]
+    if device.capability == 90 and T.itemsize == 2 and K <= tiles.WARPGROUP_TILES[-1] and in_pieces(problem, device):
+        kernel = tiles.warpgroup_forward(policy, T, G, K, V, rows)
+    else:
+        kernel = tiles.chunk_forward(policy, T, G, K, V)
+    return kernel, int(kernel.template[-1])
 
 
 def recurrent(problem, device, o, initial, final):
@@ -276,10 +289,14 @@ def has_rows(x) -> bool:
     return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
 
 
-def in_pieces(device, x) -> bool:
+def in_pieces(problem, device) -> bool:
     """Whether every row starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
-    row = x.shape[-1] * x.dtype.itemsize
-    return not any(part % 16 for part in (device.pointer(x), row, *x.strides[:-1]))
+    arrays = [x for name, x in problem.arrays.items() if name != "u"]
+    if problem.out is not None:
+        arrays.append(problem.out)
+    aligned = all(device.pointer(x) % 16 == 0 and not any(stride % 16 for stride in x.strides[:-1])
+                  for x in arrays if has_rows(x))               # others are copied to where they are
+    return aligned and not any(x.shape[-1] * x.dtype.itemsize % 16 for x in arrays)
 
 
 def in_rows(device, x):

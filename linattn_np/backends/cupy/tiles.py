@@ -13,6 +13,9 @@ THREADS = 128           # of every kernel but chunk_forward, which has a warp fo
 STAGE_COLUMNS = 64      # columns of V a block of the tiled stages
 CHUNK_COLUMNS = (64, 128)           # BV of chunk_forward: blocks that share a head repeat its scores, so the wider
                                     # one where V needs it: 2.68 to 2.21 ms at 4,4096,64,128 on an H200
+TOKENS = {"chunk_forward": {"chunk": 16}, "warpgroup_forward": {"chunk": 32, "sub_chunk": 8}}   # at a time
+WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
+MULTIPROCESSORS = 132               # of a Hopper card
 TOKEN_COLUMNS = 32      # columns of V a block of the recurrences: one lane a column
 CHANNELS = (64, 128, 256)           # BK: the whole of K in one tile, padded up; smaller ones would save nothing
                                     # that a block of 128 threads notices
@@ -35,6 +38,13 @@ def columns(V: int) -> int:
 def chunk_forward(policy, T, G, K, V) -> Kernel:
     BV = columns(V)
     return Kernel("chunk/chunk_forward", (policy, CTYPES[T], CTYPES[G], str(channels(K)), str(BV)), 2 * BV)
+
+
+def warpgroup_forward(policy, T, G, K, V, rows) -> Kernel:
+    """For `rows` (sequence, head) pairs: half the columns a block where that many blocks fit on the card at once."""
+    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64 and 2 * rows > MULTIPROCESSORS]
+    template = (policy, CTYPES[T], CTYPES[G], str(BK), str(BV))
+    return Kernel("chunk/warpgroup_forward", template, 2 * (BK + BV), "sm_90a")
 
 
 def recurrent_forward(policy, T, G, K) -> Kernel:
@@ -111,6 +121,12 @@ def shared_bytes(kernel: Kernel) -> int:
             BK, BV = int(BK), int(BV)
             floats = 3 * 16 * (BK + 8) + 16 * (BV + 8) + 16 * (16 + 4) + 2 * BK
             return 4 * floats + 16 * (2 * BK * size[T] + BK * size[G] + BV * size[T])
+        case "warpgroup_forward", (_, T, G, BK, BV):
+            BK, BV, half, gate = int(BK), int(BV), size[T], size[G]
+            handed = 1024 * -(-(32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
+            values = BV // 64 * (4 if gate == 2 else 3) * 32 * 64 * half
+            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 32
+            return 1024 * -(-used // 1024)
         case "recurrent_forward", (*_, BK):
             BK = int(BK)
             return 4 * (3 * 16 * BK + 16 * 32 + BK + 4 * 16 * 32)
@@ -145,6 +161,8 @@ def kernels():
         for K in CHANNELS:
             for V in CHUNK_COLUMNS:
                 yield chunk_forward(p, T, G, K, V)
+                if T != single and K <= 128:
+                    yield warpgroup_forward(p, T, G, K, V, MULTIPROCESSORS)
             yield recurrent_forward(p, T, G, K)
             yield intra_chunk(p, T, G, K)
         for S in CTYPES:

@@ -1,0 +1,483 @@
+// what      GLA and RWKV-6 forward in one pass on Hopper: producer warps decay, consumer warpgroups multiply.
+// math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+// grid      a block for every (sequence, head, BV columns of V), sequence slowest. Warps: four for every 64 columns
+//           consume; then two groups of producers, which take the chunks in turn
+// smem      Shared: incoming q, k, g of every producer; what a group hands over; incoming v, outgoing o
+// barriers  full[group]: a chunk's operands stand; empty[group]: the consumers have read them; enum Named
+// numerics  S in float32 accumulators. Decays are products of exp(g), never differences of sums, so that every gate is
+//           exact. (q decayed) S and the scores between blocks of 8 in tf32, within a block in float32; A and k in T
+// source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
+// limits    sm_90a; half data; K and V multiples of 8, K <= BK; BK and BV of 64, 128; rows start on 16 bytes
+//
+// A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them: decays are multiplied up in registers
+// and no gate needs a shuffle. Scores A_ij of two tokens
+//   in the same block of 8       one product with the running decay for every pair, summed over the lanes
+//   in the same half of 16       queries decayed from, keys decayed to the end of the first block
+//   in different halves          queries decayed from, keys decayed to the end of the first half
+// so that no factor ever exceeds 1 where gates decay. The state stays in the consumers' registers, transposed.
+#include "policy.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+constexpr int CHUNK = 32, TOKENS = 8, BLOCKS = CHUNK / TOKENS, GROUPS = 2;
+constexpr int PANEL = 64;       // columns of V a warpgroup; 16-bit values in a row of 128 bytes
+
+enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
+
+template <typename T, typename G> struct WarpgroupForwardArgs {
+  Rows<const T> q, k, v;
+  Rows<const G> g;
+  Rows<T> o;
+  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
+  float* final;              // [N, H, K, V] or null
+  Shape shape;
+  double scale;
+};
+
+// What a producer group hands to the consumers, rows of 128 bytes in the tensor cores' 128-byte swizzle.
+template <typename T, int BK> struct alignas(1024) Handed {
+  float q[BK / 32][CHUNK][32];  // decayed from the chunk's start; 8 channels in the order 0 2 4 6 1 3 5 7
+  T k[BK / 64][CHUNK][PANEL];   // decayed to the chunk's end
+  T A[CHUNK][PANEL];            // [query, key], the first 32 columns
+  float decay[BK];              // the whole chunk's
+};
+
+// 8 tokens as they come from memory.
+template <typename T, typename G, int BK> struct alignas(16) Incoming {
+  T q[TOKENS][BK], k[TOKENS][BK];
+  G g[TOKENS][BK];
+};
+
+// Operands of the scores between blocks.
+template <int BK> struct alignas(16) Between {
+  static constexpr int LD = BK + 8;             // two neighbours of 4 rows lie in all banks
+  float queries[2][16][LD], keys[2][16][LD];    // 0: between halves; 1: blocks 1, 3 and 0, 2
+};
+
+template <typename T, typename G, int BK, int BV> struct Shared {
+  static constexpr int AHEAD = sizeof(G) == 2 ? 4 : 3;      // chunks of v under way or at hand
+  Handed<T, BK> handed[GROUPS];
+  T v[BV / PANEL][AHEAD][CHUNK][PANEL];         // then o
+  Incoming<T, G, BK> incoming[GROUPS][BLOCKS];
+  Between<BK> between[GROUPS];
+  float decays[GROUPS][BLOCKS][BK];             // of every block
+  Barrier full[GROUPS], empty[GROUPS];
+};
+
+// Where this block works: a stretch of one sequence's tokens, and where its state lies.
+struct Place {
+  i64 batch, head, v_tile, state, start;
+  int tokens;
+};
+
+template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape) {
+  const i64 tiles = (shape.V + BV - 1) / BV, h = blockIdx.x / tiles % shape.H, n = blockIdx.x / tiles / shape.H;
+  const Span span = tokens_of(shape, n % shape.count);
+  return {n / shape.count, h, blockIdx.x % tiles * BV, (n * shape.H + h) * shape.K * shape.V, span.start,
+          int(span.stop - span.start)};
+}
+
+// The address of 16-byte piece `piece` of row `row` in a swizzled tile.
+template <typename T> __device__ __forceinline__ T* swizzled(T* tile, int row, int piece) {
+  return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + row * 128 + ((piece ^ row) & 7) * 16);
+}
+
+__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
+// The tensor cores drop the last 13 bits of a tf32 operand: with half of that added they round.
+__device__ __forceinline__ float rounded(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
+
+template <typename T> __device__ __forceinline__ u32 packed(float low, float high) {
+  return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
+}
+
+// ---- producers --------------------------------------------------------------------------------------------
+
+// 4 neighbours.
+__device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], const T* from) {
+  const uint2 four = *reinterpret_cast<const uint2*>(from);
+  x[0] = to_float(T{u16(four.x)}), x[1] = to_float(T{u16(four.x >> 16)});
+  x[2] = to_float(T{u16(four.y)}), x[3] = to_float(T{u16(four.y >> 16)});
+}
+
+// Each of 8 values summed over LANES lanes; lane l gets the sum of value l % 8.
+template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[8]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+    const bool upper = lane & half;
+#pragma unroll
+    for (int n = 0; n < half; ++n) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
+      x[n] = (upper ? x[n + half] : x[n]) + other;
+    }
+  }
+  float sum = x[0];
+#pragma unroll
+  for (int distance = 8; distance < LANES; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  return sum;
+}
+
+__device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
+  return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
+}
+
+// The scores of column `j` of a block and the rows below: pairs[at] = q_{j+1} w, ...
+template <class Policy>
+__device__ __forceinline__ void column_scores(float* pairs, int j, const float (&q)[TOKENS][4], const float (&k)[4],
+                                              const float (&a)[TOKENS][4]) {
+  float w[4] = {k[0], k[1], k[2], k[3]};
+#pragma unroll
+  for (int i = j + 1; i < TOKENS; ++i) {
+    if (Policy::reads_before_write) pairs[i - j - 1] = dot(q[i], w);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) w[c] *= a[i][c];
+    if (!Policy::reads_before_write) pairs[i - j - 1] = dot(q[i], w);
+  }
+}
+
+// The scores within a block of 8 tokens, by the lanes that have its channels.
+template <class Policy, int LANES, typename T>
+__device__ __forceinline__ void block_scores(T* A, int block, const float (&q)[TOKENS][4], const T* k, int ld,
+                                             const float (&a)[TOKENS][4], const float (&u)[4]) {
+  const int lane = threadIdx.x & 31, value = lane & 7;
+  const auto put = [&](int i, int j, float x) {
+    if ((lane & (LANES - 1)) < 8) swizzled(A, TOKENS * block + i, block)[j] = from_float<T>(x);
+  };
+  float own[8];
+#pragma unroll
+  for (int j = 0; j < TOKENS / 2; ++j) {        // columns j and 7 - j have 7 pairs together
+    float pairs[8], left[4], right[4];
+    unpack(left, k + j * ld);
+    unpack(right, k + (7 - j) * ld);
+    column_scores<Policy>(pairs, j, q, left, a);
+    column_scores<Policy>(pairs + 7 - j, 7 - j, q, right, a);
+    if (Policy::reads_before_write)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) left[c] *= u[c], right[c] *= u[c];
+    pairs[7] = dot(q[j], left);
+    own[j] = dot(q[7 - j], right);
+    const float sum = sum_each<LANES>(pairs);
+    const bool first = value < 7 - j;
+    put(value == 7 ? j : value + 1 + (first ? j : 0), value == 7 || first ? j : 7 - j, sum);
+  }
+#pragma unroll
+  for (int j = 4; j < 8; ++j) own[j] = 0.f;
+  const float sum = sum_each<LANES>(own);
+  if (value < 4) put(7 - value, 7 - value, sum);
+}
+
+// A tile of scores between blocks: D[16, 8] = queries[16, K] keys[8, K]^T; the last 8 rows only where BOTH.
+template <bool BOTH, int BK>
+__device__ __forceinline__ void tile_scores(float (&d)[4], const float* queries, const float* keys, int lane) {
+  constexpr int LD = Between<BK>::LD;
+  const int g = lane >> 2, t = lane & 3;
+  float even[4] = {}, odd[4] = {};
+#pragma unroll
+  for (int c = 0; c < BK; c += 8) {
+    const float2 upper = *reinterpret_cast<const float2*>(queries + g * LD + c + 2 * t);
+    const float2 lower = BOTH ? *reinterpret_cast<const float2*>(queries + (g + 8) * LD + c + 2 * t) : float2{0.f, 0.f};
+    const float2 key = *reinterpret_cast<const float2*>(keys + g * LD + c + 2 * t);
+    const u32 a[4] = {bits_of(upper.x), bits_of(lower.x), bits_of(upper.y), bits_of(lower.y)};
+    const u32 b[2] = {bits_of(key.x), bits_of(key.y)};
+    mma_tf32(c % 16 ? odd : even, a, b);
+  }
+#pragma unroll
+  for (int x = 0; x < 4; ++x) d[x] = even[x] + odd[x];
+}
+
+// The four tiles of scores between blocks: two between the halves, one within each half.
+template <int BK, typename T> __device__ __forceinline__ void scores_between(T* A, const Between<BK>& s, int tile, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  float d[4];
+  const auto put = [&](int row, int column, float x, float y) {
+    reinterpret_cast<u32*>(swizzled(A, row, column / 8))[t] = packed<T>(x, y);
+  };
+  if (tile < 2) {
+    tile_scores<true, BK>(d, s.queries[0][0], s.keys[0][8 * tile], lane);
+    put(16 + g, 8 * tile, d[0], d[1]);
+    put(24 + g, 8 * tile, d[2], d[3]);
+  } else {
+    const int half = tile - 2;
+    tile_scores<false, BK>(d, s.queries[1][8 * half], s.keys[1][8 * half], lane);
+    put(16 * half + 8 + g, 16 * half, d[0], d[1]);
+  }
+}
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
+  constexpr int LANES = BK / 4, THREADS = BLOCKS * LANES, LD = Between<BK>::LD;
+  const Place at = place_of<BV>(args.shape);
+  const int group = thread / THREADS, tokens = at.tokens, K = int(args.shape.K);
+  Handed<T, BK>& out = s.handed[group];
+  Between<BK>& between = s.between[group];
+
+  // A row of 16-byte pieces for every token of this lane's block, zeros beyond the sequence and beyond K.
+  const auto fetch_rows = [&](auto* tile, const auto& rows, int first) {
+    constexpr int PIECE = 16 / sizeof(*tile), ACROSS = BK / PIECE, DOWN = LANES / ACROSS;
+    const int lane = thread % LANES, column = lane % ACROSS * PIECE;
+    const auto* from = rows.row(at.batch, at.head, at.start) + (column < K ? column : 0);
+#pragma unroll
+    for (int row = lane / ACROSS; row < TOKENS; row += DOWN) {
+      const bool inside = first + row < tokens && column < K;
+      cp_async<16>(tile + row * BK + column, from + (inside ? (first + row) * rows.t : 0), inside);
+    }
+  };
+  const auto fetch = [&](int token) {
+    const int block = thread % THREADS / LANES, first = token + block * TOKENS;
+    Incoming<T, G, BK>& in = s.incoming[group][block];
+    fetch_rows(in.g[0], args.g, first);
+    fetch_rows(in.q[0], args.q, first);
+    fetch_rows(in.k[0], args.k, first);
+    cp_async_commit();
+  };
+
+  if (group * CHUNK < tokens) fetch(group * CHUNK);
+  u32 turn = 0;
+  for (int token = group * CHUNK; token < tokens; token += GROUPS * CHUNK, ++turn) {
+    forget(thread);                             // addresses are cheaper made anew than held in registers
+    int block = thread % THREADS / LANES, channel = thread % LANES * 4;
+    const Incoming<T, G, BK>& in = s.incoming[group][block];
+    cp_async_wait<0>();
+    __syncwarp();
+    float a[TOKENS][4], q[TOKENS][4], k[TOKENS][4];
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+      unpack(a[i], in.g[i] + channel);
+      unpack(q[i], in.q[i] + channel);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) a[i][c] = decay_of(a[i][c]);
+    }
+    float u[4] = {};
+    if (Policy::reads_before_write)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) u[c] = channel < K ? args.u[at.head * K + channel + c] : 0.f;
+    if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
+    block_scores<Policy, LANES>(out.A[0], block, q, in.k[0] + channel, BK, a, u);
+
+    float decay[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (Policy::reads_before_write) q[i][c] *= decay[c];
+        decay[c] *= a[i][c];
+        if (!Policy::reads_before_write) q[i][c] *= decay[c];
+      }
+    *reinterpret_cast<float4*>(&s.decays[group][block][channel]) = {decay[0], decay[1], decay[2], decay[3]};
+    float suffix[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+    for (int i = TOKENS - 1; i >= 0; --i) {
+      unpack(k[i], in.k[i] + channel);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        k[i][c] *= suffix[c];
+        suffix[c] *= a[i][c];
+      }
+    }
+    __syncwarp();                               // the incoming tokens have been read
+    if (token + GROUPS * CHUNK < tokens) fetch(token + GROUPS * CHUNK);
+    barrier_sync(PRODUCERS + group, THREADS);   // every block's decay stands
+    forget(thread);
+    block = thread % THREADS / LANES, channel = thread % LANES * 4;
+
+    float before[4] = {1.f, 1.f, 1.f, 1.f}, after[4] = {1.f, 1.f, 1.f, 1.f}, near[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+    for (int other = 0; other < BLOCKS; ++other) {
+      const float4 its = *reinterpret_cast<const float4*>(&s.decays[group][other][channel]);
+      const float four[4] = {its.x, its.y, its.z, its.w};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (other < block) before[c] *= four[c];
+        if (other > block) after[c] *= four[c];
+        if ((block == 0 && other == 1) || (block == 3 && other == 2)) near[c] = four[c];
+      }
+    }
+    const bool late = block & 1, second = block >> 1;
+    float* within = (late ? between.queries[1][8 * second] : between.keys[1][8 * second]) + channel;
+    float* across = (second ? between.queries[0][8 * late] : between.keys[0][8 * late]) + channel;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+      float4 x;
+      x = {late ? q[i][0] : k[i][0], late ? q[i][1] : k[i][1], late ? q[i][2] : k[i][2], late ? q[i][3] : k[i][3]};
+      *reinterpret_cast<float4*>(within + i * LD) = {rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w)};
+      x = {second ? q[i][0] : k[i][0], second ? q[i][1] : k[i][1], second ? q[i][2] : k[i][2], second ? q[i][3] : k[i][3]};
+      *reinterpret_cast<float4*>(across + i * LD) = {rounded(x.x * near[0]), rounded(x.y * near[1]),
+                                                     rounded(x.z * near[2]), rounded(x.w * near[3])};
+      const int row = block * TOKENS + i, piece = channel % 32 / 8 * 2, place = channel / 4 % 2 * 2;
+      float* to_q = out.q[channel / 32][0];
+      *reinterpret_cast<float2*>(swizzled(to_q, row, piece) + place) = {rounded(q[i][0] * before[0]), rounded(q[i][2] * before[2])};
+      *reinterpret_cast<float2*>(swizzled(to_q, row, piece + 1) + place) = {rounded(q[i][1] * before[1]), rounded(q[i][3] * before[3])};
+      *reinterpret_cast<uint2*>(swizzled(out.k[channel / 64][0], row, channel % 64 / 8) + channel % 8) = {
+          packed<T>(k[i][0] * after[0], k[i][1] * after[1]), packed<T>(k[i][2] * after[2], k[i][3] * after[3])};
+    }
+    if (block == BLOCKS - 1)
+      *reinterpret_cast<float4*>(&out.decay[channel]) = {before[0] * decay[0], before[1] * decay[1], before[2] * decay[2],
+                                                         before[3] * decay[3]};
+    barrier_sync(PRODUCERS + group, THREADS);   // the operands of the scores between blocks stand
+    forget(thread);
+    for (int tile = thread % THREADS / 32; tile < BLOCKS; tile += THREADS / 32)
+      scores_between(out.A[0], between, tile, thread % 32);
+    fence_async();
+    barrier_arrive(s.full[group]);
+  }
+}
+
+// ---- consumers --------------------------------------------------------------------------------------------
+
+// Calls f(value, pointer to it) for every value of the transposed state that this lane holds and that exists.
+template <int BK, typename P, class F>
+__device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& shape, i64 column, F f) {
+  const int t = threadIdx.x & 3;
+  column += 16 * int(threadIdx.x / 32 % 4) + (threadIdx.x >> 2 & 7);
+  P* row = state + 2 * t * shape.V + column;
+#pragma unroll
+  for (int n = 0; n < BK / 8; ++n) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      if (8 * n + 2 * t + (x & 1) < shape.K && column + 8 * (x >> 1) < shape.V)
+        f(S[4 * n + x], row + (x & 1) * shape.V + 8 * (x >> 1));
+    row += 8 * shape.V;
+  }
+}
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args) {
+  constexpr int AHEAD = Shared<T, G, BK, BV>::AHEAD, PART = BK / 64;
+  const int warpgroup = threadIdx.x / 128;
+  int thread = threadIdx.x % 128;
+  const Place at = place_of<BV>(args.shape);
+  const i64 first = at.v_tile + warpgroup * PANEL;
+  const int tokens = at.tokens, columns = int(args.shape.V - first);
+  const T* const v_from = args.v.row(at.batch, at.head, at.start) + first;
+  T* const o_to = args.o.row(at.batch, at.head, at.start) + first;
+  const float scale = float(args.scale);
+
+  float S[BK / 2] = {};
+  if (args.initial) each<BK>(S, args.initial + at.state, args.shape, first, [](float& x, const float* from) { x = *from; });
+
+  // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
+  const auto each_piece = [&](auto f) {
+#pragma unroll
+    for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
+  };
+  const auto fetch = [&](int token, int slot) {
+    each_piece([&](int row, int piece) {
+      const bool valid = token + row < tokens && 8 * piece < columns;
+      cp_async<16>(swizzled(s.v[warpgroup][slot][0], row, piece), v_from + (valid ? (token + row) * args.v.t + 8 * piece : 0), valid);
+    });
+    cp_async_commit();
+  };
+  // Where this lane's row begins of the four 8x8 matrices that are 16 tokens of this warp's 16 columns.
+  const auto matrix_row = [&](T* tile, int token) {
+    return swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1));
+  };
+
+#pragma unroll
+  for (int n = 0; n < AHEAD - 1; ++n) fetch(n * CHUNK, n);
+  for (int turn = 0; turn * CHUNK < tokens; ++turn) {
+    const int token = turn * CHUNK, group = turn % GROUPS;
+    Handed<T, BK>& in = s.handed[group];
+    forget(thread);                             // addresses are cheaper made anew than held in registers
+    cp_async_wait<AHEAD - 2>();
+    barrier_sync(VALUES + warpgroup, 128);      // v has arrived, the last o has left
+    fetch(token + (AHEAD - 1) * CHUNK, (turn + AHEAD - 1) % AHEAD);
+    u32 v[2][4];
+    T* const tile = s.v[warpgroup][turn % AHEAD][0];
+    ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
+    ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
+    barrier_wait(s.full[group], turn / GROUPS & 1);
+    forget(thread);
+
+    float o[16];
+    const u64 A = wgmma_tile(in.A, 16, 1024);
+    wgmma_fence();
+    wgmma<T, CHUNK, false>(o, v[0], A, false);
+    wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
+    wgmma_commit();
+    u32 a[2][PART][4];
+#pragma unroll
+    for (int part = 0; part < 8; ++part) {      // two parts' operands at a time
+      if (part > 1) wgmma_wait<1>();
+#pragma unroll
+      for (int n = 0; n < PART; ++n) {
+        const int tile = part * PART + n;
+        const float* x = S + 4 * tile;
+        u32(&to)[4] = a[part & 1][n];
+        to[0] = copy_of(x[0]), to[1] = copy_of(x[2]), to[2] = copy_of(x[1]), to[3] = copy_of(x[3]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int n = 0; n < PART; ++n) {
+        const int tile = part * PART + n;
+        const u64 q = wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16;
+        wgmma<tf32, CHUNK, false>(o, a[part & 1][n], q, true);
+      }
+      wgmma_commit();
+    }
+#pragma unroll
+    for (int n = 0; n < BK / 8; ++n) {
+      const float2 decay = *reinterpret_cast<const float2*>(&in.decay[8 * n + 2 * (thread & 3)]);
+      S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+    }
+    wgmma_keep(S);
+    wgmma_fence();
+    const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
+    wgmma<T, BK, true>(S, v[0], k, true);
+    wgmma<T, BK, true>(S, v[1], k + 16 * 128 / 16, true);
+    wgmma_commit();
+
+    wgmma_wait<1>();
+    wgmma_keep(o);
+    forget(thread);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* x = o + 8 * half;
+      const u32 rows[4] = {packed<T>(scale * x[0], scale * x[1]), packed<T>(scale * x[2], scale * x[3]),
+                           packed<T>(scale * x[4], scale * x[5]), packed<T>(scale * x[6], scale * x[7])};
+      stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
+    }
+    wgmma_wait<0>();
+    wgmma_keep(S);
+    if (thread % 32 == 0) barrier_arrive(s.empty[group]);
+    forget(thread);
+    barrier_sync(VALUES + warpgroup, 128);      // o stands
+    each_piece([&](int row, int piece) {
+      if (token + row < tokens && 8 * piece < columns)
+        *reinterpret_cast<uint4*>(o_to + (token + row) * args.o.t + 8 * piece) =
+            *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
+    });
+  }
+  cp_async_wait<0>();
+  if (args.final) each<BK>(S, args.final + at.state, args.shape, first, [](float& x, float* to) { *to = x; });
+}
+
+template <int BK, int BV> constexpr int CONSUMER_THREADS = BV * 2;
+template <int BK, int BV> constexpr int ALL_THREADS = BV * 2 + GROUPS * BLOCKS * BK / 4;
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
+warpgroup_forward(const WarpgroupForwardArgs<T, G> args) {
+  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  if (threadIdx.x == 0)
+    for (int group = 0; group < GROUPS; ++group) {
+      barrier_init(s.full[group], BLOCKS * BK / 4);
+      barrier_init(s.empty[group], CONSUMER_THREADS<BK, BV> / 32);
+    }
+  for (int i = threadIdx.x; i < GROUPS * CHUNK * PANEL; i += ALL_THREADS<BK, BV>)
+    s.handed[i / (CHUNK * PANEL)].A[i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);     // no key after its query
+  fence_async();
+  __syncthreads();
+  constexpr bool TIGHT = ALL_THREADS<BK, BV> == 512;      // otherwise nobody lacks registers
+  if (threadIdx.x < CONSUMER_THREADS<BK, BV>) {
+    if constexpr (TIGHT) registers_up<136>();
+    consume<Policy>(s, args);
+  } else {
+    if constexpr (TIGHT) registers_down<120>();
+    produce<Policy>(s, args, threadIdx.x - CONSUMER_THREADS<BK, BV>);
+  }
+}
