@@ -84,12 +84,9 @@ template <typename T> __device__ __forceinline__ T* swizzled(T* tile, int row, i
 }
 
 __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
-// The tensor cores drop the last 13 bits of a tf32 operand: with half of that added they round.
-__device__ __forceinline__ float rounded(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
-
-template <typename T> __device__ __forceinline__ u32 packed(float low, float high) {
-  return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
-}
+// Tensor cores drop the last 13 bits of a tf32 operand, which takes 2^-11 / (2 ln 2) of it on average: a product of two
+// truncated operands is put right by this factor.
+constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f;
 
 // ---- producers --------------------------------------------------------------------------------------------
 
@@ -140,17 +137,14 @@ __device__ __forceinline__ void column_scores(float* pairs, int j, const float (
   }
 }
 
-// The scores within a block of 8 tokens, by the lanes that have its channels.
+// The scores within a block of 8 tokens, by the lanes that have its channels: columns j and 7 - j have 7 pairs together,
+// their two own scores make the rest. Lane l gets those that `each_block_score` names.
 template <class Policy, int LANES, typename T>
-__device__ __forceinline__ void block_scores(T* A, int block, const float (&q)[TOKENS][4], const T* k, int ld,
+__device__ __forceinline__ void block_scores(float (&scores)[5], const float (&q)[TOKENS][4], const T* k, int ld,
                                              const float (&a)[TOKENS][4], const float (&u)[4]) {
-  const int lane = threadIdx.x & 31, value = lane & 7;
-  const auto put = [&](int i, int j, float x) {
-    if ((lane & (LANES - 1)) < 8) swizzled(A, TOKENS * block + i, block)[j] = from_float<T>(x);
-  };
-  float own[8];
+  float own[8] = {};
 #pragma unroll
-  for (int j = 0; j < TOKENS / 2; ++j) {        // columns j and 7 - j have 7 pairs together
+  for (int j = 0; j < 4; ++j) {
     float pairs[8], left[4], right[4];
     unpack(left, k + j * ld);
     unpack(right, k + (7 - j) * ld);
@@ -161,14 +155,20 @@ __device__ __forceinline__ void block_scores(T* A, int block, const float (&q)[T
       for (int c = 0; c < 4; ++c) left[c] *= u[c], right[c] *= u[c];
     pairs[7] = dot(q[j], left);
     own[j] = dot(q[7 - j], right);
-    const float sum = sum_each<LANES>(pairs);
-    const bool first = value < 7 - j;
-    put(value == 7 ? j : value + 1 + (first ? j : 0), value == 7 || first ? j : 7 - j, sum);
+    scores[j] = sum_each<LANES>(pairs);
   }
+  scores[4] = sum_each<LANES>(own);
+}
+
+// Calls f(row, column, score) for the scores of a block that this lane has.
+template <class F> __device__ __forceinline__ void each_block_score(const float (&scores)[5], int lane, F f) {
+  if (lane >= 8) return;
 #pragma unroll
-  for (int j = 4; j < 8; ++j) own[j] = 0.f;
-  const float sum = sum_each<LANES>(own);
-  if (value < 4) put(7 - value, 7 - value, sum);
+  for (int j = 0; j < 4; ++j) {
+    const bool first = lane < 7 - j;
+    f(lane == 7 ? j : lane + 1 + (first ? j : 0), lane == 7 || first ? j : 7 - j, scores[j]);
+  }
+  if (lane < 4) f(7 - lane, 7 - lane, scores[4]);
 }
 
 // A tile of scores between blocks: D[16, 8] = queries[16, K] keys[8, K]^T; the last 8 rows only where BOTH.
@@ -187,23 +187,27 @@ __device__ __forceinline__ void tile_scores(float (&d)[4], const float* queries,
     mma_tf32(c % 16 ? odd : even, a, b);
   }
 #pragma unroll
-  for (int x = 0; x < 4; ++x) d[x] = even[x] + odd[x];
+  for (int x = 0; x < 4; ++x) d[x] = TRUNCATED * (even[x] + odd[x]);
 }
 
 // The four tiles of scores between blocks: two between the halves, one within each half.
-template <int BK, typename T> __device__ __forceinline__ void scores_between(T* A, const Between<BK>& s, int tile, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  float d[4];
+template <int BK> __device__ __forceinline__ void scores_between(float (&d)[4], const Between<BK>& s, int tile, int lane) {
+  if (tile < 2)
+    tile_scores<true, BK>(d, s.queries[0][0], s.keys[0][8 * tile], lane);
+  else
+    tile_scores<false, BK>(d, s.queries[1][8 * (tile - 2)], s.keys[1][8 * (tile - 2)], lane);
+}
+
+// Stores one where it belongs.
+template <typename T> __device__ __forceinline__ void put_tile(T* A, const float (&d)[4], int tile, int lane) {
+  const int g = lane >> 2, t = lane & 3, half = tile - 2;
   const auto put = [&](int row, int column, float x, float y) {
-    reinterpret_cast<u32*>(swizzled(A, row, column / 8))[t] = packed<T>(x, y);
+    reinterpret_cast<u32*>(swizzled(A, row, column / 8))[t] = pack<T>(x, y);
   };
   if (tile < 2) {
-    tile_scores<true, BK>(d, s.queries[0][0], s.keys[0][8 * tile], lane);
     put(16 + g, 8 * tile, d[0], d[1]);
     put(24 + g, 8 * tile, d[2], d[3]);
   } else {
-    const int half = tile - 2;
-    tile_scores<false, BK>(d, s.queries[1][8 * half], s.keys[1][8 * half], lane);
     put(16 * half + 8 + g, 16 * half, d[0], d[1]);
   }
 }
@@ -216,16 +220,15 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
   Handed<T, BK>& out = s.handed[group];
   Between<BK>& between = s.between[group];
 
-  // A row of 16-byte pieces for every token of this lane's block, zeros beyond the sequence and beyond K.
+  // The rows of this lane's block, in 16-byte pieces; zeros beyond the sequence and beyond K.
   const auto fetch_rows = [&](auto* tile, const auto& rows, int first) {
     constexpr int PIECE = 16 / sizeof(*tile), ACROSS = BK / PIECE, DOWN = LANES / ACROSS;
-    const int lane = thread % LANES, column = lane % ACROSS * PIECE;
-    const auto* from = rows.row(at.batch, at.head, at.start) + (column < K ? column : 0);
+    const int lane = thread % LANES, row = lane / ACROSS, column = lane % ACROSS * PIECE;
+    const int valid = column < K ? tokens - first - row : 0;
+    const auto* from = rows.row(at.batch, at.head, at.start + first + row) + column;
 #pragma unroll
-    for (int row = lane / ACROSS; row < TOKENS; row += DOWN) {
-      const bool inside = first + row < tokens && column < K;
-      cp_async<16>(tile + row * BK + column, from + (inside ? (first + row) * rows.t : 0), inside);
-    }
+    for (int n = 0; n < TOKENS / DOWN; ++n, from += DOWN * rows.t)
+      cp_async<16>(tile + (row + n * DOWN) * BK + column, from, n * DOWN < valid);
   };
   const auto fetch = [&](int token) {
     const int block = thread % THREADS / LANES, first = token + block * TOKENS;
@@ -256,8 +259,8 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     if (Policy::reads_before_write)
 #pragma unroll
       for (int c = 0; c < 4; ++c) u[c] = channel < K ? args.u[at.head * K + channel + c] : 0.f;
-    if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
-    block_scores<Policy, LANES>(out.A[0], block, q, in.k[0] + channel, BK, a, u);
+    float scores[5];
+    block_scores<Policy, LANES>(scores, q, in.k[0] + channel, BK, a, u);
 
     float decay[4] = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
@@ -298,30 +301,48 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
       }
     }
     const bool late = block & 1, second = block >> 1;
-    float* within = (late ? between.queries[1][8 * second] : between.keys[1][8 * second]) + channel;
-    float* across = (second ? between.queries[0][8 * late] : between.keys[0][8 * late]) + channel;
+    // Rows of a tile with 128-byte rows: 8 of them begin on 1024 bytes, so that row i swizzles piece by i.
+    const auto row_of = [&](auto* tile, int i, int byte) {
+      return reinterpret_cast<char*>(tile + block * TOKENS * (128 / sizeof(*tile))) + i * 128 + (byte ^ i * 16);
+    };
+    const auto put_rows = [&](float* to, const float(&x)[TOKENS][4], const float(&by)[4]) {
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-      float4 x;
-      x = {late ? q[i][0] : k[i][0], late ? q[i][1] : k[i][1], late ? q[i][2] : k[i][2], late ? q[i][3] : k[i][3]};
-      *reinterpret_cast<float4*>(within + i * LD) = {rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w)};
-      x = {second ? q[i][0] : k[i][0], second ? q[i][1] : k[i][1], second ? q[i][2] : k[i][2], second ? q[i][3] : k[i][3]};
-      *reinterpret_cast<float4*>(across + i * LD) = {rounded(x.x * near[0]), rounded(x.y * near[1]),
-                                                     rounded(x.z * near[2]), rounded(x.w * near[3])};
-      const int row = block * TOKENS + i, piece = channel % 32 / 8 * 2, place = channel / 4 % 2 * 2;
-      float* to_q = out.q[channel / 32][0];
-      *reinterpret_cast<float2*>(swizzled(to_q, row, piece) + place) = {rounded(q[i][0] * before[0]), rounded(q[i][2] * before[2])};
-      *reinterpret_cast<float2*>(swizzled(to_q, row, piece + 1) + place) = {rounded(q[i][1] * before[1]), rounded(q[i][3] * before[3])};
-      *reinterpret_cast<uint2*>(swizzled(out.k[channel / 64][0], row, channel % 64 / 8) + channel % 8) = {
-          packed<T>(k[i][0] * after[0], k[i][1] * after[1]), packed<T>(k[i][2] * after[2], k[i][3] * after[3])};
+      for (int i = 0; i < TOKENS; ++i)
+        *reinterpret_cast<float4*>(to + i * LD + channel) = {x[i][0] * by[0], x[i][1] * by[1], x[i][2] * by[2], x[i][3] * by[3]};
+    };
+    constexpr float SAME[4] = {1.f, 1.f, 1.f, 1.f};
+    if (late) put_rows(between.queries[1][8 * second], q, SAME);
+    else put_rows(between.keys[1][8 * second], k, SAME);
+    if (second) put_rows(between.queries[0][8 * late], q, near);
+    else put_rows(between.keys[0][8 * late], k, near);
+    if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
+    each_block_score(scores, thread % LANES, [&](int i, int j, float x) {
+      swizzled(out.A[0], TOKENS * block + i, block)[j] = from_float<T>(x);
+    });
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i)
+      *reinterpret_cast<uint2*>(row_of(out.k[channel / 64][0], i, channel % 64 * 2)) = {
+          pack<T>(k[i][0] * after[0], k[i][1] * after[1]), pack<T>(k[i][2] * after[2], k[i][3] * after[3])};
+    if (block == BLOCKS - 1) {
+      const float4 own = *reinterpret_cast<const float4*>(&s.decays[group][block][channel]);
+      *reinterpret_cast<float4*>(&out.decay[channel]) = {before[0] * own.x, before[1] * own.y, before[2] * own.z, before[3] * own.w};
     }
-    if (block == BLOCKS - 1)
-      *reinterpret_cast<float4*>(&out.decay[channel]) = {before[0] * decay[0], before[1] * decay[1], before[2] * decay[2],
-                                                         before[3] * decay[3]};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) before[c] *= TRUNCATED;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {          // channels 0 2 | 4 6 and 1 3 | 5 7 of 8
+      char* to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + channel % 8 * 2);
+      *reinterpret_cast<float2*>(to) = {q[i][0] * before[0], q[i][2] * before[2]};
+      to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + 16 + channel % 8 * 2);
+      *reinterpret_cast<float2*>(to) = {q[i][1] * before[1], q[i][3] * before[3]};
+    }
     barrier_sync(PRODUCERS + group, THREADS);   // the operands of the scores between blocks stand
     forget(thread);
-    for (int tile = thread % THREADS / 32; tile < BLOCKS; tile += THREADS / 32)
-      scores_between(out.A[0], between, tile, thread % 32);
+    for (int tile = thread % THREADS / 32; tile < BLOCKS; tile += THREADS / 32) {
+      float d[4];
+      scores_between(d, between, tile, thread % 32);
+      put_tile(out.A[0], d, tile, thread % 32);
+    }
     fence_async();
     barrier_arrive(s.full[group]);
   }
@@ -342,6 +363,7 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
       if (8 * n + 2 * t + (x & 1) < shape.K && column + 8 * (x >> 1) < shape.V)
         f(S[4 * n + x], row + (x & 1) * shape.V + 8 * (x >> 1));
     row += 8 * shape.V;
+    __syncwarp();                               // else all addresses are made at once, and there are no registers for that
   }
 }
 
@@ -368,7 +390,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
   const auto fetch = [&](int token, int slot) {
     each_piece([&](int row, int piece) {
       const bool valid = token + row < tokens && 8 * piece < columns;
-      cp_async<16>(swizzled(s.v[warpgroup][slot][0], row, piece), v_from + (valid ? (token + row) * args.v.t + 8 * piece : 0), valid);
+      cp_async<16>(swizzled(s.v[warpgroup][slot][0], row, piece), v_from + (token + row) * args.v.t + 8 * piece, valid);
     });
     cp_async_commit();
   };
@@ -393,36 +415,40 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     barrier_wait(s.full[group], turn / GROUPS & 1);
     forget(thread);
 
+    // The state is read in parts: copied, decayed, and the copy multiplied, which takes the registers of one part.
     float o[16];
-    const u64 A = wgmma_tile(in.A, 16, 1024);
-    wgmma_fence();
-    wgmma<T, CHUNK, false>(o, v[0], A, false);
-    wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
-    wgmma_commit();
-    u32 a[2][PART][4];
+    u32 a[PART][4];
+    const auto copy_part = [&](int part) {
+      float2 decay[PART];
 #pragma unroll
-    for (int part = 0; part < 8; ++part) {      // two parts' operands at a time
-      if (part > 1) wgmma_wait<1>();
+      for (int n = 0; n < PART; ++n)
+        decay[n] = *reinterpret_cast<const float2*>(&in.decay[8 * (part * PART + n) + 2 * (thread & 3)]);
+      if (part) wgmma_wait<0>();
 #pragma unroll
       for (int n = 0; n < PART; ++n) {
-        const int tile = part * PART + n;
-        const float* x = S + 4 * tile;
-        u32(&to)[4] = a[part & 1][n];
-        to[0] = copy_of(x[0]), to[1] = copy_of(x[2]), to[2] = copy_of(x[1]), to[3] = copy_of(x[3]);
+        float* x = S + 4 * (part * PART + n);
+        a[n][0] = copy_of(x[0]), a[n][1] = copy_of(x[2]), a[n][2] = copy_of(x[1]), a[n][3] = copy_of(x[3]);
+        x[0] *= decay[n].x, x[1] *= decay[n].y, x[2] *= decay[n].x, x[3] *= decay[n].y;
       }
       wgmma_fence();
+    };
+    const auto read_part = [&](int part) {
 #pragma unroll
       for (int n = 0; n < PART; ++n) {
         const int tile = part * PART + n;
-        const u64 q = wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16;
-        wgmma<tf32, CHUNK, false>(o, a[part & 1][n], q, true);
+        wgmma<tf32, CHUNK, false>(o, a[n], wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16, true);
       }
       wgmma_commit();
-    }
+    };
+    copy_part(0);
+    const u64 A = wgmma_tile(in.A, 16, 1024);
+    wgmma<T, CHUNK, false>(o, v[0], A, false);
+    wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
+    read_part(0);
 #pragma unroll
-    for (int n = 0; n < BK / 8; ++n) {
-      const float2 decay = *reinterpret_cast<const float2*>(&in.decay[8 * n + 2 * (thread & 3)]);
-      S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+    for (int part = 1; part < BK / 8 / PART; ++part) {
+      copy_part(part);
+      read_part(part);
     }
     wgmma_keep(S);
     wgmma_fence();
@@ -437,8 +463,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* x = o + 8 * half;
-      const u32 rows[4] = {packed<T>(scale * x[0], scale * x[1]), packed<T>(scale * x[2], scale * x[3]),
-                           packed<T>(scale * x[4], scale * x[5]), packed<T>(scale * x[6], scale * x[7])};
+      const u32 rows[4] = {pack<T>(scale * x[0], scale * x[1]), pack<T>(scale * x[2], scale * x[3]),
+                           pack<T>(scale * x[4], scale * x[5]), pack<T>(scale * x[6], scale * x[7])};
       stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
     }
     wgmma_wait<0>();
@@ -474,10 +500,10 @@ warpgroup_forward(const WarpgroupForwardArgs<T, G> args) {
   __syncthreads();
   constexpr bool TIGHT = ALL_THREADS<BK, BV> == 512;      // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMER_THREADS<BK, BV>) {
-    if constexpr (TIGHT) registers_up<136>();
+    if constexpr (TIGHT) registers_up<152>();
     consume<Policy>(s, args);
   } else {
-    if constexpr (TIGHT) registers_down<120>();
+    if constexpr (TIGHT) registers_down<104>();
     produce<Policy>(s, args, threadIdx.x - CONSUMER_THREADS<BK, BV>);
   }
 }

@@ -50,6 +50,21 @@ __device__ __forceinline__ u32 to_tf32(float x) {
   return y;
 }
 
+// Two floats as T, to nearest, the first in the lower half.
+template <typename T> __device__ __forceinline__ u32 pack(float low, float high);
+
+template <> __device__ __forceinline__ u32 pack<bf16>(float low, float high) {
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
 // 2^x, 2 ulp; 2^-inf is 0, and results below the normal range are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -44,6 +44,10 @@ inline u32 to_tf32(float x) {
   return (__float_as_uint(x) + 0x1000) & ~0x1fffu;
 }
 
+template <typename T> u32 pack(float low, float high) {
+  return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
+}
+
 inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0 : y;
