@@ -8,6 +8,8 @@
 // numerics  S in float32 accumulators. Decays are products of exp(g), never differences of sums, so that every gate is
 //           exact. (q decayed) S and the scores between blocks of 8 in tf32, within a block in float32; A and k in T
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
+// passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for
+//           sequences cut into segments, whose states scan_segments.cu then joins
 // limits    sm_90a; half data; K and V multiples of 8, K <= BK; BK and BV of 64, 128; rows start on 16 bytes
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them: decays are multiplied up in registers
@@ -25,6 +27,13 @@ constexpr int PANEL = 64;       // columns of V a warpgroup; 16-bit values in a 
 
 enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
 
+struct Whole {
+  static constexpr bool reads = true;
+};
+struct Summary {
+  static constexpr bool reads = false;
+};
+
 template <typename T, typename G> struct WarpgroupForwardArgs {
   Rows<const T> q, k, v;
   Rows<const G> g;
@@ -33,6 +42,8 @@ template <typename T, typename G> struct WarpgroupForwardArgs {
   float* final;              // [N, H, K, V] or null
   Shape shape;
   double scale;
+  float* decays;   // Summary: [N, H, GROUPS, K], the decay over a segment's chunks, every group's share
+  i64 skipped;     // Summary: of every so many segments the last, of which nobody needs the state; 0 for none
 };
 
 // What a producer group hands to the consumers, rows of 128 bytes in the tensor cores' 128-byte swizzle.
@@ -67,14 +78,14 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 
 // Where this block works: a stretch of one sequence's tokens, and where its state lies.
 struct Place {
-  i64 batch, head, v_tile, state, start;
+  i64 sequence, batch, head, v_tile, state, start;
   int tokens;
 };
 
 template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape) {
   const i64 tiles = (shape.V + BV - 1) / BV, h = blockIdx.x / tiles % shape.H, n = blockIdx.x / tiles / shape.H;
   const Span span = tokens_of(shape, n % shape.count);
-  return {n / shape.count, h, blockIdx.x % tiles * BV, (n * shape.H + h) * shape.K * shape.V, span.start,
+  return {n, n / shape.count, h, blockIdx.x % tiles * BV, (n * shape.H + h) * shape.K * shape.V, span.start,
           int(span.stop - span.start)};
 }
 
@@ -212,7 +223,7 @@ template <typename T> __device__ __forceinline__ void put_tile(T* A, const float
   }
 }
 
-template <class Policy, typename T, typename G, int BK, int BV>
+template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
   constexpr int LANES = BK / 4, THREADS = BLOCKS * LANES, LD = Between<BK>::LD;
   const Place at = place_of<BV>(args.shape);
@@ -234,12 +245,13 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     const int block = thread % THREADS / LANES, first = token + block * TOKENS;
     Incoming<T, G, BK>& in = s.incoming[group][block];
     fetch_rows(in.g[0], args.g, first);
-    fetch_rows(in.q[0], args.q, first);
+    if constexpr (Pass::reads) fetch_rows(in.q[0], args.q, first);
     fetch_rows(in.k[0], args.k, first);
     cp_async_commit();
   };
 
   if (group * CHUNK < tokens) fetch(group * CHUNK);
+  float total[4] = {1.f, 1.f, 1.f, 1.f};        // Summary: the decay of this group's chunks
   u32 turn = 0;
   for (int token = group * CHUNK; token < tokens; token += GROUPS * CHUNK, ++turn) {
     forget(thread);                             // addresses are cheaper made anew than held in registers
@@ -251,25 +263,27 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
       unpack(a[i], in.g[i] + channel);
-      unpack(q[i], in.q[i] + channel);
+      if constexpr (Pass::reads) unpack(q[i], in.q[i] + channel);
 #pragma unroll
       for (int c = 0; c < 4; ++c) a[i][c] = decay_of(a[i][c]);
     }
-    float u[4] = {};
-    if (Policy::reads_before_write)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) u[c] = channel < K ? args.u[at.head * K + channel + c] : 0.f;
     float scores[5];
-    block_scores<Policy, LANES>(scores, q, in.k[0] + channel, BK, a, u);
+    if constexpr (Pass::reads) {
+      float u[4] = {};
+      if (Policy::reads_before_write)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) u[c] = channel < K ? args.u[at.head * K + channel + c] : 0.f;
+      block_scores<Policy, LANES>(scores, q, in.k[0] + channel, BK, a, u);
+    }
 
     float decay[4] = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        if (Policy::reads_before_write) q[i][c] *= decay[c];
+        if constexpr (Pass::reads && Policy::reads_before_write) q[i][c] *= decay[c];
         decay[c] *= a[i][c];
-        if (!Policy::reads_before_write) q[i][c] *= decay[c];
+        if constexpr (Pass::reads && !Policy::reads_before_write) q[i][c] *= decay[c];
       }
     *reinterpret_cast<float4*>(&s.decays[group][block][channel]) = {decay[0], decay[1], decay[2], decay[3]};
     float suffix[4] = {1.f, 1.f, 1.f, 1.f};
@@ -300,51 +314,66 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
         if ((block == 0 && other == 1) || (block == 3 && other == 2)) near[c] = four[c];
       }
     }
-    const bool late = block & 1, second = block >> 1;
     // Rows of a tile with 128-byte rows: 8 of them begin on 1024 bytes, so that row i swizzles piece by i.
     const auto row_of = [&](auto* tile, int i, int byte) {
       return reinterpret_cast<char*>(tile + block * TOKENS * (128 / sizeof(*tile))) + i * 128 + (byte ^ i * 16);
     };
-    const auto put_rows = [&](float* to, const float(&x)[TOKENS][4], const float(&by)[4]) {
+    if constexpr (Pass::reads) {
+      const bool late = block & 1, second = block >> 1;
+      const auto put_rows = [&](float* to, const float(&x)[TOKENS][4], const float(&by)[4]) {
 #pragma unroll
-      for (int i = 0; i < TOKENS; ++i)
-        *reinterpret_cast<float4*>(to + i * LD + channel) = {x[i][0] * by[0], x[i][1] * by[1], x[i][2] * by[2], x[i][3] * by[3]};
-    };
-    constexpr float SAME[4] = {1.f, 1.f, 1.f, 1.f};
-    if (late) put_rows(between.queries[1][8 * second], q, SAME);
-    else put_rows(between.keys[1][8 * second], k, SAME);
-    if (second) put_rows(between.queries[0][8 * late], q, near);
-    else put_rows(between.keys[0][8 * late], k, near);
+        for (int i = 0; i < TOKENS; ++i)
+          *reinterpret_cast<float4*>(to + i * LD + channel) = {x[i][0] * by[0], x[i][1] * by[1], x[i][2] * by[2], x[i][3] * by[3]};
+      };
+      constexpr float SAME[4] = {1.f, 1.f, 1.f, 1.f};
+      if (late) put_rows(between.queries[1][8 * second], q, SAME);
+      else put_rows(between.keys[1][8 * second], k, SAME);
+      if (second) put_rows(between.queries[0][8 * late], q, near);
+      else put_rows(between.keys[0][8 * late], k, near);
+    }
     if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
-    each_block_score(scores, thread % LANES, [&](int i, int j, float x) {
-      swizzled(out.A[0], TOKENS * block + i, block)[j] = from_float<T>(x);
-    });
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i)
       *reinterpret_cast<uint2*>(row_of(out.k[channel / 64][0], i, channel % 64 * 2)) = {
           pack<T>(k[i][0] * after[0], k[i][1] * after[1]), pack<T>(k[i][2] * after[2], k[i][3] * after[3])};
     if (block == BLOCKS - 1) {
       const float4 own = *reinterpret_cast<const float4*>(&s.decays[group][block][channel]);
-      *reinterpret_cast<float4*>(&out.decay[channel]) = {before[0] * own.x, before[1] * own.y, before[2] * own.z, before[3] * own.w};
-    }
+      const float whole[4] = {before[0] * own.x, before[1] * own.y, before[2] * own.z, before[3] * own.w};
+      *reinterpret_cast<float4*>(&out.decay[channel]) = {whole[0], whole[1], whole[2], whole[3]};
+      if constexpr (!Pass::reads)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) before[c] *= TRUNCATED;
-#pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {          // channels 0 2 | 4 6 and 1 3 | 5 7 of 8
-      char* to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + channel % 8 * 2);
-      *reinterpret_cast<float2*>(to) = {q[i][0] * before[0], q[i][2] * before[2]};
-      to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + 16 + channel % 8 * 2);
-      *reinterpret_cast<float2*>(to) = {q[i][1] * before[1], q[i][3] * before[3]};
+        for (int c = 0; c < 4; ++c) total[c] *= whole[c];
     }
-    barrier_sync(PRODUCERS + group, THREADS);   // the operands of the scores between blocks stand
-    forget(thread);
-    for (int tile = thread % THREADS / 32; tile < BLOCKS; tile += THREADS / 32) {
-      float d[4];
-      scores_between(d, between, tile, thread % 32);
-      put_tile(out.A[0], d, tile, thread % 32);
+    if constexpr (Pass::reads) {
+      each_block_score(scores, thread % LANES, [&](int i, int j, float x) {
+        swizzled(out.A[0], TOKENS * block + i, block)[j] = from_float<T>(x);
+      });
+#pragma unroll
+      for (int c = 0; c < 4; ++c) before[c] *= TRUNCATED;
+#pragma unroll
+      for (int i = 0; i < TOKENS; ++i) {          // channels 0 2 | 4 6 and 1 3 | 5 7 of 8
+        char* to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + channel % 8 * 2);
+        *reinterpret_cast<float2*>(to) = {q[i][0] * before[0], q[i][2] * before[2]};
+        to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + 16 + channel % 8 * 2);
+        *reinterpret_cast<float2*>(to) = {q[i][1] * before[1], q[i][3] * before[3]};
+      }
+      barrier_sync(PRODUCERS + group, THREADS);   // the operands of the scores between blocks stand
+      forget(thread);
+      for (int tile = thread % THREADS / 32; tile < BLOCKS; tile += THREADS / 32) {
+        float d[4];
+        scores_between(d, between, tile, thread % 32);
+        put_tile(out.A[0], d, tile, thread % 32);
+      }
     }
     fence_async();
     barrier_arrive(s.full[group]);
+  }
+  if constexpr (!Pass::reads) {
+    const int channel = thread % LANES * 4;
+    if (thread % THREADS / LANES == BLOCKS - 1 && at.v_tile == 0)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (channel + c < K) args.decays[((at.sequence * args.shape.H + at.head) * GROUPS + group) * K + channel + c] = total[c];
   }
 }
 
@@ -367,9 +396,52 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
   }
 }
 
-template <class Policy, typename T, typename G, int BK, int BV>
+// o = A v + (q decayed) S, S <- diag(decay) S; o still under way. The state is read in parts: copied, decayed, and the copy
+// multiplied, which takes the registers of one part.
+template <typename T, int BK>
+__device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[BK / 2], const u32 (&v)[2][4],
+                                                      const Handed<T, BK>& in) {
+  constexpr int PART = BK / 64;
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int part = 0; part < BK / 8 / PART; ++part) {
+    float2 decay[PART];
+#pragma unroll
+    for (int n = 0; n < PART; ++n) decay[n] = *reinterpret_cast<const float2*>(&in.decay[8 * (part * PART + n) + 2 * t]);
+    if (part) wgmma_wait<0>();
+    u32 a[PART][4];
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+      float* x = S + 4 * (part * PART + n);
+      a[n][0] = copy_of(x[0]), a[n][1] = copy_of(x[2]), a[n][2] = copy_of(x[1]), a[n][3] = copy_of(x[3]);
+      x[0] *= decay[n].x, x[1] *= decay[n].y, x[2] *= decay[n].x, x[3] *= decay[n].y;
+    }
+    wgmma_fence();
+    if (part == 0) {
+      const u64 A = wgmma_tile(in.A, 16, 1024);
+      wgmma<T, CHUNK, false>(o, v[0], A, false);
+      wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
+    }
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+      const int tile = part * PART + n;
+      wgmma<tf32, CHUNK, false>(o, a[n], wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16, true);
+    }
+    wgmma_commit();
+  }
+}
+
+template <int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays) {
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n) {
+    const float2 decay = *reinterpret_cast<const float2*>(&decays[8 * n + 2 * (threadIdx.x & 3)]);
+    S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+  }
+}
+
+template <class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args) {
-  constexpr int AHEAD = Shared<T, G, BK, BV>::AHEAD, PART = BK / 64;
+  constexpr int AHEAD = Shared<T, G, BK, BV>::AHEAD;
   const int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const Place at = place_of<BV>(args.shape);
@@ -415,41 +487,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     barrier_wait(s.full[group], turn / GROUPS & 1);
     forget(thread);
 
-    // The state is read in parts: copied, decayed, and the copy multiplied, which takes the registers of one part.
     float o[16];
-    u32 a[PART][4];
-    const auto copy_part = [&](int part) {
-      float2 decay[PART];
-#pragma unroll
-      for (int n = 0; n < PART; ++n)
-        decay[n] = *reinterpret_cast<const float2*>(&in.decay[8 * (part * PART + n) + 2 * (thread & 3)]);
-      if (part) wgmma_wait<0>();
-#pragma unroll
-      for (int n = 0; n < PART; ++n) {
-        float* x = S + 4 * (part * PART + n);
-        a[n][0] = copy_of(x[0]), a[n][1] = copy_of(x[2]), a[n][2] = copy_of(x[1]), a[n][3] = copy_of(x[3]);
-        x[0] *= decay[n].x, x[1] *= decay[n].y, x[2] *= decay[n].x, x[3] *= decay[n].y;
-      }
-      wgmma_fence();
-    };
-    const auto read_part = [&](int part) {
-#pragma unroll
-      for (int n = 0; n < PART; ++n) {
-        const int tile = part * PART + n;
-        wgmma<tf32, CHUNK, false>(o, a[n], wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16, true);
-      }
-      wgmma_commit();
-    };
-    copy_part(0);
-    const u64 A = wgmma_tile(in.A, 16, 1024);
-    wgmma<T, CHUNK, false>(o, v[0], A, false);
-    wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
-    read_part(0);
-#pragma unroll
-    for (int part = 1; part < BK / 8 / PART; ++part) {
-      copy_part(part);
-      read_part(part);
-    }
+    if constexpr (Pass::reads)
+      read_scores_and_state(o, S, v, in);
+    else
+      decay_state(S, in.decay);
     wgmma_keep(S);
     wgmma_fence();
     const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
@@ -457,26 +499,30 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     wgmma<T, BK, true>(S, v[1], k + 16 * 128 / 16, true);
     wgmma_commit();
 
-    wgmma_wait<1>();
-    wgmma_keep(o);
-    forget(thread);
+    if constexpr (Pass::reads) {                // o takes the place of v
+      wgmma_wait<1>();
+      wgmma_keep(o);
+      forget(thread);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* x = o + 8 * half;
-      const u32 rows[4] = {pack<T>(scale * x[0], scale * x[1]), pack<T>(scale * x[2], scale * x[3]),
-                           pack<T>(scale * x[4], scale * x[5]), pack<T>(scale * x[6], scale * x[7])};
-      stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
+      for (int half = 0; half < 2; ++half) {
+        const float* x = o + 8 * half;
+        const u32 rows[4] = {pack<T>(scale * x[0], scale * x[1]), pack<T>(scale * x[2], scale * x[3]),
+                             pack<T>(scale * x[4], scale * x[5]), pack<T>(scale * x[6], scale * x[7])};
+        stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
+      }
     }
     wgmma_wait<0>();
     wgmma_keep(S);
     if (thread % 32 == 0) barrier_arrive(s.empty[group]);
-    forget(thread);
-    barrier_sync(VALUES + warpgroup, 128);      // o stands
-    each_piece([&](int row, int piece) {
-      if (token + row < tokens && 8 * piece < columns)
-        *reinterpret_cast<uint4*>(o_to + (token + row) * args.o.t + 8 * piece) =
-            *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
-    });
+    if constexpr (Pass::reads) {
+      forget(thread);
+      barrier_sync(VALUES + warpgroup, 128);    // o stands
+      each_piece([&](int row, int piece) {
+        if (token + row < tokens && 8 * piece < columns)
+          *reinterpret_cast<uint4*>(o_to + (token + row) * args.o.t + 8 * piece) =
+              *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
+      });
+    }
   }
   cp_async_wait<0>();
   if (args.final) each<BK>(S, args.final + at.state, args.shape, first, [](float& x, float* to) { *to = x; });
@@ -485,10 +531,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
 template <int BK, int BV> constexpr int CONSUMER_THREADS = BV * 2;
 template <int BK, int BV> constexpr int ALL_THREADS = BV * 2 + GROUPS * BLOCKS * BK / 4;
 
-template <class Policy, typename T, typename G, int BK, int BV>
+template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
 warpgroup_forward(const WarpgroupForwardArgs<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  if (!Pass::reads && args.skipped && place_of<BV>(args.shape).sequence % args.skipped == args.skipped - 1) return;
   if (threadIdx.x == 0)
     for (int group = 0; group < GROUPS; ++group) {
       barrier_init(s.full[group], BLOCKS * BK / 4);
@@ -500,10 +547,10 @@ warpgroup_forward(const WarpgroupForwardArgs<T, G> args) {
   __syncthreads();
   constexpr bool TIGHT = ALL_THREADS<BK, BV> == 512;      // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMER_THREADS<BK, BV>) {
-    if constexpr (TIGHT) registers_up<152>();
-    consume<Policy>(s, args);
+    if constexpr (TIGHT) registers_up<144>();
+    consume<Pass>(s, args);
   } else {
-    if constexpr (TIGHT) registers_down<104>();
-    produce<Policy>(s, args, threadIdx.x - CONSUMER_THREADS<BK, BV>);
+    if constexpr (TIGHT) registers_down<112>();
+    produce<Policy, Pass>(s, args, threadIdx.x - CONSUMER_THREADS<BK, BV>);
   }
 }

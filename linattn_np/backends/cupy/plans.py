@@ -14,6 +14,7 @@ from .build import pack
 FLOAT32 = np.dtype(np.float32)
 MODES = ("auto", "recurrent", "chunk", "staged")
 OPERATORS = ("gla", "rwkv6")
+SEGMENT_ALIGNMENT = 32          # tokens: segments end where chunks of the warpgroup kernel do
 
 
 def unsupported(problem) -> str | None:
@@ -69,7 +70,7 @@ def kernels_of(problem, device) -> tuple[tiles.Kernel, ...]:
         return (tiles.step(policy, T, G, problem.options["state"].dtype),)
     mode = mode_of(problem)
     if mode == "chunk":
-        return (one_pass_kernel(problem, device)[0],)
+        return one_pass_kernels(problem, device)[0]
     return (tiles.recurrent_forward(policy, T, G, K),) if mode == "recurrent" else tuple(stages.values())
 
 
@@ -82,8 +83,9 @@ def tiles_of(problem, device) -> dict:
         return BK | {"BV": tiles.TOKEN_COLUMNS}
     if mode_of(problem) == "staged":
         return BK | {"BV": tiles.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
-    kernel, columns = one_pass_kernel(problem, device)
-    return {"BK": int(kernel.template[-2]), "BV": columns} | tiles.TOKENS[kernel.name]
+    kernels, columns, P = one_pass_kernels(problem, device)
+    segments = {"segments": P} if P > 1 else {}
+    return {"BK": int(kernels[0].template[-2]), "BV": columns} | tiles.TOKENS[kernels[0].name] | segments
 
 
 def copies_of(problem) -> tuple[str, ...]:
@@ -97,21 +99,43 @@ def copies_of(problem) -> tuple[str, ...]:
 
 # -- operators --------------------------------------------------------------------------------------------------------
 def chunk(problem, device, o, initial, final):
-    kernel, columns = one_pass_kernel(problem, device)
+    kernels, columns, P = one_pass_kernels(problem, device)
     arrays = inputs(problem, device)
-    vectors = {"vectors": int(in_pieces(problem, device))} if kernel.name == "chunk_forward" else {}
-    one_pass(problem, device, kernel, columns, arrays, o, initial, final, **vectors)
-
-
-def one_pass_kernel(problem, device) -> tuple[tiles.Kernel, int]:
-    """The kernel of mode "chunk" and its columns of V a block: the Hopper one where it can."""
-    policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
-    K, V, rows = problem.sizes["K"], problem.sizes["V"], problem.sizes["N"] * problem.sizes["H"]
-    if device.capability == 90 and T.itemsize == 2 and K <= tiles.WARPGROUP_TILES[-1] and in_pieces(problem, device):
-        kernel = tiles.warpgroup_forward(policy, T, G, K, V, rows)
+    if P > 1:
+        in_segments(problem, device, kernels, columns, P, arrays, o, initial, final)
+    elif kernels[0].name == "warpgroup_forward":
+        one_pass(problem, device, kernels[0], columns, arrays, o, initial, final, decays=None, skipped=0)
     else:
-        kernel = tiles.chunk_forward(policy, T, G, K, V)
-    return kernel, int(kernel.template[-1])
+        one_pass(problem, device, kernels[0], columns, arrays, o, initial, final,
+                 vectors=int(in_pieces(problem, device)))
+
+
+def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, int]:
+    """Of mode "chunk": the kernels, their columns of V a block, the segments a sequence; Hopper's own where it can."""
+    policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
+    N, H, K, V = problem.shape("N H K V")
+    if device.capability != 90 or T.itemsize != 2 or K > tiles.WARPGROUP_TILES[-1] or not in_pieces(problem, device):
+        return (tiles.chunk_forward(policy, T, G, K, V),), tiles.columns(V), 1
+    kernel = tiles.warpgroup_forward(policy, T, G, K, V)
+    columns = int(kernel.template[-1])
+    P = tiles.segments(N * H * ceil_div(V, columns), int(problem.spans.lengths.max()))
+    if P == 1:
+        return (kernel,), columns, 1
+    return (tiles.warpgroup_forward("Gla", T, G, K, V, "Summary"), tiles.scan_segments(), kernel), columns, P
+
+
+def in_segments(problem, device, kernels, columns, P, arrays, o, initial, final):
+    """Sequences cut into P segments: what each leaves behind, the states between them, then all of them at once."""
+    summary, scan, whole = kernels
+    N, H, K, V = problem.shape("N H K V")
+    states, decays = device.empty((N * P, H, K, V), FLOAT32), device.empty((N * P, H, 2, K), FLOAT32)
+    where = place(problem, device, problem.spans.segments(P, SEGMENT_ALIGNMENT))
+    one_pass(problem, device, summary, columns, arrays, o, None, states, where, decays=device.pointer(decays),
+             skipped=P if final is None else 0)
+    args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
+                final=pointer(device, final), P=P, H=H, K=K, V=V)
+    device.launch(scan, N * H * ceil_div(K * V, 4 * scan.threads), args)
+    one_pass(problem, device, whole, columns, arrays, o, states, None, where, decays=None, skipped=0)
 
 
 def recurrent(problem, device, o, initial, final):
@@ -119,15 +143,15 @@ def recurrent(problem, device, o, initial, final):
     one_pass(problem, device, kernel, tiles.TOKEN_COLUMNS, inputs(problem, device), o, initial, final)
 
 
-def one_pass(problem, device, kernel, columns, arrays, o, initial, final, **more):
+def one_pass(problem, device, kernel, columns, arrays, o, initial, final, where=None, **more):
     """A kernel that takes a (sequence, head, so many columns of V) a block."""
     q, k, v, g = arrays
     u = bonus(problem)
-    N, H, V = problem.shape("N H V")
-    where = place(problem, device)
+    B, H, V = problem.shape("B H V")
+    where = where or place(problem, device)
     args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, u), initial=pointer(device, initial),
                 final=pointer(device, final), **where.shape, scale=problem.scale, **more)
-    device.launch(kernel, N * H * ceil_div(V, columns), args, tiles.shared_bytes(kernel))
+    device.launch(kernel, B * where.shape["count"] * H * ceil_div(V, columns), args, tiles.shared_bytes(kernel))
 
 
 def staged(problem, device, o, initial, final):
@@ -341,13 +365,14 @@ class Place:
         return self.shape["B"] * self.shape["H"] * self.shape["NC"]
 
 
-def place(problem, device) -> Place:
+def place(problem, device, segments=None) -> Place:
+    """`segments`: the token ranges to take in place of the sequences."""
     B, H, T = problem.shape("B H T")
-    spans, chunk = problem.spans, problem.chunk_size or CHUNK
+    spans, chunk = segments or problem.spans, problem.chunk_size or CHUNK
     fields = {"B": B, "H": H, "T": T, "K": problem.sizes.get("K", 0), "V": problem.sizes.get("V", 0),
               "count": spans.count, "bounds": None, "chunk": chunk, "NC": ceil_div(T, chunk), "chunks": None,
               "chunk_bounds": None}
-    if not problem.varlen:
+    if not problem.varlen and segments is None:
         return Place(fields)
     chunks, chunk_bounds = spans.chunks(chunk), spans.chunk_bounds(chunk)
     table = device.upload(np.concatenate([spans.bounds, chunk_bounds, chunks.ravel()]))

@@ -16,6 +16,7 @@ CHUNK_COLUMNS = (64, 128)           # BV of chunk_forward: blocks that share a h
 TOKENS = {"chunk_forward": {"chunk": 16}, "warpgroup_forward": {"chunk": 32, "sub_chunk": 8}}   # at a time
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 MULTIPROCESSORS = 132               # of a Hopper card
+SEGMENT = 1024                      # tokens that are worth a pass of their own
 TOKEN_COLUMNS = 32      # columns of V a block of the recurrences: one lane a column
 CHANNELS = (64, 128, 256)           # BK: the whole of K in one tile, padded up; smaller ones would save nothing
                                     # that a block of 128 threads notices
@@ -40,11 +41,18 @@ def chunk_forward(policy, T, G, K, V) -> Kernel:
     return Kernel("chunk/chunk_forward", (policy, CTYPES[T], CTYPES[G], str(channels(K)), str(BV)), 2 * BV)
 
 
-def warpgroup_forward(policy, T, G, K, V, rows) -> Kernel:
-    """For `rows` (sequence, head) pairs: half the columns a block where that many blocks fit on the card at once."""
-    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64 and 2 * rows > MULTIPROCESSORS]
-    template = (policy, CTYPES[T], CTYPES[G], str(BK), str(BV))
-    return Kernel("chunk/warpgroup_forward", template, 2 * (BK + BV), "sm_90a")
+def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
+    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
+    return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES[G], str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
+
+
+def segments(blocks, longest) -> int:
+    """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become as many as fit on the card."""
+    return max(1, min(MULTIPROCESSORS // max(blocks, 1), longest // SEGMENT))
+
+
+def scan_segments() -> Kernel:
+    return Kernel("chunk/scan_segments", (), 256)
 
 
 def recurrent_forward(policy, T, G, K) -> Kernel:
@@ -121,7 +129,7 @@ def shared_bytes(kernel: Kernel) -> int:
             BK, BV = int(BK), int(BV)
             floats = 3 * 16 * (BK + 8) + 16 * (BV + 8) + 16 * (16 + 4) + 2 * BK
             return 4 * floats + 16 * (2 * BK * size[T] + BK * size[G] + BV * size[T])
-        case "warpgroup_forward", (_, T, G, BK, BV):
+        case "warpgroup_forward", (*_, T, G, BK, BV):
             BK, BV, half, gate = int(BK), int(BV), size[T], size[G]
             handed = 1024 * -(-(32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
             values = BV // 64 * (4 if gate == 2 else 3) * 32 * 64 * half
@@ -161,12 +169,15 @@ def kernels():
         for K in CHANNELS:
             for V in CHUNK_COLUMNS:
                 yield chunk_forward(p, T, G, K, V)
-                if T != single and K <= 128:
-                    yield warpgroup_forward(p, T, G, K, V, MULTIPROCESSORS)
+                if T != single and K <= WARPGROUP_TILES[-1]:
+                    yield warpgroup_forward(p, T, G, K, V)
+                    if p == POLICIES[0]:
+                        yield warpgroup_forward(p, T, G, K, V, "Summary")
             yield recurrent_forward(p, T, G, K)
             yield intra_chunk(p, T, G, K)
         for S in CTYPES:
             yield step(p, T, G, S)
+    yield scan_segments()
     for T in CTYPES:
         yield chunk_cumsum(T)
         yield inter_chunk(T)
