@@ -72,6 +72,21 @@ def home(x) -> str:
     return "host" if isinstance(x, np.ndarray) else f"cuda:{x.device.id}"
 
 
+def signature(x):
+    """All but its numbers and its place of an array that is native as it is, hashable; None of anything else."""
+    if type(x) is np.ndarray:
+        return x.shape, x.strides, x.dtype, x.flags.writeable
+    if type(x) is getattr(sys.modules.get("cupy"), "ndarray", None):
+        return x.shape, x.strides, x.dtype, x.data.ptr % 16, x.device.id
+    return None
+
+
+def contents(integers):
+    """The numbers of a list, tuple or NumPy array of integers, hashable; None of anything else."""
+    found = host_array(integers) if isinstance(integers, (list, tuple, np.ndarray)) else None
+    return None if found is None or found.dtype.kind not in "iu" else (found.dtype, found.shape, found.tobytes())
+
+
 def host_array(numbers):
     """A list, tuple or NumPy array as an array; None where the list is no array of numbers."""
     try:

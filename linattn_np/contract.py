@@ -11,6 +11,7 @@ import numbers
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from . import varlen
 LAYOUTS = ("bhtd", "bthd")
 SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
+ARRAYS = ("initial_state", "state", "out")          # arguments that are arrays
+INTEGERS = ("cu_seqlens", "slots")                  # arguments that are integers on the host, whose values matter
+PLAIN = (int, float, type, np.generic, np.dtype)    # arguments that their repr tells apart
 
 
 class ContractError(ValueError):
@@ -48,9 +52,23 @@ class Op:
     reads_before_write: bool = False            # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
     feature: str = "K"                          # the axis that sets the default scale, K**-0.5
 
-    def bind(self, inputs, *, layout="bhtd", mode="auto", scale=None, initial_state=None, output_final_state=False,
+    def bind(self, inputs, **arguments) -> Problem:
+        """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
+        key = likeness(self, inputs, arguments)
+        if key is None:
+            problem = self.check(inputs, **arguments)
+        else:
+            memo = shared_memo(key)
+            if "problem" not in memo:
+                memo["problem"] = self.check(inputs, **arguments).without_arrays(memo)
+            problem = memo["problem"].with_arrays(inputs, arguments)
+        if problem.home == "host":
+            self.keep_apart(problem)
+        return problem
+
+    def check(self, inputs, *, layout="bhtd", mode="auto", scale=None, initial_state=None, output_final_state=False,
              state_dtype=None, cu_seqlens=None, chunk_size=None, materialize=None, out=None, gradient=False, **options) -> Problem:
-        """All checks of a call, in one pass; what comes back can be trusted."""
+        """All checks of a call but that of overlapping memory, in one pass."""
         if layout not in LAYOUTS:
             self.refuse("layout", f"is {layout!r}, expected one of {', '.join(map(repr, LAYOUTS))}")
         views, whose = self.native_views(inputs, layout)
@@ -62,13 +80,12 @@ class Op:
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
         initial_state = self.initial_state(initial_state, sizes, home)
-        read = [*views.items(), *(("initial_state", part) for part in initial_state or ())]
         example = next(iter(inputs))
         return Problem(
             op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans, varlen=cu_seqlens is not None, layout=layout,
             mode=mode, chunk_size=chunk_size, materialize=materialize, scale=self.scale(scale, sizes),
             initial_state=initial_state, output_final_state=bool(output_final_state),
-            state_dtype=state_dtype, out=self.output(out, sizes, dtype, layout, home, read), options=options,
+            state_dtype=state_dtype, out=self.output(out, sizes, dtype, layout, home), options=options,
             home=home, kind=whose, example=example, gradient=gradient)
 
     def refuse(self, argument: str, complaint: str, error=ContractError):
@@ -214,7 +231,7 @@ class Op:
                         + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
         return wanted
 
-    def output(self, out, sizes, dtype, layout, home, read):
+    def output(self, out, sizes, dtype, layout, home):
         if out is None:
             return None
         if array_kinds.kind(out) not in ("numpy", "cupy"):
@@ -224,17 +241,19 @@ class Op:
         view = self.placed("out", view, self.out, sizes, home)
         if view.dtype != dtype:
             self.refuse("out", f"has dtype {view.dtype}, expected {dtype}", ContractTypeError)
-        if home == "host":
-            if not out.flags.writeable:
-                self.refuse("out", "is read-only")
-            self.keep_apart("out", view, read)
+        if home == "host" and not out.flags.writeable:
+            self.refuse("out", "is read-only")
         return view
 
-    def keep_apart(self, name, written, read):
-        """On the host: what is written is none of the (name, array) that are read."""
-        for other, array in read:
-            if np.may_share_memory(written, array) and np.shares_memory(written, array):
-                self.refuse(name, f"shares memory with {other}")
+    def keep_apart(self, problem):
+        """On the host: what is written is none of what is read."""
+        out, state = problem.out, problem.options.get("state")
+        read = [*problem.arrays.items(), *(("initial_state", part) for part in problem.initial_state or ())]
+        written = [("state", state, read), ("out", out, [*read, ("state", state)])]
+        for name, array, others in written:
+            for other, x in others if array is not None else ():
+                if x is not None and np.may_share_memory(array, x) and np.shares_memory(array, x):
+                    self.refuse(name, f"shares memory with {other}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,6 +280,31 @@ class Problem:
     example: object = None                  # one of the arrays as the caller gave it
     gradient: bool = False                  # a vjp is asked for
     options: dict = field(default_factory=dict)
+    memo: dict | None = None                # what backends remember for calls like this one, None where none is known
+
+    def without_arrays(self, memo) -> Problem:
+        """What calls alike have in common; keeps no memory of the caller's alive."""
+        own = {name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in self.options.items()}
+        return self.but(arrays={}, initial_state=None, out=None, example=None, options=own, memo=memo)
+
+    def with_arrays(self, inputs, arguments) -> Problem:
+        """A call like this one on arrays of its own, which need no conversion."""
+        out, initial_state, options = arguments.get("out"), arguments.get("initial_state"), self.options
+        arrays = dict(zip(self.op.arrays, inputs))
+        if self.layout != "bhtd":
+            arrays = {name: swap_heads(x, self.op.arrays[name], self.layout) for name, x in arrays.items()}
+            out = None if out is None else swap_heads(out, self.op.out, self.layout)
+        if "state" in options:
+            slots = options["slots"]
+            options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
+        return self.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
+                        example=inputs[0], options=options)
+
+    def but(self, **fields) -> Problem:
+        """`dataclasses.replace` in a tenth of its time."""
+        problem = object.__new__(Problem)
+        vars(problem).update(vars(self), **fields)
+        return problem
 
     def __getitem__(self, name):
         return self.arrays[name]
@@ -280,10 +324,33 @@ class Problem:
         return swap_heads(native, axes, self.layout)
 
 
+# -- calls alike ----------------------------------------------------------------------------------------------------
+@lru_cache(256)
+def shared_memo(key) -> dict:
+    """What is known of the calls whose `likeness` is `key`, empty at first."""
+    return {}
+
+
+def likeness(op: Op, inputs, arguments):
+    """All that the checks of a call can see, hashable: two calls alike pass or fail alike. None where it cannot tell."""
+    seen = [array_kinds.signature(x) for x in inputs]
+    for name, x in arguments.items():
+        if x is None or type(x) is str or type(x) is bool:
+            seen.append((x,))
+        elif name in ARRAYS:
+            seen.append(array_kinds.signature(x))
+        elif name in INTEGERS:
+            seen.append(array_kinds.contents(x) or array_kinds.signature(x))
+        elif isinstance(x, PLAIN):
+            seen.append(repr(x))        # tells 1 from 1.0, and -0.0 from 0.0
+        else:
+            return None
+    return None if None in seen else (op, *arguments, *seen)
+
+
 def swap_heads(array, axes: str, layout: str):
     """[B, H, T, ...] <-> [B, T, H, ...] for arrays that have both axes; a view, its own inverse."""
-    names = axes.split()
-    return array.swapaxes(1, 2) if layout == "bthd" and names[:3] == ["B", "H", "T"] else array
+    return array.swapaxes(1, 2) if layout == "bthd" and axes.split()[:3] == ["B", "H", "T"] else array
 
 
 def in_layout(axes: str, layout: str) -> str:

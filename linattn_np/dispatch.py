@@ -11,6 +11,7 @@ is a package under `backends/` with
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 
 from .contract import NotSupported, Op, Problem
@@ -18,6 +19,7 @@ from .contract import NotSupported, Op, Problem
 ORDER = ("numpy", "cupy", "numba")
 
 
+@cache
 def backend_module(name: str):
     return import_module(f"linattn_np.backends.{name}")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from emulator import EmulatedDevice, EmulatorError
 
-from linattn_np.backends.cupy.build import CupyDevice, Kernel, pack
+from linattn_np.backends.cupy.build import CupyDevice, Kernel, pack, with_maps
 
 KERNELS = Path(__file__).parent / "kernels"
 STORAGE = {"float": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -161,6 +161,13 @@ def test_cp_async_fills_with_zeros_where_not_valid(device, rng, size, valid):
     np.testing.assert_array_equal(got, np.where(np.arange(32)[:, None] < valid, values, 0))
 
 
+@pytest.mark.parametrize("storage", ["bf16", "f16"])
+def test_pack_puts_the_first_into_the_lower_half(device, rng, storage):
+    pairs = rng.standard_normal((64, 2)).astype(np.float32)
+    got = run(device, f"Pack<{storage}>", pairs, (64,), np.uint32, n=64)
+    np.testing.assert_array_equal(got.view(STORAGE[storage]).reshape(64, 2), pairs.astype(STORAGE[storage]))
+
+
 # ---- what only sm_90a has ----------------------------------------------------------------------------------
 
 
@@ -289,3 +296,29 @@ def test_emulated_arrays_are_poisoned_in_the_order_of_their_prototype(order):
     array = EmulatedDevice().empty_like(prototype, prototype.shape, np.float64)
     assert np.isnan(array).all()
     assert np.argsort(array.strides).tolist() == np.argsort(prototype.strides).tolist()
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+@pytest.mark.parametrize("at", [(0, 0), (0, 24), (64, 8), (64, 30), (0, -4)], ids=str)
+@pytest.mark.parametrize("swizzled", [False, True], ids=["rows", "swizzled"])
+def test_tensor_copies_of_boxes_that_leave_the_array(hopper, rng, swizzled, at, layout):
+    """A box of 16 tokens of an array of 40 tokens and 80 columns: zeros come from outside, nothing goes there."""
+    columns, tokens, head, batch = 64, 16, 1, 1
+    x = rng.integers(0, 2**16, (2, 3, 40, 80), dtype=np.uint16)
+    order = (0, 1, 2, 3) if layout == "bhtd" else (0, 2, 1, 3)
+    from_, to = (hopper.upload(np.ascontiguousarray(y.transpose(order)).view(np.float16)).transpose(order)
+                 for y in (x, np.full_like(x, 7)))
+    raw = hopper.empty((tokens, columns // 8, 8), np.uint16)
+    maps = [hopper.tensor_map(y, columns, tokens, swizzled) for y in (from_, to)]
+    fields = pack(raw=hopper.pointer(raw), bytes=raw.nbytes, column=at[0], token=at[1], head=head, batch=batch)
+    kernel = Kernel(f"{KERNELS}/tensor_copies", (), threads=32, arch="sm_90a")
+    hopper.launch(kernel, 1, with_maps(maps, fields), smem=1024 + raw.nbytes)
+
+    padded = np.pad(x[batch, head], ((16, 16), (0, 128)))
+    box = padded[16 + at[1]:32 + at[1], at[0]:at[0] + columns]
+    pieces = np.arange(8) ^ (np.arange(tokens) % 8)[:, None] if swizzled else np.tile(np.arange(8), (tokens, 1))
+    np.testing.assert_array_equal(host(raw)[np.arange(tokens)[:, None], pieces].reshape(tokens, columns), box)
+    want = np.full_like(x, 7)
+    inside = slice(max(at[1], 0), at[1] + tokens), slice(at[0], at[0] + columns)
+    want[batch, head][inside] = x[batch, head][inside]
+    np.testing.assert_array_equal(np.ascontiguousarray(host(to)).view(np.uint16), want)

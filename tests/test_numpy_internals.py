@@ -193,6 +193,14 @@ def test_hard_gates_have_finite_gradients_and_none_through_a_reset():
         assert not dk[:, :, :33].any() and not dv[:, :, :33].any() and np.abs(dg[:, :, 33]).max() < 1e-5
 
 
+def test_segments_cut_every_sequence_into_as_many():
+    spans = varlen.parse([0, 0, 70, 102, 300], 300)
+    assert list(spans.segments(3, 32)) == [
+        (0, 0), (0, 0), (0, 0), (0, 32), (32, 64), (64, 70), (70, 102), (102, 102), (102, 102),
+        (102, 198), (198, 294), (294, 300)]
+    assert list(varlen.dense(64).segments(2, 32)) == [(0, 32), (32, 64)]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_has_threads_of_its_own():
     program = """

@@ -4,13 +4,15 @@
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest. Warps: four for every 64 columns
 //           consume; then two groups of producers, which take the chunks in turn
 // smem      Shared: incoming q, k, g of every producer; what a group hands over; incoming v, outgoing o
-// barriers  full[group]: a chunk's operands stand; empty[group]: the consumers have read them; enum Named
+// barriers  arrived[group]: q, k, g of its next chunk are there; values[warpgroup][slot]: so is v; full[group]: a chunk's
+//           operands stand; empty[group]: the consumers have read them; enum Named
 // numerics  S in float32 accumulators. Decays are products of exp(g), never differences of sums, so that every gate is
 //           exact. (q decayed) S and the scores between blocks of 8 in tf32, within a block in float32; A and k in T
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for
+// passes    Whole: everything. First, Last: more than BK channels in two launches, o = (of the first BK) + (of the others);
+//           First keeps its o in float32 as the registers have it. Summary: only the state that tokens leave behind, and their decay, without q and o; for
 //           sequences cut into segments, whose states scan_segments.cu then joins
-// limits    sm_90a; half data; K and V multiples of 8, K <= BK; BK and BV of 64, 128; rows start on 16 bytes
+// limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch; BK and BV of 64, 128; rows start on 16 bytes
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them: decays are multiplied up in registers
 // and no gate needs a shuffle. Scores A_ij of two tokens
@@ -28,21 +30,29 @@ constexpr int PANEL = 64;       // columns of V a warpgroup; 16-bit values in a 
 enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
 
 struct Whole {
-  static constexpr bool reads = true;
+  static constexpr bool reads = true, keeps = false, adds = false;
+};
+struct First {
+  static constexpr bool reads = true, keeps = true, adds = false;
+};
+struct Last {
+  static constexpr bool reads = true, keeps = false, adds = true;
 };
 struct Summary {
-  static constexpr bool reads = false;
+  static constexpr bool reads = false, keeps = false, adds = false;
 };
 
 template <typename T, typename G> struct WarpgroupForwardArgs {
-  Rows<const T> q, k, v;
-  Rows<const G> g;
+  TensorMap q, k, g;         // boxes of a chunk's tokens and BK channels
+  TensorMap v, o_boxes;      // boxes of a chunk's tokens and PANEL columns, swizzled
   Rows<T> o;
   const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
   float* final;              // [N, H, K, V] or null
   Shape shape;
   double scale;
   float* decays;   // Summary: [N, H, GROUPS, K], the decay over a segment's chunks, every group's share
+  float* kept;     // First, Last: o of the first channels, for every block and chunk its registers
+  i64 channel;     // the first of this launch
   i64 skipped;     // Summary: of every so many segments the last, of which nobody needs the state; 0 for none
 };
 
@@ -54,10 +64,10 @@ template <typename T, int BK> struct alignas(1024) Handed {
   float decay[BK];              // the whole chunk's
 };
 
-// 8 tokens as they come from memory.
-template <typename T, typename G, int BK> struct alignas(16) Incoming {
-  T q[TOKENS][BK], k[TOKENS][BK];
-  G g[TOKENS][BK];
+// A chunk as it comes from memory.
+template <typename T, typename G, int BK> struct alignas(128) Incoming {
+  T q[CHUNK][BK], k[CHUNK][BK];
+  G g[CHUNK][BK];
 };
 
 // Operands of the scores between blocks.
@@ -70,23 +80,25 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int AHEAD = sizeof(G) == 2 ? 4 : 3;      // chunks of v under way or at hand
   Handed<T, BK> handed[GROUPS];
   T v[BV / PANEL][AHEAD][CHUNK][PANEL];         // then o
-  Incoming<T, G, BK> incoming[GROUPS][BLOCKS];
+  Incoming<T, G, BK> incoming[GROUPS];
   Between<BK> between[GROUPS];
   float decays[GROUPS][BLOCKS][BK];             // of every block
-  Barrier full[GROUPS], empty[GROUPS];
+  Barrier arrived[GROUPS], values[BV / PANEL][AHEAD], full[GROUPS], empty[GROUPS];
 };
 
 // Where this block works: a stretch of one sequence's tokens, and where its state lies.
 struct Place {
-  i64 sequence, batch, head, v_tile, state, start;
-  int tokens;
+  i32 sequence, batch, head, v_tile, start, tokens;
+  i64 state, chunk;          // where its state begins, and its chunks among those of all blocks
 };
 
-template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape) {
-  const i64 tiles = (shape.V + BV - 1) / BV, h = blockIdx.x / tiles % shape.H, n = blockIdx.x / tiles / shape.H;
-  const Span span = tokens_of(shape, n % shape.count);
-  return {n, n / shape.count, h, blockIdx.x % tiles * BV, (n * shape.H + h) * shape.K * shape.V, span.start,
-          int(span.stop - span.start)};
+template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape, u32 block) {
+  const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), count = u32(shape.count);
+  const u32 pair = block / tiles, n = pair / H, h = pair % H;
+  const Span span = tokens_of(shape, n % count);
+  return {i32(n), i32(n / count), i32(h), i32(block % tiles * BV), i32(span.start), i32(span.stop - span.start),
+          i64(pair) * shape.K * shape.V,
+          ((i64(n / count) * H + h) * tiles + block % tiles) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
 }
 
 // The address of 16-byte piece `piece` of row `row` in a swizzled tile.
@@ -223,47 +235,51 @@ template <typename T> __device__ __forceinline__ void put_tile(T* A, const float
   }
 }
 
+// Tokens of this lane's block behind the sequence's end, as if they were not: they write nothing and decay nothing.
+template <class Pass, typename T, typename G, int BK>
+__device__ __noinline__ void clear_beyond(Incoming<T, G, BK>& in, int first, int tokens, int channel) {
+  for (int row = max(first, tokens); row < first + TOKENS; ++row)
+    for (int c = channel; c < channel + 4; ++c) {
+      if (Pass::reads) in.q[row][c] = from_float<T>(0.f);
+      in.k[row][c] = from_float<T>(0.f);
+      in.g[row][c] = from_float<G>(0.f);
+    }
+  fence_async();                                // the next chunk comes to the same place by another way
+}
+
 template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
   constexpr int LANES = BK / 4, THREADS = BLOCKS * LANES, LD = Between<BK>::LD;
-  const Place at = place_of<BV>(args.shape);
-  const int group = thread / THREADS, tokens = at.tokens, K = int(args.shape.K);
+  const Place at = place_of<BV>(args.shape, blockIdx.x);
+  const int group = thread / THREADS, tokens = at.tokens, K = int(args.shape.K - args.channel);
   Handed<T, BK>& out = s.handed[group];
   Between<BK>& between = s.between[group];
 
-  // The rows of this lane's block, in 16-byte pieces; zeros beyond the sequence and beyond K.
-  const auto fetch_rows = [&](auto* tile, const auto& rows, int first) {
-    constexpr int PIECE = 16 / sizeof(*tile), ACROSS = BK / PIECE, DOWN = LANES / ACROSS;
-    const int lane = thread % LANES, row = lane / ACROSS, column = lane % ACROSS * PIECE;
-    const int valid = column < K ? tokens - first - row : 0;
-    const auto* from = rows.row(at.batch, at.head, at.start + first + row) + column;
-#pragma unroll
-    for (int n = 0; n < TOKENS / DOWN; ++n, from += DOWN * rows.t)
-      cp_async<16>(tile + (row + n * DOWN) * BK + column, from, n * DOWN < valid);
-  };
-  const auto fetch = [&](int token) {
-    const int block = thread % THREADS / LANES, first = token + block * TOKENS;
-    Incoming<T, G, BK>& in = s.incoming[group][block];
-    fetch_rows(in.g[0], args.g, first);
-    if constexpr (Pass::reads) fetch_rows(in.q[0], args.q, first);
-    fetch_rows(in.k[0], args.k, first);
-    cp_async_commit();
+  Incoming<T, G, BK>& in = s.incoming[group];
+  const auto fetch = [&](int token) {           // by one thread of the group
+    if (token >= tokens || thread % THREADS) return;
+    const i32 row = at.start + token, h = at.head, b = at.batch;
+    Barrier& arrived = s.arrived[group];
+    barrier_expect(arrived, Pass::reads ? sizeof in : sizeof in - sizeof in.q);
+    tensor_load(in.g, args.g, arrived, i32(args.channel), row, h, b);
+    if constexpr (Pass::reads) tensor_load(in.q, args.q, arrived, i32(args.channel), row, h, b);
+    tensor_load(in.k, args.k, arrived, i32(args.channel), row, h, b);
   };
 
-  if (group * CHUNK < tokens) fetch(group * CHUNK);
+  fetch(group * CHUNK);
   float total[4] = {1.f, 1.f, 1.f, 1.f};        // Summary: the decay of this group's chunks
   u32 turn = 0;
   for (int token = group * CHUNK; token < tokens; token += GROUPS * CHUNK, ++turn) {
     forget(thread);                             // addresses are cheaper made anew than held in registers
-    int block = thread % THREADS / LANES, channel = thread % LANES * 4;
-    const Incoming<T, G, BK>& in = s.incoming[group][block];
-    cp_async_wait<0>();
-    __syncwarp();
+    const int block = thread % THREADS / LANES, channel = thread % LANES * 4;
+    barrier_wait(s.arrived[group], turn & 1);
+    const int first = block * TOKENS;
+    if (token + CHUNK > tokens) clear_beyond<Pass>(in, first, tokens - token, channel);
     float a[TOKENS][4], q[TOKENS][4], k[TOKENS][4];
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
-      unpack(a[i], in.g[i] + channel);
-      if constexpr (Pass::reads) unpack(q[i], in.q[i] + channel);
+      unpack(a[i], in.g[first + i] + channel);
+      if constexpr (Pass::reads) unpack(q[i], in.q[first + i] + channel);
 #pragma unroll
       for (int c = 0; c < 4; ++c) a[i][c] = decay_of(a[i][c]);
     }
@@ -272,8 +288,8 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
       float u[4] = {};
       if (Policy::reads_before_write)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) u[c] = channel < K ? args.u[at.head * K + channel + c] : 0.f;
-      block_scores<Policy, LANES>(scores, q, in.k[0] + channel, BK, a, u);
+        for (int c = 0; c < 4; ++c) u[c] = channel < K ? args.u[at.head * args.shape.K + args.channel + channel + c] : 0.f;
+      block_scores<Policy, LANES>(scores, q, in.k[first] + channel, BK, a, u);
     }
 
     float decay[4] = {1.f, 1.f, 1.f, 1.f};
@@ -289,18 +305,16 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     float suffix[4] = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
     for (int i = TOKENS - 1; i >= 0; --i) {
-      unpack(k[i], in.k[i] + channel);
+      unpack(k[i], in.k[first + i] + channel);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         k[i][c] *= suffix[c];
         suffix[c] *= a[i][c];
       }
     }
-    __syncwarp();                               // the incoming tokens have been read
-    if (token + GROUPS * CHUNK < tokens) fetch(token + GROUPS * CHUNK);
-    barrier_sync(PRODUCERS + group, THREADS);   // every block's decay stands
-    forget(thread);
-    block = thread % THREADS / LANES, channel = thread % LANES * 4;
+    barrier_sync(PRODUCERS + group, THREADS);   // every block's decay stands, the incoming tokens have been read
+    constexpr bool SOON = BK + BV < 256;        // the largest tile has registers for it only later
+    if constexpr (SOON) fetch(token + GROUPS * CHUNK);
 
     float before[4] = {1.f, 1.f, 1.f, 1.f}, after[4] = {1.f, 1.f, 1.f, 1.f}, near[4] = {1.f, 1.f, 1.f, 1.f};
 #pragma unroll
@@ -331,6 +345,7 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
       if (second) put_rows(between.queries[0][8 * late], q, near);
       else put_rows(between.keys[0][8 * late], k, near);
     }
+    if constexpr (!SOON) fetch(token + GROUPS * CHUNK);
     if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i)
@@ -373,7 +388,8 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     if (thread % THREADS / LANES == BLOCKS - 1 && at.v_tile == 0)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (channel + c < K) args.decays[((at.sequence * args.shape.H + at.head) * GROUPS + group) * K + channel + c] = total[c];
+        if (channel + c < K)
+          args.decays[((i64(at.sequence) * args.shape.H + at.head) * GROUPS + group) * args.shape.K + args.channel + channel + c] = total[c];
   }
 }
 
@@ -381,53 +397,62 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
 
 // Calls f(value, pointer to it) for every value of the transposed state that this lane holds and that exists.
 template <int BK, typename P, class F>
-__device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& shape, i64 column, F f) {
+__device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& shape, i64 channel, i64 column, F f) {
   const int t = threadIdx.x & 3;
   column += 16 * int(threadIdx.x / 32 % 4) + (threadIdx.x >> 2 & 7);
-  P* row = state + 2 * t * shape.V + column;
+  P* row = state + (channel + 2 * t) * shape.V + column;
 #pragma unroll
   for (int n = 0; n < BK / 8; ++n) {
 #pragma unroll
     for (int x = 0; x < 4; ++x)
-      if (8 * n + 2 * t + (x & 1) < shape.K && column + 8 * (x >> 1) < shape.V)
+      if (channel + 8 * n + 2 * t + (x & 1) < shape.K && column + 8 * (x >> 1) < shape.V)
         f(S[4 * n + x], row + (x & 1) * shape.V + 8 * (x >> 1));
     row += 8 * shape.V;
     __syncwarp();                               // else all addresses are made at once, and there are no registers for that
   }
 }
 
-// o = A v + (q decayed) S, S <- diag(decay) S; o still under way. The state is read in parts: copied, decayed, and the copy
-// multiplied, which takes the registers of one part.
-template <typename T, int BK>
+// o = A v + (q decayed) S, or that added to o; S <- diag(decay) S; o still under way. The state is read in parts: copied, decayed, and the copy
+// multiplied, while the next part is copied; two parts' copies are all that there are registers for.
+template <bool ADD, typename T, int BK>
 __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[BK / 2], const u32 (&v)[2][4],
                                                       const Handed<T, BK>& in) {
-  constexpr int PART = BK / 64;
+  constexpr int PART = BK / 64, PARTS = BK / 8 / PART;
   const int t = threadIdx.x & 3;
-#pragma unroll
-  for (int part = 0; part < BK / 8 / PART; ++part) {
-    float2 decay[PART];
-#pragma unroll
-    for (int n = 0; n < PART; ++n) decay[n] = *reinterpret_cast<const float2*>(&in.decay[8 * (part * PART + n) + 2 * t]);
-    if (part) wgmma_wait<0>();
-    u32 a[PART][4];
-#pragma unroll
-    for (int n = 0; n < PART; ++n) {
-      float* x = S + 4 * (part * PART + n);
-      a[n][0] = copy_of(x[0]), a[n][1] = copy_of(x[2]), a[n][2] = copy_of(x[1]), a[n][3] = copy_of(x[3]);
-      x[0] *= decay[n].x, x[1] *= decay[n].y, x[2] *= decay[n].x, x[3] *= decay[n].y;
-    }
-    wgmma_fence();
-    if (part == 0) {
-      const u64 A = wgmma_tile(in.A, 16, 1024);
-      wgmma<T, CHUNK, false>(o, v[0], A, false);
-      wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
-    }
+  u32 a[2][PART][4];
+  const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      wgmma<tf32, CHUNK, false>(o, a[n], wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16, true);
+      const float2 decay = *reinterpret_cast<const float2*>(&in.decay[8 * tile + 2 * t]);
+      float* x = S + 4 * tile;
+      u32(&to)[4] = a[part & 1][n];
+      to[0] = copy_of(x[0]), to[1] = copy_of(x[2]), to[2] = copy_of(x[1]), to[3] = copy_of(x[3]);
+      x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
+    }
+  };
+  const auto multiply = [&](int part) {
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+      const int tile = part * PART + n;
+      wgmma<tf32, CHUNK, false>(o, a[part & 1][n], wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16, true);
     }
     wgmma_commit();
+  };
+  copy(0);
+  copy(1);
+  wgmma_fence();
+  const u64 A = wgmma_tile(in.A, 16, 1024);
+  wgmma<T, CHUNK, false>(o, v[0], A, ADD);
+  wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
+  multiply(0);
+  multiply(1);
+#pragma unroll
+  for (int part = 2; part < PARTS; ++part) {
+    wgmma_wait<1>();
+    copy(part);
+    wgmma_fence();
+    multiply(part);
   }
 }
 
@@ -441,57 +466,70 @@ template <int N> __device__ __forceinline__ void decay_state(float (&S)[N], cons
 
 template <class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args) {
-  constexpr int AHEAD = Shared<T, G, BK, BV>::AHEAD;
+  constexpr int AHEAD = Shared<T, G, BK, BV>::AHEAD, CONSUMERS = 2 * BV;
+  constexpr bool WRITES = Pass::reads && !Pass::keeps;
   const int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
-  const Place at = place_of<BV>(args.shape);
-  const i64 first = at.v_tile + warpgroup * PANEL;
-  const int tokens = at.tokens, columns = int(args.shape.V - first);
-  const T* const v_from = args.v.row(at.batch, at.head, at.start) + first;
-  T* const o_to = args.o.row(at.batch, at.head, at.start) + first;
+  const Place at = place_of<BV>(args.shape, blockIdx.x);
+  const i32 first = at.v_tile + warpgroup * PANEL;
+  const int tokens = at.tokens;
   const float scale = float(args.scale);
 
   float S[BK / 2] = {};
-  if (args.initial) each<BK>(S, args.initial + at.state, args.shape, first, [](float& x, const float* from) { x = *from; });
+  if (args.initial) each<BK>(S, args.initial + at.state, args.shape, args.channel, first, [](float& x, const float* from) { x = *from; });
 
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
   const auto each_piece = [&](auto f) {
 #pragma unroll
     for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
   };
-  const auto fetch = [&](int token, int slot) {
-    each_piece([&](int row, int piece) {
-      const bool valid = token + row < tokens && 8 * piece < columns;
-      cp_async<16>(swizzled(s.v[warpgroup][slot][0], row, piece), v_from + (token + row) * args.v.t + 8 * piece, valid);
-    });
-    cp_async_commit();
+  const auto fetch = [&](int turn) {            // by one thread of the warpgroup
+    const int slot = turn % AHEAD;
+    Barrier& arrived = s.values[warpgroup][slot];
+    barrier_expect(arrived, sizeof s.v[0][0]);
+    tensor_load(s.v[warpgroup][slot], args.v, arrived, first, at.start + turn * CHUNK, at.head, at.batch);
   };
   // Where this lane's row begins of the four 8x8 matrices that are 16 tokens of this warp's 16 columns.
   const auto matrix_row = [&](T* tile, int token) {
     return swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1));
   };
 
-#pragma unroll
-  for (int n = 0; n < AHEAD - 1; ++n) fetch(n * CHUNK, n);
+  if (thread == 0)
+    for (int turn = 0; turn < AHEAD && turn * CHUNK < tokens; ++turn) fetch(turn);
   for (int turn = 0; turn * CHUNK < tokens; ++turn) {
     const int token = turn * CHUNK, group = turn % GROUPS;
+    const bool partial = token + CHUNK > tokens;
     Handed<T, BK>& in = s.handed[group];
     forget(thread);                             // addresses are cheaper made anew than held in registers
-    cp_async_wait<AHEAD - 2>();
-    barrier_sync(VALUES + warpgroup, 128);      // v has arrived, the last o has left
-    fetch(token + (AHEAD - 1) * CHUNK, (turn + AHEAD - 1) % AHEAD);
+    barrier_wait(s.values[warpgroup][turn % AHEAD], turn / AHEAD & 1);
+    // Calls f(first of four values of o, where they are kept).
+    const auto each_kept = [&](auto f) {
+      float4* kept = reinterpret_cast<float4*>(args.kept) + (at.chunk + turn) * 4 * CONSUMERS + thread + 128 * warpgroup;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(4 * i, kept[i * CONSUMERS]);
+    };
     u32 v[2][4];
     T* const tile = s.v[warpgroup][turn % AHEAD][0];
+    if (partial) {                              // tokens behind the end may be anything, and 0 times that NaN
+      each_piece([&](int row, int piece) {
+        if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(tile, row, piece)) = {0, 0, 0, 0};
+      });
+      barrier_sync(VALUES + warpgroup, 128);
+    }
     ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
     ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
     barrier_wait(s.full[group], turn / GROUPS & 1);
     forget(thread);
 
     float o[16];
+    if constexpr (Pass::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
     if constexpr (Pass::reads)
-      read_scores_and_state(o, S, v, in);
+      read_scores_and_state<Pass::adds>(o, S, v, in);
     else
       decay_state(S, in.decay);
+    forget(thread);
+    ldmatrix_x4_trans(v[0], matrix_row(tile, 0));       // again, rather than hold them in registers until here
+    ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
     wgmma_keep(S);
     wgmma_fence();
     const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
@@ -499,7 +537,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     wgmma<T, BK, true>(S, v[1], k + 16 * 128 / 16, true);
     wgmma_commit();
 
-    if constexpr (Pass::reads) {                // o takes the place of v
+    if constexpr (!WRITES) barrier_sync(VALUES + warpgroup, 128);      // every warp has read v
+    if (thread == 0 && turn && token + (AHEAD - 1) * CHUNK < tokens) {  // meanwhile v takes the place of the last o
+      tensor_store_wait();
+      fetch(turn + AHEAD - 1);
+    }
+    __syncwarp();
+    if constexpr (Pass::keeps) {
+      wgmma_wait<1>();
+      wgmma_keep(o);
+      each_kept([&](int i, float4& kept) { kept = {o[i], o[i + 1], o[i + 2], o[i + 3]}; });
+    }
+    if constexpr (WRITES) {                     // o takes the place of v
       wgmma_wait<1>();
       wgmma_keep(o);
       forget(thread);
@@ -514,18 +563,26 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     wgmma_wait<0>();
     wgmma_keep(S);
     if (thread % 32 == 0) barrier_arrive(s.empty[group]);
-    if constexpr (Pass::reads) {
-      forget(thread);
+    if constexpr (WRITES) {
+      fence_async();
       barrier_sync(VALUES + warpgroup, 128);    // o stands
-      each_piece([&](int row, int piece) {
-        if (token + row < tokens && 8 * piece < columns)
-          *reinterpret_cast<uint4*>(o_to + (token + row) * args.o.t + 8 * piece) =
-              *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
-      });
+      if (partial) {
+        int block = blockIdx.x;
+        forget(block);                          // the place is cheaper found anew than held in registers
+        const Place here = place_of<BV>(args.shape, block);
+        T* const to = args.o.row(here.batch, here.head, here.start + token) + here.v_tile + warpgroup * PANEL;
+        const i64 columns = args.shape.V - here.v_tile - warpgroup * PANEL;
+        each_piece([&](int row, int piece) {
+          if (token + row < tokens && 8 * piece < columns)
+            *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) = *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
+        });
+      } else if (thread == 0) {
+        tensor_store(args.o_boxes, tile, first, at.start + token, at.head, at.batch);
+      }
     }
   }
-  cp_async_wait<0>();
-  if (args.final) each<BK>(S, args.final + at.state, args.shape, first, [](float& x, float* to) { *to = x; });
+  tensor_store_wait();
+  if (args.final) each<BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
 }
 
 template <int BK, int BV> constexpr int CONSUMER_THREADS = BV * 2;
@@ -533,14 +590,17 @@ template <int BK, int BV> constexpr int ALL_THREADS = BV * 2 + GROUPS * BLOCKS *
 
 template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
-warpgroup_forward(const WarpgroupForwardArgs<T, G> args) {
+warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
-  if (!Pass::reads && args.skipped && place_of<BV>(args.shape).sequence % args.skipped == args.skipped - 1) return;
+  if (!Pass::reads && args.skipped && place_of<BV>(args.shape, blockIdx.x).sequence % args.skipped == args.skipped - 1) return;
   if (threadIdx.x == 0)
     for (int group = 0; group < GROUPS; ++group) {
+      barrier_init(s.arrived[group], 1);
       barrier_init(s.full[group], BLOCKS * BK / 4);
       barrier_init(s.empty[group], CONSUMER_THREADS<BK, BV> / 32);
     }
+  if (threadIdx.x == 0)
+    for (int slot = 0; slot < BV / PANEL * Shared<T, G, BK, BV>::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
   for (int i = threadIdx.x; i < GROUPS * CHUNK * PANEL; i += ALL_THREADS<BK, BV>)
     s.handed[i / (CHUNK * PANEL)].A[i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);     // no key after its query
   fence_async();

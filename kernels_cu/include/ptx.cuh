@@ -225,6 +225,39 @@ __device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
                : "memory");
 }
 
+// An arrival that also announces `bytes` of tensor_load: the phase ends when they are there too.
+__device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
+  const u32 address = u32(__cvta_generic_to_shared(&b));
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+}
+
+// The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.
+struct alignas(64) TensorMap { char bytes[128]; };
+
+// Start copying the box at (batch, head, token, column) to shared memory, zeros where it leaves the array; `b` counts the
+// bytes. One thread does it for all.
+__device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head,
+                                            i32 batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+          u32(__cvta_generic_to_shared(box))),
+      "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Start copying a box to the array, after fence_async by those who filled it; what leaves the array is dropped.
+__device__ __forceinline__ void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head,
+                                             i32 batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(u32(__cvta_generic_to_shared(box))), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Wait until this thread's stores have read their boxes.
+__device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // What this thread stored to shared memory can be read by wgmma, after a barrier also by others' wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

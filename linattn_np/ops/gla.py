@@ -33,7 +33,8 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
         otherwise.
     cu_seqlens : host integers [N + 1], optional
         Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty
-        sequences are legal and hand their initial state through.
+        sequences are legal and hand their initial state through. The first such call on a CUDA stream sends them to
+        the device: make it before the stream is captured into a graph.
     layout : "bhtd" or "bthd"
         "bthd" takes and returns ``[B, T, H, ...]``. No layout costs a copy.
     mode : "auto", "recurrent", "chunk", "staged" or "parallel"

@@ -10,8 +10,8 @@ from ..dispatch import call
 class Retention(Op):
     """Its decay is no array of the call but a constant a head, settled while binding."""
 
-    def bind(self, inputs, *, gamma=None, **arguments):
-        problem = super().bind(inputs, **arguments)
+    def check(self, inputs, *, gamma=None, **arguments):
+        problem = super().check(inputs, **arguments)
         problem.options["gamma"] = self.gamma(gamma, problem.sizes["H"])
         return problem
 

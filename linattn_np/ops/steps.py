@@ -10,18 +10,14 @@ from ..dispatch import backend_module, choose
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
-    def bind(self, inputs, *, state=None, slots=None, scale=None, out=None):
-        problem = super().bind(inputs, scale=scale, out=out, mode="recurrent")
+    def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
+        problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
         B, H, K, V = problem.shape("B H K V")
         pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home)
-        if problem.home == "host":
-            if not state.flags.writeable:
-                self.refuse("state", "is read-only, but it is updated in place")
-            self.keep_apart("state", state, problem.arrays.items())
-            if out is not None:
-                self.keep_apart("out", problem.out, [("state", state)])
+        if problem.home == "host" and not state.flags.writeable:
+            self.refuse("state", "is read-only, but it is updated in place")
         problem.options.update(state=state, slots=self.slots(slots, B, pool["N"], problem.home))
         return problem
 
@@ -72,8 +68,8 @@ def gla_step(q, k, v, g, state, *, slots=None, scale=None, backend="auto", out=N
     state : [B, H, K, V], or a pool [P, H, K, V] with `slots`
         float32, float64, float16 or bfloat16; the arithmetic is float32 (float64 beside float64 inputs).
     slots : integers [B], optional
-        Row of the pool that each sequence's state lives in, each at most once. Host integers are checked; an int64
-        CuPy array is taken as it is, without synchronising.
+        Row of the pool that each sequence's state lives in, each at most once. Host integers are checked, and sent to
+        the device as `cu_seqlens` are in `gla`; an int64 CuPy array is taken as it is, without synchronising.
     scale, backend, out
         As in `gla`.
 

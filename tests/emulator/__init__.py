@@ -6,6 +6,7 @@
 import ctypes
 import hashlib
 import os
+import struct
 import subprocess
 import tempfile
 from functools import cache
@@ -95,6 +96,11 @@ class EmulatedDevice:
 
     def pointer(self, array) -> int:
         return array.ctypes.data
+
+    def tensor_map(self, array, columns, tokens, swizzled) -> bytes:
+        sizes, strides = array.shape[::-1], array.strides[::-1]
+        box = columns, tokens, array.dtype.itemsize, swizzled
+        return struct.pack("=q4q4q4i", array.ctypes.data, *sizes, *strides, *box).ljust(128, b"\0")
 
     def launch(self, kernel, blocks, args, smem=0):
         error = _load(kernel)(args.ctypes.data, args.nbytes, blocks, kernel.threads, smem)

@@ -18,6 +18,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct dim3 { unsigned x, y, z; };
 struct alignas(8) float2 { float x, y; };

@@ -275,6 +275,61 @@ inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulato
     emulator::wait_until("barrier_wait", where, emulator::phase_over, &operand);
 }
 
+// Loads are done at once, so that what they announce need not be counted.
+inline void barrier_expect(Barrier& b, u32 bytes, emulator::Where where = emulator::here()) { barrier_arrive(b, where); }
+
+struct alignas(64) TensorMap {
+  unsigned char* array;
+  i64 sizes[4], strides[4];  // columns, tokens, heads, batch; in elements and bytes
+  i32 columns, tokens, bytes, swizzled;  // of the box; of an element
+};
+
+namespace emulator {
+
+// Calls f(piece of the box, piece of the array or null outside it, bytes) for every 16 bytes.
+template <class F>
+void each_piece(const char* call, const void* box, const TensorMap& map, const i32 (&at)[4], Where where, F f) {
+  const int row = map.columns * map.bytes;
+  EMULATOR_CHECK(in_shared(box, map.swizzled ? 1024 : 128), "%s of a box not aligned or not in shared memory (%s:%d)",
+                 call, where.file, where.line);
+  for (int t = 0; t < map.tokens; ++t)
+    for (int byte = 0; byte < row; byte += 16) {
+      const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t, at[2], at[3]};
+      bool inside = true;
+      i64 offset = 0;
+      for (int axis = 0; axis < 4; ++axis) {
+        inside = inside && place[axis] >= 0 && place[axis] < map.sizes[axis];
+        offset += place[axis] * map.strides[axis];
+      }
+      const int piece = map.swizzled ? byte ^ (t & 7) * 16 : byte;
+      f(static_cast<unsigned char*>(const_cast<void*>(box)) + t * row + piece, inside ? map.array + offset : nullptr);
+    }
+}
+
+}  // namespace emulator
+
+inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head, i32 batch,
+                        emulator::Where where = emulator::here()) {
+  emulator::phases("tensor_load", b, where);
+  emulator::each_piece("tensor_load", box, map, {column, token, head, batch}, where,
+                       [](unsigned char* to, const unsigned char* from) {
+                         if (from)
+                           memcpy(to, from, 16);
+                         else
+                           memset(to, 0, 16);
+                       });
+}
+
+inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
+                         emulator::Where where = emulator::here()) {
+  emulator::each_piece("tensor_store", box, map, {column, token, head, batch}, where,
+                       [](const unsigned char* from, unsigned char* to) {
+                         if (to) memcpy(to, from, 16);
+                       });
+}
+
+inline void tensor_store_wait() {}
+
 inline void fence_async() {}
 
 inline void stmatrix_x4_trans(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {

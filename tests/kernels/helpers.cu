@@ -29,6 +29,14 @@ template <typename T> struct Narrow {
   }
 };
 
+// in [n, 2] float, out [n] pairs.
+template <typename T> struct Pack {
+  __device__ static void run(const HelpersArgs& args) {
+    const float* in = static_cast<const float*>(args.in);
+    for (i64 i = threadIdx.x; i < args.n; i += 32) static_cast<u32*>(args.out)[i] = pack<T>(in[2 * i], in[2 * i + 1]);
+  }
+};
+
 struct Tf32 {
   __device__ static void run(const HelpersArgs& args) {
     each<float, u32>(args, [](float x) { return to_tf32(x); });

@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from . import plans
+from . import plans, recording
 from .build import CupyDevice
 
+DEVICE = CupyDevice()
 LEAST_CAPABILITY = 80           # cp.async and tf32 products came with sm_80
 
 
 def why_not(problem) -> str | None:
     if problem.home == "host":
         return "the arrays are on the host"
-    return too_old(ordinal(problem)) or plans.unsupported(problem)
+    memo = {} if problem.memo is None else problem.memo
+    if "unsupported" not in memo:
+        memo["unsupported"] = too_old(ordinal(problem)) or plans.unsupported(problem)
+    return memo["unsupported"]
 
 
 def ordinal(problem) -> int:
@@ -35,8 +39,11 @@ def too_old(device: int) -> str | None:
 
 
 def run(problem):
-    with sys.modules["cupy"].cuda.Device(ordinal(problem)):
-        return plans.run(problem, CupyDevice())
+    cuda = sys.modules["cupy"].cuda
+    if cuda.runtime.getDevice() != ordinal(problem):
+        with cuda.Device(ordinal(problem)):
+            return run(problem)
+    return recording.run(problem, DEVICE)
 
 
 def describe(problem, bytes_moved) -> dict:
@@ -44,8 +51,8 @@ def describe(problem, bytes_moved) -> dict:
     bandwidth = peak_bandwidth(ordinal(problem))
     return {
         "mode": plans.mode_of(problem) if operator else None,
-        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plans.kernels_of(problem, CupyDevice())),
-        "tiles": plans.tiles_of(problem, CupyDevice()),
+        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plans.kernels_of(problem, DEVICE)),
+        "tiles": plans.tiles_of(problem, DEVICE),
         "copies": plans.copies_of(problem),
         "floor_ms": bytes_moved / bandwidth * 1e3 if bandwidth else None,
     }

@@ -9,8 +9,11 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 
 import numpy as np
+
+from .tensor_map import tensor_map
 
 OPTIONS = ("-std=c++17",)
 SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory a kernel may use without asking
@@ -103,6 +106,12 @@ def pack(**fields) -> np.ndarray:
     return np.frombuffer(layout.pack(*values), dtype)
 
 
+def with_maps(maps, fields: np.ndarray) -> np.ndarray:
+    """The one argument of a kernel whose struct begins with tensor maps, on 64 bytes as they are: shape (1,)."""
+    room = b"".join((*maps, fields.tobytes()))
+    return np.frombuffer(room.ljust(-(-len(room) // 64) * 64, b"\0"), np.dtype((np.void, -(-len(room) // 64) * 64)))
+
+
 @cache
 def _capability(device):
     import cupy
@@ -127,6 +136,21 @@ def load(kernel: Kernel):
     return _load(kernel, cupy.cuda.runtime.getDevice())
 
 
+@cache
+def _bytes(count):
+    """The type in which CuPy hands an argument on fastest: it looks at every field of a struct."""
+    return np.dtype((np.void, count))
+
+
+@cache
+def _ready(kernel, smem, device):
+    """What launches `kernel` with `smem` bytes of shared memory on `device`, which must be the current one."""
+    function = _load(kernel, device)
+    if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
+        function.max_dynamic_shared_size_bytes = smem
+    return function.kernel
+
+
 class CupyDevice:
     """Allocation and launches of the host plans on the current CUDA device and stream."""
 
@@ -136,6 +160,20 @@ class CupyDevice:
         import cupy
 
         return _capability(cupy.cuda.runtime.getDevice())
+
+    @property
+    def queue(self):
+        """What orders the work: the stream, and the thread, which has a default stream of its own when asked for."""
+        import cupy
+
+        return cupy.cuda.get_current_stream().ptr, get_ident()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether launches now go into a CUDA graph."""
+        import cupy
+
+        return cupy.cuda.get_current_stream().is_capturing()
 
     def empty(self, shape, dtype):
         import cupy
@@ -156,16 +194,25 @@ class CupyDevice:
     def upload(self, host):
         import cupy
 
+        if self.capturing:
+            raise RuntimeError("host integers (cu_seqlens, slots) cannot be sent to the device while a graph is captured: "
+                               "make the same call once before, on the same stream and thread")
         return cupy.asarray(host)
 
     def pointer(self, array) -> int:
         return array.data.ptr
 
+    def tensor_map(self, array, columns: int, tokens: int, swizzled: bool) -> bytes:
+        """The driver's CUtensorMap of `array` [B, H, T, D] for boxes of so many columns and tokens.
+
+        The box's rows stand side by side in shared memory, or, `swizzled`, 128 bytes each in the 128-byte swizzle.
+        """
+        return tensor_map(array.data.ptr, array.shape, array.strides, array.dtype.name, columns, tokens, swizzled)
+
     def launch(self, kernel: Kernel, blocks: int, args: np.ndarray, smem: int = 0):
         """Enqueue `blocks` blocks on grid x, with `args` from `pack` and `smem` bytes of shared memory."""
-        if blocks == 0:  # CuPy would launch one
-            return
-        function = load(kernel)
-        if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
-            function.max_dynamic_shared_size_bytes = smem
-        function((blocks,), (kernel.threads,), (args,), shared_mem=smem)
+        import cupy
+
+        if blocks:       # CuPy would launch one for 0
+            function = _ready(kernel, smem, cupy.cuda.runtime.getDevice())
+            function((blocks,), (kernel.threads,), (args.view(_bytes(args.nbytes)),), shared_mem=smem)

@@ -9,12 +9,11 @@ import numpy as np
 
 from ...contract import CHUNK, SUB_CHUNK
 from . import tiles
-from .build import pack
+from .build import pack, with_maps
 
 FLOAT32 = np.dtype(np.float32)
 MODES = ("auto", "recurrent", "chunk", "staged")
 OPERATORS = ("gla", "rwkv6")
-SEGMENT_ALIGNMENT = 32          # tokens: segments end where chunks of the warpgroup kernel do
 
 
 def unsupported(problem) -> str | None:
@@ -100,62 +99,82 @@ def copies_of(problem) -> tuple[str, ...]:
 # -- operators --------------------------------------------------------------------------------------------------------
 def chunk(problem, device, o, initial, final):
     kernels, columns, P = one_pass_kernels(problem, device)
-    arrays = inputs(problem, device)
-    if P > 1:
-        in_segments(problem, device, kernels, columns, P, arrays, o, initial, final)
-    elif kernels[0].name == "warpgroup_forward":
-        one_pass(problem, device, kernels[0], columns, arrays, o, initial, final, decays=None, skipped=0)
-    else:
+    arrays = inputs(problem)
+    if kernels[0].name == "chunk_forward":
         one_pass(problem, device, kernels[0], columns, arrays, o, initial, final,
                  vectors=int(in_pieces(problem, device)))
+    elif P == 1:
+        on_warpgroups(problem, device, kernels, arrays, o, initial, final, place(problem, device))
+    else:
+        in_segments(problem, device, kernels, P, arrays, o, initial, final)
 
 
 def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, int]:
-    """Of mode "chunk": the kernels, their columns of V a block, the segments a sequence; Hopper's own where it can."""
+    """Of mode "chunk": what is launched, its columns of V a block, the segments a sequence; Hopper's own where it can."""
     policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
     N, H, K, V = problem.shape("N H K V")
-    if device.capability != 90 or T.itemsize != 2 or K > tiles.WARPGROUP_TILES[-1] or not in_pieces(problem, device):
+    if device.capability != 90 or T.itemsize != 2 or not mappable(problem, device):
         return (tiles.chunk_forward(policy, T, G, K, V),), tiles.columns(V), 1
-    kernel = tiles.warpgroup_forward(policy, T, G, K, V)
-    columns = int(kernel.template[-1])
+    passes = ("Whole",) if K <= tiles.WARPGROUP_TILES[-1] else ("First", "Last")
+    kernels = tuple(tiles.warpgroup_forward(policy, T, G, K, V, only) for only in passes)
+    columns = int(kernels[0].template[-1])
     P = tiles.segments(N * H * ceil_div(V, columns), int(problem.spans.lengths.max()))
-    if P == 1:
-        return (kernel,), columns, 1
-    return (tiles.warpgroup_forward("Gla", T, G, K, V, "Summary"), tiles.scan_segments(), kernel), columns, P
+    if P > 1:
+        summaries = len(passes) * (tiles.warpgroup_forward("Gla", T, G, K, V, "Summary"),)
+        kernels = (*summaries, tiles.scan_segments(), *kernels)
+    return kernels, columns, P
 
 
-def in_segments(problem, device, kernels, columns, P, arrays, o, initial, final):
+def in_segments(problem, device, kernels, P, arrays, o, initial, final):
     """Sequences cut into P segments: what each leaves behind, the states between them, then all of them at once."""
-    summary, scan, whole = kernels
+    n = len(kernels) // 2
+    summaries, scan, whole = kernels[:n], kernels[n], kernels[n + 1:]
     N, H, K, V = problem.shape("N H K V")
     states, decays = device.empty((N * P, H, K, V), FLOAT32), device.empty((N * P, H, 2, K), FLOAT32)
-    where = place(problem, device, problem.spans.segments(P, SEGMENT_ALIGNMENT))
-    one_pass(problem, device, summary, columns, arrays, o, None, states, where, decays=device.pointer(decays),
-             skipped=P if final is None else 0)
+    where = place(problem, device, problem.spans.segments(P, tiles.WARPGROUP_CHUNK))
+    on_warpgroups(problem, device, summaries, arrays, o, None, states, where, device.pointer(decays),
+                  skipped=P if final is None else 0)
     args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
                 final=pointer(device, final), P=P, H=H, K=K, V=V)
     device.launch(scan, N * H * ceil_div(K * V, 4 * scan.threads), args)
-    one_pass(problem, device, whole, columns, arrays, o, states, None, where, decays=None, skipped=0)
+    on_warpgroups(problem, device, whole, arrays, o, states, None, where)
+
+
+def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, skipped=0):
+    """The Hopper kernel on the sequences or segments that `where` names, a launch for every BK channels."""
+    q, k, v, g = arrays
+    B, H, T, V = problem.shape("B H T V")
+    BK, BV = (int(size) for size in kernels[0].template[-2:])
+    maps = [device.tensor_map(x, BK, tiles.WARPGROUP_CHUNK, False) for x in (q, k, g)]
+    maps += [device.tensor_map(x, tiles.PANEL, tiles.WARPGROUP_CHUNK, True) for x in (v, o)]
+    stripes, count, kept = H * ceil_div(V, BV), where.shape["count"], None
+    if any("First" in kernel.template for kernel in kernels):
+        kept = device.empty((B * stripes * (T // tiles.WARPGROUP_CHUNK + count), tiles.WARPGROUP_CHUNK * BV), FLOAT32)
+    for n, kernel in enumerate(kernels):
+        fields = pack(**rows(device, o=o), u=pointer(device, bonus(problem)), initial=pointer(device, initial),
+                      final=pointer(device, final), **where.shape, scale=problem.scale, decays=decays,
+                      kept=pointer(device, kept), channel=n * BK, skipped=skipped)
+        device.launch(kernel, B * count * stripes, with_maps(maps, fields), tiles.shared_bytes(kernel))
 
 
 def recurrent(problem, device, o, initial, final):
     kernel = tiles.recurrent_forward(tiles.policy(problem.op), problem.dtype, gate(problem).dtype, problem.sizes["K"])
-    one_pass(problem, device, kernel, tiles.TOKEN_COLUMNS, inputs(problem, device), o, initial, final)
+    one_pass(problem, device, kernel, tiles.TOKEN_COLUMNS, inputs(problem), o, initial, final)
 
 
-def one_pass(problem, device, kernel, columns, arrays, o, initial, final, where=None, **more):
+def one_pass(problem, device, kernel, columns, arrays, o, initial, final, **more):
     """A kernel that takes a (sequence, head, so many columns of V) a block."""
     q, k, v, g = arrays
     u = bonus(problem)
-    B, H, V = problem.shape("B H V")
-    where = where or place(problem, device)
+    N, H, V = problem.shape("N H V")
+    where = place(problem, device)
     args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, u), initial=pointer(device, initial),
                 final=pointer(device, final), **where.shape, scale=problem.scale, **more)
-    device.launch(kernel, B * where.shape["count"] * H * ceil_div(V, columns), args, tiles.shared_bytes(kernel))
+    device.launch(kernel, N * H * ceil_div(V, columns), args, tiles.shared_bytes(kernel))
 
 
 def staged(problem, device, o, initial, final):
-    q, k, v, g = inputs(problem, device)
+    q, k, v, g = inputs(problem)
     B, H, T, K, V = problem.shape("B H T K V")
     where = place(problem, device)
     b, e, qg, kg = (device.empty((B, H, T, K), FLOAT32) for _ in range(4))
@@ -170,14 +189,14 @@ def staged(problem, device, o, initial, final):
 
 
 def step(problem, device):
-    q, k, v, g = (in_rows(device, x[:, :, None]) for x in list(problem.arrays.values())[:4])
+    q, k, v, g = inputs(problem)
     state, slots = problem.options["state"], problem.options["slots"]
     B, H, K, V = problem.shape("B H K V")
     if isinstance(slots, np.ndarray):
         slots = device.upload(slots)
     o = output(problem, device)
     kernel = tiles.step(tiles.policy(problem.op), problem.dtype, g.dtype, state.dtype)
-    args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o[:, :, None]), u=pointer(device, bonus(problem)),
+    args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, bonus(problem)),
                 **rows(device, state=state), slots=pointer(device, slots), H=H, K=K, V=V, scale=problem.scale)
     device.launch(kernel, B * H * ceil_div(V, tiles.TOKEN_COLUMNS), args, tiles.shared_bytes(kernel))
     return give_back(problem, o)
@@ -185,14 +204,14 @@ def step(problem, device):
 
 # -- stages -----------------------------------------------------------------------------------------------------------
 def stage_chunk_cumsum(problem, device):
-    g, = inputs(problem, device)
+    g, = inputs(problem)
     b, e = (device.empty_like(g, g.shape, FLOAT32) for _ in range(2))
     launch_chunk_cumsum(device, place(problem, device), g, b, e)
     return b, e
 
 
 def stage_gated_qk(problem, device):
-    q, k, b, e = inputs(problem, device)
+    q, k, b, e = inputs(problem)
     qg, kg = (device.empty_like(x, x.shape, FLOAT32) for x in (q, k))
     policy = "Rwkv6" if problem.options["exclusive"] else "Gla"
     launch_gated_qk(device, place(problem, device), policy, q, k, b, e, qg, kg)
@@ -200,7 +219,7 @@ def stage_gated_qk(problem, device):
 
 
 def stage_inter_chunk(problem, device):
-    kg, v, b = inputs(problem, device)
+    kg, v, b = inputs(problem)
     h = device.empty(problem.shape("B H NC K V"), FLOAT32)
     initial, final = states(problem, device)
     launch_inter_chunk(device, place(problem, device), kg, v, b, h, initial, final)
@@ -208,14 +227,14 @@ def stage_inter_chunk(problem, device):
 
 
 def stage_intra_chunk(problem, device):
-    q, k, g = inputs(problem, device)
+    q, k, g = inputs(problem)
     A = device.empty_like(q, problem.shape("B H T C"), FLOAT32)
     launch_intra_chunk(device, place(problem, device), tiles.policy(problem.op), q, k, g, bonus(problem), A)
     return A
 
 
 def stage_combine(problem, device):
-    qg, A, v = (in_rows(device, problem[name]) for name in ("qg", "A", "v"))
+    qg, A, v = (in_rows(problem[name]) for name in ("qg", "A", "v"))
     o = output(problem, device)
     launch_combine(device, place(problem, device), qg, problem["h"], A, v, o, problem.scale)
     return give_back(problem, o)
@@ -254,7 +273,7 @@ def launch_intra_chunk(device, where, policy, q, k, g, u, A):
 def launch_combine(device, where, qg, h, A, v, o, scale):
     kernel = tiles.combine(v.dtype)
     B, H, NC, K, V = h.shape
-    states = in_rows(device, h).reshape(B, H, NC * K, V)
+    states = in_rows(h).reshape(B, H, NC * K, V)
     blocks = where.chunks * ceil_div(where.shape["chunk"], tiles.STAGE_COLUMNS) * ceil_div(V, tiles.STAGE_COLUMNS)
     args = pack(**rows(device, qg=qg, h=states, A=A, v=v, o=o), **where.shape, scale=scale)
     device.launch(kernel, blocks, args, tiles.shared_bytes(kernel))
@@ -323,18 +342,21 @@ def in_pieces(problem, device) -> bool:
     return aligned and not any(x.shape[-1] * x.dtype.itemsize % 16 for x in arrays)
 
 
-def in_rows(device, x):
+def mappable(problem, device) -> bool:
+    """Whether tensor maps can describe the arrays: whole pieces, none empty, no axis repeated or backwards."""
+    arrays = (*problem.arrays.values(), *(() if problem.out is None else (problem.out,)))
+    return in_pieces(problem, device) and all(
+        x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
+
+
+def in_rows(x):
     """`x`, or a copy of it where its last axis is not contiguous."""
-    if has_rows(x):
-        return x
-    copy = device.empty(x.shape, x.dtype)
-    copy[...] = x
-    return copy
+    return x if has_rows(x) else x.copy(order="C")
 
 
-def inputs(problem, device):
+def inputs(problem):
     """The arrays of the call except the bonus, in the order of the declaration."""
-    return tuple(in_rows(device, x) for name, x in problem.arrays.items() if name != "u")
+    return tuple(in_rows(x) for name, x in problem.arrays.items() if name != "u")
 
 
 def bonus(problem):
@@ -343,11 +365,11 @@ def bonus(problem):
 
 
 def rows(device, **arrays) -> dict:
-    """The fields of a kernel's `Rows`: pointer and element strides of the first three axes."""
+    """The fields of a kernel's `Rows`: pointer and element strides of all axes but the last, at most three."""
     fields = {}
     for name, x in arrays.items():
         size = x.dtype.itemsize
-        b, h, t = (stride // size for stride in x.strides[:3])
+        b, h, t = *(stride // size for stride in x.strides[:-1]), *[0] * (4 - x.ndim)
         fields |= {name: device.pointer(x), f"{name}_b": b, f"{name}_h": h, f"{name}_t": t}
     return fields
 

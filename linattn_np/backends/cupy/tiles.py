@@ -14,9 +14,10 @@ STAGE_COLUMNS = 64      # columns of V a block of the tiled stages
 CHUNK_COLUMNS = (64, 128)           # BV of chunk_forward: blocks that share a head repeat its scores, so the wider
                                     # one where V needs it: 2.68 to 2.21 ms at 4,4096,64,128 on an H200
 TOKENS = {"chunk_forward": {"chunk": 16}, "warpgroup_forward": {"chunk": 32, "sub_chunk": 8}}   # at a time
+WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, columns of V a warpgroup
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 MULTIPROCESSORS = 132               # of a Hopper card
-SEGMENT = 1024                      # tokens that are worth a pass of their own
+SEGMENT = 512                      # tokens that are worth a pass of their own
 TOKEN_COLUMNS = 32      # columns of V a block of the recurrences: one lane a column
 CHANNELS = (64, 128, 256)           # BK: the whole of K in one tile, padded up; smaller ones would save nothing
                                     # that a block of 128 threads notices
@@ -42,6 +43,7 @@ def chunk_forward(policy, T, G, K, V) -> Kernel:
 
 
 def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
+    """`only`: "First" and "Last" of more channels than a tile has, "Summary" of segments."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
     return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES[G], str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
 
@@ -133,7 +135,7 @@ def shared_bytes(kernel: Kernel) -> int:
             BK, BV, half, gate = int(BK), int(BV), size[T], size[G]
             handed = 1024 * -(-(32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
             values = BV // 64 * (4 if gate == 2 else 3) * 32 * 64 * half
-            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 32
+            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 8 * (6 + BV // 64 * (4 if gate == 2 else 3))
             return 1024 * -(-used // 1024)
         case "recurrent_forward", (*_, BK):
             BK = int(BK)
@@ -169,9 +171,10 @@ def kernels():
         for K in CHANNELS:
             for V in CHUNK_COLUMNS:
                 yield chunk_forward(p, T, G, K, V)
-                if T != single and K <= WARPGROUP_TILES[-1]:
-                    yield warpgroup_forward(p, T, G, K, V)
-                    if p == POLICIES[0]:
+                if T != single:
+                    for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole",):
+                        yield warpgroup_forward(p, T, G, K, V, only)
+                    if p == POLICIES[0] and K <= WARPGROUP_TILES[-1]:
                         yield warpgroup_forward(p, T, G, K, V, "Summary")
             yield recurrent_forward(p, T, G, K)
             yield intra_chunk(p, T, G, K)

@@ -1,0 +1,252 @@
+"""Calls alike share their checks and their plan, and nothing else; a call that differs in anything shares neither."""
+
+import gc
+import weakref
+from threading import Thread
+
+import numpy as np
+import pytest
+from emulator import EmulatedDevice
+from reference import draw, same_bits
+
+from linattn_np import ContractError, ContractTypeError, gla, gla_step, rwkv6_step
+from linattn_np.arrays import BFLOAT16, signature
+from linattn_np.backends.cupy import plans, recording
+from linattn_np.contract import swap_heads
+from linattn_np.ops.gla import GLA
+from linattn_np.ops.retention import RETENTION
+from linattn_np.ops.rwkv6 import RWKV6
+from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
+
+SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8}
+
+
+def arrays(op=GLA, dtype=np.float32, seed=0, layout="bhtd", **sizes):
+    drawn = draw(op, np.random.default_rng(seed), {**SIZES, **sizes}, dtype)
+    return [np.ascontiguousarray(swap_heads(x, axes, layout)) for x, axes in zip(drawn, op.arrays.values())]
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+def test_calls_alike_share_a_memo_and_no_arrays():
+    first, second = GLA.bind(arrays(), scale=0.5), GLA.bind(arrays(seed=1), scale=0.5)
+    assert first.memo is second.memo and first.sizes == second.sizes and first.scale == second.scale
+    assert all(first[name] is not second[name] for name in GLA.arrays)
+    out = np.empty((2, 40, 2, 8), np.float32)
+    start = np.zeros((2, 2, 16, 8), np.float32)
+    for _ in range(2):
+        inputs = arrays(layout="bthd")
+        problem = GLA.bind(inputs, layout="bthd", out=out, initial_state=start)
+        assert problem["q"].shape == (2, 2, 40, 16) and problem["q"].base is inputs[0] and problem.example is inputs[0]
+        assert problem.out.shape == (2, 2, 40, 8) and problem.out.base is out and problem.initial_state == (start,)
+    for _ in range(2):
+        state, slots = np.zeros((5, 2, 16, 8)), [3, 1]
+        problem = GLA_STEP.bind(arrays(GLA_STEP), state=state, slots=slots)
+        assert problem.options["state"] is state and problem.options["slots"].tolist() == slots
+
+
+def changed(x):
+    """The same shape, not the same kind of array."""
+    wide = np.concatenate([x, x], axis=-1)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    return [wide[..., :x.shape[-1]], wide[..., ::2], np.asfortranarray(x), x[:, ::-1], read_only]
+
+
+def test_what_differs_shares_nothing():
+    q, *rest = arrays()
+    memo = GLA.bind([q, *rest]).memo
+    assert all(GLA.bind([x, *rest]).memo is not memo for x in changed(q))
+    assert GLA.bind(arrays(dtype=np.float16)).memo is not memo
+    assert GLA.bind(arrays(T=41)).memo is not memo
+    assert GLA.bind(arrays(), layout="bthd").memo is not memo
+    assert GLA.bind(arrays(), gradient=True).memo is not memo
+    problems = [GLA.bind(arrays(B=1), **options) for options in (
+        {}, {"scale": 1.0}, {"scale": 0.0}, {"scale": -0.0}, {"mode": "chunk"}, {"chunk_size": 32}, {"chunk_size": 64},
+        {"output_final_state": True}, {"state_dtype": np.float64}, {"materialize": True}, {"cu_seqlens": [0, 40]},
+        {"cu_seqlens": [0, 39, 40]}, {"cu_seqlens": [0, 38, 40]}, {"out": np.empty((1, 2, 40, 8), np.float32)},
+        {"initial_state": np.zeros((1, 2, 16, 8), np.float32)}, {"initial_state": np.zeros((1, 2, 16, 8), BFLOAT16)})]
+    assert len({id(problem.memo) for problem in problems}) == len(problems)
+    assert np.signbit([problem.scale for problem in problems[2:4]]).tolist() == [False, True]
+    assert GLA.bind(arrays(B=1), cu_seqlens=np.array([0, 39, 40])).memo is problems[11].memo        # by value
+    assert RETENTION.bind(arrays(RETENTION), gamma=np.array([0.5, 0.25])).memo is None              # not comparable
+
+
+LOOKALIKES = {      # right arguments, and wrong ones that equal them
+    "scale": ({"scale": 1.0}, {"scale": True}, ContractTypeError),
+    "chunk_size": ({"chunk_size": 64}, {"chunk_size": 64.0}, ContractError),
+    "cu_seqlens": ({"cu_seqlens": [0, 40]}, {"cu_seqlens": [0.0, 40.0]}, ContractError),
+    "nested": ({"cu_seqlens": [0, 40]}, {"cu_seqlens": [[0, 40]]}, ContractError),
+    "layout": ({"layout": "bhtd"}, {"layout": ["bhtd"]}, ContractError),
+}
+
+
+@pytest.mark.parametrize("case", LOOKALIKES)
+def test_lookalikes_are_refused_as_ever(case):
+    right, wrong, error = LOOKALIKES[case]
+    for _ in range(2):
+        gla(*arrays(B=1), **right)
+        with pytest.raises(error, match="gla: "):
+            gla(*arrays(B=1), **wrong)
+
+
+def test_memory_is_checked_at_every_call():
+    """What cannot be known from shapes: arrays that overlap."""
+    inputs = arrays(V=16)
+    for _ in range(2):
+        gla(*inputs, out=np.empty_like(inputs[2]))
+        with pytest.raises(ContractError, match="out shares memory with v"):
+            gla(*inputs, out=inputs[2])
+        step = arrays(GLA_STEP, V=16)
+        state = np.zeros((2, 2, 16, 16), np.float32)
+        gla_step(*step, state)
+        with pytest.raises(ContractError, match="state shares memory with k"):
+            gla_step(step[0], state[:, :, 0], *step[2:], state)
+        with pytest.raises(ContractError, match="out shares memory with state"):
+            gla_step(*step, state, out=state[:, :, 0])
+        with pytest.raises(ContractError, match="slots"):
+            gla_step(*step, state, slots=[0, 2])
+
+
+def test_no_array_is_kept():
+    for _ in range(2):
+        inputs, out, state = arrays(GLA_STEP), np.empty((2, 2, 8), np.float32), np.zeros((2, 2, 16, 8), np.float32)
+        kept = [weakref.ref(x) for x in (*inputs, out, state)]
+        run(GLA_STEP, inputs, device(), state=state, out=out)
+        gla_step(*inputs, state, out=out)
+        sequence = arrays(layout="bthd")
+        kept += map(weakref.ref, (*sequence, *flat(run(GLA, sequence, device(), layout="bthd", output_final_state=True))))
+        del inputs, out, state, sequence
+        gc.collect()
+        assert not any(ref() is not None for ref in kept)
+
+
+def test_device_arrays_differ_by_place():
+    """Arrays of CuPy at addresses that nobody looks at."""
+    cupy = pytest.importorskip("cupy")
+
+    def array(address=1 << 20, device=0, shape=(2, 3), dtype=np.float32, strides=None):
+        memory = cupy.cuda.UnownedMemory(address, 1 << 10, None, device)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+    assert signature(array()) == signature(array(1 << 21))
+    others = [array(device=1), array((1 << 20) + 4), array(dtype=np.float16), array(shape=(3, 2)), array(strides=(4, 8))]
+    assert len({signature(x) for x in (array(), *others)}) == 6
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+class Queued(EmulatedDevice):
+    """What `recording` asks of a device beside `plans`."""
+
+    queue, capturing = 0, False
+
+
+def device(capability=80, made={}):
+    return made.setdefault(capability, Queued(capability))
+
+
+def run(op, inputs, on, **arguments):
+    return recording.run(op.bind(inputs, **arguments), on)
+
+
+def flat(result):
+    return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
+
+
+CALLS = {
+    "plain": {}, "recurrent": {"mode": "recurrent"}, "staged": {"mode": "staged"}, "scale": {"scale": -2.0},
+    "final": {"output_final_state": True}, "bthd": {"layout": "bthd", "output_final_state": True},
+    "packed": {"cu_seqlens": [0, 17, 17, 40], "output_final_state": True},
+    "packed-staged": {"cu_seqlens": [0, 17, 40], "mode": "staged"},
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_a_recording_does_what_the_plan_does(op, case, dtype, capability, monkeypatch):
+    """Also where the call recorded was given one array twice, and later ones were not."""
+    on, options = device(capability), dict(CALLS[case])
+    B = 1 if "cu_seqlens" in options else 2
+    calls = [arrays(op, dtype, seed, options.get("layout", "bhtd"), B=B, V=16) for seed in range(3)]
+    if op is RWKV6:
+        calls = [[*call[:4], call[4].astype(np.float32)] for call in calls]
+    calls[0][1] = calls[0][0]
+    wanted = [flat(plans.run(op.bind(call, **options), on)) for call in calls]
+    found = [flat(run(op, calls[0], on, **options))]
+    monkeypatch.setattr(plans, "run", None)
+    found += [flat(run(op, call, on, **options)) for call in calls[1:]]
+    for left, right in zip(found, wanted):
+        assert all(x is y is None or same_bits(x, y) and x.strides == y.strides for x, y in zip(left, right, strict=True))
+    assert not np.shares_memory(found[1][0], found[2][0])
+
+
+@pytest.mark.parametrize("slots", [None, [4, 1]], ids=["rows", "slots"])
+@pytest.mark.parametrize("op", [GLA_STEP, RWKV6_STEP], ids=lambda op: op.name)
+def test_a_recorded_step_updates_the_state_of_its_call(op, slots, monkeypatch):
+    for turn in range(3):
+        inputs, out = arrays(op, seed=turn), np.full((2, 2, 8), np.nan, np.float32)
+        state = np.random.default_rng(turn).standard_normal((5 if slots else 2, 2, 16, 8)).astype(np.float32)
+        mine = state.copy()
+        step = gla_step if op is GLA_STEP else rwkv6_step
+        wanted = step(*inputs, state, slots=slots)
+        if turn:
+            monkeypatch.setattr(plans, "run", None)
+        assert run(op, inputs, device(), state=mine, slots=slots, out=out) is out
+        np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mine, state, rtol=1e-4, atol=1e-5)
+
+
+def test_plans_that_copy_run_each_time():
+    for turn in range(2):
+        q, k, v, g = arrays(seed=turn)
+        wanted, state = gla(q, k, v, g, output_final_state=True)
+        out = np.empty((2, 2, 8, 40), np.float32).swapaxes(2, 3)
+        columns = np.asfortranarray(q)
+        start = np.zeros((2, 2, 16, 8))                                 # float64, which the kernels do not read
+        for inputs, options in (((columns, k, v, g), {}), ((q, k, v, g), {"out": out}), ((q, k, v, g), {"initial_state": start})):
+            problem = GLA.bind(inputs, **options)
+            o, _ = recording.run(problem, device())
+            np.testing.assert_allclose(o, wanted, rtol=1e-3, atol=1e-4)
+            assert list(problem.memo["recordings"].values()) == [None]
+        for _ in range(2):
+            assert flat(run(GLA, (q, k, v, g), device(), output_final_state=True, state_dtype=np.float64))[1].dtype == np.float64
+
+
+def test_each_queue_has_tables_of_its_own():
+    on = Queued()
+    problem = GLA.bind(arrays(B=1), cu_seqlens=[0, 11, 40])
+    for on.queue in range(2 * recording.QUEUES):
+        recording.run(problem, on)
+        assert (on, on.queue) in problem.memo["recordings"]
+    assert len(problem.memo["recordings"]) <= recording.QUEUES
+
+
+def test_a_graph_keeps_its_tables_and_scratch(monkeypatch):
+    monkeypatch.setattr(recording, "in_graphs", [])
+    on = Queued()
+    problem = GLA.bind(arrays(B=1), cu_seqlens=[0, 12, 40])
+    recording.run(problem, on)
+    assert not recording.in_graphs
+    on.capturing = True
+    o, _ = recording.run(problem, on)
+    (table,) = recording.in_graphs
+    assert table is not o and table.dtype == np.int64
+    recording.run(GLA.bind(arrays(B=1), mode="staged"), on)
+    assert len(recording.in_graphs) == 1 + 6
+
+
+def test_threads_share_recordings():
+    on, results = Queued(), {}
+
+    def work(seed):
+        results[seed] = [run(GLA, arrays(seed=seed), on)[0] for _ in range(5)]
+
+    threads = [Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, found in results.items():
+        wanted = plans.run(GLA.bind(arrays(seed=seed)), on)[0]
+        assert all(same_bits(o, wanted) for o in found)
