@@ -147,8 +147,10 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
 # -- error figures ------------------------------------------------------------------------------------------------------
 # (whole tensor, worst row) by dtype, finest first. The whole-tensor ones are what the project promises for half and
 # single precision. Measured over all cases of test_contract: float64 1.4e-15 and 1.2e-14; float32 5e-7 and 2e-6 in the
-# CUDA kernels, 2.4e-6 and 2.2e-5 in NumPy's factored blocks; float16 3.6e-4 and 1e-3; bfloat16 1.9e-3 and 3.1e-3.
-LIMITS = {"float64": (1e-13, 1e-12), "float32": (2e-5, 1e-4), "float16": (2e-3, 4e-3), "bfloat16": (6e-3, 1e-2)}
+# CUDA kernels, 2.4e-6 and 2.2e-5 in NumPy's factored blocks; float16 3.6e-4 and 1e-3; bfloat16 1.9e-3 and 3.1e-3
+# where products take tf32, 2.4e-3 and 1.3e-2 where scores and keys are rounded to bfloat16 (Hopper): a row that cancels
+# to a tenth carries ten times the error.
+LIMITS = {"float64": (1e-13, 1e-12), "float32": (2e-5, 1e-4), "float16": (2e-3, 4e-3), "bfloat16": (6e-3, 2e-2)}
 
 
 def rms(x, **axes):

@@ -66,9 +66,9 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
     found = decoded(decoder, device, tokens, state)
     for t in range(tokens.shape[1]):
         wanted, _ = model.forward(tokens[:, t:t + 1], wanted_state)
-        close(found[:, t], wanted[:, 0], 1e-5)
+        close(found[:, t], wanted[:, 0], 4e-5)
     for part, wanted_part in zip(parts(state), parts(wanted_state)):
-        close(host(part), wanted_part, 1e-5)
+        close(host(part), wanted_part, 4e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,7 +83,7 @@ def test_batches(device, B, dtype, rng):
     wanted, state = model.forward(tokens[:, :1])
     wanted = np.concatenate([wanted, model.forward(tokens[:, 1:], state)[0]], axis=1)
     if B <= 8 or dtype == np.float32:
-        return close(found, wanted, 1e-5)
+        return close(found, wanted, 4e-5)
     error = relative_error(found, wanted, axis=(1, 2))
     assert np.median(error) <= 4 * ml_dtypes.finfo(dtype).eps and error.max() <= 0.2
 

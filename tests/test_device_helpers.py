@@ -299,7 +299,7 @@ def test_emulated_arrays_are_poisoned_in_the_order_of_their_prototype(order):
 
 
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
-@pytest.mark.parametrize("at", [(0, 0), (0, 24), (64, 8), (64, 30), (0, -4)], ids=str)
+@pytest.mark.parametrize("at", [(0, 0), (0, 24), (64, 8), (64, 30)], ids=str)
 @pytest.mark.parametrize("swizzled", [False, True], ids=["rows", "swizzled"])
 def test_tensor_copies_of_boxes_that_leave_the_array(hopper, rng, swizzled, at, layout):
     """A box of 16 tokens of an array of 40 tokens and 80 columns: zeros come from outside, nothing goes there."""
@@ -314,11 +314,10 @@ def test_tensor_copies_of_boxes_that_leave_the_array(hopper, rng, swizzled, at, 
     kernel = Kernel(f"{KERNELS}/tensor_copies", (), threads=32, arch="sm_90a")
     hopper.launch(kernel, 1, with_maps(maps, fields), smem=1024 + raw.nbytes)
 
-    padded = np.pad(x[batch, head], ((16, 16), (0, 128)))
-    box = padded[16 + at[1]:32 + at[1], at[0]:at[0] + columns]
+    box = np.pad(x[batch, head], ((0, 16), (0, 128)))[at[1]:at[1] + tokens, at[0]:at[0] + columns]
     pieces = np.arange(8) ^ (np.arange(tokens) % 8)[:, None] if swizzled else np.tile(np.arange(8), (tokens, 1))
     np.testing.assert_array_equal(host(raw)[np.arange(tokens)[:, None], pieces].reshape(tokens, columns), box)
     want = np.full_like(x, 7)
-    inside = slice(max(at[1], 0), at[1] + tokens), slice(at[0], at[0] + columns)
+    inside = slice(at[1], at[1] + tokens), slice(at[0], at[0] + columns)
     want[batch, head][inside] = x[batch, head][inside]
     np.testing.assert_array_equal(np.ascontiguousarray(host(to)).view(np.uint16), want)

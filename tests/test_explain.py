@@ -114,7 +114,7 @@ def test_hopper_has_a_kernel_of_its_own(device):
     own = "warpgroup_forward" if device.capability == 90 else "chunk_forward"
     for sizes, dtype, name in ((SIXTEEN, BFLOAT16, own), (SIXTEEN, np.float16, own), (SIXTEEN, np.float32, "chunk_forward"),
                                ({**SIXTEEN, "V": 12}, BFLOAT16, "chunk_forward"),
-                               ({**SIXTEEN, "K": 136}, BFLOAT16, "chunk_forward")):
+                               ({**SIXTEEN, "K": 136}, BFLOAT16, own)):
         arrays = [device.upload(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), sizes, dtype)]
         problem = next(iter(OPS)).bind(arrays)
         (kernel, *_), columns, P = plans.one_pass_kernels(problem, device)

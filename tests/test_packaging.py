@@ -78,6 +78,7 @@ ROOMS = {
     "explanation": (["contract", "dispatch", "ops"], []),
     "models": (["models", "arrays", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
+    "models/cuda_layers": (["models", "ops", "backends.cupy"], ["numpy"]),
     "backends/__init__": ([], []),
     "backends/numpy": (["backends.numpy", "arrays", "contract", "varlen"], ["numpy"]),
     "backends/cupy": (["backends.cupy", "arrays", "contract", "varlen"], ["numpy", "cupy"]),

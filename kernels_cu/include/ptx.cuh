@@ -65,6 +65,9 @@ template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
   return y;
 }
 
+// 1 / sqrt(x), 2 ulp.
+__device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
+
 // 2^x, 2 ulp; 2^-inf is 0, and results below the normal range are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -80,6 +83,11 @@ __device__ __forceinline__ u32 copy_of(float x) {
   u32 y;
   asm volatile("mov.b32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
+}
+
+__device__ __forceinline__ int opaque(int x) {
+  forget(x);
+  return x;
 }
 
 // ---- warp: matrix products and reductions; all 32 lanes take part -----------------------------------------
@@ -235,7 +243,7 @@ __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
 struct alignas(64) TensorMap { char bytes[128]; };
 
 // Start copying the box at (batch, head, token, column) to shared memory, zeros where it leaves the array; `b` counts the
-// bytes. One thread does it for all.
+// bytes. One thread does it for all. It may leave the array at the far end alone.
 __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head,
                                             i32 batch) {
   asm volatile(
@@ -257,6 +265,39 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* b
 
 // Wait until this thread's stores have read their boxes.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// This thread arrives at `b` when all copies that it has started by cp_async have come.
+__device__ __forceinline__ void copies_arrive(Barrier& b) {
+  const u32 address = u32(__cvta_generic_to_shared(&b));
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
+}
+
+// A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,
+// which share named barrier 1: what any block wrote before it arrived can be read after the wait. `arrived` changes its
+// highest bit, the sense, when the last block has come; it may start with any value.
+constexpr u32 NO_BARRIER = 1;  // for a sense: nothing to wait for
+__device__ __forceinline__ u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
+
+// To read before the first barrier.
+__device__ __forceinline__ u32 barrier_sense(const u32* arrived) {
+  return *reinterpret_cast<const volatile u32*>(arrived) & 0x80000000u;
+}
+template <int THREADS> __device__ __forceinline__ void grid_arrive(u32* arrived) {
+  barrier_sync(1, THREADS);  // the block's writes are done
+  const u32 step = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+  if (threadIdx.x == 0)
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(arrived), "r"(step) : "memory");
+}
+template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arrived, u32 sense) {
+  if (sense == NO_BARRIER) return;
+  if (threadIdx.x == 0) {
+    u32 now;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+    } while (((now ^ sense) & 0x80000000u) == 0);
+  }
+  barrier_sync(1, THREADS);  // so are the others'
+}
 
 // What this thread stored to shared memory can be read by wgmma, after a barrier also by others' wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(THREADS) argmax(const ArgmaxArgs args) {
   wait_for_previous();
   const float* logits = args.logits + blockIdx.x * args.V;
   Best best = {logits[0], 0};
-#pragma unroll 8
+#pragma unroll 32
   for (i64 v = threadIdx.x; v < args.V; v += THREADS) best.meet(logits[v], int(v));
   meet_in_warp(best);
   if ((threadIdx.x & 31) == 0) s.best[threadIdx.x >> 5] = best;

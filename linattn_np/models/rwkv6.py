@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from zipfile import BadZipFile
@@ -104,15 +104,22 @@ class RWKV6:
     Parameters
     ----------
     weights : mapping from names ("blocks.0.att.time_maa_x", ... or those of Hugging Face or fla) to host arrays
-        Any float dtype; the model keeps float32 copies. All sizes come from names and shapes. A tuned
-        `time_state` is where sequences start.
+        Any float dtype. All sizes come from names and shapes. A tuned `time_state` is where sequences start.
     device : "cpu" or "cuda"
         Where the weights, and with them every array of the model, live: NumPy or CuPy.
+    dtype : float32 on the CPU, where NumPy multiplies nothing else fast; float32, float16 or bfloat16 on CUDA
+        Of the matrices there; norms, mixes and decays are float32, and so are the state and every sum. By default
+        that of `weights` if they are in half precision, as decoding takes as long as the matrices take to be read
+        and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide.
+        What meets a half-precision matrix is rounded to its dtype, but not in steps of up to eight sequences.
+    progress : function of (bytes of the weights that are on the device, bytes in all)
+        Called while they are loaded.
 
     Raises
     ------
     ContractError
-        A parameter that is missing, of another shape or of another version of RWKV, with what was wanted.
+        A parameter that is missing, of another shape or of another version of RWKV, with what was wanted; a
+        `dtype` that `device` does not take; on CUDA, sizes beyond the kernels'.
     NotSupported
         `device` cannot be had, with the reason.
 
@@ -128,24 +135,14 @@ class RWKV6:
     ' '
     """
 
-    def __init__(self, weights: Mapping, device: str = "cpu"):
-        self.xp = array_module(device)
+    def __init__(self, weights: Mapping, device: str = "cpu", dtype=None,
+                 progress: Callable[[int, int], object] | None = None):
         weights, self.sizes = parameters(weights)
-
-        def load(*names):
-            """float32 [..., D], contiguous, on the device; several names are stacked along a first axis."""
-            host = np.stack([np.asarray(weights[name], np.float32) for name in names])
-            return self.xp.asarray(host[0] if len(names) == 1 else host)
-
-        def norm(name):
-            return load(f"{name}.weight"), load(f"{name}.bias")
-
-        self.embedding, self.ln0 = load("emb.weight"), norm("blocks.0.ln0")
-        self.blocks = [Block(f"blocks.{i}", load, norm, weights) for i in range(self.sizes["L"])]
-        self.ln_out, self.head = norm("ln_out"), load("head.weight")
+        self.layers = layers_on(device)(weights, self.sizes, dtype, progress or (lambda done, total: None))
 
     @classmethod
-    def from_file(cls, path, device: str = "cpu") -> RWKV6:
+    def from_file(cls, path, device: str = "cpu", dtype=None,
+                  progress: Callable[[int, int], object] | None = None) -> RWKV6:
         """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
 
         path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
@@ -153,7 +150,7 @@ class RWKV6:
         """
         weights = checkpoint.read(path)
         try:
-            return cls(weights, device)
+            return cls(weights, device, dtype, progress)
         except NotSupported:
             raise
         except ContractError as error:
@@ -162,12 +159,10 @@ class RWKV6:
     def initial_state(self, batch: int = 1) -> State:
         """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
-        zeros = self.xp.zeros
-        state = State(zeros((L, batch, D), np.float32), zeros((L, batch, H, N, N), np.float32),
-                      zeros((L, batch, D), np.float32))
-        for i, block in enumerate(self.blocks):
-            if block.tuned is not None:
-                state.wkv[i] = block.tuned
+        zeros = self.layers.zeros
+        state = State(*(zeros((L, batch, *axes), np.float32) for axes in ((D,), (H, N, N), (D,))))
+        for wkv, start in zip(state.wkv, self.layers.tuned):        # [H, N, N] of each layer, or none
+            wkv[...] = start
         return state
 
     def forward(self, tokens, state: State | None = None, *, cu_seqlens=None, slots=None, last: bool = False):
@@ -175,7 +170,8 @@ class RWKV6:
 
         `state` is updated in place and handed back, so that the next call goes on where this one ended; without one
         the sequences start here. T tokens in one call, or in any number of calls, give the same logits: a call with
-        T > 1 runs `linattn_np.rwkv6` in chunks, with T = 1 `linattn_np.rwkv6_step`.
+        T > 1 runs `linattn_np.rwkv6` in chunks, with T = 1 `linattn_np.rwkv6_step` or, on CUDA, a `CudaDecoder`,
+        whose step is captured in a graph as soon as the same state comes with the same number of sequences again.
 
         cu_seqlens : prompts of different lengths packed into one row, B = 1: sequence n is tokens
             ``cu_seqlens[n]:cu_seqlens[n + 1]``, none of them empty. The state has N rows.
@@ -187,10 +183,8 @@ class RWKV6:
         if state is None and slots is not None:
             refuse("slots needs a state to be rows of")
         state = self.initial_state(len(rows.first)) if state is None else self.fitting(state, rows)
-        x = self.hidden(tokens, state, rows)
-        if last:
-            return self.logits(x[rows.last]), state
-        return self.logits(x).reshape(*tokens.shape, -1), state
+        logits = self.layers.logits(tokens.ravel(), state, rows, last)
+        return (logits if last else logits.reshape(*tokens.shape, -1)), state
 
     def generate(self, prompt, *, seed=None, **how) -> Iterator[int]:
         """Tokens that continue `prompt` (host integers [T]), one by one and without end.
@@ -216,23 +210,12 @@ class RWKV6:
             tokens = [[token]]
 
     def to_host(self, array):
-        return array if self.xp is np else array.get()
+        return array if isinstance(array, np.ndarray) else array.get()
 
     def on_device(self, state: State) -> State:
         """`state` where this model computes; it must be one of this model's."""
-        state = State(*(self.xp.asarray(getattr(state, part.name)) for part in fields(state)))
+        state = State(*(self.layers.asarray(getattr(state, part.name)) for part in fields(state)))
         return self.fitting(state, None)
-
-    # -- the layers, on rows of tokens [B * T, D]; NumPy's functions on CuPy arrays are CuPy's ----------------------
-    def hidden(self, tokens, state, rows):
-        x = layer_norm(self.embedding[self.xp.asarray(tokens.ravel())], self.ln0)
-        for i, block in enumerate(self.blocks):
-            x += time_mix(block, layer_norm(x, block.ln1), state.att_shift[i], state.wkv[i], rows)
-            x += channel_mix(block, layer_norm(x, block.ln2), state.ffn_shift[i], rows)
-        return x
-
-    def logits(self, x):
-        return layer_norm(x, self.ln_out) @ self.head.T
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked(self, tokens):
@@ -279,44 +262,84 @@ class RWKV6:
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         P = len(rows.first) if rows is not None and rows.slots is None else state.att_shift.shape[1:2][0]
         for name, wanted in (("att_shift", (L, P, D)), ("wkv", (L, P, H, N, N)), ("ffn_shift", (L, P, D))):
-            found = getattr(state, name).shape
-            if found != wanted:
-                refuse(f"state.{name} is {found}, expected {wanted}")
+            found = getattr(state, name)
+            if found.shape != wanted:
+                refuse(f"state.{name} is {found.shape}, expected {wanted}")
+            if not isinstance(found, self.layers.Array):
+                refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected one of the "
+                       "model's device: `on_device` moves it", ContractTypeError)
         if rows is not None and rows.slots is not None and not (0 <= rows.slots.min() and rows.slots.max() < P):
             refuse(f"slots runs from {rows.slots.min()} to {rows.slots.max()}, but the state has {P} rows")
         return state
 
 
-class Block:
-    """One layer's weights, those that meet one product stacked."""
+class CpuLayers:
+    """The layers in NumPy and float32, on rows of tokens [B * T, D]."""
 
-    def __init__(self, name, load, norm, weights):
+    Array, asarray, zeros = np.ndarray, staticmethod(np.asarray), staticmethod(np.zeros)
+
+    def __init__(self, weights, sizes, dtype, progress):
+        one_of(dtype or np.float32, [np.dtype(np.float32)], " on the CPU, where NumPy multiplies nothing else fast")
+        loaded = counted(weights, progress)
+
+        def load(*names):
+            """float32 [..., D], contiguous; several names are stacked along a first axis."""
+            stack = np.stack([np.asarray(weights[name], np.float32) for name in names])
+            for name in names:
+                loaded(weights[name])
+            return stack[0] if len(names) == 1 else stack
+
+        self.embedding, self.head = load("emb.weight"), product(load("head.weight"))
+        self.ln0, self.ln_out = (load(f"{norm}.weight", f"{norm}.bias") for norm in ("blocks.0.ln0", "ln_out"))
+        self.blocks = [Block(f"blocks.{i}", load) for i in range(sizes["L"])]
+        # Stored value by key; the state is key by value.
+        self.tuned = [load(name).swapaxes(1, 2) for name in weights if name.endswith("time_state")]
+
+    def logits(self, tokens, state, rows, last):
+        """[B * T, V], or [N, V] of each sequence's last token."""
+        x = layer_norm(self.embedding[tokens], self.ln0)
+        for i, block in enumerate(self.blocks):
+            x += time_mix(block, layer_norm(x, block.ln1), state.att_shift[i], state.wkv[i], rows)
+            x += channel_mix(block, layer_norm(x, block.ln2), state.ffn_shift[i], rows)
+        return self.head(layer_norm(x[rows.last] if last else x, self.ln_out))
+
+
+class Block:
+    """One layer's weights, those that meet one product stacked; a matrix W is the function from x to x W^T."""
+
+    def __init__(self, name, load):
         att, ffn = f"{name}.att", f"{name}.ffn"
-        state = f"{att}.time_state"                         # stored value by key; the state is key by value
-        self.tuned = load(state).swapaxes(1, 2) if state in weights else None               # [H, N, N]
-        self.ln1, self.ln2, self.ln_x = norm(f"{name}.ln1"), norm(f"{name}.ln2"), norm(f"{att}.ln_x")
+        self.ln1, self.ln2, self.ln_x = (load(f"{norm}.weight", f"{norm}.bias")             # [2, D]
+                                         for norm in (f"{name}.ln1", f"{name}.ln2", f"{att}.ln_x"))
         self.maa_x = load(f"{att}.time_maa_x")[0]                                           # [1, D]
         self.maa = load(*(f"{att}.time_maa_{x}" for x in "wkvrg"))[:, 0]                    # [5, 1, D]
-        self.maa_down, self.maa_up = load(f"{att}.time_maa_w1"), load(f"{att}.time_maa_w2")
+        self.maa_down = product(load(f"{att}.time_maa_w1").T)
+        self.maa_up = product(load(f"{att}.time_maa_w2").swapaxes(1, 2))                    # five
         self.decay = load(f"{att}.time_decay")[0]                                           # [1, D]
-        self.decay_down, self.decay_up = load(f"{att}.time_decay_w1"), load(f"{att}.time_decay_w2")
+        self.decay_down, self.decay_up = (product(load(f"{att}.time_decay_{w}").T) for w in ("w1", "w2"))
         self.bonus = load(f"{att}.time_faaaa")                                              # [H, N]
-        self.kvrg = load(*(f"{att}.{x}.weight" for x in ("key", "value", "receptance", "gate")))    # [4, D, D]
-        self.output = load(f"{att}.output.weight")
-        self.ffn_maa_k, self.ffn_maa_r = load(f"{ffn}.time_maa_k")[0], load(f"{ffn}.time_maa_r")[0]
-        self.ffn_key, self.ffn_value = load(f"{ffn}.key.weight"), load(f"{ffn}.value.weight")
-        self.ffn_receptance = load(f"{ffn}.receptance.weight")
+        self.kvrg = product(load(*(f"{att}.{x}.weight" for x in ("key", "value", "receptance", "gate"))))
+        self.output = product(load(f"{att}.output.weight"))
+        self.ffn_maa = load(f"{ffn}.time_maa_k", f"{ffn}.time_maa_r")[:, 0]                 # [2, 1, D]
+        self.ffn_key, self.ffn_receptance, self.ffn_value = (
+            product(load(f"{ffn}.{x}.weight")) for x in ("key", "receptance", "value"))
+
+
+def product(w):
+    """The function from x [..., K] to x W^T [..., M], for w [..., M, K]."""
+    transposed = w.swapaxes(-1, -2)
+    return lambda x: x @ transposed
 
 
 def time_mix(block, x, shift, wkv, rows):
     """x [tokens, D], shift [P, D], wkv [P, H, N, N]; the last two are updated in place."""
     _, H, N, _ = wkv.shape
     past = token_shift(x, shift, rows)
-    low = np.tanh((x + past * block.maa_x) @ block.maa_down)
+    low = np.tanh(block.maa_down(x + past * block.maa_x))
     low = low.reshape(len(x), 5, -1).swapaxes(0, 1)                             # [5, tokens, A]
-    mixed = x + past * (block.maa + low @ block.maa_up)                         # [5, tokens, D]
-    k, v, r, gate = mixed[1:] @ block.kvrg.swapaxes(1, 2)
-    w = -np.exp(block.decay + np.tanh(mixed[0] @ block.decay_down) @ block.decay_up)
+    mixed = x + past * (block.maa + block.maa_up(low))                          # [5, tokens, D]
+    k, v, r, gate = block.kvrg(mixed[1:])
+    w = -np.exp(block.decay + block.decay_up(np.tanh(block.decay_down(mixed[0]))))
 
     r, k, v, w = (array.reshape(-1, H, N) for array in (r, k, v, w))
     if rows.single:
@@ -326,13 +349,13 @@ def time_mix(block, x, shift, wkv, rows):
                                     cu_seqlens=rows.bounds, initial_state=wkv[rows.states], output_final_state=True)
     weight, bias = block.ln_x
     o = normalize(o.reshape(-1, H, N), GROUP_NORM_EPS).reshape(x.shape) * weight + bias
-    return (o * gate * sigmoid(gate)) @ block.output.T
+    return block.output(o * gate * sigmoid(gate))
 
 
 def channel_mix(block, x, shift, rows):
-    past = token_shift(x, shift, rows)
-    k = np.maximum((x + past * block.ffn_maa_k) @ block.ffn_key.T, 0)
-    return sigmoid((x + past * block.ffn_maa_r) @ block.ffn_receptance.T) * (k * k @ block.ffn_value.T)
+    past, (maa_k, maa_r) = token_shift(x, shift, rows), block.ffn_maa
+    k = np.maximum(block.ffn_key(x + past * maa_k), 0)
+    return sigmoid(block.ffn_receptance(x + past * maa_r)) * block.ffn_value(k * k)
 
 
 def token_shift(x, shift, rows):
@@ -365,6 +388,17 @@ def sigmoid(x):
     return 0.5 * np.tanh(0.5 * x) + 0.5
 
 
+def counted(weights, progress):
+    """A function to call with every array that is loaded: tells `progress` the bytes so far, and those in all."""
+    done, total = 0, sum(array.nbytes for array in weights.values())
+
+    def loaded(array):
+        nonlocal done
+        done += array.nbytes
+        progress(done, total)
+    return loaded
+
+
 def parameters(weights) -> tuple[dict, dict[str, int]]:
     """`weights` under their official names, and the model's sizes, once every shape fits the others."""
     weights = official(weights)
@@ -387,10 +421,10 @@ def parameters(weights) -> tuple[dict, dict[str, int]]:
     return weights, sizes
 
 
-def array_module(device):
-    """NumPy or CuPy; NotSupported says why the GPU cannot be used."""
+def layers_on(device) -> type:
+    """What runs the layers there; NotSupported says why the GPU cannot be used."""
     if device == "cpu":
-        return np
+        return CpuLayers
     if device != "cuda":
         refuse(f"device is {device!r}, expected 'cpu' or 'cuda'")
     try:
@@ -400,7 +434,19 @@ def array_module(device):
         from cupy.cuda import cublas            # noqa: F401  the model's matrix products are cuBLAS's
     except ImportError as error:
         raise NotSupported(f"RWKV6: device 'cuda' cannot be used: {str(error).splitlines()[0]}") from None
-    return cupy
+    from .cuda_layers import CudaLayers
+    return CudaLayers
+
+
+def one_of(dtype, taken, where=""):
+    """`dtype` as NumPy's, once it is one of those `taken`."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = repr(dtype)
+    if not any(found == one for one in taken):
+        refuse(f"dtype is {found}, expected {', '.join(map(str, taken))}{where}", ContractTypeError)
+    return found
 
 
 def refuse(complaint: str, error=ContractError):

@@ -1,13 +1,16 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Up to eight sequences a layer is nine launches that read each weight once; beyond that cuBLAS multiplies. All
-arrays of a step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+Up to eight sequences each weight is read once: on Hopper cards all layers are one launch, elsewhere a layer is nine.
+Beyond that cuBLAS multiplies. All arrays of a step are allocated once, and a step neither allocates nor waits, so a
+CUDA graph can hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -21,6 +24,8 @@ FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
 MOST = {"D": 8192, "N": 256, "W": 512}      # what the kernels keep in registers and shared memory
 WRITE, ADD, RELU_SQUARED = range(3)         # matvec's `Finish`
+PHASES = 7              # of a layer in decode_step
+PHASE_BLOCKS = 16       # that share a phase where each is a launch of its own
 
 
 class CudaDecoder:
@@ -38,6 +43,8 @@ class CudaDecoder:
         B, the sequences that every step advances.
     device
         What allocates and launches; the current CUDA device by default.
+    loaded : function of an array of `weights`
+        Called with each that is on the device.
 
     Raises
     ------
@@ -53,25 +60,37 @@ class CudaDecoder:
     ...     decoder.replay()
     """
 
-    def __init__(self, weights: Mapping, dtype, batch: int = 1, device=None):
+    def __init__(self, weights: Mapping, dtype, batch: int = 1, device=None, loaded=lambda array: None):
         self.device = device = device or current_device()
         weights, sizes = parameters(weights)
-        self.sizes = fitting(sizes)
-        self.dtype, self.batch = np.dtype(dtype), batch
+        self.sizes, self.dtype = fitting(sizes), np.dtype(dtype)
         if self.dtype not in DTYPES:
             refuse(f"dtype is {self.dtype}, expected {', '.join(map(str, DTYPES))}", ContractTypeError)
-        self.few = batch <= tiles.MATVEC_COLUMNS
+        load = partial(stacked, device, weights, loaded)
+        self.embedding, self.head = load(self.dtype, ["emb.weight"])[0], load(
+            self.dtype, ["head.weight"], rows=tiles.DECODE_ROWS)[0]
+        self.ln0, self.ln_out = load(FLOAT32, affine("blocks.0.ln0"))[0], load(FLOAT32, affine("ln_out"))[0]
+        self.all_layers = all_layers(partial(load, blocks=sizes["L"]), self.dtype)
+        self.layers = [SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
+                       for i in range(sizes["L"])]
+        self.make_room(batch)
 
-        load = partial(stacked, device, weights)
-        self.embedding, self.head = load(self.dtype, "emb.weight"), load(self.dtype, "head.weight")
-        self.ln0, self.ln_out = load(FLOAT32, *affine("blocks.0.ln0")), load(FLOAT32, *affine("ln_out"))
-        self.layers = [Layer(load, self.dtype, f"blocks.{i}") for i in range(sizes["L"])]
+    def resized(self, batch: int) -> CudaDecoder:
+        """A decoder of `batch` sequences with the same weights."""
+        other = copy(self)
+        other.make_room(batch)
+        return other
 
+    def make_room(self, batch):
+        """The arrays of a step of `batch` sequences."""
         def room(*shape, dtype=FLOAT32):
-            return device.empty(shape, dtype)
+            return self.device.empty(shape, dtype)
 
+        self.batch, self.few = batch, batch <= tiles.MATVEC_COLUMNS
+        fitting = tiles.decode_step(self.dtype, batch, self.sizes["D"], self.sizes["F"])
+        self.kernel = fitting if self.device.capability == 90 else None
         X = FLOAT32 if self.few else self.dtype             # of what products take
-        B, (D, F, V, A, W) = batch, (sizes[axis] for axis in "DFVAW")
+        B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.x, self.xx, self.d = room(1, B, D), room(B, D), room(B, D)
         self.mixed_x, self.low, self.mixed = room(1, B, D, dtype=X), room(1, B, 5 * A), room(5, B, D, dtype=X)
         self.kvrg, self.decay_low, self.y = room(4, B, D), room(1, B, W), room(1, B, D, dtype=X)
@@ -79,6 +98,7 @@ class CudaDecoder:
         self.hidden = None if self.few else room(1, B, F)
         self.gate, self.value = room(1, B, D), room(1, B, D)
         self.normed, self.all_logits = room(1, B, D, dtype=X), room(1, B, V)
+        self.arrived = self.device.zeros((1,), INT64)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     @property
@@ -89,9 +109,8 @@ class CudaDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes that a step must read of the weights: all but the embedding, of which it reads B rows."""
-        layers = (array for layer in self.layers for array in vars(layer).values())
-        every_byte = sum(array.nbytes for array in (self.head, self.ln0, self.ln_out, *layers))
-        return every_byte + self.batch * self.embedding[0, 0].nbytes
+        arrays = self.head, self.ln0, self.ln_out, *vars(self.all_layers).values()
+        return sum(array.nbytes for array in arrays) + self.batch * self.embedding[0, 0].nbytes
 
     def initial_state(self, rows: int | None = None) -> State:
         """The state before the first token: `rows` for a pool, otherwise one a sequence."""
@@ -127,7 +146,7 @@ class CudaDecoder:
         cupy.cuda.get_current_stream().synchronize()
         with stream:                        # every kernel is loaded before the graph: one layer has them all
             token = zeros((self.batch,), INT64)
-            for launch in Step(self, token, small, None, greedy, self.layers[:1]).launches:
+            for launch in Step(self, token, small, None, greedy, 1).launches:
                 launch()
             stream.synchronize()
             stream.begin_capture()
@@ -146,7 +165,7 @@ class CudaDecoder:
         bound = (greedy, *((self.device.pointer(array), array.shape) for array in arrays))
         if bound != self.bound:
             self.check(tokens, state, slots)
-            self.launches = Step(self, tokens, state, slots, greedy, self.layers).launches
+            self.launches = Step(self, tokens, state, slots, greedy, self.sizes["L"]).launches
             self.bound, self.held = bound, arrays
         return self.launches
 
@@ -178,15 +197,44 @@ class Step:
         weight, bias = map(at, my.ln0)
         self.launch(tiles.embed(my.dtype), B, tokens=at(tokens), embedding=at(my.embedding), weight=weight,
                     bias=bias, x=at(my.x), D=my.sizes["D"], eps=LAYER_NORM_EPS)
-        value = None                # of the layer below, which the next norm adds to x
+        if my.kernel:
+            self.every_phase(state, layers)
+        else:
+            self.every_product(state, my.layers[:layers])
+        if greedy:
+            self.launch(tiles.argmax(), B, logits=at(my.logits), tokens=at(tokens), V=my.sizes["V"])
+
+    def every_phase(self, state, layers):
+        """All layers and the head: one launch where all blocks can be at work at once, otherwise one a phase."""
+        my, at, every = self.decoder, self.at, self.decoder.all_layers
+        kernel, room = my.kernel
+        def fields_of(where, names, prefix=""):
+            return {prefix + name: at(getattr(where, name)) for name in names.split()}
+
+        fields = {
+            **fields_of(every, "maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value"),
+            **fields_of(my, "head"), **fields_of(every, "ln1 ln2 ln_x"), **fields_of(my, "ln_out"),
+            **fields_of(every, "maa_x maa ffn_maa decay bonus"), **fields_of(state, "att_shift wkv ffn_shift"),
+            "slots": self.slots,
+            **fields_of(my, "x xx low mixed kvrg decay_low y activated gate all_logits arrived", "to_"),
+            "L": layers, "B": my.batch, "P": state.wkv.shape[1], **{axis: my.sizes[axis] for axis in "DHNAWFV"},
+            "staged": int(room >= 4 * my.batch * my.sizes["F"])}
+        count = layers * PHASES + 1
+        smem = tiles.shared_bytes(kernel) + room
+        together = getattr(my.device, "launch_together", None)
+        for first, last in [(0, count)] if together else [(n, n + 1) for n in range(count)]:
+            args = pack(**fields, first=first, last=last, eps=LAYER_NORM_EPS, group_eps=GROUP_NORM_EPS)
+            launch = together or partial(my.device.launch, blocks=PHASE_BLOCKS)
+            self.launches.append(partial(launch, kernel, args=args, smem=smem))
+
+    def every_product(self, state, layers):
+        my, value = self.decoder, None                  # value: of the layer below, which the next norm adds to x
         for i, layer in enumerate(layers):
             self.time_mix(layer, state.att_shift[i], state.wkv[i], value)
             self.channel_mix(layer, state.ffn_shift[i])
             value = my.value
         self.norm_shift(my.ln_out, my.normed, value=value)
         self.matmul((my.head, my.normed, my.all_logits, WRITE))
-        if greedy:
-            self.launch(tiles.argmax(), B, logits=at(my.logits), tokens=at(tokens), V=my.sizes["V"])
 
     def time_mix(self, layer, shift, wkv, value):
         my, at, B = self.decoder, self.at, self.decoder.batch
@@ -253,33 +301,43 @@ class Step:
         return None if array is None else self.at(array)
 
 
-class Layer:
-    """One layer's weights on the device, [n, ...]: stacked where one product or kernel takes several."""
+def all_layers(load, dtype):
+    """The layers' weights on the device, [L, n, ...]: stacked where one product or kernel takes several."""
+    def affine_of(norm):
+        return load(FLOAT32, affine(norm))
 
-    def __init__(self, load, dtype, name):
-        att, ffn = f"{name}.att", f"{name}.ffn"
-        self.ln1, self.ln2 = load(FLOAT32, *affine(f"{name}.ln1")), load(FLOAT32, *affine(f"{name}.ln2"))
-        self.ln_x = load(FLOAT32, *affine(f"{att}.ln_x"))
-        self.maa_x = load(FLOAT32, f"{att}.time_maa_x")
-        self.maa = load(FLOAT32, *(f"{att}.time_maa_{x}" for x in "wkvrg"))
-        self.maa_down = load(dtype, f"{att}.time_maa_w1", transposed=True)              # [1, 5 A, D]
-        self.maa_up = load(dtype, f"{att}.time_maa_w2")
-        self.decay, self.bonus = load(FLOAT32, f"{att}.time_decay"), load(FLOAT32, f"{att}.time_faaaa")
-        self.decay_down = load(dtype, f"{att}.time_decay_w1", transposed=True)          # [1, W, D]
-        self.decay_up = load(dtype, f"{att}.time_decay_w2")
-        self.kvrg = load(dtype, *(f"{att}.{x}.weight" for x in ("key", "value", "receptance", "gate")))
-        self.output = load(dtype, f"{att}.output.weight")
-        self.ffn_maa = load(FLOAT32, f"{ffn}.time_maa_k", f"{ffn}.time_maa_r")
-        self.ffn_key, self.ffn_receptance, self.ffn_value = (
-            load(dtype, f"{ffn}.{x}.weight") for x in ("key", "receptance", "value"))
+    def matrix(*names, transposed=False):
+        return load(dtype, names, transposed, tiles.DECODE_ROWS)
+
+    return SimpleNamespace(
+        ln1=affine_of("ln1"), ln2=affine_of("ln2"), ln_x=affine_of("att.ln_x"),
+        maa_x=load(FLOAT32, ["att.time_maa_x"]), maa=load(FLOAT32, [f"att.time_maa_{x}" for x in "wkvrg"]),
+        maa_down=matrix("att.time_maa_w1", transposed=True),                            # [L, 1, 5 A, D]
+        maa_up=load(dtype, ["att.time_maa_w2"]),
+        decay=load(FLOAT32, ["att.time_decay"]), bonus=load(FLOAT32, ["att.time_faaaa"]),
+        decay_down=matrix("att.time_decay_w1", transposed=True),                        # [L, 1, W, D]
+        decay_up=load(dtype, ["att.time_decay_w2"]),
+        kvrg=matrix(*(f"att.{x}.weight" for x in ("key", "value", "receptance", "gate"))),
+        output=matrix("att.output.weight"), ffn_maa=load(FLOAT32, ["ffn.time_maa_k", "ffn.time_maa_r"]),
+        ffn_key=matrix("ffn.key.weight"), ffn_receptance=matrix("ffn.receptance.weight"),
+        ffn_value=matrix("ffn.value.weight"))
 
 
-def stacked(device, weights, dtype, *names, transposed=False):
-    """The named weights on the device, [len(names), ...], contiguous."""
-    arrays = [weights[name].T if transposed else weights[name] for name in names]
-    stack = device.empty((len(arrays), *arrays[0].shape), dtype)
-    for row, array in zip(stack, arrays):
-        row[...] = device.upload(array.astype(dtype, copy=False))
+def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
+    """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
+
+    The first axis of each is a view of a multiple of `rows`, so that kernels may read tiles of so many.
+    """
+    prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
+    shape = weights[prefixes[0] + names[0]].shape
+    first, *others = shape[::-1] if transposed else shape
+    room = device.empty((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)
+    stack = room[:, :, :first]
+    for layer, prefix in zip(stack, prefixes):
+        for slot, name in zip(layer, names):
+            array = weights[prefix + name]
+            slot[...] = device.upload((array.T if transposed else array).astype(dtype, copy=False))
+            loaded(array)
     return stack
 
 

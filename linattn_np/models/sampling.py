@@ -65,7 +65,7 @@ class Sampler:
         self.counts: dict[int, float] = {}
 
     def __call__(self, logits) -> int:
-        token = self.draw(self.penalized(np.asarray(logits[:self.how.vocabulary], np.float64)))
+        token = self.draw(self.penalized(np.asarray(logits[:self.how.vocabulary], np.float32)))
         self.counts = {drawn: count * self.how.fading for drawn, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
         return token
@@ -84,8 +84,21 @@ class Sampler:
             return int(logits.argmax())
         p = np.exp((logits - logits.max()) / how.temperature)
         p /= p.sum()
-        order = np.argsort(-p, kind="stable")[:how.top_k or None]
-        cumulated = np.cumsum(p[order])
-        kept = np.searchsorted(cumulated, how.top_p * cumulated[-1]) + 1        # the token that crosses it is still in
+        order = likeliest(p, how.top_k, how.top_p)
+        cumulated = np.cumsum(p[order], dtype=np.float64)
+        total = cumulated[-1] if how.top_k else 1
+        kept = np.searchsorted(cumulated, how.top_p * total) + 1                # the token that crosses it is still in
         cumulated = cumulated[:kept]
         return int(order[np.searchsorted(cumulated, self.rng.random() * cumulated[-1], side="right")])
+
+
+def likeliest(p, top_k, top_p):
+    """Ids from the likeliest on, `top_k` of them or at least as many as hold `top_p`: few are sorted, of many."""
+    if top_k == 0 and top_p == 1:
+        return np.arange(len(p))                            # any order will do
+    if top_k:
+        least = -np.partition(-p, min(top_k, len(p)) - 1)[min(top_k, len(p)) - 1]
+    else:
+        least = (1 - top_p) / len(p)                        # all that are less hold less than 1 - top_p together
+    ids = np.flatnonzero(p >= least)
+    return ids[np.argsort(-p[ids], kind="stable")][:top_k or None]

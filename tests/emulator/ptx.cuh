@@ -48,6 +48,8 @@ template <typename T> u32 pack(float low, float high) {
   return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
 }
 
+inline float inverse_root(float x) { return 1.f / sqrtf(x); }
+
 inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0 : y;
@@ -56,6 +58,8 @@ inline float exp2_approx(float x) {
 inline void forget(int&) {}
 
 inline u32 copy_of(float x) { return __float_as_uint(x); }
+
+inline int opaque(int x) { return x; }
 
 // ---- warp: matrix products and reductions -----------------------------------------------------------------
 
@@ -292,6 +296,8 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
   const int row = map.columns * map.bytes;
   EMULATOR_CHECK(in_shared(box, map.swizzled ? 1024 : 128), "%s of a box not aligned or not in shared memory (%s:%d)",
                  call, where.file, where.line);
+  EMULATOR_CHECK(at[0] >= 0 && at[1] >= 0 && at[2] >= 0 && at[3] >= 0, "%s from before the array (%s:%d)", call, where.file,
+                 where.line);
   for (int t = 0; t < map.tokens; ++t)
     for (int byte = 0; byte < row; byte += 16) {
       const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t, at[2], at[3]};
@@ -329,6 +335,19 @@ inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 
 }
 
 inline void tensor_store_wait() {}
+
+inline void copies_arrive(Barrier& b, emulator::Where where = emulator::here()) {
+  cp_async_commit();
+  cp_async_wait<0>();
+  barrier_arrive(b, where);
+}
+
+// Blocks run in turn, so that a kernel with such a barrier is launched once for every stretch between two of them.
+constexpr u32 NO_BARRIER = 1;
+inline u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
+inline u32 barrier_sense(const u32* arrived) { return *arrived & 0x80000000u; }
+template <int THREADS> void grid_arrive(u32*) {}
+template <int THREADS> void grid_wait(const u32*, u32) {}
 
 inline void fence_async() {}
 

@@ -28,7 +28,7 @@ class Cublas:
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
 
     def matmul(self, w, x, y, add: bool):
-        """y = x w^T, or y += x w^T; contiguous w [C, M, K], x [C, B, K] of one dtype, y [C, B, M] float32."""
+        """y = x w^T, or y += x w^T; w [C, M, K] and contiguous x [C, B, K] of one dtype, y [C, B, M] float32."""
         C, M, K = w.shape
         B = x.shape[1]
         pointer, one, beta = ctypes.c_void_p, ctypes.c_float(1), ctypes.c_float(add)
@@ -37,7 +37,7 @@ class Cublas:
         workspace = pointer(self.workspace.data.ptr)
         self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
         self.call("cublasGemmStridedBatchedEx", self.handle, T, N, M, B, K, ctypes.byref(one),
-                  pointer(w.data.ptr), data, K, stride(M * K), pointer(x.data.ptr), data, K, stride(B * K),
+                  pointer(w.data.ptr), data, K, stride(w.strides[0] // w.itemsize), pointer(x.data.ptr), data, K, stride(B * K),
                   ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], M, stride(B * M), C,
                   COMPUTE_32F, DEFAULT_ALGORITHM)
 

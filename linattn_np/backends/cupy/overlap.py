@@ -1,6 +1,7 @@
 """Launches in which a kernel takes the room the one before it leaves (programmatic dependent launch, sm_90).
 
-Only for kernels that call `wait_for_previous` before they read or write what another kernel writes or reads.
+Only for kernels that call `wait_for_previous` before they read or write what another kernel writes or reads. A
+cooperative launch begins when there is room for all its blocks, so that they may wait for each other.
 """
 
 import ctypes
@@ -11,7 +12,7 @@ import numpy as np
 from .build import SHARED_BY_DEFAULT, CupyDevice, Kernel, load
 
 LEAST_CAPABILITY = 90
-PROGRAMMATIC_STREAM_SERIALIZATION = 6       # of the driver's CUlaunchAttributeID
+COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6      # of the driver's CUlaunchAttributeID
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -28,7 +29,12 @@ class LaunchConfig(ctypes.Structure):
                 ("count", ctypes.c_uint)]
 
 
-OVERLAP = LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=(ctypes.c_int * 16)(1))
+def attributes(*ids):
+    return (LaunchAttribute * len(ids))(*(LaunchAttribute(id=id, value=(ctypes.c_int * 16)(1)) for id in ids))
+
+
+OVERLAP = attributes(PROGRAMMATIC_STREAM_SERIALIZATION)
+TOGETHER = attributes(COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION)
 
 
 @cache
@@ -47,18 +53,24 @@ def entry(kernel, smem, device):
 
 
 class OverlappedDevice(CupyDevice):
-    def launch(self, kernel: Kernel, blocks: int, args: np.ndarray, smem: int = 0):
+    def launch(self, kernel: Kernel, blocks: int, args: np.ndarray, smem: int = 0, attributes=OVERLAP):
         import cupy
 
         if blocks == 0:
             return
-        stream, attributes = cupy.cuda.get_current_stream().ptr, ctypes.pointer(OVERLAP)
-        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, stream, attributes, 1)
+        stream = cupy.cuda.get_current_stream().ptr
+        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, stream, attributes, len(attributes))
         function = entry(kernel, smem, cupy.cuda.runtime.getDevice())
         parameters = ctypes.c_void_p(args.ctypes.data)
         status = driver().cuLaunchKernelEx(ctypes.byref(config), function, ctypes.byref(parameters), None)
         if status:
             raise RuntimeError(f"{kernel.expression}: the driver refused the launch with CUresult {status}")
+
+    def launch_together(self, kernel: Kernel, args: np.ndarray, smem: int):
+        """A block on every multiprocessor, all at work at once."""
+        import cupy
+
+        self.launch(kernel, cupy.cuda.Device().attributes["MultiProcessorCount"], args, smem, TOGETHER)
 
 
 def best_device():

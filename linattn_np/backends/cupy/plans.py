@@ -78,7 +78,9 @@ def tiles_of(problem, device) -> dict:
     BK = {} if problem.op.name in UNLIMITED else {"BK": tiles.channels(problem.sizes["K"])}
     if problem.op.name in PLANS and "state" not in problem.options:
         return BK | {"chunk": problem.chunk_size}
-    if "state" in problem.options or mode_of(problem) == "recurrent":
+    if "state" in problem.options:
+        return BK | {"BV": tiles.STEP_COLUMNS}
+    if mode_of(problem) == "recurrent":
         return BK | {"BV": tiles.TOKEN_COLUMNS}
     if mode_of(problem) == "staged":
         return BK | {"BV": tiles.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
@@ -143,6 +145,7 @@ def in_segments(problem, device, kernels, P, arrays, o, initial, final):
 def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, skipped=0):
     """The Hopper kernel on the sequences or segments that `where` names, a launch for every BK channels."""
     q, k, v, g = arrays
+    u = bonus(problem)                          # may be a copy, which must live until the launch
     B, H, T, V = problem.shape("B H T V")
     BK, BV = (int(size) for size in kernels[0].template[-2:])
     maps = [device.tensor_map(x, BK, tiles.WARPGROUP_CHUNK, False) for x in (q, k, g)]
@@ -151,7 +154,7 @@ def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, de
     if any("First" in kernel.template for kernel in kernels):
         kept = device.empty((B * stripes * (T // tiles.WARPGROUP_CHUNK + count), tiles.WARPGROUP_CHUNK * BV), FLOAT32)
     for n, kernel in enumerate(kernels):
-        fields = pack(**rows(device, o=o), u=pointer(device, bonus(problem)), initial=pointer(device, initial),
+        fields = pack(**rows(device, o=o), u=pointer(device, u), initial=pointer(device, initial),
                       final=pointer(device, final), **where.shape, scale=problem.scale, decays=decays,
                       kept=pointer(device, kept), channel=n * BK, skipped=skipped)
         device.launch(kernel, B * count * stripes, with_maps(maps, fields), tiles.shared_bytes(kernel))
@@ -195,10 +198,13 @@ def step(problem, device):
     if isinstance(slots, np.ndarray):
         slots = device.upload(slots)
     o = output(problem, device)
+    u = bonus(problem)
     kernel = tiles.step(tiles.policy(problem.op), problem.dtype, g.dtype, state.dtype)
-    args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, bonus(problem)),
-                **rows(device, state=state), slots=pointer(device, slots), H=H, K=K, V=V, scale=problem.scale)
-    device.launch(kernel, B * H * ceil_div(V, tiles.TOKEN_COLUMNS), args, tiles.shared_bytes(kernel))
+    piece = 4 * state.dtype.itemsize
+    vectors = V % 4 == 0 and not any(x % piece for x in (device.pointer(state), *state.strides[:-1]))
+    args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, u), **rows(device, state=state),
+                slots=pointer(device, slots), H=H, K=K, V=V, scale=problem.scale, vectors=int(vectors))
+    device.launch(kernel, B * H * ceil_div(V, tiles.STEP_COLUMNS), args, tiles.shared_bytes(kernel))
     return give_back(problem, o)
 
 

@@ -18,7 +18,8 @@ WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, colu
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 MULTIPROCESSORS = 132               # of a Hopper card
 SEGMENT = 512                      # tokens that are worth a pass of their own
-TOKEN_COLUMNS = 32      # columns of V a block of the recurrences: one lane a column
+TOKEN_COLUMNS = 32      # columns of V a block of recurrent_forward: one lane a column
+STEP_COLUMNS = 64       # columns of V a block of step: four a lane
 CHANNELS = (64, 128, 256)           # BK: the whole of K in one tile, padded up; smaller ones would save nothing
                                     # that a block of 128 threads notices
 
@@ -91,6 +92,10 @@ MATVEC_COLUMNS = 8      # sequences it serves at most: the tile's other side
 MATVEC_PRODUCTS = 5     # products in one launch
 MATVEC_THREADS = (256, 512, 1024)   # a block's; few blocks take many, so that the 132 multiprocessors of a Hopper
                                     # card have about 1024 each at work, many blocks few, so that they end one by one
+DECODE_ROWS = 16        # rows of a weight a block of decode_step takes: a tensor-core tile
+DECODE_COLUMNS = 8      # sequences it serves at most: the tile's other side
+DECODE_SLOTS = (12, 11, 10, 8, 6, 4)    # 16 KB of weights on their way each: as many as leave room for the vectors
+MOST_SHARED = 227 * 1024            # bytes of shared memory a block of a Hopper card can have
 MIX_COLUMNS = 128       # channels a block of mix
 
 
@@ -115,12 +120,48 @@ def matvec(T, blocks) -> Kernel:
     return Kernel("model/matvec", (CTYPES[T], str(threads)), threads)
 
 
+def decode_step(T, B, D, F) -> tuple[Kernel, int] | None:
+    """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few slots."""
+    parts = 3 if T == BFLOAT16 else 2
+    for K, least in ((F, 8), (D, DECODE_SLOTS[-1])):
+        for slots in DECODE_SLOTS:
+            kernel = Kernel("model/decode_step", (CTYPES[T], str(slots), "true" if parts * B <= DECODE_COLUMNS else "false"),
+                            384, "sm_90a")
+            if B <= DECODE_COLUMNS and slots >= least and shared_bytes(kernel) + 4 * B * K <= MOST_SHARED:
+                return kernel, 4 * B * K
+    return None
+
+
 def relu_squared(X) -> Kernel:
     return Kernel("model/relu_squared", (CTYPES[X],), 256)
 
 
 def argmax() -> Kernel:
     return Kernel("model/argmax", (), 1024)
+
+
+# -- a model's prompts: all tokens at once ------------------------------------------------------------------------------
+PROMPT_COLUMNS, PROMPT_TOKENS = 128, 32     # channels and tokens of a block of data_mix and log_decay
+
+
+def shift_mix(X) -> Kernel:
+    return Kernel("prompt/shift_mix", (CTYPES[X],), 512)
+
+
+def data_mix(T) -> Kernel:
+    return Kernel("prompt/data_mix", (CTYPES[T],), PROMPT_COLUMNS)
+
+
+def log_decay(T) -> Kernel:
+    return Kernel("prompt/log_decay", (CTYPES[T],), PROMPT_COLUMNS)
+
+
+def gated_norm(X) -> Kernel:
+    return Kernel("prompt/gated_norm", (CTYPES[X],), 256)
+
+
+def gated_add() -> Kernel:
+    return Kernel("prompt/gated_add", (), 256)
 
 
 def shared_bytes(kernel: Kernel) -> int:
@@ -148,15 +189,21 @@ def shared_bytes(kernel: Kernel) -> int:
         case "combine", _:
             return 4 * (64 * (16 + 4) + 16 * (64 + 8))
         case "step", _:
-            return 4 * (4 * 32)
+            return 4 * (4 * 64 + 8 * 64)
         case ("embed" | "norm_shift"), _:
             return 4 * 2 * 16
+        case "shift_mix", _:
+            return 4 * 4 * 16
         case "mix", _:
             return 4 * 32 * 8
+        case ("data_mix" | "log_decay"), _:
+            return 4 * 32 * 32
         case "time_mix_step", _:
             return 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
         case "matvec", (_, threads):
             return int(threads) * (2 * 4 * 16 + 4 * 8 * 16 // 32)
+        case "decode_step", (_, slots, _):
+            return int(slots) * (16 * (1024 + 64) + 2 * 8) + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
         case "argmax", _:
             return 32 * 8
     return 0
@@ -191,8 +238,16 @@ def kernels():
         yield norm_shift(T)
         for blocks in (1, 200, 1000):
             yield matvec(T, blocks)
+        for slots in DECODE_SLOTS:
+            for paired in ("true", "false"):
+                yield Kernel("model/decode_step", (CTYPES[T], str(slots), paired), 384, "sm_90a")
         yield relu_squared(T)
+        yield shift_mix(T)
+        yield data_mix(T)
+        yield log_decay(T)
+        yield gated_norm(T)
         for X in dict.fromkeys((T, single)):
             yield mix(T, X)
             yield time_mix_step(T, X)
     yield argmax()
+    yield gated_add()
