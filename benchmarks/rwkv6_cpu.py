@@ -11,6 +11,7 @@ and is optional; rwkv.cpp is on no package index and is not measured.
 import argparse
 import json
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -32,21 +33,27 @@ def main():
     rows = [measure(np, sizes, len(cpus), args.rounds) for sizes in MODELS]
     if args.out:
         with open(args.out, "w") as file:
-            json.dump({"numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "rows": rows}, file, indent=1)
+            json.dump({"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "rows": rows},
+                      file, indent=1)
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", help="a JSON file for the same figures")
+    parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
     return parser.parse_args()
+
+
+def cpu():
+    with open("/proc/cpuinfo") as file:
+        return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
 
 
 def measure(np, sizes, threads, rounds):
     from linattn_np.models import RWKV6
 
-    weights = synthetic(np, **sizes)
+    weights = synthetic(np, sizes)
     weight_bytes = sum(x.nbytes for name, x in weights.items() if name != "emb.weight")
     model, peer = RWKV6(weights), load_peer(weights, threads)
     del weights
@@ -82,29 +89,11 @@ def measure(np, sizes, threads, rounds):
     return row
 
 
-def synthetic(np, L, D, V=65536, N=64, A=32, W=64):
-    """Random parameters of about a trained model's size, by official names."""
-    from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
+def synthetic(np, sizes):
+    from rwkv6_synthetic import scaled, shapes
 
-    sizes = {"1": 1, "5": 5, "V": V, "D": D, "H": D // N, "N": N, "A": A, "5A": 5 * A, "W": W, "F": D * 7 // 2}
-    names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(L) for name, axes in BLOCK.items()}, **HEAD}
     rng = np.random.default_rng(0)
-
-    def parameter(name, shape):
-        if "time_maa" in name and name[-2:] not in ("w1", "w2"):
-            return rng.random(shape, np.float32)
-        noise = rng.standard_normal(shape, np.float32)
-        if name.endswith("time_decay"):
-            return 1.5 * noise - 3                          # decays from 0.4 to 0.999
-        if len(shape) == 1:
-            return 0.1 * noise + name.endswith("weight")    # a norm
-        if name[-2:] in ("w1", "w2"):
-            noise *= 0.3 * shape[-2] ** -0.5
-        elif name.endswith(".weight"):
-            noise *= shape[-1] ** -0.5                      # (out, in)
-        return noise
-
-    return {name: parameter(name, [sizes[axis] for axis in axes.split()]) for name, axes in names.items()}
+    return {name: scaled(name, rng.standard_normal(shape, np.float32)) for name, shape in shapes(**sizes).items()}
 
 
 def load_peer(weights, threads):

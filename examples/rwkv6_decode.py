@@ -58,6 +58,8 @@ def declare(parser):
     add = parser.add_argument_group("the model").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: cuda where CuPy can use it, else cpu (default)")
+    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the matrices on cuda; "
+        "auto: the checkpoint's if that is a half-precision one, else float32 (default). The cpu computes in float32")
     add("--model", default=MODEL, help="a checkpoint, .pth or .safetensors (default: Austen's, in data/)")
     add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
         help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
@@ -121,6 +123,8 @@ def check_combination(options):
             conflict(f"--{name}", "goes with --batch-file only")
     if options.chat and options.prompt == "-":
         conflict("--chat", "reads its lines from stdin, so --prompt cannot be -")
+    if options.device == "cpu" and options.dtype not in ("auto", "float32"):
+        conflict("--dtype", f"{options.dtype} does not go with --device cpu, which computes in float32")
     if options.vocab and options.tokenizer == "bytes":
         conflict("--vocab", "does not go with --tokenizer bytes")
     for name in ("output", "save_state"):
@@ -138,14 +142,17 @@ def sampling(options, **line):
 
 def load(options) -> RWKV6:
     path, device = Path(options.model), options.device
-    size = f", {path.stat().st_size / 1e6:,.0f} MB" if path.is_file() else ""
-    with status(f"loading {path.name}{size} ..."):
+    dtype = None if options.dtype == "auto" else options.dtype
+    with status(f"loading {path.name} ...") as show:
+        def progress(done, total):
+            show(f"loading {path.name} {bar(done / total)} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
         try:
-            model, message = RWKV6.from_file(path, "cuda" if device == "auto" else device), ""
+            model, message = RWKV6.from_file(path, "cuda" if device == "auto" else device, dtype, progress), ""
         except NotSupported as why:
             if device != "auto":
                 raise
-            model, device, message = RWKV6.from_file(path, "cpu"), "cpu", f": {why}"
+            model, device, message = RWKV6.from_file(path, "cpu", dtype, progress), "cpu", f": {why}"
     say(f"device {'cuda' if device == 'auto' else device}{message}")
     return model
 

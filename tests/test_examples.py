@@ -59,6 +59,10 @@ def test_a_seed_writes_the_same_text():
     assert first == again != other
 
 
+def test_the_cpus_dtype_may_be_named():
+    assert decode("--dtype", "float32", "--prompt", "Mr. Knight", *GREEDY, "--tokens", 5).stdout == b"Mr. Knightley a\n"
+
+
 def test_one_token():
     done = decode("--tokens", "1", "--temperature", "0", "--prompt", "Emm")
     assert done.stdout == b"Emma\n"
@@ -97,6 +101,8 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
     (["--top-p=0"], "top_p is 0.0, expected a number above 0 and up to 1"),
     (["--prompt="], "argument --prompt: is empty, expected some text"),
     (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
+    (["--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
+    (["--dtype=bfloat16"], "argument --dtype: bfloat16 does not go with --device cpu, which computes in float32"),
     (["--fast"], "unrecognized arguments: --fast"),
     (["--model=nowhere.safetensors"], "No such file or directory: 'nowhere.safetensors'"),
     (["--model=examples"], "is a folder or a device, expected a file"),
@@ -260,7 +266,9 @@ def test_progress_shows_on_a_terminal():
         pass
     os.close(leader)
     assert process.wait(60) == 0
-    assert b"loading model.safetensors, " in seen and b"1024 of 1500 tokens" in seen
+    megabytes = [int(done) for done in re.findall(rb"loading model.safetensors \[[# ]{30}\] (\d+) of 8 MB", seen)]
+    assert megabytes == sorted(megabytes) and megabytes[-1] == 8 and len(set(megabytes)) > 4
+    assert b"1024 of 1500 tokens" in seen
 
 
 def test_a_closed_pipe_ends_it_quietly():

@@ -8,6 +8,7 @@ import pytest
 
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Batch, Sampling, State
+from linattn_np.models.sampling import likeliest
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 PROMPTS = [b"It is a truth universally", b"E", b"Mr. Knightley, a sensible man about seven or eight-and-thirty, was not only"]
@@ -158,6 +159,18 @@ def test_states_that_are_refused(austen, tmp_path):
 def test_top_k_keeps_the_likeliest():
     draw = Sampling(top_k=2, seed=0).sampler()
     assert {draw(np.log([0.3, 0.12, 0.5, 0.08])) for _ in range(300)} == {0, 2}
+
+
+def test_few_are_sorted_of_many_and_nothing_changes(rng):
+    """The likeliest of all logits, sorted as a whole, against what `likeliest` finds first."""
+    for top_k, top_p in ((0, 0.5), (0, 0.99), (3, 1.0), (40, 0.9), (500, 0.3)):
+        p = rng.dirichlet(np.full(300, 0.1))
+        wanted = np.argsort(-p, kind="stable")[:top_k or None]
+        cumulated = np.cumsum(p[wanted])
+        wanted = wanted[:np.searchsorted(cumulated, top_p * cumulated[-1]) + 1]
+        found = likeliest(p, top_k, top_p)
+        np.testing.assert_array_equal(found[:len(wanted)], wanted)
+        assert top_k > 300 or len(found) < 300
 
 
 def test_penalties_follow_their_equation():

@@ -63,6 +63,12 @@ def test_files_and_folders_exist():
             assert (ROOT / name).exists() or (ROOT / "linattn_np" / name).exists(), name
 
 
+def test_speeds_of_rwkv6_are_the_measured_ones(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    speeds = import_module("rwkv6_table")
+    assert speeds.parts(README)[1] == speeds.tables()
+
+
 def test_commands_are_what_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text()
     for command in re.findall(r"^```sh\n(.*?)\n```", README, re.MULTILINE | re.DOTALL)[1:]:

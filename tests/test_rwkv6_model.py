@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hostile import zipped_pth
+from literal_rwkv6 import logits_of
 from safetensors.numpy import save_file
 
 from linattn_np import ContractError, NotSupported
-from linattn_np.models import RWKV6
+from linattn_np.models import RWKV6, checkpoint
 from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
 from linattn_np.models.sampling import Sampling
 
@@ -55,6 +56,12 @@ def test_logits_are_the_golden_ones(austen, golden, lengths):
     logits, _ = logits_in_calls(austen, prompt[None], lengths)
     assert logits.dtype == np.float32
     assert np.abs(logits[0] - wanted).max() < 1e-4
+
+
+def test_the_literal_logits_are_the_golden_ones(golden):
+    prompt, wanted = golden
+    found = logits_of(checkpoint.read(AUSTEN / "model.safetensors"), prompt)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
 
 
 def test_any_split_gives_the_same_logits_and_state(weights, rng):
@@ -205,6 +212,25 @@ def test_a_tuned_state_is_where_sequences_start(weights, rng):
     wanted, _ = RWKV6(weights).forward([[1, 2]] * 3, state)
     found, _ = RWKV6({**weights, **tuned}).forward([[1, 2]] * 3)
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype, found", [("float16", "float16"), (np.float64, "float64"), ("q4", "'q4'")])
+def test_the_cpu_refuses_other_dtypes(weights, dtype, found, tmp_path):
+    with pytest.raises(TypeError, match=f"RWKV6: dtype is {found}, expected float32 on the CPU, where NumPy"):
+        RWKV6(weights, dtype=dtype)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ContractError, match=f"{tmp_path}.*dtype is {found}"):
+        RWKV6.from_file(tmp_path / "model.safetensors", dtype=dtype)
+    RWKV6(weights, dtype="float32")
+
+
+def test_progress_counts_the_bytes_of_the_weights(weights, tmp_path):
+    half, seen = {name: array.astype(np.float16) for name, array in weights.items()}, []
+    save_file(half, tmp_path / "model.safetensors")
+    RWKV6.from_file(tmp_path / "model.safetensors", progress=lambda *bytes_: seen.append(bytes_))
+    total = sum(array.nbytes for array in half.values())
+    assert {of for _, of in seen} == {total} and seen[-1][0] == total
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen}) and len(seen) > 20
 
 
 def test_devices_that_are_refused(weights):

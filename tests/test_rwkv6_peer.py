@@ -1,7 +1,15 @@
-"""The model's logits against the `rwkv` package's on random float32 checkpoints; both are fed the same tokens."""
+"""The model's logits against the `rwkv` package's on random float32 checkpoints; both are fed the same tokens.
+
+Both round in float32, and both are held to the equations in float64. A head whose output nearly vanishes is blown up
+by its GroupNorm, rounding and all: there the package is off by more than 5e-5 as well, and no two float32
+implementations agree. It happens all the time with decays around exp(-1), where a head's output is that of one or two
+tokens, and seldom with those of trained models, which these checkpoints have: on most tokens the package is good
+enough to be compared with to 5e-5. Elsewhere, and for a while after, our error may be a few times the package's.
+"""
 
 import numpy as np
 import pytest
+from literal_rwkv6 import logits_of
 
 from linattn_np.models import RWKV6
 from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
@@ -9,11 +17,15 @@ from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
 torch = pytest.importorskip("torch", reason="the rwkv package computes with torch")
 peer_model = pytest.importorskip("rwkv.model", reason="the rwkv package is what the logits are compared with")
 
+TOLERANCE = 5e-5
 SHAPES = {"heads of 64": {"L": 2, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448},
           "heads of 32": {"L": 5, "H": 3, "N": 32, "A": 8, "W": 16, "F": 320},
-          "heads of 16, odd ranks": {"L": 3, "H": 4, "N": 16, "A": 5, "W": 7, "F": 100},
+          "heads of 16, odd ranks": {"L": 5, "H": 4, "N": 16, "A": 5, "W": 7, "F": 100},
+          "heads of 8": {"L": 3, "H": 4, "N": 8, "A": 3, "W": 4, "F": 99},
           "one head, one layer": {"L": 1, "H": 1, "N": 64, "A": 64, "W": 128, "F": 64},
-          "heads of 128": {"L": 2, "H": 2, "N": 128, "A": 16, "W": 32, "F": 896}}
+          "heads of 128": {"L": 2, "H": 2, "N": 128, "A": 16, "W": 32, "F": 896},
+          "many heads": {"L": 2, "H": 12, "N": 16, "A": 32, "W": 64, "F": 672},
+          "twelve layers": {"L": 12, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448}}
 
 
 def checkpoint(rng, L, H, N, A, W, F, V=97):
@@ -23,22 +35,34 @@ def checkpoint(rng, L, H, N, A, W, F, V=97):
     def parameter(name, shape):
         noise = rng.standard_normal(shape, np.float32)
         if name.endswith(("_w1", "_w2")):       # small, as trained ones are: large ones amplify either model's rounding
-            return 0.3 * shape[-2] ** -0.5 * noise
+            return np.float32(0.3 * shape[-2] ** -0.5) * noise
         if name.endswith(".weight"):
-            return 1 + 0.3 * noise if len(shape) == 1 else shape[-1] ** -0.5 * noise
-        return 0.3 * noise
+            return 1 + np.float32(0.3) * noise if len(shape) == 1 else np.float32(shape[-1] ** -0.5) * noise
+        if name.endswith("time_decay"):
+            return np.float32(1.5) * noise - 3                      # decays from 0.4 to 0.999
+        return np.float32(0.3) * noise + np.float32(0.5 * ("time_maa" in name))
 
     return {name: parameter(name, [sizes[axis] for axis in axes.split()]) for name, axes in names.items()}
 
 
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 def test_logits_are_the_rwkv_packages(sizes, rng, tmp_path):
-    weights = checkpoint(rng, **sizes)
+    weights, tokens = checkpoint(rng, **sizes), rng.integers(0, 97, 90).tolist()
     torch.save({name: torch.from_numpy(x) for name, x in weights.items()}, tmp_path / "model.pth")
     model, peer = RWKV6(weights), peer_model.RWKV(str(tmp_path / "model"), "cpu fp32", verbose=False)
-    tokens = rng.integers(0, 97, 90).tolist()
-    state = peer_state = None
+    ours, theirs, state, peer_state = [], [], None, None
     for part in (tokens[:80], *([token] for token in tokens[80:])):         # a prompt, then token by token
-        logits, state = model.forward([part], state)
+        found, state = model.forward([part], state)
         wanted, peer_state = peer.forward(part, peer_state, full_output=True)
-        np.testing.assert_allclose(logits[0], np.atleast_2d(wanted.numpy()), rtol=0, atol=5e-5)
+        ours.append(found[0])
+        theirs.append(np.atleast_2d(wanted.numpy()))
+    ours, theirs, exact = np.concatenate(ours), np.concatenate(theirs), logits_of(weights, tokens)
+
+    def largest(difference):
+        return np.abs(difference).max(axis=1)           # of a token's logits
+
+    its_error = largest(theirs - exact)
+    good = its_error < TOLERANCE / 2
+    assert good.mean() > 0.5
+    assert largest(ours - theirs)[good].max() < TOLERANCE
+    assert (largest(ours - exact) < np.maximum(TOLERANCE, 5 * its_error)).all()

@@ -1,0 +1,79 @@
+"""flash-linear-attention (fla-core) on the arrays of a benchmark, where it and torch are installed.
+
+Its arrays are [B, T, H, ..]: each lies in memory as fla wants it. A first call for a shape tunes its kernels, for up to
+a minute for a new dtype or head size.
+"""
+
+import sys
+import warnings
+
+FUNCTIONS = {"gla": ("gla", "chunk_gla"), "rwkv6": ("rwkv6", "chunk_rwkv6"), "gla_step": ("gla", "fused_recurrent_gla"),
+             "rwkv6_step": ("rwkv6", "fused_recurrent_rwkv6")}
+
+
+def absent() -> str | None:
+    """Why there is no fla to measure."""
+    try:
+        import fla.ops                              # noqa: F401
+        import torch
+    except ImportError as error:
+        return str(error)
+    warnings.filterwarnings("ignore", module="fla")             # more heads than tokens, which steps have
+    return None if torch.cuda.is_available() else "torch finds no GPU"
+
+
+def has(case) -> bool:
+    """Other dtypes would be tuned anew for minutes."""
+    return case.op in FUNCTIONS and case.dtype == "bfloat16"
+
+
+class Call:
+    """fla's function bound to a case's arrays."""
+
+    def __init__(self, case, arrays, keywords):
+        import fla.ops
+        import torch
+
+        module, name = FUNCTIONS[case.op]
+        self.function = getattr(getattr(fla.ops, module), name)
+        self.step, self.keywords = case.step, {}
+        self.arrays = [self.in_its_layout(torch.from_dlpack(x)) for x in arrays.values()]
+        if case.gate == "reset":
+            self.arrays[3] = self.arrays[3].clamp(min=-1e30)    # it takes no -inf
+        if case.step:
+            self.keywords = {"initial_state": torch.from_dlpack(keywords["state"]).clone(), "output_final_state": True}
+        if case.sequences:
+            self.keywords["cu_seqlens"] = torch.tensor(keywords["cu_seqlens"], device="cuda")
+
+    def in_its_layout(self, x):
+        if x.ndim == 2:                                         # u
+            return x
+        return x[:, None] if self.step else x.transpose(1, 2).contiguous()
+
+    def __call__(self):
+        import torch
+
+        with torch.inference_mode():
+            return self.function(*self.arrays, **self.keywords)
+
+    def results(self):
+        """(o,) as ours lies, of a step (o, state)."""
+        o, state = self()
+        return (o[:, 0], state) if self.step else (o.transpose(1, 2),)
+
+
+def host(x):
+    return x.float().cpu().numpy()
+
+
+def captured(calls):
+    """One call that does them all: a CUDA graph."""
+    torch = sys.modules["torch"]
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay

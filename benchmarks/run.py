@@ -1,0 +1,351 @@
+"""Times every operator on the current device: CuPy on a GPU, NumPy where there is none.
+
+    python benchmarks/run.py [--quick] [--ops gla rwkv6_step ...] [--out benchmarks/results/<card>.json]
+    python benchmarks/speed_table.py            writes the README's tables and the plots out of those files
+
+A row's figures, every one a median, in milliseconds:
+
+    ours_ms     device time of a call, between events around several calls that the host has enqueued before the device
+                begins; of a step, whose calls are captured in a CUDA graph
+    wall_ms     host time of a call, Python included, when calls follow one another and the last is waited for
+    floor_ms    the bytes of every input, result and state once, over the bandwidth of a copy in the same run
+    fla_ms      flash-linear-attention's device time, measured in the same way (see peers.py), and fla_wall_ms
+    error       relative, of the result (and of a step's state) at the first and the last head, all tokens, against the
+                recurrence in float64 on the same values; fla_error likewise
+    peak_mib    memory of the arrays, the result and what the call needs beside them
+
+Sets of arrays take turns so that a call finds none of its own in the cache. A result is checked before it is timed: a
+wrong one has its error in the row and no time.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import devices
+import numpy as np
+import peers
+from devices import wall_ms
+
+import linattn_np
+from linattn_np.arrays import BFLOAT16
+from linattn_np.ops import OPS, steps
+
+ROOT = Path(__file__).parents[1]
+DECLARED = {op.name: op for op in (*OPS, steps.GLA_STEP, steps.RWKV6_STEP)}
+LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 6e-3}       # of `error`, as the tests have them
+NOT_FINITE = 1e30               # the error of a result with NaN or Inf in it: JSON has no name for those
+CALLS, SAMPLES = 10, 15
+CACHED = 1 << 28                # bytes of arrays that no cache holds
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Case:
+    op: str
+    B: int
+    T: int
+    H: int
+    D: int                      # K and V
+    dtype: str = "bfloat16"
+    gate: str = "logsigmoid"
+    sequences: int = 0          # packed into the row, where it is a row of packed sequences
+
+    @property
+    def step(self) -> bool:
+        return self.op.endswith("_step")
+
+    @property
+    def fields(self) -> dict:
+        """What a row says of it."""
+        return {"op": self.op, "pass": "step" if self.step else "forward", "B": self.B, "T": self.T, "H": self.H,
+                "K": self.D, "V": self.D, "dtype": self.dtype, "gate": self.gate if DECLARED[self.op].gates else None,
+                "sequences": self.sequences}
+
+    def __str__(self):
+        packed = f" in {self.sequences} sequences" * bool(self.sequences)
+        gates = f" {self.gate}" * bool(DECLARED[self.op].gates)
+        return f"{self.op} {self.B},{self.T},{self.H},{self.D}{packed} {self.dtype}{gates}"
+
+
+SHAPES = ((4, 4096, 64, 128), (8, 4096, 32, 64), (1, 8192, 96, 128), (2, 16384, 16, 128), (1, 131072, 16, 128),
+          (4, 2048, 16, 128), (8, 1024, 8, 64))
+WIDE = (8, 2048, 32, 256)
+GATES = {"logsigmoid": 1, "weak": 1 / 16, "strong": 20, "reset": 1}         # factors of logsigmoid
+
+
+def cases_of_gpu(quick):
+    """In the order in which fla has least to tune anew."""
+    gated = ("gla", "rwkv6")
+    for B in (1, 32) if quick else (1, 32, 256, 1024):
+        yield from (Case(f"{op}_step", B, 1, 32, 64) for op in gated)
+    if quick:
+        yield from (Case(op, *shape) for shape in SHAPES[-2:] for op in gated)
+        return
+    yield from (Case(op, *shape) for shape in SHAPES for op in gated)
+    yield from (Case(op, *SHAPES[0], gate=gate) for gate in ("weak", "strong", "reset") for op in gated)
+    yield from (Case(op, *SHAPES[0], dtype=dtype) for dtype in ("float16", "float32") for op in gated)
+    yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
+    yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing
+    yield from (Case(op, *WIDE) for op in gated)
+    yield from (Case(op.name, *SHAPES[-2]) for op in OPS if op.name not in gated)
+
+
+def cases_of_cpu(quick):
+    T = 512 if quick else 2048
+    yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in OPS)
+    for B in (1, 32):
+        yield from (Case(op, B, 1, 8, 64, dtype="float32") for op in ("gla_step", "rwkv6_step"))
+
+
+def lengths(count, tokens, shortest=24, longest=2048):
+    """Lengths of `count` sequences, many short and few long ones, in a random order."""
+    more = tokens - count * shortest
+    power = (count - 1) / (more / (longest - shortest) - 0.5) - 1       # so that the last one is the longest
+    weights = np.linspace(0, 1, count) ** power
+    bounds = np.round(more * np.cumsum(weights) / weights.sum()).astype(int)
+    return np.random.default_rng(0).permutation(shortest + np.diff(bounds, prepend=0)).tolist()
+
+
+def draw(case, xp, seed):
+    """The arrays of a call and its keywords."""
+    rng = xp.random.default_rng(seed)
+    dtype = BFLOAT16 if case.dtype == "bfloat16" else np.dtype(case.dtype)
+    sizes = {"B": case.B, "T": case.T, "H": case.H, "K": case.D, "V": case.D}
+    arrays = {}
+    for name, axes in DECLARED[case.op].arrays.items():
+        x = rng.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32)
+        if name in ("g", "w"):
+            x = -GATES[case.gate] * xp.log1p(xp.exp(-x))
+            if case.gate == "reset":
+                x[:, :, 63::64] = -np.inf
+        arrays[name] = x.astype(np.float32 if name == "u" else dtype)
+    keywords = {}
+    if case.step:
+        keywords = {"state": rng.standard_normal((case.B, case.H, case.D, case.D), dtype=np.float32),
+                    "out": xp.empty((case.B, case.H, case.D), dtype)}
+    if case.op == "retention":
+        keywords["gamma"] = 1 - 2.0 ** (-5 - np.arange(case.H))
+    if case.sequences:
+        keywords["cu_seqlens"] = [0, *np.cumsum(lengths(case.sequences, case.T)).tolist()]
+    return arrays, keywords
+
+
+def copy_bandwidth(device):
+    """Bytes read and written a second."""
+    source = device.xp.ones(CACHED, np.uint32)
+    target = device.xp.empty_like(source)
+    return 2 * source.nbytes / device.device_ms([lambda: device.xp.copyto(target, source)], SAMPLES) * 1e3
+
+
+def bytes_moved(case, arrays, keywords):
+    state = 2 * keywords["state"].nbytes if case.step else 0
+    return sum(x.nbytes for x in arrays.values()) + arrays["v"].nbytes + state
+
+
+# -- the exact answer -------------------------------------------------------------------------------------------------
+def two_heads(x, host):
+    """[1, 2, ..] in float64: the first head of the first sequence and the last of the last; of u [H, K], [2, K]."""
+    if x.ndim == 2:
+        return np.stack([host(x[0]), host(x[-1])]).astype(np.float64)
+    return np.stack([host(x[0, 0]), host(x[-1, -1])]).astype(np.float64)[None]
+
+
+def exact(case, arrays, keywords, host):
+    """What a call must give for `two_heads`: (o,), of a step (o, state)."""
+    op = DECLARED[case.op]
+    of_two = {"state": lambda x: two_heads(x, host), "gamma": lambda x: x[[0, -1]], "cu_seqlens": list}
+    keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
+    if not case.step and "recurrent" in op.modes:
+        keywords["mode"] = "recurrent"
+    o = getattr(linattn_np, case.op)(*(two_heads(x, host) for x in arrays.values()), **keywords)
+    return (o, keywords["state"]) if case.step else (o,)
+
+
+def error(found, wanted):
+    """The largest relative error of the results."""
+    errors = [float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y ** 2))) for x, y in zip(found, wanted, strict=True)]
+    return max(e if math.isfinite(e) else NOT_FINITE for e in errors)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+def measure(case, device, bandwidth, peer, samples):
+    """A row. `peer` is a function that times fla, or gives its figures of another run."""
+    op, row = getattr(linattn_np, case.op), case.fields
+    row |= dict.fromkeys(("ours_ms", "wall_ms", "fla_ms", "fla_wall_ms", "floor_ms", "error", "fla_error", "peak_mib"))
+    device.free()
+    arrays, keywords = draw(case, device.xp, 0)
+    wanted = exact(case, arrays, keywords, device.host)
+    nbytes = bytes_moved(case, arrays, keywords)
+    row["floor_ms"] = nbytes / bandwidth * 1e3
+    row |= peer(case, arrays, keywords, wanted)                 # before ours has written the state
+
+    o, taken = device.with_peak(lambda: op(*arrays.values(), **keywords))
+    results = (o, keywords["state"]) if case.step else (o,)
+    row["error"] = error([two_heads(x, device.host) for x in results], wanted)
+    row["peak_mib"] = (taken + sum(getattr(x, "nbytes", 0) for x in (*arrays.values(), *keywords.values()))) / 2**20
+    if not (row["error"] < LIMITS[case.dtype] and device.finite(o)):
+        return row
+    del o, results
+    calls = bound(op, [(arrays, keywords), *others(case, device.xp, nbytes)])
+    row["ours_ms"] = timed(device, case, calls, device.captured, samples)
+    row["wall_ms"] = wall_ms(device, calls, samples)
+    return row
+
+
+def others(case, xp, nbytes):
+    """More sets of arrays: as many as no cache holds."""
+    return [draw(case, xp, seed) for seed in range(1, min(CALLS, math.ceil(CACHED / nbytes)))]
+
+
+def bound(function, sets):
+    """CALLS calls on the sets in turn."""
+    made = [partial(function, *arrays.values(), **keywords) for arrays, keywords in sets]
+    return [made[i % len(made)] for i in range(CALLS)]
+
+
+def timed(device, case, calls, captured, samples):
+    """Device milliseconds of a call; steps are captured in a graph."""
+    if case.step:
+        return device.device_ms([captured(calls)], samples) / len(calls)
+    return device.device_ms(calls, samples)
+
+
+class Fla:
+    """fla's figures, from `kept` where it has them, else measured until `limit_s` seconds have gone."""
+
+    def __init__(self, device, absent, kept, limit_s, samples):
+        self.device, self.absent, self.kept, self.samples = device, absent, kept, samples
+        self.ends = time.monotonic() + limit_s
+
+    def __call__(self, case, arrays, keywords, wanted):
+        if (figures := self.kept.get(key(case.fields))) is not None:
+            return figures
+        if self.absent or not peers.has(case) or time.monotonic() > self.ends:
+            return {}
+        try:
+            return self.measure(case, arrays, keywords, wanted)
+        except Exception as problem:            # whatever a peer fails with: ours is measured, and the reason is said
+            say(f"  fla fails: {type(problem).__name__}: {str(problem).splitlines()[0][:150]}")
+            return {}
+        finally:
+            self.device.free()
+
+    def measure(self, case, arrays, keywords, wanted):
+        call = peers.Call(case, arrays, keywords)
+        figures = {"fla_error": error([two_heads(x, peers.host) for x in call.results()], wanted)}
+        if figures["fla_error"] < LIMITS[case.dtype]:
+            nbytes = bytes_moved(case, arrays, keywords)
+            more = [peers.Call(case, *its) for its in others(case, self.device.xp, nbytes)]
+            calls = [[call, *more][i % (len(more) + 1)] for i in range(CALLS)]
+            figures["fla_ms"] = timed(self.device, case, calls, peers.captured, self.samples)
+            figures["fla_wall_ms"] = wall_ms(self.device, calls, self.samples)
+        return figures
+
+
+def key(row):
+    return tuple(row[name] for name in ("op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences"))
+
+
+def kept_figures(path, meta):
+    """fla's figures by `key` out of an earlier file, if it speaks of the same card and versions."""
+    if path is None:
+        return {}
+    earlier = json.loads(path.read_text())
+    same = ("card", "fla-core", "torch", "triton")
+    if any(earlier["meta"].get(name) != meta.get(name) for name in same):
+        say(f"{path} is of another card or other versions: not used")
+        return {}
+    return {key(row): {name: row[name] for name in ("fla_ms", "fla_wall_ms", "fla_error")}
+            for row in earlier["rows"] if row["fla_error"] is not None}
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+def main():
+    args = arguments()
+    device = devices.current()
+    samples = 5 if args.quick else SAMPLES
+    absent = peers.absent() if args.peers else "not asked for"
+    bandwidth = copy_bandwidth(device)
+    meta = device.meta() | versions() | {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": args.commit or commit(),
+        "copy_tb_per_s": bandwidth / 1e12}
+    say(f"{meta['card']}, copy {bandwidth / 1e12:.2f} TB/s" + (f"; without fla: {absent}" if absent else ""))
+    peer = Fla(device, absent, kept_figures(args.keep_peers, meta), args.limit_s, samples)
+    rows, failed = [], []
+    for case in (cases_of_gpu if meta["cuda"] else cases_of_cpu)(args.quick):
+        if args.ops and case.op not in args.ops:
+            continue
+        begun = time.monotonic()
+        try:
+            row = measure(case, device, bandwidth, peer, samples)
+        except linattn_np.NotSupported:
+            say(f"{case}: no backend for it on this device")
+            continue
+        rows.append(row)
+        if row["ours_ms"] is None:
+            failed.append(f"{case}: relative error {row['error']:.1e}, expected below {LIMITS[case.dtype]:.0e}")
+        say(f"{case}: {number(row['ours_ms'])} ms, fla {number(row['fla_ms'])}  [{time.monotonic() - begun:.1f} s]")
+        if args.out:                            # after every row: a run that is cut short leaves what it has
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    show(rows)
+    sys.exit("\n".join(["wrong results:", *failed]) if failed else 0)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small shapes, few samples")
+    parser.add_argument("--ops", nargs="+", choices=DECLARED, help="these operators alone")
+    parser.add_argument("--out", type=Path, help="a JSON file, as benchmarks/results has them")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure fla too")
+    parser.add_argument("--keep-peers", type=Path, metavar="FILE", help="an earlier JSON file whose fla figures to use")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which fla is measured no more")
+    parser.add_argument("--commit", help="what to say of the sources where git cannot")
+    return parser.parse_args()
+
+
+def versions():
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "fla-core"):
+        try:
+            found[name.split("-cuda")[0]] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit():
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+def say(line):
+    print(line, file=sys.stderr, flush=True)
+
+
+def number(x, form=".4f"):
+    return "-" if x is None else format(x, form)
+
+
+def show(rows):
+    heads = ("floor", "ours", "x floor", "wall", "fla", "x ours", "error", "fla", "MiB")
+    print(" " * 56 + "".join(f"{head:>9s}" for head in heads))
+    for row in rows:
+        case = Case(row["op"], *(row[axis] for axis in "BTHK"), row["dtype"], row["gate"], row["sequences"])
+        ours, fla = row["ours_ms"], row["fla_ms"]
+        figures = (number(row["floor_ms"]), number(ours), number(ours and ours / row["floor_ms"], ".2f"),
+                   number(row["wall_ms"]), number(fla), number(ours and fla and fla / ours, ".1f"),
+                   number(row["error"], ".1e"), number(row["fla_error"], ".1e"), number(row["peak_mib"], ".0f"))
+        print(f"{str(case):56s}" + "".join(f"{text:>9s}" for text in figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""RWKV-6 on the GPU: decode beside the time its weights and states take, prefill, memory, and two peers.
+
+    python benchmarks/rwkv6_gpu.py [--batch 1 8 64 256] [--runs 50] [--peers rwkv fla] [--out FILE]
+
+The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first computed by NumPy in
+float32 too, and must agree. The floor of a step is every byte of the weights once, and of the states twice, over the
+copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of ten. Memory
+is what the libraries had taken from the device at most.
+
+The peers have the same weights, and need torch: the `rwkv` package (one sequence; its own CUDA kernels where it can
+build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+
+import cupy
+import ml_dtypes
+import numpy as np
+from rwkv6_synthetic import is_matrix, scaled, shapes
+
+from linattn_np.models import RWKV6
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+LARGE, TWIN = {"L": 24, "D": 2048}, {"L": 3, "D": 512, "V": 1024}
+STEPS = 10              # a sample of decoding
+PREFILL = 2048
+PROMPT = list(range(1000, 1040))        # whose last logits are compared
+
+
+def synthetic(sizes):
+    """Host weights, the matrices in bfloat16; equal names have equal values."""
+    noise = cupy.asarray(np.random.default_rng(0).standard_normal(1_000_003, np.float32))
+
+    def parameter(name, shape):
+        values = cupy.resize(cupy.roll(noise, sum(name.encode()) * 7919), int(np.prod(shape))).reshape(shape)
+        values = scaled(name, values)
+        return cupy.asnumpy(values.astype(BFLOAT16) if is_matrix(name, shape) else values)
+
+    return {name: parameter(name, shape) for name, shape in shapes(**sizes).items()}
+
+
+def main():
+    args = arguments()
+    card = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    bandwidth = copy_bandwidth()
+    print(f"{card}, CuPy {cupy.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
+    twins = [check_twin(batch) for batch in args.batch]
+    weights = synthetic(LARGE)
+    exact = RWKV6(weights, "cuda", np.float32).forward([PROMPT], last=True)[0].get()[0]
+    figures = measure(weights, exact, args, bandwidth, twins)
+    result = {"device": card, "cupy": cupy.__version__, "copy_tb_per_s": bandwidth / 1e12, "model": LARGE,
+              "dtype": "bfloat16", **figures, "peers": {}}
+    for name in args.peers:
+        free()
+        try:
+            for peer, found in PEERS[name](weights, exact, args):
+                result["peers"][peer] = found
+                show(peer, found)
+        except Exception as error:              # whatever a peer fails with: ours are measured, and the reason is said
+            result["peers"][name] = {"skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            print(f"{name} is not measured: {result['peers'][name]['skipped']}")
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
+    return parser.parse_args()
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+def check_twin(batch, steps=4):
+    """Relative error of the twin's logits, a prompt and then steps, against the float32 NumPy model."""
+    weights = synthetic(TWIN)
+    model, wanted_by = RWKV6(weights, "cuda", BFLOAT16), RWKV6(weights)
+    tokens = np.random.default_rng(1).integers(0, TWIN["V"], (batch, steps))
+    state, wanted_state, errors = model.initial_state(batch), wanted_by.initial_state(batch), []
+    for t in range(steps):
+        found, _ = model.forward(tokens[:, t:t + 1], state)
+        wanted, _ = wanted_by.forward(tokens[:, t:t + 1], wanted_state)
+        errors.append(relative_error(found.get(), wanted))
+    limit = 1e-4 if batch <= 8 else 5e-2
+    assert max(errors) < limit, f"batch {batch}: relative errors {errors}, expected below {limit}"
+    prompt = tokens.reshape(1, -1)
+    errors.append(relative_error(model.forward(prompt)[0].get(), wanted_by.forward(prompt)[0]))
+    assert errors[-1] < 5e-2, f"a prompt's relative error is {errors[-1]}"
+    return max(errors)
+
+
+def relative_error(found, wanted):
+    return float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted ** 2)))
+
+
+def measure(weights, exact, args, bandwidth, twins):
+    pool = cupy.get_default_memory_pool()
+    free()                                      # what making the weights took
+    model = RWKV6(weights, "cuda", BFLOAT16)
+    free()
+    decoder = model.layers.steps_of(1).decoder
+    rows = []
+    print("batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB twin error")
+    for batch, error in zip(args.batch, twins):
+        rows.append({"batch": batch, **decode(decoder.resized(batch), args.runs, bandwidth), "twin_error": error})
+        print("{batch:5d} {ms:9.3f} {tokens_per_s:9.0f} {weight_gb:10.3f} {state_gb:10.3f} {floor_ms:9.3f}"
+              " {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f} {twin_error:10.1e}".format(**rows[-1]), flush=True)
+        free()
+    state, token = model.initial_state(), [[1]]
+    forward_ms = median_ms(lambda: [model.forward(token, state, last=True) for _ in range(STEPS)], args.runs) / STEPS
+    print(f"RWKV6.forward of a token, the token from the host: {forward_ms:.3f} ms")
+    free()
+    tokens = np.random.default_rng(1).integers(0, model.sizes["V"], (1, PREFILL))
+    ms = median_ms(lambda: model.forward(tokens, last=True), args.runs // 5)
+    prefill = {"tokens": PREFILL, "ms": ms, "tokens_per_s": PREFILL / ms * 1e3, "memory_gb": pool.total_bytes() / 1e9}
+    print("prefill of {tokens}: {ms:.2f} ms, {tokens_per_s:.0f} tokens/s, {memory_gb:.2f} GB".format(**prefill))
+    error = relative_error(model.forward([PROMPT], last=True)[0].get()[0], exact)
+    print(f"relative error of the logits after {len(PROMPT)} tokens, against float32: {error:.1e}", flush=True)
+    return {"rows": rows, "forward_ms": forward_ms, "prefill": prefill, "error": error}
+
+
+def decode(decoder, runs, bandwidth):
+    batch = decoder.batch
+    tokens, state = cupy.zeros(batch, np.int64), decoder.initial_state()
+    eager_ms = median_ms(lambda: decoder.step(tokens, state, greedy=True), 10)
+    decoder.capture(tokens, state, greedy=True)
+    ms = median_ms(lambda: [decoder.replay() for _ in range(STEPS)], runs) / STEPS
+    assert cupy.isfinite(decoder.logits).all()
+    state_bytes = 2 * sum(array.nbytes for array in vars(state).values())
+    floor_ms = (decoder.weight_bytes + state_bytes) / bandwidth * 1e3
+    return {"ms": ms, "tokens_per_s": batch / ms * 1e3, "weight_gb": decoder.weight_bytes / 1e9,
+            "state_gb": state_bytes / 1e9, "floor_ms": floor_ms, "ratio": ms / floor_ms, "eager_ms": eager_ms,
+            "memory_gb": cupy.get_default_memory_pool().total_bytes() / 1e9}
+
+
+# -- the peers --------------------------------------------------------------------------------------------------------
+def rwkv_package(weights, exact, args):
+    """The `rwkv` package, by strategy."""
+    os.environ["RWKV_CUDA_ON"] = "1"
+    try:
+        from rwkv.model import RWKV
+    except ImportError:
+        raise
+    except Exception as error:                  # its kernels want nvcc, ninja and a compiler
+        print(f"the rwkv package runs without its CUDA kernels: {str(error).splitlines()[0]}")
+        os.environ["RWKV_CUDA_ON"] = "0"
+        from rwkv.model import RWKV
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({name: to_torch(array) for name, array in weights.items()}, f"{folder}/model.pth")
+        for strategy in ("cuda fp16", "cuda bf16"):
+            free()
+            torch.cuda.reset_peak_memory_stats()
+            model, state = RWKV(f"{folder}/model", strategy, verbose=False), None
+
+            def step():
+                nonlocal state
+                _, state = model.forward([1], state)
+
+            error = relative_error(model.forward(PROMPT, None)[0].cpu().numpy(), exact)
+            rows = [{"batch": 1, **timed(step, STEPS, args.runs)}]
+            prefill = timed(lambda: model.forward([1] * PREFILL, None), 1, args.runs)
+            yield f"rwkv {strategy}", {"version": version("rwkv"), "own_kernels": os.environ["RWKV_CUDA_ON"] == "1",
+                                        "error": error, "rows": rows, "prefill": prefill}
+            del model, state, step
+
+
+def fla_model(weights, exact, args):
+    """flash-linear-attention's RWKV6ForCausalLM, in bfloat16."""
+    import torch
+    from fla.models import RWKV6Config, RWKV6ForCausalLM
+
+    L, D, (V, _) = LARGE["L"], LARGE["D"], shapes(**LARGE)["emb.weight"]
+    config = RWKV6Config(hidden_size=D, num_hidden_layers=L, num_heads=D // 64, expand_k=1.0, expand_v=1.0,
+                         vocab_size=V, intermediate_size=D * 7 // 2, fuse_cross_entropy=False)
+    with torch.device("cuda"):
+        model = RWKV6ForCausalLM(config).to(torch.bfloat16).eval()
+    model.load_state_dict({name: to_torch(array) for name, array in fla_weights(weights, L).items()})
+    for layer in model.model.layers:
+        layer.attn.g_norm.eps = 64e-5           # the config has one eps for all norms
+    free()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        prompt = torch.tensor([PROMPT], device="cuda")
+        error = relative_error(model(prompt).logits[0, -1].float().cpu().numpy(), exact)
+        rows = []
+        for batch in args.batch:
+            tokens, cache = torch.ones(batch, 1, dtype=torch.int64, device="cuda"), None
+
+            def step():
+                nonlocal cache
+                cache = model(tokens, past_key_values=cache, use_cache=True).past_key_values
+
+            rows.append({"batch": batch, **timed(step, STEPS, args.runs)})
+        prompt = torch.ones(1, PREFILL, dtype=torch.int64, device="cuda")
+        prefill = timed(lambda: model(prompt, use_cache=True, logits_to_keep=1), 1, args.runs)
+    yield "fla", {"version": version("flash-linear-attention"), "error": error, "rows": rows, "prefill": prefill}
+
+
+PEERS = {"rwkv": rwkv_package, "fla": fla_model}
+
+
+def timed(call, calls, runs):
+    """Milliseconds of a call, of so many in a sample, and the memory that torch took at most."""
+    import torch
+
+    ms = median_ms(lambda: [call() for _ in range(calls)], max(runs // 5, 1)) / calls
+    return {"ms": ms, "memory_gb": torch.cuda.max_memory_reserved() / 1e9}
+
+
+def show(name, found):
+    for row in (*found["rows"], {"batch": PREFILL, **found["prefill"]}):
+        print("{}: {batch:5d} tokens {ms:9.3f} ms {rate:9.0f} tokens/s {memory_gb:6.2f} GB".format(
+            name, rate=row["batch"] / row["ms"] * 1e3, **row))
+    print(f"{name}: relative error of the logits {found['error']:.1e}", flush=True)
+
+
+def fla_weights(weights, L):
+    """`weights` under fla's names: its mixes are in the order r w k v g, its LoRAs the weights of Linear layers."""
+    from linattn_np.models.names import FLA, FLA_BLOCK, FLA_ORDER
+
+    found = {its_name: weights[name] for name, (its_name, _) in FLA.items()}
+    for i in range(L):
+        for name, (its_name, _) in FLA_BLOCK.items():
+            if (mine := f"blocks.{i}.{name}") in weights and not name.startswith("att.time_"):
+                found[f"model.layers.{i}.{its_name}"] = np.squeeze(weights[mine])
+        its, att = f"model.layers.{i}.attn.", {
+            name: weights[f"blocks.{i}.att.time_{name}"] for name in (
+                "maa_x", *(f"maa_{mix}" for mix in FLA_ORDER), "maa_w1", "maa_w2", "decay", "decay_w1", "decay_w2",
+                "faaaa")}
+        order = ["wkvrg".index(mix) for mix in FLA_ORDER]
+        D, ranks = att["maa_w1"].shape
+        found |= {
+            f"{its}x_proj.0.mu": att["maa_x"].ravel(), f"{its}bonus": att["faaaa"],
+            f"{its}x_bias": np.stack([att[f"maa_{mix}"].ravel() for mix in FLA_ORDER]),
+            f"{its}x_proj.0.linear.weight": att["maa_w1"].T.reshape(5, -1, D)[order].reshape(ranks, D),
+            f"{its}x_proj.2.weight": att["maa_w2"][order].transpose(2, 0, 1).reshape(D, ranks),
+            f"{its}w_proj.linear.lora.2.bias": att["decay"].ravel(),
+            f"{its}w_proj.linear.lora.0.weight": att["decay_w1"].T,
+            f"{its}w_proj.linear.lora.2.weight": att["decay_w2"].T}
+    return found
+
+
+def to_torch(array):
+    import torch
+
+    array = np.ascontiguousarray(array)
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def version(package):
+    from importlib.metadata import version as installed
+
+    return installed(package)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+def copy_bandwidth():
+    """Bytes read and written a second."""
+    source = cupy.ones(1 << 30, np.uint8)
+    target = cupy.empty_like(source)
+    ms = median_ms(lambda: cupy.copyto(target, source), 20)
+    return 2 * source.nbytes / ms * 1e3
+
+
+def free():
+    """Gives the device what no array holds: the next figure of memory is its own."""
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
+
+
+def median_ms(call, runs):
+    """Median milliseconds of a call between GPU events, after three that do not count."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(runs):
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, stop))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

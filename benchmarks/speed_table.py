@@ -1,0 +1,149 @@
+"""Writes the README's tables of the operators' speed out of the figures in benchmarks/results, and a plot of each file.
+
+    python benchmarks/run.py --out benchmarks/results/<card>.json
+    python benchmarks/speed_table.py
+
+The plot needs matplotlib; without it the one that is there stays.
+"""
+
+import json
+from textwrap import fill
+
+from rwkv6_table import README, RESULTS, WIDTH, losses, table
+
+BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
+END = "<!-- end of the operators' speed -->\n"
+GATES = {"logsigmoid": "", "weak": "weak gates", "strong": "strong gates", "reset": "resets"}
+
+
+def main():
+    README.write_text(with_tables(README.read_text()))
+    try:
+        import speed_plot
+    except ImportError as error:
+        print(f"no plot: {error}")
+        return
+    for path in results():
+        speed_plot.draw(json.loads(path.read_text()), path.with_suffix(".png"))
+
+
+def with_tables(readme) -> str:
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + tables() + END + rest.split(END)[1]
+
+
+def results():
+    """The files of benchmarks/run.py on a GPU."""
+    files = [path for path in sorted(RESULTS.glob("*.json")) if not path.stem.endswith("-rwkv6")]
+    return [path for path in files if json.loads(path.read_text())["meta"]["cuda"]]
+
+
+def tables() -> str:
+    return "\n".join(of_card(path) for path in results())
+
+
+def of_card(path) -> str:
+    result = json.loads(path.read_text())
+    rows = result["rows"]
+    forward, steps = by_label(rows, "forward"), by_label(rows, "step")
+    above = [fill(machine(result["meta"]), WIDTH), ""]
+    if path.with_suffix(".png").exists():
+        above += [f"![Times of each shape as multiples of the floor](benchmarks/results/{path.stem}.png)", ""]
+    return "\n".join([
+        *above, "Milliseconds on the device; ours with its multiple of the floor, fla's with its multiple of ours.", "",
+        *table(["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
+               [[shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
+                for (shape, what), pair in forward.items()]), "",
+        fill("One token for so many sequences, 32 heads of 64, states in float32; microseconds of a call in a CUDA "
+             "graph / of eager calls that follow one another.", WIDTH), "",
+        *table(["sequences", "floor", "`gla_step`", "fla", "`rwkv6_step`", "fla"],
+               [[shape, figure(floor(pair) * 1e3), *step_cells(pair, "gla_step"), *step_cells(pair, "rwkv6_step")]
+                for (shape, _), pair in steps.items()]), "",
+        fill(f"{losses(faster(rows))} {errors(rows)}", WIDTH), ""])
+
+
+def machine(meta) -> str:
+    commit = f", commit {meta['commit']}" if meta["commit"] else ""
+    text = f"{meta['card']}, driver {meta['driver']}, {meta['date']}{commit}; CUDA {meta['cuda']}, CuPy {meta['cupy']}"
+    if "fla-core" in meta:
+        text += f", fla-core {meta['fla-core']} on torch {meta['torch']} and Triton {meta['triton']}"
+    return (f"{text}. Forward passes in bfloat16 with logsigmoid gates where nothing else is said. The floor is every "
+            f"input and result once at the {meta['copy_tb_per_s']:.2f} TB/s of a copy in the same run. Weak gates are a "
+            "16th of logsigmoid's, strong ones 20 times them; resets are gates of -inf at every 64th token. Packed "
+            "sequences have 24 to 2047 tokens.")
+
+
+def by_label(rows, kind):
+    """Rows of one shape side by side: (shape, what else) -> {operator: row}."""
+    found = {}
+    for row in rows:
+        if row["pass"] == kind and row["op"].removesuffix("_step") in ("gla", "rwkv6"):
+            found.setdefault(label(row), {})[row["op"]] = row
+    return dict(sorted(found.items(), key=lambda pair: pair[0][1] != ""))        # what else is said comes last
+
+
+def label(row) -> tuple[str, str]:
+    if row["pass"] == "step":
+        return str(row["B"]), ""
+    said = [GATES[row["gate"]], f"{row['sequences']} packed sequences" if row["sequences"] else "",
+            row["dtype"] if row["dtype"] != "bfloat16" else ""]
+    return ", ".join(str(row[axis]) for axis in "BTHK"), ", ".join(filter(None, said))
+
+
+def floor(pair):
+    return next(iter(pair.values()))["floor_ms"]
+
+
+def cells(pair, op):
+    """Ours and fla's; empty where there is none."""
+    row = pair.get(op, {})
+    ours, its = row.get("ours_ms"), row.get("fla_ms")
+    ratio = f" ({its / ours:.1f}x)" if ours and its else ""
+    return [f"{figure(ours)} ({ours / row['floor_ms']:.2f}x)" if ours else "",
+            figure(its) + ratio if its else "wrong" if row.get("fla_error") else ""]
+
+
+def step_cells(pair, op):
+    row = pair.get(op, {})
+    return [f"{figure(row[graph] * 1e3)} / {figure(row[eager] * 1e3)}" if row.get(graph) else ""
+            for graph, eager in (("ours_ms", "wall_ms"), ("fla_ms", "fla_wall_ms"))]
+
+
+def figure(x) -> str:
+    """Three digits."""
+    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
+
+
+def name(row):
+    return " ".join(filter(None, (row["op"], *label(row))))
+
+
+def faster(rows):
+    found = []
+    for row in rows:
+        for ours, its, how in (("ours_ms", "fla_ms", ""), ("wall_ms", "fla_wall_ms", ", eager")):
+            if row[ours] and row[its] and row[its] < row[ours]:
+                found.append(f"fla ({name(row)}{how}, {row[ours] / row[its]:.2f} times)")
+    return found
+
+
+def errors(rows) -> str:
+    """What of the relative errors against float64 is to be said."""
+    halves = [row for row in rows if row["dtype"] == "bfloat16" and row["ours_ms"]]
+    text = f"Relative errors against float64, in bfloat16: ours {extent(halves, 'error')}"
+    if timed := [row for row in halves if row["fla_ms"]]:
+        text += f", fla's {extent(timed, 'fla_error')}"
+    larger = [f"{name(row)} ({row['error']:.2e}, fla {row['fla_error']:.2e})" for row in timed
+              if row["error"] > 1.02 * row["fla_error"]]          # 2 %: another order of the same sums
+    wrong = [name(row) for row in rows if row["fla_error"] and not row["fla_ms"]]
+    return (text + "." + (f" Ours is larger than fla's: {', '.join(larger)}." if larger else "")
+            + (f" fla's result is wrong, and was not timed: {', '.join(wrong)}." if wrong else ""))
+
+
+def extent(rows, field):
+    figures = [row[field] for row in rows]
+    return f"{min(figures):.1e} to {max(figures):.1e}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""RWKV-6 as its equations are written, token by token in float64: what the models' logits are held to."""
+
+import numpy as np
+
+
+def logits_of(weights, tokens):
+    """[T, V] after each of `tokens`, for official names."""
+    w = {name: np.asarray(array, np.float64).squeeze() if "time_maa_w2" not in name else np.asarray(array, np.float64)
+         for name, array in weights.items()}
+    H, N = np.shape(weights["blocks.0.att.time_faaaa"])
+    layers = [Layer(w, f"blocks.{i}", H, N) for i in range(sum(name.endswith("ln1.weight") for name in w))]
+    rows = []
+    for token in tokens:
+        x = layer_norm(w["emb.weight"][token], w, "blocks.0.ln0")
+        for layer in layers:
+            x = layer(x)
+        rows.append(w["head.weight"] @ layer_norm(x, w, "ln_out"))
+    return np.array(rows)
+
+
+class Layer:
+    def __init__(self, w, name, H, N):
+        self.w, self.name, self.S = w, name, np.zeros((H, N, N))
+        self.att_before = self.ffn_before = np.zeros(H * N)
+
+    def __call__(self, x):
+        x = x + self.time_mix(layer_norm(x, self.w, f"{self.name}.ln1"))
+        return x + self.channel_mix(layer_norm(x, self.w, f"{self.name}.ln2"))
+
+    def time_mix(self, x):
+        w, att, (H, N, _) = self.w, f"{self.name}.att", self.S.shape
+        d, self.att_before = self.att_before - x, x
+        low = np.tanh((x + d * w[f"{att}.time_maa_x"]) @ w[f"{att}.time_maa_w1"].reshape(H * N, -1)).reshape(5, -1)
+        mixed = {mix: x + d * (w[f"{att}.time_maa_{mix}"] + low[n] @ w[f"{att}.time_maa_w2"][n])
+                 for n, mix in enumerate("wkvrg")}
+        r, k, v = ((w[f"{att}.{name}.weight"] @ mixed[name[0]]).reshape(H, N)
+                   for name in ("receptance", "key", "value"))
+        g = w[f"{att}.gate.weight"] @ mixed["g"]
+        low = np.tanh(mixed["w"] @ w[f"{att}.time_decay_w1"].reshape(H * N, -1))
+        z = w[f"{att}.time_decay"] + low @ w[f"{att}.time_decay_w2"].reshape(-1, H * N)
+        decay = np.exp(-np.exp(z)).reshape(H, N)
+        kv = k[:, :, None] * v[:, None]
+        u = w[f"{att}.time_faaaa"].reshape(H, N)
+        o = np.einsum("hk,hkv->hv", r, self.S + u[:, :, None] * kv)
+        self.S = decay[:, :, None] * self.S + kv
+        o = (o - o.mean(-1, keepdims=True)) / np.sqrt(o.var(-1, keepdims=True) + 64e-5)
+        o = o.ravel() * w[f"{att}.ln_x.weight"] + w[f"{att}.ln_x.bias"]
+        return w[f"{att}.output.weight"] @ (o * g / (1 + np.exp(-g)))
+
+    def channel_mix(self, x):
+        w, ffn = self.w, f"{self.name}.ffn"
+        d, self.ffn_before = self.ffn_before - x, x
+        k = np.maximum(w[f"{ffn}.key.weight"] @ (x + d * w[f"{ffn}.time_maa_k"]), 0) ** 2
+        r = w[f"{ffn}.receptance.weight"] @ (x + d * w[f"{ffn}.time_maa_r"])
+        return (w[f"{ffn}.value.weight"] @ k) / (1 + np.exp(-r))
+
+
+def layer_norm(x, w, name):
+    return (x - x.mean()) / np.sqrt(x.var() + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]

@@ -1,0 +1,52 @@
+"""What the RWKV-6 benchmarks say of themselves: tables with every loss in them, peers that have the same weights."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from linattn_np.models.names import official
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return import_module
+
+
+@pytest.fixture
+def measured():
+    (path,) = (BENCHMARKS / "results").glob("nvidia-h200-rwkv6.json")
+    return json.loads(path.read_text())
+
+
+def test_a_faster_peer_is_named_with_its_factor(load, measured):
+    speeds = load("rwkv6_table")
+    peer = {"version": "1.2", "error": 0.01, "rows": [{"batch": 8, "ms": measured["rows"][1]["ms"] / 2}],
+            "prefill": {"ms": measured["prefill"]["ms"] * 2}}
+    measured["peers"] = {"other": peer, "absent": {"skipped": "ImportError: no module"}}
+    text = " ".join(speeds.on_a_gpu(measured).split())
+    assert "Faster than ours: other (decode, 8 sequences, 2.0 times)." in text
+    assert "absent was not measured: ImportError: no module." in text and "other is version 1.2." in text
+    measured["peers"] = {}
+    assert "No peer that was measured is faster." in " ".join(speeds.on_a_gpu(measured).split())
+
+
+def test_the_readme_keeps_what_is_around_its_tables(load):
+    speeds = load("rwkv6_table")
+    assert speeds.parts(f"before\n{speeds.BEGIN}old\n{speeds.END}after\n") == ("before\n", "old\n", "after\n")
+
+
+def test_fla_gets_the_same_weights(load, rng):
+    pytest.importorskip("cupy", reason="the benchmark on a GPU computes with CuPy")
+    gpu, make = load("rwkv6_gpu"), load("rwkv6_synthetic")
+    weights = {name: make.scaled(name, rng.standard_normal(shape, np.float32))
+               for name, shape in make.shapes(2, 128, V=30).items()}
+    found = official(gpu.fla_weights(weights, 2))
+    assert list(found) == list(weights)
+    for name, array in weights.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -1,0 +1,225 @@
+"""RWKV6 on CUDA: prompts by the layers, steps by `CudaDecoder`, one set of weights; on the emulated device too."""
+
+from itertools import islice
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, synthetic
+
+from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint, cuda_layers, rwkv6, rwkv6_cuda
+from linattn_np.models.rwkv6_cuda import parts
+
+AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
+HALF = np.dtype(np.float16)
+
+
+@pytest.fixture
+def on_cuda(device, monkeypatch):
+    """`RWKV6` on the device under test. Emulated, a graph is the launches that were bound when it was captured."""
+    def capture(decoder, tokens, state, slots=None):
+        decoder.bind(tokens, state, slots, False)
+        decoder.captured = decoder.launches
+
+    def replay(decoder):
+        for launch in decoder.captured:
+            launch()
+        return decoder.logits
+
+    if "Emulated" in type(device).__name__:
+        monkeypatch.setattr(rwkv6, "layers_on", lambda _: cuda_layers.CudaLayers)
+        monkeypatch.setattr(rwkv6_cuda, "current_device", lambda: device)
+        monkeypatch.setattr(rwkv6_cuda.CudaDecoder, "capture", capture)
+        monkeypatch.setattr(rwkv6_cuda.CudaDecoder, "replay", replay)
+    return lambda weights, dtype=None, **how: RWKV6(weights, "cuda", dtype, **how)
+
+
+def in_calls(model, tokens, lengths):
+    """Host logits [B, T, V] and the state, `tokens` [B, T] given in calls of `lengths`."""
+    state, logits = None, []
+    for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
+        found, state = model.forward(part, state)
+        logits.append(model.to_host(found))
+    return np.concatenate(logits, axis=1), state
+
+
+def tolerance(dtype):
+    """Of logits: prompts round what meets a half-precision matrix, steps of few sequences nothing."""
+    return 1e-5 if dtype == np.float32 else 8 * ml_dtypes.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [[9], [1] * 5, [7, 1, 1, 3, 1]], ids=str)
+def test_logits_and_states_are_the_cpus(on_cuda, lengths, dtype, rng):
+    weights, tokens = synthetic(rng, SMALL, dtype), rng.integers(0, SMALL["V"], (2, sum(lengths)))
+    found, state = in_calls(on_cuda(weights, dtype), tokens, lengths)
+    wanted, wanted_state = in_calls(RWKV6(weights), tokens, lengths)
+    limit = 1e-5 if set(lengths) == {1} else tolerance(dtype)
+    close(found, wanted, limit)
+    for part, wanted_part in zip(parts(state), parts(wanted_state)):
+        close(host(part), wanted_part, limit)
+
+
+def test_logits_are_the_golden_ones(on_cuda):
+    model = on_cuda(checkpoint.read(AUSTEN / "model.safetensors"))
+    with np.load(AUSTEN / "golden.npz") as file:
+        prompt, wanted = file["prompt"][None, :24], file["logits"][:24]
+    for lengths, limit in (([24], 0.02), ([20, 1, 1, 1, 1], 0.02)):
+        close(in_calls(model, prompt, lengths)[0][0], wanted, limit)
+
+
+def test_a_saved_state_goes_on_with_the_same_bits(on_cuda, rng, tmp_path):
+    model = on_cuda(synthetic(rng, SMALL))
+    _, state = model.forward([[1, 2, 3]])
+    state.save(tmp_path / "state.npz")
+    loaded = model.on_device(State.load(tmp_path / "state.npz"))
+    for tokens in ([[4]], [[5]], [[6, 7]], [[8]]):
+        wanted, _ = model.forward(tokens, state)
+        np.testing.assert_array_equal(host(model.forward(tokens, loaded)[0]), host(wanted))
+
+
+@pytest.mark.parametrize("sizes", ["wide heads", "odd"])
+def test_prompts_of_other_sizes(on_cuda, sizes, rng):
+    weights, tokens = synthetic(rng, SIZES[sizes]), rng.integers(0, 50, (3, 37))
+    found, _ = on_cuda(weights).forward(tokens)
+    close(host(found), RWKV6(weights).forward(tokens)[0], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, HALF], ids=str)
+def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
+    weights, bounds, slots = synthetic(rng, SMALL, dtype), [0, 3, 4, 9], [4, 0, 2]
+    model, reference = on_cuda(weights, dtype), RWKV6(weights)
+    pool, wanted_pool = model.initial_state(5), reference.initial_state(5)
+    for part in (*parts(pool), *parts(wanted_pool)):
+        part[:, [1, 3]] = 7
+    packed, column = rng.integers(0, SMALL["V"], (1, 9)), rng.integers(0, SMALL["V"], (3, 1))
+    for tokens, how in ((packed, {"cu_seqlens": bounds, "last": True}), (column, {}),
+                        (column.T, {"cu_seqlens": [0, 1, 2, 3]})):
+        found, _ = model.forward(tokens, pool, slots=slots, **how)
+        wanted, _ = reference.forward(tokens, wanted_pool, slots=slots, **how)
+        assert found.shape == wanted.shape
+        close(model.to_host(found), wanted, tolerance(dtype))
+    for part, wanted in zip(parts(pool), parts(wanted_pool)):
+        assert (host(part)[:, [1, 3]] == 7).all()
+        close(host(part), wanted, tolerance(dtype))
+
+
+def test_a_tuned_state_is_where_sequences_start(on_cuda, rng):
+    weights = synthetic(rng, SMALL)
+    weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((4, 16, 16), np.float32) for i in range(2)}
+    for tokens in ([[1], [2]], [[1, 2, 3]]):
+        found, _ = on_cuda(weights).forward(tokens)
+        close(host(found), RWKV6(weights).forward(tokens)[0], 1e-5)
+
+
+def test_joining_and_leaving_is_the_cpus(on_cuda, rng):
+    weights, how = synthetic(rng, SMALL), Sampling(temperature=1, seed=1)
+    batches = [Batch(model, 3) for model in (on_cuda(weights), RWKV6(weights))]
+    for batch in batches:
+        (first,) = batch.join([[1, 2, 3]], how)
+        drawn = [batch.step(), batch.step()]
+        second, third = batch.join([[4], [5, 6]], how)
+        drawn += [batch.step()]
+        batch.leave(first)
+        drawn += [batch.step(), batch.step()]
+        batch.leave(second)
+        (fourth,) = batch.join([[7]], how, [batch.state(third)])
+        batch.drawn = [*drawn, batch.step(), batch.step()]
+        assert (second, third, fourth) == (1, 2, 0)
+    assert batches[0].drawn == batches[1].drawn
+
+
+def test_generating_is_the_cpus(on_cuda, rng):
+    weights = synthetic(rng, SMALL)
+    texts = [list(islice(model.generate([1, 2, 3], temperature=0), 8)) for model in (on_cuda(weights), RWKV6(weights))]
+    assert texts[0] == texts[1]
+
+
+# -- graphs and what they share --------------------------------------------------------------------------------
+@pytest.fixture
+def calls(on_cuda, monkeypatch):
+    """What the decoders are asked to do, in order."""
+    done = []
+
+    def noted(name):
+        original = getattr(rwkv6_cuda.CudaDecoder, name)
+
+        def method(decoder, *arguments):
+            done.append(f"{name} {decoder.batch}")
+            return original(decoder, *arguments)
+        return method
+
+    for name in ("step", "capture", "replay"):
+        monkeypatch.setattr(rwkv6_cuda.CudaDecoder, name, noted(name))
+    return done
+
+
+def test_a_graph_is_captured_once_a_state_comes_again(on_cuda, calls, rng):
+    model, reference = (make(synthetic(np.random.default_rng(0), SMALL)) for make in (on_cuda, RWKV6))
+    state, other, wanted = model.initial_state(1), model.initial_state(1), reference.initial_state(1)
+
+    def step(state, token):
+        del calls[:]
+        found, _ = model.forward([[token]], state)
+        return found, [call for call in calls if call != "step 1" or "capture 1" not in calls]
+
+    kept = []
+    for token, expected in ((1, ["step 1"]), (2, ["capture 1", "replay 1"]), (3, ["replay 1"])):
+        found, done = step(state, token)
+        kept.append((found, reference.forward([[token]], wanted)[0]))
+        assert done == expected
+    assert step(other, 1)[1] == ["step 1"]                          # new arrays, no graph yet
+    assert step(state, 4)[1] == ["step 1"]
+    close(model.to_host(step(state, 5)[0]), [reference.forward([[token]], wanted)[0] for token in (4, 5)][1], 1e-5)
+    for found, expected in kept:                                    # no later step has written over them
+        close(model.to_host(found), expected, 1e-5)
+
+
+def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
+    model = on_cuda(synthetic(rng, SMALL))
+    pool = model.initial_state(12)
+    first = model.layers.steps_of(1).decoder
+    for batch in (*range(1, 12), 4):
+        model.forward(np.ones((batch, 1), int), pool, slots=list(range(batch)))
+    assert list(model.layers.steps) == [5, 6, 7, 8, 9, 10, 11, 4]
+    for batch, steps in model.layers.steps.items():
+        assert (steps.decoder.batch, steps.decoder.logits.shape) == (batch, (batch, SMALL["V"]))
+        assert steps.decoder.layers is first.layers and steps.decoder.head is first.head
+    model.forward([[1]])
+    assert model.layers.steps_of(1).decoder.layers is first.layers
+
+
+# -- dtypes, progress, refusals --------------------------------------------------------------------------------
+@pytest.mark.parametrize("stored, asked, kept", [
+    ("float32", None, "float32"), ("float64", None, "float32"), ("float16", None, "float16"),
+    ("bfloat16", None, "bfloat16"), ("float32", "bfloat16", "bfloat16"), ("bfloat16", np.float32, "float32")])
+def test_dtype_is_what_was_asked_for_or_the_files_half(on_cuda, stored, asked, kept, rng):
+    weights = {name: array.astype(stored) for name, array in synthetic(rng, SMALL).items()}
+    assert on_cuda(weights, asked).layers.steps_of(1).decoder.dtype == np.dtype(kept)
+
+
+def test_dtypes_that_are_refused(on_cuda, rng):
+    weights = synthetic(rng, SMALL)
+    with pytest.raises(TypeError, match="RWKV6: dtype is float64, expected float32, float16, bfloat16"):
+        on_cuda(weights, np.float64)
+    with pytest.raises(TypeError, match="RWKV6: dtype is 'q4', expected float32, float16, bfloat16"):
+        on_cuda(weights, "q4")
+
+
+def test_progress_counts_the_bytes_of_the_weights(on_cuda, rng):
+    weights, seen = synthetic(rng, SMALL), []
+    weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((4, 16, 16), np.float32) for i in range(2)}
+    on_cuda(weights, HALF, progress=lambda *bytes_: seen.append(bytes_))
+    total = sum(array.nbytes for array in weights.values())
+    assert {of for _, of in seen} == {total} and seen[-1][0] == total and len(seen) == len(weights)
+
+
+def test_states_of_another_place_are_refused(on_cuda, device, rng):
+    if isinstance(device.zeros((1,), np.float32), np.ndarray):
+        pytest.skip("the emulated device has NumPy arrays too")
+    model = on_cuda(synthetic(rng, SMALL))
+    state = RWKV6(synthetic(rng, SMALL)).initial_state()
+    with pytest.raises(TypeError, match="state.att_shift is a numpy.ndarray, expected one of the model's device"):
+        model.forward([[1]], state)
+    model.forward([[1]], model.on_device(state))
