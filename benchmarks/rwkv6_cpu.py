@@ -1,11 +1,11 @@
 """RWKV-6 on the CPU: decode beside the time its weights take to read, prefill beside decode, and the `rwkv` package.
 
-    python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--out FILE]
+    python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--rwkv-cpp LIBRARY] [--out FILE]
 
 The models are synthetic ones in float32. The floor is every weight but the embedding once, over the read bandwidth.
 Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
-Times are medians, the best beside them. Logits are compared before anything is timed. The `rwkv` package needs torch
-and is optional; rwkv.cpp is on no package index and is not measured.
+Times are medians, the best beside them. Logits are compared before anything is timed. The `rwkv` package, which needs
+torch, and rwkv.cpp, which has to be built, are optional.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main():
     import numpy as np
 
     print(f"RWKV-6, float32, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
-    rows = [measure(np, sizes, len(cpus), args.rounds) for sizes in MODELS]
+    rows = [measure(np, sizes, len(cpus), args.rounds, args.rwkv_cpp) for sizes in MODELS]
     if args.out:
         with open(args.out, "w") as file:
             json.dump({"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "rows": rows},
@@ -41,6 +41,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rwkv-cpp", metavar="LIBRARY", help="its librwkv.so, to be measured too")
     parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
     return parser.parse_args()
 
@@ -50,12 +51,15 @@ def cpu():
         return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
 
 
-def measure(np, sizes, threads, rounds):
+def measure(np, sizes, threads, rounds, rwkv_cpp):
     from linattn_np.models import RWKV6
 
     weights = synthetic(np, sizes)
     weight_bytes = sum(x.nbytes for name, x in weights.items() if name != "emb.weight")
-    model, peer = RWKV6(weights), load_peer(weights, threads)
+    model, peer, cpp = RWKV6(weights), load_peer(weights, threads), None
+    if rwkv_cpp:
+        from rwkv_cpp import RwkvCpp
+        cpp = RwkvCpp(rwkv_cpp, weights, threads)
     del weights
     tokens = np.random.default_rng(1).integers(0, model.sizes["V"], PREFILL).tolist()
 
@@ -67,10 +71,16 @@ def measure(np, sizes, threads, rounds):
     print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token")
     row = {**sizes, "weight_bytes": weight_bytes}
     if peer is not None:
-        row["relative_difference"] = difference(np, model, peer, tokens[:70])
+        row["relative_difference"] = difference(np, model, tokens[:70], lambda tokens: peer.forward(tokens, None),
+                                                lambda token, state: peer.forward([token], state))
         calls |= {"rwkv decode": decoding(lambda token, state: peer.forward([token], state), tokens),
                   "rwkv prefill": lambda: peer.forward(tokens, None)}
         print(f"the rwkv package's logits differ by {row['relative_difference']:.1e} of their size")
+
+    if cpp is not None:
+        calls |= {"rwkv.cpp decode": decoding(cpp.step, tokens), "rwkv.cpp prefill": lambda: cpp.prompt(tokens)}
+        found = difference(np, model, tokens[:70], cpp.prompt, cpp.step)
+        print(f"rwkv.cpp's logits differ by {found:.1e} of their size")
 
     times = interleaved(calls, rounds)
     tokens_a_call = {"read": BANDWIDTH_BYTES / weight_bytes, "decode": SAMPLE, "prefill": PREFILL}
@@ -79,9 +89,9 @@ def measure(np, sizes, threads, rounds):
     for name, samples in seconds.items():
         median, best = statistics.median(samples), min(samples)
         row[name] = {"ms": median * 1e3, "best_ms": best * 1e3, "tokens_per_s": 1 / median}
-        print(f"{name:14s}{median * 1e3:8.3f} ({best * 1e3:.3f}) ms a token {1 / median:9.1f} tokens/s")
+        print(f"{name:16s}{median * 1e3:8.3f} ({best * 1e3:.3f}) ms a token {1 / median:9.1f} tokens/s")
     for slow, fast in (("decode", "floor"), ("decode", "prefill"), ("rwkv decode", "decode"),
-                       ("rwkv prefill", "prefill")):
+                       ("rwkv prefill", "prefill"), ("rwkv.cpp decode", "decode"), ("rwkv.cpp prefill", "prefill")):
         if slow in seconds:
             ratio = statistics.median(a / b for a, b in zip(seconds[slow], seconds[fast]))
             row[f"{slow} / {fast}"] = ratio
@@ -110,13 +120,13 @@ def load_peer(weights, threads):
         return RWKV(f"{folder}/model", "cpu fp32", verbose=False)
 
 
-def difference(np, model, peer, tokens):
+def difference(np, model, tokens, prompt, step):
     """Largest difference between logits over the largest logit: a prefill, then a token."""
     logits, state = model.forward([tokens[:-1]], last=True)
-    peer_logits, peer_state = peer.forward(tokens[:-1], None)
-    found, wanted = [logits[0]], [peer_logits.numpy()]
+    peer_logits, peer_state = prompt(tokens[:-1])
+    found, wanted = [logits[0]], [np.asarray(peer_logits)]
     found.append(model.forward([tokens[-1:]], state, last=True)[0][0])
-    wanted.append(peer.forward(tokens[-1:], peer_state)[0].numpy())
+    wanted.append(np.asarray(step(tokens[-1], peer_state)[0]))
     relative = float(np.abs(np.subtract(found, wanted)).max() / np.abs(wanted).max())
     assert relative < 5e-5, f"the logits differ by {relative:.1e} of their size"
     return relative

@@ -74,16 +74,17 @@ def versions(measured):
 
 def on_a_cpu(result) -> str:
     rows, faster = [], []
+    peers = [name for name in ("rwkv", "rwkv.cpp") if f"{name} decode" in result["rows"][0]]
     for row in result["rows"]:
         model = f"{row['L']} x {row['D']}"
         for what, ours, ratio in (("decode", "decode", f"{row['decode / floor']:.2f}"), ("prompt", "prefill", "")):
-            rate, its = row[ours]["tokens_per_s"], row.get(f"rwkv {ours}", {}).get("tokens_per_s")
-            rows.append([f"{model}, {what}", f"{row[ours]['ms']:.2f}", count(rate), ratio, count(its) if its else ""])
-            if its and its > rate:
-                faster.append(f"rwkv ({model}, {what}, {its / rate:.1f} times)")
+            rate, theirs = (row[ours]["tokens_per_s"],
+                            {name: row[f"{name} {ours}"]["tokens_per_s"] for name in peers})
+            rows.append([f"{model}, {what}", f"{row[ours]['ms']:.2f}", count(rate), ratio, *map(count, theirs.values())])
+            faster += [f"{name} ({model}, {what}, {its / rate:.2f} times)" for name, its in theirs.items() if its > rate]
     text = (f"{result['device']}, {result['threads']} threads, models of layers x channels in float32, one sequence. "
             f"The floor of decoding is the time to read the weights once; a prompt has {result['prefill']} tokens.")
-    head = ["", "ms a token", "tokens/s", "times the floor", "rwkv, cpu fp32, tokens/s"]
+    head = ["", "ms a token", "tokens/s", "times the floor", *(f"{name}, tokens/s" for name in peers)]
     return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(losses(faster), WIDTH), ""])
 
 
