@@ -13,11 +13,19 @@ class Usage:
     spilled: int  # bytes stored and loaded
 
 
+ADVICE = re.compile(r"\((C75\d\d)\)([^\n]*)")  # of warpgroup products: waits inserted, products serialised, budgets ignored
+
+
 def compile_text(text, expressions, arch) -> dict[str, Usage]:
-    """What each instantiation of one program uses on `arch`, with the options CuPy compiles it with."""
+    """What each instantiation of one program uses on `arch`, with the options CuPy compiles it with.
+
+    RuntimeError where the assembler says that warpgroup products will not run as they are written.
+    """
     options = ProgramOptions(arch=arch, std="c++17", ftz=True, ptxas_options=["-v"])
     log = io.StringIO()
     code = Program(text, "c++", options).compile("cubin", name_expressions=expressions, logs=log)
+    if advice := ADVICE.findall(log.getvalue()):
+        raise RuntimeError("\n".join(code + text for code, text in advice))
     usage = _usage_by_symbol(log.getvalue())
     return {expression: usage[code.symbol_mapping[expression].decode()] for expression in expressions}
 
