@@ -6,6 +6,8 @@ the walk over tokens and sequences.
 
 import numpy as np
 
+from .packing import thread_scratch
+
 
 def run(problem, equation, o):
     """Fills o [B, H, T, V], returns the final state's parts."""
@@ -86,6 +88,16 @@ def outer(k, v):
     return k[..., :, None] * v[..., None, :]
 
 
+def write(problem, S, decay, k, v):
+    """diag(decay) S + k v^T, decay [..., K or 1]: in place, unless a gradient will need S as it was.
+
+    New arrays of this size would cost a token's step three times its arithmetic: their memory comes from the system.
+    """
+    new = np.multiply(decay[..., None], S, out=np.empty_like(S) if problem.gradient else S)
+    new += np.multiply(k[..., :, None], v[..., None, :], out=thread_scratch(S.dtype)("outer", S.shape))
+    return new
+
+
 def read(q, S):
     """q^T S."""
     return (q[..., None, :] @ S)[..., 0, :]
@@ -107,5 +119,6 @@ def step(problem, equation):
     rows = slice(None) if slots is None else slots
     before = state[rows].astype(problem.compute_dtype, copy=False)
     (new,), o = equation.step(problem, (before,), *cast_inputs(problem))
-    state[rows] = new
+    if not np.may_share_memory(new, state):
+        state[rows] = new
     return o
