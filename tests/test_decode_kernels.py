@@ -19,6 +19,7 @@ SIZES = {
     "odd": {"V": 51, "D": 72, "H": 6, "N": 12, "A": 35, "W": 5, "F": 2056},
 }
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
+LIMIT = 2e-5        # 1.1e-5 is the most that was seen, in 1 of 22 draws; else some 1e-6
 
 
 def synthetic(rng, sizes, dtype=np.float32):
@@ -66,9 +67,9 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
     found = decoded(decoder, device, tokens, state)
     for t in range(tokens.shape[1]):
         wanted, _ = model.forward(tokens[:, t:t + 1], wanted_state)
-        close(found[:, t], wanted[:, 0], 4e-5)
+        close(found[:, t], wanted[:, 0], LIMIT)
     for part, wanted_part in zip(parts(state), parts(wanted_state)):
-        close(host(part), wanted_part, 4e-5)
+        close(host(part), wanted_part, LIMIT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,7 +84,7 @@ def test_batches(device, B, dtype, rng):
     wanted, state = model.forward(tokens[:, :1])
     wanted = np.concatenate([wanted, model.forward(tokens[:, 1:], state)[0]], axis=1)
     if B <= 8 or dtype == np.float32:
-        return close(found, wanted, 4e-5)
+        return close(found, wanted, LIMIT)
     error = relative_error(found, wanted, axis=(1, 2))
     assert np.median(error) <= 4 * ml_dtypes.finfo(dtype).eps and error.max() <= 0.2
 
