@@ -17,18 +17,18 @@ class RwkvCpp:
     """`weights` by their official names, float32; `library` is the path of librwkv."""
 
     def __init__(self, library, weights, threads):
-        self.library = ctypes.CDLL(library)
+        self.rwkv = ctypes.CDLL(library)
         for name, restype in (("init_from_file", ctypes.c_void_p), ("get_state_len", ctypes.c_size_t),
                               ("get_logits_len", ctypes.c_size_t), ("eval", ctypes.c_bool),
                               ("eval_sequence_in_chunks", ctypes.c_bool)):
-            getattr(self.library, f"rwkv_{name}").restype = restype
+            getattr(self.rwkv, f"rwkv_{name}").restype = restype
         with tempfile.NamedTemporaryFile(suffix=".bin") as file:
             write(file, weights)
             file.flush()
-            self.context = ctypes.c_void_p(self.library.rwkv_init_from_file(file.name.encode(), threads, 0))
+            self.context = ctypes.c_void_p(self.rwkv.rwkv_init_from_file(file.name.encode(), threads, 0))
         if not self.context:
             raise RuntimeError(f"{library} refuses the model")
-        self.state_size, self.logits_size = (getattr(self.library, f"rwkv_get_{name}_len")(self.context)
+        self.state_size, self.logits_size = (getattr(self.rwkv, f"rwkv_get_{name}_len")(self.context)
                                              for name in ("state", "logits"))
 
     def step(self, token, state):
@@ -43,7 +43,7 @@ class RwkvCpp:
     def call(self, name, arguments, state):
         after, logits = np.empty(self.state_size, np.float32), np.empty(self.logits_size, np.float32)
         pointers = (None if x is None else x.ctypes.data_as(ctypes.c_void_p) for x in (state, after, logits))
-        if not getattr(self.library, f"rwkv_{name}")(self.context, *arguments, *pointers):
+        if not getattr(self.rwkv, f"rwkv_{name}")(self.context, *arguments, *pointers):
             raise RuntimeError(f"rwkv.cpp's rwkv_{name} failed")
         return logits, after
 

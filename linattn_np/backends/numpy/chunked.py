@@ -15,7 +15,7 @@ from .cores import in_parallel, workers
 from .packing import Scratch, Segment, row_blocks, thread_scratch
 from .scores import Gates, blas_ready, chunk_decays, gated_scores, gated_scores_vjp, mask_future
 
-SEGMENT_ELEMENTS = 1 << 17      # of one of a segment's arrays: long calls for the threads, short ones for the cache
+SEGMENT_ELEMENTS = 1 << 18      # of one of a segment's arrays: long calls for the threads, short ones for the cache
 MATERIALIZED_BYTES = 1 << 30    # above this, keeping every chunk's state must be asked for
 
 

@@ -82,19 +82,22 @@ def row_blocks(B, H, rows):
 class Scratch:
     """Arrays that a task uses again for every segment: fresh pages cost as much as the arithmetic on them."""
 
-    def __init__(self, dtype):
-        self.dtype, self.buffers = dtype, {}
+    def __init__(self, dtype, most=math.inf):
+        self.dtype, self.most, self.buffers = dtype, most, {}
 
     def __call__(self, name, shape):
         size = math.prod(shape)
+        if size * self.dtype.itemsize > self.most:
+            return np.empty(shape, self.dtype)
         if name not in self.buffers or self.buffers[name].size < size:
             self.buffers[name] = np.empty(size, self.dtype)
         return self.buffers[name][:size].reshape(shape)
 
 
+KEPT_BYTES = 1 << 24            # of one array between calls: more than a segment has
 of_thread = threading.local()
 
 
 def thread_scratch(dtype):
-    """The calling thread's own, kept from call to call: it grows to the size of a few segments."""
-    return vars(of_thread).setdefault(dtype.name, Scratch(dtype))
+    """The calling thread's own, kept from call to call; larger arrays are not kept."""
+    return vars(of_thread).setdefault(dtype.name, Scratch(dtype, KEPT_BYTES))
