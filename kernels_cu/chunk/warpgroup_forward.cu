@@ -6,25 +6,31 @@
 // smem      Shared: incoming q, k, g of every producer; what a group hands over; incoming v, outgoing o
 // barriers  arrived[group]: q, k, g of its next chunk are there; values[warpgroup][slot]: so is v; full[group]: a chunk's
 //           operands stand; empty[group]: the consumers have read them; enum Named
-// numerics  S in float32 accumulators. Decays are products of exp(g), never differences of sums, so that every gate is
-//           exact. (q decayed) S and the scores between blocks of 8 in tf32, within a block in float32; A and k in T
+// numerics  S in float32 accumulators; (q decayed) S and scores between tokens of different blocks in tf32; A and k in T.
+//           No difference of cumulated gates anywhere but in chunks where it is harmless: see below
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // passes    Whole: everything. First, Last: more than BK channels in two launches, o = (of the first BK) + (of the others);
-//           First keeps its o in float32 as the registers have it. Summary: only the state that tokens leave behind, and their decay, without q and o; for
-//           sequences cut into segments, whose states scan_segments.cu then joins
+//           First keeps its o in float32 as the registers have it. Summary: only the state that tokens leave behind, and
+//           their decay, without q and o; for sequences cut into segments, whose states scan_segments.cu then joins
 // limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch; BK and BV of 64, 128; rows start on 16 bytes
 //
-// A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them: decays are multiplied up in registers
-// and no gate needs a shuffle. Scores A_ij of two tokens
-//   in the same block of 8       one product with the running decay for every pair, summed over the lanes
-//   in the same half of 16       queries decayed from, keys decayed to the end of the first block
-//   in different halves          queries decayed from, keys decayed to the end of the first half
-// so that no factor ever exceeds 1 where gates decay. The state stays in the consumers' registers, transposed.
+// A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
+// one of two ways, which its producers agree on:
+//   mild_chunk  where gates are mild: queries decayed from the chunk's start, keys by the inverse, all scores one product
+//   any_chunk   any gates, reset or growth: decays are multiplied up in registers. Scores of two tokens
+//     in the same block of 8     one product with the running decay for every pair, summed over the lanes
+//     in the same half of 16     queries decayed from, keys decayed to the end of the first block
+//     in different halves        queries decayed from, keys decayed to the end of the first half
+//   so that no factor ever exceeds 1 where gates decay.
+// The state stays in the consumers' registers, transposed. Shared memory's bandwidth is what comes next after memory's:
+// every tile is laid out so that loads and stores lie in all banks.
 #include "policy.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 constexpr int CHUNK = 32, TOKENS = 8, BLOCKS = CHUNK / TOKENS, GROUPS = 2;
+constexpr float MILD = 17;      // nats: with so much in 8 tokens at most, factors and their inverses are far from float's ends
+constexpr float LARGE = 1 << 20;    // neither do queries and keys up to here, multiplied by such factors
 constexpr int PANEL = 64;       // columns of V a warpgroup; 16-bit values in a row of 128 bytes
 
 enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
@@ -58,7 +64,8 @@ template <typename T, typename G> struct WarpgroupForwardArgs {
 
 // What a producer group hands to the consumers, rows of 128 bytes in the tensor cores' 128-byte swizzle.
 template <typename T, int BK> struct alignas(1024) Handed {
-  float q[BK / 32][CHUNK][32];  // decayed from the chunk's start; 8 channels in the order 0 2 4 6 1 3 5 7
+  float q[BK / 32][CHUNK][32];  // decayed from the chunk's start; 8 channels in the order 0 2 4 6 1 3 5 7, in every
+                                // second panel 1 3 5 7 0 2 4 6: so stores to two panels lie in all banks
   T k[BK / 64][CHUNK][PANEL];   // decayed to the chunk's end
   T A[CHUNK][PANEL];            // [query, key], the first 32 columns
   float decay[BK];              // the whole chunk's
@@ -70,10 +77,19 @@ template <typename T, typename G, int BK> struct alignas(128) Incoming {
   G g[CHUNK][BK];
 };
 
-// Operands of the scores between blocks.
-template <int BK> struct alignas(16) Between {
+// Operands of scores. Where gates are mild: the keys, laid out as the queries that are handed over. Else those between blocks.
+template <int BK> struct alignas(128) Operands {
   static constexpr int LD = BK + 8;             // two neighbours of 4 rows lie in all banks
-  float queries[2][16][LD], keys[2][16][LD];    // 0: between halves; 1: blocks 1, 3 and 0, 2
+  union {
+    float all_keys[BK / 32][CHUNK][32];
+    struct { float queries[2][16][LD], keys[2][16][LD]; };  // 0: between halves; 1: blocks 1, 3 and 0, 2
+  };
+};
+
+// Where this block works: a stretch of one sequence's tokens, and where its state lies.
+struct Place {
+  i32 sequence, batch, head, v_tile, start, tokens;
+  i64 state, chunk;          // where its state begins, and its chunks among those of all blocks
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
@@ -81,15 +97,12 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   Handed<T, BK> handed[GROUPS];
   T v[BV / PANEL][AHEAD][CHUNK][PANEL];         // then o
   Incoming<T, G, BK> incoming[GROUPS];
-  Between<BK> between[GROUPS];
-  float decays[GROUPS][BLOCKS][BK];             // of every block
+  Operands<BK> operands[GROUPS];
+  float decays[GROUPS][BLOCKS][BK];             // of every block, or their base-2 logarithms
+  float own[GROUPS][CHUNK], u[BK];              // RWKV-6: scores of a token with itself, the bonus
+  Place place;                                  // here, since registers are scarce
+  u32 strong[GROUPS];                           // 1 + the group's last turn whose gates were not mild
   Barrier arrived[GROUPS], values[BV / PANEL][AHEAD], full[GROUPS], empty[GROUPS];
-};
-
-// Where this block works: a stretch of one sequence's tokens, and where its state lies.
-struct Place {
-  i32 sequence, batch, head, v_tile, start, tokens;
-  i64 state, chunk;          // where its state begins, and its chunks among those of all blocks
 };
 
 template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape, u32 block) {
@@ -109,7 +122,7 @@ template <typename T> __device__ __forceinline__ T* swizzled(T* tile, int row, i
 __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 // Tensor cores drop the last 13 bits of a tf32 operand, which takes 2^-11 / (2 ln 2) of it on average: a product of two
 // truncated operands is put right by this factor.
-constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f;
+constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f, LOG2_TRUNCATED = 1.01587e-3f;
 
 // ---- producers --------------------------------------------------------------------------------------------
 
@@ -118,10 +131,15 @@ __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
   const float4 four = *reinterpret_cast<const float4*>(from);
   x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
 }
-template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], const T* from) {
-  const uint2 four = *reinterpret_cast<const uint2*>(from);
+template <typename T> __device__ __forceinline__ void unpack(float (&x)[2], u32 two) {
+  x[0] = to_float(T{u16(two)}), x[1] = to_float(T{u16(two >> 16)});
+}
+template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], uint2 four) {
   x[0] = to_float(T{u16(four.x)}), x[1] = to_float(T{u16(four.x >> 16)});
   x[2] = to_float(T{u16(four.y)}), x[3] = to_float(T{u16(four.y >> 16)});
+}
+template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], const T* from) {
+  unpack<T>(x, *reinterpret_cast<const uint2*>(from));
 }
 
 // Each of 8 values summed over LANES lanes; lane l gets the sum of value l % 8.
@@ -197,7 +215,7 @@ template <class F> __device__ __forceinline__ void each_block_score(const float 
 // A tile of scores between blocks: D[16, 8] = queries[16, K] keys[8, K]^T; the last 8 rows only where BOTH.
 template <bool BOTH, int BK>
 __device__ __forceinline__ void tile_scores(float (&d)[4], const float* queries, const float* keys, int lane) {
-  constexpr int LD = Between<BK>::LD;
+  constexpr int LD = Operands<BK>::LD;
   const int g = lane >> 2, t = lane & 3;
   float even[4] = {}, odd[4] = {};
 #pragma unroll
@@ -214,7 +232,7 @@ __device__ __forceinline__ void tile_scores(float (&d)[4], const float* queries,
 }
 
 // The four tiles of scores between blocks: two between the halves, one within each half.
-template <int BK> __device__ __forceinline__ void scores_between(float (&d)[4], const Between<BK>& s, int tile, int lane) {
+template <int BK> __device__ __forceinline__ void scores_between(float (&d)[4], const Operands<BK>& s, int tile, int lane) {
   if (tile < 2)
     tile_scores<true, BK>(d, s.queries[0][0], s.keys[0][8 * tile], lane);
   else
@@ -247,17 +265,260 @@ __device__ __noinline__ void clear_beyond(Incoming<T, G, BK>& in, int first, int
   fence_async();                                // the next chunk comes to the same place by another way
 }
 
+// The scores of 16 queries and 16 keys, from operands that meet at the chunk's start; pairs of halves: (0, 0), (1, 0), (1, 1).
+template <class Policy, typename T, int BK>
+__device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK / 32][CHUNK][32], const float* own,
+                                            int pair, int lane) {
+  const int queries = pair ? 16 : 0, columns = pair == 2 ? 16 : 0;
+  // This lane's row of the 8x8 matrices (rows of 8, row, channels of 4, piece), and where it would be without piece.
+  const int upper = lane & 7, rows = lane >> 3 & 1, pieces = lane >> 4;
+  const int g = lane >> 2, t = lane & 3;
+  float with_self[2];
+  if (Policy::reads_before_write) with_self[0] = own[queries + g], with_self[1] = own[queries + g + 8];
+  float even[2][4] = {}, odd[2][4] = {};
+#pragma unroll
+  for (int c = 0; c < BK; c += 8) {
+    u32 a[4], b[4];
+    ldmatrix_x4(a, swizzled(out.q[c / 32][queries + 8 * rows], upper, c % 32 / 4 + pieces));
+    ldmatrix_x4(b, swizzled(keys[c / 32][columns + 8 * pieces], upper, c % 32 / 4 + rows));
+    const u32 left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+    mma_tf32((c % 16 ? odd : even)[0], a, left);
+    mma_tf32((c % 16 ? odd : even)[1], a, right);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = queries + g + 8 * half, j = columns + 8 * n + 2 * t;
+      const auto score = [&](int j, float x) {
+        return j < i ? TRUNCATED * x : j > i ? 0.f : Policy::reads_before_write ? with_self[half] : TRUNCATED * x;
+      };
+      reinterpret_cast<u32*>(swizzled(out.A[0], i, columns / 8 + n))[t] =
+          pack<T>(score(j, even[n][2 * half] + odd[n][2 * half]), score(j + 1, even[n][2 * half + 1] + odd[n][2 * half + 1]));
+    }
+}
+
+// Where a producer works: its block of a chunk's tokens and its 4 channels.
+template <int BK> struct Part {
+  static constexpr int LANES = BK / 4, THREADS = BLOCKS * LANES;
+  int group, thread, block, first, channel;
+  __device__ __forceinline__ Part(u32 producer)
+      : group(producer / THREADS), thread(producer % THREADS), block(producer % THREADS / LANES), first(block * TOKENS),
+        channel(producer % LANES * 4) {}
+  // The places in row i of the block of channels 0 and 2, or 1 and 3, of the thread's, which are queries of the state.
+  __device__ __forceinline__ float2* pair(float (&tile)[BK / 32][CHUNK][32], int i, int odd) const {
+    const u32 c = channel, place = c / 32 * sizeof tile[0] + first * 128 + c % 32 / 8 * 32 + c % 8 * 2;
+    return reinterpret_cast<float2*>(reinterpret_cast<char*>(tile) + (place ^ (i ^ odd ^ (c / 32 & 1)) * 16) + i * 128);
+  }
+  template <typename T> __device__ __forceinline__ uint2* four(T (&tile)[BK / 64][CHUNK][PANEL], int i) const {
+    const u32 c = channel, place = c / 64 * sizeof tile[0] + first * 128 + c % 64 * 2;
+    return reinterpret_cast<uint2*>(reinterpret_cast<char*>(tile) + (place ^ i * 16) + i * 128);
+  }
+};
+
+// A chunk of mild gates: queries decayed from its start, keys by the inverse. `refill` is called when the incoming tokens
+// have been read, `room` before anything is handed over. Where gates are not mild false, and neither is.
+template <class Policy, typename T, typename G, int BK, int BV, class Refill, class Room>
+__device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, u32 turn, Refill refill,
+                                           Room room) {
+  using P = Part<BK>;
+  const Incoming<T, G, BK>& in = s.incoming[me.group];
+  Handed<T, BK>& out = s.handed[me.group];
+  float (&all_keys)[BK / 32][CHUNK][32] = s.operands[me.group].all_keys;
+  float sums[TOKENS][4], sum[4] = {}, size[4] = {};
+  uint2 queries[TOKENS], keys[TOKENS];
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < TOKENS; ++i) {
+    float g[4];
+    unpack(g, in.g[me.first + i] + me.channel);
+    queries[i] = *reinterpret_cast<const uint2*>(in.q[me.first + i] + me.channel);
+    keys[i] = *reinterpret_cast<const uint2*>(in.k[me.first + i] + me.channel);
+    largest = larger<T>(larger<T>(largest, larger<T>(queries[i].x, queries[i].y)), larger<T>(keys[i].x, keys[i].y));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      size[c] += fabsf(g[c]);
+      sums[i][c] = sum[c] = fmaf(g[c], LOG2E, sum[c]);
+    }
+  }
+  float two[2];
+  unpack<T>(two, largest);
+  if (!(size[0] <= MILD && size[1] <= MILD && size[2] <= MILD && size[3] <= MILD && fabsf(two[0]) <= LARGE && fabsf(two[1]) <= LARGE)) s.strong[me.group] = turn + 1;
+  *reinterpret_cast<float4*>(&s.decays[me.group][me.block][me.channel]) = {sum[0], sum[1], sum[2], sum[3]};
+  barrier_sync(PRODUCERS + me.group, P::THREADS);   // every block's sums stand, the incoming tokens have been read
+  if (s.strong[me.group] == turn + 1) return false;
+  constexpr bool SOON = BK + BV < 256 || !Policy::reads_before_write;  // else registers are short: queries are read again
+  if constexpr (SOON) refill();
+
+  float before[4], whole[4];                    // up to the block, a logarithm; the whole chunk's decay
+  {
+    const float b0 = me.block > 0 ? 1.f : 0.f, b1 = me.block > 1 ? 1.f : 0.f, b2 = me.block > 2 ? 1.f : 0.f;
+    float four[BLOCKS][4];
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) unpack(four[block], &s.decays[me.group][block][me.channel]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      before[c] = LOG2_TRUNCATED + fmaf(b0, four[0][c], fmaf(b1, four[1][c], b2 * four[2][c]));
+      whole[c] = exp2_approx(four[0][c] + four[1][c] + (four[2][c] + four[3][c]));
+    }
+  }
+  room();
+  if (me.block == BLOCKS - 1)
+    *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
+#pragma unroll
+  for (int c = 0; c < 4; ++c) whole[c] *= TRUNCATED;
+  float own[TOKENS], without[4], u[4];
+  unpack(u, &s.u[me.channel]);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) without[c] = exp2_approx(before[c]);
+#pragma unroll
+  for (int i = 0; i < TOKENS; ++i) {
+    float q[4], k[4];
+    unpack<T>(q, SOON ? queries[i] : *reinterpret_cast<const uint2*>(in.q[me.first + i] + me.channel));
+    unpack<T>(k, keys[i]);
+    if (Policy::reads_before_write) {
+      const float weighed[4] = {u[0] * k[0], u[1] * k[1], u[2] * k[2], u[3] * k[3]};
+      own[i] = dot(q, weighed);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float with = exp2_approx(before[c] + sums[i][c]);
+      q[c] *= Policy::reads_before_write ? without[c] : with;
+      k[c] *= inverse(with);
+      without[c] = with;
+    }
+    *me.pair(out.q, i, 0) = {q[0], q[2]};
+    *me.pair(out.q, i, 1) = {q[1], q[3]};
+    *me.pair(all_keys, i, 0) = {k[0], k[2]};
+    *me.pair(all_keys, i, 1) = {k[1], k[3]};
+    *me.four(out.k, i) = {pack<T>(k[0] * whole[0], k[1] * whole[1]), pack<T>(k[2] * whole[2], k[3] * whole[3])};
+  }
+  if (Policy::reads_before_write) {
+    const float score = sum_each<P::LANES>(own);
+    if (me.thread % P::LANES < TOKENS) s.own[me.group][me.first + me.thread % P::LANES] = score;
+  }
+  barrier_sync(PRODUCERS + me.group, P::THREADS);   // the operands of the scores stand
+  if constexpr (!SOON) refill();
+  constexpr int WARPS = P::THREADS / 32;
+  for (int pair = (me.thread / 32 + turn) % WARPS; pair < 3; pair += WARPS)
+    mild_scores<Policy>(out, all_keys, s.own[me.group], pair, me.thread % 32);
+  return true;
+}
+
+// A chunk of any gates: scores within blocks pair by pair, between them from operands that meet at a block's border.
+template <class Policy, class Pass, typename T, typename G, int BK, int BV, class Refill, class Room>
+__device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, float (&total)[4], Refill refill,
+                                          Room room) {
+  using P = Part<BK>;
+  const Incoming<T, G, BK>& in = s.incoming[me.group];
+  Handed<T, BK>& out = s.handed[me.group];
+  Operands<BK>& operands = s.operands[me.group];
+  float a[TOKENS][4], q[TOKENS][4], k[TOKENS][4];
+#pragma unroll
+  for (int i = 0; i < TOKENS; ++i) {
+    unpack(a[i], in.g[me.first + i] + me.channel);
+    if constexpr (Pass::reads) unpack(q[i], in.q[me.first + i] + me.channel);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) a[i][c] = decay_of(a[i][c]);
+  }
+  float scores[5];
+  if constexpr (Pass::reads) {
+    float u[4];
+    unpack(u, &s.u[me.channel]);
+    block_scores<Policy, P::LANES>(scores, q, in.k[me.first] + me.channel, BK, a, u);
+  }
+
+  float decay[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+  for (int i = 0; i < TOKENS; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (Pass::reads && Policy::reads_before_write) q[i][c] *= decay[c];
+      decay[c] *= a[i][c];
+      if constexpr (Pass::reads && !Policy::reads_before_write) q[i][c] *= decay[c];
+    }
+  __syncwarp();                                 // else products are made early, and there are no registers for that
+  *reinterpret_cast<float4*>(&s.decays[me.group][me.block][me.channel]) = {decay[0], decay[1], decay[2], decay[3]};
+  float suffix[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+  for (int i = TOKENS - 1; i >= 0; --i) {
+    unpack(k[i], in.k[me.first + i] + me.channel);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      k[i][c] *= suffix[c];
+      suffix[c] *= a[i][c];
+    }
+    __syncwarp();
+  }
+  barrier_sync(PRODUCERS + me.group, P::THREADS);   // every block's decay stands, the incoming tokens have been read
+  constexpr bool SOON = BK + BV < 256;        // the largest tile has registers for it only later
+  if constexpr (SOON) refill();
+
+  float before[4] = {1.f, 1.f, 1.f, 1.f}, after[4] = {1.f, 1.f, 1.f, 1.f}, near[4] = {1.f, 1.f, 1.f, 1.f};
+#pragma unroll
+  for (int other = 0; other < BLOCKS; ++other) {
+    const float4 its = *reinterpret_cast<const float4*>(&s.decays[me.group][other][me.channel]);
+    const float four[4] = {its.x, its.y, its.z, its.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (other < me.block) before[c] *= four[c];
+      if (other > me.block) after[c] *= four[c];
+      if ((me.block == 0 && other == 1) || (me.block == 3 && other == 2)) near[c] = four[c];
+    }
+  }
+  if constexpr (Pass::reads) {
+    const bool late = me.block & 1, second = me.block >> 1;
+    const auto put_rows = [&](float* to, const float(&x)[TOKENS][4], const float(&by)[4]) {
+#pragma unroll
+      for (int i = 0; i < TOKENS; ++i)
+        *reinterpret_cast<float4*>(to + i * Operands<BK>::LD + me.channel) = {x[i][0] * by[0], x[i][1] * by[1], x[i][2] * by[2], x[i][3] * by[3]};
+    };
+    constexpr float SAME[4] = {1.f, 1.f, 1.f, 1.f};
+    if (late) put_rows(operands.queries[1][8 * second], q, SAME);
+    else put_rows(operands.keys[1][8 * second], k, SAME);
+    if (second) put_rows(operands.queries[0][8 * late], q, near);
+    else put_rows(operands.keys[0][8 * late], k, near);
+  }
+  if constexpr (!SOON) refill();
+  room();
+#pragma unroll
+  for (int i = 0; i < TOKENS; ++i)
+    *me.four(out.k, i) = {pack<T>(k[i][0] * after[0], k[i][1] * after[1]), pack<T>(k[i][2] * after[2], k[i][3] * after[3])};
+  if (me.block == BLOCKS - 1) {
+    const float whole[4] = {before[0] * decay[0], before[1] * decay[1], before[2] * decay[2], before[3] * decay[3]};
+    *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
+    if constexpr (!Pass::reads)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) total[c] *= whole[c];
+  }
+  if constexpr (Pass::reads) {
+    each_block_score(scores, me.thread % P::LANES, [&](int i, int j, float x) {
+      swizzled(out.A[0], me.first + i, me.block)[j] = from_float<T>(x);
+    });
+#pragma unroll
+    for (int c = 0; c < 4; ++c) before[c] *= TRUNCATED;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+      *me.pair(out.q, i, 0) = {q[i][0] * before[0], q[i][2] * before[2]};
+      *me.pair(out.q, i, 1) = {q[i][1] * before[1], q[i][3] * before[3]};
+    }
+    barrier_sync(PRODUCERS + me.group, P::THREADS);   // the operands of the scores between blocks stand
+    for (int tile = me.thread / 32; tile < BLOCKS; tile += P::THREADS / 32) {
+      float d[4];
+      scores_between(d, operands, tile, me.thread % 32);
+      put_tile(out.A[0], d, tile, me.thread % 32);
+    }
+  }
+}
+
 template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
-  constexpr int LANES = BK / 4, THREADS = BLOCKS * LANES, LD = Between<BK>::LD;
-  const Place at = place_of<BV>(args.shape, blockIdx.x);
-  const int group = thread / THREADS, tokens = at.tokens, K = int(args.shape.K - args.channel);
-  Handed<T, BK>& out = s.handed[group];
-  Between<BK>& between = s.between[group];
-
+  using P = Part<BK>;
+  const Place& at = s.place;
+  const int group = thread / P::THREADS, tokens = at.tokens, K = int(args.shape.K - args.channel);
   Incoming<T, G, BK>& in = s.incoming[group];
   const auto fetch = [&](int token) {           // by one thread of the group
-    if (token >= tokens || thread % THREADS) return;
+    if (token >= tokens || thread % P::THREADS) return;
     const i32 row = at.start + token, h = at.head, b = at.batch;
     Barrier& arrived = s.arrived[group];
     barrier_expect(arrived, Pass::reads ? sizeof in : sizeof in - sizeof in.q);
@@ -271,125 +532,26 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
   u32 turn = 0;
   for (int token = group * CHUNK; token < tokens; token += GROUPS * CHUNK, ++turn) {
     forget(thread);                             // addresses are cheaper made anew than held in registers
-    const int block = thread % THREADS / LANES, channel = thread % LANES * 4;
-    barrier_wait(s.arrived[group], turn & 1);
-    const int first = block * TOKENS;
-    if (token + CHUNK > tokens) clear_beyond<Pass>(in, first, tokens - token, channel);
-    float a[TOKENS][4], q[TOKENS][4], k[TOKENS][4];
-#pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-      unpack(a[i], in.g[first + i] + channel);
-      if constexpr (Pass::reads) unpack(q[i], in.q[first + i] + channel);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) a[i][c] = decay_of(a[i][c]);
-    }
-    float scores[5];
-    if constexpr (Pass::reads) {
-      float u[4] = {};
-      if (Policy::reads_before_write)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) u[c] = channel < K ? args.u[at.head * args.shape.K + args.channel + channel + c] : 0.f;
-      block_scores<Policy, LANES>(scores, q, in.k[first] + channel, BK, a, u);
-    }
-
-    float decay[4] = {1.f, 1.f, 1.f, 1.f};
-#pragma unroll
-    for (int i = 0; i < TOKENS; ++i)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if constexpr (Pass::reads && Policy::reads_before_write) q[i][c] *= decay[c];
-        decay[c] *= a[i][c];
-        if constexpr (Pass::reads && !Policy::reads_before_write) q[i][c] *= decay[c];
-      }
-    *reinterpret_cast<float4*>(&s.decays[group][block][channel]) = {decay[0], decay[1], decay[2], decay[3]};
-    float suffix[4] = {1.f, 1.f, 1.f, 1.f};
-#pragma unroll
-    for (int i = TOKENS - 1; i >= 0; --i) {
-      unpack(k[i], in.k[first + i] + channel);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        k[i][c] *= suffix[c];
-        suffix[c] *= a[i][c];
-      }
-    }
-    barrier_sync(PRODUCERS + group, THREADS);   // every block's decay stands, the incoming tokens have been read
-    constexpr bool SOON = BK + BV < 256;        // the largest tile has registers for it only later
-    if constexpr (SOON) fetch(token + GROUPS * CHUNK);
-
-    float before[4] = {1.f, 1.f, 1.f, 1.f}, after[4] = {1.f, 1.f, 1.f, 1.f}, near[4] = {1.f, 1.f, 1.f, 1.f};
-#pragma unroll
-    for (int other = 0; other < BLOCKS; ++other) {
-      const float4 its = *reinterpret_cast<const float4*>(&s.decays[group][other][channel]);
-      const float four[4] = {its.x, its.y, its.z, its.w};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (other < block) before[c] *= four[c];
-        if (other > block) after[c] *= four[c];
-        if ((block == 0 && other == 1) || (block == 3 && other == 2)) near[c] = four[c];
-      }
-    }
-    // Rows of a tile with 128-byte rows: 8 of them begin on 1024 bytes, so that row i swizzles piece by i.
-    const auto row_of = [&](auto* tile, int i, int byte) {
-      return reinterpret_cast<char*>(tile + block * TOKENS * (128 / sizeof(*tile))) + i * 128 + (byte ^ i * 16);
+    const P me{u32(thread)};
+    const auto refill = [&] { fetch(token + GROUPS * CHUNK); };
+    const auto room = [&] {
+      if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
     };
-    if constexpr (Pass::reads) {
-      const bool late = block & 1, second = block >> 1;
-      const auto put_rows = [&](float* to, const float(&x)[TOKENS][4], const float(&by)[4]) {
-#pragma unroll
-        for (int i = 0; i < TOKENS; ++i)
-          *reinterpret_cast<float4*>(to + i * LD + channel) = {x[i][0] * by[0], x[i][1] * by[1], x[i][2] * by[2], x[i][3] * by[3]};
-      };
-      constexpr float SAME[4] = {1.f, 1.f, 1.f, 1.f};
-      if (late) put_rows(between.queries[1][8 * second], q, SAME);
-      else put_rows(between.keys[1][8 * second], k, SAME);
-      if (second) put_rows(between.queries[0][8 * late], q, near);
-      else put_rows(between.keys[0][8 * late], k, near);
-    }
-    if constexpr (!SOON) fetch(token + GROUPS * CHUNK);
-    if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
-#pragma unroll
-    for (int i = 0; i < TOKENS; ++i)
-      *reinterpret_cast<uint2*>(row_of(out.k[channel / 64][0], i, channel % 64 * 2)) = {
-          pack<T>(k[i][0] * after[0], k[i][1] * after[1]), pack<T>(k[i][2] * after[2], k[i][3] * after[3])};
-    if (block == BLOCKS - 1) {
-      const float4 own = *reinterpret_cast<const float4*>(&s.decays[group][block][channel]);
-      const float whole[4] = {before[0] * own.x, before[1] * own.y, before[2] * own.z, before[3] * own.w};
-      *reinterpret_cast<float4*>(&out.decay[channel]) = {whole[0], whole[1], whole[2], whole[3]};
-      if constexpr (!Pass::reads)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) total[c] *= whole[c];
-    }
-    if constexpr (Pass::reads) {
-      each_block_score(scores, thread % LANES, [&](int i, int j, float x) {
-        swizzled(out.A[0], TOKENS * block + i, block)[j] = from_float<T>(x);
-      });
-#pragma unroll
-      for (int c = 0; c < 4; ++c) before[c] *= TRUNCATED;
-#pragma unroll
-      for (int i = 0; i < TOKENS; ++i) {          // channels 0 2 | 4 6 and 1 3 | 5 7 of 8
-        char* to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + channel % 8 * 2);
-        *reinterpret_cast<float2*>(to) = {q[i][0] * before[0], q[i][2] * before[2]};
-        to = row_of(out.q[channel / 32][0], i, channel % 32 / 8 * 32 + 16 + channel % 8 * 2);
-        *reinterpret_cast<float2*>(to) = {q[i][1] * before[1], q[i][3] * before[3]};
-      }
-      barrier_sync(PRODUCERS + group, THREADS);   // the operands of the scores between blocks stand
-      forget(thread);
-      for (int tile = thread % THREADS / 32; tile < BLOCKS; tile += THREADS / 32) {
-        float d[4];
-        scores_between(d, between, tile, thread % 32);
-        put_tile(out.A[0], d, tile, thread % 32);
-      }
-    }
+    barrier_wait(s.arrived[group], turn & 1);
+    if (token + CHUNK > tokens) clear_beyond<Pass>(in, me.first, tokens - token, me.channel);
+    bool mild = false;
+    if constexpr (Pass::reads) mild = mild_chunk<Policy>(s, me, turn, refill, room);
+    if (!mild) any_chunk<Policy, Pass>(s, me, total, refill, room);
     fence_async();
     barrier_arrive(s.full[group]);
   }
   if constexpr (!Pass::reads) {
-    const int channel = thread % LANES * 4;
-    if (thread % THREADS / LANES == BLOCKS - 1 && at.v_tile == 0)
+    const P me{u32(thread)};
+    if (me.block == BLOCKS - 1 && at.v_tile == 0)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (channel + c < K)
-          args.decays[((i64(at.sequence) * args.shape.H + at.head) * GROUPS + group) * args.shape.K + args.channel + channel + c] = total[c];
+        if (me.channel + c < K)
+          args.decays[((i64(at.sequence) * args.shape.H + at.head) * GROUPS + group) * args.shape.K + args.channel + me.channel + c] = total[c];
   }
 }
 
@@ -425,9 +587,11 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
       const float2 decay = *reinterpret_cast<const float2*>(&in.decay[8 * tile + 2 * t]);
+      const int panel = tile / 4;
       float* x = S + 4 * tile;
       u32(&to)[4] = a[part & 1][n];
-      to[0] = copy_of(x[0]), to[1] = copy_of(x[2]), to[2] = copy_of(x[1]), to[3] = copy_of(x[3]);
+      to[0 + panel % 2 * 2] = copy_of(x[0]), to[1 + panel % 2 * 2] = copy_of(x[2]);
+      to[2 - panel % 2 * 2] = copy_of(x[1]), to[3 - panel % 2 * 2] = copy_of(x[3]);
       x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
     }
   };
@@ -470,7 +634,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
   constexpr bool WRITES = Pass::reads && !Pass::keeps;
   const int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
-  const Place at = place_of<BV>(args.shape, blockIdx.x);
+  const Place& at = s.place;
   const i32 first = at.v_tile + warpgroup * PANEL;
   const int tokens = at.tokens;
   const float scale = float(args.scale);
@@ -567,11 +731,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
       fence_async();
       barrier_sync(VALUES + warpgroup, 128);    // o stands
       if (partial) {
-        int block = blockIdx.x;
-        forget(block);                          // the place is cheaper found anew than held in registers
-        const Place here = place_of<BV>(args.shape, block);
-        T* const to = args.o.row(here.batch, here.head, here.start + token) + here.v_tile + warpgroup * PANEL;
-        const i64 columns = args.shape.V - here.v_tile - warpgroup * PANEL;
+        T* const to = args.o.row(at.batch, at.head, at.start + token) + first;
+        const i64 columns = args.shape.V - first;
         each_piece([&](int row, int piece) {
           if (token + row < tokens && 8 * piece < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) = *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
@@ -592,7 +753,9 @@ template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
 warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
-  if (!Pass::reads && args.skipped && place_of<BV>(args.shape, blockIdx.x).sequence % args.skipped == args.skipped - 1) return;
+  const Place place = place_of<BV>(args.shape, blockIdx.x);
+  if (!Pass::reads && args.skipped && place.sequence % args.skipped == args.skipped - 1) return;
+  if (threadIdx.x == 0) s.place = place;
   if (threadIdx.x == 0)
     for (int group = 0; group < GROUPS; ++group) {
       barrier_init(s.arrived[group], 1);
@@ -601,6 +764,10 @@ warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
     }
   if (threadIdx.x == 0)
     for (int slot = 0; slot < BV / PANEL * Shared<T, G, BK, BV>::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
+  if (threadIdx.x < GROUPS) s.strong[threadIdx.x] = 0;
+  if (Pass::reads && Policy::reads_before_write)
+    for (int c = threadIdx.x; c < BK; c += ALL_THREADS<BK, BV>)
+      s.u[c] = args.channel + c < args.shape.K ? args.u[place.head * args.shape.K + args.channel + c] : 0.f;
   for (int i = threadIdx.x; i < GROUPS * CHUNK * PANEL; i += ALL_THREADS<BK, BV>)
     s.handed[i / (CHUNK * PANEL)].A[i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);     // no key after its query
   fence_async();

@@ -65,6 +65,13 @@ template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
   return y;
 }
 
+// 1 / x, 1 ulp.
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / sqrt(x), 2 ulp.
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 
@@ -297,6 +304,21 @@ template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arri
     } while (((now ^ sense) & 0x80000000u) == 0);
   }
   barrier_sync(1, THREADS);  // so are the others'
+}
+
+// Of two pairs of values the larger magnitudes, with any sign.
+template <typename T> __device__ __forceinline__ u32 larger(u32 a, u32 b);
+
+template <> __device__ __forceinline__ u32 larger<bf16>(u32 a, u32 b) {
+  u32 y;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+template <> __device__ __forceinline__ u32 larger<f16>(u32 a, u32 b) {
+  u32 y;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
 }
 
 // What this thread stored to shared memory can be read by wgmma, after a barrier also by others' wgmma.

@@ -1,0 +1,69 @@
+"""Mild and strong gates take two ways through the one-pass kernel; what comes out may not tell which."""
+
+import numpy as np
+import pytest
+from reference import assert_close, draw, exact
+
+from linattn_np.arrays import BFLOAT16
+from linattn_np.ops import GLA, OPS, RWKV6
+
+CHUNK = 32      # tokens for which the Hopper kernel chooses its way
+WAYS = {"one token resets": -np.inf, "one is beyond float32's exponents": -200., "one grows": 30.}
+
+
+def problem(op, rng, K, T=6 * CHUNK, V=64):
+    """Arrays whose first channel holds nothing: its gates change the way, never the answer."""
+    arrays = dict(zip(op.arrays, draw(op, rng, {"B": 1, "H": 2, "T": T, "K": K, "V": V}, BFLOAT16), strict=True))
+    q, k = list(arrays)[:2]
+    arrays[q][..., 0] = arrays[k][..., 0] = 0
+    return arrays
+
+
+def run(backend, op, arrays):
+    o = backend.run(OPS[op], *map(backend.asarray, arrays.values()), mode="chunk")
+    return backend.tohost(o)
+
+
+def needs_half_data(backend, op):
+    if not backend.takes(op, "chunk", BFLOAT16):
+        pytest.skip("no one-pass kernel for half data here")
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint16)
+
+
+@pytest.mark.parametrize("gate", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("K", (64, 128))
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_ways_switch_within_a_sequence(backend, rng, op, K, gate):
+    """A strong gate in chunks 1 and 4 of six, where no query or key can see it."""
+    needs_half_data(backend, op)
+    arrays = problem(op, rng, K)
+    mild = run(backend, op, arrays)
+    wanted, _ = exact(OPS[op], list(arrays.values()))
+    gates = arrays[list(arrays)[3]]
+    gates[..., [CHUNK + 5, 4 * CHUNK + 31], 0] = gate
+    strong = run(backend, op, arrays)
+    for what, o in ("mild", mild), ("strong", strong):
+        assert_close(what, o, wanted, BFLOAT16)
+    if backend.gates_choose_the_route:
+        return
+    same = (bits(mild) == bits(strong)).reshape(2, 6, -1).all((0, 2))
+    assert same[0]
+    if backend.name == "hopper":
+        assert not same[1]                  # rounded on another way
+
+
+@pytest.mark.parametrize("size", (1e9, 1e30))
+def test_large_keys_overflow_nothing(backend, rng, size):
+    """Keys that a factor of mild gates would push over float32's end."""
+    needs_half_data(backend, GLA)
+    if backend.name == "numpy" and size > 1e12:
+        pytest.skip("NumPy's factors reach e^60, whatever the keys")
+    arrays = problem(GLA, rng, 64)
+    arrays["g"][...] = -2
+    arrays["k"][..., 70:90, :] *= size
+    arrays["q"] /= size
+    o = run(backend, GLA, arrays)
+    assert_close("o", o, exact(OPS[GLA], list(arrays.values()))[0], BFLOAT16)
