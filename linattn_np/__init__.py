@@ -1,6 +1,6 @@
 """linattn_np: linear attention for arrays. GLA, RWKV-6 and their family on NumPy and CuPy, without torch."""
 
-from . import stages
+from . import layers, stages
 from .autodiff import vjp
 from .contract import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain
@@ -8,5 +8,5 @@ from .ops import (OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_
 
 __version__ = "0.1.0"
 __all__ = ["gla", "rwkv6", "simple_gla", "retention", "linear_attention", "softmax_attention", "gla_step",
-           "rwkv6_step", "vjp", "explain", "stages", "OPS", "Explanation", "ContractError", "ContractTypeError",
-           "NotSupported"]
+           "rwkv6_step", "vjp", "explain", "layers", "stages", "OPS", "Explanation", "ContractError",
+           "ContractTypeError", "NotSupported"]

@@ -31,33 +31,45 @@ def vjp(op, *arrays, backend="auto", **arguments):
     >>> bool(np.allclose((dv * v).sum(), o.sum()))         # o is linear in v
     True
     """
+    problem = bind(op, arrays, arguments)
+    (o, final_state), pull = backend_module(choose(problem, backend)).vjp(problem.with_room())
+    result = problem.as_caller(problem.in_layout(o, problem.op.out))
+    if problem.output_final_state:
+        result = (result, problem.states_as_caller(final_state))
+    return result, checked(problem, pull)
+
+
+def pullback(op, *arrays, backend="auto", **arguments):
+    """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
+    problem = bind(op, arrays, arguments)
+    return checked(problem, backend_module(choose(problem, backend)).pullback(problem))
+
+
+def bind(op, arrays, arguments):
     declared = declaration(op, "vjp")
     inspect.signature(op).bind(*arrays, **arguments)        # an unknown keyword is Python's own TypeError
     if arguments.get("out") is not None:
         declared.refuse("out", "cannot be given to vjp")
-    problem = declared.bind(arrays, gradient=True, **arguments)
-    (o, final_state), pull = backend_module(choose(problem, backend)).vjp(problem)
+    return declared.bind(arrays, gradient=True, **arguments)
 
+
+def checked(problem, pull):
+    """A backend's pullback as the caller's: of any arrays that fit, and with results in kind."""
     def pullback(do, dht=None):
+        declared = problem.op
         gradients, initial = pull(cotangent("do", do, declared.out, problem), final_cotangent(dht, problem))
         result = tuple(problem.as_caller(problem.in_layout(gradient, axes))
                        for gradient, axes in zip(gradients, declared.arrays.values(), strict=True))
         if problem.initial_state is None:
             return result
-        parts = tuple(problem.as_caller(part) for part in initial)
-        return (*result, parts if len(parts) > 1 else parts[0])
-
-    result = problem.as_caller(problem.in_layout(o, declared.out))
-    if problem.output_final_state:
-        parts = tuple(problem.as_caller(part) for part in final_state)
-        result = (result, parts if len(parts) > 1 else parts[0])
-    return result, pullback
+        return (*result, problem.states_as_caller(initial))
+    return pullback
 
 
 def cotangent(name, x, axes, problem):
     """The caller's gradient of a result, checked against the result's shape and device."""
     native, _ = problem.op.native(name, x)
-    view = problem.op.logical(name, native, axes, problem.layout)
+    view = problem.backwards(problem.op.logical(name, native, axes, problem.layout), axes)
     return problem.op.placed(name, view, axes, problem.sizes, problem.home)
 
 
@@ -67,5 +79,5 @@ def final_cotangent(dht, problem):
     parts = dht if isinstance(dht, tuple) else (dht,)
     if len(parts) != len(problem.op.state):
         problem.op.refuse("dht", f"has {len(parts)} parts, expected {len(problem.op.state)}")
-    return tuple(problem.op.placed("dht", part, axes, problem.sizes, problem.home)
-                 for part, axes in zip(parts, problem.op.state))
+    placed = problem.op.placed_states("dht", parts, problem.sizes, problem.home, problem.state_v_first)
+    return tuple(map(problem.turned_state, placed))

@@ -67,7 +67,8 @@ class Op:
         return problem
 
     def check(self, inputs, *, layout="bhtd", mode="auto", scale=None, initial_state=None, output_final_state=False,
-             state_dtype=None, cu_seqlens=None, chunk_size=None, materialize=None, out=None, gradient=False, **options) -> Problem:
+             state_dtype=None, cu_seqlens=None, reverse=False, state_v_first=False, chunk_size=None, materialize=None,
+             out=None, gradient=False, **options) -> Problem:
         """All checks of a call but that of overlapping memory, in one pass."""
         if layout not in LAYOUTS:
             self.refuse("layout", f"is {layout!r}, expected one of {', '.join(map(repr, LAYOUTS))}")
@@ -79,14 +80,15 @@ class Op:
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
-        initial_state = self.initial_state(initial_state, sizes, home)
-        example = next(iter(inputs))
-        return Problem(
-            op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans, varlen=cu_seqlens is not None, layout=layout,
+        initial_state = self.initial_state(initial_state, sizes, home, state_v_first)
+        out = self.output(out, sizes, dtype, layout, home)
+        problem = Problem(
+            op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans.backwards() if reverse else spans,
+            varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse), state_v_first=bool(state_v_first),
             mode=mode, chunk_size=chunk_size, materialize=materialize, scale=self.scale(scale, sizes),
-            initial_state=initial_state, output_final_state=bool(output_final_state),
-            state_dtype=state_dtype, out=self.output(out, sizes, dtype, layout, home), options=options,
-            home=home, kind=whose, example=example, gradient=gradient)
+            initial_state=initial_state, output_final_state=bool(output_final_state), state_dtype=state_dtype,
+            out=out, options=options, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient)
+        return problem.turned() if reverse or state_v_first else problem
 
     def refuse(self, argument: str, complaint: str, error=ContractError):
         raise error(f"{self.name}: {argument} {complaint}")
@@ -197,14 +199,19 @@ class Op:
                         ContractError if is_real(scale) else ContractTypeError)
         return float(scale)
 
-    def initial_state(self, state, sizes, home):
-        """None, or a tuple with one [N, H, K, V] array for each declared part."""
+    def initial_state(self, state, sizes, home, v_first):
+        """None, or a tuple with one array for each declared part, as the caller has it."""
         if state is None:
             return None
         parts = state if isinstance(state, tuple) else (state,)
         if len(parts) != len(self.state):
             self.refuse("initial_state", f"has {len(parts)} parts, expected {len(self.state)}", ContractTypeError)
-        return tuple(self.placed("initial_state", part, axes, sizes, home) for part, axes in zip(parts, self.state))
+        return self.placed_states("initial_state", parts, sizes, home, v_first)
+
+    def placed_states(self, name, parts, sizes, home, v_first):
+        """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
+        order = {"N H K V": "N H V K"} if v_first else {}
+        return tuple(self.placed(name, part, order.get(axes, axes), sizes, home) for part, axes in zip(parts, self.state))
 
     def placed(self, name, x, axes, sizes, home):
         """`x` as a native array of exactly the sizes and the device of the call."""
@@ -267,6 +274,8 @@ class Problem:
     spans: varlen.Spans                     # token ranges; dense: the one range that all B rows share
     varlen: bool
     layout: str
+    reverse: bool                           # arrays and spans run backwards in time, as the recurrence does
+    state_v_first: bool                     # the caller's states are [N, H, V, K]
     mode: str
     chunk_size: int | None
     materialize: bool | None
@@ -297,8 +306,9 @@ class Problem:
         if "state" in options:
             slots = options["slots"]
             options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
-        return self.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
-                        example=inputs[0], options=options)
+        problem = self.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
+                           example=inputs[0], options=options)
+        return problem.turned() if self.reverse or self.state_v_first else problem
 
     def but(self, **fields) -> Problem:
         """`dataclasses.replace` in a tenth of its time."""
@@ -317,11 +327,42 @@ class Problem:
         return tuple(self.sizes[axis] for axis in axes.split())
 
     def as_caller(self, native):
-        """A native result in the caller's kind of array."""
+        """A native result in the caller's kind of array; few libraries have arrays that run backwards."""
+        if self.kind not in ("numpy", "cupy") and any(stride < 0 for stride in native.strides):
+            native = native.copy()
         return array_kinds.from_native(native, self.kind, self.example)
 
+    def states_as_caller(self, parts):
+        """State parts, or their gradients, as the caller has them: one array, or a tuple."""
+        parts = tuple(self.as_caller(self.turned_state(part)) for part in parts)
+        return parts if len(parts) > 1 else parts[0]
+
+    def with_room(self) -> Problem:
+        """Where time is reversed, this problem with memory for o as the caller goes through it, not as a backend does."""
+        if not self.reverse or self.out is not None:
+            return self
+        like = next(self.backwards(x, axes) for x, axes in zip(self.arrays.values(), self.op.arrays.values()))
+        o = np.empty_like(like, shape=self.shape(self.op.out), dtype=self.dtype)        # CuPy's for CuPy's
+        return self.but(out=self.backwards(o, self.op.out))
+
+    def turned(self) -> Problem:
+        """This problem with its arrays in the direction of `reverse` and its state in the order of `state_v_first`."""
+        return self.but(arrays={name: self.backwards(x, self.op.arrays[name]) for name, x in self.arrays.items()},
+                        initial_state=self.initial_state and tuple(map(self.turned_state, self.initial_state)),
+                        out=None if self.out is None else self.backwards(self.out, self.op.out))
+
+    def backwards(self, array, axes: str):
+        """`array` in the other direction of time, if that is what the caller asked for; a view, its own inverse."""
+        return array[:, :, ::-1] if self.reverse and axes.split()[:3] == ["B", "H", "T"] else array
+
+    def turned_state(self, part):
+        """[N, H, K, V] <-> the caller's order of sequences and axes; a view, its own inverse."""
+        part = part[::-1] if self.reverse and self.varlen else part
+        return part.swapaxes(2, 3) if self.state_v_first and part.ndim == 4 else part
+
     def in_layout(self, native, axes: str):
-        return swap_heads(native, axes, self.layout)
+        """An array of the problem as the caller has it."""
+        return swap_heads(self.backwards(native, axes), axes, self.layout)
 
 
 # -- calls alike ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ is a package under `backends/` with
     why_not(problem) -> str | None          the reason it cannot compute this problem, None when it can
     run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
     vjp(problem)                            ((o, final state parts or None), pullback), where why_not allows a gradient
+    pullback(problem)                       the second of these, for callers that want no result
     describe(problem) -> dict               kernels, tiles and copies, for `explain`
 """
 
@@ -51,9 +52,6 @@ def choose(problem: Problem, backend: str = "auto") -> str:
 def call(op: Op, arrays, *, backend="auto", **arguments):
     """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
     problem = op.bind(arrays, **arguments)
-    o, final_state = backend_module(choose(problem, backend)).run(problem)
+    o, final_state = backend_module(choose(problem, backend)).run(problem.with_room())
     o = arguments["out"] if problem.out is not None else problem.as_caller(problem.in_layout(o, op.out))
-    if not problem.output_final_state:
-        return o
-    parts = tuple(problem.as_caller(part) for part in final_state)
-    return o, parts if len(parts) > 1 else parts[0]
+    return (o, problem.states_as_caller(final_state)) if problem.output_final_state else o

@@ -29,6 +29,10 @@ class Spans:
         bounds = self.bounds.tolist()
         return zip(bounds[:-1], bounds[1:])
 
+    def backwards(self) -> Spans:
+        """The ranges of the same tokens in reverse order."""
+        return Spans(self.bounds[-1] - self.bounds[::-1])
+
     def chunk_bounds(self, chunk: int) -> np.ndarray:
         """[N+1] int64: chunks of sequence n are rows chunk_bounds[n]:chunk_bounds[n+1] of the chunk table."""
         counts = -(-self.lengths // chunk)

@@ -22,9 +22,13 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
                  for path in (ROOT / "linattn_np").rglob("*.py") if "numba" not in path.parts)
 
+NEEDED = {f"linattn_np.interop.{library}": library for library in ("jax", "torch")}
+
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run_as_printed(module, monkeypatch):
+    if module in NEEDED:
+        pytest.importorskip(NEEDED[module], reason=f"{NEEDED[module]} is not installed")
     monkeypatch.chdir(ROOT)
     assert doctest.testmod(import_module(module)).failed == 0
 

@@ -27,6 +27,9 @@ def no_device() -> str | None:
 def test_code_runs(block, monkeypatch):
     if "import cupy" in BLOCKS[block] and (reason := no_device()):
         pytest.skip(reason)
+    for library in ("jax", "torch"):
+        if f"import {library}" in BLOCKS[block]:
+            pytest.importorskip(library, reason=f"{library} is not installed")
     monkeypatch.chdir(ROOT)
     exec(compile(BLOCKS[block], f"README.md, python block {block}", "exec"), {})
 

@@ -6,8 +6,9 @@ from ..dispatch import call
 GLA = Op("gla", {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T K"}, gates=("g",))
 
 
-def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None, cu_seqlens=None,
-        layout="bhtd", mode="auto", chunk_size=None, materialize=None, backend="auto", out=None):
+def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
+        cu_seqlens=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto", chunk_size=None,
+        materialize=None, backend="auto", out=None):
     """Gated linear attention with a decay for every key channel.
 
         S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -35,6 +36,11 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
         Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty
         sequences are legal and hand their initial state through. The first such call on a CUDA stream sends them to
         the device: make it before the stream is captured into a graph.
+    reverse : bool
+        Every sequence runs from its last token to its first: S_t = diag(exp g_t) S_{t+1} + k_t v_t^T, and the final
+        state is that at its first token. No copy.
+    state_v_first : bool
+        `initial_state`, the final state and their gradients are [N, H, V, K].
     layout : "bhtd" or "bthd"
         "bthd" takes and returns ``[B, T, H, ...]``. No layout costs a copy.
     mode : "auto", "recurrent", "chunk", "staged" or "parallel"
@@ -73,5 +79,5 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
     True
     """
     return call(GLA, (q, k, v, g), scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-                state_dtype=state_dtype, cu_seqlens=cu_seqlens, layout=layout, mode=mode, chunk_size=chunk_size,
-                materialize=materialize, backend=backend, out=out)
+                state_dtype=state_dtype, cu_seqlens=cu_seqlens, reverse=reverse, state_v_first=state_v_first,
+                layout=layout, mode=mode, chunk_size=chunk_size, materialize=materialize, backend=backend, out=out)

@@ -21,7 +21,7 @@ def softmax_attention(q, k, v, *, causal=True, scale=None, cu_seqlens=None, layo
 
         o_t = sum_s softmax_s(scale * q_t . k_s) v_s,       s <= t when causal
 
-    (Vaswani et al., 2017, eq. 1; the tiling is Dao et al., "FlashAttention", 2022, algorithm 1.)
+    (Vaswani et al., 2017, eq. 1; the tiling is Dao et al., "FlashAttention", 2022, algorithm 1, its gradient algorithm 4.)
 
     Parameters
     ----------
@@ -30,9 +30,10 @@ def softmax_attention(q, k, v, *, causal=True, scale=None, cu_seqlens=None, layo
     cu_seqlens : host integers [N + 1], optional
         Packed sequences attend within themselves only.
     chunk_size : int, optional
-        The tile, a multiple of 16.
+        The tile on the CPU, a multiple of 16; the CUDA kernels have tiles of their own.
 
-    q, k, v, scale, layout, backend, out, the result and the errors are those of `gla`.
+    q, k, v, scale, layout, backend, out, the result and the errors are those of `gla`. The CUDA kernels take float16 and
+    bfloat16, and K and V up to 128; others raise `NotSupported`.
 
     Example
     -------

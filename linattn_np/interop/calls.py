@@ -1,0 +1,77 @@
+"""What the frameworks' functions share: a call taken apart and put together again, and a framework's CUDA stream."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..autodiff import pullback
+from ..contract import Op
+from ..ops import declaration
+
+DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
+
+    Arguments, result, equation and errors are those of `linattn_np.{name}`, without `out`. Gradients are those of
+    `linattn_np.vjp`, for the arrays and `initial_state`, with the final state's gradient where there is one.
+    """
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of linattn_np with its declaration, as the frameworks' functions need it."""
+
+    function: Callable
+    declared: Op
+    signature: inspect.Signature
+
+    @classmethod
+    def of(cls, function) -> Operator:
+        signature = inspect.signature(function)
+        accepted = [parameter for name, parameter in signature.parameters.items() if name != "out"]
+        return cls(function, declaration(function, "interop"), signature.replace(parameters=accepted))
+
+    def document(self, public, kind: str):
+        public.__name__ = public.__qualname__ = self.declared.name
+        public.__doc__ = DOC.format(name=self.declared.name, kind=kind)
+        public.__signature__ = self.signature
+        return public
+
+    def take_apart(self, positional, named):
+        """(arrays, parts of the initial state or None, everything else) of a call."""
+        arguments = dict(self.signature.bind(*positional, **named).arguments)
+        arrays = tuple(arguments.pop(name) for name in self.declared.arrays)
+        state = arguments.pop("initial_state", None)
+        return arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
+
+    def run(self, arrays, state, arguments) -> list:
+        """[o, *parts of the final state], where one is asked for."""
+        return flat(self.function(*arrays, **arguments, **initial(state)))
+
+    def gradients(self, arrays, state, arguments, do, dht) -> list:
+        """Those of the arrays, then those of the initial state's parts."""
+        return flat(pullback(self.function, *arrays, **arguments, **initial(state))(do, tuple(dht) or None))
+
+
+def initial(state) -> dict:
+    return {} if state is None else {"initial_state": tuple(state)}
+
+
+def together(results, parted: bool):
+    """What an operator returns, from [o, *parts of the final state]."""
+    o, *parts = results
+    return o if not parted else (o, parts[0] if len(parts) == 1 else tuple(parts))
+
+
+def flat(result) -> list:
+    """The arrays of a result or of gradients, whose last may be a pair."""
+    return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
+
+
+@contextmanager
+def on_stream(device: int, pointer: int):
+    """CuPy enqueues its work on another library's stream of CUDA device `device`."""
+    import cupy
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(pointer, device):
+        yield

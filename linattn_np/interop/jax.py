@@ -1,0 +1,132 @@
+"""The operators as JAX functions, to train with: under `jit`, `grad`, `vmap`, `scan` and `checkpoint`.
+
+JAX calls back (`jax.experimental.buffer_callback`, JAX 0.6.2 or newer) and hands over its buffers: on the CPU NumPy
+reads and writes them in place, on CUDA the kernels do, enqueued on XLA's own stream without waiting. That needs CuPy,
+and memory that JAX leaves it (`XLA_PYTHON_CLIENT_PREALLOCATE=false`, or a smaller `XLA_PYTHON_CLIENT_MEM_FRACTION`).
+
+Keyword arguments but `initial_state` are static. Shapes, dtypes and options are checked while JAX traces, with
+`linattn_np`'s errors. float64 needs JAX's `jax_enable_x64`. The backward pass is given the inputs alone and computes
+again what it needs of the forward pass. `vmap` computes its elements one after the other: a batch is faster as the
+operators' B. Gradients are reverse-mode and first-order; JAX refuses `jvp` and gradients of gradients.
+
+Example
+-------
+>>> import jax, jax.numpy as jnp
+>>> from linattn_np.interop.jax import gla
+>>> q, k, v, g = jax.random.normal(jax.random.key(0), (4, 1, 2, 50, 8))
+>>> loss = jax.jit(lambda q: (gla(q, k, v, -jnp.exp(g)) ** 2).mean())
+>>> jax.grad(loss)(q).shape
+(1, 2, 50, 8)
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from .. import ops
+from ..arrays import to_native
+from .calls import Operator, on_stream, together
+
+HOST = 1        # DLPack's kDLCPU
+
+
+def differentiable(function):
+    """The JAX function that computes what the operator `function` does."""
+    operator = Operator.of(function)
+
+    def public(*positional, **named):
+        arrays, state, arguments = operator.take_apart(positional, named)
+        arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
+        results = outline(operator, arrays, state, arguments)
+        compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
+        return together(compute(arrays, state), bool(arguments.get("output_final_state")))
+
+    return operator.document(public, "JAX arrays")
+
+
+def outline(operator, arrays, state, arguments):
+    """Shapes and dtypes of o and of the final state's parts, once the call is seen to fit the declaration."""
+    bound = {name: x for name, x in arguments.items() if name != "backend"}
+    arrays, state = jax.tree.map(blank, (arrays, state))
+    problem = operator.declared.bind(arrays, initial_state=state, **bound)
+    if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
+        problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
+    o = problem.in_layout(blank(jax.ShapeDtypeStruct(problem.shape(problem.op.out), problem.dtype)), problem.op.out)
+    axes = problem.op.state if problem.output_final_state else ()
+    parts = (blank(jax.ShapeDtypeStruct(problem.shape(part), problem.state_dtype)) for part in axes)
+    return like(o), *(like(problem.turned_state(part)) for part in parts)
+
+
+def blank(x):
+    """A NumPy array of the shape and dtype of `x` in the memory of one number."""
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+
+def like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def static(x):
+    """`x` so that equal arguments are one key: JAX compiles once for each."""
+    return tuple(np.asarray(x).tolist()) if isinstance(x, (list, np.ndarray)) else x
+
+
+@lru_cache(1024)
+def primitive(operator, results, arguments):
+    """(arrays, initial state's parts or None) -> (o, *final state's parts), for JAX to differentiate."""
+    arguments = dict(arguments)
+
+    def forward(context, written, arrays, state):
+        with stream_of(context, written):
+            written, arrays, state = jax.tree.map(native, (written, arrays, state))
+            o, *parts = written
+            _, *found = operator.run(arrays, state, {**arguments, "out": o})
+            fill(parts, found)
+
+    def backward(context, written, arrays, state, do, *dht):
+        with stream_of(context, written):
+            written, arrays, state, do, dht = jax.tree.map(native, (written, arrays, state, do, dht))
+            fill(jax.tree.leaves(written), operator.gradients(arrays, state, arguments, do, dht))
+
+    @jax.custom_vjp
+    def compute(arrays, state):
+        return buffer_callback(forward, results, vmap_method="sequential")(arrays, state)
+
+    def keep(arrays, state):
+        return compute(arrays, state), (arrays, state)
+
+    def pull(kept, cotangents):
+        return buffer_callback(backward, jax.tree.map(like, kept), vmap_method="sequential")(*kept, *cotangents)
+
+    compute.defvjp(keep, pull)
+    return compute
+
+
+def native(buffer):
+    """A buffer of XLA's as a NumPy or CuPy array over the same memory."""
+    return np.asarray(buffer) if buffer.__dlpack_device__()[0] == HOST else to_native(buffer, "dlpack")
+
+
+def stream_of(context, buffers):
+    """What XLA runs a callback on: a CUDA stream, or the host."""
+    kind, ordinal = jax.tree.leaves(buffers)[0].__dlpack_device__()
+    return nullcontext() if kind == HOST else on_stream(ordinal, context.stream)
+
+
+def fill(written, found):
+    for to, x in zip(written, found, strict=True):
+        to[...] = x
+
+
+gla = differentiable(ops.gla)
+rwkv6 = differentiable(ops.rwkv6)
+simple_gla = differentiable(ops.simple_gla)
+retention = differentiable(ops.retention)
+linear_attention = differentiable(ops.linear_attention)
+softmax_attention = differentiable(ops.softmax_attention)

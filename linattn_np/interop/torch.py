@@ -1,0 +1,84 @@
+"""The operators as torch functions, to train with: tensors on the CPU or on CUDA, without a copy.
+
+NumPy computes CPU tensors; the CUDA kernels compute CUDA tensors through CuPy, on torch's current stream. bfloat16
+tensors work on both. The inputs alone are kept for the backward pass, which computes again what it needs of the
+forward pass. Gradients are first-order; torch refuses gradients of gradients, and the transforms of `torch.func`.
+
+Example
+-------
+>>> import torch
+>>> from linattn_np.interop.torch import gla
+>>> q, k, v, g = torch.randn(4, 1, 2, 50, 8).unbind()
+>>> q.requires_grad_().shape
+torch.Size([1, 2, 50, 8])
+>>> gla(q, k, v, -g.exp()).square().mean().backward()
+>>> q.grad.shape
+torch.Size([1, 2, 50, 8])
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import ops
+from ..contract import ContractTypeError
+from .calls import Operator, on_stream, together
+
+
+def differentiable(function):
+    """The torch function that computes what the operator `function` does."""
+    operator = Operator.of(function)
+
+    def public(*positional, **named):
+        arrays, state, arguments = operator.take_apart(positional, named)
+        for name, x in [*zip(operator.declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
+            if not isinstance(x, torch.Tensor):
+                operator.declared.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected a "
+                                               "torch.Tensor", ContractTypeError)
+        results = Compute.apply(operator, arguments, *arrays, *(state or ()))
+        return together(results, bool(arguments.get("output_final_state")))
+
+    return operator.document(public, "torch tensors")
+
+
+class Compute(torch.autograd.Function):
+    """(operator, its other arguments, *arrays, *parts of the initial state) -> (o, *parts of the final state)."""
+
+    @staticmethod
+    def forward(context, operator, arguments, *tensors):
+        context.operator, context.arguments = operator, arguments
+        context.save_for_backward(*tensors)
+        with stream_of(tensors[0]):
+            return tuple(operator.run(*parted(operator, tensors), arguments))
+
+    @staticmethod
+    @once_differentiable
+    def backward(context, do, *dht):
+        operator = context.operator
+        with stream_of(do):
+            arrays, state = parted(operator, context.saved_tensors)
+            return None, None, *operator.gradients(arrays, state, context.arguments, do, dht)
+
+
+def parted(operator, tensors):
+    """(arrays, parts of the initial state or None)."""
+    count = len(operator.declared.arrays)
+    return tensors[:count], tensors[count:] or None
+
+
+def stream_of(tensor):
+    """torch's current stream, or the host."""
+    if not tensor.is_cuda:
+        return nullcontext()
+    return on_stream(tensor.device.index, torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
+gla = differentiable(ops.gla)
+rwkv6 = differentiable(ops.rwkv6)
+simple_gla = differentiable(ops.simple_gla)
+retention = differentiable(ops.retention)
+linear_attention = differentiable(ops.linear_attention)
+softmax_attention = differentiable(ops.softmax_attention)

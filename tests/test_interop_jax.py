@@ -1,0 +1,262 @@
+"""The operators as JAX functions: results and gradients against JAX's own autodiff of the literal equations.
+
+With `--backends=numpy` JAX computes on the CPU, with `--backends=cupy` on the card that it finds.
+"""
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+from literal_operators import VARIANTS, literal
+from reference import assert_close, draw, draw_states, same_bits, stated
+
+import linattn_np
+from linattn_np import ContractError, ContractTypeError
+from linattn_np.arrays import BFLOAT16
+from linattn_np.ops import OPS
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # the other tests on a card need its memory
+jax = pytest.importorskip("jax", reason="jax is not installed")
+interop = pytest.importorskip("linattn_np.interop.jax")
+jnp = jax.numpy
+
+DECLARED = {op.name: op for op in OPS}
+SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
+HALVES = [np.dtype(np.float16), BFLOAT16]
+
+
+def pytest_generate_tests(metafunc):
+    """`home` is the backend that computes; where gradients are wanted, only those that have them."""
+    if "home" in metafunc.fixturenames:
+        listed = metafunc.config.backends
+        homes = [name for name in ("numpy", "cupy") if name in listed
+                 and (listed[name].gradients or "forward" in metafunc.function.__name__)]
+        if "variant" in metafunc.fixturenames:
+            cases = [(name, variant) for name in homes for variant, (op, _) in VARIANTS.items() if listed[name].modes[op]]
+            metafunc.parametrize("home, variant", cases, indirect=["home"])
+        else:
+            metafunc.parametrize("home", homes, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    """Where tests without a `home` compute, whatever JAX finds."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture
+def home(request, on_cpu):
+    """A device of JAX's, float64 allowed; `home.dtype` is the finest that it computes."""
+    try:
+        device = jax.devices({"numpy": "cpu", "cupy": "gpu"}[request.param])[0]
+    except RuntimeError:
+        pytest.skip("jax sees no card")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    with jax.default_device(device):
+        yield Home(device, np.dtype(np.float64 if device.platform == "cpu" else np.float32))
+    jax.config.update("jax_enable_x64", before)
+
+
+class Home:
+    def __init__(self, device, dtype):
+        self.device, self.dtype = device, dtype
+
+    def put(self, arrays, dtype=None):
+        return tuple(jax.device_put(x.astype(dtype or self.dtype), self.device) for x in arrays)
+
+
+class Case:
+    """A call with all that it may have, and random weights that make a number of its results."""
+
+    def __init__(self, variant, rng, sizes=SIZES, stateful=True):
+        self.name, self.options = VARIANTS[variant]
+        declared = stated(DECLARED[self.name], self.options)
+        self.count = len(declared.arrays)
+        self.arrays = [*draw(DECLARED[self.name], rng, sizes), *(draw_states(declared, rng, sizes) if stateful else ())]
+        self.final = bool(declared.state)
+        shapes = [[sizes[axis] for axis in axes.split()] for axes in (declared.out, *declared.state)]
+        self.weights = [rng.standard_normal(shape) for shape in shapes]
+
+    def ours(self, *inputs, **more):
+        """[o, *final state's parts] of the JAX function."""
+        arrays, state = inputs[:self.count], inputs[self.count:]
+        if state:
+            more["initial_state"] = state if len(state) > 1 else state[0]
+        if self.final:
+            more["output_final_state"] = True
+        return jax.tree.leaves(getattr(interop, self.name)(*arrays, **self.options, **more))
+
+    def literal(self, *inputs):
+        return list(literal(jnp, jax.lax.scan, self.name, inputs[:self.count], inputs[self.count:], **self.options))
+
+    def loss(self, compute, *inputs):
+        weighed = zip(compute(*inputs), self.weights, strict=True)
+        return sum((x.astype(np.float64) * weights).sum() for x, weights in weighed)
+
+    def gradients(self, compute, inputs):
+        return jax.jit(jax.grad(partial(self.loss, compute), argnums=tuple(range(len(inputs)))))(*inputs)
+
+
+def exactly(function, arrays):
+    """JAX's answer in float64 on the CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return function([jnp.asarray(np.asarray(x, np.float64)) for x in arrays])
+
+
+def compare(found, wanted, dtype, factor=10):
+    for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        assert_close(f"number {place}", np.asarray(x), np.asarray(y), dtype, factor=factor)
+
+
+def test_forward(home, variant, rng):
+    case = Case(variant, rng)
+    inputs = home.put(case.arrays)
+    wanted = exactly(lambda x: case.literal(*x), inputs)
+    for found in (case.ours(*inputs), jax.jit(case.ours)(*inputs)):
+        assert all(isinstance(x, jax.Array) and x.devices() == {home.device} for x in found)
+        compare(found, wanted, home.dtype)
+
+
+def test_gradients(home, variant, rng):
+    case = Case(variant, rng)
+    inputs = home.put(case.arrays)
+    found = case.gradients(case.ours, inputs)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in inputs]
+    compare(found, exactly(lambda x: case.gradients(case.literal, x), inputs), home.dtype)
+
+
+def test_gradients_without_states(home, variant, rng):
+    case = Case(variant, rng, stateful=False)
+    case.final, case.weights = False, case.weights[:1]
+    inputs = home.put(case.arrays)
+    found = case.gradients(case.ours, inputs)
+    compare(found, exactly(lambda x: case.gradients(lambda *a: case.literal(*a)[:1], x), inputs), home.dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", ["gla", "rwkv6"])
+def test_half_precision_gradients(home, name, dtype, rng):
+    """Gates and states in float32 beside half-precision inputs; every gradient in the dtype of its array."""
+    case = Case(name, rng)
+    gated = [*(name in DECLARED[case.name].gates for name in DECLARED[case.name].arrays), True]
+    inputs = [home.put([x], np.float32 if gate else dtype)[0] for x, gate in zip(case.arrays, gated)]
+    found = case.gradients(case.ours, inputs)
+    assert [x.dtype for x in found] == [x.dtype for x in inputs]
+    compare(found, exactly(lambda x: case.gradients(case.literal, x), inputs), dtype, factor=3)
+
+
+def test_packed_sequences_and_layout_gradients(home, rng):
+    """[B, T, H, ...] with cu_seqlens, one of the sequences empty, backwards, against linattn_np.vjp on the host."""
+    sizes = {**SIZES, "B": 1, "N": 3}
+    case = Case("gla", rng, sizes)
+    *arrays, start = case.arrays
+    arrays = [x.swapaxes(1, 2) for x in arrays]
+    case.weights[0] = case.weights[0].swapaxes(1, 2)
+    given = {"layout": "bthd", "cu_seqlens": np.array([0, 9, 9, 21]), "reverse": True, "state_v_first": True}
+    start, case.weights[1] = (x.swapaxes(2, 3) for x in (start, case.weights[1]))
+    found = case.gradients(partial(case.ours, **given), home.put([*arrays, start]))
+    _, pull = linattn_np.vjp(linattn_np.gla, *arrays, initial_state=start, **given)
+    compare(found, pull(*case.weights), home.dtype)
+
+
+def test_vmap_gradients(home, rng):
+    """Mapped over some arguments and not over others, forwards and backwards."""
+    case = Case("rwkv6", rng)
+    *arrays, start = home.put(case.arrays)
+    others = [x + 1 for x in arrays[:3]]
+    mapped = [jnp.stack([x, y]) for x, y in zip(arrays, others)]
+
+    def gradients(r, k, v):
+        return case.gradients(case.ours, (r, k, v, *arrays[3:], start))
+
+    found = jax.vmap(gradients)(*mapped)
+    for place, x in enumerate((arrays[:3], others)):
+        assert all(same_bits(f[place], y) for f, y in zip(found, gradients(*x), strict=True))
+
+
+def test_scan_and_checkpoint_gradients(home, rng):
+    """Layers one after the other, as a model has them."""
+    case = Case("simple_gla", rng, {**SIZES, "V": SIZES["K"]}, stateful=False)
+    q, k, v, g = home.put(case.arrays)
+
+    @jax.checkpoint
+    def layer(x, scale):
+        return jnp.tanh(interop.gla(x * scale, k, x, jnp.broadcast_to(g[..., None], q.shape))), None
+
+    def loss(x, scales):
+        return (jax.lax.scan(layer, x, scales)[0] ** 2).sum()
+
+    def unrolled(x, scales):
+        for scale in scales:
+            o, *_ = literal(jnp, jax.lax.scan, "simple_gla", (x * scale, k, x, g))
+            x = jnp.tanh(o)
+        return (x ** 2).sum()
+
+    scales = jnp.asarray([0.5, 1.0, 1.5], home.dtype)
+    compare(jax.jit(jax.grad(loss, (0, 1)))(q, scales), jax.grad(unrolled, (0, 1))(q, scales), home.dtype, factor=100)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 5, 8)], ids=["no tokens", "no batch"])
+def test_nothing_to_compute_forward(home, shape):
+    x = jnp.zeros(shape, home.dtype)
+    start = jnp.ones((shape[0], 2, 8, 8), home.dtype)
+    o, final = interop.gla(x, x, x, x, initial_state=start, output_final_state=True)
+    assert o.shape == shape and np.array_equal(final, start)
+
+
+def test_the_same_bits_as_numpy(rng):
+    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    given = {"mode": "chunk", "chunk_size": 16, "state_dtype": BFLOAT16, "output_final_state": True}
+    found, wanted = interop.gla(*arrays, **given), linattn_np.gla(*arrays, **given)
+    assert all(same_bits(np.asarray(x), y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_calls_alike_are_compiled_once(rng):
+    arrays = draw(DECLARED["retention"], rng, SIZES, np.float32)
+    before = interop.primitive.cache_info().misses
+    for gamma in ([0.5, 0.6], (0.5, 0.6), np.array([0.5, 0.6])):
+        interop.retention(*arrays, gamma=gamma)
+    assert interop.primitive.cache_info().misses == before + 1
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+def test_misfits_are_refused_while_tracing(rng):
+    q, k, v, g = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    with pytest.raises(ContractError, match="gla: v has T=3, but T=21 elsewhere"):
+        jax.jit(interop.gla)(q, k, v[:, :, :3], g)
+    with pytest.raises(ContractError, match="gla: initial_state is .1, 2, 8, 6., expected .N, H, K, V. = .2, 2, 8, 6."):
+        interop.gla(q, k, v, g, initial_state=np.zeros((1, 2, 8, 6), np.float32))
+    with pytest.raises(ContractTypeError, match="gla: g has dtype int32"):
+        interop.gla(q, k, v, g.astype(np.int32))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+        interop.gla(q, k, v, g, out=v)
+
+
+def test_what_must_be_static(rng):
+    q, k, v, g = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    with pytest.raises(ContractTypeError, match="gla: scale is .*, expected a finite number"):
+        jax.jit(lambda scale: interop.gla(q, k, v, g, scale=scale))(0.5)
+
+
+def test_double_precision_needs_x64(rng):
+    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    with pytest.raises(ContractError, match="gla: state_dtype is float64, which JAX has with jax_enable_x64 alone"):
+        interop.gla(*arrays, state_dtype=np.float64, output_final_state=True)
+
+
+def test_backends_refuse_by_name(rng):
+    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    with pytest.raises(RuntimeError, match="cupy: the arrays are on the host"):
+        interop.gla(*arrays, backend="cupy")
+
+
+def test_only_first_order_and_reverse(rng):
+    q, k, v, g = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    gradient = jax.grad(lambda q: interop.gla(q, k, v, g).sum())
+    with pytest.raises(ValueError, match="callbacks do not support JVP"):
+        jax.grad(lambda q: gradient(q).sum())(q)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: interop.gla(q, k, v, g), (q,), (q,))

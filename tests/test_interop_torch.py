@@ -1,0 +1,243 @@
+"""The operators as torch functions: results and gradients against torch's own autograd of the literal equations.
+
+With `--backends=numpy` torch computes on the CPU, with `--backends=cupy` on the card that it finds.
+"""
+
+import numpy as np
+import pytest
+from literal_operators import VARIANTS, literal
+from reference import assert_close, draw, draw_states, stated
+
+import linattn_np
+from linattn_np import ContractError, ContractTypeError
+from linattn_np.arrays import BFLOAT16
+from linattn_np.ops import OPS
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+interop = pytest.importorskip("linattn_np.interop.torch")
+
+DECLARED = {op.name: op for op in OPS}
+SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
+HALVES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
+
+
+def pytest_generate_tests(metafunc):
+    """`home` is the backend that computes; where gradients are wanted, only those that have them."""
+    if "home" in metafunc.fixturenames:
+        listed = metafunc.config.backends
+        homes = [name for name in ("numpy", "cupy") if name in listed
+                 and (listed[name].gradients or "forward" in metafunc.function.__name__)]
+        if "variant" in metafunc.fixturenames:
+            cases = [(name, variant) for name in homes for variant, (op, _) in VARIANTS.items() if listed[name].modes[op]]
+            metafunc.parametrize("home, variant", cases, indirect=["home"])
+        else:
+            metafunc.parametrize("home", homes, indirect=True)
+
+
+@pytest.fixture
+def home(request):
+    if request.param == "cupy" and not torch.cuda.is_available():
+        pytest.skip("torch sees no card")
+    return Home({"numpy": "cpu", "cupy": "cuda"}[request.param])
+
+
+class Home:
+    """A device of torch's; `dtype` is the finest that it computes."""
+
+    def __init__(self, device):
+        self.device = device
+        self.dtype = torch.float64 if device == "cpu" else torch.float32
+
+    def put(self, arrays, dtype=None):
+        return [torch.tensor(x, dtype=dtype or self.dtype, device=self.device, requires_grad=True) for x in arrays]
+
+
+class Case:
+    """A call with all that it may have, and random weights that make a number of its results."""
+
+    def __init__(self, variant, rng, sizes=SIZES, stateful=True):
+        self.name, self.options = VARIANTS[variant]
+        declared = stated(DECLARED[self.name], self.options)
+        self.count = len(declared.arrays)
+        self.arrays = [*draw(DECLARED[self.name], rng, sizes), *(draw_states(declared, rng, sizes) if stateful else ())]
+        self.final = bool(declared.state)
+        shapes = [[sizes[axis] for axis in axes.split()] for axes in (declared.out, *declared.state)]
+        self.weights = [torch.tensor(rng.standard_normal(shape)) for shape in shapes]
+
+    def ours(self, *inputs, **more):
+        """[o, *final state's parts] of the torch function."""
+        arrays, state = inputs[:self.count], inputs[self.count:]
+        if state:
+            more["initial_state"] = tuple(state) if len(state) > 1 else state[0]
+        if self.final:
+            more["output_final_state"] = True
+        found = getattr(interop, self.name)(*arrays, **self.options, **more)
+        o, final = found if self.final else (found, ())
+        return [o, *(final if isinstance(final, tuple) else (final,))]
+
+    def literal(self, *inputs):
+        return list(literal(torch, loop, self.name, inputs[:self.count], inputs[self.count:], **self.options))
+
+    def gradients(self, compute, inputs):
+        results = compute(*inputs)
+        loss = sum((x.double() * weights.to(x.device)).sum() for x, weights in zip(results, self.weights, strict=True))
+        return torch.autograd.grad(loss, inputs)
+
+
+def loop(step, carry, sequences):
+    """jax.lax.scan for torch."""
+    outputs = []
+    for token in zip(*sequences):
+        carry, o = step(carry, token)
+        outputs.append(o)
+    return carry, torch.stack(outputs)
+
+
+def doubles(inputs):
+    """The same values on the CPU in float64."""
+    return [x.detach().cpu().double().requires_grad_() for x in inputs]
+
+
+def compare(found, wanted, dtype, factor=10):
+    name = str(dtype).removeprefix("torch.")
+    for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        x, y = (a if isinstance(a, np.ndarray) else a.detach().cpu().double().numpy() for a in (x, y))
+        assert_close(f"number {place}", x, y, HALVES.get(name, name), factor=factor)
+
+
+def test_forward(home, variant, rng):
+    case = Case(variant, rng)
+    inputs = home.put(case.arrays)
+    found = case.ours(*inputs)
+    assert all(x.device == inputs[0].device and x.requires_grad for x in found)
+    compare(found, case.literal(*doubles(inputs)), home.dtype)
+
+
+def test_gradients(home, variant, rng):
+    case = Case(variant, rng)
+    inputs = home.put(case.arrays)
+    found = case.gradients(case.ours, inputs)
+    assert [(x.shape, x.dtype, x.device) for x in found] == [(x.shape, x.dtype, x.device) for x in inputs]
+    compare(found, case.gradients(case.literal, doubles(inputs)), home.dtype)
+
+
+def test_gradients_without_states(home, variant, rng):
+    case = Case(variant, rng, stateful=False)
+    case.final, case.weights = False, case.weights[:1]
+    inputs = home.put(case.arrays)
+    wanted = case.gradients(lambda *a: case.literal(*a)[:1], doubles(inputs))
+    compare(case.gradients(case.ours, inputs), wanted, home.dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck(variant, rng):
+    """torch's own finite differences, in float64."""
+    case = Case(variant, rng, {"B": 1, "H": 2, "T": 5, "K": 3, "V": 2, "N": 1})
+    inputs = [torch.tensor(x, requires_grad=True) for x in case.arrays]
+    assert torch.autograd.gradcheck(lambda *inputs: tuple(case.ours(*inputs)), inputs)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["gla", "rwkv6"])
+def test_half_precision_gradients(home, name, dtype, rng):
+    """Gates and states in float32 beside half-precision inputs; every gradient in the dtype of its tensor."""
+    case = Case(name, rng)
+    gated = [*(name in DECLARED[case.name].gates for name in DECLARED[case.name].arrays), True]
+    half = getattr(torch, dtype)
+    inputs = [home.put([x], torch.float32 if gate else half)[0] for x, gate in zip(case.arrays, gated)]
+    found = case.gradients(case.ours, inputs)
+    assert [x.dtype for x in found] == [x.dtype for x in inputs]
+    compare(found, case.gradients(case.literal, doubles(inputs)), half, factor=3)
+
+
+def test_packed_sequences_and_layout_gradients(home, rng):
+    """[B, T, H, ...] views with cu_seqlens, one sequence empty, backwards, against linattn_np.vjp on the host."""
+    case = Case("gla", rng, {**SIZES, "B": 1, "N": 3})
+    *arrays, start = case.arrays
+    case.weights[0] = case.weights[0].transpose(1, 2)
+    given = {"layout": "bthd", "cu_seqlens": [0, 9, 9, 21], "reverse": True, "state_v_first": True}
+    start, case.weights[1] = start.swapaxes(2, 3), case.weights[1].transpose(2, 3)
+    inputs = home.put([*arrays, start])
+    found = case.gradients(lambda *x: case.ours(*(y.transpose(1, 2) for y in x[:-1]), x[-1], **given), inputs)
+    turned = [x.swapaxes(1, 2) for x in arrays]
+    _, pull = linattn_np.vjp(linattn_np.gla, *turned, initial_state=start, **given)
+    *wanted, initial = pull(*(x.numpy() for x in case.weights))
+    compare(found, [*(x.swapaxes(1, 2) for x in wanted), initial], home.dtype)
+
+
+def test_gradients_of_some(home, rng):
+    """Tensors that need no gradient, results that go nowhere, cotangents without strides."""
+    case = Case("gla", rng)
+    q, k, v, g, start = home.put(case.arrays)
+    fixed = [x.detach() for x in (k, v, g, start)]
+    _, final = interop.gla(q, *fixed[:3], initial_state=fixed[3], output_final_state=True)
+    final.sum().backward()
+    assert not q.grad.any()                     # the final state does not depend on q
+    q.grad = None
+    o = interop.gla(q, *fixed[:3])
+    assert o.requires_grad and not interop.gla(q.detach(), *fixed[:3]).requires_grad
+    o.sum().backward()
+    (wanted,) = torch.autograd.grad(case.literal(q, *fixed[:3])[0].sum(), q)
+    compare([q.grad], [wanted], home.dtype)
+
+
+def test_gradients_on_a_side_stream(home, rng):
+    """Work goes to torch's current stream, in the backward pass too."""
+    if home.device == "cpu":
+        pytest.skip("the CPU has no streams")
+    case = Case("gla", rng)
+    inputs = home.put(case.arrays)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10 ** 8)              # what was enqueued before is not done when the call returns
+        late = [x * 1 for x in inputs]
+        found = case.gradients(case.ours, late)
+        torch.cuda.current_stream().synchronize()
+    compare(found, case.gradients(case.literal, doubles(inputs)), home.dtype)
+
+
+def test_changes_in_place_are_noticed(rng):
+    q, k, v, g = (torch.tensor(x) for x in draw(DECLARED["gla"], rng, SIZES))
+    o = interop.gla(q, k, v.requires_grad_(), g)
+    k += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_training(rng):
+    """A few steps with torch's optimizer, through a projection."""
+    x = torch.tensor(rng.standard_normal((1, 2, 40, 8)), dtype=torch.float32)
+    project = torch.nn.Linear(8, 32)
+    optimizer = torch.optim.Adam(project.parameters(), 0.02)
+    losses = []
+    for _ in range(15):
+        q, k, v, g = project(x).chunk(4, dim=-1)
+        loss = (interop.gla(q, k, v, torch.nn.functional.logsigmoid(g)) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+def test_misfits_are_refused(rng):
+    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    q, k, v, g = map(torch.from_numpy, arrays)
+    with pytest.raises(ContractTypeError, match="gla: k is a numpy.ndarray, expected a torch.Tensor"):
+        interop.gla(q, arrays[1], v, g)
+    with pytest.raises(ContractTypeError, match="gla: initial_state is a builtins.list, expected a torch.Tensor"):
+        interop.gla(q, k, v, g, initial_state=[q])
+    with pytest.raises(ContractError, match="gla: v has T=3, but T=21 elsewhere"):
+        interop.gla(q, k, v[:, :, :3], g)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+        interop.gla(q, k, v, g, out=v)
+
+
+def test_functional_transforms_are_refused(rng):
+    q, k, v, g = (torch.tensor(x) for x in draw(DECLARED["gla"], rng, SIZES))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda q: interop.gla(q, k, v, g).sum())(q)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        q.requires_grad_()
+        (gradient,) = torch.autograd.grad(interop.gla(q, k, v, g).square().sum(), q, create_graph=True)
+        gradient.sum().backward()
