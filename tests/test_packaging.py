@@ -38,7 +38,7 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
 
 
 # -- importing ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models"])
+@pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models", "linattn_np.interop"])
 def test_import_is_fast_and_loads_no_array_library(module):
     code = ("import json, sys, time, numpy; start = time.perf_counter()\n"
             f"import {module}\n"
@@ -76,9 +76,15 @@ ROOMS = {
     "stages": (["contract", "dispatch"], []),
     "autodiff": (["arrays", "dispatch", "ops"], []),
     "explanation": (["contract", "dispatch", "ops"], []),
-    "models": (["models", "arrays", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
+    "layers": (["arrays", "autodiff", "contract", "ops"], ["numpy"]),
+    "interop/__init__": ([], []),
+    "interop/calls": (["autodiff", "contract", "ops"], ["cupy"]),
+    "interop/jax": (["interop.calls", "arrays", "ops"], ["numpy", "jax"]),
+    "interop/torch": (["interop.calls", "contract", "ops"], ["torch"]),
+    "models": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
     "models/cuda_layers": (["models", "ops", "backends.cupy"], ["numpy"]),
+    "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "backends/__init__": ([], []),
     "backends/numpy": (["backends.numpy", "arrays", "contract", "varlen"], ["numpy"]),
     "backends/cupy": (["backends.cupy", "arrays", "contract", "varlen"], ["numpy", "cupy"]),
@@ -107,9 +113,11 @@ def test_imports_point_downwards(module):
 
 
 def test_array_libraries_are_imported_where_they_are_used():
-    """Numba's runtime, which only a call reaches, is the one module that needs its library to be imported at all."""
+    """Numba's runtime, which only a call reaches, and what is there for one library need it to be imported at all."""
     at_the_top = {module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)}
-    assert at_the_top <= {"backends/numba/runtime"}
+    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/torch"}
+    assert not any(name.startswith("linattn_np.interop") for module, found in MODULES.items()
+                   if not module.startswith("interop/") for name, _ in found)
 
 
 def test_arrow_test_sees_imports():

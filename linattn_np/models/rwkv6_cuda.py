@@ -326,12 +326,12 @@ def all_layers(load, dtype):
 def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
     """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
 
-    The first axis of each is a view of a multiple of `rows`, so that kernels may read tiles of so many.
+    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read tiles of so many.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shape = weights[prefixes[0] + names[0]].shape
     first, *others = shape[::-1] if transposed else shape
-    room = device.empty((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)
+    room = device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)
     stack = room[:, :, :first]
     for layer, prefix in zip(stack, prefixes):
         for slot, name in zip(layer, names):

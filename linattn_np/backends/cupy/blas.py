@@ -7,7 +7,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 
-N, T = 0, 1                         # of cublasOperation_t
+NORMAL, TRANSPOSED = 0, 1           # of cublasOperation_t
 DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}     # of cudaDataType
 COMPUTE_32F = 68                    # of cublasComputeType_t
 DEFAULT_ALGORITHM = -1              # of cublasGemmAlgo_t
@@ -28,23 +28,33 @@ class Cublas:
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
 
     def matmul(self, w, x, y, add: bool):
-        """y = x w^T, or y += x w^T; w [C, M, K] and contiguous x [C, B, K] of one dtype, y [C, B, M] float32."""
-        C, M, K = w.shape
-        B = x.shape[1]
+        """y = x w^T, or y += x w^T; w [C, M, K] and x [C, B, K] of one dtype, y [C, B, M]."""
+        self.product(x, w.swapaxes(1, 2), y, add)
+
+    def product(self, a, b, y, add: bool = False):
+        """y = a b, or y += a b; a [C, M, K], b [C, K, N] of one dtype, each by rows or a transposed view of such."""
+        (C, M, K), N = a.shape, b.shape[2]
+        (of_a, lda, stride_a), (of_b, ldb, stride_b), (_, ldy, stride_y) = map(reading, (a, b, y))
         pointer, one, beta = ctypes.c_void_p, ctypes.c_float(1), ctypes.c_float(add)
-        stride, data = ctypes.c_longlong, DATA[w.dtype]
         self.call("cublasSetStream_v2", self.handle, pointer(self.stream().ptr))
         workspace = pointer(self.workspace.data.ptr)
         self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
-        self.call("cublasGemmStridedBatchedEx", self.handle, T, N, M, B, K, ctypes.byref(one),
-                  pointer(w.data.ptr), data, K, stride(w.strides[0] // w.itemsize), pointer(x.data.ptr), data, K, stride(B * K),
-                  ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], M, stride(B * M), C,
-                  COMPUTE_32F, DEFAULT_ALGORITHM)
+        # cuBLAS goes by columns: what it sees is y^T = b^T a^T.
+        self.call("cublasGemmStridedBatchedEx", self.handle, of_b, of_a, N, M, K, ctypes.byref(one),
+                  pointer(b.data.ptr), DATA[b.dtype], ldb, stride_b, pointer(a.data.ptr), DATA[a.dtype], lda, stride_a,
+                  ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], ldy, stride_y, C, COMPUTE_32F, DEFAULT_ALGORITHM)
 
     def call(self, name, *arguments):
         status = getattr(self.library, name)(*arguments)
         if status:
             raise RuntimeError(f"{name} failed with cublasStatus_t {status}")
+
+
+def reading(x):
+    """How cuBLAS reads x [C, rows, columns]: as it is or transposed, and how far apart rows (or columns), matrices are."""
+    matrices, rows, columns = (step // x.itemsize for step in x.strides)
+    how, leading = (NORMAL, rows) if columns == 1 else (TRANSPOSED, columns)
+    return how, leading, ctypes.c_longlong(matrices)
 
 
 @cache

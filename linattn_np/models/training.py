@@ -1,0 +1,319 @@
+"""Training of a byte-level RWKV-6 on NumPy or CuPy, with our own gradients: AdamW, and checkpoints that outlive a kill.
+
+All that is random comes from the seed and the number of the step, so a training that goes on from a checkpoint does
+what it would have done; on the CPU to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+
+from ..contract import ContractError
+from . import checkpoint
+from .parameters import Layout, sizes_of
+from .products import CudaProducts, HostProducts
+from .rwkv6 import layers_on
+from .rwkv6_vjp import fused, keep, loss, of
+
+HELD_OUT = 0.05             # of the text, its end
+WARM_UP = 0.02              # of the training
+CLIP = 1.0                  # the gradient's greatest norm
+BETAS, EPS = (0.9, 0.99), 1e-8
+VECTORS = ("weights", "first", "second")        # of a checkpoint: the model, and AdamW's two moments
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training does; two with the same settings, text and device do the same.
+
+    layers, width, head_size : of the model
+    batch, context : sequences in a step, and bytes that each of them predicts
+    steps, minutes : how long, one of the two; learning rate and warm-up follow the part that is done
+    lr : the greatest learning rate, at the end of the warm-up; half a cosine leads from it to 0
+    weight_decay : of the matrices, a step, times the learning rate
+    dropout : the share of elements that the embedding and every mix's output lose while training
+    seed : of the first weights, of the order of the text and of the dropout
+    """
+
+    layers: int = 2
+    width: int = 128
+    head_size: int = 32
+    batch: int = 8
+    context: int = 128
+    steps: int | None = None
+    minutes: float | None = None
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, least in (("layers", 1), ("width", 1), ("head_size", 1), ("batch", 1), ("context", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 1 << 31:
+                refuse(f"{name} is {value!r}, expected a whole number from {least} up")
+        for name, wanted, fits in (
+                ("lr", "a number above 0", lambda x: x > 0), ("weight_decay", "a number from 0 up", lambda x: x >= 0),
+                ("dropout", "a number from 0 up and below 1", lambda x: 0 <= x < 1)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not math.isfinite(value) or not fits(value):
+                refuse(f"{name} is {value!r}, expected {wanted}")
+        if (self.steps is None) == (self.minutes is None):
+            refuse("expected either steps or minutes")
+        for name, types in (("steps", (int,)), ("minutes", (int, float))):
+            value = getattr(self, name)
+            if value is not None and (type(value) not in types or not 0 < value < math.inf):
+                refuse(f"{name} is {value!r}, expected a number above 0")
+
+
+class Training:
+    """A model, its optimiser and its text.
+
+    Parameters
+    ----------
+    text : bytes
+        The last 5 % are held out: `held_out_loss` reads them, and nothing learns from them.
+    settings : Settings
+    device : "cpu" or "cuda"
+    dtype : of the matrices in products, on CUDA; their sums, the weights and everything else are float32
+
+    Example
+    -------
+    >>> training = Training(b"It is a truth universally acknowledged, " * 50, Settings(
+    ...     layers=1, width=16, head_size=8, batch=4, context=40, steps=60, lr=2e-2))
+    >>> losses = [float(training.step()) for _ in range(60)]
+    >>> training.done, losses[0] > 5.5, losses[-1] < 1
+    (1.0, True, True)
+    """
+
+    def __init__(self, text: bytes, settings: Settings, device: str = "cpu", dtype="bfloat16"):
+        layers_on(device)
+        self.settings, self.device = settings, device
+        self.layout = Layout(sizes_of(settings.layers, settings.width, settings.head_size))
+        self.text = Text(text, settings)
+        if device == "cuda":
+            import cupy
+            self.xp, self.products = cupy, CudaProducts(dtype)
+        else:
+            self.xp, self.products = np, HostProducts()
+        self.step_number, self.seconds, self.latest = 0, 0.0, None
+        self.weights = self.xp.asarray(self.layout.initial(settings.seed))
+        self.first, self.second, self.gradient = (self.xp.zeros_like(self.weights) for _ in range(3))
+        self.to = self.layout.tree(self.gradient)
+
+    @property
+    def done(self) -> float:
+        """The part of the training that is done, from 0 to 1."""
+        settings = self.settings
+        part = self.step_number / settings.steps if settings.steps else self.seconds / (60 * settings.minutes)
+        return min(1.0, part)
+
+    @property
+    def bytes(self) -> int:
+        """Read so far."""
+        return self.step_number * self.settings.batch * self.settings.context
+
+    @np.errstate(all="ignore")          # a loss that is not finite is what tells
+    def step(self):
+        """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
+        self.count_time()
+        rate, decay = self.learning_rate(), self.settings.weight_decay
+        tokens = self.xp.asarray(self.text.batch(self.step_number))
+        value, pull = loss(self.tree(), tokens, self.products, self.drop())
+        pull(self.to)
+        self.step_number += 1
+        xp, steps = self.xp, self.step_number
+        norm = xp.sqrt((self.gradient * self.gradient).sum())
+        matrices = self.weights[:self.layout.matrices]
+        matrices *= 1 - rate * decay
+        self.weights, self.first, self.second = adam(
+            self.weights, self.gradient, self.first, self.second, CLIP / xp.maximum(norm, CLIP), rate,
+            *(1 - beta ** steps for beta in BETAS))
+        return value
+
+    def learning_rate(self):
+        done = max(self.done, 1 / self.settings.steps) if self.settings.steps else self.done
+        return self.settings.lr * min(1, done / WARM_UP) * (1 + math.cos(math.pi * self.done)) / 2
+
+    def count_time(self):
+        """Adds what has passed since the last step, whatever was done meanwhile."""
+        now = time.perf_counter()
+        self.seconds += now - self.latest if self.latest else 0
+        self.latest = now
+
+    def tree(self):
+        """The weights as products take them."""
+        return self.layout.tree(self.weights, self.products.cast(self.weights[:self.layout.matrices]))
+
+    def drop(self):
+        rate, seed = self.settings.dropout, np.random.SeedSequence([self.settings.seed, self.step_number])
+        if not rate:
+            return keep
+        random = self.xp.random
+        bits = random.Philox4x3210(seed) if self.device == "cuda" else random.PCG64(seed)
+        return partial(dropout, random.Generator(bits), rate)
+
+    @np.errstate(all="ignore")
+    def held_out_loss(self) -> float:
+        """Nats a byte of the held-out end, read in rows of `context` bytes, each from an empty state."""
+        tree, nats, count = self.tree(), 0.0, 0
+        for tokens in self.text.held_out():
+            value, _ = loss(tree, self.xp.asarray(tokens), self.products, keep)
+            predicted = tokens[:, 1:].size
+            nats, count = nats + float(value) * predicted, count + predicted
+        return nats / count
+
+    # -- files -------------------------------------------------------------------------------------------------------
+    def save(self, path):
+        """All that `restore` needs, in one file, which is there whole or not at all."""
+        about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
+        vectors = {name: self.on_host(getattr(self, name)) for name in VECTORS}
+        write(path, {**vectors, "settings": about, "text": self.text.fingerprint,
+                     "step": np.array([self.step_number]), "seconds": np.array([self.seconds])})
+
+    def save_model(self, path):
+        """The weights under their official names, as `RWKV6.from_file` reads them; matrices in the dtype of products."""
+        named = self.layout.named(self.on_host(self.weights))
+        write(path, {name: array.astype(self.products.dtype) if array.squeeze().ndim > 1 else array
+                     for name, array in named.items()})
+
+    def on_host(self, array):
+        return array if self.xp is np else array.get()
+
+    @classmethod
+    def restore(cls, path, text: bytes, device: str = "cpu", dtype="bfloat16") -> Training:
+        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text."""
+        stored = checkpoint.read(path)
+        try:
+            settings = checked(stored)
+        except ContractError as error:
+            raise checkpoint.CheckpointError(f"{path}: {error}") from None
+        self = cls(text, settings, device, dtype)
+        if bytes(stored["text"]) != bytes(self.text.fingerprint):
+            raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this")
+        for name in VECTORS:
+            setattr(self, name, self.xp.array(stored[name]))
+        self.step_number, self.seconds = int(stored["step"][0]), float(stored["seconds"][0])
+        return self
+
+
+class Text:
+    """The bytes to learn, in rows of a context and the byte behind it; each epoch has them in another order."""
+
+    def __init__(self, text, settings):
+        bytes_, self.settings = np.frombuffer(text, np.uint8), settings
+        held = int(len(bytes_) * HELD_OUT)
+        self.learned, self.held = bytes_[:len(bytes_) - held], bytes_[len(bytes_) - held:]
+        least = 2 * settings.context + 1        # a row from any of an epoch's starts
+        if len(self.learned) < least or len(self.held) < 2:
+            refuse(f"the text has {len(bytes_)} bytes, {len(self.learned)} of them to learn, "
+                   f"expected at least {least} for a context of {settings.context}")
+        self.rows = (len(self.learned) - settings.context) // settings.context
+        self.fingerprint = np.frombuffer(hashlib.sha256(bytes_).digest(), np.uint8)
+
+    def batch(self, step) -> np.ndarray:
+        """int64 [batch, context + 1], the rows of a step."""
+        first, size = step * self.settings.batch, self.settings.batch
+        return self.cut(self.learned, [self.start(row) for row in range(first, first + size)])
+
+    def start(self, row):
+        epoch, row = divmod(row, self.rows)
+        shift, order = order_of(self.settings.seed, epoch, self.rows, self.settings.context)
+        return shift + order[row] * self.settings.context
+
+    def cut(self, text, starts):
+        return np.stack([text[start:start + self.settings.context + 1] for start in starts]).astype(np.int64)
+
+    def held_out(self):
+        """Batches that hold every byte of the held-out end but the first once; a rest comes as a short row."""
+        context, batch = self.settings.context, self.settings.batch
+        whole = (len(self.held) - 1) // context
+        for first in range(0, whole, batch):
+            yield self.cut(self.held, [row * context for row in range(first, min(first + batch, whole))])
+        if len(rest := self.held[whole * context:]) > 1:
+            yield rest[None].astype(np.int64)
+
+
+@lru_cache(2)
+def order_of(seed, epoch, rows, context):
+    """Where the first row of an epoch starts, and the order of its rows."""
+    rng = np.random.default_rng([seed, epoch, 1])
+    return int(rng.integers(context)), rng.permutation(rows)
+
+
+def dropout(rng, rate, x):
+    kept, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
+    return masked(x, kept, scale), lambda dy: masked(dy, kept, scale)
+
+
+@fused
+def masked(x, kept, scale):
+    return x * kept * scale
+
+
+@fused
+def adam(weights, gradient, first, second, clip, rate, correction, correction_of_second):
+    gradient = gradient * clip
+    first = BETAS[0] * first + (1 - BETAS[0]) * gradient
+    second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
+    change = first / correction / (of(second).sqrt(second / correction_of_second) + EPS)
+    return weights - rate * change, first, second
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+def write(path, arrays):
+    """A safetensors file in the place of an older one, at one moment: whoever dies, one of the two is there, whole."""
+    from safetensors.numpy import save
+
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        file.write(save(arrays))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def checked(stored) -> Settings:
+    """The settings of a checkpoint, once all that it holds fits them."""
+    kinds = {**dict.fromkeys(VECTORS, np.float32), "settings": np.uint8, "text": np.uint8, "step": np.int64,
+             "seconds": np.float64}
+    if stored.keys() != kinds.keys():
+        refuse(f"holds {', '.join(sorted(stored)[:9])}, expected a training: {', '.join(sorted(kinds))}")
+    for name, dtype in kinds.items():
+        if stored[name].dtype != dtype or stored[name].ndim != 1:
+            refuse(f"has {name} in {stored[name].dtype} with {stored[name].ndim} axes, expected {np.dtype(dtype)} with one")
+    try:
+        about = json.loads(stored["settings"].tobytes())
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict) or about.keys() != {field.name for field in fields(Settings)}:
+        refuse("has settings that are none of a training")
+    settings, size = Settings(**about), len(stored["weights"])
+    if settings.layers * settings.width > size:             # before a table of so many layers is made
+        refuse(f"has {size} weights for {settings.layers} layers of {settings.width}")
+    wanted = Layout(sizes_of(settings.layers, settings.width, settings.head_size)).size
+    for name, count in (*((name, wanted) for name in VECTORS), ("text", 32), ("step", 1), ("seconds", 1)):
+        if len(stored[name]) != count:
+            refuse(f"has {len(stored[name])} elements of {name}, expected {count}")
+    if stored["step"][0] < 0 or not 0 <= stored["seconds"][0] < math.inf:
+        refuse(f"is at step {stored['step'][0]} after {stored['seconds'][0]} seconds")
+    return settings
+
+
+def refuse(complaint: str):
+    raise ContractError(f"Training: {complaint}")

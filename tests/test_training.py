@@ -1,0 +1,395 @@
+"""Training: every gradient, the optimiser, the order of the text, and checkpoints that outlive whatever ends a run."""
+
+import ctypes
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import linattn_np
+from linattn_np.contract import ContractError
+from linattn_np.models import RWKV6, rwkv6_vjp, training
+from linattn_np.models.checkpoint import CheckpointError
+from linattn_np.models.names import declared
+from linattn_np.models.parameters import Layout, in_block, is_matrix, sizes_of
+from linattn_np.models.products import CudaProducts, HostProducts
+from linattn_np.models.training import Settings, Text, Training
+
+TRAIN = Path(__file__).parents[1] / "examples" / "train_rwkv6.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
+TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
+SMALL = Settings(layers=2, width=16, head_size=8, batch=4, context=24, steps=30, lr=1e-2, dropout=0.1)
+V = 11
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def model(rng):
+    """A layout, float64 weights away from the many zeros of the first ones, and tokens [B, T + 1]."""
+    layout = Layout(sizes_of(layers=2, width=16, head_size=4, vocabulary=V))
+    return layout, layout.initial(0) + 0.1 * rng.standard_normal(layout.size), rng.integers(0, V, (3, 20))
+
+
+def value_and_gradient(layout, vector, tokens, drop=rwkv6_vjp.keep, products=HostProducts(), matrices=None):
+    gradient = np.full(layout.size, np.nan, vector.dtype)
+    value, pull = rwkv6_vjp.loss(layout.tree(vector, matrices), tokens, products, drop)
+    pull(layout.tree(gradient))
+    return float(value), gradient
+
+
+def slope(layout, vector, tokens, direction, drop=lambda: rwkv6_vjp.keep, h=1e-6):
+    ends = [rwkv6_vjp.loss(layout.tree(vector + step * direction), tokens, HostProducts(), drop())[0]
+            for step in (h, -h)]
+    return (ends[0] - ends[1]) / (2 * h)
+
+
+@pytest.mark.parametrize("part", dict.fromkeys(map(in_block, declared(1))))
+def test_gradients_are_finite_differences(part, model, rng):
+    layout, vector, tokens = model
+    _, gradient = value_and_gradient(layout, vector, tokens)
+    for name, (first, last) in layout.spans.items():
+        if in_block(name) == part:
+            direction = np.zeros(layout.size)
+            direction[first:last] = rng.standard_normal(last - first)
+            wanted = slope(layout, vector, tokens, direction)
+            assert gradient @ direction == pytest.approx(wanted, rel=1e-5, abs=1e-7), name
+
+
+def test_gradients_through_dropout(model, rng):
+    layout, vector, tokens = model
+    direction = rng.standard_normal(layout.size)
+
+    def drop():
+        return lambda x, rng=np.random.default_rng(1): training.dropout(rng, 0.3, x)
+
+    _, gradient = value_and_gradient(layout, vector, tokens, drop())
+    assert gradient @ direction == pytest.approx(slope(layout, vector, tokens, direction, drop), rel=1e-5, abs=1e-7)
+
+
+def test_the_loss_is_that_of_the_models_logits(model):
+    layout, vector, tokens = model
+    logits, _ = RWKV6(layout.named(vector.astype(np.float32))).forward(tokens[:, :-1])
+    logits = logits.astype(np.float64)
+    log_sums = np.log(np.exp(logits).sum(-1))
+    wanted = (log_sums - np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]).mean()
+    assert value_and_gradient(layout, vector, tokens)[0] == pytest.approx(wanted, rel=1e-5)
+
+
+class Rounded(HostProducts):
+    """Products as a GPU has them: of bfloat16, with float32 sums."""
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
+
+    def cast(self, x):
+        return x.astype(self.dtype, copy=False)
+
+    def matmul(self, a, b, out=None):
+        return np.matmul(a.astype(np.float32), b.astype(np.float32), out=out)
+
+
+@pytest.fixture
+def wide(rng):
+    """The same of a model close to its first weights, with gradients that rounding moves by 4e-3 (60 seeds)."""
+    layout = Layout(sizes_of(layers=2, width=64, head_size=32))
+    return layout, layout.initial(0) + 0.02 * rng.standard_normal(layout.size), rng.integers(0, 256, (4, 130))
+
+
+def close(value, gradient, wanted_value, wanted, limit):
+    assert value == pytest.approx(wanted_value, rel=limit)
+    assert np.linalg.norm(gradient - wanted) < limit * np.linalg.norm(wanted)
+
+
+def test_half_precision_products_round_and_no_more(wide):
+    layout, vector, tokens = wide
+    single = vector.astype(np.float32)
+    matrices = Rounded().cast(single[:layout.matrices])
+    found = value_and_gradient(layout, single, tokens, products=Rounded(), matrices=matrices)
+    assert found[1].dtype == np.float32
+    close(*found, *value_and_gradient(layout, vector, tokens), 1e-2)
+
+
+def test_the_card_computes_the_same_gradients(card, wide):
+    if card.name != "cupy":
+        pytest.skip("gradients are the cupy backend's")
+    layout, vector, tokens = wide
+    for dtype, limit in (("float32", 1e-5), ("bfloat16", 1e-2)):
+        products, single = CudaProducts(dtype), card.asarray(vector.astype(np.float32))
+        gradient = card.cupy.full(layout.size, np.nan, np.float32)
+        value, pull = rwkv6_vjp.loss(layout.tree(single, products.cast(single[:layout.matrices])), card.asarray(tokens),
+                                     products, rwkv6_vjp.keep)
+        pull(layout.tree(gradient))
+        close(float(value), card.tohost(gradient), *value_and_gradient(layout, vector, tokens), limit)
+
+
+def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
+    """`Cublas.product` against what the documentation of cublasGemmStridedBatchedEx says of its arguments."""
+    from linattn_np.backends.cupy import blas
+
+    def on_device(x):
+        return SimpleNamespace(shape=x.shape, strides=x.strides, itemsize=x.itemsize, dtype=x.dtype,
+                               data=SimpleNamespace(ptr=x.ctypes.data))
+
+    def call(name, *arguments):
+        if name != "cublasGemmStridedBatchedEx":
+            return
+        (_, of_a, of_b, m, n, k, _, a, _, lda, next_a, b, _, ldb, next_b, beta, c, _, ldc, next_c, count, *_) = arguments
+
+        def matrices(pointer, how, rows, columns, leading, apart):
+            """By columns, `leading` apart; transposed if `how` says so."""
+            stored = (columns, rows) if how else (rows, columns)
+            size = 4 * (apart.value * (count - 1) + leading * (stored[1] - 1) + stored[0])
+            flat = np.frombuffer((ctypes.c_char * size).from_address(pointer.value), np.float32)
+            view = np.ndarray((count, *stored), np.float32, flat, strides=(4 * apart.value, 4, 4 * leading))
+            return view.swapaxes(1, 2) if how else view
+
+        y = matrices(c, 0, m, n, ldc, next_c)
+        before = beta._obj.value * y if beta._obj.value else 0
+        y[...] = matrices(a, of_a, m, k, lda, next_a) @ matrices(b, of_b, k, n, ldb, next_b) + before
+
+    cublas = object.__new__(blas.Cublas)
+    cublas.stream, cublas.handle, cublas.workspace = lambda: SimpleNamespace(ptr=0), None, on_device(np.zeros(1))
+    monkeypatch.setattr(cublas, "call", call, raising=False)
+    a, b = rng.standard_normal((2, 5, 3), dtype=np.float32), rng.standard_normal((2, 3, 4), dtype=np.float32)
+    rows_apart = np.concatenate([a, a], axis=2)[:, :, :3]
+    for left in (a, a.swapaxes(1, 2).copy().swapaxes(1, 2), rows_apart):
+        for right in (b, b.swapaxes(1, 2).copy().swapaxes(1, 2)):
+            y = np.full((2, 5, 4), np.nan, np.float32)
+            cublas.product(*map(on_device, (left, right, y)))
+            np.testing.assert_allclose(y, a @ b, rtol=1e-5, atol=1e-5)
+            cublas.product(*map(on_device, (left, right, y)), add=True)
+            np.testing.assert_allclose(y, 2 * (a @ b), rtol=1e-5, atol=1e-5)
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+def test_a_tree_is_views_of_every_element():
+    layout = Layout(sizes_of(layers=2, width=16, head_size=8))
+    vector = np.zeros(layout.size)
+    tree = layout.tree(vector)
+    arrays = [array for part in (tree, *tree.blocks) for array in vars(part).values() if isinstance(array, np.ndarray)]
+    for array in arrays:
+        array += 1
+    assert (vector == 1).all()
+    assert list(layout.named(vector)) == list(declared(2))
+    assert sum(end - start for name, (start, end) in layout.spans.items() if is_matrix(name)) == layout.matrices
+
+
+def test_the_example_models_sizes_are_those_of_its_width():
+    weights = load_file(Path(__file__).parents[1] / "examples/data/austen-x060/model.safetensors")
+    layout = Layout(sizes_of(layers=4, width=256, head_size=64))
+    assert layout.shapes == {name: weights[name].shape for name in layout.shapes} and len(weights) == len(layout.shapes)
+
+
+# -- the optimiser and the text ---------------------------------------------------------------------------------------
+def test_a_step_is_adamws():
+    """Loshchilov and Hutter, algorithm 2, with the gradient clipped to its greatest norm."""
+    one = Training(TEXT, replace(SMALL, dropout=0.0, weight_decay=0.5))
+    weights, first, second = one.weights.astype(np.float64), 0, 0
+    decayed = np.arange(one.layout.size) < one.layout.matrices
+    for step in range(1, 4):
+        tokens, rate = one.text.batch(step - 1), one.learning_rate()
+        _, gradient = value_and_gradient(one.layout, weights, tokens)
+        gradient *= min(1, training.CLIP / np.linalg.norm(gradient))
+        first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient ** 2
+        update = first / (1 - 0.9 ** step) / (np.sqrt(second / (1 - 0.99 ** step)) + 1e-8)
+        weights -= rate * (update + 0.5 * decayed * weights)
+        one.step()
+    assert np.abs(one.weights - weights).max() < 2e-4
+
+
+def test_the_learning_rate_rises_and_falls():
+    one = Training(TEXT, replace(SMALL, steps=100, lr=1.0))
+    rates = []
+    for one.step_number in range(101):
+        rates.append(one.learning_rate())
+    assert rates[0] == pytest.approx(0.5) and max(rates) == rates[2] > 0.99 and rates[-1] == 0
+    assert rates[50] == pytest.approx(0.5) and rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_every_row_is_read_once_an_epoch_and_none_that_is_held_out():
+    numbers = np.arange(2000, dtype=np.uint16).astype(np.uint8)
+    text = Text(numbers.tobytes(), replace(SMALL, batch=1, context=10))
+    epoch = [text.batch(step)[0] for step in range(text.rows)]
+    starts = sorted(text.start(row) for row in range(text.rows))
+    assert np.diff(starts).tolist() == [10] * (text.rows - 1) and starts[-1] + 11 <= len(text.learned) == 1900
+    assert all((np.diff(row) % 256 == 1).all() for row in epoch)
+    assert [text.start(row) for row in range(text.rows)] != [text.start(row) for row in range(text.rows, 2 * text.rows)]
+    held = [byte for batch in text.held_out() for row in batch for byte in row[1:]]
+    assert held == numbers[1901:].tolist()
+
+
+def test_it_learns_and_the_file_writes_the_text(tmp_path):
+    one = Training(TEXT, replace(SMALL, steps=150, lr=2e-2, dropout=0.0))
+    losses = [float(one.step()) for _ in range(150)]
+    assert losses[0] > 5.4 and losses[-1] < 0.3
+    assert one.held_out_loss() < 0.5
+    one.save_model(tmp_path / "model.safetensors")
+    model = RWKV6.from_file(tmp_path / "model.safetensors")
+    assert bytes(islice(model.generate(b"It is a truth univ", temperature=0), 20)) == b"ersally acknowledged"
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+def test_a_restored_training_goes_on_bit_for_bit(tmp_path):
+    whole, part = Training(TEXT, SMALL), Training(TEXT, SMALL)
+    for _ in range(12):
+        whole.step()
+    for _ in range(7):
+        part.step()
+    part.save(tmp_path / "training.safetensors")
+    again = Training.restore(tmp_path / "training.safetensors", TEXT)
+    assert 0 < again.seconds == part.seconds
+    for _ in range(5):
+        again.step()
+    for name in training.VECTORS:
+        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
+
+
+def test_a_write_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
+    one, path = Training(TEXT, SMALL), tmp_path / "training.safetensors"
+    one.save(path)
+    before = path.read_bytes()
+    one.step()
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError):
+        one.save(path)
+    assert path.read_bytes() == before
+
+
+def test_killed_at_a_random_moment_it_goes_on_as_if_it_had_not_been(tmp_path):
+    (tmp_path / "text").write_bytes(TEXT)
+    steps = dict(asdict(SMALL), steps=120)
+    command = [sys.executable, str(TRAIN), "--text", str(tmp_path / "text"), "--device", "cpu", "--every", "0"]
+    new = [f"--{name.replace('_', '-')}={value}" for name, value in steps.items() if value is not None]
+    whole = Training(TEXT, Settings(**steps))
+    for _ in range(120):
+        whole.step()
+    whole.save_model(tmp_path / "whole.safetensors")
+
+    killed = subprocess.Popen([*command, "--out", str(tmp_path / "out"), *new], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "out" / "training.safetensors").exists():
+        assert killed.poll() is None
+    time.sleep(random.uniform(0, 0.2))
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait(30) == -signal.SIGKILL
+    again = [*command, "--out", str(tmp_path / "out"), "--resume"]
+    done = subprocess.run(again, env=ENVIRONMENT, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert b"step 120, " in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+def about(**changes):
+    return np.frombuffer(json.dumps({**asdict(SMALL), **changes}).encode(), np.uint8)
+
+
+@pytest.mark.parametrize("change, complaint", [
+    (dict(weights=None), "holds first, second, seconds, .*, expected a training"),
+    (dict(extra=np.zeros(3)), "holds extra"),
+    (dict(weights=np.zeros(5, np.float32)), "has 5 weights for 2 layers of 16"),
+    (dict(second=np.zeros(5, np.float32)), "has 5 elements of second, expected"),
+    (dict(first=np.zeros((2, 5), np.float32)), "has first in float32 with 2 axes"),
+    (dict(weights=np.zeros(5)), "has weights in float64"),
+    (dict(step=np.array([-1])), "is at step -1"),
+    (dict(seconds=np.array([np.nan])), "is at step 0 after nan seconds"),
+    (dict(text=np.zeros(32, np.uint8)), "is the training on another text"),
+    (dict(settings=np.frombuffer(b"[" * 100_000, np.uint8)), "has settings that are none"),
+    (dict(settings=np.frombuffer(b"{}", np.uint8)), "has settings that are none"),
+    (dict(settings=about(layers=10**9)), "has .* weights for 1000000000 layers"),
+    (dict(settings=about(layers="2")), "layers is '2', expected a whole number"),
+    (dict(settings=about(lr=float("nan"))), "lr is nan, expected"),
+    (dict(settings=about(head_size=5)), "width 16 is no multiple of the head size 5"),
+    (dict(settings=about(width=32)), "elements of weights, expected"),
+], ids=range(16))
+def test_a_hostile_checkpoint_is_refused(change, complaint, tmp_path):
+    path = tmp_path / "training.safetensors"
+    Training(TEXT, SMALL).save(path)
+    held = {name: array for name, array in {**load_file(path), **change}.items() if array is not None}
+    save_file(held, path)
+    with pytest.raises(CheckpointError, match=complaint):
+        Training.restore(path, TEXT)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "training.safetensors"
+    Training(TEXT, SMALL).save(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="damaged"):
+        Training.restore(path, TEXT)
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """A function that runs the example on a text, and returns its exit code and the last line of its messages."""
+    monkeypatch.syspath_prepend(TRAIN.parent)
+    example = importlib.import_module("train_rwkv6")
+    (tmp_path / "text").write_bytes(TEXT)
+    small = ["--layers", 1, "--width", 16, "--head-size", 8, "--context", 24, "--steps", 3]
+
+    def run(*arguments, small=small):
+        monkeypatch.setattr(sys, "argv", [TRAIN.name, "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"),
+                                          "--device", "cpu", *map(str, [*small, *arguments])])
+        try:
+            example.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr().err.splitlines()[-1]
+    return run
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["--text=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+    (["--text", os.devnull], "Training: the text has 0 bytes, 0 of them to learn, expected at least 49 for a context of 24"),
+    (["--context=2000"], "expected at least 4001 for a context of 2000"),
+    (["--head-size=7"], "RWKV6: width 16 is no multiple of the head size 7"),
+    (["--batch=0"], "argument --batch: is '0', expected a whole number from 1 up"),
+    (["--lr=-1"], "Training: lr is -1.0, expected a number above 0"),
+    (["--dropout=1"], "Training: dropout is 1.0, expected a number from 0 up and below 1"),
+    (["--minutes=3"], "argument --minutes: not allowed with argument --steps"),
+    (["--every=-1"], "argument --every: is -1.0, expected"),
+    (["--resume"], "No such file or directory"),
+    (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
+])
+def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, command):
+    code, line = command(*arguments)
+    assert code == 2 and line.startswith("train_rwkv6.py: ") and complaint in line
+
+
+def test_a_training_in_the_folder_is_neither_lost_nor_mixed_up(command, tmp_path):
+    assert command() == (0, f"wrote {tmp_path / 'out' / 'model.safetensors'}")
+    assert "holds a training; --resume goes on with it" in command()[1]
+    assert command("--resume")[0] == 0
+    code, line = command("--resume", "--width", 32, small=[])
+    assert code == 2 and line.endswith(f"argument --width: is 32, but the training in {tmp_path / 'out'} has 16")
+
+
+def test_a_loss_that_is_lost_is_not_saved(command, tmp_path):
+    code, line = command("--lr", 1e30, "--every", 1000)
+    assert code == 2 and "the loss is nan by step 3; a lower --lr may help" in line
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_cuda_without_cupy_is_said_so(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    code, line = command("--device", "cuda")
+    assert code == 2 and "RWKV6: device 'cuda' cannot be used: " in line
+
+
+def test_settings_are_refused_with_their_reason():
+    for change, complaint in ((dict(steps=None), "expected either steps or minutes"), (dict(steps=0), "steps is 0"),
+                              (dict(minutes=1), "expected either"), (dict(batch=True), "batch is True")):
+        with pytest.raises(ContractError, match=complaint):
+            replace(SMALL, **change)
