@@ -34,7 +34,7 @@ class Batch:
     ...     for slot, token in batch.step().items():
     ...         written[slot].append(token)
     >>> bytes(written[emma]), bytes(written[anne])
-    (b'ouse ', b'worth')
+    (b'ouse,', b'worth')
     >>> batch.leave(emma)
     >>> batch.free
     3

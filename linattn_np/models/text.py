@@ -87,7 +87,7 @@ def complete(model: RWKV6, tokenizer: Tokenizer, requests: Iterable[Request], sl
     >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
     >>> requests = [Request(prompt, Sampling(temperature=0), stop=[" "]) for prompt in (b"Miss Woodh", b"Mr. Darc")]
     >>> sorted((number, text) for number, text, _ in complete(model, Bytes(), requests, slots=2))
-    [(0, 'ouse'), (1, 'y')]
+    [(0, 'ouse,'), (1, 'y')]
     """
     batch, waiting, running = Batch(model, slots), enumerate(requests), {}
     while True:
