@@ -265,36 +265,37 @@ __device__ __noinline__ void clear_beyond(Incoming<T, G, BK>& in, int first, int
   fence_async();                                // the next chunk comes to the same place by another way
 }
 
-// The scores of 16 queries and 16 keys, from operands that meet at the chunk's start; pairs of halves: (0, 0), (1, 0), (1, 1).
-template <class Policy, typename T, int BK>
-__device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK / 32][CHUNK][32], const float* own,
-                                            int pair, int lane) {
-  const int queries = pair ? 16 : 0, columns = pair == 2 ? 16 : 0;
+// The scores of a half's 16 queries and all keys before them, from operands that meet at the chunk's start.
+template <class Policy, int HALF, typename T, int BK>
+__device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK / 32][CHUNK][32], const float* own, int lane) {
+  constexpr int QUERIES = 16 * HALF, TILES = 2 + 2 * HALF;
   // This lane's row of the 8x8 matrices (rows of 8, row, channels of 4, piece), and where it would be without piece.
-  const int upper = lane & 7, rows = lane >> 3 & 1, pieces = lane >> 4;
-  const int g = lane >> 2, t = lane & 3;
+  const int upper = lane & 7, rows = lane >> 3 & 1, pieces = lane >> 4, g = lane >> 2, t = lane & 3;
   float with_self[2];
-  if (Policy::reads_before_write) with_self[0] = own[queries + g], with_self[1] = own[queries + g + 8];
-  float even[2][4] = {}, odd[2][4] = {};
+  if (Policy::reads_before_write) with_self[0] = own[QUERIES + g], with_self[1] = own[QUERIES + g + 8];
+  float d[TILES][4] = {};
 #pragma unroll
   for (int c = 0; c < BK; c += 8) {
     u32 a[4], b[4];
-    ldmatrix_x4(a, swizzled(out.q[c / 32][queries + 8 * rows], upper, c % 32 / 4 + pieces));
-    ldmatrix_x4(b, swizzled(keys[c / 32][columns + 8 * pieces], upper, c % 32 / 4 + rows));
-    const u32 left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
-    mma_tf32((c % 16 ? odd : even)[0], a, left);
-    mma_tf32((c % 16 ? odd : even)[1], a, right);
+    ldmatrix_x4(a, swizzled(out.q[c / 32][QUERIES + 8 * rows], upper, c % 32 / 4 + pieces));
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) {
+      ldmatrix_x4(b, swizzled(keys[c / 32][8 * (n + pieces)], upper, c % 32 / 4 + rows));
+      const u32 left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+      mma_tf32(d[n], a, left);
+      mma_tf32(d[n + 1], a, right);
+    }
   }
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+  for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = queries + g + 8 * half, j = columns + 8 * n + 2 * t;
+      const int i = QUERIES + g + 8 * half, j = 8 * n + 2 * t;
       const auto score = [&](int j, float x) {
+        if (8 * n + 8 <= QUERIES) return TRUNCATED * x;
         return j < i ? TRUNCATED * x : j > i ? 0.f : Policy::reads_before_write ? with_self[half] : TRUNCATED * x;
       };
-      reinterpret_cast<u32*>(swizzled(out.A[0], i, columns / 8 + n))[t] =
-          pack<T>(score(j, even[n][2 * half] + odd[n][2 * half]), score(j + 1, even[n][2 * half + 1] + odd[n][2 * half + 1]));
+      reinterpret_cast<u32*>(swizzled(out.A[0], i, n))[t] = pack<T>(score(j, d[n][2 * half]), score(j + 1, d[n][2 * half + 1]));
     }
 }
 
@@ -400,8 +401,9 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
   barrier_sync(PRODUCERS + me.group, P::THREADS);   // the operands of the scores stand
   if constexpr (!SOON) refill();
   constexpr int WARPS = P::THREADS / 32;
-  for (int pair = (me.thread / 32 + turn) % WARPS; pair < 3; pair += WARPS)
-    mild_scores<Policy>(out, all_keys, s.own[me.group], pair, me.thread % 32);
+  const u32 part = (me.thread / 32 + turn) % WARPS;      // in turn, since every warp has its own tensor core
+  if (part == 0) mild_scores<Policy, 0>(out, all_keys, s.own[me.group], me.thread % 32);
+  if (part == 1) mild_scores<Policy, 1>(out, all_keys, s.own[me.group], me.thread % 32);
   return true;
 }
 
