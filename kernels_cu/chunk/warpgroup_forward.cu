@@ -16,7 +16,8 @@
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
 // one of two ways, which its producers agree on:
-//   mild_chunk  where gates are mild: queries decayed from the chunk's start, keys by the inverse, all scores one product
+//   mild_chunk  in bfloat16, where gates are mild: queries decayed from the chunk's start, keys by the inverse, all scores
+//               one product; but never a sequence's first chunk
 //   any_chunk   any gates, reset or growth: decays are multiplied up in registers. Scores of two tokens
 //     in the same block of 8     one product with the running decay for every pair, summed over the lanes
 //     in the same half of 16     queries decayed from, keys decayed to the end of the first block
@@ -30,6 +31,8 @@
 
 constexpr int CHUNK = 32, TOKENS = 8, BLOCKS = CHUNK / TOKENS, GROUPS = 2;
 constexpr float MILD = 17;      // nats: with so much in 8 tokens at most, factors and their inverses are far from float's ends
+template <typename T> constexpr bool COARSE = false;    // whether T has fewer digits than scores in tf32
+template <> constexpr bool COARSE<bf16> = true;
 constexpr float LARGE = 1 << 20;    // neither do queries and keys up to here, multiplied by such factors
 constexpr int PANEL = 64;       // columns of V a warpgroup; 16-bit values in a row of 128 bytes
 
@@ -335,7 +338,7 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
     unpack(g, in.g[me.first + i] + me.channel);
     queries[i] = *reinterpret_cast<const uint2*>(in.q[me.first + i] + me.channel);
     keys[i] = *reinterpret_cast<const uint2*>(in.k[me.first + i] + me.channel);
-    largest = larger<T>(larger<T>(largest, larger<T>(queries[i].x, queries[i].y)), larger<T>(keys[i].x, keys[i].y));
+    largest = larger(larger(largest, larger(queries[i].x, queries[i].y)), larger(keys[i].x, keys[i].y));
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       size[c] += fabsf(g[c]);
@@ -487,7 +490,9 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
   for (int i = 0; i < TOKENS; ++i)
     *me.four(out.k, i) = {pack<T>(k[i][0] * after[0], k[i][1] * after[1]), pack<T>(k[i][2] * after[2], k[i][3] * after[3])};
   if (me.block == BLOCKS - 1) {
-    const float whole[4] = {before[0] * decay[0], before[1] * decay[1], before[2] * decay[2], before[3] * decay[3]};
+    float own[4] = {decay[0], decay[1], decay[2], decay[3]};
+    if (!COARSE<T>) unpack(own, &s.decays[me.group][me.block][me.channel]);     // read again: registers are short
+    const float whole[4] = {before[0] * own[0], before[1] * own[1], before[2] * own[2], before[3] * own[3]};
     *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
     if constexpr (!Pass::reads)
 #pragma unroll
@@ -542,8 +547,9 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     barrier_wait(s.arrived[group], turn & 1);
     if (token + CHUNK > tokens) clear_beyond<Pass>(in, me.first, tokens - token, me.channel);
     bool mild = false;
-    if constexpr (Pass::reads) mild = mild_chunk<Policy>(s, me, turn, refill, room);
+    if constexpr (Pass::reads && COARSE<T>) mild = mild_chunk<Policy>(s, me, turn, refill, room);
     if (!mild) any_chunk<Policy, Pass>(s, me, total, refill, room);
+    if constexpr (!Pass::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
     fence_async();
     barrier_arrive(s.full[group]);
   }
@@ -766,7 +772,8 @@ warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
     }
   if (threadIdx.x == 0)
     for (int slot = 0; slot < BV / PANEL * Shared<T, G, BK, BV>::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
-  if (threadIdx.x < GROUPS) s.strong[threadIdx.x] = 0;
+  // A sequence's first rows may be one score alone, which is to be exact: its first chunk does not count as mild.
+  if (threadIdx.x < GROUPS) s.strong[threadIdx.x] = threadIdx.x == 0;
   if (Pass::reads && Policy::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += ALL_THREADS<BK, BV>)
       s.u[c] = args.channel + c < args.shape.K ? args.u[place.head * args.shape.K + args.channel + c] : 0.f;

@@ -306,18 +306,10 @@ template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arri
   barrier_sync(1, THREADS);  // so are the others'
 }
 
-// Of two pairs of values the larger magnitudes, with any sign.
-template <typename T> __device__ __forceinline__ u32 larger(u32 a, u32 b);
-
-template <> __device__ __forceinline__ u32 larger<bf16>(u32 a, u32 b) {
+// Of two pairs of bfloat16 the larger magnitudes, with any sign.
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {
   u32 y;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
-
-template <> __device__ __forceinline__ u32 larger<f16>(u32 a, u32 b) {
-  u32 y;
-  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 

@@ -48,7 +48,7 @@ template <typename T> u32 pack(float low, float high) {
   return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
 }
 
-template <typename T> u32 larger(u32 a, u32 b) {
+inline u32 larger(u32 a, u32 b) {
   const auto of = [](u32 a, u32 b) { return (a & 0x7fff) > (b & 0x7fff) ? a & 0x7fff : b & 0x7fff; };
   return of(a, b) | of(a >> 16, b >> 16) << 16;
 }
