@@ -1,16 +1,23 @@
 """The chunked NumPy path against recurrent loops, and against the same algorithm in torch on the CPU.
 
-    python benchmarks/numpy_chunk.py [--shape B H T D] [--threads N] [--runs N]
+    python benchmarks/numpy_chunk.py [--shape B H T D] [--threads N] [--rounds N]
 
 Two loops: the equation a head at a time, as the README opens with it, and `mode="recurrent"`, which takes all heads at
-once. Every path gets the same N threads, is checked against the float64 recurrence, and is timed after a warm-up; the
-figure is the median, the range stands beside it. torch is optional, and takes the chunk size that suits it best.
+once. torch is optional, and is tried with several chunk sizes. Every path gets the same N threads and is checked
+against the float64 recurrence. Then they take turns, a call to warm up and one that is timed, so that a machine whose
+speed drifts drifts for all of them: a ratio is of two times of the same round. Figures are medians, with the quartiles
+beside them.
+
+Most of the chunked path's time is in BLAS. NumPy's OpenBLAS does not know every processor's vector units: where
+it takes AVX2 kernels (`Haswell` in `np.show_runtime()`) on a machine with AVX-512, OPENBLAS_CORETYPE=SkylakeX in the
+environment has the path run up to half as fast again.
 """
 
 import argparse
 import os
 import statistics
 import time
+from functools import partial
 
 
 def main():
@@ -33,14 +40,34 @@ def main():
     def plain_loop():
         return np.stack([[one_head(np, *head) for head in zip(*row)] for row in zip(q, k, v, g)])
 
-    print(f"gla forward, B,H,T,D = {args.shape}, float32, {len(cpus)} threads, NumPy {np.__version__}")
-    loop = measure("loop, a head at a time", plain_loop, check, min(args.runs, 3))
-    recurrent = measure("recurrent, all heads", lambda: linattn_np.gla(q, k, v, g, mode="recurrent"), check, args.runs)
-    chunk = measure("chunk", lambda: linattn_np.gla(q, k, v, g), check, args.runs)
-    print(f"chunk is {loop / chunk:.1f} times as fast as the loop, {recurrent / chunk:.1f} times as recurrent")
-    peer = measure_torch((q, k, v, g), check, args.runs, len(cpus))
-    if peer is not None:
-        print(f"chunk is {peer / chunk:.1f} times as fast as torch")
+    paths = {"loop, a head at a time": plain_loop,
+             "recurrent, all heads": lambda: linattn_np.gla(q, k, v, g, mode="recurrent"),
+             "chunk": lambda: linattn_np.gla(q, k, v, g),
+             **torch_paths((q, k, v, g), len(cpus))}
+    for call in paths.values():
+        check(call())
+    times = {name: [] for name in paths}
+    for _ in range(args.rounds):
+        for name, call in paths.items():
+            call()
+            times[name].append(milliseconds(call))
+
+    print(f"gla forward, B,H,T,D = {args.shape}, float32, {len(cpus)} threads, NumPy {np.__version__}, "
+          f"{args.rounds} rounds")
+    for name, own in times.items():
+        ratios = [t / chunk for t, chunk in zip(own, times["chunk"])]
+        print(f"{name:24s} {spread(own)} ms    {spread(ratios)} times chunk's")
+
+
+def milliseconds(call):
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def spread(values):
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:7.2f} ({low:.2f} - {high:.2f})"
 
 
 def one_head(np, q, k, v, g):
@@ -56,36 +83,24 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=4, default=(1, 8, 4096, 64), metavar=("B", "H", "T", "D"))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--checked", type=int, default=512, help="tokens compared with the reference")
     return parser.parse_args()
 
 
-def measure(name, call, check, runs):
-    """Median milliseconds of `runs` calls, after one that is checked and one more to warm up."""
-    check(call())
-    call()
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e3)
-    print(f"{name:24s} {statistics.median(times):8.2f} ms   ({min(times):.2f} - {max(times):.2f})")
-    return statistics.median(times)
-
-
-def measure_torch(arrays, check, runs, threads):
+def torch_paths(arrays, threads):
     try:
         import torch
     except ImportError:
-        print("torch is absent: not compared")
-        return None
+        return {}
     torch.set_num_threads(threads)
     tensors = [torch.from_numpy(x) for x in arrays]
-    print(f"torch {torch.__version__}")
-    with torch.inference_mode():
-        return min(measure(f"torch, chunks of {C}", lambda: torch_chunk(torch, *tensors, C).numpy(), check, runs)
-                   for C in (16, 32, 64))
+
+    def path(C):
+        with torch.inference_mode():
+            return torch_chunk(torch, *tensors, C).numpy()
+
+    return {f"torch {torch.__version__.split('+')[0]}, chunks of {C}": partial(path, C) for C in (16, 32, 64)}
 
 
 def torch_chunk(torch, q, k, v, g, C):

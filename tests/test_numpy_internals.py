@@ -10,7 +10,7 @@ import pytest
 
 import linattn_np
 from linattn_np import varlen
-from linattn_np.backends.numpy import chunked, scores
+from linattn_np.backends.numpy import chunked, cores, scores
 from linattn_np.backends.numpy.packing import KEPT_BYTES, Scratch, Segment, row_blocks, thread_scratch
 
 rng = np.random.default_rng(7)
@@ -208,6 +208,16 @@ def test_segments_cut_every_sequence_into_as_many():
         (0, 0), (0, 0), (0, 0), (0, 32), (32, 64), (64, 70), (70, 102), (102, 102), (102, 102),
         (102, 198), (198, 294), (294, 300)]
     assert list(varlen.dense(64).segments(2, 32)) == [(0, 32), (32, 64)]
+
+
+@pytest.mark.parametrize("tasks", [0, 1, 4])
+@pytest.mark.parametrize("caller", [False, True])
+def test_tasks_leave_the_settings_as_they_were(tasks, caller):
+    before = np.geterr(), np.getbufsize()
+    inside = cores.in_parallel(lambda task: (set(np.geterr().values()), np.getbufsize()), range(tasks),
+                               caller=caller)
+    assert inside == [({"ignore"}, cores.BUFFER)] * tasks
+    assert (np.geterr(), np.getbufsize()) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

@@ -77,6 +77,11 @@ def vjp(problem):
         return (o, finished_states(problem, final)), pull
 
 
+def pullback(problem):
+    """That of `vjp`, which needs its forward pass."""
+    return vjp(problem)[1]
+
+
 def gradients(problem, o):
     """(final state's parts, pull), o filled."""
     if problem.op.name == "softmax_attention":

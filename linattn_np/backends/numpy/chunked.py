@@ -26,7 +26,7 @@ def run(member, o, states=None):
     if sweep.materialize:
         materialized(sweep, o, final, states)
     else:
-        in_parallel(lambda rows: streamed(sweep, rows, o, final, states), sweep.blocks)
+        in_parallel(lambda rows: streamed(sweep, rows, o, final, states), sweep.blocks, caller=True)
     return final
 
 
@@ -51,8 +51,9 @@ class Sweep:
 
     def states(self, block, chunks, scratch):
         """Room for h [B, H, n + 1, K, V] and the chunks' decays [B, H, n, K or 1] of a block of rows."""
-        return (scratch("h", (*block, chunks + 1, self.K, self.V)),
-                scratch("decay", (*block, chunks, self.member.g.shape[-1])))
+        h = scratch("h", (chunks + 1, *block, self.K, self.V))      # chunk by chunk in memory, as they are scanned
+        decay = scratch("decay", (chunks, *block, self.member.g.shape[-1]))
+        return np.moveaxis(h, 0, 2), np.moveaxis(decay, 0, 2)
 
 
 def streamed(sweep, rows, o, final, states):

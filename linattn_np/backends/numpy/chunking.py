@@ -29,15 +29,14 @@ class Chunking:
 
         h_{c+1} += diag(decay_c) h_c. `states` [N, H, K, V] holds the initial states and receives the final ones.
         """
-        decay = decay[..., None]
         carried = np.empty(h[:, :, 0].shape, h.dtype)
-        for c in range(h.shape[2] - 1):
-            before, after = h[:, :, c], h[:, :, c + 1]
-            if (s := self.begins.get(first + c)) is not None:
+        chunks = (np.moveaxis(x, 2, 0) for x in (decay[..., None], h[:, :, :-1], h[:, :, 1:]))
+        for c, (factor, before, after) in enumerate(zip(*chunks), start=first):
+            if (s := self.begins.get(c)) is not None:
                 before[...] = self.of_sequence(states, rows, s)
-            np.multiply(decay[:, :, c], before, out=carried)
+            np.multiply(factor, before, out=carried)
             after += carried
-            if (s := self.ends.get(first + c)) is not None:
+            if (s := self.ends.get(c)) is not None:
                 self.of_sequence(states, rows, s)[:] = after
 
     def scan_back(self, rows, first, decay, dh, dstates):

@@ -25,14 +25,14 @@ class Segment:
 
     @cached_property
     def whole(self):
-        """Whether the segment is one slice of full chunks, so that packing is a view."""
-        return len(self.runs) == 1 and self.stops[-1] - self.starts[0] == self.count * self.chunk
+        """The tokens as one slice of full chunks, so that packing is a view, or None: chunks leave no token out."""
+        if self.count and self.stops[-1] - self.starts[0] == self.count * self.chunk:
+            return slice(int(self.starts[0]), int(self.stops[-1]))
 
     def view(self, x, dtype):
         """x [B, H, T, D] as [B, H, n, C, D], or None where tokens would have to move or be cast."""
         if self.whole and x.dtype == dtype:
-            tokens = x[:, :, self.starts[0]:self.stops[-1]]
-            return tokens.reshape(*x.shape[:2], self.count, self.chunk, x.shape[-1])
+            return x[:, :, self.whole].reshape(*x.shape[:2], self.count, self.chunk, x.shape[-1])
 
     def pack(self, x, dtype):
         """[B, H, n, C, D] in `dtype`, a view of x where that can be."""

@@ -12,6 +12,8 @@
 (Secondary chunking: Yang et al., 2024, section 4.3.)
 """
 
+from functools import cache
+
 import numpy as np
 
 from ...contract import SUB_CHUNK
@@ -25,14 +27,19 @@ class Gates:
 
     def __init__(self, g, scratch):
         self.g = g = blas_ready(g)
-        ones = np.tri(g.shape[-2], dtype=g.dtype)
-        b = np.matmul(ones, g, out=scratch("b", g.shape))   # where g is infinite this is NaN, and so not weak
+        b = np.matmul(triangle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))   # where g is infinite this is NaN, and so not weak
         self.strong = None
         if not within_limit(b, None).all():
             flat = b.reshape(*b.shape[:-2], -1)
             self.strong = np.nonzero(~within_limit(flat, -1))
         self.any_weak = self.strong is None or len(self.strong[0]) < flat[..., 0].size
         self.decay = np.exp(b, out=b) if self.any_weak else None
+
+
+@cache
+def triangle(size, dtype, k=0):
+    """Ones on and below diagonal k: kept, since a short segment would spend as long on it as on a product."""
+    return np.tri(size, k=k, dtype=dtype)
 
 
 def within_limit(b, axis):
@@ -47,7 +54,7 @@ def blas_ready(x):
 def mask_future(A, exclusive):
     """Zeroes A above the diagonal, and on it when exclusive, whatever stands there: bits, not products."""
     bits = np.dtype(f"i{A.itemsize}")
-    keep = -np.tri(A.shape[-2], k=-1 if exclusive else 0, dtype=bits)
+    keep = -triangle(A.shape[-2], bits, -1 if exclusive else 0)
     np.bitwise_and(A.view(bits), keep, out=A.view(bits))
 
 
