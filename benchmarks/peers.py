@@ -23,8 +23,8 @@ def absent() -> str | None:
 
 
 def has(case) -> bool:
-    """Other dtypes would be tuned anew for minutes."""
-    return case.op in FUNCTIONS and case.dtype == "bfloat16"
+    """Other dtypes, and backward passes, would be tuned anew for minutes."""
+    return case.op in FUNCTIONS and case.dtype == "bfloat16" and not case.backward
 
 
 class Call:

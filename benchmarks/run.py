@@ -10,8 +10,9 @@ A row's figures, every one a median, in milliseconds:
     wall_ms     host time of a call, Python included, when calls follow one another and the last is waited for
     floor_ms    the bytes of every input, result and state once, over the bandwidth of a copy in the same run
     fla_ms      flash-linear-attention's device time, measured in the same way (see peers.py), and fla_wall_ms
-    error       relative, of the result (and of a step's state) at the first and the last head, all tokens, against the
-                recurrence in float64 on the same values; fla_error likewise
+    error       relative, of the result (and of a step's state; of a backward pass the gradients of q, k, v and g) at the
+                first and the last head, all tokens, against the recurrence in float64 on the same values; fla_error
+                likewise
     peak_mib    memory of the arrays, the result and what the call needs beside them
 
 Sets of arrays take turns so that a call finds none of its own in the cache. A result is checked before it is timed: a
@@ -57,27 +58,33 @@ class Case:
     dtype: str = "bfloat16"
     gate: str = "logsigmoid"
     sequences: int = 0          # packed into the row, where it is a row of packed sequences
+    backward: bool = False      # the pullback alone, after a forward pass that is not timed
 
     @property
     def step(self) -> bool:
         return self.op.endswith("_step")
 
     @property
+    def kind(self) -> str:
+        return "step" if self.step else "backward" if self.backward else "forward"
+
+    @property
     def fields(self) -> dict:
         """What a row says of it."""
-        return {"op": self.op, "pass": "step" if self.step else "forward", "B": self.B, "T": self.T, "H": self.H,
+        return {"op": self.op, "pass": self.kind, "B": self.B, "T": self.T, "H": self.H,
                 "K": self.D, "V": self.D, "dtype": self.dtype, "gate": self.gate if DECLARED[self.op].gates else None,
                 "sequences": self.sequences}
 
     def __str__(self):
         packed = f" in {self.sequences} sequences" * bool(self.sequences)
         gates = f" {self.gate}" * bool(DECLARED[self.op].gates)
-        return f"{self.op} {self.B},{self.T},{self.H},{self.D}{packed} {self.dtype}{gates}"
+        return f"{self.op} {self.B},{self.T},{self.H},{self.D}{packed} {self.dtype}{gates}{' backward' * self.backward}"
 
 
 SHAPES = ((4, 4096, 64, 128), (8, 4096, 32, 64), (1, 8192, 96, 128), (2, 16384, 16, 128), (1, 131072, 16, 128),
           (4, 2048, 16, 128), (8, 1024, 8, 64))
 WIDE = (8, 2048, 32, 256)
+TRAINED = (*SHAPES[:4], SHAPES[-2])         # shapes of backward passes
 GATES = {"logsigmoid": 1, "weak": 1 / 16, "strong": 20, "reset": 1}         # factors of logsigmoid
 
 
@@ -95,7 +102,11 @@ def cases_of_gpu(quick):
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
     yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing
     yield from (Case(op, *WIDE) for op in gated)
-    yield from (Case(op.name, *SHAPES[-2]) for op in OPS if op.name not in gated)
+    others = [op.name for op in OPS if op.name not in gated]
+    yield from (Case(op, *shape) for shape in (SHAPES[0], SHAPES[-2]) for op in others if op != "softmax_attention")
+    yield Case("softmax_attention", *SHAPES[-2])
+    yield from (Case(op, *shape, backward=True) for shape in TRAINED for op in gated)
+    yield from (Case(op, *SHAPES[-2], backward=True) for op in others)
 
 
 def cases_of_cpu(quick):
@@ -133,6 +144,8 @@ def draw(case, xp, seed):
                     "out": xp.empty((case.B, case.H, case.D), dtype)}
     if case.op == "retention":
         keywords["gamma"] = 1 - 2.0 ** (-5 - np.arange(case.H))
+    if case.backward:
+        keywords["do"] = rng.standard_normal(arrays["v"].shape, dtype=np.float32).astype(dtype)
     if case.sequences:
         keywords["cu_seqlens"] = [0, *np.cumsum(lengths(case.sequences, case.T)).tolist()]
     return arrays, keywords
@@ -147,7 +160,8 @@ def copy_bandwidth(device):
 
 def bytes_moved(case, arrays, keywords):
     state = 2 * keywords["state"].nbytes if case.step else 0
-    return sum(x.nbytes for x in arrays.values()) + arrays["v"].nbytes + state
+    given = sum(x.nbytes for x in arrays.values())
+    return (2 if case.backward else 1) * given + arrays["v"].nbytes + state
 
 
 # -- the exact answer -------------------------------------------------------------------------------------------------
@@ -159,14 +173,23 @@ def two_heads(x, host):
 
 
 def exact(case, arrays, keywords, host):
-    """What a call must give for `two_heads`: (o,), of a step (o, state)."""
-    op = DECLARED[case.op]
-    of_two = {"state": lambda x: two_heads(x, host), "gamma": lambda x: x[[0, -1]], "cu_seqlens": list}
+    """What a call must give for `two_heads`: (o,), of a step (o, state), of a backward pass gradients, without u's."""
+    op, function = DECLARED[case.op], getattr(linattn_np, case.op)
+    of_two = {"state": lambda x: two_heads(x, host), "gamma": lambda x: x[[0, -1]], "cu_seqlens": list,
+              "do": lambda x: two_heads(x, host)}
     keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
+    arrays = {name: two_heads(x, host) for name, x in arrays.items()}
+    if case.backward:
+        return by_head(arrays, prepared(case, arrays, keywords)())
     if not case.step and "recurrent" in op.modes:
         keywords["mode"] = "recurrent"
-    o = getattr(linattn_np, case.op)(*(two_heads(x, host) for x in arrays.values()), **keywords)
+    o = function(*arrays.values(), **keywords)
     return (o, keywords["state"]) if case.step else (o,)
+
+
+def by_head(arrays, gradients):
+    """Without u's, in which all sequences are summed."""
+    return tuple(gradient for name, gradient in zip(arrays, gradients) if name != "u")
 
 
 def error(found, wanted):
@@ -176,9 +199,18 @@ def error(found, wanted):
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
+def prepared(case, arrays, keywords):
+    """What is to be timed: a call without arguments."""
+    op = getattr(linattn_np, case.op)
+    if not case.backward:
+        return partial(op, *arrays.values(), **keywords)
+    _, pullback = linattn_np.vjp(op, *arrays.values(), **{name: x for name, x in keywords.items() if name != "do"})
+    return partial(pullback, keywords["do"])
+
+
 def measure(case, device, bandwidth, peer, samples):
     """A row. `peer` is a function that times fla, or gives its figures of another run."""
-    op, row = getattr(linattn_np, case.op), case.fields
+    row = case.fields
     row |= dict.fromkeys(("ours_ms", "wall_ms", "fla_ms", "fla_wall_ms", "floor_ms", "error", "fla_error", "peak_mib"))
     device.free()
     arrays, keywords = draw(case, device.xp, 0)
@@ -187,14 +219,15 @@ def measure(case, device, bandwidth, peer, samples):
     row["floor_ms"] = nbytes / bandwidth * 1e3
     row |= peer(case, arrays, keywords, wanted)                 # before ours has written the state
 
-    o, taken = device.with_peak(lambda: op(*arrays.values(), **keywords))
-    results = (o, keywords["state"]) if case.step else (o,)
+    call = prepared(case, arrays, keywords)
+    found, taken = device.with_peak(call)
+    results = (found, keywords["state"]) if case.step else by_head(arrays, found) if case.backward else (found,)
     row["error"] = error([two_heads(x, device.host) for x in results], wanted)
     row["peak_mib"] = (taken + sum(getattr(x, "nbytes", 0) for x in (*arrays.values(), *keywords.values()))) / 2**20
-    if not (row["error"] < LIMITS[case.dtype] and device.finite(o)):
+    if not (row["error"] < LIMITS[case.dtype] and all(map(device.finite, results))):
         return row
-    del o, results
-    calls = bound(op, [(arrays, keywords), *others(case, device.xp, nbytes)])
+    del found, results
+    calls = in_turn([call, *(prepared(case, *its) for its in others(case, device.xp, nbytes))])
     row["ours_ms"] = timed(device, case, calls, device.captured, samples)
     row["wall_ms"] = wall_ms(device, calls, samples)
     return row
@@ -205,10 +238,8 @@ def others(case, xp, nbytes):
     return [draw(case, xp, seed) for seed in range(1, min(CALLS, math.ceil(CACHED / nbytes)))]
 
 
-def bound(function, sets):
-    """CALLS calls on the sets in turn."""
-    made = [partial(function, *arrays.values(), **keywords) for arrays, keywords in sets]
-    return [made[i % len(made)] for i in range(CALLS)]
+def in_turn(calls):
+    return [calls[i % len(calls)] for i in range(CALLS)]
 
 
 def timed(device, case, calls, captured, samples):
@@ -244,7 +275,7 @@ class Fla:
         if figures["fla_error"] < LIMITS[case.dtype]:
             nbytes = bytes_moved(case, arrays, keywords)
             more = [peers.Call(case, *its) for its in others(case, self.device.xp, nbytes)]
-            calls = [[call, *more][i % (len(more) + 1)] for i in range(CALLS)]
+            calls = in_turn([call, *more])
             figures["fla_ms"] = timed(self.device, case, calls, peers.captured, self.samples)
             figures["fla_wall_ms"] = wall_ms(self.device, calls, self.samples)
         return figures
@@ -339,7 +370,8 @@ def show(rows):
     heads = ("floor", "ours", "x floor", "wall", "fla", "x ours", "error", "fla", "MiB")
     print(" " * 56 + "".join(f"{head:>9s}" for head in heads))
     for row in rows:
-        case = Case(row["op"], *(row[axis] for axis in "BTHK"), row["dtype"], row["gate"], row["sequences"])
+        case = Case(row["op"], *(row[axis] for axis in "BTHK"), row["dtype"], row["gate"], row["sequences"],
+                    row["pass"] == "backward")
         ours, fla = row["ours_ms"], row["fla_ms"]
         figures = (number(row["floor_ms"]), number(ours), number(ours and ours / row["floor_ms"], ".2f"),
                    number(row["wall_ms"]), number(fla), number(ours and fla and fla / ours, ".1f"),

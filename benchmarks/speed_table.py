@@ -45,7 +45,7 @@ def tables() -> str:
 def of_card(path) -> str:
     result = json.loads(path.read_text())
     rows = result["rows"]
-    forward, steps = by_label(rows, "forward"), by_label(rows, "step")
+    forward, backward, steps = (by_label(rows, kind) for kind in ("forward", "backward", "step"))
     above = [fill(machine(result["meta"]), WIDTH), ""]
     if path.with_suffix(".png").exists():
         above += [f"![Times of each shape as multiples of the floor](benchmarks/results/{path.stem}.png)", ""]
@@ -54,6 +54,12 @@ def of_card(path) -> str:
         *table(["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
                [[shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
                 for (shape, what), pair in forward.items()]), "",
+        *titled("Backward passes alone; their floor is every input, gradient and the result's gradient once.",
+                ["B, T, H, D", "floor", "`gla`", "`rwkv6`"],
+                [[shape, figure(floor(pair)), cells(pair, "gla")[0], cells(pair, "rwkv6")[0]]
+                 for (shape, _), pair in backward.items()]),
+        *titled("The others of the family, forward and backward; what bounds softmax attention is arithmetic, not the floor.",
+                ["B, T, H, D", "", "floor", "forward", "floor", "backward"], family(rows)),
         fill("One token for so many sequences, 32 heads of 64, states in float32; microseconds of a call in a CUDA "
              "graph / of eager calls that follow one another.", WIDTH), "",
         *table(["sequences", "floor", "`gla_step`", "fla", "`rwkv6_step`", "fla"],
@@ -62,12 +68,17 @@ def of_card(path) -> str:
         fill(f"{losses(faster(rows))} {errors(rows)}", WIDTH), ""])
 
 
+def titled(title, heads, lines):
+    """A table with its title, where there is anything in it."""
+    return [fill(title, WIDTH), "", *table(heads, lines), ""] if lines else []
+
+
 def machine(meta) -> str:
     commit = f", commit {meta['commit']}" if meta["commit"] else ""
     text = f"{meta['card']}, driver {meta['driver']}, {meta['date']}{commit}; CUDA {meta['cuda']}, CuPy {meta['cupy']}"
     if "fla-core" in meta:
         text += f", fla-core {meta['fla-core']} on torch {meta['torch']} and Triton {meta['triton']}"
-    return (f"{text}. Forward passes in bfloat16 with logsigmoid gates where nothing else is said. The floor is every "
+    return (f"{text}. Everything in bfloat16 with logsigmoid gates where nothing else is said. The floor is every "
             f"input and result once at the {meta['copy_tb_per_s']:.2f} TB/s of a copy in the same run. Weak gates are a "
             "16th of logsigmoid's, strong ones 20 times them; resets are gates of -inf at every 64th token. Packed "
             "sequences have 24 to 2047 tokens.")
@@ -80,6 +91,17 @@ def by_label(rows, kind):
         if row["pass"] == kind and row["op"].removesuffix("_step") in ("gla", "rwkv6"):
             found.setdefault(label(row), {})[row["op"]] = row
     return dict(sorted(found.items(), key=lambda pair: pair[0][1] != ""))        # what else is said comes last
+
+
+def family(rows):
+    """A line for each other operator and shape."""
+    found = {}
+    for row in rows:
+        if row["op"].removesuffix("_step") not in ("gla", "rwkv6"):
+            found.setdefault((row["op"], label(row)[0]), {})[row["pass"]] = row
+    return [[shape, f"`{op}`", *(cell for kind in ("forward", "backward") for cell in
+                                 ([figure(pair[kind]["floor_ms"]), cells(pair, kind)[0]] if kind in pair else ["", ""]))]
+            for (op, shape), pair in found.items()]
 
 
 def label(row) -> tuple[str, str]:

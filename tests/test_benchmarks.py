@@ -21,8 +21,8 @@ FIELDS = {"op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences", "
           "fla_wall_ms", "floor_ms", "error", "fla_error", "peak_mib"}
 
 
-def of_small_case(op, dtype="float32"):
-    case = run.Case(op, 2, 1 if op.endswith("_step") else 70, 3, 16, dtype)
+def of_small_case(op, dtype="float32", **options):
+    case = run.Case(op, 2, 1 if op.endswith("_step") else 70, 3, 16, dtype, **options)
     return run.measure(case, Cpu(), 1e9, lambda *_: {}, 1)
 
 
@@ -62,6 +62,15 @@ def test_a_wrong_result_is_not_timed(op, wrong, monkeypatch):
     monkeypatch.setattr(run, "exact", lambda *args: tuple(map(wrong, right(*args))))
     row = of_small_case(op)
     assert row["error"] > 1e-3 and row["ours_ms"] is None and row["wall_ms"] is None
+
+
+@pytest.mark.parametrize("op", run.OPS.values(), ids=lambda op: op.__name__)
+def test_a_backward_pass_is_checked_and_timed(op, monkeypatch):
+    row = of_small_case(op.__name__, backward=True)
+    assert row["pass"] == "backward" and row["ours_ms"] > 0 and row["error"] < LIMITS["float32"][0]
+    right = run.exact
+    monkeypatch.setattr(run, "exact", lambda *args: tuple(1.01 * x for x in right(*args)))
+    assert of_small_case(op.__name__, backward=True)["ours_ms"] is None
 
 
 def test_packed_sequences():
