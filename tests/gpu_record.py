@@ -1,11 +1,13 @@
 """The record of the last run of the tests on a card, and whether it still speaks of these sources.
 
-    python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--out FILE]     on a card
-    python tests/gpu_record.py --check [--out FILE]                                           anywhere
+    python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--sanitizer PROGRAM] [--out FILE]   on a card
+    python tests/gpu_record.py --check [--out FILE]                                                               anywhere
 
---write runs every test that names a backend, the others being for any machine, and stores what passed, on what,
-together with a hash of every file that decides what runs on a device. --check needs the standard library alone; it
-exits 0 when every hash still matches and nothing failed, and else prints why not and exits 1.
+--write runs every test that names a backend, the others being for any machine, and stores what passed, on what, what
+NVIDIA's compute-sanitizer says of sanitized.py where there is one, and a hash of every file that decides what runs on a
+device. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) the sanitizer reports races between warps
+that wait for each other's mbarriers. --check needs the standard library alone; it exits 0 when every hash still matches
+and nothing failed, and else prints why not and exits 1.
 """
 
 import argparse
@@ -13,17 +15,21 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as xml
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
 SOURCES = ("kernels_cu/**/*.cu", "kernels_cu/**/*.cuh", "linattn_np/backends/cupy/*.py", "linattn_np/backends/numba/*.py")
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LIBRARIES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "cuda-core", "torch", "jax", "pytest")
 
 
@@ -39,6 +45,8 @@ def complaints(record, found) -> list[str]:
     said += [f"{name}: nothing passed" for name, backend in record["backends"].items() if not backend["passed"]]
     if not record["backends"]:
         said.append("no backend was run")
+    sanitizer = record.get("sanitizer") or {"tools": {}}
+    said += [f"{tool}: {found['errors']} errors" for tool, found in sanitizer["tools"].items() if found["errors"]]
     known = record["sources"]
     for path in sorted({*known, *found}):
         if path not in known:
@@ -60,7 +68,8 @@ def check(root, path) -> int:
         print(line)
     if not said:
         print(f"{record['card']}, {record['date']}: " + ", ".join(
-            f"{name} {backend['passed']} passed" for name, backend in record["backends"].items()))
+            f"{name} {backend['passed']} passed" for name, backend in record["backends"].items()),
+            "and compute-sanitizer found nothing" if record.get("sanitizer") else "without compute-sanitizer")
     return bool(said)
 
 
@@ -86,6 +95,35 @@ def run_tests(root, backend, workers, more) -> dict[str, float]:
         if status and not found["failed"]:
             found["failed"] = 1
         return found
+
+
+def sanitize(root, sanitizer) -> dict | None:
+    """What every tool of compute-sanitizer says of sanitized.py, side by side; None where there is no such program."""
+    if shutil.which(sanitizer) is None:
+        return None
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
+    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
+        found = pool.map(lambda tool: run_sanitizer(root, sanitizer, tool), SANITIZERS)
+    return {"version": re.search(r"Version (\S+)", version)[1], "tools": dict(zip(SANITIZERS, found))}
+
+
+def run_sanitizer(root, sanitizer, tool) -> dict[str, float]:
+    """Errors, warnings among them; a run that ends ill or counts no calls has at least one."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, "sanitized.py"]
+    begun = time.monotonic()
+    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(command, cwd=root / "tests", env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
+                         errors="replace")
+    said = run.stdout + run.stderr
+    errors, calls, files = (re.search(pattern, said) for pattern in
+                            (r"SUMMARY: (\d+) ", r"(\d+) calls of", r"calls of (\d+) kernel files"))
+    count = int(errors[1]) if errors else 0
+    if run.returncode or not errors or not calls:
+        count = max(count, 1)
+    if count:
+        print(said)
+    return {"calls": int(calls[1]) if calls else 0, "kernel_files": int(files[1]) if files else 0, "errors": count,
+            "seconds": round(time.monotonic() - begun, 1)}
 
 
 def versions() -> dict[str, str]:
@@ -118,10 +156,11 @@ def commit(root) -> str | None:
         return None
 
 
-def write(root, path, backends, workers, more) -> int:
+def write(root, path, backends, workers, sanitizer, more) -> int:
     sources = hashes(root)
     record = {**machine(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(root), "versions": versions(),
-              "backends": {backend: run_tests(root, backend, workers, more) for backend in backends}, "sources": sources}
+              "backends": {backend: run_tests(root, backend, workers, more) for backend in backends},
+              "sanitizer": sanitize(root, sanitizer), "sources": sources}
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".part")
     fresh.write_text(json.dumps(record, indent=1) + "\n")
@@ -137,12 +176,13 @@ def main(arguments=None) -> int:
     parser.add_argument("--out", type=Path, default=RECORD, help="the record's file")
     parser.add_argument("--backends", default="cupy,numba")
     parser.add_argument("--workers", type=int, default=1, help="processes that run tests side by side")
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program, where it is not on the path")
     given, more = parser.parse_known_args(arguments)
     if given.check:
         if more:
             parser.error(f"unknown arguments: {' '.join(more)}")
         return check(ROOT, given.out)
-    return write(ROOT, given.out, given.backends.split(","), given.workers, more)
+    return write(ROOT, given.out, given.backends.split(","), given.workers, given.sanitizer, more)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import gpu_record
+import numpy as np
 import pytest
+import sanitized
+
+from linattn_np.models import cuda_layers, rwkv6, rwkv6_cuda
 
 TREE = {
     "kernels_cu/include/tile.cuh": "header",
@@ -16,6 +21,7 @@ TREE = {
     "linattn_np/backends/numpy/chunked.py": "runs on no card",
     "README.md": "neither",
 }
+CLEAN = {"version": "1.0", "tools": {"memcheck": {"calls": 4, "kernel_files": 2, "errors": 0, "seconds": 1.5}}}
 PASSED = {"passed": 3, "failed": 0, "skipped": 1, "seconds": 0.5}
 
 
@@ -30,14 +36,15 @@ def root(tmp_path):
 @pytest.fixture
 def path(root):
     """A record of a good run of the tree."""
-    record = {"card": "card", "date": "day", "backends": {"cupy": PASSED, "numba": PASSED}, "sources": gpu_record.hashes(root)}
+    record = {"card": "card", "date": "day", "backends": {"cupy": PASSED, "numba": PASSED}, "sanitizer": CLEAN,
+              "sources": gpu_record.hashes(root)}
     (root / "record.json").write_text(json.dumps(record))
     return root / "record.json"
 
 
 def test_a_good_record(root, path, capsys):
     assert gpu_record.check(root, path) == 0
-    assert capsys.readouterr().out == "card, day: cupy 3 passed, numba 3 passed\n"
+    assert capsys.readouterr().out == "card, day: cupy 3 passed, numba 3 passed and compute-sanitizer found nothing\n"
 
 
 @pytest.mark.parametrize("changed", [path for path in TREE if "numpy" not in path and "README" not in path])
@@ -68,6 +75,62 @@ def test_a_run_that_was_not_good(root, path, backends, said, capsys):
     path.write_text(json.dumps({**record, "backends": backends}))
     assert gpu_record.check(root, path) == 1
     assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_a_sanitizer_that_found_something(root, path, capsys):
+    record = json.loads(path.read_text())
+    record["sanitizer"]["tools"]["racecheck"] = {**CLEAN["tools"]["memcheck"], "errors": 2}
+    path.write_text(json.dumps(record))
+    assert gpu_record.check(root, path) == 1
+    assert capsys.readouterr().out == "racecheck: 2 errors\n"
+
+
+def test_a_run_without_a_sanitizer_says_so(root, path, capsys):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sanitizer": None}))
+    assert gpu_record.check(root, path) == 0
+    assert capsys.readouterr().out.endswith("without compute-sanitizer\n")
+
+
+CALLS, TWO = "4 calls of 2 kernel files", "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"
+
+
+@pytest.mark.parametrize("said, status, errors, calls", [
+    ([CALLS, "========= ERROR SUMMARY: 0 errors"], 0, 0, 4),
+    ([CALLS, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"], 0, 0, 4),
+    ([CALLS, TWO], 1, 2, 4),
+    ([CALLS, TWO], 0, 2, 4),
+    ([CALLS, "========= ERROR SUMMARY: 300 errors", "========= ERROR SUMMARY: 200 errors were not printed."], 1, 300, 4),
+    (["Traceback", "========= ERROR SUMMARY: 0 errors"], 1, 1, 0),
+    (["========= Error: Target application terminated before first instrumented API call"], 0, 1, 0),
+    ([CALLS], 0, 1, 4)])
+def test_what_a_sanitizer_says(tmp_path, said, status, errors, calls):
+    """A stand-in for the program, which in place of the calls prints what is given."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("\n".join(["#!/bin/sh", "echo Version 1.2.3 public", *(f"echo '{line}'" for line in said),
+                                  f'[ "$1" = --version ] || exit {status}\n']))
+    program.chmod(0o755)
+    (tmp_path / "tests").mkdir()
+    found = gpu_record.sanitize(tmp_path, str(program))
+    assert found["version"] == "1.2.3" and list(found["tools"]) == list(gpu_record.SANITIZERS)
+    for tool in found["tools"].values():
+        assert (tool["errors"], tool["calls"], tool["kernel_files"]) == (errors, calls, calls // 2)
+
+
+def test_no_sanitizer(tmp_path):
+    assert gpu_record.sanitize(tmp_path, str(tmp_path / "none")) is None
+
+
+def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng):
+    """On devices that note what they are to launch, and launch nothing."""
+    hopper, older, launched = conftest.Hopper("hopper"), conftest.Emulated("emulated"), set()
+    for backend in (hopper, older):
+        monkeypatch.setattr(backend.device, "launch", lambda kernel, *_, **__: launched.add(kernel.file))
+    monkeypatch.setattr(rwkv6, "layers_on", lambda _: cuda_layers.CudaLayers)
+    monkeypatch.setattr(rwkv6_cuda, "current_device", lambda: hopper.device)
+    with np.errstate(all="ignore"):
+        for _ in sanitized.calls(rng, hopper.run, older.run, hopper.device):
+            pass
+    assert launched == sanitized.kernel_files()
 
 
 def test_no_record(root, capsys):
@@ -101,10 +164,12 @@ def test_a_run_without_a_report_has_failed(tmp_path):
 def test_write_stores_what_ran(root, monkeypatch, capsys):
     monkeypatch.setattr(gpu_record, "machine", lambda: {"card": "card", "driver": "1"})
     monkeypatch.setattr(gpu_record, "run_tests", lambda root, backend, workers, more: PASSED)
+    monkeypatch.setattr(gpu_record, "sanitize", lambda root, sanitizer: CLEAN)
     path = root / "new" / "record.json"
-    assert gpu_record.write(root, path, ["cupy"], 1, []) == 0
+    assert gpu_record.write(root, path, ["cupy"], 1, "compute-sanitizer", []) == 0
     record = json.loads(path.read_text())
-    assert record["backends"] == {"cupy": PASSED} and record["sources"] == gpu_record.hashes(root)
+    assert record["backends"] == {"cupy": PASSED} and record["sanitizer"] == CLEAN
+    assert record["sources"] == gpu_record.hashes(root)
     assert {"card", "driver", "date", "commit", "versions"} <= set(record) and "numpy" in record["versions"]
     assert list(path.parent.iterdir()) == [path]
 

@@ -13,7 +13,7 @@ from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
 STEPS = {"gla": (GLA_STEP, gla_step, GLA, gla), "rwkv6": (RWKV6_STEP, rwkv6_step, RWKV6, rwkv6)}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": BFLOAT16}
 SHAPES = {"B1": (1, 2, 16, 16), "B3": (3, 2, 16, 16), "uneven": (2, 1, 20, 9), "K1-V1": (1, 1, 1, 1),
-          "wide": (2, 2, 100, 60), "D256": (1, 1, 256, 256)}
+          "wide": (2, 2, 100, 60), "two-tiles": (1, 2, 70, 72), "D256": (1, 1, 256, 256)}
 
 
 @pytest.fixture(params=STEPS)
@@ -66,11 +66,12 @@ def test_dtypes(backend, op, dtype, state_dtype, rng):
     check(backend, op, (1, 2, 16, 8), DTYPES[dtype], DTYPES[state_dtype], rng)
 
 
+@pytest.mark.parametrize("state_dtype", ("float32", "float16"))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(backend, op, shape, rng):
+def test_shapes(backend, op, shape, state_dtype, rng):
     if backend.sizes == ("tiny",) and np.prod(SHAPES[shape]) > 1000:
         pytest.skip("too large for a simulator")
-    check(backend, op, SHAPES[shape], np.float32, np.float32, rng, scale=1.0)
+    check(backend, op, SHAPES[shape], np.float32, DTYPES[state_dtype], rng, scale=1.0)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -107,6 +108,20 @@ def test_a_state_that_is_a_slice(backend, op, rng):
     backend.run(step, *map(backend.asarray, arrays), there[:, 1])
     assert_close("state", backend.tohost(there)[:, 1], after, np.float32)
     assert same_bits(backend.tohost(there)[:, [0, 2]], layers[:, [0, 2]])
+
+
+@pytest.mark.parametrize("state_dtype", ("float32", "float16"))
+def test_a_state_that_starts_anywhere(backend, op, state_dtype, rng):
+    """One number behind where memory begins."""
+    declared, step, *_ = STEPS[op]
+    arrays = draw(declared, rng, sizes(2, 2, 8, 8), np.float32)
+    memory = rng.standard_normal(1 + 2 * 2 * 8 * 8).astype(DTYPES[state_dtype])
+    wanted, after = exact_step(op, arrays, double(memory[1:].reshape(2, 2, 8, 8)))
+    there = backend.asarray(memory.copy())
+    o = backend.run(step, *map(backend.asarray, arrays), there[1:].reshape(2, 2, 8, 8))
+    assert_close("o", backend.tohost(o), wanted, np.float32)
+    assert_close("state", backend.tohost(there)[1:].reshape(2, 2, 8, 8), after, DTYPES[state_dtype])
+    assert same_bits(backend.tohost(there)[0], memory[0])
 
 
 def test_arrays_that_are_slices(backend, op, rng):

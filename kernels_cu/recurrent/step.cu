@@ -1,21 +1,26 @@
 // what      One token for B sequences; each state is read and written once, in place.
 // math      o = scale q^T S', S' = diag(exp g) S + k v^T   (RWKV-6: o = scale q^T (S + diag(u) k v^T))
 // shapes    q k g [B, H, K], v o [B, H, V], u [H, K], state [P, H, K, V], slots [B] or null
-// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 128 threads: 4 columns and every
-//           eighth channel each
-// smem      StepTile: q, k, decay and bonus of 64 channels, then the rows' parts of o
-// barriers  two for every 64 channels: they stand | they are read; one more: the parts of o stand
+// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 64 channels at a time, a lane four pieces
+//           of 16 bytes of them: 8 warps where the state is float32, else 4. Where its rows are not whole pieces, fewer
+//           channels at a time, number by number
+// smem      the warps' parts of o, [warps, 64]
+// barriers  one: the parts of o stand
 // numerics  float32, whatever the state is stored in
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    the last axis of the state is contiguous
 //
-// Eight pieces of the state are on their way to a thread before it writes the first: that is what hides the memory's
-// latency, since the compiler may not move a load before a store.
+// A lane has asked for its four pieces before it writes the first: that hides the memory's latency, since the compiler may
+// not move a load before a store. No warp waits for another before it writes: memory that is written where it was read is
+// fastest with little in between.
 #include "policy.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int THREADS = 128, BV = 64, PIECE = 4, LANES = BV / PIECE, ROWS = THREADS / LANES, EACH = 8;
+constexpr int BV = 64;
+template <typename S> constexpr int WARPS = 2 * sizeof(S);
+// On a multiprocessor, for the compiler: unasked, its order of a half-precision state's loads costs a sixth of the time.
+template <typename S> constexpr int BLOCKS = sizeof(S) == 4 ? 4 : 5;
 
 template <typename T, typename G, typename S> struct StepArgs {
   Rows<const T> q, k, v;  // the time stride is not used
@@ -26,84 +31,99 @@ template <typename T, typename G, typename S> struct StepArgs {
   const i64* slots;    // or null: sequence b has state b
   i64 H, K, V;
   double scale;
-  i64 vectors;         // whether every row of the state is whole pieces of 4
+  i64 pieces;          // whether every row of the state is whole pieces of 16 bytes
 };
 
-struct StepTile {
-  float q[ROWS * EACH], k[ROWS * EACH], decay[ROWS * EACH], u[ROWS * EACH];
-  float parts[ROWS][BV];
+template <typename S, int N> struct alignas(N * sizeof(S)) Piece {
+  S x[N];
 };
 
-template <typename S> struct alignas(PIECE * sizeof(S)) Piece {
-  S x[PIECE];
+// What the token says of a channel.
+struct Channel {
+  float q, k, decay, u;
 };
 
-// 4 neighbours of which `count` exist, the others 0.
-template <typename S> __device__ __forceinline__ void load(float (&x)[PIECE], const S* from, int count, bool vector) {
-  Piece<S> piece;
-  if (vector && count > 0) piece = *reinterpret_cast<const Piece<S>*>(from);
-#pragma unroll
-  for (int i = 0; i < PIECE; ++i) x[i] = i >= count ? 0.f : to_float(vector ? piece.x[i] : from[i]);
+template <class Policy, class Args> __device__ __forceinline__ Channel channel_of(const Args& args, i64 b, i64 h, int c) {
+  return {to_float(args.q.row(b, h, 0)[c]), to_float(args.k.row(b, h, 0)[c]), decay_of(to_float(args.g.row(b, h, 0)[c])),
+          Policy::reads_before_write ? args.u[h * args.K + c] : 0.f};
 }
 
-template <typename S> __device__ __forceinline__ void store(S* to, const float (&x)[PIECE], int count, bool vector) {
-  Piece<S> piece;
+// That of another lane.
+template <class Policy> __device__ __forceinline__ Channel from_lane(const Channel& x, int lane) {
+  const auto its = [&](float y) { return __shfl_sync(0xffffffffu, y, lane); };
+  return {its(x.q), its(x.k), its(x.decay), Policy::reads_before_write ? its(x.u) : 0.f};
+}
+
+// Moves a warp's channels a token on, in pieces of N neighbours; `part` [64] is what they add to o. Numbers of channels and
+// columns that do not exist are those of the first: read in vain, but without a branch.
+template <class Policy, int N, typename T, typename G, typename S>
+__device__ __forceinline__ void advance(float* part, const StepArgs<T, G, S>& args, i64 b, i64 h, i64 start, int warp) {
+  constexpr int CHANNELS = N > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
+  constexpr int ACROSS = N * 32 < BV ? BV / (N * 32) : 1, LANES = BV / (N * ACROSS), ROWS = 32 / LANES, EACH = CHANNELS / ROWS;
+  const int lane = threadIdx.x % 32, row = lane / LANES, first_column = lane % LANES * N, K = int(args.K);
+  const i64 column = start + first_column, apart = ROWS * args.state.t;
+  const auto column_exists = [&](int m) { return column + m * 32 * N < args.V; };
+  S* at = args.state.row(args.slots ? args.slots[b] : b, h, warp * CHANNELS + row) + column;
+  float o[ACROSS][N] = {};
+  for (int first = warp * CHANNELS; first < K; first += WARPS<S> * CHANNELS, at += WARPS<S> * CHANNELS * args.state.t) {
+    const auto row_exists = [&](int n) { return first + row + n * ROWS < K; };
+    Piece<S, N> state[EACH][ACROSS];
 #pragma unroll
-  for (int i = 0; i < PIECE; ++i) piece.x[i] = from_float<S>(x[i]);
-  if (vector && count > 0) *reinterpret_cast<Piece<S>*>(to) = piece;
+    for (int n = 0; n < EACH; ++n)
 #pragma unroll
-  for (int i = 0; i < PIECE; ++i)
-    if (!vector && i < count) to[i] = piece.x[i];
+      for (int m = 0; m < ACROSS; ++m)
+        if (row_exists(n) && column_exists(m))
+          state[n][m] = *reinterpret_cast<const Piece<S, N>*>(at + n * apart + m * 32 * N);
+    const int c = first + lane % CHANNELS;
+    const Channel mine = channel_of<Policy>(args, b, h, c < K ? c : 0);
+    float v[ACROSS][N];
+#pragma unroll
+    for (int m = 0; m < ACROSS; ++m) {
+      const T* from = args.v.row(b, h, 0) + (column_exists(m) ? column + m * 32 * N : 0);
+#pragma unroll
+      for (int i = 0; i < N; ++i) v[m][i] = to_float(from[i]);
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const Channel c = from_lane<Policy>(mine, n * ROWS + row);
+#pragma unroll
+      for (int m = 0; m < ACROSS; ++m) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float before = to_float(state[n][m].x[i]), kv = c.k * v[m][i], after = fmaf(c.decay, before, kv);
+          const float sum = fmaf(c.q, Policy::reads_before_write ? fmaf(c.u, kv, before) : after, o[m][i]);
+          o[m][i] = row_exists(n) ? sum : o[m][i];
+          state[n][m].x[i] = from_float<S>(after);
+        }
+        if (row_exists(n) && column_exists(m))
+          *reinterpret_cast<Piece<S, N>*>(at + n * apart + m * 32 * N) = state[n][m];
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < ACROSS; ++m)
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      for (int distance = LANES; distance < 32; distance *= 2)
+        o[m][i] += __shfl_xor_sync(0xffffffffu, o[m][i], distance);
+      if (row == 0) part[first_column + m * 32 * N + i] = o[m][i];
+    }
 }
 
 template <class Policy, typename T, typename G, typename S>
-__global__ void __launch_bounds__(THREADS) step(const StepArgs<T, G, S> args) {
-  StepTile& s = *reinterpret_cast<StepTile*>(dynamic_smem());
-  const i64 tiles = (args.V + BV - 1) / BV, h = blockIdx.x / tiles % args.H, b = blockIdx.x / tiles / args.H;
-  const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES;
-  const i64 column = blockIdx.x % tiles * BV + lane * PIECE, slot = args.slots ? args.slots[b] : b;
-  const int count = int(args.V - column);
-  float v[PIECE], o[PIECE] = {};
-  load(v, args.v.row(b, h, 0) + column, count, false);
-
-  const i64 apart = ROWS * args.state.t;
-  S* at = args.state.row(slot, h, row) + column;
-  const int K = int(args.K);
-  for (int first = 0; first < K; first += ROWS * EACH, at += EACH * apart) {
-    float state[EACH][PIECE];
-#pragma unroll
-    for (int n = 0; n < EACH; ++n)
-      load(state[n], at + n * apart, first + row + n * ROWS < K ? count : 0, args.vectors);
-    const int mine = first + threadIdx.x;
-    if (threadIdx.x < ROWS * EACH && mine < K) {
-      s.q[threadIdx.x] = to_float(args.q.row(b, h, 0)[mine]);
-      s.k[threadIdx.x] = to_float(args.k.row(b, h, 0)[mine]);
-      s.decay[threadIdx.x] = decay_of(to_float(args.g.row(b, h, 0)[mine]));
-      if (Policy::reads_before_write) s.u[threadIdx.x] = args.u[h * args.K + mine];
-    }
-    __syncthreads();  // the channels' numbers stand
-#pragma unroll
-    for (int n = 0; n < EACH; ++n) {
-      const int c = row + n * ROWS;
-      if (first + c >= K) break;
-      float (&x)[PIECE] = state[n];
-#pragma unroll
-      for (int i = 0; i < PIECE; ++i) {
-        const float kv = s.k[c] * v[i], after = fmaf(s.decay[c], x[i], kv);
-        o[i] = fmaf(s.q[c], Policy::reads_before_write ? fmaf(s.u[c], kv, x[i]) : after, o[i]);
-        x[i] = after;
-      }
-      store(at + n * apart, x, count, args.vectors);
-    }
-    __syncthreads();  // they are read
-  }
-#pragma unroll
-  for (int i = 0; i < PIECE; ++i) s.parts[row][lane * PIECE + i] = o[i];
+__global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<S>) step(const StepArgs<T, G, S> args) {
+  float(*parts)[BV] = reinterpret_cast<float(*)[BV]>(dynamic_smem());
+  const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
+  const i64 start = blockIdx.x % tiles * BV;
+  const int warp = threadIdx.x / 32;
+  if (args.pieces)
+    advance<Policy, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
+  else
+    advance<Policy, 1>(parts[warp], args, b, h, start, warp);
   __syncthreads();  // the parts of o stand
-  const i64 mine = blockIdx.x % tiles * BV + threadIdx.x;
-  if (threadIdx.x >= BV || mine >= args.V) return;
+  if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
   float sum = 0.f;
 #pragma unroll
-  for (int n = 0; n < ROWS; ++n) sum += s.parts[n][threadIdx.x];
-  args.o.row(b, h, 0)[mine] = from_float<T>(float(args.scale) * sum);
+  for (int n = 0; n < WARPS<S>; ++n) sum += parts[n][threadIdx.x];
+  args.o.row(b, h, 0)[start + threadIdx.x] = from_float<T>(float(args.scale) * sum);
 }

@@ -1,0 +1,175 @@
+"""Small calls that between them launch every kernel of kernels_cu, for compute-sanitizer to watch on a Hopper card.
+
+    compute-sanitizer --tool memcheck python tests/sanitized.py
+
+Every array is an allocation of its own, so that what lies beside it is nobody's. The results are for other tests to
+judge. Prints how many calls there were; a kernel file that none of them launched is an error.
+"""
+
+import sys
+from itertools import chain
+
+import numpy as np
+from reference import draw, draw_states
+from test_decode_kernels import SMALL, synthetic
+
+from linattn_np import gla, gla_step, rwkv6, rwkv6_step, softmax_attention, vjp
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import build
+from linattn_np.models import RWKV6
+from linattn_np.models.rwkv6_cuda import CudaDecoder
+from linattn_np.ops.gla import GLA
+from linattn_np.ops.rwkv6 import RWKV6 as RWKV6_OP
+from linattn_np.ops.softmax_attention import SOFTMAX_ATTENTION
+from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
+
+HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
+PACKED = [0, 5, 5, 70, 133]
+OPERATORS = (                           # B H T K V, dtype, gates, the gates' dtype, keywords
+    ((2, 2, 100, 64, 64), BFLOAT16, "some-inf", None, {}),
+    ((1, 2, 70, 128, 136), HALF, "logsigmoid", SINGLE, {}),
+    ((1, 1, 40, 40, 24), BFLOAT16, "by_channel", None, {}),
+    ((1, 2, 133, 64, 128), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED}),
+    ((1, 1, 70, 256, 64), BFLOAT16, "spikes-40", None, {}),
+    ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # in segments, here and below
+    ((1, 1, 1100, 256, 64), BFLOAT16, "logsigmoid", None, {}),
+    ((1, 1, 70, 20, 9), BFLOAT16, "logsigmoid", None, {}),              # no whole pieces: the kernel of every card
+    ((1, 2, 70, 64, 64), SINGLE, "some-1e30", None, {}),
+    ((1, 1, 133, 20, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
+    ((1, 1, 133, 20, 24), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "staged"}),
+    ((1, 2, 100, 64, 64), BFLOAT16, "logsigmoid", None, {"mode": "staged"}),
+    ((1, 2, 40, 20, 9), SINGLE, "logsigmoid", None, {"mode": "recurrent"}),
+    ((1, 1, 133, 64, 64), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "recurrent"}))
+GRADIENTS = (                           # as for OPERATORS, all with gradients of the final state
+    ((1, 2, 70, 64, 64), BFLOAT16, "some-inf", None, {}),
+    ((1, 1, 530, 20, 24), HALF, "logsigmoid", SINGLE, {}),
+    ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),
+    ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}))
+ATTENTION = (                           # B H T K V, dtype, keywords
+    ((1, 2, 150, 64, 64), BFLOAT16, {}),
+    ((1, 1, 133, 100, 60), HALF, {"cu_seqlens": PACKED}),
+    ((1, 1, 70, 20, 9), BFLOAT16, {"causal": False}))
+STEPS = (                               # B H K V, dtype, the state's dtype, slots or None
+    ((3, 2, 64, 64), BFLOAT16, SINGLE, None),
+    ((2, 2, 100, 60), SINGLE, BFLOAT16, None),
+    ((2, 1, 20, 9), HALF, HALF, [3, 0]),
+    ((2, 1, 300, 136), SINGLE, SINGLE, [1, 2]))
+
+
+def drawn(declared, rng, sizes, dtype, gate="logsigmoid", gate_dtype=None, cu_seqlens=()):
+    """(the arrays of a call, an initial state or none)."""
+    sizes = dict(zip("BHTKV", sizes), N=len(cu_seqlens) - 1 if cu_seqlens else sizes[0])
+    return draw(declared, rng, sizes, dtype, gate, gate_dtype), draw_states(declared, rng, sizes, SINGLE)
+
+
+def operators(rng, run):
+    """`run` takes a function and its arrays and keywords, on the host. Yields after every call, as the others do."""
+    for op, declared in DECLARED:
+        for sizes, dtype, gate, gate_dtype, keywords in OPERATORS:
+            arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
+            yield run(op, *arrays, **keywords, initial_state=state, output_final_state=True)
+
+
+def backward(op, *arrays, initial_state=None, **keywords):
+    """Gradients of the arrays; v and the initial state stand for those of the result, as they have its shapes."""
+    given = {} if initial_state is None else {"initial_state": initial_state}
+    _, pull = vjp(op, *arrays, **given, **keywords)
+    return pull(arrays[2], *given.values())
+
+
+def gradients(rng, run):
+    for op, declared in DECLARED:
+        for sizes, dtype, gate, gate_dtype, keywords in GRADIENTS:
+            arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
+            yield run(backward, op, *arrays, **keywords, initial_state=state)
+
+
+def attention(rng, run):
+    for sizes, dtype, keywords in ATTENTION:
+        arrays, _ = drawn(SOFTMAX_ATTENTION, rng, sizes, dtype, cu_seqlens=keywords.get("cu_seqlens"))
+        yield run(backward, softmax_attention, *arrays, **keywords)
+
+
+def steps(rng, run):
+    for op, declared in ((gla_step, GLA_STEP), (rwkv6_step, RWKV6_STEP)):
+        for sizes, dtype, state_dtype, slots in STEPS:
+            B, *rest = sizes
+            state = rng.standard_normal((B + 2, *rest) if slots else sizes).astype(state_dtype)
+            yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
+
+
+def decoding(rng, device):
+    """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies."""
+    weights = synthetic(rng, SMALL, BFLOAT16)
+    for dtype, B, together in ((BFLOAT16, 3, True), (SINGLE, 8, True), (HALF, 3, False), (BFLOAT16, 9, False)):
+        decoder = CudaDecoder(weights, dtype, B, device)
+        decoder.kernel = decoder.kernel if together else None
+        tokens, state = device.upload(rng.integers(0, SMALL["V"], B)), decoder.initial_state()
+        for _ in range(2):
+            yield decoder.step(tokens, state, greedy=True)
+
+
+def prompts(rng):
+    weights = synthetic(rng, SMALL, BFLOAT16)
+    for dtype in (SINGLE, BFLOAT16):
+        model = RWKV6(weights, "cuda", dtype)
+        yield model.forward(rng.integers(0, SMALL["V"], (2, 37)))
+        yield model.forward(rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
+
+
+def calls(rng, run, as_older, device):
+    """`as_older`: `run` as on a card before Hopper."""
+    return chain(operators(rng, run), gradients(rng, run), attention(rng, run), attention(rng, as_older), steps(rng, run),
+                 decoding(rng, device), prompts(rng))
+
+
+class Older(build.CupyDevice):
+    capability = 80
+
+
+def kernel_files():
+    return {path.relative_to(build.root()).with_suffix("").as_posix() for path in build.root().rglob("*.cu")}
+
+
+def main():
+    import cupy
+    from linattn_np.backends import cupy as kernels
+    from linattn_np.backends.cupy.blas import Cublas
+    from linattn_np.backends.cupy.overlap import best_device
+
+    def there(x):
+        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    def run(function, *arrays, **keywords):
+        return function(*map(there, arrays), **{name: there(x) for name, x in keywords.items()})
+
+    def as_older(*call, **keywords):
+        device, kernels.DEVICE = kernels.DEVICE, Older()
+        try:
+            return run(*call, **keywords)
+        finally:
+            kernels.DEVICE = device
+
+    def product(self, a, b, y, add=False):
+        """initcheck does not see what cuBLAS writes by tensor copies, so something must be there before."""
+        if not add:
+            y.fill(0)
+        multiply(self, a, b, y, add)
+
+    multiply, Cublas.product = Cublas.product, product
+    cupy.cuda.set_allocator(None)
+    build.OPTIONS += ("-lineinfo",)             # reports name lines
+    compiled, text = set(), build.text
+    build.text = lambda file: compiled.add(file) or text(file)
+    count = 0
+    for _ in calls(np.random.default_rng(), run, as_older, best_device()):
+        cupy.cuda.Device().synchronize()
+        count += 1
+    print(f"{count} calls of {len(compiled)} kernel files")
+    if missed := kernel_files() - compiled:
+        sys.exit(f"launched by no call: {', '.join(sorted(missed))}")
+
+
+if __name__ == "__main__":
+    main()
