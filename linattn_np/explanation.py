@@ -11,8 +11,10 @@ from .dispatch import backend_module, candidates, reasons_against
 from .ops import declaration
 
 
-def explain(op, *arrays, backend="auto", **arguments) -> Explanation:
+def explain(op, *arrays, backend="auto", gradient=False, **arguments) -> Explanation:
     """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
+
+    With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes.
 
     Example
     -------
@@ -23,7 +25,7 @@ def explain(op, *arrays, backend="auto", **arguments) -> Explanation:
     """
     declared = declaration(op, "explain")
     inspect.signature(op).bind(*arrays, **arguments)        # an unknown keyword is Python's own TypeError
-    return explain_problem(declared.bind(arrays, **arguments), backend)
+    return explain_problem(declared.bind(arrays, gradient=gradient, **arguments), backend)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Explanation:
     tiles: dict = field(default_factory=dict)
     copies: tuple[str, ...] = ()            # arrays that must be copied first, with the reason
     bytes: int = 0                          # that must move once: every input read, every output written
+    scratch: int | None = None              # bytes that a pullback takes besides the gradients, where they are known
     floor_ms: float | None = None           # those bytes over the device's peak bandwidth; None on the host
     reasons: dict = field(default_factory=dict)         # backend -> why not
 
@@ -47,6 +50,8 @@ class Explanation:
         lines += [f"  copy: {copy}" for copy in self.copies]
         lines.append(f"  {self.bytes:,} bytes must move once"
                      + (f", {self.floor_ms:.4f} ms at peak bandwidth" if self.floor_ms else ""))
+        if self.scratch is not None:
+            lines.append(f"  {self.scratch:,} bytes besides the gradients while they are computed")
         lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
 
@@ -63,12 +68,14 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Every input read once and every output written once."""
+    """Every input read once and every output written once; of a pullback the inputs' gradients are outputs too."""
     def size(shape, dtype):
         return math.prod(shape) * dtype.itemsize
     total = sum(size(view.shape, view.dtype) for view in problem.arrays.values())
-    total += size(problem.shape(problem.op.out), problem.dtype)
     total += sum(size(part.shape, part.dtype) for part in problem.initial_state or ())
+    if problem.gradient:
+        total *= 2
+    total += size(problem.shape(problem.op.out), problem.dtype)
     if problem.output_final_state:
         total += sum(size(problem.shape(axes), problem.state_dtype) for axes in problem.op.state)
     return total

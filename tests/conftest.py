@@ -36,6 +36,9 @@ class Backend:
     def __init__(self, name):
         self.name = name
 
+    def takes(self, op, mode, dtype):
+        return mode in self.modes[op.name] and dtype in self.dtypes
+
     def asarray(self, host):
         return host
 
@@ -55,8 +58,13 @@ class Numpy(Backend):
 class Kernels(Backend):
     """What the CUDA kernels can do, wherever they run."""
 
-    modes = {op.name: ("recurrent", "chunk", "staged") if op.name in ("gla", "rwkv6") else () for op in OPS}
+    modes = {op.name: ("recurrent", "chunk", "staged") if op.name != "softmax_attention" else () for op in OPS}
     dtypes = (SINGLE, HALF, BFLOAT16)
+    gradients = True
+
+    def takes(self, op, mode, dtype):
+        """Softmax attention is for half data alone, and test_softmax_attention tests it."""
+        return op.name == "softmax_attention" and dtype.itemsize == 2 or super().takes(op, mode, dtype)
 
 
 class Emulated(Kernels):
@@ -67,10 +75,17 @@ class Emulated(Kernels):
     def __init__(self, name):
         super().__init__(name)
         from emulator import EmulatedDevice
-        from linattn_np.backends.cupy import plans
+        from linattn_np.backends.cupy import attention, gradients, plans
         self.device = EmulatedDevice(self.capability)
+
+        def vjp(problem):
+            if problem.op.name == attention.NAME:
+                return attention.vjp(problem, self.device)
+            return plans.run(problem, self.device), lambda do, dht: plans.pullback(problem, self.device, do, dht)
+
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
-            why_not=plans.unsupported, run=lambda problem: plans.run(problem, self.device))
+            why_not=lambda problem: plans.unsupported(problem) or gradients.unsupported(problem),
+            run=lambda problem: plans.run(problem, self.device), vjp=vjp)
 
     def run(self, function, *arrays, **arguments):
         with self.in_dispatch():

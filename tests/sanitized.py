@@ -13,13 +13,15 @@ import numpy as np
 from reference import draw, draw_states
 from test_decode_kernels import SMALL, synthetic
 
-from linattn_np import gla, gla_step, rwkv6, rwkv6_step, softmax_attention, vjp
+from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import build
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6_cuda import CudaDecoder
 from linattn_np.ops.gla import GLA
+from linattn_np.ops.linear_attention import LINEAR_ATTENTION
 from linattn_np.ops.rwkv6 import RWKV6 as RWKV6_OP
+from linattn_np.ops.simple_gla import SIMPLE_GLA
 from linattn_np.ops.softmax_attention import SOFTMAX_ATTENTION
 from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
 
@@ -50,6 +52,11 @@ ATTENTION = (                           # B H T K V, dtype, keywords
     ((1, 2, 150, 64, 64), BFLOAT16, {}),
     ((1, 1, 133, 100, 60), HALF, {"cu_seqlens": PACKED}),
     ((1, 1, 70, 20, 9), BFLOAT16, {"causal": False}))
+FAMILY = (                              # operator, B H T K V, dtype, keywords
+    (simple_gla, SIMPLE_GLA, (1, 2, 133, 64, 128), BFLOAT16, {"cu_seqlens": PACKED}),
+    (simple_gla, SIMPLE_GLA, (1, 1, 1100, 256, 64), HALF, {}),
+    (linear_attention, LINEAR_ATTENTION, (2, 2, 40, 20, 9), BFLOAT16, {"feature_map": "elu", "normalize": True}),
+    (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}))
 STEPS = (                               # B H K V, dtype, the state's dtype, slots or None
     ((3, 2, 64, 64), BFLOAT16, SINGLE, None),
     ((2, 2, 100, 60), SINGLE, BFLOAT16, None),
@@ -91,6 +98,13 @@ def attention(rng, run):
         yield run(backward, softmax_attention, *arrays, **keywords)
 
 
+def family(rng, run):
+    for op, declared, sizes, dtype, keywords in FAMILY:
+        arrays, _ = drawn(declared, rng, sizes, dtype, cu_seqlens=keywords.get("cu_seqlens"))
+        yield run(op, *arrays, **keywords)
+        yield run(backward, op, *arrays, **keywords)
+
+
 def steps(rng, run):
     for op, declared in ((gla_step, GLA_STEP), (rwkv6_step, RWKV6_STEP)):
         for sizes, dtype, state_dtype, slots in STEPS:
@@ -120,8 +134,8 @@ def prompts(rng):
 
 def calls(rng, run, as_older, device):
     """`as_older`: `run` as on a card before Hopper."""
-    return chain(operators(rng, run), gradients(rng, run), attention(rng, run), attention(rng, as_older), steps(rng, run),
-                 decoding(rng, device), prompts(rng))
+    return chain(operators(rng, run), gradients(rng, run), attention(rng, run), attention(rng, as_older), family(rng, run),
+                 steps(rng, run), decoding(rng, device), prompts(rng))
 
 
 class Older(build.CupyDevice):

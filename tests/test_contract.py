@@ -253,7 +253,7 @@ def test_what_a_backend_declares_is_what_it_runs(backend):
         for mode in op.modes:
             for dtype in FLOATS:
                 arrays = [backend.asarray(x) for x in draw(op, np.random.default_rng(0), sizes, dtype)]
-                if mode in backend.modes[op.name] and dtype in backend.dtypes:
+                if backend.takes(op, mode, dtype):
                     assert backend.run(function, *arrays, mode=mode).shape == (1, 1, 2, 8)
                 else:
                     with pytest.raises(NotSupported, match=f"{op.name}: {backend.name}: "):

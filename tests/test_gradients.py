@@ -1,8 +1,9 @@
-"""Gradients: against finite differences in float64, and what any right gradient obeys."""
+"""Gradients in float64: against finite differences, and what any right gradient obeys. The kernels' are held to these
+in test_gradient_kernels."""
 
 import numpy as np
 import pytest
-from conftest import made
+from conftest import DOUBLE, made
 from reference import DECAYS, assert_close, draw, draw_states, rms, same_bits, stated
 
 from linattn_np import ContractError, NotSupported, gla, linear_attention, rwkv6, simple_gla, softmax_attention, vjp
@@ -30,7 +31,7 @@ LONG = {"B": 1, "H": 2, "T": 37, "K": 5, "V": 3}            # three chunks of 16
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
-        able = [name for name, backend in metafunc.config.backends.items() if backend.gradients]
+        able = [name for name, backend in metafunc.config.backends.items() if backend.gradients and DOUBLE in backend.dtypes]
         cases = [(name, variant, mode) for name in able for variant, (function, _) in VARIANTS.items()
                  for mode in metafunc.config.backends[name].modes[DECLARED[function].name]]
         if "mode" in metafunc.fixturenames:

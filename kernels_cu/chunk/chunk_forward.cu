@@ -10,10 +10,10 @@
 #include "policy.cuh"
 #include "product.cuh"
 #include "ptx.cuh"
+#include "state.cuh"
 #include "subchunk.cuh"
 #include "tensor.cuh"
 
-template <int BV> constexpr int LDV = BV + 8;  // both reads of v, along rows and along columns, touch every bank once
 constexpr int LDA = SUB + 4;
 
 template <typename T, typename G> struct ChunkForwardArgs {
@@ -38,76 +38,24 @@ template <int BK, int BV> struct alignas(16) SubChunk {
   float q[SUB * LD<BK>];  // [16, BK]
   float k[SUB * LD<BK>];  // [16, BK]
   float a[SUB * LD<BK>];  // [16, BK], decays
-  float v[SUB * LDV<BV>];  // [16, BV]
+  float v[SUB * LD<BV>];  // [16, BV]
   float A[SUB * LDA];     // [16, 16]
   float carry[BK];        // the sub-chunk's whole decay
   float u[BK];
 };
 
-// The state of a warp, transposed: rows are its 16 columns of V, columns the BK channels, as accumulators of 16 x 8.
-template <int BK> using State = float[BK / 8][4];
-
-// Calls f(value, channel, column of V) for every value that this lane holds.
-template <int BK, class F> __device__ __forceinline__ void each(State<BK>& S, F f) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3, v0 = 16 * (threadIdx.x >> 5);
-#pragma unroll
-  for (int n = 0; n < BK / 8; ++n)
-#pragma unroll
-    for (int x = 0; x < 4; ++x) f(S[n][x], 8 * n + 2 * t + (x & 1), v0 + g + 8 * (x >> 1));
-}
-
-// o[16, 16] += (decayed q) S. A lane's accumulators of S^T are already what the product wants of S, when the channels
-// are taken in the order 2t, 2t + 1 instead of t, t + 4; q is read in that order too.
-template <bool EXACT, int BK>
-__device__ __forceinline__ void read_state(float (&o)[2][4], const State<BK>& S, const float* s_q) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-#pragma unroll
-  for (int n = 0; n < BK / 8; ++n) {
-    Operand<EXACT, 4> a;
-    Operand<EXACT, 2> b;
-    const float* q = s_q + 8 * n + 2 * t;
-    a.set(0, q[g * LD<BK>]);
-    a.set(1, q[(g + 8) * LD<BK>]);
-    a.set(2, q[g * LD<BK> + 1]);
-    a.set(3, q[(g + 8) * LD<BK> + 1]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      b.set(0, S[n][2 * half]);
-      b.set(1, S[n][2 * half + 1]);
-      multiply(o[half], a, b);
-    }
-  }
-}
-
 // o[16, 16] += A v
-template <bool EXACT, int BV>
+template <typename T, int BV>
 __device__ __forceinline__ void read_subchunk(float (&o)[2][4], const float* s_A, const float* s_v) {
 #pragma unroll
   for (int j = 0; j < SUB; j += 8) {
-    Operand<EXACT, 4> a;
-    Operand<EXACT, 2> b;
+    Operand<sizeof(T) == 4, 4> a;
+    Data<T, 2> b;
     load_a(a, s_A + j, LDA);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      load_b(b, s_v + j * LDV<BV> + 8 * half, LDV<BV>);
+      load_b(b, s_v + j * LD<BV> + 8 * half, LD<BV>);
       multiply(o[half], a, b);
-    }
-  }
-}
-
-// S^T <- S^T diag(decay) + v^T (decayed k)
-template <bool EXACT, int BK, int BV>
-__device__ __forceinline__ void write_state(State<BK>& S, const float* s_carry, const float* s_k, const float* s_v) {
-  each<BK>(S, [&](float& x, int channel, int) { x *= s_carry[channel]; });
-#pragma unroll
-  for (int j = 0; j < SUB; j += 8) {
-    Operand<EXACT, 4> a;
-    Operand<EXACT, 2> b;
-    load_a_transposed(a, s_v + j * LDV<BV>, LDV<BV>);
-#pragma unroll
-    for (int n = 0; n < BK / 8; ++n) {
-      load_b(b, s_k + j * LD<BK> + 8 * n, LD<BK>);
-      multiply(S[n], a, b);
     }
   }
 }
@@ -125,7 +73,7 @@ __global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1) chunk_f
   const i64 state_at = (n * shape.H + h) * shape.K * shape.V;
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 
-  State<BK> S;
+  State<BK> S;  // transposed: a warp's rows are its columns of V
   each<BK>(S, [&](float& x, int channel, int column) {
     const bool inside = args.initial && channel < shape.K && v_tile + column < shape.V;
     x = inside ? args.initial[state_at + channel * shape.V + v_tile + column] : 0.f;
@@ -149,7 +97,7 @@ __global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1) chunk_f
     spread_tile<SUB, BK, LD<BK>, THREADS>(s.a, next.g, decay_of);
     spread_tile<SUB, BK, LD<BK>, THREADS>(s.q, next.q, same);
     spread_tile<SUB, BK, LD<BK>, THREADS>(s.k, next.k, same);
-    spread_tile<SUB, BV, LDV<BV>, THREADS>(s.v, next.v, same);
+    spread_tile<SUB, BV, LD<BV>, THREADS>(s.v, next.v, same);
     for (int c = threadIdx.x; c < BK; c += THREADS) s.carry[c] = 1.f;
     __syncthreads();  // the tiles stand, the room for the next ones is free
     if (token + SUB < span.stop) fetch(token + SUB);
@@ -160,9 +108,10 @@ __global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1) chunk_f
     __syncthreads();  // the decayed q and k stand
 
     float o[2][4] = {};
-    read_state<EXACT, BK>(o, S, s.q);
-    read_subchunk<EXACT, BV>(o, s.A, s.v + 16 * warp);
-    write_state<EXACT, BK, BV>(S, s.carry, s.k, s.v + 16 * warp);
+    read_state<Operand<EXACT, 4>, Operand<EXACT, 2>, LD<BK>, BK>(o, S, s.q);
+    read_subchunk<T, BV>(o, s.A, s.v + 16 * warp);
+    each<BK>(S, [&](float& x, int channel, int) { x *= s.carry[channel]; });
+    write_state<Data<T, 4>, Operand<EXACT, 2>, LD<BV>, LD<BK>, BK>(S, s.v + 16 * warp, s.k);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const i64 row = token + g + 8 * lower, column = v_tile + 16 * warp + 2 * t;

@@ -1,6 +1,7 @@
 // what      GLA and RWKV-6 forward in one pass on Hopper: producer warps decay, consumer warpgroups multiply.
 // math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
-// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is One,
+//           a gate [B, H, T] float32 for all channels, of any strides
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest. Warps: four for every 64 columns
 //           consume; then two groups of producers, which take the chunks in turn
 // smem      Shared: incoming q, k, g of every producer; what a group hands over; incoming v, outgoing o
@@ -17,7 +18,8 @@
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
 // one of two ways, which its producers agree on:
 //   mild_chunk  in bfloat16, where gates are mild: queries decayed from the chunk's start, keys by the inverse, all scores
-//               one product; but never a sequence's first chunk
+//               one product; but never a sequence's first chunk. Under one gate in float16 and there too: its scores are
+//               products of operands as they came, times what is between the tokens
 //   any_chunk   any gates, reset or growth: decays are multiplied up in registers. Scores of two tokens
 //     in the same block of 8     one product with the running decay for every pair, summed over the lanes
 //     in the same half of 16     queries decayed from, keys decayed to the end of the first block
@@ -51,10 +53,16 @@ struct Summary {
   static constexpr bool reads = false, keeps = false, adds = false;
 };
 
+// The type of a gate that all channels of a token share: float32, read without a tile of its own.
+struct One {};
+template <typename G> constexpr int WIDTH = 4;  // gates of a token that a producer with 4 channels of it has
+template <> constexpr int WIDTH<One> = 1;
+
 template <typename T, typename G> struct WarpgroupForwardArgs {
   TensorMap q, k, g;         // boxes of a chunk's tokens and BK channels
   TensorMap v, o_boxes;      // boxes of a chunk's tokens and PANEL columns, swizzled
   Rows<T> o;
+  Rows<const float> one;     // the gate where it is One
   const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
   float* final;              // [N, H, K, V] or null
   Shape shape;
@@ -79,12 +87,17 @@ template <typename T, typename G, int BK> struct alignas(128) Incoming {
   T q[CHUNK][BK], k[CHUNK][BK];
   G g[CHUNK][BK];
 };
+template <typename T, int BK> struct alignas(128) Incoming<T, One, BK> {
+  T q[CHUNK][BK], k[CHUNK][BK];
+};
 
-// Operands of scores. Where gates are mild: the keys, laid out as the queries that are handed over. Else those between blocks.
+// Operands of scores. Where gates are mild: the keys, laid out as the queries that are handed over, or under one gate both as
+// they came, laid out as the keys that are handed over. Else those between blocks.
 template <int BK> struct alignas(128) Operands {
   static constexpr int LD = BK + 8;             // two neighbours of 4 rows lie in all banks
   union {
     float all_keys[BK / 32][CHUNK][32];
+    struct { u16 plain_queries[BK / 64][CHUNK][PANEL], plain_keys[BK / 64][CHUNK][PANEL]; };
     struct { float queries[2][16][LD], keys[2][16][LD]; };  // 0: between halves; 1: blocks 1, 3 and 0, 2
   };
 };
@@ -96,13 +109,13 @@ struct Place {
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
-  static constexpr int AHEAD = sizeof(G) == 2 ? 4 : 3;      // chunks of v under way or at hand
+  static constexpr int AHEAD = sizeof(G) <= 2 ? 4 : 3;      // chunks of v under way or at hand
   Handed<T, BK> handed[GROUPS];
   T v[BV / PANEL][AHEAD][CHUNK][PANEL];         // then o
   Incoming<T, G, BK> incoming[GROUPS];
   Operands<BK> operands[GROUPS];
   float decays[GROUPS][BLOCKS][BK];             // of every block, or their base-2 logarithms
-  float own[GROUPS][CHUNK], u[BK];              // RWKV-6: scores of a token with itself, the bonus
+  float own[GROUPS][CHUNK], u[BK];              // RWKV-6: scores of a token with itself, the bonus. One: decays up to a token
   Place place;                                  // here, since registers are scarce
   u32 strong[GROUPS];                           // 1 + the group's last turn whose gates were not mild
   Barrier arrived[GROUPS], values[BV / PANEL][AHEAD], full[GROUPS], empty[GROUPS];
@@ -168,24 +181,24 @@ __device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
 }
 
 // The scores of column `j` of a block and the rows below: pairs[at] = q_{j+1} w, ...
-template <class Policy>
+template <class Policy, int W>
 __device__ __forceinline__ void column_scores(float* pairs, int j, const float (&q)[TOKENS][4], const float (&k)[4],
-                                              const float (&a)[TOKENS][4]) {
+                                              const float (&a)[TOKENS][W]) {
   float w[4] = {k[0], k[1], k[2], k[3]};
 #pragma unroll
   for (int i = j + 1; i < TOKENS; ++i) {
     if (Policy::reads_before_write) pairs[i - j - 1] = dot(q[i], w);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) w[c] *= a[i][c];
+    for (int c = 0; c < 4; ++c) w[c] *= a[i][c % W];
     if (!Policy::reads_before_write) pairs[i - j - 1] = dot(q[i], w);
   }
 }
 
 // The scores within a block of 8 tokens, by the lanes that have its channels: columns j and 7 - j have 7 pairs together,
 // their two own scores make the rest. Lane l gets those that `each_block_score` names.
-template <class Policy, int LANES, typename T>
+template <class Policy, int LANES, typename T, int W>
 __device__ __forceinline__ void block_scores(float (&scores)[5], const float (&q)[TOKENS][4], const T* k, int ld,
-                                             const float (&a)[TOKENS][4], const float (&u)[4]) {
+                                             const float (&a)[TOKENS][W], const float (&u)[4]) {
   float own[8] = {};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -263,9 +276,16 @@ __device__ __noinline__ void clear_beyond(Incoming<T, G, BK>& in, int first, int
     for (int c = channel; c < channel + 4; ++c) {
       if (Pass::reads) in.q[row][c] = from_float<T>(0.f);
       in.k[row][c] = from_float<T>(0.f);
-      in.g[row][c] = from_float<G>(0.f);
+      if constexpr (WIDTH<G> == 4) in.g[row][c] = from_float<G>(0.f);
     }
   fence_async();                                // the next chunk comes to the same place by another way
+}
+
+template <typename T> __device__ __forceinline__ void multiply_plain(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  if constexpr (COARSE<T>)
+    mma_bf16(d, a, b);
+  else
+    mma_f16(d, a, b);
 }
 
 // The scores of a half's 16 queries and all keys before them, from operands that meet at the chunk's start.
@@ -302,6 +322,38 @@ __device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK
     }
 }
 
+// The same under one gate: operands that are not decayed, whose products are exact, and then the tokens' decays.
+template <int HALF, typename T, int BK>
+__device__ __forceinline__ void plain_scores(Handed<T, BK>& out, Operands<BK>& s, const float* decays, int lane) {
+  constexpr int QUERIES = 16 * HALF, TILES = 2 + 2 * HALF;
+  const int upper = lane & 7, rows = lane >> 3 & 1, pieces = lane >> 4, g = lane >> 2, t = lane & 3;
+  float d[TILES][4] = {};
+#pragma unroll
+  for (int c = 0; c < BK; c += 16) {
+    u32 a[4], b[4];
+    ldmatrix_x4(a, swizzled(s.plain_queries[c / 64][QUERIES + 8 * rows], upper, c % 64 / 8 + pieces));
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) {
+      ldmatrix_x4(b, swizzled(s.plain_keys[c / 64][8 * (n + pieces)], upper, c % 64 / 8 + rows));
+      const u32 left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+      multiply_plain<T>(d[n], a, left);
+      multiply_plain<T>(d[n + 1], a, right);
+    }
+  }
+  const float decay[2] = {decays[QUERIES + g], decays[QUERIES + g + 8]};
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const int j = 8 * n + 2 * t;
+    const float back[2] = {inverse(decays[j]), inverse(decays[j + 1])};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = QUERIES + g + 8 * half;
+      const auto score = [&](int x) { return j + x <= i ? d[n][2 * half + x] * (decay[half] * back[x]) : 0.f; };
+      reinterpret_cast<u32*>(swizzled(out.A[0], i, n))[t] = pack<T>(score(0), score(1));
+    }
+  }
+}
+
 // Where a producer works: its block of a chunk's tokens and its 4 channels.
 template <int BK> struct Part {
   static constexpr int LANES = BK / 4, THREADS = BLOCKS * LANES;
@@ -320,61 +372,90 @@ template <int BK> struct Part {
   }
 };
 
+// The gates of a block's token i: those of a producer's channels, or the one, which the block's lane i has.
+template <typename T, int BK>
+__device__ __forceinline__ void gates_of(float (&g)[1], const Incoming<T, One, BK>&, const Part<BK>&, float one, int i) {
+  g[0] = __shfl_sync(0xffffffffu, one, (threadIdx.x & 31) / Part<BK>::LANES * Part<BK>::LANES + i);
+}
+template <typename T, typename G, int BK>
+__device__ __forceinline__ void gates_of(float (&g)[4], const Incoming<T, G, BK>& in, const Part<BK>& me, float, int i) {
+  unpack(g, in.g[me.first + i] + me.channel);
+}
+
+// What a block says of its gates, for the group's other blocks.
+template <int BK>
+__device__ __forceinline__ void put_block(float (&decays)[BLOCKS][BK], const Part<BK>& me, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(&decays[me.block][me.channel]) = {x[0], x[1], x[2], x[3]};
+}
+template <int BK>
+__device__ __forceinline__ void put_block(float (&decays)[BLOCKS][BK], const Part<BK>& me, const float (&x)[1]) {
+  if (me.channel == 0) decays[me.block][0] = x[0];
+}
+template <int BK>
+__device__ __forceinline__ void get_block(float (&x)[4], const float (&decays)[BLOCKS][BK], const Part<BK>& me, int block) {
+  unpack(x, &decays[block][me.channel]);
+}
+template <int BK>
+__device__ __forceinline__ void get_block(float (&x)[1], const float (&decays)[BLOCKS][BK], const Part<BK>&, int block) {
+  x[0] = decays[block][0];
+}
+
 // A chunk of mild gates: queries decayed from its start, keys by the inverse. `refill` is called when the incoming tokens
 // have been read, `room` before anything is handed over. Where gates are not mild false, and neither is.
 template <class Policy, typename T, typename G, int BK, int BV, class Refill, class Room>
-__device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, u32 turn, Refill refill,
-                                           Room room) {
+__device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, u32 turn, float one,
+                                           Refill refill, Room room) {
   using P = Part<BK>;
+  constexpr int W = WIDTH<G>;
   const Incoming<T, G, BK>& in = s.incoming[me.group];
   Handed<T, BK>& out = s.handed[me.group];
   float (&all_keys)[BK / 32][CHUNK][32] = s.operands[me.group].all_keys;
-  float sums[TOKENS][4], sum[4] = {}, size[4] = {};
+  float sums[TOKENS][W], sum[W] = {}, size[W] = {};
   uint2 queries[TOKENS], keys[TOKENS];
   u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) {
-    float g[4];
-    unpack(g, in.g[me.first + i] + me.channel);
+    float g[W];
+    gates_of(g, in, me, one, i);
     queries[i] = *reinterpret_cast<const uint2*>(in.q[me.first + i] + me.channel);
     keys[i] = *reinterpret_cast<const uint2*>(in.k[me.first + i] + me.channel);
-    largest = larger(larger(largest, larger(queries[i].x, queries[i].y)), larger(keys[i].x, keys[i].y));
+    if (W == 4) largest = larger(larger(largest, larger(queries[i].x, queries[i].y)), larger(keys[i].x, keys[i].y));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
+    for (int c = 0; c < W; ++c) {
       size[c] += fabsf(g[c]);
       sums[i][c] = sum[c] = fmaf(g[c], LOG2E, sum[c]);
     }
   }
   float two[2];
   unpack<T>(two, largest);
-  if (!(size[0] <= MILD && size[1] <= MILD && size[2] <= MILD && size[3] <= MILD && fabsf(two[0]) <= LARGE && fabsf(two[1]) <= LARGE)) s.strong[me.group] = turn + 1;
-  *reinterpret_cast<float4*>(&s.decays[me.group][me.block][me.channel]) = {sum[0], sum[1], sum[2], sum[3]};
+  if (!(size[0] <= MILD && size[1 % W] <= MILD && size[2 % W] <= MILD && size[3 % W] <= MILD && fabsf(two[0]) <= LARGE && fabsf(two[1]) <= LARGE)) s.strong[me.group] = turn + 1;
+  put_block(s.decays[me.group], me, sum);
   barrier_sync(PRODUCERS + me.group, P::THREADS);   // every block's sums stand, the incoming tokens have been read
   if (s.strong[me.group] == turn + 1) return false;
   constexpr bool SOON = BK + BV < 256 || !Policy::reads_before_write;  // else registers are short: queries are read again
   if constexpr (SOON) refill();
 
-  float before[4], whole[4];                    // up to the block, a logarithm; the whole chunk's decay
+  float before[W], whole[W];                    // up to the block, a logarithm; the whole chunk's decay
   {
     const float b0 = me.block > 0 ? 1.f : 0.f, b1 = me.block > 1 ? 1.f : 0.f, b2 = me.block > 2 ? 1.f : 0.f;
-    float four[BLOCKS][4];
+    float four[BLOCKS][W];
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) unpack(four[block], &s.decays[me.group][block][me.channel]);
+    for (int block = 0; block < BLOCKS; ++block) get_block(four[block], s.decays[me.group], me, block);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
+    for (int c = 0; c < W; ++c) {
       before[c] = LOG2_TRUNCATED + fmaf(b0, four[0][c], fmaf(b1, four[1][c], b2 * four[2][c]));
       whole[c] = exp2_approx(four[0][c] + four[1][c] + (four[2][c] + four[3][c]));
     }
   }
   room();
   if (me.block == BLOCKS - 1)
-    *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
+    *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1 % W], whole[2 % W], whole[3 % W]};
 #pragma unroll
-  for (int c = 0; c < 4; ++c) whole[c] *= TRUNCATED;
-  float own[TOKENS], without[4], u[4];
+  for (int c = 0; c < W; ++c) whole[c] *= TRUNCATED;
+  float own[TOKENS], without[W], u[4];
   unpack(u, &s.u[me.channel]);
 #pragma unroll
-  for (int c = 0; c < 4; ++c) without[c] = exp2_approx(before[c]);
+  for (int c = 0; c < W; ++c) without[c] = exp2_approx(before[c]);
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) {
     float q[4], k[4];
@@ -384,18 +465,28 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
       const float weighed[4] = {u[0] * k[0], u[1] * k[1], u[2] * k[2], u[3] * k[3]};
       own[i] = dot(q, weighed);
     }
+    if constexpr (W == 1) {
+      const float with = exp2_approx(before[0] + sums[i][0]), back = inverse(with) * whole[0];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float with = exp2_approx(before[c] + sums[i][c]);
-      q[c] *= Policy::reads_before_write ? without[c] : with;
-      k[c] *= inverse(with);
-      without[c] = with;
+      for (int c = 0; c < 4; ++c) q[c] *= with;
+      *me.four(s.operands[me.group].plain_queries, i) = queries[i];
+      *me.four(s.operands[me.group].plain_keys, i) = keys[i];
+      *me.four(out.k, i) = {pack<T>(k[0] * back, k[1] * back), pack<T>(k[2] * back, k[3] * back)};
+      if (me.thread % P::LANES == i) s.own[me.group][me.first + i] = with;
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float with = exp2_approx(before[c] + sums[i][c]);
+        q[c] *= Policy::reads_before_write ? without[c] : with;
+        k[c] *= inverse(with);
+        without[c] = with;
+      }
+      *me.pair(all_keys, i, 0) = {k[0], k[2]};
+      *me.pair(all_keys, i, 1) = {k[1], k[3]};
+      *me.four(out.k, i) = {pack<T>(k[0] * whole[0], k[1] * whole[1]), pack<T>(k[2] * whole[2], k[3] * whole[3])};
     }
     *me.pair(out.q, i, 0) = {q[0], q[2]};
     *me.pair(out.q, i, 1) = {q[1], q[3]};
-    *me.pair(all_keys, i, 0) = {k[0], k[2]};
-    *me.pair(all_keys, i, 1) = {k[1], k[3]};
-    *me.four(out.k, i) = {pack<T>(k[0] * whole[0], k[1] * whole[1]), pack<T>(k[2] * whole[2], k[3] * whole[3])};
   }
   if (Policy::reads_before_write) {
     const float score = sum_each<P::LANES>(own);
@@ -405,53 +496,65 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
   if constexpr (!SOON) refill();
   constexpr int WARPS = P::THREADS / 32;
   const u32 part = (me.thread / 32 + turn) % WARPS;      // in turn, since every warp has its own tensor core
-  if (part == 0) mild_scores<Policy, 0>(out, all_keys, s.own[me.group], me.thread % 32);
-  if (part == 1) mild_scores<Policy, 1>(out, all_keys, s.own[me.group], me.thread % 32);
+  if constexpr (W == 1) {
+    if (part == 0) plain_scores<0>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
+    if (part == 1) plain_scores<1>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
+  } else {
+    if (part == 0) mild_scores<Policy, 0>(out, all_keys, s.own[me.group], me.thread % 32);
+    if (part == 1) mild_scores<Policy, 1>(out, all_keys, s.own[me.group], me.thread % 32);
+  }
   return true;
 }
 
 // A chunk of any gates: scores within blocks pair by pair, between them from operands that meet at a block's border.
 template <class Policy, class Pass, typename T, typename G, int BK, int BV, class Refill, class Room>
-__device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, float (&total)[4], Refill refill,
-                                          Room room) {
+__device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, float one, float (&total)[4],
+                                          Refill refill, Room room) {
   using P = Part<BK>;
+  constexpr int W = WIDTH<G>;
   const Incoming<T, G, BK>& in = s.incoming[me.group];
   Handed<T, BK>& out = s.handed[me.group];
   Operands<BK>& operands = s.operands[me.group];
-  float a[TOKENS][4], q[TOKENS][4], k[TOKENS][4];
+  float a[TOKENS][W], q[TOKENS][4], k[TOKENS][4];
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) {
-    unpack(a[i], in.g[me.first + i] + me.channel);
+    gates_of(a[i], in, me, one, i);
     if constexpr (Pass::reads) unpack(q[i], in.q[me.first + i] + me.channel);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) a[i][c] = decay_of(a[i][c]);
+    for (int c = 0; c < W; ++c) a[i][c] = decay_of(a[i][c]);
   }
   float scores[5];
+  if constexpr (!COARSE<T> && Pass::adds && !Policy::reads_before_write)
+    barrier_sync(PRODUCERS + me.group, P::THREADS);     // or the assembler moves so much over this line that a register lacks
   if constexpr (Pass::reads) {
     float u[4];
     unpack(u, &s.u[me.channel]);
     block_scores<Policy, P::LANES>(scores, q, in.k[me.first] + me.channel, BK, a, u);
   }
 
-  float decay[4] = {1.f, 1.f, 1.f, 1.f};
+  float decay[W];
+#pragma unroll
+  for (int c = 0; c < W; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      if constexpr (Pass::reads && Policy::reads_before_write) q[i][c] *= decay[c];
-      decay[c] *= a[i][c];
-      if constexpr (Pass::reads && !Policy::reads_before_write) q[i][c] *= decay[c];
+      if constexpr (Pass::reads && Policy::reads_before_write) q[i][c] *= decay[c % W];
+      if (c < W) decay[c % W] *= a[i][c % W];
+      if constexpr (Pass::reads && !Policy::reads_before_write) q[i][c] *= decay[c % W];
     }
   __syncwarp();                                 // else products are made early, and there are no registers for that
-  *reinterpret_cast<float4*>(&s.decays[me.group][me.block][me.channel]) = {decay[0], decay[1], decay[2], decay[3]};
-  float suffix[4] = {1.f, 1.f, 1.f, 1.f};
+  put_block(s.decays[me.group], me, decay);
+  float suffix[W];
+#pragma unroll
+  for (int c = 0; c < W; ++c) suffix[c] = 1.f;
 #pragma unroll
   for (int i = TOKENS - 1; i >= 0; --i) {
     unpack(k[i], in.k[me.first + i] + me.channel);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      k[i][c] *= suffix[c];
-      suffix[c] *= a[i][c];
+      k[i][c] *= suffix[c % W];
+      if (c >= 4 - W) suffix[c % W] *= a[i][c % W];
     }
     __syncwarp();
   }
@@ -459,13 +562,15 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
   constexpr bool SOON = BK + BV < 256;        // the largest tile has registers for it only later
   if constexpr (SOON) refill();
 
-  float before[4] = {1.f, 1.f, 1.f, 1.f}, after[4] = {1.f, 1.f, 1.f, 1.f}, near[4] = {1.f, 1.f, 1.f, 1.f};
+  float before[W], after[W], near[W];
+#pragma unroll
+  for (int c = 0; c < W; ++c) before[c] = after[c] = near[c] = 1.f;
 #pragma unroll
   for (int other = 0; other < BLOCKS; ++other) {
-    const float4 its = *reinterpret_cast<const float4*>(&s.decays[me.group][other][me.channel]);
-    const float four[4] = {its.x, its.y, its.z, its.w};
+    float four[W];
+    get_block(four, s.decays[me.group], me, other);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
+    for (int c = 0; c < W; ++c) {
       if (other < me.block) before[c] *= four[c];
       if (other > me.block) after[c] *= four[c];
       if ((me.block == 0 && other == 1) || (me.block == 3 && other == 2)) near[c] = four[c];
@@ -473,14 +578,16 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
   }
   if constexpr (Pass::reads) {
     const bool late = me.block & 1, second = me.block >> 1;
-    const auto put_rows = [&](float* to, const float(&x)[TOKENS][4], const float(&by)[4]) {
+    const auto put_rows = [&](float* to, const float(&x)[TOKENS][4], const float(&by)[W]) {
 #pragma unroll
       for (int i = 0; i < TOKENS; ++i)
-        *reinterpret_cast<float4*>(to + i * Operands<BK>::LD + me.channel) = {x[i][0] * by[0], x[i][1] * by[1], x[i][2] * by[2], x[i][3] * by[3]};
+        *reinterpret_cast<float4*>(to + i * Operands<BK>::LD + me.channel) = {x[i][0] * by[0], x[i][1] * by[1 % W], x[i][2] * by[2 % W], x[i][3] * by[3 % W]};
     };
-    constexpr float SAME[4] = {1.f, 1.f, 1.f, 1.f};
-    if (late) put_rows(operands.queries[1][8 * second], q, SAME);
-    else put_rows(operands.keys[1][8 * second], k, SAME);
+    float same[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) same[c] = 1.f;
+    if (late) put_rows(operands.queries[1][8 * second], q, same);
+    else put_rows(operands.keys[1][8 * second], k, same);
     if (second) put_rows(operands.queries[0][8 * late], q, near);
     else put_rows(operands.keys[0][8 * late], k, near);
   }
@@ -488,11 +595,13 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
   room();
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i)
-    *me.four(out.k, i) = {pack<T>(k[i][0] * after[0], k[i][1] * after[1]), pack<T>(k[i][2] * after[2], k[i][3] * after[3])};
+    *me.four(out.k, i) = {pack<T>(k[i][0] * after[0], k[i][1] * after[1 % W]), pack<T>(k[i][2] * after[2 % W], k[i][3] * after[3 % W])};
   if (me.block == BLOCKS - 1) {
-    float own[4] = {decay[0], decay[1], decay[2], decay[3]};
-    if (!COARSE<T>) unpack(own, &s.decays[me.group][me.block][me.channel]);     // read again: registers are short
-    const float whole[4] = {before[0] * own[0], before[1] * own[1], before[2] * own[2], before[3] * own[3]};
+    float own[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) own[c] = decay[c];
+    if (!COARSE<T>) get_block(own, s.decays[me.group], me, me.block);     // read again: registers are short
+    const float whole[4] = {before[0] * own[0], before[1 % W] * own[1 % W], before[2 % W] * own[2 % W], before[3 % W] * own[3 % W]};
     *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
     if constexpr (!Pass::reads)
 #pragma unroll
@@ -503,11 +612,11 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
       swizzled(out.A[0], me.first + i, me.block)[j] = from_float<T>(x);
     });
 #pragma unroll
-    for (int c = 0; c < 4; ++c) before[c] *= TRUNCATED;
+    for (int c = 0; c < W; ++c) before[c] *= TRUNCATED;
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
-      *me.pair(out.q, i, 0) = {q[i][0] * before[0], q[i][2] * before[2]};
-      *me.pair(out.q, i, 1) = {q[i][1] * before[1], q[i][3] * before[3]};
+      *me.pair(out.q, i, 0) = {q[i][0] * before[0], q[i][2] * before[2 % W]};
+      *me.pair(out.q, i, 1) = {q[i][1] * before[1 % W], q[i][3] * before[3 % W]};
     }
     barrier_sync(PRODUCERS + me.group, P::THREADS);   // the operands of the scores between blocks stand
     for (int tile = me.thread / 32; tile < BLOCKS; tile += P::THREADS / 32) {
@@ -529,26 +638,37 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     const i32 row = at.start + token, h = at.head, b = at.batch;
     Barrier& arrived = s.arrived[group];
     barrier_expect(arrived, Pass::reads ? sizeof in : sizeof in - sizeof in.q);
-    tensor_load(in.g, args.g, arrived, i32(args.channel), row, h, b);
+    if constexpr (WIDTH<G> == 4) tensor_load(in.g, args.g, arrived, i32(args.channel), row, h, b);
     if constexpr (Pass::reads) tensor_load(in.q, args.q, arrived, i32(args.channel), row, h, b);
     tensor_load(in.k, args.k, arrived, i32(args.channel), row, h, b);
   };
 
+  // One: the gate of a token of the block, which its lanes share out; none beyond the end.
+  const auto gate_of = [&](int token) {
+    const int row = token + P(thread).first + thread % TOKENS;
+    return WIDTH<G> == 1 && row < tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
+  };
+
   fetch(group * CHUNK);
+  float one = gate_of(group * CHUNK);
   float total[4] = {1.f, 1.f, 1.f, 1.f};        // Summary: the decay of this group's chunks
   u32 turn = 0;
   for (int token = group * CHUNK; token < tokens; token += GROUPS * CHUNK, ++turn) {
     forget(thread);                             // addresses are cheaper made anew than held in registers
     const P me{u32(thread)};
-    const auto refill = [&] { fetch(token + GROUPS * CHUNK); };
+    const float gate = one;
+    const auto refill = [&] {
+      fetch(token + GROUPS * CHUNK);
+      one = gate_of(token + GROUPS * CHUNK);
+    };
     const auto room = [&] {
       if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
     };
     barrier_wait(s.arrived[group], turn & 1);
     if (token + CHUNK > tokens) clear_beyond<Pass>(in, me.first, tokens - token, me.channel);
     bool mild = false;
-    if constexpr (Pass::reads && COARSE<T>) mild = mild_chunk<Policy>(s, me, turn, refill, room);
-    if (!mild) any_chunk<Policy, Pass>(s, me, total, refill, room);
+    if constexpr (Pass::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy>(s, me, turn, gate, refill, room);
+    if (!mild) any_chunk<Policy, Pass>(s, me, gate, total, refill, room);
     if constexpr (!Pass::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
     fence_async();
     barrier_arrive(s.full[group]);
@@ -584,17 +704,18 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
 
 // o = A v + (q decayed) S, or that added to o; S <- diag(decay) S; o still under way. The state is read in parts: copied, decayed, and the copy
 // multiplied, while the next part is copied; two parts' copies are all that there are registers for.
-template <bool ADD, typename T, int BK>
+template <bool ADD, int W, typename T, int BK>
 __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[BK / 2], const u32 (&v)[2][4],
                                                       const Handed<T, BK>& in) {
   constexpr int PART = BK / 64, PARTS = BK / 8 / PART;
   const int t = threadIdx.x & 3;
+  const float one = in.decay[0];
   u32 a[2][PART][4];
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      const float2 decay = *reinterpret_cast<const float2*>(&in.decay[8 * tile + 2 * t]);
+      const float2 decay = W == 1 ? float2{one, one} : *reinterpret_cast<const float2*>(&in.decay[8 * tile + 2 * t]);
       const int panel = tile / 4;
       float* x = S + 4 * tile;
       u32(&to)[4] = a[part & 1][n];
@@ -696,7 +817,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     float o[16];
     if constexpr (Pass::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
     if constexpr (Pass::reads)
-      read_scores_and_state<Pass::adds>(o, S, v, in);
+      read_scores_and_state<Pass::adds, WIDTH<G>>(o, S, v, in);
     else
       decay_state(S, in.decay);
     forget(thread);
@@ -773,7 +894,7 @@ warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
   if (threadIdx.x == 0)
     for (int slot = 0; slot < BV / PANEL * Shared<T, G, BK, BV>::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
   // A sequence's first rows may be one score alone, which is to be exact: its first chunk does not count as mild.
-  if (threadIdx.x < GROUPS) s.strong[threadIdx.x] = threadIdx.x == 0;
+  if (threadIdx.x < GROUPS) s.strong[threadIdx.x] = WIDTH<G> == 4 && threadIdx.x == 0;
   if (Pass::reads && Policy::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += ALL_THREADS<BK, BV>)
       s.u[c] = args.channel + c < args.shape.K ? args.u[place.head * args.shape.K + args.channel + c] : 0.f;

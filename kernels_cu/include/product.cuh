@@ -1,12 +1,13 @@
 // what      Warp products on tensor cores, as exact as the storage type deserves.
 // numerics  EXACT (float32 data): each operand is split into two tf32 numbers and three products keep 22 bits.
 //           Otherwise (half data): one tf32 product; tf32 has float16's fraction and float32's range, so nothing
-//           overflows on the way that the result does not.
+//           overflows on the way that the result does not. Where both kinds meet, two products.
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
 #include "ptx.cuh"
 
 // An operand's registers: N values, and what tf32 leaves of them.
-template <bool EXACT, int N> struct Operand {
+template <bool SPLIT, int N> struct Operand {
+  static constexpr bool EXACT = SPLIT;
   u32 high[N];
   u32 low[EXACT ? N : 1];
 
@@ -16,19 +17,24 @@ template <bool EXACT, int N> struct Operand {
   }
 };
 
+// The same for values as they are stored: half data are tf32 numbers already.
+template <typename T, int N> struct Data {
+  static constexpr bool EXACT = false;
+  u32 high[N];
+
+  __device__ __forceinline__ void set(int i, float x) { high[i] = __float_as_uint(x); }
+};
+template <int N> struct Data<float, N> : Operand<true, N> {};
+
 // d[16, 8] += a[16, 8] b[8, 8]; with g = lane / 4, t = lane % 4: d holds rows g, g + 8 and columns 2t, 2t + 1.
-template <bool EXACT>
-__device__ __forceinline__ void multiply(float (&d)[4], const Operand<EXACT, 4>& a, const Operand<EXACT, 2>& b) {
-  if constexpr (EXACT) {
-    mma_tf32(d, a.low, b.high);
-    mma_tf32(d, a.high, b.low);
-  }
+template <class A, class B> __device__ __forceinline__ void multiply(float (&d)[4], const A& a, const B& b) {
+  if constexpr (A::EXACT) mma_tf32(d, a.low, b.high);
+  if constexpr (B::EXACT) mma_tf32(d, a.high, b.low);
   mma_tf32(d, a.high, b.high);
 }
 
 // a = rows 0...15, columns 0...7 of a row-major tile.
-template <bool EXACT>
-__device__ __forceinline__ void load_a(Operand<EXACT, 4>& a, const float* tile, int ld) {
+template <class A> __device__ __forceinline__ void load_a(A& a, const float* tile, int ld) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   a.set(0, tile[g * ld + t]);
   a.set(1, tile[(g + 8) * ld + t]);
@@ -37,8 +43,7 @@ __device__ __forceinline__ void load_a(Operand<EXACT, 4>& a, const float* tile, 
 }
 
 // a = the transpose of rows 0...7, columns 0...15 of a row-major tile.
-template <bool EXACT>
-__device__ __forceinline__ void load_a_transposed(Operand<EXACT, 4>& a, const float* tile, int ld) {
+template <class A> __device__ __forceinline__ void load_a_transposed(A& a, const float* tile, int ld) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   a.set(0, tile[t * ld + g]);
   a.set(1, tile[t * ld + g + 8]);
@@ -47,16 +52,14 @@ __device__ __forceinline__ void load_a_transposed(Operand<EXACT, 4>& a, const fl
 }
 
 // b = rows 0...7, columns 0...7 of a row-major tile.
-template <bool EXACT>
-__device__ __forceinline__ void load_b(Operand<EXACT, 2>& b, const float* tile, int ld) {
+template <class B> __device__ __forceinline__ void load_b(B& b, const float* tile, int ld) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   b.set(0, tile[t * ld + g]);
   b.set(1, tile[(t + 4) * ld + g]);
 }
 
 // b = the transpose of rows 0...7, columns 0...7 of a row-major tile.
-template <bool EXACT>
-__device__ __forceinline__ void load_b_transposed(Operand<EXACT, 2>& b, const float* tile, int ld) {
+template <class B> __device__ __forceinline__ void load_b_transposed(B& b, const float* tile, int ld) {
   const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   b.set(0, tile[g * ld + t]);
   b.set(1, tile[g * ld + t + 4]);

@@ -97,7 +97,7 @@ __device__ __forceinline__ void fetch_tile(T* s, const Rows<const T>& x, i64 bat
   }
 }
 
-// A fetched tile as floats, rows LD apart, each value through f; four values of a row at a time.
+// A fetched tile as floats, rows LD apart, each value through f; four values of a row at a time, on 16 bytes.
 template <int ROWS, int COLS, int LD, int THREADS, typename T, class F>
 __device__ __forceinline__ void spread_tile(float* s, const T* fetched, F f) {
   struct alignas(4 * sizeof(T)) Four {
@@ -106,8 +106,7 @@ __device__ __forceinline__ void spread_tile(float* s, const T* fetched, F f) {
 #pragma unroll 1
   for (int at = threadIdx.x; at < ROWS * COLS / 4; at += THREADS) {
     const Four four = reinterpret_cast<const Four*>(fetched)[at];
-    float* to = s + at / (COLS / 4) * LD + at % (COLS / 4) * 4;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) to[n] = f(to_float(four.x[n]));
+    float4& to = *reinterpret_cast<float4*>(s + at / (COLS / 4) * LD + at % (COLS / 4) * 4);
+    to = {f(to_float(four.x[0])), f(to_float(four.x[1])), f(to_float(four.x[2])), f(to_float(four.x[3]))};
   }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from . import plans, recording
+from . import attention, gradients, plans, recording
 from .build import CupyDevice
 
 DEVICE = CupyDevice()
@@ -17,7 +17,7 @@ def why_not(problem) -> str | None:
         return "the arrays are on the host"
     memo = {} if problem.memo is None else problem.memo
     if "unsupported" not in memo:
-        memo["unsupported"] = too_old(ordinal(problem)) or plans.unsupported(problem)
+        memo["unsupported"] = too_old(ordinal(problem)) or plans.unsupported(problem) or gradients.unsupported(problem)
     return memo["unsupported"]
 
 
@@ -39,21 +39,43 @@ def too_old(device: int) -> str | None:
 
 
 def run(problem):
+    return at_home(problem, recording.run, problem, DEVICE)
+
+
+def vjp(problem):
+    """((o, final state parts or None), pull); one backward serves every mode."""
+    if problem.op.name == attention.NAME:
+        result, pull = at_home(problem, attention.vjp, problem, DEVICE)
+        return result, lambda do, dht: at_home(problem, pull, do, dht)
+    return run(problem), pullback(problem)
+
+
+def pullback(problem):
+    """That of `vjp`; the operators' backward computes what it needs of the forward pass itself."""
+    if problem.op.name == attention.NAME:
+        return vjp(problem)[1]
+    return lambda do, dht: at_home(problem, plans.pullback, problem, DEVICE, do, dht)
+
+
+def at_home(problem, function, *arguments):
+    """`function(*arguments)` with the arrays' device as the current one."""
     cuda = sys.modules["cupy"].cuda
-    if cuda.runtime.getDevice() != ordinal(problem):
-        with cuda.Device(ordinal(problem)):
-            return run(problem)
-    return recording.run(problem, DEVICE)
+    if cuda.runtime.getDevice() == ordinal(problem):
+        return function(*arguments)
+    with cuda.Device(ordinal(problem)):
+        return function(*arguments)
 
 
 def describe(problem, bytes_moved) -> dict:
-    operator = problem.op.name in plans.OPERATORS
+    operator = problem.op.name in (*plans.OPERATORS, attention.NAME)
     bandwidth = peak_bandwidth(ordinal(problem))
+    kernels = plans.sweeps_of(problem, DEVICE) if problem.gradient else plans.kernels_of(problem, DEVICE)
     return {
         "mode": plans.mode_of(problem) if operator else None,
-        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plans.kernels_of(problem, DEVICE)),
+        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in kernels),
         "tiles": plans.tiles_of(problem, DEVICE),
-        "copies": plans.copies_of(problem),
+        "copies": plans.copies_of(problem, DEVICE),
+        "scratch": plans.scratch(problem, DEVICE) if problem.gradient else None,
         "floor_ms": bytes_moved / bandwidth * 1e3 if bandwidth else None,
     }
 

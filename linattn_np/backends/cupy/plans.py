@@ -3,26 +3,27 @@ CPU emulator of the same interface, so nothing here touches CuPy itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ...contract import CHUNK, SUB_CHUNK
-from . import tiles
+from . import attention, family, gradients, tiles
 from .build import pack, with_maps
+from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, give_back, has_rows, in_pieces, in_rows,
+                       inputs, is_plain, mappable, one_gate, output, place, pointer, rows, states, stored)
 
-FLOAT32 = np.dtype(np.float32)
 MODES = ("auto", "recurrent", "chunk", "staged")
-OPERATORS = ("gla", "rwkv6")
+OPERATORS = ("gla", "rwkv6", *family.NAMES)
 
 
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem, wherever its arrays are; None when they can."""
     name = problem.op.name
+    if name == attention.NAME:
+        return attention.unsupported(problem)
+    if reason := family.unsupported(problem):
+        return reason
     if name not in OPERATORS and name not in PLANS:
-        return f"no kernel for {name}; it has gla, rwkv6, their steps and the stages"
-    if problem.gradient:
-        return "no gradient kernels; vjp runs on host arrays"
+        return f"no kernel for {name}; it has {', '.join(OPERATORS)}, gla's and rwkv6's steps, {attention.NAME} and the stages"
     if problem.dtype not in tiles.CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, tiles.CTYPES))}"
     if name in OPERATORS and problem.mode not in MODES:
@@ -50,14 +51,27 @@ def run(problem, device):
     """Results as dispatch asks for them, all work enqueued, nothing waited for."""
     if problem.op.name in PLANS:
         return PLANS[problem.op.name](problem, device)
+    if problem.op.name in family.NAMES:
+        return family.run(problem, device, run, reads_one_gate)
     o = output(problem, device)
     initial, final = states(problem, device)
     {"chunk": chunk, "recurrent": recurrent, "staged": staged}[mode_of(problem)](problem, device, o, initial, final)
     return give_back(problem, o), stored(problem, final)
 
 
+def pullback(problem, device, do, dht):
+    """`gradients.pullback`, of these operators too."""
+    if problem.op.name in family.NAMES:
+        return family.pullback(problem, device, do, dht, run, gradients.pullback)
+    return gradients.pullback(problem, device, do, dht)
+
+
 def kernels_of(problem, device) -> tuple[tiles.Kernel, ...]:
     """What `run` launches, in order."""
+    if problem.op.name == attention.NAME:
+        return attention.kernels_of(problem, device)
+    if problem.op.name in family.NAMES:
+        return family.kernels(problem, device, kernels_of, reads_one_gate)
     policy, T, K = tiles.policy(problem.op), problem.dtype, problem.sizes.get("K")
     G = gate(problem).dtype if problem.op.gates else T
     stages = {"chunk_cumsum": tiles.chunk_cumsum(G), "gated_qk": tiles.gated_qk(policy, T),
@@ -73,8 +87,33 @@ def kernels_of(problem, device) -> tuple[tiles.Kernel, ...]:
     return (tiles.recurrent_forward(policy, T, G, K),) if mode == "recurrent" else tuple(stages.values())
 
 
+def sweeps_of(problem, device) -> tuple[tiles.Kernel, ...]:
+    """What `pullback` launches, in order."""
+    if problem.op.name == attention.NAME:
+        return attention.sweeps(problem, device)
+    if problem.op.name in family.NAMES:
+        return family.sweeps(problem, device, kernels_of, gradients.sweeps)
+    return gradients.sweeps(problem, device)
+
+
+def scratch(problem, device) -> int:
+    """Bytes that `pullback` takes besides the gradients."""
+    if problem.op.name == attention.NAME:
+        return attention.scratch(problem)
+    if problem.op.name in family.NAMES:
+        gla, _ = family.outline(problem, device)
+        return gradients.scratch(gla, device) + family.scratch(problem, gla)
+    return gradients.scratch(problem, device)
+
+
 def tiles_of(problem, device) -> dict:
     """The sizes that the kernels work in."""
+    if problem.op.name == attention.NAME:
+        return attention.tiles_of(problem, device)
+    if problem.op.name in family.NAMES:
+        return tiles_of(family.outline(problem, device, not problem.gradient and reads_one_gate)[0], device)
+    if problem.gradient:
+        return gradients.tiles_of(problem, device)
     BK = {} if problem.op.name in UNLIMITED else {"BK": tiles.channels(problem.sizes["K"])}
     if problem.op.name in PLANS and "state" not in problem.options:
         return BK | {"chunk": problem.chunk_size}
@@ -89,13 +128,14 @@ def tiles_of(problem, device) -> dict:
     return {"BK": int(kernels[0].template[-2]), "BV": columns} | tiles.TOKENS[kernels[0].name] | segments
 
 
-def copies_of(problem) -> tuple[str, ...]:
+def copies_of(problem, device) -> tuple[str, ...]:
     """The arrays that are copied before the kernels can read them."""
+    problem = family.with_channel(problem)
     strided = [f"{name}: its last axis is not contiguous" for name, x in problem.arrays.items()
                if name != "u" and not has_rows(x)]
     small = {"u": problem.arrays.get("u"), "initial_state": problem.initial_state and problem.initial_state[0]}
     return (*strided, *(f"{name}: the kernels read it as contiguous float32" for name, x in small.items()
-                        if x is not None and not is_plain(x)))
+                        if x is not None and not is_plain(x)), *family.copies_of(problem, device, reads_one_gate))
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
@@ -113,18 +153,30 @@ def chunk(problem, device, o, initial, final):
 
 def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, int]:
     """Of mode "chunk": what is launched, its columns of V a block, the segments a sequence; Hopper's own where it can."""
-    policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
+    policy, T, G = tiles.policy(problem.op), problem.dtype, tiles.ONE if one_gate(problem) else gate(problem).dtype
     N, H, K, V = problem.shape("N H K V")
-    if device.capability != 90 or T.itemsize != 2 or not mappable(problem, device):
+    if not on_hopper(problem, device):
         return (tiles.chunk_forward(policy, T, G, K, V),), tiles.columns(V), 1
     passes = ("Whole",) if K <= tiles.WARPGROUP_TILES[-1] else ("First", "Last")
-    kernels = tuple(tiles.warpgroup_forward(policy, T, G, K, V, only) for only in passes)
+    longest = int(problem.spans.lengths.max())
+    widest = tiles.WARPGROUP_TILES[not (G is tiles.ONE and tiles.narrow_blocks(N * H, V, longest))]
+    kernels = tuple(tiles.warpgroup_forward(policy, T, G, K, min(V, widest), only) for only in passes)
     columns = int(kernels[0].template[-1])
-    P = tiles.segments(N * H * ceil_div(V, columns), int(problem.spans.lengths.max()))
+    P = tiles.segments(N * H * ceil_div(V, columns), longest)
     if P > 1:
         summaries = len(passes) * (tiles.warpgroup_forward("Gla", T, G, K, V, "Summary"),)
         kernels = (*summaries, tiles.scan_segments(), *kernels)
     return kernels, columns, P
+
+
+def on_hopper(problem, device) -> bool:
+    """Whether Hopper's own kernel can compute a problem."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable(problem, device)
+
+
+def reads_one_gate(problem, device) -> bool:
+    """Whether what runs takes a gate that all channels share as it is."""
+    return mode_of(problem) == "chunk" and on_hopper(problem, device)
 
 
 def in_segments(problem, device, kernels, P, arrays, o, initial, final):
@@ -148,13 +200,15 @@ def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, de
     u = bonus(problem)                          # may be a copy, which must live until the launch
     B, H, T, V = problem.shape("B H T V")
     BK, BV = (int(size) for size in kernels[0].template[-2:])
-    maps = [device.tensor_map(x, BK, tiles.WARPGROUP_CHUNK, False) for x in (q, k, g)]
+    one = g if one_gate(problem) else None
+    maps = [device.tensor_map(x, BK, tiles.WARPGROUP_CHUNK, False) for x in (q, k, k if one is g else g)]
     maps += [device.tensor_map(x, tiles.PANEL, tiles.WARPGROUP_CHUNK, True) for x in (v, o)]
     stripes, count, kept = H * ceil_div(V, BV), where.shape["count"], None
     if any("First" in kernel.template for kernel in kernels):
         kept = device.empty((B * stripes * (T // tiles.WARPGROUP_CHUNK + count), tiles.WARPGROUP_CHUNK * BV), FLOAT32)
+    one_rows = rows(device, one=g) if one is g else dict.fromkeys(("one", "one_b", "one_h", "one_t"))
     for n, kernel in enumerate(kernels):
-        fields = pack(**rows(device, o=o), u=pointer(device, u), initial=pointer(device, initial),
+        fields = pack(**rows(device, o=o), **one_rows, u=pointer(device, u), initial=pointer(device, initial),
                       final=pointer(device, final), **where.shape, scale=problem.scale, decays=decays,
                       kept=pointer(device, kept), channel=n * BK, skipped=skipped)
         device.launch(kernel, B * count * stripes, with_maps(maps, fields), tiles.shared_bytes(kernel))
@@ -200,10 +254,9 @@ def step(problem, device):
     o = output(problem, device)
     u = bonus(problem)
     kernel = tiles.step(tiles.policy(problem.op), problem.dtype, g.dtype, state.dtype)
-    piece = 4 * state.dtype.itemsize
-    vectors = V % 4 == 0 and not any(x % piece for x in (device.pointer(state), *state.strides[:-1]))
+    pieces = not any(x % 16 for x in (V * state.dtype.itemsize, device.pointer(state), *state.strides[:-1]))
     args = pack(**rows(device, q=q, k=k, v=v, g=g, o=o), u=pointer(device, u), **rows(device, state=state),
-                slots=pointer(device, slots), H=H, K=K, V=V, scale=problem.scale, vectors=int(vectors))
+                slots=pointer(device, slots), H=H, K=K, V=V, scale=problem.scale, pieces=int(pieces))
     device.launch(kernel, B * H * ceil_div(V, tiles.STEP_COLUMNS), args, tiles.shared_bytes(kernel))
     return give_back(problem, o)
 
@@ -246,8 +299,9 @@ def stage_combine(problem, device):
     return give_back(problem, o)
 
 
-PLANS = {"gla_step": step, "rwkv6_step": step, "chunk_cumsum": stage_chunk_cumsum, "gated_qk": stage_gated_qk,
-         "inter_chunk": stage_inter_chunk, "intra_chunk": stage_intra_chunk, "combine": stage_combine}
+PLANS = {attention.NAME: attention.run, "gla_step": step, "rwkv6_step": step, "chunk_cumsum": stage_chunk_cumsum,
+         "gated_qk": stage_gated_qk, "inter_chunk": stage_inter_chunk, "intra_chunk": stage_intra_chunk,
+         "combine": stage_combine}
 UNLIMITED = ("gla_step", "rwkv6_step", "chunk_cumsum", "gated_qk", "inter_chunk", "combine")     # in K
 
 
@@ -283,128 +337,3 @@ def launch_combine(device, where, qg, h, A, v, o, scale):
     blocks = where.chunks * ceil_div(where.shape["chunk"], tiles.STAGE_COLUMNS) * ceil_div(V, tiles.STAGE_COLUMNS)
     args = pack(**rows(device, qg=qg, h=states, A=A, v=v, o=o), **where.shape, scale=scale)
     device.launch(kernel, blocks, args, tiles.shared_bytes(kernel))
-
-
-# -- what the plans share -----------------------------------------------------------------------------------------------
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def pointer(device, array) -> int | None:
-    return None if array is None else device.pointer(array)
-
-
-def output(problem, device):
-    """o where the caller wants it, or new in the memory order of q."""
-    if problem.out is not None and has_rows(problem.out):
-        return problem.out
-    shape = problem.shape(problem.op.out)
-    o = device.empty_like(next(iter(problem.arrays.values())), shape, problem.dtype)
-    return o if has_rows(o) else device.empty(shape, problem.dtype)
-
-
-def give_back(problem, o):
-    if problem.out is not None and o is not problem.out:
-        problem.out[...] = o
-        return problem.out
-    return o
-
-
-def states(problem, device):
-    """The initial state as the kernels read it and room for the final one, contiguous float32, or None."""
-    initial = problem.initial_state and contiguous(problem.initial_state[0])
-    return initial, device.empty(problem.shape("N H K V"), FLOAT32) if problem.output_final_state else None
-
-
-def stored(problem, final):
-    return None if final is None else (final.astype(problem.state_dtype, copy=False),)
-
-
-def is_plain(x) -> bool:
-    return x.dtype == FLOAT32 and x.flags.c_contiguous
-
-
-def contiguous(x):
-    """`x` as contiguous float32."""
-    return x if is_plain(x) else x.astype(FLOAT32, order="C")
-
-
-def gate(problem):
-    return problem[problem.op.gates[0]]
-
-
-def has_rows(x) -> bool:
-    """Kernels take any strides but the last, which must be that of neighbours."""
-    return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
-
-
-def in_pieces(problem, device) -> bool:
-    """Whether every row starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
-    arrays = [x for name, x in problem.arrays.items() if name != "u"]
-    if problem.out is not None:
-        arrays.append(problem.out)
-    aligned = all(device.pointer(x) % 16 == 0 and not any(stride % 16 for stride in x.strides[:-1])
-                  for x in arrays if has_rows(x))               # others are copied to where they are
-    return aligned and not any(x.shape[-1] * x.dtype.itemsize % 16 for x in arrays)
-
-
-def mappable(problem, device) -> bool:
-    """Whether tensor maps can describe the arrays: whole pieces, none empty, no axis repeated or backwards."""
-    arrays = (*problem.arrays.values(), *(() if problem.out is None else (problem.out,)))
-    return in_pieces(problem, device) and all(
-        x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
-
-
-def in_rows(x):
-    """`x`, or a copy of it where its last axis is not contiguous."""
-    return x if has_rows(x) else x.copy(order="C")
-
-
-def inputs(problem):
-    """The arrays of the call except the bonus, in the order of the declaration."""
-    return tuple(in_rows(x) for name, x in problem.arrays.items() if name != "u")
-
-
-def bonus(problem):
-    """u as contiguous float32 [H, K], or None."""
-    return contiguous(problem["u"]) if "u" in problem.arrays else None
-
-
-def rows(device, **arrays) -> dict:
-    """The fields of a kernel's `Rows`: pointer and element strides of all axes but the last, at most three."""
-    fields = {}
-    for name, x in arrays.items():
-        size = x.dtype.itemsize
-        b, h, t = *(stride // size for stride in x.strides[:-1]), *[0] * (4 - x.ndim)
-        fields |= {name: device.pointer(x), f"{name}_b": b, f"{name}_h": h, f"{name}_t": t}
-    return fields
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the tokens are: the fields of a kernel's `Shape`, and the device table that its pointers point into."""
-
-    shape: dict
-    table: object = None            # held so that its memory is not handed out again before the launch
-
-    @property
-    def chunks(self) -> int:
-        """(batch, head, chunk) triples: the blocks of a kernel that takes a chunk a block."""
-        return self.shape["B"] * self.shape["H"] * self.shape["NC"]
-
-
-def place(problem, device, segments=None) -> Place:
-    """`segments`: the token ranges to take in place of the sequences."""
-    B, H, T = problem.shape("B H T")
-    spans, chunk = segments or problem.spans, problem.chunk_size or CHUNK
-    fields = {"B": B, "H": H, "T": T, "K": problem.sizes.get("K", 0), "V": problem.sizes.get("V", 0),
-              "count": spans.count, "bounds": None, "chunk": chunk, "NC": ceil_div(T, chunk), "chunks": None,
-              "chunk_bounds": None}
-    if not problem.varlen and segments is None:
-        return Place(fields)
-    chunks, chunk_bounds = spans.chunks(chunk), spans.chunk_bounds(chunk)
-    table = device.upload(np.concatenate([spans.bounds, chunk_bounds, chunks.ravel()]))
-    at = device.pointer(table)
-    fields |= {"NC": len(chunks), "bounds": at, "chunk_bounds": at + spans.bounds.nbytes,
-               "chunks": at + spans.bounds.nbytes + chunk_bounds.nbytes}
-    return Place(fields, table)

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from . import plans
+from . import family, plans
 
 ADDRESS, MAP = 0x7FFA << 48, 0x7FFB << 48       # marks: too large for an integer of a plan, and as doubles no numbers
 MAP_BYTES = 128
@@ -28,6 +28,7 @@ def run(problem, device):
     """`plans.run`, by the recording of the first call alike on the same queue where there can be one."""
     if problem.memo is None:
         return plans.run(problem, device)
+    problem = family.with_channel(problem)
     recordings, queue = problem.memo.setdefault("recordings", {}), (device, device.queue)
     if queue not in recordings:
         if len(recordings) >= QUEUES:

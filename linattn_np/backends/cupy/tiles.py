@@ -16,10 +16,14 @@ CHUNK_COLUMNS = (64, 128)           # BV of chunk_forward: blocks that share a h
 TOKENS = {"chunk_forward": {"chunk": 16}, "warpgroup_forward": {"chunk": 32, "sub_chunk": 8}}   # at a time
 WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, columns of V a warpgroup
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
+ONE = "One"                         # the type of a gate that all channels of a token share, float32
 MULTIPROCESSORS = 132               # of a Hopper card
 SEGMENT = 512                      # tokens that are worth a pass of their own
+KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
+                        # the gates' gradient is a sum over as many tokens at most, which float32 carries without loss
+BACKWARD_CHANNELS = 64              # of K a block of the backward sweeps; they hold all columns of V
 TOKEN_COLUMNS = 32      # columns of V a block of recurrent_forward: one lane a column
-STEP_COLUMNS = 64       # columns of V a block of step: four a lane
+STEP_COLUMNS = 64       # columns of V a block of step
 CHANNELS = (64, 128, 256)           # BK: the whole of K in one tile, padded up; smaller ones would save nothing
                                     # that a block of 128 threads notices
 
@@ -44,9 +48,16 @@ def chunk_forward(policy, T, G, K, V) -> Kernel:
 
 
 def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
-    """`only`: "First" and "Last" of more channels than a tile has, "Summary" of segments."""
+    """`only`: "First" and "Last" of more channels than a tile has, "Summary" of segments. `G` may be `ONE`."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
-    return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES[G], str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
+    return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
+
+
+def narrow_blocks(heads, V, longest) -> bool:
+    """Whether blocks of 64 columns of V, all on the card at once, spare its sequences to be cut: under one gate they take
+    four fifths of a wider block's time, and no pass that summarises segments: 0.078 for 0.092 ms at 4,2048,16,128."""
+    blocks = heads * -(-V // WARPGROUP_TILES[0])
+    return blocks <= MULTIPROCESSORS and segments(blocks, longest) == 1
 
 
 def segments(blocks, longest) -> int:
@@ -58,12 +69,37 @@ def scan_segments() -> Kernel:
     return Kernel("chunk/scan_segments", (), 256)
 
 
+def chunk_backward_queries(policy, T, G, V) -> Kernel:
+    return Kernel("chunk/chunk_backward_queries", (policy, CTYPES[T], CTYPES[G], str(channels(V))), 2 * channels(V))
+
+
+def chunk_backward_keys(policy, T, G, V) -> Kernel:
+    return Kernel("chunk/chunk_backward_keys", (policy, CTYPES[T], CTYPES[G], str(channels(V))), 2 * channels(V))
+
+
+def chunk_backward_values(policy, T, G, K, V) -> Kernel:
+    BV = columns(V)
+    return Kernel("chunk/chunk_backward_values", (policy, CTYPES[T], CTYPES[G], str(channels(K)), str(BV)), 2 * BV)
+
+
+def warpgroup_backward(what, policy, G, K, V) -> Kernel:
+    """`what`: the sweep, or "segments" before both; bfloat16 alone, whose range holds factors of mild gates."""
+    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
+    threads = 2 * BK + (32 if what == "segments" else 128)
+    return Kernel(f"chunk/warpgroup_backward_{what}", (policy, CTYPES[G], str(BK), str(BV)), threads, "sm_90a")
+
+
+def scan_both_ways() -> Kernel:
+    return Kernel("chunk/scan_both_ways", (), 256)
+
+
 def recurrent_forward(policy, T, G, K) -> Kernel:
     return Kernel("recurrent/recurrent_forward", (policy, CTYPES[T], CTYPES[G], str(channels(K))), THREADS)
 
 
 def step(policy, T, G, S) -> Kernel:
-    return Kernel("recurrent/step", (policy, CTYPES[T], CTYPES[G], CTYPES[S]), THREADS)
+    threads = 64 * STEP_COLUMNS * S.itemsize // (4 * 16)           # 64 channels at a time, four pieces of 16 bytes each
+    return Kernel("recurrent/step", (policy, CTYPES[T], CTYPES[G], CTYPES[S]), threads)
 
 
 def chunk_cumsum(G) -> Kernel:
@@ -82,8 +118,43 @@ def intra_chunk(policy, T, G, K) -> Kernel:
     return Kernel("stages/intra_chunk", (policy, CTYPES[T], CTYPES[G], str(channels(K))), THREADS)
 
 
+# -- what simple_gla, retention and linear_attention do besides gla's kernels -------------------------------------------
+FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
+PIECE = 8               # numbers that a thread of feature_map moves at once
+
+
+def feature_map(phi, T, Y) -> Kernel:
+    return Kernel("stages/feature_map", (FEATURE_MAPS[phi], CTYPES[T], CTYPES[Y]), 256)
+
+
+def feature_gradient(phi, T, Y) -> Kernel:
+    return Kernel("stages/feature_gradient", (FEATURE_MAPS[phi], CTYPES[T], CTYPES[Y]), 256)
+
+
+def divide(T) -> Kernel:
+    return Kernel("stages/divide", (CTYPES[T],), 128)
+
+
+def divide_gradient(T) -> Kernel:
+    return Kernel("stages/divide_gradient", (CTYPES[T],), 128)
+
+
 def combine(T) -> Kernel:
     return Kernel("stages/combine", (CTYPES[T],), THREADS)
+
+
+# -- softmax attention --------------------------------------------------------------------------------------------------
+ATTENTION_DTYPES = tuple(CTYPES)[1:]
+ATTENTION_COLUMNS = (64, 128)       # D: the whole of K and of V in one tile, padded up
+ATTENTION_TILES = {"softmax_forward": (128, 64), "softmax_warpgroup_forward": (128, 128),       # queries, keys: as many
+                   "softmax_dq": (128, 32), "softmax_dkdv": (64, 64)}       # as leave no value without a register
+
+
+def softmax(name, T, K, V) -> Kernel:
+    """One of ATTENTION_TILES."""
+    threads, arch = (3 * THREADS, "sm_90a") if name == "softmax_warpgroup_forward" else (THREADS, "")
+    D = next(D for D in ATTENTION_COLUMNS if max(K, V) <= D)
+    return Kernel(f"attention/{name}", (CTYPES[T], str(D)), threads, arch)
 
 
 # -- a model's decoding step: X is the dtype of what a kernel hands to the next product --------------------------------
@@ -173,11 +244,37 @@ def shared_bytes(kernel: Kernel) -> int:
             floats = 3 * 16 * (BK + 8) + 16 * (BV + 8) + 16 * (16 + 4) + 2 * BK
             return 4 * floats + 16 * (2 * BK * size[T] + BK * size[G] + BV * size[T])
         case "warpgroup_forward", (*_, T, G, BK, BV):
-            BK, BV, half, gate = int(BK), int(BV), size[T], size[G]
+            BK, BV, half, gate = int(BK), int(BV), size[T], size.get(G, 0)
             handed = 1024 * -(-(32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
-            values = BV // 64 * (4 if gate == 2 else 3) * 32 * 64 * half
-            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 8 * (6 + BV // 64 * (4 if gate == 2 else 3))
+            values = BV // 64 * (4 if gate <= 2 else 3) * 32 * 64 * half
+            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 2 * 33 * 4 + 4 * BK + 40 + 8 * (6 + BV // 64 * (4 if gate <= 2 else 3))
             return 1024 * -(-used // 1024)
+        case ("chunk_backward_queries" | "chunk_backward_keys"), (_, T, G, BV):
+            BK, BV, keys = BACKWARD_CHANNELS, int(BV), kernel.name == "chunk_backward_keys"
+            groups, warps = BV // 64, BV // 16
+            floats = (3 + groups) * 16 * (BK + 8) + 2 * 16 * (BV + 8) + (1 + warps) * 16 * 16 + (1 + groups) * BK
+            return 4 * floats + 16 * (BK * (2 * size[T] + size[G] + 4 * keys) + 2 * BV * size[T])
+        case "chunk_backward_values", (_, T, G, BK, BV):
+            BK, BV = int(BK), int(BV)
+            floats = 3 * 16 * (BK + 8) + 16 * (BV + 8) + 16 * (16 + 8) + 2 * BK
+            return 4 * floats + 16 * (2 * BK * size[T] + BK * size[G] + BV * size[T])
+        case "softmax_forward", (_, D):
+            return 2 * int(D) * (128 + 4 * 64) + 128
+        case "softmax_warpgroup_forward", (_, D):
+            return 2 * int(D) * (128 + 4 * 128) + 1024
+        case "softmax_dq", (_, D):
+            return 2 * int(D) * (2 * 128 + 4 * 32) + 4 * 128 + 128
+        case "softmax_dkdv", (_, D):
+            return 2 * int(D) * (2 * 64 + 4 * 64) + 4 * 4 * 64 + 128
+        case ("warpgroup_backward_segments" | "warpgroup_backward_queries" | "warpgroup_backward_keys"), (_, G, BK, BV):
+            BK, BV, gate = int(BK), int(BV), size[G]
+            stages, channels, gates, columns, pairs, rest = {           # tiles of [32, BK] and [32, BV] a stage
+                "warpgroup_backward_segments": (4 if gate == 2 else 3, 1, 1, 1, 0, 0),
+                "warpgroup_backward_queries": (3, 2, 1, 2, 32 * 128 + 4 * 32, 0),
+                "warpgroup_backward_keys": (3 if gate == 2 else 2, 2, 2, 2, 2 * 32 * 128 + 4 * 32, 2 * BK * BV + 8 * BK),
+            }[kernel.name]
+            stage = 1024 * -(-(32 * (2 * channels * BK + gates * gate * BK + 2 * columns * BV) + pairs) // 1024)
+            return 1024 * -(-(stages * stage + rest + 8 * (3 * stages + 2)) // 1024)
         case "recurrent_forward", (*_, BK):
             BK = int(BK)
             return 4 * (3 * 16 * BK + 16 * 32 + BK + 4 * 16 * 32)
@@ -189,7 +286,7 @@ def shared_bytes(kernel: Kernel) -> int:
         case "combine", _:
             return 4 * (64 * (16 + 4) + 16 * (64 + 8))
         case "step", _:
-            return 4 * (4 * 64 + 8 * 64)
+            return 4 * 64 * kernel.threads // 32
         case ("embed" | "norm_shift"), _:
             return 4 * 2 * 16
         case "shift_mix", _:
@@ -216,8 +313,11 @@ def kernels():
     pairs = [(T, T) for T in CTYPES] + [(T, single) for T in half]        # a gate is like q, or float32
     for (T, G), p in product(pairs, POLICIES):
         for K in CHANNELS:
+            yield chunk_backward_queries(p, T, G, K)
+            yield chunk_backward_keys(p, T, G, K)
             for V in CHUNK_COLUMNS:
                 yield chunk_forward(p, T, G, K, V)
+                yield chunk_backward_values(p, T, G, K, V)
                 if T != single:
                     for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole",):
                         yield warpgroup_forward(p, T, G, K, V, only)
@@ -227,11 +327,25 @@ def kernels():
             yield intra_chunk(p, T, G, K)
         for S in CTYPES:
             yield step(p, T, G, S)
+    for T, K, V in product(half, CHANNELS, CHUNK_COLUMNS):
+        for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Summary"):
+            yield warpgroup_forward(POLICIES[0], T, ONE, K, V, only)
+    for (T, Y), phi in product(pairs, FEATURE_MAPS):
+        yield feature_map(phi, T, Y)
+        if phi:
+            yield feature_gradient(phi, T, Y)
     yield scan_segments()
+    yield scan_both_ways()
+    for what, G, p, K, V in product(("segments", "queries", "keys"), (BFLOAT16, single), POLICIES, WARPGROUP_TILES, WARPGROUP_TILES):
+        yield warpgroup_backward(what, p, G, K, V)
+    for name, T, D in product(ATTENTION_TILES, ATTENTION_DTYPES, ATTENTION_COLUMNS):
+        yield softmax(name, T, D, D)
     for T in CTYPES:
         yield chunk_cumsum(T)
         yield inter_chunk(T)
         yield combine(T)
+        yield divide(T)
+        yield divide_gradient(T)
         for p in POLICIES:
             yield gated_qk(p, T)
         yield embed(T)

@@ -1,0 +1,173 @@
+"""Gradients of gla and rwkv6: one sweep forwards in time for dq and du, one backwards for dk, dg and dh0, one for dv.
+
+No state is kept but one every `tiles.KEPT` tokens. On Hopper two sweeps of its own keep none; they are for gates that
+are mild, and leave the (sequences, heads) where any is not to those three. `device` is where, as in `plans`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...contract import SUB_CHUNK
+from . import tiles
+from .build import pack, with_maps
+from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, has_rows, in_rows, inputs, mappable, place,
+                       pointer, rows)
+
+INT32 = np.dtype(np.int32)
+
+
+def unsupported(problem) -> str | None:
+    """Why there is no backward of a forward that these kernels compute; None where there is one or none is asked for."""
+    if problem.gradient and problem.sizes["V"] > tiles.CHANNELS[-1]:
+        return f"V={problem.sizes['V']} is over {tiles.CHANNELS[-1]}, the columns its gradients hold at once"
+    return None
+
+
+def sweeps(problem, device) -> tuple[tiles.Kernel, ...]:
+    """What `pullback` launches, in order: the one place that chooses."""
+    policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
+    K, V = problem.shape("K V")
+    P, own = segments(problem, device), ()
+    if P:
+        own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
+    if P > 1:
+        own = (tiles.warpgroup_backward("segments", policy, G, K, V), tiles.scan_both_ways(), *own)
+    return (*own, tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
+            tiles.chunk_backward_values(policy, T, G, K, V))
+
+
+def segments(problem, device) -> int:
+    """Into how many Hopper's own sweeps cut a sequence; 0 where they do not run."""
+    N, H, K, V = problem.shape("N H K V")
+    if device.capability != 90 or problem.dtype != BFLOAT16 or max(K, V) > tiles.WARPGROUP_TILES[-1]:
+        return 0
+    return tiles.segments(N * H, int(problem.spans.lengths.max())) if mappable(problem, device) else 0
+
+
+def tiles_of(problem, device) -> dict:
+    """The sizes that the sweeps over K work in, whatever the mode; Hopper's own where they run."""
+    if P := segments(problem, device):
+        BK, BV = (int(size) for size in sweeps(problem, device)[-4].template[-2:])
+        return {"BK": BK, "BV": BV, "chunk": tiles.WARPGROUP_CHUNK} | ({"segments": P} if P > 1 else {})
+    return {"BK": tiles.BACKWARD_CHANNELS, "BV": tiles.channels(problem.sizes["V"]), "chunk": SUB_CHUNK, "kept": tiles.KEPT}
+
+
+def pullback(problem, device, do, dht):
+    """(gradients in the order of the arrays, that of the initial state or None), all work enqueued.
+
+    `do` and `dht` are as a caller may give them; `dht` is None or a tuple of one.
+    """
+    q, k, v, g = inputs(problem)
+    do = in_rows(do.astype(problem.dtype, copy=False))
+    dht = None if dht is None else contiguous(dht[0])
+    dq, dk, dv, dg = (like(x, device) for x in (q, k, v, g))
+    dh0 = None if problem.initial_state is None else device.empty(problem.shape("N H K V"), FLOAT32)
+    P, strong = segments(problem, device), None
+    N, H, K = problem.shape("N H K")
+    du = None
+    if "u" in problem.arrays:                   # zeros where a block leaves its share to others
+        du = (device.zeros if P else device.empty)((N * P + N, H, K), FLOAT32)
+    *own, queries, keys, values = sweeps(problem, device)
+    if own:
+        strong = in_mild_chunks(problem, device, own, P, (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0, du)
+    in_chunks(problem, device, (queries, keys, values), (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0,
+              None if du is None else du[N * P:], strong)
+    gradients = [dq, dk, dv, dg]
+    if du is not None:
+        gradients.append(du.sum(0).astype(problem["u"].dtype))
+    return gradients, None if dh0 is None else (dh0.astype(problem.initial_state[0].dtype, copy=False),)
+
+
+def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du):
+    """Hopper's own sweeps; which (sequences, heads) they leave undone, int32 [N, H]."""
+    *before, queries, keys = kernels
+    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    B, N, H, T, K, V = problem.shape("B N H T K V")
+    if not (in_pieces(do, device) and all(stride > 0 or size == 1 for stride, size in zip(do.strides, do.shape))):
+        do = do.copy(order="C")
+    cut = problem.spans.segments(P, tiles.WARPGROUP_CHUNK) if P > 1 else None
+    where = place(problem, device, cut)
+    u, initial = bonus(problem), problem.initial_state and contiguous(problem.initial_state[0])
+    initial, dht = (x if x is None or device.pointer(x) % 16 == 0 else x.copy() for x in (initial, dht))
+    strong, ends = device.zeros((N, H), INT32), device.empty((N * P, H, K), FLOAT32)
+    sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + where.shape["count"], K), FLOAT32)
+
+    def launch(kernel, blocks, arrays, **more):
+        maps = [device.tensor_map(x, 128 // x.dtype.itemsize, tiles.WARPGROUP_CHUNK, True) for x in arrays.values()]
+        fields = pack(**rows(device, **arrays), **{name: pointer(device, x) for name, x in more.items()}, **where.shape,
+                      scale=problem.scale, P=P)
+        device.launch(kernel, blocks, with_maps(maps, fields), tiles.shared_bytes(kernel))
+
+    if before:
+        states, decays = device.empty((2, N * P, H, K, V), FLOAT32), device.empty((2, N * P, H, K), FLOAT32)
+        launch(before[0], 2 * N * P * H, dict(q=q, k=k, v=v, do=do, g=g), states=states, decays=decays)
+        args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
+                    dht=pointer(device, dht), N=N, P=P, H=H, K=K, V=V)
+        device.launch(before[1], 2 * N * H * ceil_div(K * V, 4 * before[1].threads), args)
+        initial, dht = states
+    launch(queries, N * P * H, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
+           sums=sums, du=du, strong=strong)
+    launch(keys, N * P * H, dict(q=q, k=k, v=v, do=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg), u=u, dht=dht, ends=ends,
+           sums=sums, strong=strong, du=du, dh0=dh0)
+    return strong
+
+
+def in_chunks(problem, device, kernels, arrays, gradients, dht, dh0, du, strong):
+    """The sweeps for any gates, of all (sequences, heads) or of those that are not 0 in `strong`."""
+    queries, keys, values = kernels
+    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    N, H, T, V = problem.shape("N H T V")
+    where = place(problem.but(chunk_size=tiles.KEPT), device)
+    u, initial = bonus(problem), problem.initial_state and contiguous(problem.initial_state[0])
+    kept = device.empty(kept_shape(problem, where.shape["NC"]), FLOAT32)
+    weight = dg if dg.dtype == FLOAT32 else device.empty_like(dg, dg.shape, FLOAT32)
+    ends = dict(**where.shape, scale=problem.scale, vectors=int(all(in_pieces(x, device) for x in (*arrays, *gradients))),
+                strong=pointer(device, strong))
+    blocks = N * H * ceil_div(problem.sizes["K"], tiles.BACKWARD_CHANNELS)
+    args = pack(**rows(device, q=q, k=k, v=v, do=do, g=g, dq=dq, weight=weight), u=pointer(device, u),
+                initial=pointer(device, initial), kept=device.pointer(kept), du=pointer(device, du), **ends)
+    device.launch(queries, blocks, args, tiles.shared_bytes(queries))
+    args = pack(**rows(device, q=q, k=k, v=v, do=do, g=g, dk=dk, dg=dg, weight=weight), u=pointer(device, u),
+                dht=pointer(device, dht), kept=device.pointer(kept), dh0=pointer(device, dh0), **ends)
+    device.launch(keys, blocks, args, tiles.shared_bytes(keys))
+    args = pack(**rows(device, q=q, k=k, do=do, g=g, dv=dv), u=pointer(device, u), dht=pointer(device, dht), **ends)
+    device.launch(values, N * H * ceil_div(V, tiles.columns(V)), args, tiles.shared_bytes(values))
+
+
+def like(x, device):
+    """Room for the gradient of `x`, in its memory order where that has rows."""
+    room = device.empty_like(x, x.shape, x.dtype)
+    return room if has_rows(room) else device.empty(x.shape, x.dtype)
+
+
+def in_pieces(x, device) -> bool:
+    """Whether every row of `x` starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
+    starts = device.pointer(x), *x.strides[:-1], x.shape[-1] * x.dtype.itemsize
+    return not any(start % 16 for start in starts)
+
+
+def kept_shape(problem, chunks) -> tuple[int, ...]:
+    """Of the states between the sweeps, a row for every chunk of `tiles.KEPT` tokens."""
+    K = ceil_div(problem.sizes["K"], tiles.BACKWARD_CHANNELS) * tiles.BACKWARD_CHANNELS
+    return (*problem.shape("B H"), chunks, K, tiles.channels(problem.sizes["V"]))
+
+
+def scratch(problem, device) -> int:
+    """Bytes that `pullback` takes besides the gradients, all free again at its end."""
+    chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
+    elements = math.prod(kept_shape(problem, chunks))
+    if gate(problem).dtype != FLOAT32:
+        elements += gate(problem).size
+    B, N, H, T, K, V = problem.shape("B N H T K V")
+    P = segments(problem, device)
+    if "u" in problem.arrays:
+        elements += (N * P + N) * H * K
+    if P:
+        elements += N * H + N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
+    if P > 1:
+        elements += 2 * N * P * H * K * (V + 1)
+    return FLOAT32.itemsize * elements

@@ -1,0 +1,418 @@
+"""Gradients of the CUDA kernels, held to NumPy's in float64, which test_gradients holds to finite differences."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from conftest import DOUBLE, SINGLE, Kernels, OnCard
+from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_states, errors, rms, same_bits
+
+from linattn_np import NotSupported, explain, gla, rwkv6, vjp
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import gradients, tiles
+from linattn_np.contract import swap_heads
+from linattn_np.ops.gla import GLA
+from linattn_np.ops.rwkv6 import RWKV6
+
+BY_NAME = {"gla": (GLA, gla), "rwkv6": (RWKV6, rwkv6)}
+HALF_GATES = ("logsigmoid", "weak", "by_channel", "all-20", "some-inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int = 70
+    K: int = 20
+    V: int = 24
+    B: int = 1
+    H: int = 2
+    dtype: str = "float32"
+    gate: str = "logsigmoid"
+    gate_dtype: str | None = None
+    layout: str = "bhtd"
+    lengths: tuple = ()                     # of packed sequences; they settle T
+    initial: str | None = "float32"
+    dht: bool = True
+    scale: float | None = None
+
+    @property
+    def sizes(self):
+        T = sum(self.lengths) if self.lengths else self.T
+        return {"B": self.B, "H": self.H, "T": T, "K": self.K, "V": self.V, "N": len(self.lengths) or self.B}
+
+    @property
+    def options(self):
+        given = {"scale": self.scale}
+        if self.lengths:
+            given["cu_seqlens"] = np.concatenate([[0], np.cumsum(self.lengths)])
+        return given
+
+
+CASES = {
+    **{f"T{T}": Case(T=T, B=2) for T in (1, 15, 16, 17, 63, 64, 65)},
+    "T0": Case(T=0), "B0": Case(B=0), "H0": Case(H=0),
+    **{f"K{K}-V{V}": Case(T=18, K=K, V=V, H=1) for K, V in ((1, 1), (8, 16), (60, 100), (128, 64), (64, 256), (256, 100))},
+    **{f"K{K}-V{V}-{dtype}": Case(T=40, K=K, V=V, H=1, dtype=dtype)
+       for K, V, dtype in ((64, 64, "bfloat16"), (128, 128, "bfloat16"), (256, 256, "bfloat16"), (64, 128, "float16"))},
+    "no-states": Case(initial=None, dht=False), "no-dht": Case(dht=False), "no-initial": Case(initial=None),
+    "kept": Case(T=530, K=64, V=64, H=1), "kept-no-dht": Case(T=512, H=1, dht=False),
+    "kept-weak-bf16": Case(T=530, K=64, V=64, H=1, dtype="bfloat16", gate="weak"),
+    "kept-all-20-f16": Case(T=530, K=64, V=64, H=1, dtype="float16", gate="all-20", dht=False),
+    **{f"gate-{gate}": Case(gate=gate) for gate in GATES},
+    **{f"gate-{gate}-bf16": Case(gate=gate, dtype="bfloat16", K=64, V=64, H=1) for gate in HALF_GATES},
+    "gate32-bf16": Case(dtype="bfloat16", gate_dtype="float32", gate="some-1e30", K=64, V=64),
+    "gate32-f16": Case(dtype="float16", gate_dtype="float32", V=60),
+    "initial-bf16": Case(dtype="bfloat16", initial="bfloat16", K=64, V=64, H=1),
+    "initial-f64": Case(initial="float64", H=1),
+    "bthd": Case(layout="bthd", B=2), "scale": Case(scale=-2.0),
+    "packed": Case(lengths=(0, 1, 17, 0, 20, 0)), "packed-kept": Case(lengths=(300, 0, 257, 16), H=1),
+    "segments-bf16": Case(T=1100, K=64, V=72, H=1, dtype="bfloat16", gate="weak"),
+    "segments-gate32-bf16": Case(T=1030, K=72, V=128, H=1, dtype="bfloat16", gate_dtype="float32", initial=None, dht=False),
+    "segments-packed-bf16": Case(lengths=(0, 1100, 7), K=24, V=8, H=1, dtype="bfloat16", layout="bthd"),
+    "packed-bthd-bf16": Case(lengths=(0, 33, 64, 3), layout="bthd", dtype="bfloat16", K=64, V=64),
+}
+
+
+def pytest_generate_tests(metafunc):
+    able = {name: cls for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)}
+    if "case" in metafunc.fixturenames:
+        cases = [(name, op, case) for name, cls in able.items() for op in BY_NAME
+                 for case in CASES if issubclass(cls, OnCard) or worth_it(name, op, case)]
+        metafunc.parametrize("backend, op, case", cases, indirect=["backend"])
+        return
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", able, indirect=True)
+    if "op" in metafunc.fixturenames:
+        metafunc.parametrize("op", BY_NAME)
+
+
+def worth_it(backend, op, name):
+    """On the CPU, where a kernel takes a second to compile: wide ones for one operator, Hopper where it has its own."""
+    case = CASES[name]
+    wide = max(case.K, case.V) > 64 or case.gate_dtype
+    mine = not wide or op == list(BY_NAME)[list(CASES).index(name) % 2]
+    return mine and (backend == "emulated" or case.dtype == "bfloat16")
+
+
+class Call:
+    """Host arrays of a call and its cotangents, and gradients of it on any backend."""
+
+    def __init__(self, op, case, rng):
+        self.op, self.function = BY_NAME[op]
+        self.case, sizes = case, case.sizes
+        self.arrays = draw(self.op, rng, sizes, case.dtype, case.gate, case.gate_dtype)
+        start = draw_states(self.op, rng, sizes, case.initial)[0] if case.initial else None
+        self.options = case.options | ({} if start is None else {"initial_state": start})
+        self.do = rng.standard_normal([sizes[axis] for axis in self.op.out.split()]).astype(case.dtype)
+        self.dht = draw_states(self.op, rng, sizes, np.float32)[0] if case.dht else None
+        self.names = [*self.op.arrays, *(["initial_state"] if start is not None else [])]
+
+    @property
+    def exact(self):
+        options = self.options | {"initial_state": double(self.options.get("initial_state"))}
+        o, pull = vjp(self.function, *map(double, self.arrays), mode="recurrent", backend="numpy", **options)
+        return o, pull(double(self.do), double(self.dht))
+
+    def on(self, backend, **more):
+        """(o, gradients), host arrays in the order [B, H, T, ...]."""
+        there = [backend.asarray(self.turned(x, axes)) for x, axes in zip(self.arrays, self.op.arrays.values())]
+        options = dict(self.options)
+        if "initial_state" in options:
+            options["initial_state"] = backend.asarray(options["initial_state"])
+        o, pull = backend.run(vjp, self.function, *there, layout=self.case.layout, **options, **more)
+        dht = None if self.dht is None else backend.asarray(self.dht)
+        found = list(map(backend.tohost, pull(backend.asarray(self.turned(self.do, self.op.out)), dht)))
+        for n, axes in enumerate(self.op.arrays.values()):
+            found[n] = swap_heads(found[n], axes, self.case.layout)
+        return swap_heads(backend.tohost(o), self.op.out, self.case.layout), found
+
+    def turned(self, x, axes):
+        return np.ascontiguousarray(swap_heads(x, axes, self.case.layout))
+
+    def assert_close(self, what, found, wanted):
+        inputs = [*self.arrays, *([self.options["initial_state"]] if "initial_state" in self.names else [])]
+        for name, x, gradient, exact in zip(self.names, inputs, found, wanted, strict=True):
+            assert gradient.dtype == x.dtype and gradient.shape == x.shape, name
+            own = SINGLE.name if gradient.dtype == DOUBLE else gradient.dtype.name
+            coarser = max(self.case.dtype, own, key=list(LIMITS).index)
+            if name not in DECAYS:
+                # on Hopper rows of dv are sums by scores rounded to bfloat16, which cancel
+                assert_close(f"{what}: d{name}", gradient, exact, coarser, rows=4 if coarser == "bfloat16" else 1)
+                continue
+            # a difference of cumulated q dq and k dk, of which a strong decay leaves no more than their rounding
+            size = max(rms(exact), rms(double(self.arrays[0]) * wanted[0]))
+            error, limit = rms(double(gradient) - exact), LIMITS[coarser][0]
+            assert error <= limit * size, f"{what}: d{name} is off by {error:.1e} where gradients are {size:.1e}"
+
+
+def test_float64(op, backend, case, rng):
+    call = Call(op, CASES[case], rng)
+    before = [x.copy() for x in (*call.arrays, call.do)]
+    o, found = call.on(backend)
+    o_exact, wanted = call.exact
+    what = f"{op} on {backend.name}, {CASES[case]}"
+    assert_close(f"{what}: o", o, o_exact, CASES[case].dtype, factor=2)
+    call.assert_close(what, found, wanted)
+    assert all(same_bits(x, y) for x, y in zip(before, (*call.arrays, call.do))), "an input was changed"
+
+
+@pytest.mark.parametrize("T", [75, 1100])
+def test_strong_gates_of_one_head(op, backend, T, rng):
+    """They are another kernel's, and those of the other heads are not."""
+    call = Call(op, Case(T=T, K=32, V=32, H=3, dtype="bfloat16"), rng)
+    call.arrays[3][0, 1, T - 20:T - 15] = -20
+    _, found = call.on(backend)
+    call.assert_close("a strong head", found, call.exact[1])
+
+
+@pytest.mark.parametrize("gate", ["logsigmoid", "zero", "spikes-40", "some-inf", "all-20"])
+def test_the_gates_gradient_is_as_exact_as_the_others(op, backend, gate, rng):
+    """Where no larger sums cancel: GLA's strong gates, without a gradient of the final state, keep all digits.
+
+    RWKV-6's do not, since a token's weight on the next one, which no gate touches, is in both of the sums.
+    """
+    if gate == "all-20" and op == "rwkv6":
+        return
+    call = Call(op, Case(T=300, K=16, V=16, H=1, gate=gate, dht=False), rng)
+    _, found = call.on(backend)
+    _, wanted = call.exact
+    assert errors(found[3], wanted[3])[0] < 2e-5
+
+
+def test_transpose_where_the_operator_is_linear(op, backend, rng):
+    """<do, o> + <dht, h_T> is <dq, q>, <dk, k>, and <dv, v> of what each alone carries."""
+    call = Call(op, Case(T=130, K=32, V=16, initial=None), rng)
+    function, q, k, v = call.function, *call.arrays[:3]
+    o, final = backend.run(function, *map(backend.asarray, call.arrays), output_final_state=True)
+    read = float((double(backend.tohost(o)) * double(call.do)).sum())
+    kept = float((double(backend.tohost(final)) * double(call.dht)).sum())
+    _, (dq, dk, dv, *_) = call.on(backend)
+    size = 1e-5 * np.sqrt(q.size) * (1 + rms(o)) * np.sqrt(v.shape[-1])
+    for x, dx, wanted in ((q, dq, read), (k, dk, read + kept), (v, dv, read + kept)):
+        assert abs(float((double(x) * double(dx)).sum()) - wanted) < size
+
+
+def test_transpose_along_any_direction(op, backend, rng):
+    """<do, J dx> = <J^T do, dx>, J by central differences in float64."""
+    call = Call(op, Case(T=40, K=12, V=8), rng)
+    _, found = call.on(backend)
+    inputs = [double(x) for x in (*call.arrays, call.options["initial_state"])]
+    direction, weights = [rng.standard_normal(x.shape) for x in inputs], (double(call.do), double(call.dht))
+
+    def along(step):
+        *arrays, start = [x + step * d for x, d in zip(inputs, direction)]
+        results = call.function(*arrays, initial_state=start, output_final_state=True, mode="recurrent")
+        return sum(float((x * w).sum()) for x, w in zip(results, weights))
+
+    forward = (along(1e-6) - along(-1e-6)) / 2e-6
+    backward = sum(float((double(x) * d).sum()) for x, d in zip(found, direction))
+    assert np.isclose(forward, backward, rtol=1e-4, atol=1e-4 * np.sqrt(sum(x.size for x in inputs)))
+
+
+def test_split_sequence_equals_whole(op, backend, rng):
+    case = Case(T=90, K=32, V=16)
+    call, axes = Call(op, case, rng), BY_NAME[op][0].arrays.values()
+    _, whole = call.on(backend)
+    for at in (1, 37, 64):
+        def part(tokens, start, dht, call=call):
+            piece = Call(op, case, rng)
+            piece.arrays = [x[:, :, tokens] if "T" in a.split() else x for x, a in zip(call.arrays, axes)]
+            piece.do, piece.dht, piece.options = call.do[:, :, tokens], dht, piece.options | {"initial_state": start}
+            return piece
+
+        first = part(slice(0, at), call.options["initial_state"], None)
+        _, half = backend.run(call.function, *map(backend.asarray, first.arrays), output_final_state=True,
+                              initial_state=backend.asarray(call.options["initial_state"]))
+        _, (*rest, first.dht) = part(slice(at, None), backend.tohost(half), call.dht).on(backend)
+        _, (*begin, start) = first.on(backend)
+        joined = [np.concatenate([x, y], axis=2) if "T" in a.split() else x + y for a, x, y in zip(axes, begin, rest)]
+        call.assert_close(f"split at {at}", [*joined, start], whole)
+
+
+def test_packing_equals_one_by_one(op, backend, rng):
+    lengths = (5, 0, 33, 16)
+    call = Call(op, Case(lengths=lengths, initial="float32"), rng)
+    _, packed = call.on(backend)
+    bounds = call.options["cu_seqlens"]
+    for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
+        alone = Call(op, Case(T=int(stop - start)), rng)
+        alone.arrays = [x[:, :, start:stop] if x.ndim == 4 else x for x in call.arrays]
+        alone.do, alone.dht = call.do[:, :, start:stop], call.dht[n:n + 1]
+        alone.options["initial_state"] = call.options["initial_state"][n:n + 1]
+        _, found = alone.on(backend)
+        for name, x, y in zip(call.names, packed, found):
+            if name != "u":
+                assert same_bits(x[n:n + 1] if name == "initial_state" else x[:, :, start:stop], y), f"d{name} of {n}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_call_again_same_bits_in_every_mode(op, backend, dtype, rng):
+    call = Call(op, Case(T=270, K=64, V=64, dtype=dtype), rng)
+    _, first = call.on(backend)
+    for n in range(100 if "large" in backend.sizes else 2):
+        _, again = call.on(backend, mode=backend.modes[op][n % 3])
+        assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_views_of_any_strides(op, backend, rng):
+    """Slices of a fused buffer, columns, backwards, repeated rows; do of another dtype; one pull after another."""
+    call = Call(op, Case(K=16, V=16, initial=None), rng)
+    _, wanted = call.on(backend)
+    arrays, do, dht = [backend.asarray(x) for x in call.arrays], backend.asarray(call.do), backend.asarray(call.dht)
+    q, k, v, *rest = arrays
+    fused = backend.asarray(np.concatenate(call.arrays[:3], axis=-1))
+    slices = [fused[..., :16], fused[..., 16:32], fused[..., 32:], *rest]
+    columns = [backend.asarray(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2) for x in call.arrays]
+    backwards = [backend.asarray(np.ascontiguousarray(x[:, ::-1]))[:, ::-1] for x in call.arrays]
+    for views in (slices, columns, backwards):
+        _, pull = backend.run(vjp, call.function, *views)
+        for given in (do, do.astype(np.float64), do[:, ::-1].copy()[:, ::-1]):
+            call.assert_close("views", list(map(backend.tohost, pull(given, dht))), wanted)
+    xp = np if isinstance(do, np.ndarray) else __import__("cupy")
+    repeated = xp.broadcast_to(do[:, :, :1, :1], do.shape)
+    _, pull = backend.run(vjp, call.function, *arrays)
+    for x, y in zip(pull(repeated, dht), pull(repeated.copy(), dht)):
+        assert same_bits(backend.tohost(x), backend.tohost(y))
+
+
+# -- what is launched, what it takes, what is refused -------------------------------------------------------------------
+def large(op, dtype=BFLOAT16, **sizes):
+    """A problem that is only planned: the system gives no memory for zeros before they are touched."""
+    sizes = {"B": 1, "H": 2, "T": 131072, "K": 128, "V": 128, "N": 1, **sizes}
+    arrays = [np.zeros([sizes[axis] for axis in axes.split()], dtype) for axes in op.arrays.values()]
+    return op.bind(arrays, gradient=True)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """As much of a device as planning asks for."""
+    capability: int
+
+    def pointer(self, array):
+        return 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_memory_is_bounded(op, dtype):
+    """Long sequences: less than one and a half times the inputs; a quarter of it for every 256 tokens' state."""
+    for K in (64, 128, 256):
+        problem = large(BY_NAME[op][0], dtype, K=K, V=K)
+        inputs = sum(x.size * x.dtype.itemsize for x in problem.arrays.values())
+        for capability in (80, 90):
+            assert gradients.scratch(problem, Planned(capability)) <= 1.5 * inputs
+
+
+class Recorder:
+    """A device that notes what is made and launched on it."""
+
+    def __init__(self, device):
+        self.device, self.made, self.launched = device, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.device, name)
+
+    def empty(self, shape, dtype):
+        self.made.append(self.device.empty(shape, dtype))
+        return self.made[-1]
+
+    def zeros(self, shape, dtype):
+        self.made.append(self.device.zeros(shape, dtype))
+        return self.made[-1]
+
+    def empty_like(self, *arguments):
+        self.made.append(self.device.empty_like(*arguments))
+        return self.made[-1]
+
+    def launch(self, kernel, *arguments):
+        self.launched.append(kernel)
+        return self.device.launch(kernel, *arguments)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_what_is_stated_is_what_is_launched_and_taken(op, device, dtype, rng):
+    """Kernels in the order of `sweeps`; the bytes made are the gradients' and those stated."""
+    declared = BY_NAME[op][0]
+    sizes = {"B": 1, "H": 2, "T": 300, "K": 16, "V": 16, "N": 3}
+    arrays = [device.upload(x) for x in draw(declared, rng, sizes, dtype)]
+    problem = declared.bind(arrays, gradient=True, cu_seqlens=[0, 270, 270, 300])
+    recorder = Recorder(device)
+    found, _ = gradients.pullback(problem, recorder, device.upload(rng.standard_normal((1, 2, 300, 16)).astype(dtype)), None)
+    assert tuple(recorder.launched) == gradients.sweeps(problem, device)
+    taken = sum(x.nbytes for x in recorder.made if not any(x is gradient for gradient in found))
+    assert taken == gradients.scratch(problem, device)
+
+
+def test_explain_speaks_of_the_pullback(backend, rng):
+    if not hasattr(backend, "cupy"):
+        pytest.skip("explain asks a card for its bandwidth")
+    arrays = [backend.asarray(x) for x in draw(GLA, rng, CASES["kept"].sizes, np.float32)]
+    forward, backward = (backend.run(explain, gla, *arrays, gradient=asked) for asked in (False, True))
+    assert forward.scratch is None and backward.scratch == 4 * 3 * 64 * 64
+    assert backward.bytes == 2 * sum(x.nbytes for x in arrays) + arrays[2].nbytes
+    assert [kernel.split(".cu")[0] for kernel in backward.kernels] == [
+        f"chunk/chunk_backward_{what}" for what in ("queries", "keys", "values")]
+    assert backward.tiles["kept"] == tiles.KEPT and "besides the gradients" in str(backward)
+
+
+def test_what_has_no_gradient_kernel_is_refused(backend, rng):
+    sizes = {"B": 1, "H": 1, "T": 3, "K": 8, "V": 8, "N": 1}
+    for wrong, reason in (({"V": 257}, "V=257 is over 256, the columns its gradients"), ({"K": 257}, "K=257 is over 256")):
+        with pytest.raises(NotSupported, match=reason):
+            backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, {**sizes, **wrong}, np.float32)))
+    with pytest.raises(NotSupported, match="no float64 kernels"):
+        backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, sizes, np.float64)))
+
+
+# -- sizes that only a card holds ---------------------------------------------------------------------------------------
+def test_memory_taken_on_a_card(op, card):
+    """The pool grows by no more than the gradients and what explain states."""
+    if card.name != "cupy":
+        pytest.skip("Numba has no gradients")
+    cupy, declared = card.cupy, BY_NAME[op][0]
+    sizes = {"B": 1, "H": 16, "T": 131072, "K": 128, "V": 128, "N": 1}
+    arrays = [cupy.random.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32).astype(BFLOAT16)
+              for axes in declared.arrays.values()]
+    arrays[3] = -abs(arrays[3])
+    _, pull = vjp(BY_NAME[op][1], *arrays)
+    do, pool = arrays[2], cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    found = pull(do)
+    taken = pool.total_bytes() - before - sum(x.nbytes for x in found)
+    stated = explain(BY_NAME[op][1], *arrays, gradient=True).scratch
+    assert stated <= 1.5 * sum(x.nbytes for x in arrays)
+    assert taken <= stated + (1 << 24)          # the pool rounds up
+    assert all(bool(cupy.isfinite(x.astype(np.float32)).all()) for x in found)
+    pool.free_all_blocks()
+
+
+def test_more_rows_than_65535(op, card, rng):
+    """B H = 70,000: every block has to be on grid x."""
+    if card.name != "cupy":
+        pytest.skip("Numba has no gradients")
+    call = Call(op, Case(B=1000, H=70, T=18, K=16, V=16), rng)
+    _, found = call.on(card)
+    rows = [0, 1, 499, 999]
+    few = Call(op, Case(B=4, H=70, T=18, K=16, V=16), rng)
+    few.arrays = [x[rows] if x.ndim == 4 else x for x in call.arrays]
+    few.do, few.dht, few.options["initial_state"] = (x[rows] for x in (call.do, call.dht, call.options["initial_state"]))
+    _, wanted = few.exact
+    for name, x, y in zip(call.names, found, wanted):
+        if name != "u":
+            assert_close(f"d{name}", x[rows], y, SINGLE, factor=2)
+
+
+def test_a_batch_stride_beyond_2_to_the_31_elements(op, card, rng):
+    if card.name != "cupy":
+        pytest.skip("Numba has no gradients")
+    call = Call(op, Case(B=2, H=1, T=100, K=64, V=64, dtype="bfloat16"), rng)
+    buffer, there, at = card.cupy.empty((2, 2**31 + 2**16), BFLOAT16), [], 0
+    for x in (*call.arrays[:4], call.do):
+        view = buffer[:, at:at + x[0].size].reshape(x.shape)
+        view[...] = card.asarray(x)
+        at += x[0].size
+        there.append(view)
+    *arrays, do = there
+    _, pull = vjp(call.function, *arrays, *map(card.asarray, call.arrays[4:]),
+                  initial_state=card.asarray(call.options["initial_state"]))
+    call.assert_close("wide", list(map(card.tohost, pull(do, card.asarray(call.dht)))), call.exact[1])
+    card.cupy.get_default_memory_pool().free_all_blocks()
