@@ -1,0 +1,277 @@
+"""Softmax attention's kernels, forwards and backwards, and what any right attention obeys."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, same_bits
+
+from linattn_np import NotSupported, softmax_attention, vjp
+from linattn_np.arrays import BFLOAT16
+from linattn_np.contract import swap_heads
+from linattn_np.ops.softmax_attention import SOFTMAX_ATTENTION
+
+HALF = np.dtype(np.float16)
+
+
+def pytest_generate_tests(metafunc):
+    """Numba has no kernels for it."""
+    if "backend" in metafunc.fixturenames:
+        able = [name for name in metafunc.config.backends if name in ("numpy", "emulated", "hopper", "cupy")]
+        metafunc.parametrize("backend", able, indirect=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int = 70
+    K: int = 64
+    V: int = 64
+    B: int = 1
+    H: int = 1
+    dtype: np.dtype = BFLOAT16
+    causal: bool = True
+    scale: float | None = None
+    layout: str = "bhtd"
+    lengths: tuple = ()                 # of packed sequences; they settle T
+    fused: bool = False                 # q, k and v are slices of one buffer
+
+    @property
+    def sizes(self):
+        return {"B": self.B, "H": self.H, "T": sum(self.lengths) if self.lengths else self.T, "K": self.K, "V": self.V}
+
+    @property
+    def options(self):
+        bounds = {"cu_seqlens": np.cumsum((0, *self.lengths))} if self.lengths else {}
+        return {"causal": self.causal, "scale": self.scale, **bounds}
+
+
+CASES = {
+    **{f"T{T}": Case(T=T) for T in (0, 1, 32, 63, 64, 65, 127, 128, 129, 200)},
+    **{f"T{T}-full": Case(T=T, causal=False) for T in (1, 33, 65, 130)},
+    **{f"K{K}-V{V}": Case(K=K, V=V) for K, V in
+       ((8, 16), (1, 1), (128, 128), (64, 128), (128, 64), (60, 100), (9, 20))},
+    "D128-full-f16": Case(T=130, K=128, V=128, dtype=HALF, causal=False),
+    "f16": Case(dtype=HALF, H=2),
+    "B0": Case(B=0),
+    "batch": Case(B=2, H=3, T=20),
+    "scale-negative": Case(scale=-0.5),
+    "scale-zero": Case(scale=0.0),
+    "scale-large": Case(scale=0.5, causal=False),
+    "bthd": Case(B=2, H=2, layout="bthd"),
+    "bthd-fused": Case(H=2, layout="bthd", fused=True),
+    "fused-uneven": Case(K=20, V=9, fused=True),
+    "packed": Case(lengths=(0, 0, 7, 65, 0, 130, 1, 0)),
+    "packed-full-bthd": Case(lengths=(5, 0, 64, 3), H=2, causal=False, layout="bthd"),
+    "packed-all-empty": Case(lengths=(0, 0)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+def inputs(backend, case, arrays):
+    """The host arrays where the backend wants them, in the case's layout and buffers."""
+    arrays = [np.ascontiguousarray(swap_heads(x, axes, case.layout)) for x, axes in
+              zip(arrays, SOFTMAX_ATTENTION.arrays.values())]
+    if not case.fused:
+        return [backend.asarray(x) for x in arrays]
+    buffer, K = backend.asarray(np.concatenate(arrays, axis=-1)), case.K
+    return [buffer[..., :K], buffer[..., K:2 * K], buffer[..., 2 * K:]]
+
+
+def in_order(backend, case, x):
+    """A result on the host, as [B, H, T, ...]."""
+    return swap_heads(backend.tohost(x), SOFTMAX_ATTENTION.out, case.layout)
+
+
+def test_forward(backend, case, rng):
+    arrays = draw(SOFTMAX_ATTENTION, rng, case.sizes, case.dtype)
+    given = inputs(backend, case, arrays)
+    before = [backend.tohost(x).copy() for x in given]
+    wanted, _ = exact(softmax_attention, arrays, **case.options)
+    out = guarded(backend, swap_heads(wanted, SOFTMAX_ATTENTION.out, case.layout).shape, case.dtype)
+    assert backend.run(softmax_attention, *given, **case.options, layout=case.layout, out=out.view) is out.view
+    out.assert_rest_untouched()
+    assert_close("o", in_order(backend, case, out.view), wanted, case.dtype, factor=3 if case.V == 1 else 1)
+    assert all(same_bits(backend.tohost(x), copy) for x, copy in zip(given, before)), "an input was changed"
+
+
+def test_gradients(backend, case, rng):
+    arrays = draw(SOFTMAX_ATTENTION, rng, case.sizes, case.dtype)
+    given = inputs(backend, case, arrays)
+    options = {**case.options, "layout": case.layout}
+    o, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *given, **options)
+    assert same_bits(backend.tohost(o), backend.tohost(backend.run(softmax_attention, *given, **options)))
+    do = rng.standard_normal(wanted_shape(case)).astype(case.dtype)
+    gradients = pull(backend.asarray(swap_heads(do, SOFTMAX_ATTENTION.out, case.layout)))
+    _, exact_pull = vjp(softmax_attention, *map(double, arrays), **case.options, backend="numpy")
+    for name, x, gradient, wanted in zip("qkv", given, gradients, exact_pull(double(do)), strict=True):
+        assert gradient.shape == x.shape and gradient.dtype == x.dtype
+        gradient = in_order(backend, case, gradient)
+        if wanted.any():                        # one key's weight is 1 whatever its score, and so with a scale of 0
+            whole, row = errors(gradient, wanted)
+            most_whole, most_row = LIMITS[case.dtype.name]
+            # a row of dq that cancels carries the rounding of its o; single numbers cancel as they like
+            assert whole <= (3 if case.K == 1 else 1) * most_whole, f"d{name}: {whole:.1e}"
+            assert row <= 10 * most_row or case.K == 1, f"d{name}: {row:.1e}"
+        else:
+            assert np.abs(double(gradient)).max(initial=0) <= 0.05
+
+
+def wanted_shape(case):
+    return tuple(case.sizes[axis] for axis in SOFTMAX_ATTENTION.out.split())
+
+
+def test_same_call_twice_same_bits(backend, rng):
+    arrays = [backend.asarray(x) for x in draw(SOFTMAX_ATTENTION, rng, Case(T=140, H=2).sizes, BFLOAT16)]
+    do = backend.asarray(rng.standard_normal((1, 2, 140, 64)).astype(BFLOAT16))
+    results = []
+    for _ in range(2):
+        o, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *arrays)
+        results += [[o, *pull(do)], [o, *pull(do)]]
+    for again in results[1:]:
+        assert all(same_bits(backend.tohost(x), backend.tohost(y)) for x, y in zip(results[0], again))
+
+
+def test_the_future_changes_nothing(backend, rng):
+    arrays = draw(SOFTMAX_ATTENTION, rng, Case(T=150).sizes, BFLOAT16)
+    o = backend.tohost(backend.run(softmax_attention, *map(backend.asarray, arrays)))
+    for t in (1, 64, 101):
+        changed = [np.concatenate([x[:, :, :t], rng.standard_normal(x[:, :, t:].shape).astype(x.dtype)], 2)
+                   for x in arrays]
+        other = backend.tohost(backend.run(softmax_attention, *map(backend.asarray, changed)))
+        assert same_bits(o[:, :, :t], other[:, :, :t]) and not same_bits(o[:, :, t:], other[:, :, t:])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_calls_of_their_own(backend, causal, rng):
+    """To the last bit, and whatever stands in the sequences beside."""
+    lengths = (3, 0, 70, 129)
+    bounds = np.cumsum((0, *lengths))
+    arrays = draw(SOFTMAX_ATTENTION, rng, Case(lengths=lengths, H=2).sizes, BFLOAT16)
+    do = rng.standard_normal(arrays[2].shape).astype(BFLOAT16)
+
+    def results(arrays, do, **options):
+        o, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *map(backend.asarray, arrays),
+                              causal=causal, **options)
+        return [backend.tohost(x) for x in (o, *pull(backend.asarray(do)))]
+
+    for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
+        beside = [np.full_like(x, np.nan) for x in (*arrays, do)]
+        for x, own in zip(beside, (*arrays, do)):
+            x[:, :, start:stop] = own[:, :, start:stop]
+        *beside, beside_do = beside
+        packed = results(beside, beside_do, cu_seqlens=bounds)
+        alone = results([x[:, :, start:stop] for x in arrays], do[:, :, start:stop])
+        assert all(same_bits(x[:, :, start:stop], y) for x, y in zip(packed, alone)), n
+
+
+def test_equal_scores_give_the_mean(backend, rng):
+    """And scores of any size neither overflow nor vanish."""
+    q, k, v = draw(SOFTMAX_ATTENTION, rng, Case(T=90).sizes, BFLOAT16)
+    k[...] = k[:, :, :1]
+    mean = double(v).cumsum(2) / np.arange(1, 91)[:, None]
+    for size in (1, 1000):
+        o = backend.tohost(backend.run(softmax_attention, *map(backend.asarray, (size * q, k, v))))
+        assert_close("o", o, mean, BFLOAT16)
+
+
+def test_the_largest_score_takes_all(backend, rng):
+    q, k, v = draw(SOFTMAX_ATTENTION, rng, Case(T=140).sizes, HALF)
+    k[:, :, 3] = 30 * q.mean((0, 1, 2)) / np.abs(q.mean((0, 1, 2))).max()
+    q[...] = k[:, :, 3:4]
+    o = backend.tohost(backend.run(softmax_attention, *map(backend.asarray, (q, k, v)), scale=1.0))
+    assert_close("o", o[:, :, 3:], np.broadcast_to(double(v[:, :, 3:4]), o[:, :, 3:].shape), HALF)
+
+
+def test_memory_is_linear(device, rng):
+    """Besides what comes back: L, and delta while a pullback runs."""
+    from linattn_np.backends.cupy import attention, plans
+
+    class Counted:
+        def __init__(self):
+            self.made = 0
+
+        def __getattr__(self, name):
+            return getattr(device, name)
+
+        def empty(self, *arguments):
+            return self.count(device.empty(*arguments))
+
+        def empty_like(self, *arguments):
+            return self.count(device.empty_like(*arguments))
+
+        def count(self, x):
+            self.made += x.nbytes
+            return x
+
+    for T in (64, 128):
+        arrays = [device.upload(x) for x in draw(SOFTMAX_ATTENTION, rng, Case(T=T).sizes, BFLOAT16)]
+        one, L = arrays[0].nbytes, 4 * T
+        plain, forward = Counted(), Counted()
+        plans.run(SOFTMAX_ATTENTION.bind(arrays), plain)
+        problem = SOFTMAX_ATTENTION.bind(arrays, gradient=True)
+        (o, _), pull = attention.vjp(problem, forward)
+        assert (plain.made, forward.made) == (one, one + L)
+        pull(o, None)
+        assert forward.made == one + L + 3 * one + attention.scratch(problem)
+
+
+def test_a_long_sequence_on_the_card(card, rng):
+    """The scores of 131072 tokens would be 64 GB; the first and the last rows are right."""
+    if not card.modes["gla"] or card.name != "cupy":
+        pytest.skip("CuPy's kernels alone")
+    T = 131072
+    pool = card.cupy.get_default_memory_pool()
+    arrays = draw(SOFTMAX_ATTENTION, rng, {"B": 1, "H": 1, "T": T, "K": 64, "V": 64}, BFLOAT16)
+    q, k, v = map(card.asarray, arrays)
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    o, pull = card.run(lambda *x, **named: vjp(softmax_attention, *x, **named), q, k, v)
+    gradients = pull(o)
+    assert pool.total_bytes() - before <= 5 * q.nbytes
+    k, v = (double(x[0, 0]) for x in arrays[1:])
+    for t in (0, 1, 1000, T - 1):
+        weights = np.exp(k[:t + 1] @ double(arrays[0][0, 0, t]) / 8)
+        assert errors(card.tohost(o[0, 0, t:t + 1]), (weights @ v[:t + 1] / weights.sum())[None])[0] < 0.02
+    assert all(bool(card.cupy.isfinite(x.astype(np.float32)).all()) for x in gradients)
+
+
+def test_what_is_launched_is_what_explain_says(device, rng):
+    from linattn_np.backends.cupy import attention, plans
+    launched = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            return getattr(device, name)
+
+        def launch(self, kernel, *arguments):
+            launched.append(kernel)
+            device.launch(kernel, *arguments)
+
+    arrays = [device.upload(x) for x in draw(SOFTMAX_ATTENTION, rng, Case(T=5, V=80).sizes, HALF)]
+    problem, backward = SOFTMAX_ATTENTION.bind(arrays), SOFTMAX_ATTENTION.bind(arrays, gradient=True)
+    plans.run(problem, Recorder())
+    assert tuple(launched) == plans.kernels_of(problem, device)
+    assert plans.tiles_of(problem, device) == {"D": 128, "queries": 128, "keys": 128 if device.capability == 90 else 64}
+    (o, _), pull = attention.vjp(backward, Recorder())
+    launched.clear()
+    pull(o, None)
+    assert tuple(launched) == attention.sweeps(backward, device)
+    assert plans.tiles_of(backward, device)["softmax_dkdv keys"] == 64
+
+
+@pytest.mark.parametrize("sizes, dtype, words", [
+    ({"K": 64, "V": 64}, np.float32, ("float32", "float16, bfloat16")), ({"K": 64, "V": 64}, np.float64, ("float64",)),
+    ({"K": 136, "V": 64}, HALF, ("K=136 is over 128",)), ({"K": 64, "V": 200}, HALF, ("V=200 is over 128",))])
+def test_the_kernels_say_what_they_do_not_take(backend, sizes, dtype, words, rng):
+    arrays = [backend.asarray(x) for x in draw(SOFTMAX_ATTENTION, rng, {"B": 1, "H": 1, "T": 3, **sizes}, dtype)]
+    if backend.name == "numpy":
+        assert backend.run(softmax_attention, *arrays).shape == (1, 1, 3, sizes["V"])
+        return
+    for function in (softmax_attention, lambda *x, **named: vjp(softmax_attention, *x, **named)):
+        with pytest.raises(NotSupported) as error:
+            backend.run(function, *arrays)
+        assert all(word in str(error.value) for word in words)
