@@ -1,0 +1,153 @@
+"""simple_gla, retention and linear_attention through gla's kernels: gradients, the gate that is read in place, what explain says."""
+
+import numpy as np
+import pytest
+from conftest import Kernels
+from reference import DECAYS, LIMITS, assert_close, double, draw, draw_states, rms, same_bits, stated
+from test_explain import Recorder
+from test_repeated_calls import Queued
+
+from linattn_np import NotSupported, linear_attention, retention, simple_gla, vjp
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import family, plans, recording
+from linattn_np.contract import swap_heads
+from linattn_np.ops import GLA, OPS
+
+VARIANTS = {
+    "simple_gla": (simple_gla, {}),
+    "retention": (retention, {"gamma": [0.9, 0.0]}),
+    "linear_attention": (linear_attention, {}),
+    "elu": (linear_attention, {"feature_map": "elu"}),
+    "relu-normalized": (linear_attention, {"feature_map": "relu", "normalize": True}),
+    "exp-normalized": (linear_attention, {"feature_map": "exp", "normalize": True}),
+    "normalized": (linear_attention, {"normalize": True, "feature_map": None}),
+}
+DECLARED = {function: op for op, function in OPS.items()}
+SIZES = {"B": 2, "H": 2, "T": 70, "K": 16, "V": 24, "N": 2}
+CASES = {
+    "float32": {}, "bfloat16": {"dtype": BFLOAT16}, "float16": {"dtype": np.float16, "gate": "some-inf"},
+    "uneven": {"sizes": {"K": 20, "V": 11, "T": 17}}, "bthd": {"dtype": BFLOAT16, "layout": "bthd"},
+    "packed": {"sizes": {"B": 1, "N": 5}, "cu_seqlens": [0, 0, 33, 34, 70, 70]}, "empty": {"sizes": {"T": 0}},
+    "reverse": {"dtype": BFLOAT16, "reverse": True}, "v-first": {"state_v_first": True}, "stateless": {"stateless": True},
+    "gate32": {"dtype": BFLOAT16, "gate_dtype": np.float32, "gate": "all-20"},
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        able = [name for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)]
+        metafunc.parametrize("backend", able, indirect=True)
+
+
+def mapped(f, x):
+    return tuple(map(f, x)) if isinstance(x, tuple) else f(x)
+
+
+def flat(result):
+    return [part for x in result for part in (x if isinstance(x, tuple) else (x,))]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients(backend, rng, variant, case):
+    """Those of NumPy in float64, which test_gradients holds to finite differences."""
+    function, options = VARIANTS[variant]
+    given = {"sizes": {}, "dtype": np.float32, "gate": "logsigmoid", "gate_dtype": None, "layout": "bhtd", "stateless": False} | CASES[case]
+    op, sizes = DECLARED[function], SIZES | given.pop("sizes")
+    dtype, gate, gate_dtype, stateless = (given.pop(name) for name in ("dtype", "gate", "gate_dtype", "stateless"))
+    arrays = draw(op, rng, sizes, dtype, gate, gate_dtype)
+    if variant == "normalized":
+        arrays[:2] = map(np.abs, arrays[:2])            # else a sum near 0 makes everything large
+    declared = stated(op, options)
+    parts = tuple(map(np.abs, draw_states(declared, rng, sizes, np.float32)))
+    ends = draw_states(declared, rng, sizes, np.float32)
+    if given.get("state_v_first"):
+        parts, ends = (tuple(x.swapaxes(2, 3) if x.ndim == 4 else x for x in those) for those in (parts, ends))
+    start, dht = (those if len(those) > 1 else those[0] for those in (parts, ends))
+    do = rng.standard_normal([sizes[axis] for axis in op.out.split()]).astype(dtype)
+    layout = given["layout"]
+
+    def turned(x, axes):
+        return np.ascontiguousarray(swap_heads(x, axes, layout))
+
+    def gradients(run, convert, **more):
+        there = [convert(turned(x, axes)) for x, axes in zip(arrays, op.arrays.values())]
+        state = {} if stateless else {"initial_state": mapped(convert, start), "output_final_state": True}
+        result, pull = run(vjp, function, *there, **options, **given, **state, **more)
+        return flat(result if not stateless else (result,)), flat(pull(convert(turned(do, op.out)), None if stateless else mapped(convert, dht)))
+
+    results, found = gradients(backend.run, backend.asarray)
+    results_exact, wanted = gradients(lambda f, *arrays, **more: f(*arrays, **more), double, mode="recurrent")
+    for x, y in zip(results, results_exact, strict=True):
+        assert_close("result", backend.tohost(x), y, dtype)
+    for name, x, y, like in zip([*op.arrays, "S", "z"], map(backend.tohost, found), wanted, [*arrays, *parts]):
+        assert x.dtype == like.dtype
+        if name in DECAYS:                      # a difference of what a strong decay makes far smaller than either
+            assert rms(double(x) - y) <= LIMITS[np.dtype(dtype).name][0] * max(rms(y), rms(double(do))), name
+        else:
+            assert_close(f"d{name}", x, y, dtype, factor=2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_views_of_any_strides(backend, rng, variant):
+    """Columns side by side in memory, axes backwards or repeated: what their copies give."""
+    function, options = VARIANTS[variant]
+    arrays = [np.abs(x) if name in "qk" else x for name, x in
+              zip(DECLARED[function].arrays, draw(DECLARED[function], rng, SIZES, np.float32))]
+    wanted = backend.tohost(backend.run(function, *map(backend.asarray, arrays), **options))
+    columns = [backend.asarray(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2) for x in arrays]
+    backwards = [backend.asarray(np.ascontiguousarray(x[:, :, ::-1]))[:, :, ::-1] for x in arrays]
+    for views in (columns, backwards):
+        assert_close(variant, backend.tohost(backend.run(function, *views, **options)), wanted, np.float32)
+
+
+def test_the_form_that_they_take_is_glas():
+    assert all(getattr(family.GLA, name) == getattr(GLA, name) for name in vars(GLA))
+
+
+def test_one_gate_is_read_in_place(device, rng):
+    """On Hopper nothing but the one pass runs, for any strides of a float32 gate; elsewhere the gate is spread first."""
+    sizes = {"B": 2, "H": 3, "T": 100, "K": 64, "V": 64}
+    for op in (op for op in OPS if op.name in family.NAMES):
+        host = draw(op, rng, sizes, BFLOAT16, gate_dtype=np.float32)
+        wanted = OPS[op](*map(double, host), mode="recurrent")
+        arrays = [device.upload(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2) for x in host]
+        problem, recorder = op.bind(arrays), Recorder(device)
+        o, _ = plans.run(problem, recorder)
+        one_pass = device.capability == 90
+        names = [kernel.name for kernel in recorder.launched]
+        assert names == (["warpgroup_forward"] if one_pass else ["feature_map", "chunk_forward"])
+        assert ("One" in recorder.launched[-1].template) == one_pass
+        assert tuple(recorder.launched) == plans.kernels_of(problem, device)
+        assert (plans.copies_of(problem, device) == ()) == one_pass
+        assert_close(op.name, np.asarray(o if isinstance(o, np.ndarray) else o.get()), wanted, BFLOAT16)
+
+
+@pytest.mark.parametrize("gate, K, V", [("weak", 64, 64), ("some-inf", 64, 128), ("spikes-40", 128, 128), ("all-20", 128, 72)])
+def test_one_gate_in_segments(backend, rng, gate, K, V):
+    """Few heads and many tokens: Hopper cuts the sequence."""
+    arrays = draw(DECLARED[simple_gla], rng, {"B": 1, "H": 1, "T": 1100, "K": K, "V": V}, BFLOAT16, gate)
+    start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
+    wanted = simple_gla(*map(double, arrays), initial_state=double(start), output_final_state=True, mode="recurrent")
+    found = backend.run(simple_gla, *map(backend.asarray, arrays), initial_state=backend.asarray(start), output_final_state=True)
+    for what, x, y in zip(("o", "state"), found, wanted):
+        assert_close(what, backend.tohost(x), y, BFLOAT16)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_recording_does_what_the_plan_does(rng, variant, capability, monkeypatch):
+    (function, options), device = VARIANTS[variant], Queued(capability)
+    op, options = DECLARED[function], {} if function is retention else options      # a list of decays is never recorded
+    problems = [op.bind(draw(op, rng, SIZES | {"V": 16}, BFLOAT16), **options) for _ in range(3)]
+    wanted = [plans.run(problem, device)[0] for problem in problems]
+    found = [recording.run(problems[0], device)[0]]
+    monkeypatch.setattr(plans, "run", None)
+    found += [recording.run(problem, device)[0] for problem in problems[1:]]
+    assert all(map(same_bits, found, wanted))
+
+
+def test_the_normaliser_is_a_column_too_many(backend, rng):
+    arrays = draw(DECLARED[linear_attention], rng, SIZES | {"V": 256, "T": 2}, np.float32)
+    with pytest.raises(NotSupported, match="V=256 and the normaliser are over 256"):
+        backend.run(lambda *a, **given: vjp(linear_attention, *a, normalize=True, **given), *map(backend.asarray, arrays))
