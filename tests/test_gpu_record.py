@@ -120,9 +120,9 @@ def test_no_sanitizer(tmp_path):
     assert gpu_record.sanitize(tmp_path, str(tmp_path / "none")) is None
 
 
-def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng):
+def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
     """On devices that note what they are to launch, and launch nothing."""
-    hopper, older, launched = conftest.Hopper("hopper"), conftest.Emulated("emulated"), set()
+    hopper, older, launched = conftest.made("hopper", backends), conftest.made("emulated", backends), set()
     for backend in (hopper, older):
         monkeypatch.setattr(backend.device, "launch", lambda kernel, *_, **__: launched.add(kernel.file))
     monkeypatch.setattr(rwkv6, "layers_on", lambda _: cuda_layers.CudaLayers)

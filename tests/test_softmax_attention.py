@@ -115,7 +115,8 @@ def test_gradients(backend, case, rng):
             most_whole, most_row = LIMITS[case.dtype.name]
             # a row of dq that cancels carries the rounding of its o; single numbers cancel as they like
             assert whole <= (3 if case.K == 1 else 1) * most_whole, f"d{name}: {whole:.1e}"
-            assert row <= 10 * most_row or case.K == 1, f"d{name}: {row:.1e}"
+            # and with a large scale one key has nearly all the weight, so that every row of dq cancels
+            assert row <= (30 if case.scale == 0.5 else 10) * most_row or case.K == 1, f"d{name}: {row:.1e}"
         else:
             assert np.abs(double(gradient)).max(initial=0) <= 0.05
 

@@ -27,7 +27,8 @@ struct InterChunkTile {
   float v[SLAB * LD];  // [16, 64]
 };
 
-template <typename T> __global__ void __launch_bounds__(THREADS) inter_chunk(const InterChunkArgs<T> args) {
+// 3 blocks a multiprocessor: without a word the compiler takes 128 registers and spills.
+template <typename T> __global__ void __launch_bounds__(THREADS, 3) inter_chunk(const InterChunkArgs<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   InterChunkTile& s = *reinterpret_cast<InterChunkTile*>(dynamic_smem());
   const Shape& shape = args.shape;

@@ -54,8 +54,9 @@ template <bool EXACT, int BK> __device__ __forceinline__ void score_pairs(IntraC
     for (int x = 0; x < 4; ++x) s.partial[warp][(g + 8 * (x >> 1)) * SUB + 8 * half + 2 * t + (x & 1)] = d[half][x];
 }
 
+// 4 blocks a multiprocessor: without a word the compiler takes few registers and spills.
 template <class Policy, typename T, typename G, int BK>
-__global__ void __launch_bounds__(THREADS) intra_chunk(const IntraChunkArgs<T, G> args) {
+__global__ void __launch_bounds__(THREADS, 4) intra_chunk(const IntraChunkArgs<T, G> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   IntraChunkTile<BK>& s = *reinterpret_cast<IntraChunkTile<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
