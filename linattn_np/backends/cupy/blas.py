@@ -22,7 +22,7 @@ class Cublas:
         from cupy.cuda import cublas        # noqa: F401  finds the library and loads it
 
         self.stream = cupy.cuda.get_current_stream
-        self.library = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
+        self.cublas = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self.workspace = cupy.empty(WORKSPACE, np.uint8)
         self.handle = ctypes.c_void_p()
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
@@ -45,7 +45,7 @@ class Cublas:
                   ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], ldy, stride_y, C, COMPUTE_32F, DEFAULT_ALGORITHM)
 
     def call(self, name, *arguments):
-        status = getattr(self.library, name)(*arguments)
+        status = getattr(self.cublas, name)(*arguments)
         if status:
             raise RuntimeError(f"{name} failed with cublasStatus_t {status}")
 
