@@ -85,7 +85,8 @@ def test_gradients(backend, rng, variant, case):
         if name in DECAYS:                      # a difference of what a strong decay makes far smaller than either
             assert rms(double(x) - y) <= LIMITS[np.dtype(dtype).name][0] * max(rms(y), rms(double(do))), name
         else:
-            assert_close(f"d{name}", x, y, dtype, factor=2)
+            # rows that cancel: dv as in test_gradient_kernels.py, and the quotient's gradient is a difference
+            assert_close(f"d{name}", x, y, dtype, rows=10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
