@@ -13,7 +13,7 @@ from rwkv6_table import README, RESULTS, WIDTH, losses, table
 
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
 END = "<!-- end of the operators' speed -->\n"
-GATES = {"logsigmoid": "", "weak": "weak gates", "strong": "strong gates", "reset": "resets"}
+GATES = {None: "", "logsigmoid": "", "weak": "weak gates", "strong": "strong gates", "reset": "resets"}
 
 
 def main():
