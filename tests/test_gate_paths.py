@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from reference import assert_close, draw, exact
 
+import linattn_np
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import GLA, OPS, RWKV6
 
@@ -59,11 +60,27 @@ def test_ways_switch_within_a_sequence(backend, rng, op, K, gate):
 def test_large_keys_overflow_nothing(backend, rng, size):
     """Keys that a factor of mild gates would push over float32's end."""
     needs_half_data(backend, GLA)
-    if backend.name == "numpy" and size > 1e12:
-        pytest.skip("NumPy's factors reach e^60, whatever the keys")
     arrays = problem(GLA, rng, 64)
     arrays["g"][...] = -2
     arrays["k"][..., 70:90, :] *= size
     arrays["q"] /= size
     o = run(backend, GLA, arrays)
     assert_close("o", o, exact(OPS[GLA], list(arrays.values()))[0], BFLOAT16)
+
+
+@pytest.mark.parametrize("op", (linattn_np.gla, linattn_np.rwkv6), ids=lambda op: op.__name__)
+@pytest.mark.parametrize("large", range(3), ids="qkv")
+def test_large_arrays_overflow_no_gradient(rng, op, large):
+    """Arrays that NumPy's factors of mild gates would push over float32's end, forward or backward."""
+    arrays = list(rng.standard_normal((4, 1, 2, 3 * CHUNK, 16)))
+    arrays[3] = np.full_like(arrays[3], -1.8)
+    arrays[3][..., CHUNK + 5, :] = -np.inf
+    arrays[large][..., 5:, :] *= 1e20
+    if op is linattn_np.rwkv6:
+        arrays.append(rng.standard_normal((2, 16)))
+    results = []
+    for dtype, mode in (np.float32, "chunk"), (np.float64, "recurrent"):
+        o, pull = linattn_np.vjp(op, *(x.astype(dtype) for x in arrays), mode=mode, backend="numpy")
+        results.append((o, *pull(np.ones_like(o))))
+    for name, got, wanted in zip(("o", "dq", "dk", "dv", "dg", "du"), *results, strict=False):
+        assert_close(name, got, wanted, np.dtype(np.float32))

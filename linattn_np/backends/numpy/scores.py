@@ -5,7 +5,7 @@
 `exclusive` (RWKV-6): the sum in A ends at i - 1, j < i and d_i = b_{i-1}. Two routes, chosen chunk by chunk:
 
 - *factored*: gates so weak over the chunk that both exp(b_i) and exp(-b_j) are harmless. Then A is one product,
-  (q exp d) (k / exp b)^T.
+  (q exp d) (k / exp b)^T. A chunk in which large q, k or gradients overflow all the same is redone stepwise.
 - *stepwise* otherwise: sub-chunks of 16. Between them every exponent is a sum of gates, taken along as the reference
   point moves; within one, factored again where that block allows it, else decays multiplied up one token at a time.
 
@@ -23,7 +23,7 @@ LIMIT = 60.0                # nats: exp(60) = 1e26 leaves float32 room for keys 
 
 
 class Gates:
-    """The log decays [..., C, K or 1] of a stack of chunks, and which chunks are weak enough to be factored."""
+    """The log decays [..., C, K or 1] of a stack of chunks, and which chunks are too strong to be factored."""
 
     def __init__(self, g, scratch):
         self.g = g = blas_ready(g)
@@ -34,6 +34,19 @@ class Gates:
             self.strong = np.nonzero(~within_limit(flat, -1))
         self.any_weak = self.strong is None or len(self.strong[0]) < flat[..., 0].size
         self.decay = np.exp(b, out=b) if self.any_weak else None
+
+    def drop_overflown(self, *results):
+        """Has chunks count as strong where one of the factored `results` [..., D] is not finite."""
+        overflown = np.isnan(sum(np.vecdot(x, zeros(x.shape[-1], x.dtype)) for x in results))   # 0 * inf
+        if overflown.any():
+            if self.strong is not None:
+                overflown[self.strong] = True
+            self.strong = np.nonzero(overflown)
+
+
+@cache
+def zeros(size, dtype):
+    return np.zeros(size, dtype)
 
 
 @cache
@@ -62,21 +75,27 @@ def gated_scores(q, k, gates, exclusive, decay, scratch):
     """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]."""
     qg, kg, A = scratch("qg", q.shape), scratch("kg", k.shape), scratch("A", (*q.shape[:-1], q.shape[-2]))
     if gates.any_weak:
-        factored(q, k, gates.decay, exclusive, qg, kg, A, decay)
+        factored(q, k, gates, exclusive, qg, kg, A, decay)
     if gates.strong is not None:
         at = gates.strong
         qg[at], kg[at], A[at], decay[at] = stepwise(q[at], k[at], gates.g[at], exclusive)
     return qg, kg, A
 
 
-def factored(q, k, E, exclusive, qg, kg, A, decay):
-    """Weak gates: E = exp(b) [..., C, K or 1]."""
+def factored(q, k, gates, exclusive, qg, kg, A, decay):
+    """Right for weak gates."""
+    E = gates.decay
     decay_query(q, E, exclusive, out=qg)
     np.divide(k, E, out=kg)
-    np.matmul(qg, kg.swapaxes(-1, -2), out=A)
-    mask_future(A, exclusive)
+    factored_product(qg, kg, gates, exclusive, A)
     decay[...] = E[..., -1, :]
     kg *= E[..., -1:, :]
+
+
+def factored_product(qg, kg, gates, exclusive, A):
+    np.matmul(qg, kg.swapaxes(-1, -2), out=A)
+    gates.drop_overflown(A[..., -1, :], A[..., 0])  # the last query met all keys, the first key all queries
+    mask_future(A, exclusive)
 
 
 def decay_query(q, E, exclusive, out=None):
@@ -128,8 +147,7 @@ def diagonal_blocks(q, k, g, exclusive):
     gates = Gates(g, Scratch(g.dtype))
     A = np.empty((*q.shape[:-1], q.shape[-2]), q.dtype)
     if gates.any_weak:
-        np.matmul(decay_query(q, gates.decay, exclusive), (k / gates.decay).swapaxes(-1, -2), out=A)
-        mask_future(A, exclusive)
+        factored_product(decay_query(q, gates.decay, exclusive), k / gates.decay, gates, exclusive, A)
     if gates.strong is not None:
         at = gates.strong
         A[at] = running_product(q[at], k[at], np.exp(g[at]), exclusive)
@@ -156,17 +174,19 @@ def gated_scores_vjp(q, k, gates, dA, exclusive):
     """Gradients of q and k [..., C, K] in A; dA [..., C, C] is 0 on and above the diagonal."""
     dq, dk = np.empty(q.shape, q.dtype), np.empty(k.shape, k.dtype)
     if gates.any_weak:
-        factored_vjp(q, k, gates.decay, dA, exclusive, dq, dk)
+        factored_vjp(q, k, gates, dA, exclusive, dq, dk)
     if gates.strong is not None:
         at = gates.strong
         dq[at], dk[at] = stepwise_vjp(q[at], k[at], gates.g[at], dA[at], exclusive)
     return dq, dk
 
 
-def factored_vjp(q, k, E, dA, exclusive, dq, dk):
+def factored_vjp(q, k, gates, dA, exclusive, dq, dk):
+    E = gates.decay
     decay_query(dA @ (k / E), E, exclusive, out=dq)
     np.matmul(dA.swapaxes(-1, -2), decay_query(q, E, exclusive), out=dk)
     dk /= E
+    gates.drop_overflown(*(x.reshape(*x.shape[:-2], -1) for x in (dq, dk)))
 
 
 def stepwise_vjp(q, k, g, dA, exclusive):
@@ -196,7 +216,7 @@ def diagonal_blocks_vjp(q, k, g, dA, exclusive):
     gates = Gates(g, Scratch(g.dtype))
     dq, dk = np.empty(q.shape, q.dtype), np.empty(k.shape, k.dtype)
     if gates.any_weak:
-        factored_vjp(q, k, gates.decay, dA, exclusive, dq, dk)
+        factored_vjp(q, k, gates, dA, exclusive, dq, dk)
     if gates.strong is not None:
         at = gates.strong
         dq[at], dk[at] = running_product_vjp(q[at], k[at], np.exp(g[at]), dA[at], exclusive)
