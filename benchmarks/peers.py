@@ -8,7 +8,9 @@ import sys
 import warnings
 
 FUNCTIONS = {"gla": ("gla", "chunk_gla"), "rwkv6": ("rwkv6", "chunk_rwkv6"), "gla_step": ("gla", "fused_recurrent_gla"),
-             "rwkv6_step": ("rwkv6", "fused_recurrent_rwkv6")}
+             "rwkv6_step": ("rwkv6", "fused_recurrent_rwkv6"), "simple_gla": ("simple_gla", "chunk_simple_gla"),
+             "retention": ("retention", "chunk_retention"), "linear_attention": ("linear_attn", "chunk_linear_attn")}
+MEANING = {"linear_attention": {"normalize": False}}            # what else makes its operator ours
 
 
 def absent() -> str | None:
@@ -23,8 +25,13 @@ def absent() -> str | None:
 
 
 def has(case) -> bool:
-    """Other dtypes, and backward passes, would be tuned anew for minutes."""
-    return case.op in FUNCTIONS and case.dtype == "bfloat16" and not case.backward
+    """Other dtypes would be tuned anew for minutes."""
+    return case.op in FUNCTIONS and case.dtype == "bfloat16"
+
+
+def bound(case, arrays, keywords):
+    """What is to be timed."""
+    return (Pullback if case.backward else Call)(case, arrays, keywords)
 
 
 class Call:
@@ -36,12 +43,12 @@ class Call:
 
         module, name = FUNCTIONS[case.op]
         self.function = getattr(getattr(fla.ops, module), name)
-        self.step, self.keywords = case.step, {}
+        self.step, self.keywords = case.step, {"scale": case.D ** -0.5, **MEANING.get(case.op, {})}
         self.arrays = [self.in_its_layout(torch.from_dlpack(x)) for x in arrays.values()]
         if case.gate == "reset":
             self.arrays[3] = self.arrays[3].clamp(min=-1e30)    # it takes no -inf
         if case.step:
-            self.keywords = {"initial_state": torch.from_dlpack(keywords["state"]).clone(), "output_final_state": True}
+            self.keywords |= {"initial_state": torch.from_dlpack(keywords["state"]).clone(), "output_final_state": True}
         if case.sequences:
             self.keywords["cu_seqlens"] = torch.tensor(keywords["cu_seqlens"], device="cuda")
 
@@ -60,6 +67,26 @@ class Call:
         """(o,) as ours lies, of a step (o, state)."""
         o, state = self()
         return (o[:, 0], state) if self.step else (o.transpose(1, 2),)
+
+
+class Pullback(Call):
+    """The gradients of all arrays, after a forward pass that leaves what they need."""
+
+    def __init__(self, case, arrays, keywords):
+        import torch
+
+        super().__init__(case, arrays, keywords)
+        self.do = self.in_its_layout(torch.from_dlpack(keywords["do"]))
+        self.o, _ = self.function(*(x.requires_grad_() for x in self.arrays), **self.keywords)
+
+    def __call__(self):
+        import torch
+
+        return torch.autograd.grad(self.o, self.arrays, self.do, retain_graph=True)
+
+    def results(self):
+        """In the order of the arrays, as ours lie."""
+        return tuple(x if x.ndim == 2 else x.transpose(1, 2) for x in self())
 
 
 def host(x):

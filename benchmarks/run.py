@@ -9,7 +9,8 @@ A row's figures, every one a median, in milliseconds:
                 begins; of a step, whose calls are captured in a CUDA graph
     wall_ms     host time of a call, Python included, when calls follow one another and the last is waited for
     floor_ms    the bytes of every input, result and state once, over the bandwidth of a copy in the same run
-    fla_ms      flash-linear-attention's device time, measured in the same way (see peers.py), and fla_wall_ms
+    fla_ms      flash-linear-attention's device time, measured in the same way (see peers.py), and fla_wall_ms: of a
+                backward pass torch.autograd.grad's, after a forward pass that is not timed either
     error       relative, of the result (and of a step's state; of a backward pass the gradients of q, k, v and g) at the
                 first and the last head, all tokens, against the recurrence in float64 on the same values; fla_error
                 likewise
@@ -101,12 +102,12 @@ def cases_of_gpu(quick):
     yield from (Case(op, *SHAPES[0], dtype=dtype) for dtype in ("float16", "float32") for op in gated)
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
     yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing
-    yield from (Case(op, *WIDE) for op in gated)
     others = [op.name for op in OPS if op.name not in gated]
     yield from (Case(op, *shape) for shape in (SHAPES[0], SHAPES[-2]) for op in others if op != "softmax_attention")
     yield Case("softmax_attention", *SHAPES[-2])
     yield from (Case(op, *shape, backward=True) for shape in TRAINED for op in gated)
     yield from (Case(op, *SHAPES[-2], backward=True) for op in others)
+    yield from (Case(op, *WIDE) for op in gated)
 
 
 def cases_of_cpu(quick):
@@ -259,22 +260,28 @@ class Fla:
     def __call__(self, case, arrays, keywords, wanted):
         if (figures := self.kept.get(key(case.fields))) is not None:
             return figures
-        if self.absent or not peers.has(case) or time.monotonic() > self.ends:
+        if self.absent or not peers.has(case):
+            return {}
+        if time.monotonic() > self.ends:
+            say("  fla is not measured: its time is up")
             return {}
         try:
             return self.measure(case, arrays, keywords, wanted)
         except Exception as problem:            # whatever a peer fails with: ours is measured, and the reason is said
-            say(f"  fla fails: {type(problem).__name__}: {str(problem).splitlines()[0][:150]}")
+            reason = str(problem).partition("\n")[0][:150]
+            say(f"  fla fails: {type(problem).__name__}: {reason}")
             return {}
         finally:
             self.device.free()
 
     def measure(self, case, arrays, keywords, wanted):
-        call = peers.Call(case, arrays, keywords)
-        figures = {"fla_error": error([two_heads(x, peers.host) for x in call.results()], wanted)}
+        call = peers.bound(case, arrays, keywords)
+        results = by_head(arrays, call.results()) if case.backward else call.results()
+        figures = {"fla_error": error([two_heads(x, peers.host) for x in results], wanted)}
+        del results
         if figures["fla_error"] < LIMITS[case.dtype]:
             nbytes = bytes_moved(case, arrays, keywords)
-            more = [peers.Call(case, *its) for its in others(case, self.device.xp, nbytes)]
+            more = [peers.bound(case, *its) for its in others(case, self.device.xp, nbytes)]
             calls = in_turn([call, *more])
             figures["fla_ms"] = timed(self.device, case, calls, peers.captured, self.samples)
             figures["fla_wall_ms"] = wall_ms(self.device, calls, self.samples)
@@ -285,17 +292,17 @@ def key(row):
     return tuple(row[name] for name in ("op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences"))
 
 
-def kept_figures(path, meta):
-    """fla's figures by `key` out of an earlier file, if it speaks of the same card and versions."""
-    if path is None:
-        return {}
-    earlier = json.loads(path.read_text())
-    same = ("card", "fla-core", "torch", "triton")
-    if any(earlier["meta"].get(name) != meta.get(name) for name in same):
-        say(f"{path} is of another card or other versions: not used")
-        return {}
-    return {key(row): {name: row[name] for name in ("fla_ms", "fla_wall_ms", "fla_error")}
-            for row in earlier["rows"] if row["fla_error"] is not None}
+def kept_figures(paths, meta):
+    """fla's figures by `key` out of those earlier files that speak of the same card and versions."""
+    same, kept = ("card", "fla-core", "torch", "triton"), {}
+    for path in paths:
+        earlier = json.loads(path.read_text())
+        if any(earlier["meta"].get(name) != meta.get(name) for name in same):
+            say(f"{path} is of another card or other versions: not used")
+            continue
+        kept |= {key(row): {name: row[name] for name in ("fla_ms", "fla_wall_ms", "fla_error")}
+                 for row in earlier["rows"] if row["fla_error"] is not None}
+    return kept
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------
@@ -337,7 +344,8 @@ def arguments():
     parser.add_argument("--ops", nargs="+", choices=DECLARED, help="these operators alone")
     parser.add_argument("--out", type=Path, help="a JSON file, as benchmarks/results has them")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure fla too")
-    parser.add_argument("--keep-peers", type=Path, metavar="FILE", help="an earlier JSON file whose fla figures to use")
+    parser.add_argument("--keep-peers", type=Path, nargs="+", default=[], metavar="FILE",
+                        help="earlier JSON files whose fla figures to use: only what they lack is measured")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which fla is measured no more")
     parser.add_argument("--commit", help="what to say of the sources where git cannot")
     return parser.parse_args()

@@ -7,35 +7,38 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of its backend)
 
 OURS, FLA, INK = "#0b6e8a", "#d9822b", "#333333"
-PANELS = (("gla", "rwkv6"), ("gla_step", "rwkv6_step"))
+PANELS = (("forward", ("gla", "rwkv6"), "B, T, H, D"), ("backward", ("gla", "rwkv6"), "B, T, H, D"),
+          ("step", ("gla_step", "rwkv6_step"), "sequences"))
 
 
 def draw(result, path):
     rows = result["rows"]
-    groups = [by_label(rows, "forward"), by_label(rows, "step")]
-    image, axes = plt.subplots(2, 2, figsize=(11, 8), sharex="row", sharey="row", layout="constrained",
-                                height_ratios=[len(group) + 1.2 for group in groups])
-    for group, across, ops in zip(groups, axes, PANELS):
+    shown = [(*panels, group) for panels in PANELS if (group := by_label(rows, panels[0]))]
+    heights = [len(group) + 1.2 for *_, group in shown]
+    image, axes = plt.subplots(len(shown), 2, figsize=(11, 0.36 * sum(heights)), sharex="row", sharey="row",
+                               squeeze=False, layout="constrained", height_ratios=heights)
+    for (kind, ops, shape, group), across in zip(shown, axes):
         for axis, op in zip(across, ops):
-            panel(axis, op, {label: pair[op] for label, pair in group.items() if op in pair})
+            panel(axis, op + " backward" * (kind == "backward"),
+                  {label: pair[op] for label, pair in group.items() if op in pair})
         names = ["   ".join(filter(None, (what, shape))) for shape, what in group]
         across[0].set_yticks(range(len(names)), names)
         across[0].set_ylim(len(names) - 0.4, -0.6)
-        limit_x(across[0], rows, ops)
+        across[0].set_ylabel(shape)
+        limit_x(across[0], [pair[op] for pair in group.values() for op in ops if op in pair])
     for axis in axes.flat:
         axis.set_xlabel("times the memory floor", fontsize=9)
-    axes[0, 0].set_ylabel("B, T, H, D")
-    axes[1, 0].set_ylabel("sequences")
     handles, names = axes[0, 0].get_legend_handles_labels()
     image.legend(handles, names, loc="outside upper right", ncols=3, frameon=False)
     meta = result["meta"]
-    image.suptitle(f"Forward passes and steps on {meta['card']}, {meta['date']}", x=0.01, ha="left", fontsize=12)
+    title = f"Forward and backward passes, and steps, on {meta['card']}, {meta['date']}"
+    image.suptitle(title, x=0.01, ha="left", fontsize=12)
     image.savefig(path, dpi=130)
     plt.close(image)
 
 
-def panel(axis, op, rows):
-    axis.set_title(op, loc="left", fontsize=11, fontweight="bold", color=INK)
+def panel(axis, title, rows):
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axis.set_xscale("log")
     axis.axvline(1, color=INK, linewidth=1.2, label="floor")
     axis.grid(axis="x", which="major", color="#e4e4e4")
@@ -53,9 +56,9 @@ def panel(axis, op, rows):
             axis.annotate(time(ms), (x, y), textcoords="offset points", fontsize=7.5, color=color, **beside)
 
 
-def limit_x(axis, rows, ops):
-    longest = max((row[field] / row["floor_ms"] for row in rows if row["op"] in ops
-                   for field in ("ours_ms", "fla_ms") if row[field]), default=1)
+def limit_x(axis, rows):
+    longest = max((row[field] / row["floor_ms"] for row in rows for field in ("ours_ms", "fla_ms") if row[field]),
+                  default=1)
     axis.set_xlim(0.8, longest * 1.6)
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < longest * 1.6]
     axis.set_xticks(ticks, [f"{tick}x" for tick in ticks])

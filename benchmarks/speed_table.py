@@ -55,11 +55,11 @@ def of_card(path) -> str:
                [[shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
                 for (shape, what), pair in forward.items()]), "",
         *titled("Backward passes alone; their floor is every input, gradient and the result's gradient once.",
-                ["B, T, H, D", "floor", "`gla`", "`rwkv6`"],
-                [[shape, figure(floor(pair)), cells(pair, "gla")[0], cells(pair, "rwkv6")[0]]
+                ["B, T, H, D", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
+                [[shape, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
                  for (shape, _), pair in backward.items()]),
         *titled("The others of the family, forward and backward; what bounds softmax attention is arithmetic, not the floor.",
-                ["B, T, H, D", "", "floor", "forward", "floor", "backward"], family(rows)),
+                ["B, T, H, D", "", *("floor", "forward", "fla"), *("floor", "backward", "fla")], family(rows)),
         fill("One token for so many sequences, 32 heads of 64, states in float32; microseconds of a call in a CUDA "
              "graph / of eager calls that follow one another.", WIDTH), "",
         *table(["sequences", "floor", "`gla_step`", "fla", "`rwkv6_step`", "fla"],
@@ -100,7 +100,7 @@ def family(rows):
         if row["op"].removesuffix("_step") not in ("gla", "rwkv6"):
             found.setdefault((row["op"], label(row)[0]), {})[row["pass"]] = row
     return [[shape, f"`{op}`", *(cell for kind in ("forward", "backward") for cell in
-                                 ([figure(pair[kind]["floor_ms"]), cells(pair, kind)[0]] if kind in pair else ["", ""]))]
+                                 ([figure(pair[kind]["floor_ms"]), *cells(pair, kind)] if kind in pair else [""] * 3))]
             for (op, shape), pair in found.items()]
 
 
@@ -137,7 +137,7 @@ def figure(x) -> str:
 
 
 def name(row):
-    return " ".join(filter(None, (row["op"], *label(row))))
+    return " ".join(filter(None, (row["op"], "backward" * (row["pass"] == "backward"), *label(row))))
 
 
 def faster(rows):
@@ -152,14 +152,22 @@ def faster(rows):
 def errors(rows) -> str:
     """What of the relative errors against float64 is to be said."""
     halves = [row for row in rows if row["dtype"] == "bfloat16" and row["ours_ms"]]
-    text = f"Relative errors against float64, in bfloat16: ours {extent(halves, 'error')}"
-    if timed := [row for row in halves if row["fla_ms"]]:
-        text += f", fla's {extent(timed, 'fla_error')}"
+    timed = [row for row in halves if row["fla_ms"]]
+    text = "Relative errors against float64, in bfloat16: " + "; ".join(filter(None, (
+        extents("", [row for row in halves if row["pass"] != "backward"]),
+        extents("of gradients ", [row for row in halves if row["pass"] == "backward"]))))
     larger = [f"{name(row)} ({row['error']:.2e}, fla {row['fla_error']:.2e})" for row in timed
               if row["error"] > 1.02 * row["fla_error"]]          # 2 %: another order of the same sums
     wrong = [name(row) for row in rows if row["fla_error"] and not row["fla_ms"]]
     return (text + "." + (f" Ours is larger than fla's: {', '.join(larger)}." if larger else "")
             + (f" fla's result is wrong, and was not timed: {', '.join(wrong)}." if wrong else ""))
+
+
+def extents(what, rows):
+    """Ours, and fla's where it was timed; empty where there is nothing."""
+    timed = [row for row in rows if row["fla_ms"]]
+    its = f", fla's {extent(timed, 'fla_error')}" if timed else ""
+    return f"{what}ours {extent(rows, 'error')}{its}" if rows else ""
 
 
 def extent(rows, field):

@@ -1,8 +1,11 @@
 """What benchmarks/results holds is whole, the README says the same, and a wrong result is not timed."""
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,8 +86,105 @@ def test_figures_of_a_peer_are_kept_for_the_same_versions(tmp_path):
     row = of_small_case("gla") | {"fla_ms": 2.0, "fla_wall_ms": 3.0, "fla_error": 1e-3}
     path = tmp_path / "earlier.json"
     path.write_text(json.dumps({"meta": meta, "rows": [row, of_small_case("rwkv6")]}))
-    assert run.kept_figures(path, meta) == {run.key(row): {"fla_ms": 2.0, "fla_wall_ms": 3.0, "fla_error": 1e-3}}
-    assert run.kept_figures(path, meta | {"torch": "2.1"}) == {}
+    later, newer = tmp_path / "later.json", row | {"T": 71, "fla_ms": 4.0}
+    later.write_text(json.dumps({"meta": meta, "rows": [newer]}))
+    kept = {"fla_ms": 2.0, "fla_wall_ms": 3.0, "fla_error": 1e-3}
+    assert run.kept_figures([path], meta) == {run.key(row): kept}
+    assert run.kept_figures([path, later], meta) == {run.key(row): kept, run.key(newer): kept | {"fla_ms": 4.0}}
+    assert run.kept_figures([path], meta | {"torch": "2.1"}) == run.kept_figures([], meta) == {}
+
+
+# -- the peer ---------------------------------------------------------------------------------------------------------
+def of_peer(kept=(), limit_s=math.inf):
+    return run.Fla(Cpu(), None, dict(kept), limit_s, 1)
+
+
+def case_of(op, **options):
+    return run.Case(op, 2, 1 if op.endswith("_step") else 33, 3, 16, **options)
+
+
+def row_beside(peer, case):
+    return run.measure(replace(case, dtype="float32"), Cpu(), 1e9, lambda _, *its: peer(case, *its), 1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_an_earlier_file_lacks_is_measured(backward, monkeypatch):
+    case, kept = case_of("gla", backward=backward), {"fla_ms": 2.0, "fla_wall_ms": 3.0, "fla_error": 1e-3}
+    measured = kept | {"fla_ms": 5.0}
+    monkeypatch.setattr(run.Fla, "measure", lambda *_: measured)
+    peer = of_peer({run.key(case.fields): kept})
+    assert kept.items() <= row_beside(peer, case).items()
+    assert measured.items() <= row_beside(peer, replace(case, T=34)).items()
+
+
+@pytest.mark.parametrize("reason", ["out of memory\nand more", ""])
+def test_a_peer_that_fails_leaves_our_row(reason, monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(run.peers, "bound", fails)
+    row = row_beside(of_peer(), case_of("gla", backward=True))
+    assert row["ours_ms"] > 0 and row["fla_ms"] is row["fla_error"] is None
+    assert f"fla fails: RuntimeError: {reason.partition(chr(10))[0]}\n" in capsys.readouterr().err
+
+
+def test_a_peer_without_time_left_is_said(capsys):
+    row = row_beside(of_peer(limit_s=-1), case_of("gla"))
+    assert row["ours_ms"] > 0 and row["fla_ms"] is None and "its time is up" in capsys.readouterr().err
+
+
+def recurrence(q, k, v, g=None, u=None, *, scale, normalize=False, initial_state=None, output_final_state=False):
+    """Every operator of fla's as torch computes it, [B, T, H, ..]; g is [B, T, H], [B, T, H, K] or for each head."""
+    torch = sys.modules["torch"]
+    assert not normalize
+    state = torch.zeros(*k.shape[::2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
+    g = torch.zeros(k.shape) if g is None else g.expand(k.shape[:3])[..., None] if g.ndim < 4 else g
+    outputs = []
+    for t in range(q.shape[1]):
+        pair = k[:, t, :, :, None] * v[:, t, :, None]
+        after = g[:, t].exp()[..., None] * state + pair
+        read = after if u is None else state + u[..., None] * pair
+        outputs.append(scale * (q[:, t, :, None] @ read)[:, :, 0])
+        state = after
+    return torch.stack(outputs, 1), state
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """Its functions, by what they mean."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def retention(q, k, v, **keywords):
+        return recurrence(q, k, v, torch.log(1 - 2.0 ** (-5 - torch.arange(q.shape[2]))), **keywords)
+
+    ops = ModuleType("fla.ops")
+    for module, name in run.peers.FUNCTIONS.values():
+        function = retention if module == "retention" else recurrence
+        setattr(ops, module, SimpleNamespace(**vars(getattr(ops, module, SimpleNamespace())), **{name: function}))
+    package = ModuleType("fla")
+    package.ops = ops
+    monkeypatch.setitem(sys.modules, "fla", package)
+    monkeypatch.setitem(sys.modules, "fla.ops", ops)
+    monkeypatch.setattr(run.peers, "captured", Cpu().captured)
+
+
+PEERS = [case_of(op) for op in run.peers.FUNCTIONS]
+PEERS += [replace(case, backward=True) for case in PEERS if not case.step]
+
+
+@pytest.mark.parametrize("case", PEERS, ids=str)
+def test_a_peer_gives_what_ours_gives(case, fla):
+    row = row_beside(lambda _, *its: of_peer().measure(replace(case, dtype="float32"), *its), case)
+    assert row["fla_error"] < LIMITS["float32"][0] and row["fla_ms"] > 0 and row["fla_wall_ms"] > 0
+    assert row["error"] < LIMITS["float32"][0] and row["ours_ms"] > 0
+
+
+def test_a_wrong_gradient_of_a_peer_is_not_timed(fla, monkeypatch):
+    right = run.peers.Pullback.results
+    monkeypatch.setattr(run.peers.Pullback, "results", lambda self: tuple(1.01 * x for x in right(self)))
+    case = case_of("rwkv6", dtype="float32", backward=True)
+    row = row_beside(lambda _, *its: of_peer().measure(case, *its), case)
+    assert row["fla_error"] > 1e-3 and row["fla_ms"] is None and row["ours_ms"] > 0
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -94,5 +194,10 @@ def test_losses_are_said():
     assert speed_table.faster([better]) == [
         "fla (gla 2, 70, 3, 16, 2.00 times)", "fla (gla 2, 70, 3, 16, eager, 1.25 times)"]
     assert "Ours is larger than fla's: gla 2, 70, 3, 16 (3.00e-03, fla 2.00e-03)." in speed_table.errors([better])
+    gradient = better | {"pass": "backward", "error": 4e-3, "fla_error": 5e-3}
+    assert speed_table.faster([gradient])[0] == "fla (gla backward 2, 70, 3, 16, 2.00 times)"
+    assert speed_table.errors([better | {"error": 2e-3}, gradient]) == (
+        "Relative errors against float64, in bfloat16: ours 2.0e-03 to 2.0e-03, fla's 2.0e-03 to 2.0e-03; "
+        "of gradients ours 4.0e-03 to 4.0e-03, fla's 5.0e-03 to 5.0e-03.")
     wrong = row | {"fla_error": 0.5}
     assert speed_table.faster([wrong]) == [] and "was not timed: gla" in speed_table.errors([row, wrong])
