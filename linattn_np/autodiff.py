@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-from .dispatch import backend_module, choose
+from .dispatch import backend_module, in_shares
+from .grouped import added, beside, callers, cotangents, has_columns
 from .ops import declaration
 
 
@@ -32,17 +33,20 @@ def vjp(op, *arrays, backend="auto", **arguments):
     True
     """
     problem = bind(op, arrays, arguments)
-    (o, final_state), pull = backend_module(choose(problem, backend)).vjp(problem.with_room())
+    name, shares = in_shares(problem, backend)
+    done = [backend_module(name).vjp(share.with_room()) for share in shares]
+    o, final_state = together([result for result, _ in done], problem)
     result = problem.as_caller(problem.in_layout(o, problem.op.out))
     if problem.output_final_state:
         result = (result, problem.states_as_caller(final_state))
-    return result, checked(problem, pull)
+    return result, checked(problem, [pull for _, pull in done])
 
 
 def pullback(op, *arrays, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
-    return checked(problem, backend_module(choose(problem, backend)).pullback(problem))
+    name, shares = in_shares(problem, backend)
+    return checked(problem, [backend_module(name).pullback(share) for share in shares])
 
 
 def bind(op, arrays, arguments):
@@ -53,11 +57,39 @@ def bind(op, arrays, arguments):
     return declared.bind(arrays, gradient=True, **arguments)
 
 
-def checked(problem, pull):
-    """A backend's pullback as the caller's: of any arrays that fit, and with results in kind."""
+def together(results, problem):
+    """(o, final state's parts or None) of the problem from those of its shares."""
+    o, finals = zip(*results)
+    if finals[0] is None:
+        return beside(o), None
+    return beside(o), tuple(beside(parts) if has_columns(axes) else parts[0]
+                            for parts, axes in zip(zip(*finals), problem.op.state))
+
+
+def pulled(pulls, problem, do, dht):
+    """(gradients in the order of the arrays, those of the initial state or None), from the pullbacks of the shares."""
+    V, op = problem.sizes["V"] // len(pulls), problem.op
+    done = []
+    for n, pull in enumerate(pulls):
+        shared = dht and tuple(cotangents(part, axes, n * V, V) for part, axes in zip(dht, op.state))
+        done.append(pull(cotangents(do, op.out, n * V, V), shared))
+
+    def joined(parts, axes):
+        return beside(parts) if has_columns(axes) else added(parts, problem.compute_dtype)
+
+    gradients, initial = zip(*done)
+    gradients = [joined(parts, axes) for parts, axes in zip(zip(*gradients), op.arrays.values(), strict=True)]
+    if initial[0] is None:
+        return gradients, None
+    return gradients, tuple(joined(parts, axes) for parts, axes in zip(zip(*initial), op.state))
+
+
+def checked(problem, pulls):
+    """The pullbacks of a problem's shares as the caller's: of any arrays that fit, and with results in kind."""
     def pullback(do, dht=None):
         declared = problem.op
-        gradients, initial = pull(cotangent("do", do, declared.out, problem), final_cotangent(dht, problem))
+        gradients, initial = pulled(pulls, problem, cotangent("do", do, declared.out, problem),
+                                    final_cotangent(dht, problem))
         result = tuple(problem.as_caller(problem.in_layout(gradient, axes))
                        for gradient, axes in zip(gradients, declared.arrays.values(), strict=True))
         if problem.initial_state is None:
@@ -69,8 +101,9 @@ def checked(problem, pull):
 def cotangent(name, x, axes, problem):
     """The caller's gradient of a result, checked against the result's shape and device."""
     native, _ = problem.op.native(name, x)
-    view = problem.backwards(problem.op.logical(name, native, axes, problem.layout), axes)
-    return problem.op.placed(name, view, axes, problem.sizes, problem.home)
+    view = problem.op.logical(name, native, axes, problem.layout)
+    wanted = callers(axes, problem.groups)
+    return problem.taken_array(problem.op.placed(name, view, wanted, problem.callers_sizes(), problem.home), axes)
 
 
 def final_cotangent(dht, problem):
@@ -79,5 +112,6 @@ def final_cotangent(dht, problem):
     parts = dht if isinstance(dht, tuple) else (dht,)
     if len(parts) != len(problem.op.state):
         problem.op.refuse("dht", f"has {len(parts)} parts, expected {len(problem.op.state)}")
-    placed = problem.op.placed_states("dht", parts, problem.sizes, problem.home, problem.state_v_first)
-    return tuple(map(problem.turned_state, placed))
+    placed = problem.op.placed_states("dht", parts, problem.callers_sizes(), problem.home, problem.state_v_first,
+                                      problem.groups)
+    return tuple(map(problem.taken_state, placed, problem.op.state))

@@ -16,12 +16,12 @@ from functools import lru_cache
 import numpy as np
 
 from . import arrays as array_kinds
-from . import varlen
+from . import grouped, masked, varlen
 
 LAYOUTS = ("bhtd", "bthd")
 SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
-ARRAYS = ("initial_state", "state", "out")          # arguments that are arrays
+ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
 INTEGERS = ("cu_seqlens", "slots")                  # arguments that are integers on the host, whose values matter
 PLAIN = (int, float, type, np.generic, np.dtype)    # arguments that their repr tells apart
 
@@ -67,28 +67,34 @@ class Op:
         return problem
 
     def check(self, inputs, *, layout="bhtd", mode="auto", scale=None, initial_state=None, output_final_state=False,
-             state_dtype=None, cu_seqlens=None, reverse=False, state_v_first=False, chunk_size=None, materialize=None,
-             out=None, gradient=False, **options) -> Problem:
+             state_dtype=None, cu_seqlens=None, mask=None, reverse=False, state_v_first=False, chunk_size=None,
+             materialize=None, out=None, gradient=False, **options) -> Problem:
         """All checks of a call but that of overlapping memory, in one pass."""
         if layout not in LAYOUTS:
             self.refuse("layout", f"is {layout!r}, expected one of {', '.join(map(repr, LAYOUTS))}")
         views, whose = self.native_views(inputs, layout)
-        sizes = self.sizes(views, layout)
+        groups = self.groups(views, layout)
+        sizes = self.sizes(views, layout, groups)
         dtype = self.dtype(views)
         spans = self.spans(cu_seqlens, sizes)
         sizes["N"] = sizes["B"] * spans.count if "T" in sizes else sizes["B"]
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
-        initial_state = self.initial_state(initial_state, sizes, home, state_v_first)
-        out = self.output(out, sizes, dtype, layout, home)
+        initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
+        out = self.output(out, sizes, dtype, layout, home, groups)
+        mask = self.mask(mask, sizes, home, cu_seqlens)
+        if groups > 1:
+            sizes["V"] *= groups
         problem = Problem(
             op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans.backwards() if reverse else spans,
             varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse), state_v_first=bool(state_v_first),
             mode=mode, chunk_size=chunk_size, materialize=materialize, scale=self.scale(scale, sizes),
             initial_state=initial_state, output_final_state=bool(output_final_state), state_dtype=state_dtype,
-            out=out, options=options, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient)
-        return problem.turned() if reverse or state_v_first else problem
+            out=out, options=options, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient,
+            groups=groups, mask=mask)
+        problem = problem.but(refolded=problem.copied_to_fold())
+        return problem.taken() if problem.differs else problem
 
     def refuse(self, argument: str, complaint: str, error=ContractError):
         raise error(f"{self.name}: {argument} {complaint}")
@@ -123,11 +129,25 @@ class Op:
             self.refuse(name, f"has {array.ndim} axes, shape {tuple(array.shape)}, expected {in_layout(axes, layout)}")
         return swap_heads(array, axes, layout)
 
-    def sizes(self, views, layout) -> dict[str, int]:
+    def groups(self, views, layout) -> int:
+        """How many heads of v share each head of the other arrays, which agree on theirs; 1 where v is as they are."""
+        if not self.state or self.out != "B H T V":
+            return 1
+        heads = {view.shape[self.arrays[name].split().index("H")] for name, view in views.items() if name != "v"}
+        H, HV = next(iter(heads)), views["v"].shape[1]
+        if len(heads) > 1 or H == 0 or HV <= H:
+            return 1
+        if HV % H:
+            shape = tuple(swap_heads(views["v"], self.arrays["v"], layout).shape)
+            self.refuse("v", f"has {HV} heads, expected H={H} or a multiple of it; v is {shape}, "
+                             f"expected {in_layout(self.arrays['v'], layout)}")
+        return HV // H
+
+    def sizes(self, views, layout, groups=1) -> dict[str, int]:
         """The size of every axis, on which all arrays must agree."""
         sizes: dict[str, int] = {}
         for name, view in views.items():
-            for axis, size in zip(self.arrays[name].split(), view.shape):
+            for axis, size in zip(grouped.callers(self.arrays[name], groups).split(), view.shape):
                 if sizes.setdefault(axis, size) != size:
                     self.refuse_sizes(views, layout, axis)
         for axis in ("K", "V"):
@@ -199,29 +219,32 @@ class Op:
                         ContractError if is_real(scale) else ContractTypeError)
         return float(scale)
 
-    def initial_state(self, state, sizes, home, v_first):
+    def initial_state(self, state, sizes, home, v_first, groups):
         """None, or a tuple with one array for each declared part, as the caller has it."""
         if state is None:
             return None
         parts = state if isinstance(state, tuple) else (state,)
         if len(parts) != len(self.state):
             self.refuse("initial_state", f"has {len(parts)} parts, expected {len(self.state)}", ContractTypeError)
-        return self.placed_states("initial_state", parts, sizes, home, v_first)
+        return self.placed_states("initial_state", parts, sizes, home, v_first, groups)
 
-    def placed_states(self, name, parts, sizes, home, v_first):
+    def placed_states(self, name, parts, sizes, home, v_first, groups):
         """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
-        order = {"N H K V": "N H V K"} if v_first else {}
-        return tuple(self.placed(name, part, order.get(axes, axes), sizes, home) for part, axes in zip(parts, self.state))
+        wanted = [grouped.callers(axes, groups) for axes in self.state]
+        if v_first:
+            wanted = [axes.replace("K V", "V K") for axes in wanted]
+        return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))
 
-    def placed(self, name, x, axes, sizes, home):
+    def placed(self, name, x, axes, sizes, home, dtypes=array_kinds.FLOATS):
         """`x` as a native array of exactly the sizes and the device of the call."""
         native, _ = self.native(name, x)
         wanted = tuple(sizes[axis] for axis in axes.split())
         if tuple(native.shape) != wanted:
             self.refuse(name, f"is {tuple(native.shape)}, expected [{', '.join(axes.split())}] = {wanted}")
-        if native.dtype not in array_kinds.FLOATS:
-            self.refuse(name, f"has dtype {native.dtype}, expected one of "
-                        + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
+        if native.dtype not in dtypes:
+            self.refuse(name, f"has dtype {native.dtype}, expected "
+                        + ("one of " if len(dtypes) > 1 else "") + ", ".join(map(str, dtypes)),
+                        ContractTypeError)
         if array_kinds.home(native) != home:
             self.refuse(name, f"lives on {array_kinds.home(native)}, but the other arrays on {home}", ContractTypeError)
         return native
@@ -238,19 +261,27 @@ class Op:
                         + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
         return wanted
 
-    def output(self, out, sizes, dtype, layout, home):
+    def output(self, out, sizes, dtype, layout, home, groups):
         if out is None:
             return None
         if array_kinds.kind(out) not in ("numpy", "cupy"):
             self.refuse("out", f"is a {type(out).__module__}.{type(out).__qualname__}, expected a NumPy or CuPy array",
                         ContractTypeError)
         view = self.logical("out", out, self.out, layout)
-        view = self.placed("out", view, self.out, sizes, home)
+        view = self.placed("out", view, grouped.callers(self.out, groups), sizes, home)
         if view.dtype != dtype:
             self.refuse("out", f"has dtype {view.dtype}, expected {dtype}", ContractTypeError)
         if home == "host" and not out.flags.writeable:
             self.refuse("out", "is read-only")
         return view
+
+    def mask(self, mask, sizes, home, cu_seqlens):
+        """[B, T] bool where the arrays live, or None."""
+        if mask is None:
+            return None
+        if cu_seqlens is not None:
+            self.refuse("mask", "cannot be combined with cu_seqlens, whose sequences have no padding")
+        return self.placed("mask", mask, "B T", sizes, home, (np.dtype(bool),))
 
     def keep_apart(self, problem):
         """On the host: what is written is none of what is read."""
@@ -288,13 +319,16 @@ class Problem:
     kind: str                               # the library whose arrays came in
     example: object = None                  # one of the arrays as the caller gave it
     gradient: bool = False                  # a vjp is asked for
+    groups: int = 1                         # heads of v as the caller has them for each of ours, whose V is all theirs
+    refolded: tuple[str, ...] = ()          # the caller's arrays for which that takes a copy
+    mask: object | None = None              # [B, T], True for a token, False for padding
     options: dict = field(default_factory=dict)
     memo: dict | None = None                # what backends remember for calls like this one, None where none is known
 
     def without_arrays(self, memo) -> Problem:
         """What calls alike have in common; keeps no memory of the caller's alive."""
         own = {name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in self.options.items()}
-        return self.but(arrays={}, initial_state=None, out=None, example=None, options=own, memo=memo)
+        return self.but(arrays={}, initial_state=None, out=None, mask=None, example=None, options=own, memo=memo)
 
     def with_arrays(self, inputs, arguments) -> Problem:
         """A call like this one on arrays of its own, which need no conversion."""
@@ -307,8 +341,8 @@ class Problem:
             slots = options["slots"]
             options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
         problem = self.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
-                           example=inputs[0], options=options)
-        return problem.turned() if self.reverse or self.state_v_first else problem
+                           example=inputs[0], options=options, mask=arguments.get("mask"))
+        return problem.taken() if problem.differs else problem
 
     def but(self, **fields) -> Problem:
         """`dataclasses.replace` in a tenth of its time."""
@@ -334,7 +368,7 @@ class Problem:
 
     def states_as_caller(self, parts):
         """State parts, or their gradients, as the caller has them: one array, or a tuple."""
-        parts = tuple(self.as_caller(self.turned_state(part)) for part in parts)
+        parts = tuple(map(self.as_caller, map(self.given_state, parts, self.op.state)))
         return parts if len(parts) > 1 else parts[0]
 
     def with_room(self) -> Problem:
@@ -345,15 +379,58 @@ class Problem:
         o = np.empty_like(like, shape=self.shape(self.op.out), dtype=self.dtype)        # CuPy's for CuPy's
         return self.but(out=self.backwards(o, self.op.out))
 
-    def turned(self) -> Problem:
-        """This problem with its arrays in the direction of `reverse` and its state in the order of `state_v_first`."""
-        return self.but(arrays={name: self.backwards(x, self.op.arrays[name]) for name, x in self.arrays.items()},
-                        initial_state=self.initial_state and tuple(map(self.turned_state, self.initial_state)),
-                        out=None if self.out is None else self.backwards(self.out, self.op.out))
+    @property
+    def differs(self) -> bool:
+        """Whether the caller's arrays are others than a backend's."""
+        return self.reverse or self.state_v_first or self.groups > 1 or self.mask is not None
+
+    def taken(self) -> Problem:
+        """This problem with the caller's arrays as a backend has them; without an `out` that only a copy can fill."""
+        arrays = {name: self.taken_array(x, self.op.arrays[name], masked.nothing(self, name))
+                  for name, x in self.arrays.items()}
+        initial_state = self.initial_state and tuple(map(self.taken_state, self.initial_state, self.op.state))
+        out = None
+        if self.out is not None and "out" not in self.refolded:
+            out = self.folded(self.backwards(self.out, self.op.out), self.op.out)
+        return self.but(arrays=arrays, initial_state=initial_state, out=out)
+
+    def taken_array(self, x, axes: str, nothing=0.0):
+        """The caller's [B, H, T, ...] in the direction of `reverse`, with grouped heads as one, without its padding."""
+        x = self.folded(self.backwards(x, axes), axes)
+        if self.mask is None or "T" not in axes.split():
+            return x
+        return masked.without(x, self.padding, nothing)
+
+    def copied_to_fold(self) -> tuple[str, ...]:
+        """Of the caller's arrays with grouped heads, those whose memory has them apart."""
+        if self.groups == 1:
+            return ()
+        state = self.initial_state and self.turned_state(self.initial_state[0])
+        return tuple(name for name, x in (("v", self["v"]), ("initial_state", state), ("out", self.out))
+                     if x is not None and not grouped.folds_in_place(x, self.groups))
+
+    def folded(self, x, axes: str):
+        return grouped.fold(x, self.groups) if self.groups > 1 and grouped.has_columns(axes) else x
+
+    def unfolded(self, x, axes: str):
+        return grouped.unfold(x, self.groups) if self.groups > 1 and grouped.has_columns(axes) else x
+
+    @property
+    def padding(self):
+        """[B, T], in the direction of `reverse`."""
+        return ~(self.mask[:, ::-1] if self.reverse else self.mask)
 
     def backwards(self, array, axes: str):
         """`array` in the other direction of time, if that is what the caller asked for; a view, its own inverse."""
         return array[:, :, ::-1] if self.reverse and axes.split()[:3] == ["B", "H", "T"] else array
+
+    def taken_state(self, part, axes: str):
+        """A state's part, or its gradient, from the caller's order of sequences, axes and heads."""
+        return self.folded(self.turned_state(part), axes)
+
+    def given_state(self, part, axes: str):
+        """The inverse."""
+        return self.turned_state(self.unfolded(part, axes))
 
     def turned_state(self, part):
         """[N, H, K, V] <-> the caller's order of sequences and axes; a view, its own inverse."""
@@ -361,8 +438,26 @@ class Problem:
         return part.swapaxes(2, 3) if self.state_v_first and part.ndim == 4 else part
 
     def in_layout(self, native, axes: str):
-        """An array of the problem as the caller has it."""
-        return swap_heads(self.backwards(native, axes), axes, self.layout)
+        """An array of the problem as the caller has it; of padding nothing but 0 is handed out."""
+        if self.mask is not None and "T" in axes.split():
+            native = masked.overwrite(native, self.padding)
+        return swap_heads(self.unfolded(self.backwards(native, axes), axes), axes, self.layout)
+
+    def callers_sizes(self) -> dict[str, int]:
+        """As `sizes`, but V as the caller has it."""
+        return self.sizes | {"V": self.sizes["V"] // self.groups}
+
+    def shares(self, count: int) -> list[Problem]:
+        """The problem in so many, each with as many heads of every group."""
+        if count == 1:
+            return [self]
+        V = self.sizes["V"] // count
+        sizes, starts = self.sizes | {"V": V}, range(0, count * V, V)
+        return [self.but(arrays={name: grouped.columns(x, axes, at, V) for (name, axes), x in
+                                 zip(self.op.arrays.items(), self.arrays.values())},
+                         initial_state=self.initial_state and tuple(
+                             grouped.columns(part, axes, at, V) for part, axes in zip(self.initial_state, self.op.state)),
+                         sizes=sizes, out=None, memo=None) for at in starts]
 
 
 # -- calls alike ----------------------------------------------------------------------------------------------------

@@ -49,9 +49,31 @@ def choose(problem: Problem, backend: str = "auto") -> str:
     raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
 
 
+def in_shares(problem: Problem, backend: str = "auto") -> tuple[str, list[Problem]]:
+    """The backend's name, and the problem in as few shares of its grouped value heads as that takes; mostly it is one."""
+    refusal = None
+    for count in range(1, problem.groups + 1):
+        if problem.groups % count == 0:
+            shares = problem.shares(count)
+            try:
+                return choose(shares[0], backend), shares
+            except NotSupported as error:
+                refusal = refusal or error
+    raise refusal
+
+
 def call(op: Op, arrays, *, backend="auto", **arguments):
     """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
     problem = op.bind(arrays, **arguments)
     o, final_state = backend_module(choose(problem, backend)).run(problem.with_room())
-    o = arguments["out"] if problem.out is not None else problem.as_caller(problem.in_layout(o, op.out))
+    o = handed_out(problem, problem.in_layout(o, op.out), arguments.get("out"))
     return (o, problem.states_as_caller(final_state)) if problem.output_final_state else o
+
+
+def handed_out(problem: Problem, o, out):
+    """`o` in the caller's kind of array, or in `out`, where a backend could not write it itself."""
+    if out is None:
+        return problem.as_caller(o)
+    if problem.out is None:
+        out[...] = o
+    return out

@@ -6,8 +6,8 @@ import inspect
 import math
 from dataclasses import dataclass, field
 
-from .contract import Problem
-from .dispatch import backend_module, candidates, reasons_against
+from .contract import NotSupported, Problem
+from .dispatch import backend_module, in_shares, reasons_against
 from .ops import declaration
 
 
@@ -57,14 +57,25 @@ class Explanation:
 
 
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
-    against = reasons_against(problem)
-    able = [name for name in candidates(problem, backend) if against[name] is None]
     moved = bytes_moved(problem)
-    reasons = {name: reason for name, reason in against.items() if reason is not None}
-    if not able:
+    try:
+        name, shares = in_shares(problem, backend)
+    except NotSupported:
+        name, shares = None, [problem]
+    reasons = {against: reason for against, reason in reasons_against(shares[0]).items() if reason is not None}
+    if name is None:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    return Explanation(problem.op.name, able[0], bytes=moved, reasons=reasons,
-                       **backend_module(able[0]).describe(problem, moved))
+    found = backend_module(name).describe(shares[0], moved)
+    found["copies"] = (*copies(problem), *found["copies"])
+    if len(shares) > 1:
+        found["tiles"] = found["tiles"] | {"shares": len(shares)}
+    return Explanation(problem.op.name, name, bytes=moved, reasons=reasons, **found)
+
+
+def copies(problem: Problem) -> list[str]:
+    """Those made before a backend sees the arrays."""
+    found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.refolded]
+    return found + ([f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else [])
 
 
 def bytes_moved(problem: Problem) -> int:

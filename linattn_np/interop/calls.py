@@ -13,8 +13,8 @@ from ..ops import declaration
 
 DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
 
-    Arguments, result, equation and errors are those of `linattn_np.{name}`, without `out`. Gradients are those of
-    `linattn_np.vjp`, for the arrays and `initial_state`, with the final state's gradient where there is one.
+    Arguments, result, equation and errors are those of `linattn_np.{name}`, without {without}. Gradients are
+    those of `linattn_np.vjp`, for the arrays and `initial_state`, with the final state's gradient where there is one.
     """
 
 
@@ -27,14 +27,16 @@ class Operator:
     signature: inspect.Signature
 
     @classmethod
-    def of(cls, function) -> Operator:
+    def of(cls, function, without=("out",)) -> Operator:
         signature = inspect.signature(function)
-        accepted = [parameter for name, parameter in signature.parameters.items() if name != "out"]
+        accepted = [parameter for name, parameter in signature.parameters.items() if name not in without]
         return cls(function, declaration(function, "interop"), signature.replace(parameters=accepted))
 
     def document(self, public, kind: str):
+        given = inspect.signature(self.function).parameters
+        without = " and ".join(f"`{name}`" for name in given if name not in self.signature.parameters)
         public.__name__ = public.__qualname__ = self.declared.name
-        public.__doc__ = DOC.format(name=self.declared.name, kind=kind)
+        public.__doc__ = DOC.format(name=self.declared.name, kind=kind, without=without)
         public.__signature__ = self.signature
         return public
 

@@ -38,7 +38,7 @@ HOST = 1        # DLPack's kDLCPU
 
 def differentiable(function):
     """The JAX function that computes what the operator `function` does."""
-    operator = Operator.of(function)
+    operator = Operator.of(function, without=("out", "mask"))       # keyword arguments are static, which no mask is
 
     def public(*positional, **named):
         arrays, state, arguments = operator.take_apart(positional, named)
@@ -60,7 +60,7 @@ def outline(operator, arrays, state, arguments):
     o = problem.in_layout(blank(jax.ShapeDtypeStruct(problem.shape(problem.op.out), problem.dtype)), problem.op.out)
     axes = problem.op.state if problem.output_final_state else ()
     parts = (blank(jax.ShapeDtypeStruct(problem.shape(part), problem.state_dtype)) for part in axes)
-    return like(o), *(like(problem.turned_state(part)) for part in parts)
+    return like(o), *(like(x) for x in map(problem.given_state, parts, axes))
 
 
 def blank(x):

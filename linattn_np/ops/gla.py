@@ -7,8 +7,8 @@ GLA = Op("gla", {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T K"}
 
 
 def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
-        cu_seqlens=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto", chunk_size=None,
-        materialize=None, backend="auto", out=None):
+        cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
+        chunk_size=None, materialize=None, backend="auto", out=None):
     """Gated linear attention with a decay for every key channel.
 
         S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -20,7 +20,9 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
     ----------
     q, k : [B, H, T, K], v : [B, H, T, V]
         NumPy or CuPy arrays, or anything with ``__dlpack__``; float64, float32, float16 or bfloat16, all the same.
-        Any strides: slices of a fused buffer are read in place.
+        Any strides: slices of a fused buffer are read in place. v may have more heads than q, k and g, a multiple HV
+        of H: o is then [B, HV, T, V], states [N, HV, K, V], and value head n goes with head ``n // (HV // H)``. That
+        costs no copy of v and o where the heads lie side by side, as with ``layout="bthd"``; states are copied.
     g : [B, H, T, K]
         The log of the decay, natural base, usually <= 0: ``0`` keeps, ``-inf`` forgets. The dtype of q, or float32
         beside half-precision inputs. Values above 0 are computed as given; the state overflows float32 once a
@@ -36,6 +38,10 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
         Sequences packed into one row (B = 1): sequence n is tokens ``cu_seqlens[n]:cu_seqlens[n + 1]``. Empty
         sequences are legal and hand their initial state through. The first such call on a CUDA stream sends them to
         the device: make it before the stream is captured into a graph.
+    mask : bool [B, T], optional
+        True for a token, False for padding, which is as if it were not there: it writes nothing, its gate is 0 (no
+        decay), and o and all gradients are 0 there, whatever the arrays hold. It costs a copy of every array.
+        Not beside `cu_seqlens`, and not for capture into a CUDA graph, which such copies do not outlive.
     reverse : bool
         Every sequence runs from its last token to its first: S_t = diag(exp g_t) S_{t+1} + k_t v_t^T, and the final
         state is that at its first token. No copy.
@@ -79,5 +85,6 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
     True
     """
     return call(GLA, (q, k, v, g), scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-                state_dtype=state_dtype, cu_seqlens=cu_seqlens, reverse=reverse, state_v_first=state_v_first,
-                layout=layout, mode=mode, chunk_size=chunk_size, materialize=materialize, backend=backend, out=out)
+                state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse,
+                state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size, materialize=materialize,
+                backend=backend, out=out)

@@ -23,9 +23,9 @@ NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
 def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, initial_state=None,
-                     output_final_state=False, state_dtype=None, cu_seqlens=None, reverse=False,
-                     state_v_first=False, layout="bhtd", mode="auto", chunk_size=None, materialize=None,
-                     backend="auto", out=None):
+                     output_final_state=False, state_dtype=None, cu_seqlens=None, mask=None,
+                     reverse=False, state_v_first=False, layout="bhtd", mode="auto", chunk_size=None,
+                     materialize=None, backend="auto", out=None):
     """Causal linear attention, with an optional feature map and normaliser.
 
         S_t = S_{t-1} + phi(k_t) v_t^T,     z_t = z_{t-1} + phi(k_t)
@@ -40,7 +40,7 @@ def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, 
         phi, applied to q and k: the identity, ``elu(x) + 1``, ``max(x, 0)`` or ``exp(x)``.
     normalize : bool
         Divide by phi(q_t)^T z_t. The state is then the pair ``(S [N, H, K, V], z [N, H, K])``, in `initial_state` and
-        in the result, so that a sequence can be resumed.
+        in the result, so that a sequence can be resumed. z belongs to the heads of k, also where v has more.
 
     Everything else, the result and the errors are those of `gla`.
 
@@ -55,5 +55,5 @@ def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, 
     """
     return call(LINEAR_ATTENTION, (q, k, v), feature_map=feature_map, normalize=normalize, scale=scale,
                 initial_state=initial_state, output_final_state=output_final_state, state_dtype=state_dtype,
-                cu_seqlens=cu_seqlens, reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode,
+                cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode,
                 chunk_size=chunk_size, materialize=materialize, backend=backend, out=out)

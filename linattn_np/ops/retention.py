@@ -51,7 +51,8 @@ def retention(q, k, v, *, gamma=None, scale=None, initial_state=None, output_fin
     gamma : float or host array [H], optional
         Decays between 0 and 1 (not their logs); ``1 - 2 ** (-5 - h)`` for head h by default, eq. 8 there.
 
-    Everything else, the result and the errors are those of `gla`.
+    Everything else, the result and the errors are those of `gla`. There is no `mask`, since padding would decay the
+    state as well: where there is padding, `simple_gla` with the gate ``log(gamma)`` takes it.
 
     Example
     -------

@@ -8,8 +8,8 @@ RWKV6 = Op("rwkv6", {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T
 
 
 def rwkv6(r, k, v, w, u, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
-          cu_seqlens=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto", chunk_size=None,
-          materialize=None, backend="auto", out=None):
+          cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
+          chunk_size=None, materialize=None, backend="auto", out=None):
     """RWKV-6's recurrence: a decay for every key channel, the state read before the write, a bonus for the present.
 
         o_t = scale * r_t^T (S_{t-1} + diag(u) k_t v_t^T),      S_t = diag(exp w_t) S_{t-1} + k_t v_t^T
@@ -40,6 +40,6 @@ def rwkv6(r, k, v, w, u, *, scale=None, initial_state=None, output_final_state=F
     True
     """
     return call(RWKV6, (r, k, v, w, u), scale=scale, initial_state=initial_state,
-                output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
+                output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask,
                 reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size,
                 materialize=materialize, backend=backend, out=out)

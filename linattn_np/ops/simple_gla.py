@@ -7,8 +7,8 @@ SIMPLE_GLA = Op("simple_gla", {"q": "B H T K", "k": "B H T K", "v": "B H T V", "
 
 
 def simple_gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
-               cu_seqlens=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto", chunk_size=None,
-               materialize=None, backend="auto", out=None):
+               cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
+               chunk_size=None, materialize=None, backend="auto", out=None):
     """Linear attention with one scalar decay a head and token, the form that Mamba-2 takes.
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -33,6 +33,6 @@ def simple_gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state
     True
     """
     return call(SIMPLE_GLA, (q, k, v, g), scale=scale, initial_state=initial_state,
-                output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
+                output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask,
                 reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size,
                 materialize=materialize, backend=backend, out=out)

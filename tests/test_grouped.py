@@ -1,0 +1,237 @@
+"""Grouped value heads are the call with q, k and the gate repeated for each value head, whatever the backend."""
+
+import numpy as np
+import pytest
+from conftest import SINGLE
+from reference import assert_close, draw, draw_states, exact, same_bits, stated
+
+from linattn_np import ContractError, explain, gla, gla_step, softmax_attention, vjp
+from linattn_np.arrays import BFLOAT16
+from linattn_np.dispatch import in_shares
+from linattn_np.ops import OPS
+
+G = 3
+RECURRENT = {op.name: (op, function, {}) for op, function in OPS.items() if op.state}
+RECURRENT["linear_attention-elu-normalized"] = (*RECURRENT["linear_attention"][:2], {"feature_map": "elu", "normalize": True})
+SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8, "N": 2}
+PACKED = {**SIZES, "B": 1, "N": 3}
+BOUNDS = [0, 23, 23, 40]
+WIDE = {**SIZES, "B": 1, "N": 1, "H": 1, "T": 20, "V": 100}
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        listed = metafunc.config.backends
+        cases = [(name, variant) for name, backend in listed.items() for variant, (op, *_) in RECURRENT.items()
+                 if backend.modes[op.name]]
+        if "variant" in metafunc.fixturenames:
+            metafunc.parametrize("backend, variant", cases, indirect=["backend"])
+        else:
+            metafunc.parametrize("backend", listed, indirect=True)
+
+
+def heads(axes):
+    """How many times the heads of a caller's array are those of q."""
+    return G if axes.split()[-1] == "V" else 1
+
+
+def drawn(op, options, rng, sizes, dtype=SINGLE):
+    """Arrays and states of a grouped call."""
+    many = {**sizes, "H": G * sizes["H"]}
+    arrays = [y if heads(axes) > 1 else x for x, y, axes in
+              zip(draw(op, rng, sizes, dtype), draw(op, rng, many, dtype), op.arrays.values())]
+    stated_op = stated(op, options)
+    states = tuple(y if heads(axes) > 1 else x for x, y, axes in
+                   zip(draw_states(stated_op, rng, sizes, dtype), draw_states(stated_op, rng, many, dtype), stated_op.state))
+    return arrays, states
+
+
+def repeated(x, axes):
+    """`x` for every value head."""
+    return x if heads(axes) > 1 else np.repeat(x, G, axis=axes.split().index("H"))
+
+
+def gathered(x, axes):
+    """Gradients of repeated heads added up."""
+    if heads(axes) > 1:
+        return x
+    at = axes.split().index("H")
+    return x.reshape(*x.shape[:at], -1, G, *x.shape[at + 1:]).sum(at + 1)
+
+
+def spread(op, options, sizes):
+    """The options of the repeated call: a decay a head is repeated too."""
+    if op.name == "retention":
+        return {**options, "gamma": np.repeat(1 - 2.0 ** (-5 - np.arange(sizes["H"])), G)}
+    return options
+
+
+def whole(given):
+    return given if len(given) > 1 else given[0]
+
+
+def parts(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+def turned(part):
+    return np.ascontiguousarray(part.swapaxes(2, 3)) if part.ndim == 4 else part
+
+
+def in_memory(x, axes, layout):
+    """`x` as a caller has it in a layout."""
+    return np.ascontiguousarray(x.swapaxes(1, 2)) if layout == "bthd" and axes.split()[:3] == ["B", "H", "T"] else x
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)],
+                         ids=["bhtd", "bhtd-turned", "bthd-turned"])
+def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, rng):
+    """Every mode; turned: backwards in time with states [N, HV, V, K]."""
+    op, function, options = RECURRENT[variant]
+    sizes = PACKED if packed else SIZES
+    options = {**options, **({"cu_seqlens": BOUNDS} if packed else {}), "reverse": turns}
+    host, start = drawn(op, options, rng, sizes)
+    axes = list(op.arrays.values())
+    wanted, expected = exact(function, [repeated(x, a) for x, a in zip(host, axes)],
+                             initial_state=whole(tuple(map(repeated, start, stated(op, options).state))),
+                             **spread(op, options, sizes))
+    for mode in backend.modes[op.name]:
+        there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, axes)]
+        o, final = backend.run(
+            function, *there, mode=mode, layout=layout, **options, output_final_state=True, state_v_first=turns,
+            initial_state=whole(tuple(backend.asarray(turned(part) if turns else part) for part in start)))
+        assert_close(f"o, {mode}", backend.tohost(o), in_memory(wanted, op.out, layout), SINGLE)
+        assert all(stride > 0 for stride in o.strides)
+        for part, x, a in zip(parts(final), parts(expected), stated(op, options).state, strict=True):
+            part = backend.tohost(part)
+            assert_close("state", turned(part) if turns else part, gathered(x, a) / (G if heads(a) == 1 else 1), SINGLE)
+
+
+@pytest.mark.parametrize("layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)],
+                         ids=["bhtd", "bhtd-turned", "bthd-turned"])
+def test_gradients(backend, variant, layout, turns, rng):
+    """Those of the repeated call in float64, added up over a group; the initial state's too."""
+    if not backend.gradients:
+        pytest.skip(f"{backend.name} has no gradients")
+    compare_gradients(backend, variant, SIZES, rng, layout, turns)
+
+
+def test_gradients_of_wide_groups(backend, variant, rng):
+    """More columns together than the CUDA kernels' gradients hold at once."""
+    if not backend.gradients:
+        pytest.skip(f"{backend.name} has no gradients")
+    compare_gradients(backend, variant, WIDE, rng)
+
+
+def test_wide_groups_are_shared_out(backend, rng):
+    """In as few shares as the kernels take, of a gradient alone; NumPy takes them whole."""
+    if not backend.gradients:
+        pytest.skip(f"{backend.name} has no gradients")
+    op = RECURRENT["gla"][0]
+    problem = op.bind([backend.asarray(x) for x in drawn(op, {}, rng, WIDE)[0]])
+    for gradient, count in ((False, 1), (True, 1 if backend.name == "numpy" else 3)):
+        name, shares = backend.run(in_shares, problem.but(gradient=gradient, memo=None))
+        assert (name, len(shares)) == (backend.name, count)
+
+
+def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
+    op, function, options = RECURRENT[variant]
+    options = {**options, "reverse": turns}
+    host, start = drawn(op, options, rng, sizes)
+    axes, state = list(op.arrays.values()), stated(op, options).state
+    do = rng.standard_normal([{**sizes, "H": G * sizes["H"]}[axis] for axis in op.out.split()]).astype(SINGLE)
+    dht = tuple(rng.standard_normal(part.shape).astype(SINGLE) for part in start)
+
+    def states(given):
+        return whole(tuple(backend.asarray(turned(part) if turns else part) for part in given))
+
+    _, pull = backend.run(vjp, function, *(backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, axes)),
+                          layout=layout, state_v_first=turns, initial_state=states(start), **options)
+    *found, initial = pull(backend.asarray(in_memory(do, op.out, layout)), states(dht))
+
+    def first(x, a):
+        """What has one head for a group takes the gradient of the group's first alone."""
+        x = repeated(x, a).astype(np.float64)
+        return x if heads(a) > 1 else np.where(np.arange(x.shape[1])[:, None] % G == 0, x, 0)
+
+    double = [repeated(x, a).astype(np.float64) for x, a in zip(host, axes)]
+    *wanted, expected = vjp(function, *double, initial_state=whole(tuple(repeated(x, a).astype(np.float64) for x, a in
+                            zip(start, state))), **spread(op, options, sizes))[1](
+                                do.astype(np.float64), whole(tuple(map(first, dht, state))))
+    for (name, a), x, y in zip(op.arrays.items(), found, wanted, strict=True):
+        assert_close(f"d{name}", backend.tohost(x), in_memory(gathered(y, a), a, layout), SINGLE, factor=10)
+    for part, x, a in zip(parts(initial), parts(expected), state, strict=True):
+        part = backend.tohost(part)
+        assert_close("dh0", turned(part) if turns else part, gathered(x, a), SINGLE, factor=10)
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_calls_alike_and_out(backend, layout, rng):
+    """The second call of a kind takes a shorter way; `out` is written in either memory order."""
+    op = RECURRENT["gla"][0]
+    for _ in range(3):
+        host, (start,) = drawn(op, {}, rng, SIZES)
+        wanted, expected = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())], initial_state=start)
+        there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, op.arrays.values())]
+        out = backend.asarray(in_memory(np.full((2, 2 * G, 40, 8), np.nan, SINGLE), op.out, layout))
+        o, final = backend.run(gla, *there, layout=layout, out=out, initial_state=backend.asarray(start),
+                               output_final_state=True)
+        assert o is out
+        assert_close("o", backend.tohost(out), in_memory(wanted, op.out, layout), SINGLE)
+        assert_close("state", backend.tohost(final), expected, SINGLE)
+
+
+def test_in_half_precision(backend, rng):
+    """Where the kernels for the latest cards step in."""
+    op = RECURRENT["gla"][0]
+    host, _ = drawn(op, {}, rng, {**SIZES, "K": 64, "V": 32}, BFLOAT16)
+    o = backend.run(gla, *(backend.asarray(in_memory(x, a, "bthd")) for x, a in zip(host, op.arrays.values())), layout="bthd")
+    wanted, _ = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())])
+    assert_close("o", backend.tohost(o), wanted.swapaxes(1, 2), BFLOAT16)
+
+
+# -- on the host alone --------------------------------------------------------------------------------------------------
+def test_only_one_layout_copies(rng):
+    op = RECURRENT["gla"][0]
+    host, _ = drawn(op, {}, rng, SIZES, np.float64)
+    out = np.empty((2, 2 * G, 40, 8))
+    assert explain(gla, *host).copies == (f"v: the {G} value heads of a head, side by side",)
+    assert [copy.split(":")[0] for copy in explain(gla, *host, out=out).copies] == ["v", "out"]
+    assert explain(gla, *host, initial_state=np.zeros((2, 2 * G, 16, 8))).copies[1].startswith("initial_state: ")
+    there = [in_memory(x, a, "bthd") for x, a in zip(host, op.arrays.values())]
+    assert explain(gla, *there, layout="bthd").copies == ()
+    problem = op.bind(there, layout="bthd", out=in_memory(out, op.out, "bthd"))
+    assert np.shares_memory(problem["v"], there[2]) and problem.out is not None
+    assert gla(*there, layout="bthd").flags.c_contiguous
+
+
+def test_results_of_other_libraries(rng):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    host, _ = drawn(RECURRENT["gla"][0], {}, rng, SIZES, np.float64)
+    tensors = [torch.tensor(x) for x in host]
+    wanted = gla(*host, reverse=True)
+    assert same_bits(gla(*tensors, reverse=True).numpy(), wanted)
+    for x, y in zip(vjp(gla, *tensors)[1](torch.tensor(wanted)), vjp(gla, *host)[1](wanted), strict=True):
+        assert same_bits(x.numpy(), y)
+
+
+def test_heads_that_do_not_fit_are_refused(rng):
+    q, k, _, g = draw(RECURRENT["gla"][0], rng, SIZES)
+    v = np.zeros((2, 4, 40, 8))
+    for few in (1, 3, 5):
+        with pytest.raises(ContractError, match=f"gla: v has .*{few}.*H=2.*expected \\[B, H, T, V\\]"):
+            gla(q, k, np.zeros((2, few, 40, 8)), g)
+    with pytest.raises(ContractError, match=r"initial_state is \(2, 2, 16, 8\), expected \[N, HV, K, V\] = \(2, 4, 16, 8\)"):
+        gla(q, k, v, g, initial_state=np.zeros((2, 2, 16, 8)))
+    with pytest.raises(ContractError, match=r"out is \(2, 2, 40, 8\), expected \[B, HV, T, V\] = \(2, 4, 40, 8\)"):
+        gla(q, k, v, g, out=np.zeros((2, 2, 40, 8)))
+    pull = vjp(gla, q, k, v, g)[1]
+    with pytest.raises(ContractError, match=r"do is \(2, 2, 40, 8\), expected \[B, HV, T, V\]"):
+        pull(np.zeros((2, 2, 40, 8)))
+    with pytest.raises(ContractError, match=r"dht is \(2, 2, 16, 8\), expected \[N, HV, K, V\]"):
+        pull(np.zeros((2, 4, 40, 8)), np.zeros((2, 2, 16, 8)))
+    with pytest.raises(ContractError, match="gla_step: v has H=4, but H=2 elsewhere"):
+        gla_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], g[:, :, 0], np.zeros((2, 4, 16, 8)))
+    with pytest.raises(ContractError, match="softmax_attention: v has H=4, but H=2 elsewhere"):
+        softmax_attention(q, k, v)
