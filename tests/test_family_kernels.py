@@ -148,6 +148,22 @@ def test_a_recording_does_what_the_plan_does(rng, variant, capability, monkeypat
     assert all(map(same_bits, found, wanted))
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("variant", ["simple_gla", "linear_attention", "elu"])
+def test_a_recorded_pullback_does_what_the_plan_does(rng, variant, capability, monkeypatch):
+    (function, options), device = VARIANTS[variant], Queued(capability)
+    op = DECLARED[function]
+    problems = [op.bind(draw(op, rng, SIZES | {"V": 16}, BFLOAT16), gradient=True, **options) for _ in range(3)]
+    wanted = [plans.pullback(problem, device, problem["v"], None)[0] for problem in problems]
+    recorder = Recorder(device)
+    plans.pullback(problems[0], recorder, problems[0]["v"], None)
+    assert tuple(recorder.launched) == plans.sweeps_of(problems[0], device)
+    found = [recording.pullback(problems[0], device, problems[0]["v"], None)[0]]
+    monkeypatch.setattr(plans, "pullback", None)
+    found += [recording.pullback(problem, device, problem["v"], None)[0] for problem in problems[1:]]
+    assert all(same_bits(x, y) for left, right in zip(found, wanted) for x, y in zip(left, right, strict=True))
+
+
 def test_the_normaliser_is_a_column_too_many(backend, rng):
     arrays = draw(DECLARED[linear_attention], rng, SIZES | {"V": 256, "T": 2}, np.float32)
     with pytest.raises(NotSupported, match="V=256 and the normaliser are over 256"):

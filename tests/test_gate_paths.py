@@ -84,3 +84,16 @@ def test_large_arrays_overflow_no_gradient(rng, op, large):
         results.append((o, *pull(np.ones_like(o))))
     for name, got, wanted in zip(("o", "dq", "dk", "dv", "dg", "du"), *results, strict=False):
         assert_close(name, got, wanted, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("gate", (-1., -30.))
+def test_scores_may_cancel_between_the_channels(backend, rng, gate):
+    """K > 128 takes two launches on Hopper, whose scores of a token with itself are large here and nearly opposite."""
+    needs_half_data(backend, GLA)
+    q, k, v, g = draw(GLA, rng, {"B": 1, "H": 2, "T": 4 * CHUNK, "K": 256, "V": 64}, BFLOAT16)
+    q[..., 128:], k[..., 128:], g[...] = q[..., :128], -k[..., :128], gate
+    k[..., 128:] += (rng.standard_normal(k[..., 128:].shape) / 16).astype(BFLOAT16)
+    arrays = {"q": q, "k": k, "v": v, "g": g}
+    wanted, _ = exact(linattn_np.gla, list(arrays.values()))
+    o = run(backend, GLA, arrays)
+    assert_close("o", o, wanted, BFLOAT16, rows=5)

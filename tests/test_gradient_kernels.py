@@ -9,7 +9,7 @@ from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_st
 
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import gradients, tiles
+from linattn_np.backends.cupy import gradients, recording, tiles
 from linattn_np.contract import swap_heads
 from linattn_np.ops.gla import GLA
 from linattn_np.ops.rwkv6 import RWKV6
@@ -64,7 +64,7 @@ CASES = {
     "initial-bf16": Case(dtype="bfloat16", initial="bfloat16", K=64, V=64, H=1),
     "initial-f64": Case(initial="float64", H=1),
     "bthd": Case(layout="bthd", B=2), "scale": Case(scale=-2.0),
-    "packed": Case(lengths=(0, 1, 17, 0, 20, 0)), "packed-kept": Case(lengths=(300, 0, 257, 16), H=1),
+    "packed": Case(lengths=(0, 1, 17, 0, 20, 0)), "packed-many": Case(lengths=(2,) * 19, H=3, K=6), "packed-kept": Case(lengths=(300, 0, 257, 16), H=1),
     "segments-bf16": Case(T=1100, K=64, V=72, H=1, dtype="bfloat16", gate="weak"),
     "segments-gate32-bf16": Case(T=1030, K=72, V=128, H=1, dtype="bfloat16", gate_dtype="float32", initial=None, dht=False),
     "segments-packed-bf16": Case(lengths=(0, 1100, 7), K=24, V=8, H=1, dtype="bfloat16", layout="bthd"),
@@ -362,7 +362,37 @@ def test_what_has_no_gradient_kernel_is_refused(backend, rng):
         backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, sizes, np.float64)))
 
 
-# -- sizes that only a card holds ---------------------------------------------------------------------------------------
+# -- what only a card does or holds -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("T", [75, 1100])
+def test_a_captured_pullback(op, T, card, rng, monkeypatch):
+    """Replayed with gates too strong for Hopper's own sweeps, with others, and with those again: nothing is left over."""
+    if card.name != "cupy":
+        pytest.skip("Numba has no gradients")
+    monkeypatch.setattr(recording, "in_graphs", [])
+    call = Call(op, Case(T=T, K=32, V=32, H=3, dtype="bfloat16", initial=None), rng)
+    arrays, do = [card.asarray(x) for x in call.arrays], card.asarray(call.do)
+    gates, mild = arrays[3], arrays[3].copy()
+    strong = mild.copy()
+    strong[0, 1, T - 20:T - 15] = -20
+    _, pull = card.run(vjp, call.function, *arrays)
+
+    def of(given):
+        gates[...] = given
+        return list(map(card.tohost, pull(do)))
+
+    wanted = [of(given) for given in (strong, mild, strong)]
+    stream = card.cupy.cuda.Stream(non_blocking=True)
+    card.cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        found = pull(do)
+        graph = stream.end_capture()
+        for given, gradients in zip((strong, mild, strong), wanted):
+            gates[...] = given
+            graph.launch(stream)
+            assert all(same_bits(card.tohost(x), y) for x, y in zip(found, gradients, strict=True))
+
+
 def test_memory_taken_on_a_card(op, card):
     """The pool grows by no more than the gradients and what explain states."""
     if card.name != "cupy":

@@ -1,8 +1,8 @@
 // what      Joins the segments of sequences for the backward sweeps: the state at each one's start, and the gradient of the
-//           state at each one's end, from what each leaves behind by itself.
+//           state at each one's end, from what each leaves behind by itself. Clears what the first sweep marks.
 // math      S_0 = initial, S_{p+1} = diag(decay_p) S_p + local_p;   C_P = dht, C_p = diag(decay_p) C_{p+1} + local_p
 // shapes    states [2, N, P, H, K, V]: local on entry, S_p and C_{p+1} on exit; decays [2, N, P, H, K];
-//           initial, dht [N, H, K, V]; all float32
+//           initial, dht [N, H, K, V]; all float32; strong [N, H]
 // grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4 values each
 // smem      none
 // barriers  none
@@ -14,6 +14,7 @@
 struct ScanBothWaysArgs {
   float* states;
   const float *decays, *initial, *dht;          // initial, dht null: zeros
+  i32* strong;
   i64 N, P, H, K, V;
 };
 
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(256) scan_both_ways(const ScanBothWaysArgs arg
   const i64 pairs = args.N * args.H, pair = blockIdx.x / tiles % pairs, n = pair / args.H, h = pair % args.H;
   const bool backwards = blockIdx.x / tiles >= pairs;
   if (at >= size) return;
+  if (at == 0) args.strong[pair] = 0;
   const float* from = backwards ? args.dht : args.initial;
   float4 S = {0.f, 0.f, 0.f, 0.f};
   if (from) S = *reinterpret_cast<const float4*>(from + pair * size + at);

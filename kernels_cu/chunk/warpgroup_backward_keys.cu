@@ -97,8 +97,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens
   constexpr int STAGES = Shared<G, BK, BV>::STAGES;
   const auto announce = [&](Barrier& b) {
     fence_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(b);
+    barrier_arrive(b);
   };
   each_chunk(tokens, [&](int turn, int) {
     forget(lane);                               // addresses are cheaper made anew than held in registers
@@ -202,8 +201,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     store_channels(q_tile, q);
     store_channels(k_tile, k);
     fence_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.operands);
+    barrier_arrive(s.operands);
 
     float dk[16], dq[16];
     const float by[2] = {early[0] * decay.late[0], early[1] * decay.late[1]};
@@ -281,8 +279,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     wgmma_wait<0>();
     wgmma_keep(C);
     fence_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.done[turn % STAGES]);
+    barrier_arrive(s.done[turn % STAGES]);
   });
   if (args.dh0 && at.sequence % args.P == 0) {
     float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
@@ -300,12 +297,12 @@ warpgroup_backward_keys(const __grid_constant__ WarpgroupBackwardKeysArgs<G> arg
   constexpr int STAGES = Shared<G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 1);
-      barrier_init(s.pairs[stage], 3);
-      barrier_init(s.done[stage], CONSUMERS / 32);
+      barrier_init(s.full[stage], 32);
+      barrier_init(s.pairs[stage], 3 * 32);
+      barrier_init(s.done[stage], CONSUMERS);
     }
-    barrier_init(s.operands, CONSUMERS / 32);
-    barrier_init(s.scores, 3);
+    barrier_init(s.operands, CONSUMERS);
+    barrier_init(s.scores, 3 * 32);
   }
   for (int i = threadIdx.x; i < STAGES * CHUNK * 64; i += CONSUMERS + 128)       // no key behind its query
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 64)].dA)[i % (CHUNK * 64)] = 0;

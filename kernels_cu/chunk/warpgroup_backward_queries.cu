@@ -84,8 +84,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens
       return j < i || (j == i && !Policy::reads_before_write) ? x : 0.f;
     });
     fence_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.pairs[turn % STAGES]);
+    barrier_arrive(s.pairs[turn % STAGES]);
   }
 }
 
@@ -171,8 +170,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     wgmma_wait<0>();
     wgmma_keep(S);
     fence_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.done[turn % STAGES]);
+    barrier_arrive(s.done[turn % STAGES]);
   }
   if (!mild) args.strong[at.sequence / args.P * args.shape.H + at.head] = 1;
   float end[2] = {};
@@ -197,9 +195,9 @@ warpgroup_backward_queries(const __grid_constant__ WarpgroupBackwardQueriesArgs<
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 1);
-      barrier_init(s.pairs[stage], 3);
-      barrier_init(s.done[stage], CONSUMERS / 32);
+      barrier_init(s.full[stage], 32);
+      barrier_init(s.pairs[stage], 3 * 32);
+      barrier_init(s.done[stage], CONSUMERS);
     }
   for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += CONSUMERS + 128)       // no key behind its query
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].dA)[i % (CHUNK * 32)] = 0;

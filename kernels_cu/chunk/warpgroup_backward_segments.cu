@@ -77,8 +77,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     for (int h = 0; h < 2; ++h) all[h] *= first[h] * second[h], rest[h] = second[h];
     wgmma_wait<0>();
     wgmma_keep(S);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.done[turn % STAGES]);
+    barrier_arrive(s.done[turn % STAGES]);
   }
   const i64 pair = (BACKWARDS ? gridDim.x / 2 : 0) + at.pair, K = args.shape.K;
   each_of_state<BV>(S, args.states + pair * K * args.shape.V, args.shape, channel, [&](float& x, float& y, float* to) {
@@ -99,8 +98,8 @@ warpgroup_backward_segments(const __grid_constant__ WarpgroupBackwardSegmentsArg
   if (at.sequence % args.P == (backwards ? 0 : args.P - 1)) at.tokens = 0;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < Shared<G, BK, BV>::STAGES; ++stage) {
-      barrier_init(s.full[stage], 1);
-      barrier_init(s.done[stage], CONSUMERS / 32);
+      barrier_init(s.full[stage], 32);
+      barrier_init(s.done[stage], CONSUMERS);
     }
   __syncthreads();
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);

@@ -11,8 +11,9 @@
 //           No difference of cumulated gates anywhere but in chunks where it is harmless: see below
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // passes    Whole: everything. First, Last: more than BK channels in two launches, o = (of the first BK) + (of the others);
-//           First keeps its o in float32 as the registers have it. Summary: only the state that tokens leave behind, and
-//           their decay, without q and o; for sequences cut into segments, whose states scan_segments.cu then joins
+//           First keeps its o in float32 as the registers have it, and both have scores in two numbers of T. Summary:
+//           only the state that tokens leave behind, and their decay, without q and o; for sequences cut into segments,
+//           whose states scan_segments.cu then joins
 // limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch; BK and BV of 64, 128; rows start on 16 bytes
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
@@ -78,7 +79,7 @@ template <typename T, int BK> struct alignas(1024) Handed {
   float q[BK / 32][CHUNK][32];  // decayed from the chunk's start; 8 channels in the order 0 2 4 6 1 3 5 7, in every
                                 // second panel 1 3 5 7 0 2 4 6: so stores to two panels lie in all banks
   T k[BK / 64][CHUNK][PANEL];   // decayed to the chunk's end
-  T A[CHUNK][PANEL];            // [query, key], the first 32 columns
+  T A[CHUNK][PANEL];            // [query, key], the first 32 columns; then what rounding left over (put_two)
   float decay[BK];              // the whole chunk's
 };
 
@@ -255,17 +256,36 @@ template <int BK> __device__ __forceinline__ void scores_between(float (&d)[4], 
     tile_scores<false, BK>(d, s.queries[1][8 * (tile - 2)], s.keys[1][8 * (tile - 2)], lane);
 }
 
-// Stores one where it belongs.
-template <typename T> __device__ __forceinline__ void put_tile(T* A, const float (&d)[4], int tile, int lane) {
+// Stores the scores of query i and two keys from 8n + 2t on; in several launches also what rounding leaves over of them,
+// 32 columns on, since scores that cancel between the launches must not leave the rounding of both.
+template <class Pass, typename T>
+__device__ __forceinline__ void put_two(T (&A)[CHUNK][PANEL], int i, int n, int t, float x, float y) {
+  const u32 two = pack<T>(x, y);
+  reinterpret_cast<u32*>(swizzled(A[0], i, n))[t] = two;
+  if constexpr (Pass::keeps || Pass::adds) {
+    float rounded[2];
+    unpack<T>(rounded, two);
+    reinterpret_cast<u32*>(swizzled(A[0], i, n + 4))[t] = pack<T>(x - rounded[0], y - rounded[1]);
+  }
+}
+template <class Pass, typename T> __device__ __forceinline__ void put_one(T (&A)[CHUNK][PANEL], int i, int n, int j, float x) {
+  const T rounded = from_float<T>(x);
+  T* const to = swizzled(A[0], i, n) + j;
+  *to = rounded;
+  if constexpr (Pass::keeps || Pass::adds) {    // the same place twice: each type lacks registers with the other's way
+    T* const rest = COARSE<T> ? swizzled(A[0], i, n + 4) + j : reinterpret_cast<T*>(reinterpret_cast<u64>(to) ^ 64);
+    *rest = from_float<T>(x - to_float(rounded));
+  }
+}
+
+// Stores a tile where it belongs.
+template <class Pass, typename T> __device__ __forceinline__ void put_tile(T (&A)[CHUNK][PANEL], const float (&d)[4], int tile, int lane) {
   const int g = lane >> 2, t = lane & 3, half = tile - 2;
-  const auto put = [&](int row, int column, float x, float y) {
-    reinterpret_cast<u32*>(swizzled(A, row, column / 8))[t] = pack<T>(x, y);
-  };
   if (tile < 2) {
-    put(16 + g, 8 * tile, d[0], d[1]);
-    put(24 + g, 8 * tile, d[2], d[3]);
+    put_two<Pass>(A, 16 + g, tile, t, d[0], d[1]);
+    put_two<Pass>(A, 24 + g, tile, t, d[2], d[3]);
   } else {
-    put(16 * half + 8 + g, 16 * half, d[0], d[1]);
+    put_two<Pass>(A, 16 * half + 8 + g, 2 * half, t, d[0], d[1]);
   }
 }
 
@@ -289,7 +309,7 @@ template <typename T> __device__ __forceinline__ void multiply_plain(float (&d)[
 }
 
 // The scores of a half's 16 queries and all keys before them, from operands that meet at the chunk's start.
-template <class Policy, int HALF, typename T, int BK>
+template <class Policy, class Pass, int HALF, typename T, int BK>
 __device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK / 32][CHUNK][32], const float* own, int lane) {
   constexpr int QUERIES = 16 * HALF, TILES = 2 + 2 * HALF;
   // This lane's row of the 8x8 matrices (rows of 8, row, channels of 4, piece), and where it would be without piece.
@@ -318,12 +338,12 @@ __device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK
         if (8 * n + 8 <= QUERIES) return TRUNCATED * x;
         return j < i ? TRUNCATED * x : j > i ? 0.f : Policy::reads_before_write ? with_self[half] : TRUNCATED * x;
       };
-      reinterpret_cast<u32*>(swizzled(out.A[0], i, n))[t] = pack<T>(score(j, d[n][2 * half]), score(j + 1, d[n][2 * half + 1]));
+      put_two<Pass>(out.A, i, n, t, score(j, d[n][2 * half]), score(j + 1, d[n][2 * half + 1]));
     }
 }
 
 // The same under one gate: operands that are not decayed, whose products are exact, and then the tokens' decays.
-template <int HALF, typename T, int BK>
+template <class Pass, int HALF, typename T, int BK>
 __device__ __forceinline__ void plain_scores(Handed<T, BK>& out, Operands<BK>& s, const float* decays, int lane) {
   constexpr int QUERIES = 16 * HALF, TILES = 2 + 2 * HALF;
   const int upper = lane & 7, rows = lane >> 3 & 1, pieces = lane >> 4, g = lane >> 2, t = lane & 3;
@@ -349,7 +369,7 @@ __device__ __forceinline__ void plain_scores(Handed<T, BK>& out, Operands<BK>& s
     for (int half = 0; half < 2; ++half) {
       const int i = QUERIES + g + 8 * half;
       const auto score = [&](int x) { return j + x <= i ? d[n][2 * half + x] * (decay[half] * back[x]) : 0.f; };
-      reinterpret_cast<u32*>(swizzled(out.A[0], i, n))[t] = pack<T>(score(0), score(1));
+      put_two<Pass>(out.A, i, n, t, score(0), score(1));
     }
   }
 }
@@ -402,7 +422,7 @@ __device__ __forceinline__ void get_block(float (&x)[1], const float (&decays)[B
 
 // A chunk of mild gates: queries decayed from its start, keys by the inverse. `refill` is called when the incoming tokens
 // have been read, `room` before anything is handed over. Where gates are not mild false, and neither is.
-template <class Policy, typename T, typename G, int BK, int BV, class Refill, class Room>
+template <class Policy, class Pass, typename T, typename G, int BK, int BV, class Refill, class Room>
 __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, u32 turn, float one,
                                            Refill refill, Room room) {
   using P = Part<BK>;
@@ -497,11 +517,11 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
   constexpr int WARPS = P::THREADS / 32;
   const u32 part = (me.thread / 32 + turn) % WARPS;      // in turn, since every warp has its own tensor core
   if constexpr (W == 1) {
-    if (part == 0) plain_scores<0>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
-    if (part == 1) plain_scores<1>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
+    if (part == 0) plain_scores<Pass, 0>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
+    if (part == 1) plain_scores<Pass, 1>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
   } else {
-    if (part == 0) mild_scores<Policy, 0>(out, all_keys, s.own[me.group], me.thread % 32);
-    if (part == 1) mild_scores<Policy, 1>(out, all_keys, s.own[me.group], me.thread % 32);
+    if (part == 0) mild_scores<Policy, Pass, 0>(out, all_keys, s.own[me.group], me.thread % 32);
+    if (part == 1) mild_scores<Policy, Pass, 1>(out, all_keys, s.own[me.group], me.thread % 32);
   }
   return true;
 }
@@ -524,8 +544,6 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
     for (int c = 0; c < W; ++c) a[i][c] = decay_of(a[i][c]);
   }
   float scores[5];
-  if constexpr (!COARSE<T> && Pass::adds && !Policy::reads_before_write)
-    barrier_sync(PRODUCERS + me.group, P::THREADS);     // or the assembler moves so much over this line that a register lacks
   if constexpr (Pass::reads) {
     float u[4];
     unpack(u, &s.u[me.channel]);
@@ -609,7 +627,7 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
   }
   if constexpr (Pass::reads) {
     each_block_score(scores, me.thread % P::LANES, [&](int i, int j, float x) {
-      swizzled(out.A[0], me.first + i, me.block)[j] = from_float<T>(x);
+      put_one<Pass>(out.A, me.first + i, me.block, j, x);
     });
 #pragma unroll
     for (int c = 0; c < W; ++c) before[c] *= TRUNCATED;
@@ -622,7 +640,7 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
     for (int tile = me.thread / 32; tile < BLOCKS; tile += P::THREADS / 32) {
       float d[4];
       scores_between(d, operands, tile, me.thread % 32);
-      put_tile(out.A[0], d, tile, me.thread % 32);
+      put_tile<Pass>(out.A, d, tile, me.thread % 32);
     }
   }
 }
@@ -667,7 +685,7 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     barrier_wait(s.arrived[group], turn & 1);
     if (token + CHUNK > tokens) clear_beyond<Pass>(in, me.first, tokens - token, me.channel);
     bool mild = false;
-    if constexpr (Pass::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy>(s, me, turn, gate, refill, room);
+    if constexpr (Pass::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy, Pass>(s, me, turn, gate, refill, room);
     if (!mild) any_chunk<Policy, Pass>(s, me, gate, total, refill, room);
     if constexpr (!Pass::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
     fence_async();
@@ -704,7 +722,7 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
 
 // o = A v + (q decayed) S, or that added to o; S <- diag(decay) S; o still under way. The state is read in parts: copied, decayed, and the copy
 // multiplied, while the next part is copied; two parts' copies are all that there are registers for.
-template <bool ADD, int W, typename T, int BK>
+template <class Pass, int W, typename T, int BK>
 __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[BK / 2], const u32 (&v)[2][4],
                                                       const Handed<T, BK>& in) {
   constexpr int PART = BK / 64, PARTS = BK / 8 / PART;
@@ -736,8 +754,12 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
   copy(1);
   wgmma_fence();
   const u64 A = wgmma_tile(in.A, 16, 1024);
-  wgmma<T, CHUNK, false>(o, v[0], A, ADD);
+  wgmma<T, CHUNK, false>(o, v[0], A, Pass::adds);
   wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
+  if constexpr (Pass::keeps || Pass::adds) {
+    wgmma<T, CHUNK, false>(o, v[0], A + 64 / 16, true);
+    wgmma<T, CHUNK, false>(o, v[1], A + 96 / 16, true);
+  }
   multiply(0);
   multiply(1);
 #pragma unroll
@@ -817,7 +839,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     float o[16];
     if constexpr (Pass::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
     if constexpr (Pass::reads)
-      read_scores_and_state<Pass::adds, WIDTH<G>>(o, S, v, in);
+      read_scores_and_state<Pass, WIDTH<G>>(o, S, v, in);
     else
       decay_state(S, in.decay);
     forget(thread);

@@ -48,13 +48,13 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F
   }
 }
 
-// Starts to copy a chunk to shared memory; `full` ends its phase when all of it is there. each_input calls
+// Starts to copy a chunk to shared memory; `full`, at which all lanes arrive, ends its phase when all of it is there. each_input calls
 // f(tile, its map, its rows, its width). What lies behind the sequence's end becomes zero.
 template <class Inputs>
 __device__ __forceinline__ void fetch_chunk(Barrier& full, const Place& at, int token, Inputs each_input) {
   const int rows = at.tokens - token;
   if (rows >= CHUNK) {
-    if (threadIdx.x & 31) return;
+    if (threadIdx.x & 31) return barrier_arrive(full);
     u32 bytes = 0;
     each_input([&](auto& tile, const TensorMap&, auto, i64) { bytes += sizeof tile; });
     barrier_expect(full, bytes);
@@ -72,8 +72,7 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const Place& at, int 
     });
   });
   fence_async();
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(full);
+  barrier_arrive(full);
 }
 
 // Copies a chunk's results from shared memory, and returns when that may be filled again.

@@ -54,7 +54,7 @@ def pullback(problem):
     """That of `vjp`; the operators' backward computes what it needs of the forward pass itself."""
     if problem.op.name == attention.NAME:
         return vjp(problem)[1]
-    return lambda do, dht: at_home(problem, plans.pullback, problem, DEVICE, do, dht)
+    return lambda do, dht: at_home(problem, recording.pullback, problem, DEVICE, do, dht)
 
 
 def at_home(problem, function, *arguments):

@@ -125,7 +125,7 @@ def run(problem, device, run_gla, reads_one_gate):
     if not normalized(problem):
         return y, final
     o = output(problem, device)
-    by_token(problem, device, tiles.divide(problem.dtype), dict(yz=y, o=o))
+    by_token(problem, device, tiles.divide(problem.dtype), dict(yz=y, o=o), V=problem.sizes["V"])
     return give_back(problem, o), None if final is None else split(problem, final[0], (problem.state_dtype,) * 2)
 
 
@@ -141,15 +141,23 @@ def pullback(problem, device, do, dht, run_gla, pull_gla):
     if normalized(problem):
         (y, _), do = run_gla(gla, device), in_rows(do.astype(problem.dtype, copy=False))
         dyz = device.empty(y.shape, FLOAT32)
-        by_token(problem, device, tiles.divide_gradient(problem.dtype), dict(yz=y, do=do, dyz=dyz), columns=y.shape[-1])
+        by_token(problem, device, tiles.divide_gradient(problem.dtype), dict(yz=y, do=do, dyz=dyz), V=problem.sizes["V"],
+                 columns=y.shape[-1])
         do, dht = dyz, dht and (state(problem, Maker(device), dht),)
     (dq, dk, dv, dg), dh0 = pull_gla(gla, device, do, dht)
     if phi := feature_map(problem):
         dq, dk = (through(device, phi, problem[name], x) for name, x in (("q", dq), ("k", dk)))
     if normalized(problem):
         dv, dh0 = dv[..., :problem.sizes["V"]], dh0 and split(problem, dh0[0], [part.dtype for part in problem.initial_state])
-    found = [x.astype(problem.dtype, copy=False) for x in (dq, dk, dv)]
-    return found + ([dg.sum(-1).astype(problem["g"].dtype)] if problem.op.gates else []), dh0
+    found = tuple(x.astype(problem.dtype, copy=False) for x in (dq, dk, dv))
+    return (*found, shared(problem, device, dg)) if problem.op.gates else found, dh0
+
+
+def shared(problem, device, dg):
+    """The gradient of a gate that all channels share."""
+    found = device.empty(problem.shape("B H T"), problem["g"].dtype)
+    by_token(problem, device, tiles.gate_gradient(found.dtype), dict(x=dg, y=found[..., None]), C=dg.shape[-1])
+    return found
 
 
 def through(device, phi, x, dy):
@@ -161,10 +169,10 @@ def through(device, phi, x, dy):
 
 
 # -- launches -----------------------------------------------------------------------------------------------------------
-def by_token(problem, device, kernel, arrays, **more):
+def by_token(problem, device, kernel, arrays, **columns):
     """A warp for each token."""
-    B, H, T, V = problem.shape("B H T V")
-    device.launch(kernel, ceil_div(32 * B * H * T, kernel.threads), pack(**rows(device, **arrays), B=B, H=H, T=T, V=V, **more))
+    B, H, T = problem.shape("B H T")
+    device.launch(kernel, ceil_div(32 * B * H * T, kernel.threads), pack(**rows(device, **arrays), B=B, H=H, T=T, **columns))
 
 
 def fill(device, y, x, phi):
@@ -204,6 +212,7 @@ def sweeps(problem, device, of_gla, of_gradients):
     phi, T = feature_map(problem), gla.dtype
     quotient = (*of_gla(gla, device), tiles.divide_gradient(problem.dtype)) if normalized(problem) else ()
     after = 2 * (tiles.feature_gradient(phi, problem.dtype, T),) if phi else ()
+    after += (tiles.gate_gradient(problem["g"].dtype),) if problem.op.gates else ()
     return (*before, *quotient, *of_gradients(gla, device), *after)
 
 

@@ -28,7 +28,12 @@ def unsupported(problem) -> str | None:
 
 
 def sweeps(problem, device) -> tuple[tiles.Kernel, ...]:
-    """What `pullback` launches, in order: the one place that chooses."""
+    """What `pullback` launches, in order."""
+    return sum(chosen(problem, device), ())
+
+
+def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
+    """Hopper's own sweeps, those for any gates, what sums du: the one place that chooses."""
     policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
     K, V = problem.shape("K V")
     P, own = segments(problem, device), ()
@@ -36,8 +41,9 @@ def sweeps(problem, device) -> tuple[tiles.Kernel, ...]:
         own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
     if P > 1:
         own = (tiles.warpgroup_backward("segments", policy, G, K, V), tiles.scan_both_ways(), *own)
-    return (*own, tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
-            tiles.chunk_backward_values(policy, T, G, K, V))
+    general = (tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
+               tiles.chunk_backward_values(policy, T, G, K, V))
+    return own, general, (tiles.bonus_gradient(problem["u"].dtype),) if "u" in problem.arrays else ()
 
 
 def segments(problem, device) -> int:
@@ -51,7 +57,7 @@ def segments(problem, device) -> int:
 def tiles_of(problem, device) -> dict:
     """The sizes that the sweeps over K work in, whatever the mode; Hopper's own where they run."""
     if P := segments(problem, device):
-        BK, BV = (int(size) for size in sweeps(problem, device)[-4].template[-2:])
+        BK, BV = (int(size) for size in chosen(problem, device)[0][-1].template[-2:])
         return {"BK": BK, "BV": BV, "chunk": tiles.WARPGROUP_CHUNK} | ({"segments": P} if P > 1 else {})
     return {"BK": tiles.BACKWARD_CHANNELS, "BV": tiles.channels(problem.sizes["V"]), "chunk": SUB_CHUNK, "kept": tiles.KEPT}
 
@@ -68,17 +74,18 @@ def pullback(problem, device, do, dht):
     dh0 = None if problem.initial_state is None else device.empty(problem.shape("N H K V"), FLOAT32)
     P, strong = segments(problem, device), None
     N, H, K = problem.shape("N H K")
-    du = None
-    if "u" in problem.arrays:                   # zeros where a block leaves its share to others
-        du = (device.zeros if P else device.empty)((N * P + N, H, K), FLOAT32)
-    *own, queries, keys, values = sweeps(problem, device)
+    own, general, last = chosen(problem, device)
+    shares = device.empty((N * P + N, H, K), FLOAT32) if last else None         # of du: of segments, then of sequences
     if own:
-        strong = in_mild_chunks(problem, device, own, P, (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0, du)
-    in_chunks(problem, device, (queries, keys, values), (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0,
-              None if du is None else du[N * P:], strong)
-    gradients = [dq, dk, dv, dg]
-    if du is not None:
-        gradients.append(du.sum(0).astype(problem["u"].dtype))
+        strong = in_mild_chunks(problem, device, own, P, (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0, shares)
+    in_chunks(problem, device, general, (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0,
+              None if shares is None else shares[N * P:], strong)
+    gradients = (dq, dk, dv, dg)
+    for kernel in last:
+        du = device.empty((H, K), problem["u"].dtype)
+        args = pack(shares=device.pointer(shares), strong=pointer(device, strong), du=device.pointer(du), N=N, P=P, H=H, K=K)
+        device.launch(kernel, ceil_div(8 * H * K, kernel.threads), args)
+        gradients += (du,)
     return gradients, None if dh0 is None else (dh0.astype(problem.initial_state[0].dtype, copy=False),)
 
 
@@ -93,7 +100,8 @@ def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du)
     where = place(problem, device, cut)
     u, initial = bonus(problem), problem.initial_state and contiguous(problem.initial_state[0])
     initial, dht = (x if x is None or device.pointer(x) % 16 == 0 else x.copy() for x in (initial, dht))
-    strong, ends = device.zeros((N, H), INT32), device.empty((N * P, H, K), FLOAT32)
+    strong = (device.empty if before else device.zeros)((N, H), INT32)          # the scan clears it
+    ends = device.empty((N * P, H, K), FLOAT32)
     sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + where.shape["count"], K), FLOAT32)
 
     def launch(kernel, blocks, arrays, **more):
@@ -106,7 +114,7 @@ def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du)
         states, decays = device.empty((2, N * P, H, K, V), FLOAT32), device.empty((2, N * P, H, K), FLOAT32)
         launch(before[0], 2 * N * P * H, dict(q=q, k=k, v=v, do=do, g=g), states=states, decays=decays)
         args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
-                    dht=pointer(device, dht), N=N, P=P, H=H, K=K, V=V)
+                    dht=pointer(device, dht), strong=device.pointer(strong), N=N, P=P, H=H, K=K, V=V)
         device.launch(before[1], 2 * N * H * ceil_div(K * V, 4 * before[1].threads), args)
         initial, dht = states
     launch(queries, N * P * H, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,

@@ -46,7 +46,7 @@ def driver():
 def entry(kernel, smem, device):
     """The driver's handle of `kernel` on `device`, which must be the current one."""
     function = load(kernel)
-    if smem > SHARED_BY_DEFAULT:
+    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):        # never less than others launch it with
         function.max_dynamic_shared_size_bytes = smem
     function.preferred_shared_memory_carveout = 100     # for all: only an empty multiprocessor can change it
     return ctypes.c_void_p(function.kernel.ptr)

@@ -1,7 +1,7 @@
 """A plan drawn up once for all calls that differ in nothing but where their arrays are.
 
-`plans.run` on a `Recorder` launches nothing: it notes what is to be made and launched, with marks where addresses
-belong. Playing the `Recording` puts a call's addresses in their place, which takes a tenth of the plan's time.
+`plans.run` or `plans.pullback` on a `Recorder` launches nothing: it notes what is to be made and launched, with marks
+where addresses belong. Playing the `Recording` puts a call's addresses in their place, in a tenth of the plan's time.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from functools import partial
 
 import numpy as np
 
+from ...arrays import signature
 from . import family, plans
 
 ADDRESS, MAP = 0x7FFA << 48, 0x7FFB << 48       # marks: too large for an integer of a plan, and as doubles no numbers
 MAP_BYTES = 128
 OFFSET = 40                                     # bits of a mark that count bytes; those above name the array
-QUEUES = 16                                     # streams for which calls alike are recorded, each with its own tables
+RECORDINGS = 16                                 # of calls alike: one for every stream, each with its own tables, and for
+                                                # every kind of gradients that a pullback is given
 PLACES = 64                                     # sets of addresses whose arguments are kept: the layers of a model
 in_graphs = []                                  # what captured graphs use for as long as they live, which nobody tells
 
@@ -26,26 +28,37 @@ class NotRepeatable(Exception):
 
 def run(problem, device):
     """`plans.run`, by the recording of the first call alike on the same queue where there can be one."""
-    if problem.memo is None:
-        return plans.run(problem, device)
+    return by_recording(plans.run, problem, device)
+
+
+def pullback(problem, device, do, dht):
+    """`plans.pullback`, likewise."""
+    return by_recording(plans.pullback, problem.but(out=None), device, do, dht)
+
+
+def by_recording(plan, problem, device, *cotangents):
+    """`plan(problem, device, *cotangents)`; these are nothing or (do, dht), which may be of other kinds at every call."""
+    kinds = [signature(x) for x in arrays_in(cotangents)]
+    if problem.memo is None or None in kinds:
+        return plan(problem, device, *cotangents)
     problem = family.with_channel(problem)
-    recordings, queue = problem.memo.setdefault("recordings", {}), (device, device.queue)
-    if queue not in recordings:
-        if len(recordings) >= QUEUES:
+    recordings, alike = problem.memo.setdefault("recordings", {}), (device, device.queue, *kinds)
+    if alike not in recordings:
+        if len(recordings) >= RECORDINGS:
             recordings.clear()
-        recordings[queue] = record(problem, device)
-    recording = recordings.get(queue)
-    return recording.play(given(problem)) if recording else plans.run(problem, device)
+        recordings[alike] = record(plan, problem, device, cotangents)
+    recording = recordings.get(alike)
+    return recording.play([*given(problem), *arrays_in(cotangents)]) if recording else plan(problem, device, *cotangents)
 
 
-def record(problem, device) -> Recording | None:
+def record(plan, problem, device, cotangents) -> Recording | None:
     """None for a plan that copies."""
     if problem.out is not None and not plans.has_rows(problem.out):
         return None
-    problem = seen_apart(problem)
-    recorder = Recorder(device, given(problem))
+    problem, cotangents = seen_apart(problem), view(cotangents)
+    recorder = Recorder(device, [*given(problem), *arrays_in(cotangents)])
     try:
-        return Recording(recorder, recorder.numbers(plans.run(problem, recorder)))
+        return Recording(recorder, recorder.numbers(plan(problem, recorder, *cotangents)))
     except NotRepeatable:
         return None
 
@@ -60,13 +73,17 @@ def given(problem) -> list:
 
 def seen_apart(problem):
     """The problem on views of its arrays, so that one given twice goes by two names."""
-    def view(x):
-        return None if x is None else x.view()
-
     options = {name: view(x) if name == "state" or name == "slots" and not isinstance(x, np.ndarray) else x
                for name, x in problem.options.items()}
     return problem.but(arrays={name: view(x) for name, x in problem.arrays.items()}, out=view(problem.out), options=options,
-                       initial_state=problem.initial_state and tuple(map(view, problem.initial_state)))
+                       initial_state=view(problem.initial_state))
+
+
+def view(x):
+    """A view of an array, or of each in a tuple."""
+    if isinstance(x, tuple):
+        return tuple(map(view, x))
+    return None if x is None else x.view()
 
 
 class Recorder:
@@ -82,6 +99,10 @@ class Recorder:
 
     def empty(self, shape, dtype):
         return self.made(self.device.empty(shape, dtype))
+
+    def zeros(self, shape, dtype):
+        """Cleared whenever the plan is played, before its first launch."""
+        return self.later(self.device.zeros(shape, dtype), partial(self.device.zeros, shape, dtype))
 
     def empty_like(self, prototype, shape, dtype):
         return self.made(self.device.empty_like(prototype, shape, dtype))
@@ -133,10 +154,14 @@ class Recording:
     """What a plan makes and launches."""
 
     def __init__(self, recorder, result):
-        self.device, self.makers, self.maps, self.result = recorder.device, recorder.makers, recorder.maps, result
-        self.starts = [recorder.device.pointer(x) % 16 for x in recorder.arrays]
-        self.launches = [(kernel, blocks, np.frombuffer(args.tobytes(), np.int64), args.dtype, *smem)
-                         for kernel, blocks, args, *smem in recorder.launches]
+        self.device, self.makers, self.launches, self.result = recorder.device, recorder.makers, recorder.launches, result
+        starts = np.array([recorder.device.pointer(x) % 16 for x in recorder.arrays])
+        self.words = np.frombuffer(b"".join(args.tobytes() for _, _, args, *_ in self.launches), np.int64)
+        kinds = self.words >> 48
+        self.marked = np.flatnonzero(kinds == ADDRESS >> 48)
+        self.numbers, offsets = np.divmod(self.words[self.marked] - ADDRESS, 1 << OFFSET)
+        self.offsets = offsets - starts[self.numbers]
+        self.maps = [(at, *recorder.maps[self.words[at] - MAP]) for at in np.flatnonzero(kinds == MAP >> 48).tolist()]
         own = range(len(recorder.arrays) - len(self.makers), len(recorder.arrays))
         self.hidden = [number for number in own if number not in flat(result)]
         self.filled = {}
@@ -148,23 +173,24 @@ class Recording:
         if launches is None:
             if len(self.filled) >= PLACES:
                 self.filled.clear()
-            launches = self.filled[addresses] = [self.fill(arrays, addresses, *launch) for launch in self.launches]
+            launches = self.filled[addresses] = list(self.fill(arrays, addresses))
         for launch in launches:
             self.device.launch(*launch)
         if self.hidden and self.device.capturing:
             in_graphs.extend(arrays[number] for number in self.hidden)
         return collect(arrays, self.result)
 
-    def fill(self, arrays, addresses, kernel, blocks, marked, dtype, *smem):
-        """A launch with addresses and maps for their marks."""
-        words, kinds = marked.copy(), marked >> 48
-        for at in np.flatnonzero(kinds == ADDRESS >> 48).tolist():
-            number, offset = divmod(int(marked[at]) - ADDRESS, 1 << OFFSET)
-            words[at] = addresses[number] + offset - self.starts[number]
-        for at in np.flatnonzero(kinds == MAP >> 48).tolist():
-            number, box = self.maps[int(marked[at]) - MAP]
+    def fill(self, arrays, addresses):
+        """The launches with addresses and maps for their marks."""
+        words = self.words.copy()
+        words[self.marked] = np.array(addresses)[self.numbers] + self.offsets
+        for at, number, box in self.maps:
             words[at:at + MAP_BYTES // 8] = np.frombuffer(self.device.tensor_map(arrays[number], *box), np.int64)
-        return kernel, blocks, words.view(dtype), *smem
+        first = 0
+        for kernel, blocks, marked, *smem in self.launches:
+            end = first + marked.nbytes // 8
+            yield kernel, blocks, words[first:end].copy().view(marked.dtype), *smem
+            first = end
 
 
 def collect(arrays, result):
@@ -174,5 +200,9 @@ def collect(arrays, result):
     return None if result is None else arrays[result]
 
 
-def flat(numbers) -> list:
-    return [x for part in numbers for x in flat(part)] if isinstance(numbers, tuple) else [numbers]
+def flat(tree) -> list:
+    return [x for part in tree for x in flat(part)] if isinstance(tree, tuple) else [tree]
+
+
+def arrays_in(tree) -> list:
+    return [x for x in flat(tree) if x is not None]

@@ -93,6 +93,10 @@ def scan_both_ways() -> Kernel:
     return Kernel("chunk/scan_both_ways", (), 256)
 
 
+def bonus_gradient(U) -> Kernel:
+    return Kernel("stages/bonus_gradient", (CTYPES[U],), 128)
+
+
 def recurrent_forward(policy, T, G, K) -> Kernel:
     return Kernel("recurrent/recurrent_forward", (policy, CTYPES[T], CTYPES[G], str(channels(K))), THREADS)
 
@@ -129,6 +133,10 @@ def feature_map(phi, T, Y) -> Kernel:
 
 def feature_gradient(phi, T, Y) -> Kernel:
     return Kernel("stages/feature_gradient", (FEATURE_MAPS[phi], CTYPES[T], CTYPES[Y]), 256)
+
+
+def gate_gradient(G) -> Kernel:
+    return Kernel("stages/gate_gradient", (CTYPES[G],), 128)
 
 
 def divide(T) -> Kernel:
@@ -346,6 +354,8 @@ def kernels():
         yield combine(T)
         yield divide(T)
         yield divide_gradient(T)
+        yield bonus_gradient(T)
+        yield gate_gradient(T)
         for p in POLICIES:
             yield gated_qk(p, T)
         yield embed(T)
