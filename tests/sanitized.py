@@ -102,7 +102,7 @@ def family(rng, run, as_filled):
     for op, declared, sizes, dtype, keywords in FAMILY:
         arrays, _ = drawn(declared, rng, sizes, dtype, cu_seqlens=keywords.get("cu_seqlens"))
         yield run(op, *arrays, **keywords)
-        yield as_filled(backward, op, *arrays, **keywords)
+        yield as_filled(run, backward, op, *arrays, **keywords)
 
 
 def steps(rng, run):
@@ -124,18 +124,19 @@ def decoding(rng, device):
             yield decoder.step(tokens, state, greedy=True)
 
 
-def prompts(rng):
+def prompts(rng, as_filled):
     weights = synthetic(rng, SMALL, BFLOAT16)
     for dtype in (SINGLE, BFLOAT16):
         model = RWKV6(weights, "cuda", dtype)
-        yield model.forward(rng.integers(0, SMALL["V"], (2, 37)))
-        yield model.forward(rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
+        yield as_filled(model.forward, rng.integers(0, SMALL["V"], (2, 37)))
+        yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
 
 
 def calls(rng, run, as_older, as_filled, device):
-    """`as_older`: `run` as on a card before Hopper; `as_filled`: with something in every array before it is written."""
+    """`as_older`: `run` as on a card before Hopper; `as_filled`: any function, with something in every array before
+    it is written."""
     return chain(operators(rng, run), gradients(rng, run), attention(rng, run), attention(rng, as_older), family(rng, run, as_filled),
-                 steps(rng, run), decoding(rng, device), prompts(rng))
+                 steps(rng, run), decoding(rng, device), prompts(rng, as_filled))
 
 
 class Older(build.CupyDevice):
@@ -175,11 +176,11 @@ def main():
         finally:
             kernels.DEVICE = device
 
-    def as_filled(*call, **keywords):
-        """initcheck does not see what tensor stores write, and the gate's gradient is summed up from what they did."""
+    def as_filled(function, *arguments, **keywords):
+        """initcheck does not see what tensor stores write, which in these calls other kernels read."""
         device, kernels.DEVICE = kernels.DEVICE, Filled()
         try:
-            return run(*call, **keywords)
+            return function(*arguments, **keywords)
         finally:
             kernels.DEVICE = device
 
