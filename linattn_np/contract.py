@@ -407,7 +407,7 @@ class Problem:
             return ()
         state = self.initial_state and self.turned_state(self.initial_state[0])
         return tuple(name for name, x in (("v", self["v"]), ("initial_state", state), ("out", self.out))
-                     if x is not None and not grouped.folds_in_place(x, self.groups))
+                     if x is not None and not grouped.folds_in_place(x))
 
     def folded(self, x, axes: str):
         return grouped.fold(x, self.groups) if self.groups > 1 and grouped.has_columns(axes) else x

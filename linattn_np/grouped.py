@@ -17,7 +17,7 @@ def has_columns(axes: str) -> bool:
     return axes.split()[-1] == "V"
 
 
-def folds_in_place(x, groups: int) -> bool:
+def folds_in_place(x) -> bool:
     """Whether the heads of a group lie side by side in memory, as they do in [B, T, HV, V]."""
     return x.strides[1] == x.shape[3] * x.strides[3]
 
