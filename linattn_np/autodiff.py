@@ -51,7 +51,8 @@ def pullback(op, *arrays, backend="auto", **arguments):
 
 def bind(op, arrays, arguments):
     declared = declaration(op, "vjp")
-    inspect.signature(op).bind(*arrays, **arguments)        # an unknown keyword is Python's own TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments      # an unknown keyword is Python's own TypeError
+    declared, arrays, arguments = declared.taken_apart(given)
     if arguments.get("out") is not None:
         declared.refuse("out", "cannot be given to vjp")
     return declared.bind(arrays, gradient=True, **arguments)

@@ -51,6 +51,7 @@ class Op:
     state: tuple[str, ...] = ("N H K V",)       # axes of each part of the recurrent state, N sequences
     reads_before_write: bool = False            # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
     feature: str = "K"                          # the axis that sets the default scale, K**-0.5
+    with_more: Op | None = None                 # the declaration of a call with one more array, which may be left out
 
     def bind(self, inputs, **arguments) -> Problem:
         """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
@@ -96,6 +97,17 @@ class Op:
         problem = problem.but(refolded=problem.copied_to_fold())
         return problem.taken() if problem.differs else problem
 
+    def taken_apart(self, given):
+        """(declaration, arrays, everything else) of a call's arguments by name."""
+        op, rest = self, dict(given)
+        if self.with_more is not None:
+            *_, last = self.with_more.arrays
+            if rest.get(last) is None:
+                rest.pop(last, None)
+            else:
+                op = self.with_more
+        return op, tuple(rest.pop(name) for name in op.arrays), rest
+
     def refuse(self, argument: str, complaint: str, error=ContractError):
         raise error(f"{self.name}: {argument} {complaint}")
 
@@ -133,7 +145,8 @@ class Op:
         """How many heads of v share each head of the other arrays, which agree on theirs; 1 where v is as they are."""
         if not self.state or self.out != "B H T V":
             return 1
-        heads = {view.shape[self.arrays[name].split().index("H")] for name, view in views.items() if name != "v"}
+        heads = {view.shape[self.arrays[name].split().index("H")] for name, view in views.items()
+                 if not grouped.has_columns(self.arrays[name])}
         H, HV = next(iter(heads)), views["v"].shape[1]
         if len(heads) > 1 or H == 0 or HV <= H:
             return 1
@@ -149,17 +162,17 @@ class Op:
         for name, view in views.items():
             for axis, size in zip(grouped.callers(self.arrays[name], groups).split(), view.shape):
                 if sizes.setdefault(axis, size) != size:
-                    self.refuse_sizes(views, layout, axis)
+                    self.refuse_sizes(views, layout, axis, groups)
         for axis in ("K", "V"):
             if sizes.get(axis) == 0:
                 name = next(name for name, axes in self.arrays.items() if axis in axes.split())
                 self.refuse(name, f"has {axis}=0, expected at least 1")
         return sizes
 
-    def refuse_sizes(self, views, layout, axis):
+    def refuse_sizes(self, views, layout, axis, groups):
         """Names the array that differs from what most have."""
-        found = {name: view.shape[self.arrays[name].split().index(axis)] for name, view in views.items()
-                 if axis in self.arrays[name].split()}
+        axes = {name: grouped.callers(self.arrays[name], groups).split() for name in views}
+        found = {name: view.shape[axes[name].index(axis)] for name, view in views.items() if axis in axes[name]}
         usual = Counter(found.values()).most_common(1)[0][0]
         name = next(name for name, size in found.items() if size != usual)
         shape = tuple(swap_heads(views[name], self.arrays[name], layout).shape)
@@ -406,7 +419,8 @@ class Problem:
         if self.groups == 1:
             return ()
         state = self.initial_state and self.turned_state(self.initial_state[0])
-        return tuple(name for name, x in (("v", self["v"]), ("initial_state", state), ("out", self.out))
+        grown = [(name, x) for name, x in self.arrays.items() if grouped.has_columns(self.op.arrays[name])]
+        return tuple(name for name, x in (*grown, ("initial_state", state), ("out", self.out))
                      if x is not None and not grouped.folds_in_place(x))
 
     def folded(self, x, axes: str):

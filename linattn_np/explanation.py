@@ -24,7 +24,8 @@ def explain(op, *arrays, backend="auto", gradient=False, **arguments) -> Explana
     'numpy'
     """
     declared = declaration(op, "explain")
-    inspect.signature(op).bind(*arrays, **arguments)        # an unknown keyword is Python's own TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments      # an unknown keyword is Python's own TypeError
+    declared, arrays, arguments = declared.taken_apart(given)
     return explain_problem(declared.bind(arrays, gradient=gradient, **arguments), backend)
 
 

@@ -17,6 +17,7 @@ import pytest
 from linattn_np import dispatch
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
+from linattn_np.ops.gla import TWO_GATES
 
 DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
@@ -25,7 +26,7 @@ SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 class Backend:
     """A backend as the tests see it: what it can do, how arrays get there and back, how a function runs on it."""
 
-    modes = {op.name: op.modes for op in OPS}
+    modes = {op.name: op.modes for op in (*OPS, TWO_GATES)}
     dtypes = (DOUBLE, SINGLE, HALF, BFLOAT16)
     gradients = False
     materialize = (True, False)
@@ -59,6 +60,7 @@ class Kernels(Backend):
     """What the CUDA kernels can do, wherever they run."""
 
     modes = {op.name: ("recurrent", "chunk", "staged") if op.name != "softmax_attention" else () for op in OPS}
+    modes |= {TWO_GATES.name: ("recurrent",)}
     dtypes = (SINGLE, HALF, BFLOAT16)
     gradients = True
 
@@ -140,7 +142,7 @@ class Cupy(OnCard, Kernels):
 
 
 class NumbaKernels(Backend):
-    modes = {op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6") else () for op in OPS}
+    modes = {op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6") else () for op in (*OPS, TWO_GATES)}
     materialize = (True,)
 
 

@@ -22,6 +22,7 @@ def literal(xp, scan, name, arrays, state=(), *, gamma=None, feature_map=None, n
         if name == "rwkv6":
             return (xp.exp(gate[0])[..., None] * S + new,), scale * read(q, S + u[:, :, None] * new)
         decay = {"gla": lambda: xp.exp(gate[0])[..., None], "simple_gla": lambda: xp.exp(gate[0])[..., None, None],
+                 "gla with gv": lambda: outer(xp.exp(gate[0]), xp.exp(gate[1])),
                  "retention": lambda: gamma, "linear_attention": lambda: 1.0}[name]()
         S = decay * S + new
         if not normalize:
@@ -49,6 +50,7 @@ def phi(xp, feature_map, x):
 # An operator of every kind: its name and what else it is called with.
 VARIANTS = {
     "gla": ("gla", {}),
+    "gla with gv": ("gla with gv", {}),
     "rwkv6": ("rwkv6", {}),
     "simple_gla": ("simple_gla", {}),
     "retention": ("retention", {"gamma": 0.8}),

@@ -13,7 +13,7 @@ from linattn_np.contract import swap_heads
 from linattn_np.ops import declaration
 from linattn_np.ops.linear_attention import LINEAR_ATTENTION, NORMALIZED
 
-DECAYS = ("g", "w")
+DECAYS = ("g", "gv", "w")
 
 
 # -- random inputs ------------------------------------------------------------------------------------------------------
@@ -126,6 +126,7 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
                 continue
             for t in range(start, stop):
                 decay = {"gla": lambda: np.exp(given["g"][b, h, t])[:, None],
+                         "gla with gv": lambda: np.outer(np.exp(given["g"][b, h, t]), np.exp(given["gv"][b, h, t])),
                          "rwkv6": lambda: np.exp(given["w"][b, h, t])[:, None],
                          "simple_gla": lambda: np.exp(given["g"][b, h, t]), "retention": lambda: gamma[h],
                          "linear_attention": lambda: 1.0}[op.name]()

@@ -18,7 +18,7 @@ from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import build
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6_cuda import CudaDecoder
-from linattn_np.ops.gla import GLA
+from linattn_np.ops.gla import GLA, TWO_GATES
 from linattn_np.ops.linear_attention import LINEAR_ATTENTION
 from linattn_np.ops.rwkv6 import RWKV6 as RWKV6_OP
 from linattn_np.ops.simple_gla import SIMPLE_GLA
@@ -48,6 +48,10 @@ GRADIENTS = (                           # as for OPERATORS, all with gradients o
     ((1, 1, 530, 20, 24), HALF, "logsigmoid", SINGLE, {}),
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),
     ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}))
+GATED_VALUES = (                        # as for OPERATORS, and with gradients
+    ((1, 2, 40, 64, 64), BFLOAT16, "some-inf", None, {}),
+    ((1, 1, 37, 136, 40), HALF, "logsigmoid", SINGLE, {}),
+    ((1, 1, 133, 20, 9), SINGLE, "some-1e30", None, {"cu_seqlens": PACKED}))
 ATTENTION = (                           # B H T K V, dtype, keywords
     ((1, 2, 150, 64, 64), BFLOAT16, {}),
     ((1, 1, 133, 100, 60), HALF, {"cu_seqlens": PACKED}),
@@ -90,6 +94,13 @@ def gradients(rng, run):
         for sizes, dtype, gate, gate_dtype, keywords in GRADIENTS:
             arrays, (state,) = drawn(declared, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
             yield run(backward, op, *arrays, **keywords, initial_state=state)
+
+
+def gated_values(rng, run):
+    for sizes, dtype, gate, gate_dtype, keywords in GATED_VALUES:
+        arrays, (state,) = drawn(TWO_GATES, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
+        yield run(gla, *arrays, **keywords, initial_state=state, output_final_state=True)
+        yield run(backward, gla, *arrays, **keywords, initial_state=state)
 
 
 def attention(rng, run):
@@ -135,8 +146,9 @@ def prompts(rng, as_filled):
 def calls(rng, run, as_older, as_filled, device):
     """`as_older`: `run` as on a card before Hopper; `as_filled`: any function, with something in every array before
     it is written."""
-    return chain(operators(rng, run), gradients(rng, run), attention(rng, run), attention(rng, as_older), family(rng, run, as_filled),
-                 steps(rng, run), decoding(rng, device), prompts(rng, as_filled))
+    return chain(operators(rng, run), gradients(rng, run), gated_values(rng, run), attention(rng, run),
+                 attention(rng, as_older), family(rng, run, as_filled), steps(rng, run), decoding(rng, device),
+                 prompts(rng, as_filled))
 
 
 class Older(build.CupyDevice):

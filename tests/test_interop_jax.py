@@ -15,13 +15,14 @@ import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
+from linattn_np.ops.gla import TWO_GATES
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # the other tests on a card need its memory
 jax = pytest.importorskip("jax", reason="jax is not installed")
 interop = pytest.importorskip("linattn_np.interop.jax")
 jnp = jax.numpy
 
-DECLARED = {op.name: op for op in OPS}
+DECLARED = {op.name: op for op in (*OPS, TWO_GATES)}
 SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
 HALVES = [np.dtype(np.float16), BFLOAT16]
 
@@ -87,7 +88,7 @@ class Case:
             more["initial_state"] = state if len(state) > 1 else state[0]
         if self.final:
             more["output_final_state"] = True
-        return jax.tree.leaves(getattr(interop, self.name)(*arrays, **self.options, **more))
+        return jax.tree.leaves(getattr(interop, self.name.split()[0])(*arrays, **self.options, **more))
 
     def literal(self, *inputs):
         return list(literal(jnp, jax.lax.scan, self.name, inputs[:self.count], inputs[self.count:], **self.options))

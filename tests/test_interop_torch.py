@@ -12,11 +12,12 @@ import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
+from linattn_np.ops.gla import TWO_GATES
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("linattn_np.interop.torch")
 
-DECLARED = {op.name: op for op in OPS}
+DECLARED = {op.name: op for op in (*OPS, TWO_GATES)}
 SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
@@ -71,7 +72,7 @@ class Case:
             more["initial_state"] = tuple(state) if len(state) > 1 else state[0]
         if self.final:
             more["output_final_state"] = True
-        found = getattr(interop, self.name)(*arrays, **self.options, **more)
+        found = getattr(interop, self.name.split()[0])(*arrays, **self.options, **more)
         o, final = found if self.final else (found, ())
         return [o, *(final if isinstance(final, tuple) else (final,))]
 

@@ -72,6 +72,7 @@ ROOMS = {
     "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
     "grouped": ([], ["numpy"]),
     "masked": ([], ["numpy"]),
+    "two_gates": ([], []),
     "contract": (["arrays", "grouped", "masked", "varlen"], ["numpy"]),
     "dispatch": (["contract"], []),
     "ops": (["ops", "arrays", "contract", "dispatch"], ["numpy"]),
@@ -88,8 +89,8 @@ ROOMS = {
     "models/cuda_layers": (["models", "ops", "backends.cupy"], ["numpy"]),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "backends/__init__": ([], []),
-    "backends/numpy": (["backends.numpy", "arrays", "contract", "varlen"], ["numpy"]),
-    "backends/cupy": (["backends.cupy", "arrays", "contract", "varlen"], ["numpy", "cupy"]),
+    "backends/numpy": (["backends.numpy", "arrays", "contract", "two_gates", "varlen"], ["numpy"]),
+    "backends/cupy": (["backends.cupy", "arrays", "contract", "two_gates", "varlen"], ["numpy", "cupy"]),
     "backends/numba": (["backends.numba", "backends.cupy", "arrays", "contract", "varlen"], ["numpy", "numba"]),
     "__init__": ([""], []),
 }

@@ -41,11 +41,11 @@ class Operator:
         return public
 
     def take_apart(self, positional, named):
-        """(arrays, parts of the initial state or None, everything else) of a call."""
-        arguments = dict(self.signature.bind(*positional, **named).arguments)
-        arrays = tuple(arguments.pop(name) for name in self.declared.arrays)
+        """(declaration, arrays, parts of the initial state or None, everything else) of a call."""
+        given = self.signature.bind(*positional, **named).arguments
+        declared, arrays, arguments = self.declared.taken_apart(given)
         state = arguments.pop("initial_state", None)
-        return arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
+        return declared, arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
 
     def run(self, arrays, state, arguments) -> list:
         """[o, *parts of the final state], where one is asked for."""

@@ -41,20 +41,20 @@ def differentiable(function):
     operator = Operator.of(function, without=("out", "mask"))       # keyword arguments are static, which no mask is
 
     def public(*positional, **named):
-        arrays, state, arguments = operator.take_apart(positional, named)
+        declared, arrays, state, arguments = operator.take_apart(positional, named)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
-        results = outline(operator, arrays, state, arguments)
+        results = outline(declared, arrays, state, arguments)
         compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
         return together(compute(arrays, state), bool(arguments.get("output_final_state")))
 
     return operator.document(public, "JAX arrays")
 
 
-def outline(operator, arrays, state, arguments):
+def outline(declared, arrays, state, arguments):
     """Shapes and dtypes of o and of the final state's parts, once the call is seen to fit the declaration."""
     bound = {name: x for name, x in arguments.items() if name != "backend"}
     arrays, state = jax.tree.map(blank, (arrays, state))
-    problem = operator.declared.bind(arrays, initial_state=state, **bound)
+    problem = declared.bind(arrays, initial_state=state, **bound)
     if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
         problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
     o = problem.in_layout(blank(jax.ShapeDtypeStruct(problem.shape(problem.op.out), problem.dtype)), problem.op.out)

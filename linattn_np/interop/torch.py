@@ -33,39 +33,39 @@ def differentiable(function):
     operator = Operator.of(function)
 
     def public(*positional, **named):
-        arrays, state, arguments = operator.take_apart(positional, named)
-        for name, x in [*zip(operator.declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
+        declared, arrays, state, arguments = operator.take_apart(positional, named)
+        for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
             if not isinstance(x, torch.Tensor):
-                operator.declared.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected a "
-                                               "torch.Tensor", ContractTypeError)
-        results = Compute.apply(operator, arguments, *arrays, *(state or ()))
+                declared.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected a torch.Tensor",
+                                ContractTypeError)
+        results = Compute.apply(operator, len(arrays), arguments, *arrays, *(state or ()))
         return together(results, bool(arguments.get("output_final_state")))
 
     return operator.document(public, "torch tensors")
 
 
 class Compute(torch.autograd.Function):
-    """(operator, its other arguments, *arrays, *parts of the initial state) -> (o, *parts of the final state)."""
+    """(operator, how many arrays, its other arguments, *arrays, *parts of the initial state) -> (o, *parts of the final
+    state)."""
 
     @staticmethod
-    def forward(context, operator, arguments, *tensors):
-        context.operator, context.arguments = operator, arguments
+    def forward(context, operator, count, arguments, *tensors):
+        context.operator, context.count, context.arguments = operator, count, arguments
         context.save_for_backward(*tensors)
         with stream_of(tensors[0]):
-            return tuple(operator.run(*parted(operator, tensors), arguments))
+            return tuple(operator.run(*parted(count, tensors), arguments))
 
     @staticmethod
     @once_differentiable
     def backward(context, do, *dht):
         operator = context.operator
         with stream_of(do):
-            arrays, state = parted(operator, context.saved_tensors)
-            return None, None, *operator.gradients(arrays, state, context.arguments, do, dht)
+            arrays, state = parted(context.count, context.saved_tensors)
+            return None, None, None, *operator.gradients(arrays, state, context.arguments, do, dht)
 
 
-def parted(operator, tensors):
-    """(arrays, parts of the initial state or None)."""
-    count = len(operator.declared.arrays)
+def parted(count, tensors):
+    """(`count` arrays, parts of the initial state or None)."""
     return tensors[:count], tensors[count:] or None
 
 

@@ -3,10 +3,22 @@
 from ..contract import Op
 from ..dispatch import call
 
-GLA = Op("gla", {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T K"}, gates=("g",))
+
+class TwoGates(Op):
+    """The declaration of a call that gates the state's values too."""
+
+    def route(self, mode, chunk_size, materialize):
+        if materialize is not None:
+            self.refuse("materialize", "has no meaning with gv")
+        return super().route(mode, chunk_size, materialize)
 
 
-def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
+ARRAYS = {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T K"}
+TWO_GATES = TwoGates("gla with gv", ARRAYS | {"gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk"))
+GLA = Op("gla", ARRAYS, gates=("g",), with_more=TWO_GATES)
+
+
+def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
         cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
         chunk_size=None, materialize=None, backend="auto", out=None):
     """Gated linear attention with a decay for every key channel.
@@ -14,7 +26,10 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
         S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
 
     (Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2024, eq. 3 with
-    alpha_t = exp g_t; the chunked form is section 4 there.)
+    alpha_t = exp g_t; the chunked form is section 4 there.) With `gv` every value channel decays too, by the outer
+    product of two gates (section 4.1 there, G_t = alpha_t^T beta_t with beta_t = exp gv_t):
+
+        S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T,       * element by element
 
     Parameters
     ----------
@@ -27,6 +42,9 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
         The log of the decay, natural base, usually <= 0: ``0`` keeps, ``-inf`` forgets. The dtype of q, or float32
         beside half-precision inputs. Values above 0 are computed as given; the state overflows float32 once a
         channel's gates since the last strong decay sum to more than about 88.
+    gv : [B, H, T, V], optional
+        The same for the value channels, with the heads of v: what g is to the keys. With it there is no `materialize`
+        and of the modes "recurrent" and, on the host, "chunk"; a GPU goes token by token, without tensor cores.
     scale : float, optional
         ``K ** -0.5`` by default.
     initial_state : [N, H, K, V], optional
@@ -84,7 +102,8 @@ def gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False,
     >>> bool(np.allclose(o, np.concatenate([first, rest], axis=2)))
     True
     """
-    return call(GLA, (q, k, v, g), scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+    op, arrays = (GLA, (q, k, v, g)) if gv is None else (TWO_GATES, (q, k, v, g, gv))
+    return call(op, arrays, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
                 state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse,
                 state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size, materialize=materialize,
                 backend=backend, out=out)

@@ -67,7 +67,7 @@ def at_home(problem, function, *arguments):
 
 
 def describe(problem, bytes_moved) -> dict:
-    operator = problem.op.name in (*plans.OPERATORS, attention.NAME)
+    operator = problem.op.name in (*plans.OPERATORS, *plans.OWN)
     bandwidth = peak_bandwidth(ordinal(problem))
     kernels = plans.sweeps_of(problem, DEVICE) if problem.gradient else plans.kernels_of(problem, DEVICE)
     return {

@@ -6,13 +6,14 @@ from __future__ import annotations
 import numpy as np
 
 from ...contract import CHUNK, SUB_CHUNK
-from . import attention, family, gradients, tiles
+from . import attention, family, gradients, tiles, two_gates
 from .build import pack, with_maps
 from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, give_back, has_rows, in_pieces, in_rows,
                        inputs, is_plain, mappable, one_gate, output, place, pointer, rows, states, stored)
 
 MODES = ("auto", "recurrent", "chunk", "staged")
 OPERATORS = ("gla", "rwkv6", *family.NAMES)
+OWN = {attention.NAME: attention, two_gates.NAME: two_gates}        # operators with plans and kernels of their own
 
 
 def unsupported(problem) -> str | None:
@@ -20,6 +21,8 @@ def unsupported(problem) -> str | None:
     name = problem.op.name
     if name == attention.NAME:
         return attention.unsupported(problem)
+    if name == two_gates.NAME and (reason := two_gates.unsupported(problem)):
+        return reason
     if reason := family.unsupported(problem):
         return reason
     if name not in OPERATORS and name not in PLANS:
@@ -44,6 +47,8 @@ def mode_of(problem) -> str:
     """The mode that runs: "auto" is the one-pass kernel, or the stages when every chunk's state is to be kept."""
     if problem.mode != "auto":
         return problem.mode
+    if problem.op.name == two_gates.NAME:
+        return "recurrent"
     return "staged" if problem.materialize else "chunk"
 
 
@@ -61,6 +66,8 @@ def run(problem, device):
 
 def pullback(problem, device, do, dht):
     """`gradients.pullback`, of these operators too."""
+    if problem.op.name == two_gates.NAME:
+        return two_gates.pullback(problem, device, do, dht)
     if problem.op.name in family.NAMES:
         return family.pullback(problem, device, do, dht, run, gradients.pullback)
     return gradients.pullback(problem, device, do, dht)
@@ -68,8 +75,8 @@ def pullback(problem, device, do, dht):
 
 def kernels_of(problem, device) -> tuple[tiles.Kernel, ...]:
     """What `run` launches, in order."""
-    if problem.op.name == attention.NAME:
-        return attention.kernels_of(problem, device)
+    if problem.op.name in OWN:
+        return OWN[problem.op.name].kernels_of(problem, device)
     if problem.op.name in family.NAMES:
         return family.kernels(problem, device, kernels_of, reads_one_gate)
     policy, T, K = tiles.policy(problem.op), problem.dtype, problem.sizes.get("K")
@@ -89,8 +96,8 @@ def kernels_of(problem, device) -> tuple[tiles.Kernel, ...]:
 
 def sweeps_of(problem, device) -> tuple[tiles.Kernel, ...]:
     """What `pullback` launches, in order."""
-    if problem.op.name == attention.NAME:
-        return attention.sweeps(problem, device)
+    if problem.op.name in OWN:
+        return OWN[problem.op.name].sweeps(problem, device)
     if problem.op.name in family.NAMES:
         return family.sweeps(problem, device, kernels_of, gradients.sweeps)
     return gradients.sweeps(problem, device)
@@ -98,8 +105,8 @@ def sweeps_of(problem, device) -> tuple[tiles.Kernel, ...]:
 
 def scratch(problem, device) -> int:
     """Bytes that `pullback` takes besides the gradients."""
-    if problem.op.name == attention.NAME:
-        return attention.scratch(problem)
+    if problem.op.name in OWN:
+        return OWN[problem.op.name].scratch(problem)
     if problem.op.name in family.NAMES:
         gla, _ = family.outline(problem, device)
         return gradients.scratch(gla, device) + family.scratch(problem, gla)
@@ -108,8 +115,8 @@ def scratch(problem, device) -> int:
 
 def tiles_of(problem, device) -> dict:
     """The sizes that the kernels work in."""
-    if problem.op.name == attention.NAME:
-        return attention.tiles_of(problem, device)
+    if problem.op.name in OWN:
+        return OWN[problem.op.name].tiles_of(problem, device)
     if problem.op.name in family.NAMES:
         return tiles_of(family.outline(problem, device, not problem.gradient and reads_one_gate)[0], device)
     if problem.gradient:
@@ -135,7 +142,8 @@ def copies_of(problem, device) -> tuple[str, ...]:
                if name != "u" and not has_rows(x)]
     small = {"u": problem.arrays.get("u"), "initial_state": problem.initial_state and problem.initial_state[0]}
     return (*strided, *(f"{name}: the kernels read it as contiguous float32" for name, x in small.items()
-                        if x is not None and not is_plain(x)), *family.copies_of(problem, device, reads_one_gate))
+                        if x is not None and not is_plain(x)), *family.copies_of(problem, device, reads_one_gate),
+            *two_gates.copies_of(problem))
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
@@ -299,9 +307,9 @@ def stage_combine(problem, device):
     return give_back(problem, o)
 
 
-PLANS = {attention.NAME: attention.run, "gla_step": step, "rwkv6_step": step, "chunk_cumsum": stage_chunk_cumsum,
-         "gated_qk": stage_gated_qk, "inter_chunk": stage_inter_chunk, "intra_chunk": stage_intra_chunk,
-         "combine": stage_combine}
+PLANS = {attention.NAME: attention.run, two_gates.NAME: two_gates.run, "gla_step": step, "rwkv6_step": step,
+         "chunk_cumsum": stage_chunk_cumsum, "gated_qk": stage_gated_qk, "inter_chunk": stage_inter_chunk,
+         "intra_chunk": stage_intra_chunk, "combine": stage_combine}
 UNLIMITED = ("gla_step", "rwkv6_step", "chunk_cumsum", "gated_qk", "inter_chunk", "combine")     # in K
 
 

@@ -9,6 +9,7 @@ from .build import Kernel
 
 CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
 POLICIES = ("Gla", "Rwkv6")
+PASSES = ("Forwards", "ForwardsApart", "Backwards")     # of two_gates
 THREADS = 128           # of every kernel but chunk_forward, which has a warp for every 16 columns of V
 STAGE_COLUMNS = 64      # columns of V a block of the tiled stages
 CHUNK_COLUMNS = (64, 128)           # BV of chunk_forward: blocks that share a head repeat its scores, so the wider
@@ -112,6 +113,15 @@ def chunk_cumsum(G) -> Kernel:
 
 def gated_qk(policy, T) -> Kernel:
     return Kernel("stages/gated_qk", (policy, CTYPES[T]), THREADS)
+
+
+def two_gates(only, T, G, K) -> Kernel:
+    """`only`: one of PASSES."""
+    return Kernel("recurrent/two_gates", (only, CTYPES[T], CTYPES[G], str(channels(K))), THREADS)
+
+
+def gate_sums(T, G) -> Kernel:
+    return Kernel("recurrent/gate_sums", (CTYPES[T], CTYPES[G]), THREADS)
 
 
 def inter_chunk(T) -> Kernel:
@@ -300,6 +310,8 @@ def shared_bytes(kernel: Kernel) -> int:
         case "shift_mix", _:
             return 4 * 4 * 16
         case "mix", _:
+        case "two_gates", (only, *_, BK):
+            return 4 * (3 * 16 * int(BK) + 2 * 16 * 32 + (1 if only == "Forwards" else 2) * 4 * 16 * 32)
             return 4 * 32 * 8
         case ("data_mix" | "log_decay"), _:
             return 4 * 32 * 32
@@ -349,6 +361,10 @@ def kernels():
     for name, T, D in product(ATTENTION_TILES, ATTENTION_DTYPES, ATTENTION_COLUMNS):
         yield softmax(name, T, D, D)
     for T in CTYPES:
+    for T, G in pairs:
+        yield gate_sums(T, G)
+        for only, K in product(PASSES, CHANNELS):
+            yield two_gates(only, T, G, K)
         yield chunk_cumsum(T)
         yield inter_chunk(T)
         yield combine(T)

@@ -4,9 +4,9 @@ import numpy as np
 
 from ...contract import SUB_CHUNK
 from . import (chunked, chunking, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla,
-               softmax_attention, staged)
+               softmax_attention, staged, two_gates)
 
-EQUATIONS = {"gla": gla, "rwkv6": rwkv6, "simple_gla": simple_gla, "retention": retention,
+EQUATIONS = {"gla": gla, "gla with gv": two_gates, "rwkv6": rwkv6, "simple_gla": simple_gla, "retention": retention,
              "linear_attention": linear_attention}
 STEPS = {"gla_step": gla, "rwkv6_step": rwkv6}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
@@ -44,6 +44,8 @@ def compute(problem, o):
     equation = EQUATIONS[problem.op.name]
     if problem.mode == "recurrent" or not o.size:       # no token, row or head: the state passes through
         return recurrent.run(problem, equation, o)
+    if equation is two_gates:
+        return two_gates.run(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     final = FORMS[problem.mode].run(member, buffer)
@@ -89,6 +91,8 @@ def gradients(problem, o):
     equation = EQUATIONS[problem.op.name]
     if problem.mode == "recurrent" or not o.size:
         return recurrent.vjp(problem, equation, o)
+    if equation is two_gates:
+        return two_gates.vjp(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     final, pull_family = chunked.vjp(member, buffer)
@@ -133,7 +137,9 @@ def kernel(problem, mode):
     """The module that computes it."""
     if problem.op.name == "softmax_attention":
         return softmax_attention.__name__
-    return recurrent.__name__ if mode == "recurrent" else FORMS[mode].__name__
+    if mode == "recurrent":
+        return recurrent.__name__
+    return (two_gates if EQUATIONS[problem.op.name] is two_gates else FORMS[mode]).__name__
 
 
 def tiles(problem, mode):

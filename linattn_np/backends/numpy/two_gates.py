@@ -1,0 +1,167 @@
+"""Gated linear attention with a gate on either side of the state (Yang et al., 2024, section 4.1).
+
+    S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T,       o_t = scale q_t^T S_t
+
+Over tokens whose gv sum up to little, c_t in all, it is gla on other values:
+
+    R_t = diag(exp g_t) R_{t-1} + k_t (v_t / exp c_t)^T,    S_t = R_t diag(exp c_t)
+
+The first token's gv is none of them, since it can be taken to the state at once; so whatever it is, this is exact.
+Where strong gates leave few such tokens, they go one by one.
+"""
+
+import numpy as np
+
+from ...contract import SUB_CHUNK
+from ...two_gates import gradients
+from ...varlen import dense
+from . import chunked, chunking
+from .family import Member
+from .recurrent import cast_inputs, cast_states, outer, read, read_vjp, write, write_vjp
+
+LIMIT = 40.0            # nats that gv may sum up to: exp(40) = 2e17 leaves float32 room for values up to 1e20
+
+
+def step(problem, state, q, k, v, g, gv):
+    (S,) = state
+    S = np.multiply(np.exp(gv)[..., None, :], S, out=np.empty_like(S) if problem.gradient else S)
+    S = write(problem, S, np.exp(g), k, v)
+    return (S,), problem.scale * read(q, S)
+
+
+def step_vjp(problem, state, q, k, v, g, gv, dstate, do):
+    (S,), (dS,), decay = state, dstate, outer(np.exp(g), np.exp(gv))
+    do = problem.scale * do
+    dq = read_vjp(decay * S + outer(k, v), do)
+    dS = dS + outer(q, do)
+    dk, dv = write_vjp(k, v, dS)
+    kept = decay * S * dS
+    return (decay * dS,), dq, dk, dv, kept.sum(-1), kept.sum(-2)
+
+
+def run(problem, o):
+    """Fills o [B, H, T, V], returns the final state's parts."""
+    (start,) = cast_states(problem.initial_state, problem)
+    o[...], final = walk(problem, *cast_inputs(problem), start, problem.scale)
+    return (final,)
+
+
+def vjp(problem, o):
+    """(final state's parts, pull), o filled."""
+    arrays, machine = cast_inputs(problem), Machine(problem)
+    (start,) = cast_states(problem.initial_state, problem)
+    o[...], apart, last = machine.forwards(*arrays, start)
+
+    def pull(do, dht):
+        (dht,) = cast_states(dht, problem)
+        found, dh0 = gradients(machine, arrays, apart, last, start, do.astype(problem.compute_dtype), dht)
+        return found, (dh0,)
+
+    return (machine.with_last(last, *arrays[1:3]),), pull
+
+
+class Machine:
+    """What `linattn_np.two_gates` computes with."""
+
+    def __init__(self, problem):
+        self.problem, self.scale, self.count = problem, problem.scale, problem.spans.count
+        self.spans = [(s, *span) for s, span in enumerate(problem.spans) if span[0] < span[1]]
+
+    def forwards(self, q, k, v, g, gv, start):
+        apart, final = walk(self.problem, q, k, v, g, gv, start, self.scale, apart=True)
+        return self.with_own(q, k, v, apart), apart, final
+
+    def backwards(self, q, k, v, g, gv, start):
+        """A token's gates come after it, so they are the next one's where gates come before."""
+        problem, v = self.problem.but(spans=self.problem.spans.backwards()), self.scale * v
+        order = slice(None, None, -1 if self.count > 1 else 1)
+        arrays = (x[:, :, ::-1] for x in (q, k, v, self.of_next_token(g), self.of_next_token(gv)))
+        apart, final = walk(problem, *arrays, start[order], 1.0, apart=True)
+        apart, final = apart[:, :, ::-1], final[order]
+        o = apart + np.vecdot(q, k)[..., None] * v
+        for s, first, stop in self.spans:
+            final[s::self.count] += outer(k[:, :, first], v[:, :, first])
+            final[s::self.count] *= outer(np.exp(g[:, :, first]), np.exp(gv[:, :, first]))
+            apart[:, :, stop - 1] = 0
+        return o, apart, final
+
+    def of_next_token(self, g):
+        """0 for a sequence's last one."""
+        found = np.zeros_like(g)
+        for _, first, stop in self.spans:
+            found[:, :, first:stop - 1] = g[:, :, first + 1:stop]
+        return found
+
+    def with_own(self, q, k, v, apart):
+        return apart + (self.scale * np.vecdot(q, k))[..., None] * v
+
+    def with_last(self, state, k, v):
+        state = state.copy()
+        for s, _, stop in self.spans:
+            state[s::self.count] += outer(k[:, :, stop - 1], v[:, :, stop - 1])
+        return state
+
+    def gate_gradient(self, gate, x, y, last, dht):
+        """Summed in float64; 0 at tokens that forget everything."""
+        found = np.empty(gate.shape, np.float64)
+        (x, dx), (y, dy) = x, y
+        for s, first, stop in self.spans:
+            tokens = np.s_[:, :, first:stop]
+            weights = x[tokens] * dx[tokens] - y[tokens] * dy[tokens]
+            found[tokens] = np.cumsum(weights[:, :, ::-1], axis=2, dtype=np.float64)[:, :, ::-1]
+            found[tokens] += (last[s::self.count] * dht[s::self.count]).sum(-1)[:, :, None]
+        return np.where(np.exp(gate) == 0, 0, found)
+
+
+def walk(problem, q, k, v, g, gv, start, scale, apart=False):
+    """(o [B, H, T, V], final states [N, H, K, V]) in the computing dtype; `apart` as `linattn_np.two_gates` has it."""
+    o, final, count = np.empty(v.shape, v.dtype), start.copy(), problem.spans.count
+    for s, (first, stop) in enumerate(problem.spans):
+        S = final[s::count].copy()
+        while first < stop - apart:
+            size, sums = mild(gv[:, :, first:stop - apart], problem.chunk_size or chunking.CHUNK)
+            tokens = np.s_[:, :, first:first + size]
+            arrays = (x[tokens] for x in (q, k, v, g, gv))
+            S = move_on(problem, S, *arrays, sums, o[tokens], scale, apart)
+            first += size
+        if first < stop:                                        # the last one's k v stays apart
+            S *= outer(np.exp(g[:, :, first]), np.exp(gv[:, :, first]))
+            o[:, :, first] = scale * read(q[:, :, first], S)
+        final[s::count] = S
+    return o, final
+
+
+def mild(gv, chunk):
+    """(how many tokens are to go next, their sums of gv behind the first or None where they go one by one)."""
+    sums = np.zeros_like(gv[:, :, :2 * chunk])
+    np.cumsum(gv[:, :, 1:2 * chunk], axis=2, out=sums[:, :, 1:])
+    strong = ~(np.abs(sums).max((0, 1, 3)) <= LIMIT)            # infinite gates add up to NaN
+    size = int(strong.argmax()) if strong.any() else len(strong)
+    if size < min(SUB_CHUNK, gv.shape[2]):
+        return min(SUB_CHUNK, gv.shape[2]), None
+    size -= size % chunk if size > chunk else 0
+    return size, sums[:, :, :size]
+
+
+def move_on(problem, S, q, k, v, g, gv, sums, o, scale, apart):
+    """Fills o; the state [B, H, K, V] behind these tokens."""
+    if sums is None:
+        return one_by_one(S, q, k, v, np.exp(g), np.exp(gv), o, scale, apart)
+    S *= np.exp(gv[:, :, 0, None])
+    grown = np.exp(sums)
+    piece = problem.but(spans=dense(q.shape[2]), sizes=problem.sizes | {"N": len(q)}, initial_state=(S,))
+    member = Member(piece, q * np.exp(g) if apart else q, k, v / grown, g, scale=scale)
+    member.exclusive = apart
+    S = chunked.run(member, o)
+    o *= grown
+    return S * grown[:, :, -1:]
+
+
+def one_by_one(S, q, k, v, decay, value_decay, o, scale, apart):
+    for t in range(q.shape[2]):
+        S *= value_decay[:, :, t, None]
+        S *= decay[:, :, t, :, None]
+        new = outer(k[:, :, t], v[:, :, t])
+        o[:, :, t] = scale * read(q[:, :, t], S if apart else S + new)
+        S += new
+    return S

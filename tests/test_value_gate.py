@@ -1,0 +1,458 @@
+"""gla with a gate on the value side as well, held to its equation in float64 whatever else is asked for."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from conftest import DOUBLE, HALF, SINGLE
+from emulator import EmulatedDevice
+from reference import GATES, assert_close, double, draw, guarded, literal, same_bits
+
+from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import plans, recording
+from linattn_np.contract import swap_heads
+from linattn_np.dispatch import in_shares
+from linattn_np.ops.gla import TWO_GATES
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int = 1
+    H: int = 2
+    T: int = 70
+    K: int = 20
+    V: int = 9
+    groups: int = 1
+    dtype: np.dtype = SINGLE
+    gates: tuple = (None, None)         # dtypes
+    regimes: tuple = ("logsigmoid", "logsigmoid")
+    bounds: tuple = None
+    masked: bool = False
+    layout: str = "bhtd"
+    strided: bool = False
+    scale: float = None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def sizes(self):
+        N = len(self.bounds) - 1 if self.bounds else self.B
+        return {"B": self.B, "H": self.H, "T": self.T, "K": self.K, "V": self.V, "N": N}
+
+    def drawn(self, rng):
+        """q, k, v, g, gv [B, H or HV, T, ...] and two states [N, HV, K, V]."""
+        many = {**self.sizes, "H": self.H * self.groups}
+        q, k, _, g, _ = draw(TWO_GATES, rng, self.sizes, self.dtype, self.regimes[0], self.gates[0])
+        _, _, v, _, gv = draw(TWO_GATES, rng, many, self.dtype, self.regimes[1], self.gates[1])
+        states = rng.standard_normal((2, *(many[axis] for axis in "NHKV")))
+        return [q, k, v, g, gv], states if self.dtype == DOUBLE else states.astype(SINGLE)
+
+    def mask(self, rng):
+        """Padding in front, behind, in the middle, and, of a second row, everywhere."""
+        mask = rng.random((self.B, self.T)) < 0.8
+        mask[0, :9], mask[0, -5:], mask[1:] = False, False, False
+        return mask
+
+
+CASES = {
+    "plain": Case(B=2),
+    "T1": Case(T=1),
+    "T0": Case(T=0),
+    "B0": Case(B=0),
+    "K1-V1": Case(K=1, V=1, T=20),
+    "wide": Case(T=20, K=100, V=70),
+    "wider": Case(T=20, H=1, K=200, V=256),
+    "scale": Case(scale=-2.0),
+    "scale0": Case(scale=0.0, T=20),
+    "packed": Case(bounds=(0, 0, 7, 8, 50, 50, 70)),
+    "packed-reverse": Case(bounds=(0, 0, 7, 8, 50, 50, 70), options={"reverse": True, "state_v_first": True}),
+    "packed-empty": Case(bounds=(0, 0, 0), T=0),
+    "reverse": Case(B=2, options={"reverse": True}),
+    "state_v_first": Case(options={"state_v_first": True}),
+    "bthd": Case(B=2, layout="bthd"),
+    "strided": Case(B=2, layout="bthd", strided=True),
+    "masked": Case(B=2, masked=True),
+    "masked-reverse-grouped": Case(B=2, masked=True, groups=2, options={"reverse": True}),
+    "grouped": Case(B=2, groups=3),
+    "grouped-bthd": Case(B=2, groups=2, layout="bthd", options={"state_v_first": True}),
+    "grouped-wide": Case(T=20, H=1, V=100, groups=3, bounds=(0, 4, 20)),
+    "float16": Case(dtype=HALF),
+    "bfloat16": Case(dtype=BFLOAT16, K=64, V=64),
+    "bfloat16-float32": Case(dtype=BFLOAT16, gates=(SINGLE, SINGLE), bounds=(0, 30, 70)),
+    "bfloat16-mixed": Case(dtype=BFLOAT16, gates=(SINGLE, None), groups=2),
+    "float16-mixed": Case(dtype=HALF, gates=(None, SINGLE), layout="bthd"),
+    "bfloat16-hard": Case(dtype=BFLOAT16, regimes=("some-inf", "spikes-40"), bounds=(0, 33, 70)),
+    "float16-hard": Case(dtype=HALF, regimes=("spikes-40", "some-1e30")),
+    "state_dtype": Case(options={"state_dtype": HALF}),
+    "float64": Case(dtype=DOUBLE, B=2),
+    "float64-packed-grouped": Case(dtype=DOUBLE, bounds=(0, 3, 3, 70), groups=2, options={"reverse": True}),
+}
+COARSER = ["float64", "float32", "float16", "bfloat16"]
+HARD = [pair for gate in GATES for pair in ((gate, "logsigmoid"), ("logsigmoid", gate), (gate, gate))]
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        listed = {name: backend for name, backend in metafunc.config.backends.items() if backend.modes[TWO_GATES.name]}
+        if "case" in metafunc.fixturenames:
+            cases = [(name, case) for name, backend in listed.items()
+                     for case, x in CASES.items() if x.dtype in backend.dtypes]
+            metafunc.parametrize("backend, case", cases, indirect=["backend"])
+        else:
+            metafunc.parametrize("backend", listed, indirect=True)
+
+
+def sequences(case, mask):
+    """(n, the row, its tokens in the order they go)."""
+    if case.bounds:
+        spans = [(n, 0, np.arange(*span)) for n, span in enumerate(zip(case.bounds, case.bounds[1:]))]
+    else:
+        spans = [(b, b, np.arange(case.T) if mask is None else np.flatnonzero(mask[b])) for b in range(case.B)]
+    return [(n, b, tokens[::-1] if case.options.get("reverse") else tokens) for n, b, tokens in spans]
+
+
+def heads(case, name):
+    """The heads of an array that go with the value heads."""
+    return slice(None) if name in ("v", "gv") else np.repeat(np.arange(case.H), case.groups)
+
+
+def computed(case, arrays, start, mask):
+    """(o, final states) by the equation, a sequence and value head at a time."""
+    o, final = np.zeros(arrays[2].shape), double(start).copy()
+    for n, b, tokens in sequences(case, mask):
+        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(TWO_GATES.arrays, arrays)]
+        o[b:b + 1][:, :, tokens], final[n:n + 1] = literal(TWO_GATES, alone, scale=case.scale,
+                                                           initial_state=final[n:n + 1])
+    return o, final
+
+
+def pulled_back(case, arrays, start, mask, do, dht):
+    """The gradients, those of a token's step one after the other."""
+    found, initial = [np.zeros(x.shape) for x in arrays], double(dht).copy()
+    for n, b, tokens in sequences(case, mask):
+        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(TWO_GATES.arrays, arrays)]
+        _, pull = vjp(gla, *alone, scale=case.scale, initial_state=double(start)[n:n + 1], mode="recurrent")
+        *gradients, initial[n:n + 1] = pull(double(do)[b:b + 1][:, :, tokens], double(dht)[n:n + 1])
+        for x, (name, dx) in zip(found, zip(TWO_GATES.arrays, gradients)):
+            if name not in ("v", "gv"):
+                dx = dx.reshape(1, case.H, case.groups, *dx.shape[2:]).sum(2)
+            x[b:b + 1][:, :, tokens] = dx
+    return found, initial
+
+
+def there(backend, case, x, soiled=None):
+    """An array [B, H, T, ...] as the case's caller has it; padding holds NaN, and if `strided` so do rows between."""
+    x = x.copy()
+    if soiled is not None:
+        x.swapaxes(1, 2)[~soiled] = np.nan
+    x = np.ascontiguousarray(swap_heads(x, "B H T D", case.layout))
+    if not case.strided:
+        return backend.asarray(x)
+    wide = np.full((x.shape[0], 2 * x.shape[1], x.shape[2], x.shape[3] + 3), np.nan).astype(x.dtype)
+    wide[:, ::2, :, 3:] = x
+    return backend.asarray(wide)[:, ::2, :, 3:]
+
+
+def states_there(backend, case, x):
+    return backend.asarray(np.ascontiguousarray(x.swapaxes(2, 3) if case.options.get("state_v_first") else x))
+
+
+def states_back(backend, case, x):
+    return backend.tohost(x).swapaxes(2, 3) if case.options.get("state_v_first") else backend.tohost(x)
+
+
+def arguments(backend, case, mask):
+    found = {"layout": case.layout, "scale": case.scale, **case.options}
+    found |= {"cu_seqlens": list(case.bounds)} if case.bounds else {}
+    return found | ({} if mask is None else {"mask": backend.asarray(mask)})
+
+
+def test_is_the_equation(backend, case, rng):
+    case = CASES[case]
+    arrays, (start, _) = case.drawn(rng)
+    mask = case.mask(rng) if case.masked else None
+    wanted, expected = computed(case, arrays, start, mask)
+    for mode in ("auto", *backend.modes[TWO_GATES.name]):
+        inputs = [there(backend, case, x, mask) for x in arrays]
+        before = [backend.tohost(x).copy() for x in inputs]
+        for out in (None, guarded(backend, swap_heads(wanted, "B H T D", case.layout).shape, case.dtype)):
+            o, final = backend.run(gla, *inputs, mode=mode, initial_state=states_there(backend, case, start),
+                                   out=out and out.view, output_final_state=True, **arguments(backend, case, mask))
+            assert out is None or o is out.view
+            assert o.dtype == case.dtype
+            assert_close(f"o, {mode}", swap_heads(backend.tohost(o), "B H T D", case.layout), wanted, case.dtype)
+            found = states_back(backend, case, final)
+            assert_close("state", found, expected, max((found.dtype.name, case.dtype.name), key=COARSER.index))
+        out.assert_rest_untouched()
+        assert all(same_bits(backend.tohost(x), copy) for x, copy in zip(inputs, before))
+
+
+def test_gradients(backend, case, rng):
+    case = CASES[case]
+    arrays, (start, dht) = case.drawn(rng)
+    mask = case.mask(rng) if case.masked else None
+    do = rng.standard_normal(arrays[2].shape).astype(case.dtype)
+    wanted, expected = pulled_back(case, arrays, start, mask, do, dht)
+    inputs = [there(backend, case, x, mask) for x in arrays]
+    _, pull = backend.run(vjp, gla, *inputs, initial_state=states_there(backend, case, start),
+                          **arguments(backend, case, mask))
+    *found, initial = pull(there(backend, case, do, mask), states_there(backend, case, dht))
+    for (name, given), x, y in zip(zip(TWO_GATES.arrays, arrays), found, wanted, strict=True):
+        assert x.dtype == given.dtype
+        assert_close(f"d{name}", swap_heads(backend.tohost(x), "B H T D", case.layout), y, case.dtype, factor=10)
+    assert_close("dh0", states_back(backend, case, initial), expected, case.dtype, factor=10)
+
+
+def test_every_gate_on_either_side(backend, rng):
+    """With gradients, of the final state too, and of every number of tokens around a piece of 16 and two chunks."""
+    for n, regimes in enumerate(HARD):
+        dtype = DOUBLE if DOUBLE in backend.dtypes and n % 2 else SINGLE
+        case = Case(H=1, T=15 + n, K=8, V=12, regimes=regimes, dtype=dtype)
+        arrays, (start, dht) = case.drawn(rng)
+        wanted, expected = computed(case, arrays, start, None)
+        do = rng.standard_normal(wanted.shape).astype(case.dtype)
+        gradients, dh0 = pulled_back(case, arrays, start, None, do, dht)
+        given = [backend.asarray(x) for x in arrays]
+        (o, final), pull = backend.run(vjp, gla, *given, initial_state=backend.asarray(start), output_final_state=True)
+        found = pull(backend.asarray(do), backend.asarray(dht))
+        assert_close(f"o, {regimes}", backend.tohost(o), wanted, case.dtype)
+        assert_close(f"state, {regimes}", backend.tohost(final), expected, case.dtype)
+        for name, x, y in zip((*TWO_GATES.arrays, "h0"), found, (*gradients, dh0), strict=True):
+            assert_close(f"d{name}, {regimes}", backend.tohost(x), y, case.dtype, factor=10)
+
+
+def test_without_states_and_one_of_them(backend, rng):
+    """No initial state is one of zeros, no gradient of the final state likewise."""
+    case = Case(T=40)
+    arrays, (start, dht) = case.drawn(rng)
+    given, do = [backend.asarray(x) for x in arrays], rng.standard_normal(arrays[2].shape).astype(SINGLE)
+    zeros = np.zeros_like(start)
+    assert_close("o", backend.tohost(backend.run(gla, *given)), computed(case, arrays, zeros, None)[0], SINGLE)
+    for before, after in ((None, None), (None, dht), (start, None)):
+        state, end = (None if x is None else backend.asarray(x) for x in (before, after))
+        found = backend.run(vjp, gla, *given, initial_state=state)[1](backend.asarray(do), end)
+        before, after = (zeros if x is None else x for x in (before, after))
+        wanted, dh0 = pulled_back(case, arrays, before, None, do, after)
+        for x, y in zip(found, [*wanted, *([] if state is None else [dh0])], strict=True):
+            assert_close("gradient", backend.tohost(x), y, SINGLE, factor=10)
+
+
+def test_a_gate_of_zero_is_none(backend, rng):
+    arrays, (start, dht) = Case(B=2).drawn(rng)
+    arrays[4][...] = 0
+    do = backend.asarray(rng.standard_normal(arrays[2].shape).astype(SINGLE))
+    given, start, dht = [backend.asarray(x) for x in arrays], *map(backend.asarray, (start, dht))
+    (o, final), pull = backend.run(vjp, gla, *given, initial_state=start, output_final_state=True)
+    (plain, last), plain_pull = backend.run(vjp, gla, *given[:4], initial_state=start, output_final_state=True)
+    dq, dk, dv, dg, _, dh0 = pull(do, dht)
+    for x, y in zip((o, final, dq, dk, dv, dg, dh0), (plain, last, *plain_pull(do, dht)), strict=True):
+        assert_close("without gv", backend.tohost(x), backend.tohost(y), SINGLE, factor=10)
+
+
+def test_split_anywhere_is_one_pass(backend, rng):
+    arrays, (start, _) = Case(T=60, regimes=("weak", "some-inf")).drawn(rng)
+    given, state = [backend.asarray(x) for x in arrays], backend.asarray(start)
+    whole, last = backend.run(gla, *given, initial_state=state, output_final_state=True)
+    for at in (1, 17, 59):
+        found, final = [], state
+        for tokens in (slice(0, at), slice(at, None)):
+            o, final = backend.run(gla, *(x[:, :, tokens] for x in given), initial_state=final, output_final_state=True)
+            found.append(backend.tohost(o))
+        assert_close("o", np.concatenate(found, axis=2), backend.tohost(whole), SINGLE)
+        assert_close("state", backend.tohost(final), backend.tohost(last), SINGLE)
+
+
+def test_turned_over_it_is_itself(backend, rng):
+    """sum o do of one is that of the other, with keys for values and queries for gradients."""
+    (q, k, v, g, gv), _ = Case(T=40, K=12, V=12).drawn(rng)
+    do = rng.standard_normal(v.shape).astype(SINGLE)
+    o, dq = (backend.tohost(backend.run(gla, *map(backend.asarray, arrays), scale=1.0))
+             for arrays in ((q, k, v, g, gv), (do, v, k, gv, g)))
+    assert_close("sum", (o * do).sum(-1, dtype=DOUBLE), (q * dq).sum(-1, dtype=DOUBLE), SINGLE)
+
+
+def test_calls_alike(backend, rng):
+    """The second call of a kind takes a shorter way, with a mask of its own."""
+    case = Case(B=2, T=30, groups=2, layout="bthd", masked=True)
+    for _ in range(3):
+        arrays, (start, _) = case.drawn(rng)
+        mask = case.mask(rng)
+        inputs = [there(backend, case, x, mask) for x in arrays]
+        o = backend.run(gla, *inputs, initial_state=backend.asarray(start), **arguments(backend, case, mask))
+        assert_close("o", backend.tohost(o).swapaxes(1, 2), computed(case, arrays, start, mask)[0], SINGLE)
+
+
+def test_wide_groups_are_shared_out(backend, rng):
+    """What is over the columns that a kernel's gradients hold goes in as few shares as will do."""
+    case = CASES["grouped-wide"]
+    arrays = [backend.asarray(x) for x in case.drawn(rng)[0]]
+    problem = TWO_GATES.bind(arrays)
+    for gradient, count in ((False, 1), (True, 1 if backend.name == "numpy" else 3)):
+        name, shares = backend.run(in_shares, problem.but(gradient=gradient, memo=None))
+        assert (name, len(shares)) == (backend.name, count)
+
+
+def test_what_kernels_do_not_take_is_refused(backend, rng):
+    if backend.device is None:
+        pytest.skip("NumPy takes all")
+    q, k, v, g, gv = map(backend.asarray, Case(T=5).drawn(rng)[0])
+    with pytest.raises(NotSupported, match="gla with gv: .*no mode 'chunk' with gv"):
+        backend.run(gla, q, k, v, g, gv, mode="chunk")
+    wide = backend.asarray(np.zeros((1, 2, 5, 257), SINGLE))
+    with pytest.raises(NotSupported, match="gla with gv: .*K=257 is over 256"):
+        backend.run(gla, wide, wide, v, wide, gv)
+    with pytest.raises(NotSupported, match="gla with gv: .*V=257 is over 256"):
+        backend.run(vjp, gla, q, k, wide, g, wide)
+    assert backend.run(gla, q, k, wide, g, wide).shape == (1, 2, 5, 257)
+
+
+# -- the host plans -----------------------------------------------------------------------------------------------------
+class Queued(EmulatedDevice):
+    """What `recording` asks of a device, with a note of what is launched."""
+
+    queue, capturing = 0, False
+
+    def __init__(self):
+        super().__init__()
+        self.launched = []
+
+    def launch(self, kernel, *launch):
+        self.launched.append(kernel)
+        super().launch(kernel, *launch)
+
+
+def flat(result):
+    return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
+
+
+@pytest.mark.parametrize("dtype, gates", [(SINGLE, None), (BFLOAT16, None), (BFLOAT16, SINGLE)], ids=str)
+@pytest.mark.parametrize("stateful", [False, True], ids=["", "states"])
+def test_plans_and_recordings(stateful, dtype, gates, rng):
+    """Calls alike, whose plan is recorded unless it copies; what is launched is what `explain` would say."""
+    on, case = Queued(), Case(T=20, dtype=dtype, gates=(gates, None))
+    for _ in range(3):
+        arrays, (start, dht) = case.drawn(rng)
+        do = rng.standard_normal(arrays[2].shape).astype(dtype)
+        initial = start if stateful else None
+        problem = TWO_GATES.bind(arrays, gradient=True, output_final_state=True, initial_state=initial)
+        for function, plan, rest in ((recording.run, plans.run, ()),
+                                     (recording.pullback, plans.pullback, (do, (dht,) if stateful else None))):
+            wanted = flat(plan(problem, on, *rest))
+            on.launched.clear()
+            found = flat(function(problem, on, *rest))
+            assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
+            said = plans.kernels_of(problem, on) if plan is plans.run else plans.sweeps_of(problem, on)
+            assert tuple(on.launched) == said
+    assert len(problem.memo["recordings"]) == 2
+    assert any(problem.memo["recordings"].values()) == (gates is None)          # the other gate is copied
+    assert plans.mode_of(problem) == "recurrent" and plans.tiles_of(problem, on) == {"BK": 64, "BV": 32}
+    assert plans.copies_of(problem, on) == (("gv: in float32, as the other gate",) if gates else ())
+
+
+def test_scratch_is_what_is_made(rng):
+    made = []
+
+    class Counting(Queued):
+        def empty(self, shape, dtype):
+            made.append(super().empty(shape, dtype))
+            return made[-1]
+
+    on, (arrays, (start, _)) = Counting(), Case(T=20).drawn(rng)
+    problem = TWO_GATES.bind(arrays, gradient=True)
+    plans.pullback(problem, on, arrays[2], None)
+    assert sum(x.nbytes for x in made) == plans.scratch(problem, on)
+    assert plans.scratch(problem.but(initial_state=(start,)), on) - plans.scratch(problem, on) == 2 * start.nbytes
+
+
+# -- the public face, on the host alone ---------------------------------------------------------------------------------
+def test_finite_differences(rng):
+    case = Case(T=5, K=3, V=2, dtype=DOUBLE, bounds=(0, 2, 5))
+    arrays, (start, dht) = case.drawn(rng)
+    inputs, do = [*arrays, start], rng.standard_normal(arrays[2].shape)
+
+    def result():
+        o, final = gla(*arrays, initial_state=start, output_final_state=True, cu_seqlens=[0, 2, 5], mode="recurrent")
+        return (o * do).sum() + (final * dht).sum()
+
+    for mode in TWO_GATES.modes:
+        found = vjp(gla, *arrays, initial_state=start, cu_seqlens=[0, 2, 5], mode=mode)[1](do, dht)
+        for x, dx in zip(inputs, found, strict=True):
+            wanted = np.empty(x.size)
+            for place in range(x.size):
+                value = x.flat[place]
+                x.flat[place] = value + 1e-6
+                above = result()
+                x.flat[place] = value - 1e-6
+                wanted[place] = (above - result()) / 2e-6
+                x.flat[place] = value
+            np.testing.assert_allclose(dx, wanted.reshape(x.shape), rtol=1e-6, atol=1e-8)
+
+
+def test_long_and_large(rng):
+    """Pieces of all lengths, chunk sizes and values that leave little room."""
+    for regime in ("weak", "positive", "zero", "by_channel", "spikes-40"):
+        (q, k, v, g, gv), (start, _) = Case(T=700, K=8, V=6, regimes=("logsigmoid", regime)).drawn(rng)
+        arrays = [q, k, 1e15 * v, g, gv]
+        wanted, _ = computed(Case(T=700, K=8, V=6), arrays, 1e15 * start, None)
+        for chunk_size in (None, 16, 48):
+            o = gla(*arrays, initial_state=1e15 * start, chunk_size=chunk_size)
+            assert_close("o", o / 1e15, wanted / 1e15, SINGLE)
+
+
+def test_five_arrays_by_place_or_by_name(rng):
+    arrays, _ = Case(T=8).drawn(rng)
+    *four, gv = arrays
+    o, pull = vjp(gla, *arrays)
+    named, by_name = vjp(gla, *four, gv=gv)
+    assert same_bits(o, named) and same_bits(gla(*arrays), gla(*four, gv=gv))
+    assert all(same_bits(x, y) for x, y in zip(pull(o), by_name(o), strict=True)) and len(pull(o)) == 5
+    for rest in ((None,), ()):
+        assert same_bits(gla(*four, *rest), gla(*four))
+        assert len(vjp(gla, *four, *rest)[1](o)) == 4
+        assert explain(gla, *four, *rest).op == "gla"
+
+
+def test_explained(rng):
+    arrays, _ = Case(T=8).drawn(rng)
+    found = explain(gla, *arrays)
+    assert (found.op, found.backend, found.mode) == ("gla with gv", "numpy", "chunk")
+    assert found.kernels == ("linattn_np.backends.numpy.two_gates",)
+    assert found.bytes == sum(x.nbytes for x in arrays) + arrays[2].nbytes
+    assert explain(gla, *arrays, mode="recurrent").kernels == ("linattn_np.backends.numpy.recurrent",)
+    assert explain(gla, *arrays, mask=np.ones((1, 8), bool)).copies == ("q, k, v, g, gv: without padding",)
+    assert {"cupy", "numba"} == set(found.reasons)
+    grouped, _ = Case(T=8, groups=2).drawn(rng)
+    assert [copy.split(":")[0] for copy in explain(gla, *grouped).copies] == ["v", "gv"]
+
+
+WRONG = {
+    "V": ({"gv": np.zeros((2, 3, 7, 4), SINGLE)}, ContractError, "gv has V=4, but V=5 elsewhere"),
+    "K": ({"gv": np.zeros((2, 3, 7), SINGLE)}, ContractError, "gv has 3 axes"),
+    "T": ({"gv": np.zeros((2, 3, 6, 5), SINGLE)}, ContractError, "gv has T=6, but T=7 elsewhere"),
+    "H": ({"gv": np.zeros((2, 6, 7, 5), SINGLE)}, ContractError, "gv has H=6, but H=3 elsewhere"),
+    "HV": ({"v": np.zeros((2, 6, 7, 5), SINGLE)}, ContractError, "gv has HV=3, but HV=6 elsewhere; gv is .2, 3, 7, 5., "),
+    "heads": ({name: np.zeros((2, 4, 7, 5), SINGLE) for name in ("v", "gv")}, ContractError, "v has 4 heads"),
+    "dtype": ({"gv": np.zeros((2, 3, 7, 5), HALF)}, ContractTypeError, "gv has dtype float16"),
+    "list": ({"gv": [0.0]}, ContractTypeError, "gv is a builtins.list"),
+    "staged": ({"mode": "staged"}, ContractError, "mode is 'staged', expected one of 'auto', 'recurrent', 'chunk'"),
+    "parallel": ({"mode": "parallel"}, ContractError, "mode is 'parallel'"),
+    "materialize": ({"materialize": True}, ContractError, "materialize has no meaning with gv"),
+    "numba": ({"backend": "numba"}, NotSupported, "numba: it has gla, rwkv6, their steps"),
+    "out": ({"out": None}, ContractError, "out shares memory with gv"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(wrong):
+    changes, error, complaint = WRONG[wrong]
+    given = {name: np.zeros((2, 3, 7, 5 if "v" in name else 4), SINGLE) for name in TWO_GATES.arrays}
+    changes = {"out": given["gv"]} if wrong == "out" else changes
+    with pytest.raises(error, match=f"gla with gv: {complaint}") as caught:
+        gla(**given | changes)
+    assert type(caught.value) is error
+
+
+def test_no_other_operator_takes_it(rng):
+    q, k, v, g, gv = Case(T=4).drawn(rng)[0]
+    with pytest.raises(TypeError, match="'gv'"):
+        vjp(simple_gla, q, k, v, g, gv=gv)
