@@ -19,20 +19,28 @@ struct ScanBothWaysArgs {
 };
 
 __global__ void __launch_bounds__(256) scan_both_ways(const ScanBothWaysArgs args) {
-  const i64 size = args.K * args.V, tiles = (size + 1023) / 1024, at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;
-  const i64 pairs = args.N * args.H, pair = blockIdx.x / tiles % pairs, n = pair / args.H, h = pair % args.H;
+  const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), pairs = u32(args.N) * H;
+  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;         // divisions of 64 bits take longer than all else here
+  const u32 pair = blockIdx.x / tiles % pairs, n = pair / H, h = pair % H;
   const bool backwards = blockIdx.x / tiles >= pairs;
+  const int P = int(args.P);
   if (at >= size) return;
   if (at == 0) args.strong[pair] = 0;
   const float* from = backwards ? args.dht : args.initial;
   float4 S = {0.f, 0.f, 0.f, 0.f};
-  if (from) S = *reinterpret_cast<const float4*>(from + pair * size + at);
-  for (i64 step = 0; step < args.P; ++step) {
-    const i64 p = backwards ? args.P - 1 - step : step, segment = ((backwards * args.N + n) * args.P + p) * args.H + h;
-    float4& state = *reinterpret_cast<float4*>(args.states + segment * size + at);
-    const float4 local = state;
-    const float decay = args.decays[segment * args.K + at / args.V];
-    state = S;
-    S = {fmaf(decay, S.x, local.x), fmaf(decay, S.y, local.y), fmaf(decay, S.z, local.z), fmaf(decay, S.w, local.w)};
+  if (from) S = *reinterpret_cast<const float4*>(from + i64(pair) * size + at);
+  const auto segment = [&](int step) {
+    return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
+  };
+  const auto state = [&](int step) -> float4& { return *reinterpret_cast<float4*>(args.states + segment(step) * size + at); };
+  const auto decay = [&](int step) { return args.decays[segment(step) * args.K + at / u32(args.V)]; };
+  float4 local = state(0);
+  float by = decay(0);
+  for (int step = 0; step < P; ++step) {
+    const float4 x = local;
+    const float d = by;
+    if (step + 1 < P) local = state(step + 1), by = decay(step + 1);
+    state(step) = S;
+    S = {fmaf(d, S.x, x.x), fmaf(d, S.y, x.y), fmaf(d, S.z, x.z), fmaf(d, S.w, x.w)};
   }
 }

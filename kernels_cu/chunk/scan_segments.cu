@@ -1,38 +1,57 @@
-// what      Joins the segments of sequences: the state at each one's start, from what each leaves behind by itself.
-// math      S_0 = initial;  S_{p+1} = diag(decay_p) S_p + local_p;  final = S_P
-// shapes    states [N, P, H, K, V], local_p on entry, S_p on exit; decays [N, P, H, 2, K], whose product is decay_p;
+// what      Joins the segments of sequences: the state at each one's start, from what each of its parts leaves behind by
+//           itself.
+// math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + left_i for part i;  starts_p = S_{R p};  final = S_{P R}
+// shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i; starts [N, P, H, K, V];
 //           initial, final [N, H, K, V]
 // grid      a block for every (sequence, head, 1024 values of K x V), sequence slowest; 256 threads, 4 values each
 // smem      none
 // barriers  none
-// numerics  float32; without `final` the last local state is not read
+// numerics  float32; without `final` what the last segment leaves is not read
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
 // limits    V a multiple of 4
 #include "ptx.cuh"
 
+constexpr int AHEAD = 8;  // parts that are read at once: each waits for memory, none for the one before
+
 struct ScanSegmentsArgs {
-  float* states;
-  const float *decays, *initial;  // null: zeros
-  float* final;                   // or null
-  i64 P, H, K, V;
+  const float *left, *decays, *initial;  // initial null: zeros
+  float *starts, *final;                 // final null where nobody asks
+  i64 P, R, H, K, V;
 };
 
 __global__ void __launch_bounds__(256) scan_segments(const ScanSegmentsArgs args) {
-  const i64 size = args.K * args.V, tiles = (size + 1023) / 1024, tile = blockIdx.x % tiles;
-  const i64 h = blockIdx.x / tiles % args.H, n = blockIdx.x / tiles / args.H, at = tile * 1024 + threadIdx.x * 4;
+  const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), pair = blockIdx.x / tiles;
+  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;         // divisions of 64 bits take longer than all else here
+  const i64 h = pair % H, n = pair / H;
+  const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (at >= size) return;
+  const float* left = args.left + (n * P * R * args.H + h) * size + at;
+  const float* decays = args.decays + (n * P * R * args.H + h) * 2 * args.K + at / u32(args.V);
+  float* start = args.starts + (n * P * args.H + h) * size + at;
   float4 S = {0.f, 0.f, 0.f, 0.f};
-  if (args.initial) S = *reinterpret_cast<const float4*>(args.initial + (n * args.H + h) * size + at);
-  const i64 segments = args.final ? args.P : args.P - 1;
-  for (i64 p = 0; p < args.P; ++p) {
-    const i64 segment = (n * args.P + p) * args.H + h;
-    float4& state = *reinterpret_cast<float4*>(args.states + segment * size + at);
-    const float4 local = p < segments ? state : float4{0.f, 0.f, 0.f, 0.f};
-    state = S;
-    if (p == segments) break;
-    const float* decays = args.decays + segment * 2 * args.K + at / args.V;
-    const float decay = decays[0] * decays[args.K];
-    S = {fmaf(decay, S.x, local.x), fmaf(decay, S.y, local.y), fmaf(decay, S.z, local.z), fmaf(decay, S.w, local.w)};
+  if (args.initial) {  // the caller's, which may begin anywhere
+    const float* from = args.initial + (n * args.H + h) * size + at;
+    S = {from[0], from[1], from[2], from[3]};
   }
-  if (args.final) *reinterpret_cast<float4*>(args.final + (n * args.H + h) * size + at) = S;
+  int r = 0;
+  for (int first = 0; first < parts; first += AHEAD) {
+    float4 x[AHEAD];
+    float2 decay[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < parts) {
+        x[i] = *reinterpret_cast<const float4*>(left);
+        decay[i] = {decays[0], decays[args.K]};
+        left += args.H * size, decays += args.H * 2 * args.K;
+      }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < parts) {
+        if (r == 0) *reinterpret_cast<float4*>(start) = S, start += args.H * size;
+        if (++r == R) r = 0;
+        const float d = decay[i].x * decay[i].y;
+        S = {fmaf(d, S.x, x[i].x), fmaf(d, S.y, x[i].y), fmaf(d, S.z, x[i].z), fmaf(d, S.w, x[i].w)};
+      }
+  }
+  *reinterpret_cast<float4*>(args.final ? args.final + (n * args.H + h) * size + at : start) = S;
 }

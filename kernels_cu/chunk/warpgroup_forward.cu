@@ -12,8 +12,8 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // passes    Whole: everything. First, Last: more than BK channels in two launches, o = (of the first BK) + (of the others);
 //           First keeps its o in float32 as the registers have it, and both have scores in two numbers of T. Summary:
-//           only the state that tokens leave behind, and their decay, without q and o; for sequences cut into segments,
-//           whose states scan_segments.cu then joins
+//           only the state that tokens leave behind, and their decay, without q and o; for sequences cut into segments
+//           and these into parts, whose states scan_segments.cu then joins
 // limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch; BK and BV of 64, 128; rows start on 16 bytes
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
@@ -68,10 +68,10 @@ template <typename T, typename G> struct WarpgroupForwardArgs {
   float* final;              // [N, H, K, V] or null
   Shape shape;
   double scale;
-  float* decays;   // Summary: [N, H, GROUPS, K], the decay over a segment's chunks, every group's share
+  float* decays;   // Summary: [N, H, GROUPS, K], the decay over a part's chunks, every group's share
   float* kept;     // First, Last: o of the first channels, for every block and chunk its registers
   i64 channel;     // the first of this launch
-  i64 skipped;     // Summary: of every so many segments the last, of which nobody needs the state; 0 for none
+  i64 of, needed;  // Summary: of every so many parts the first so many; nobody needs the others' state
 };
 
 // What a producer group hands to the consumers, rows of 128 bytes in the tensor cores' 128-byte swizzle.
@@ -905,7 +905,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
 warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   const Place place = place_of<BV>(args.shape, blockIdx.x);
-  if (!Pass::reads && args.skipped && place.sequence % args.skipped == args.skipped - 1) return;
+  if (!Pass::reads && place.sequence % i32(args.of) >= args.needed) return;
   if (threadIdx.x == 0) s.place = place;
   if (threadIdx.x == 0)
     for (int group = 0; group < GROUPS; ++group) {

@@ -170,7 +170,7 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
     widest = tiles.WARPGROUP_TILES[not (G is tiles.ONE and tiles.narrow_blocks(N * H, V, longest))]
     kernels = tuple(tiles.warpgroup_forward(policy, T, G, K, min(V, widest), only) for only in passes)
     columns = int(kernels[0].template[-1])
-    P = tiles.segments(N * H * ceil_div(V, columns), longest)
+    P = tiles.segments(N * H * ceil_div(V, columns), longest, tiles.room(kernels[0]))
     if P > 1:
         summaries = len(passes) * (tiles.warpgroup_forward("Gla", T, G, K, V, "Summary"),)
         kernels = (*summaries, tiles.scan_segments(), *kernels)
@@ -188,21 +188,24 @@ def reads_one_gate(problem, device) -> bool:
 
 
 def in_segments(problem, device, kernels, P, arrays, o, initial, final):
-    """Sequences cut into P segments: what each leaves behind, the states between them, then all of them at once."""
+    """Sequences cut into P segments: what each of their parts leaves behind, the states between, then all at once."""
     n = len(kernels) // 2
     summaries, scan, whole = kernels[:n], kernels[n], kernels[n + 1:]
     N, H, K, V = problem.shape("N H K V")
-    states, decays = device.empty((N * P, H, K, V), FLOAT32), device.empty((N * P, H, 2, K), FLOAT32)
-    where = place(problem, device, problem.spans.segments(P, tiles.WARPGROUP_CHUNK))
-    on_warpgroups(problem, device, summaries, arrays, o, None, states, where, device.pointer(decays),
-                  skipped=P if final is None else 0)
-    args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
-                final=pointer(device, final), P=P, H=H, K=K, V=V)
+    R = tiles.parts(summaries[0], N * H, V, P, int(problem.spans.lengths.max()), final is not None)
+    segments = problem.spans.segments(P, tiles.WARPGROUP_CHUNK)
+    left, decays = device.empty((N * P * R, H, K, V), FLOAT32), device.empty((N * P * R, H, 2, K), FLOAT32)
+    starts, where = device.empty((N * P, H, K, V), FLOAT32), place(problem, device, segments)
+    parts = place(problem, device, segments.segments(R, tiles.WARPGROUP_CHUNK)) if R > 1 else where
+    on_warpgroups(problem, device, summaries, arrays, o, None, left, parts, device.pointer(decays), of=P * R,
+                  needed=(P - (final is None)) * R)
+    args = pack(left=device.pointer(left), decays=device.pointer(decays), initial=pointer(device, initial),
+                starts=device.pointer(starts), final=pointer(device, final), P=P, R=R, H=H, K=K, V=V)
     device.launch(scan, N * H * ceil_div(K * V, 4 * scan.threads), args)
-    on_warpgroups(problem, device, whole, arrays, o, states, None, where)
+    on_warpgroups(problem, device, whole, arrays, o, starts, None, where)
 
 
-def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, skipped=0):
+def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, of=1, needed=1):
     """The Hopper kernel on the sequences or segments that `where` names, a launch for every BK channels."""
     q, k, v, g = arrays
     u = bonus(problem)                          # may be a copy, which must live until the launch
@@ -218,7 +221,7 @@ def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, de
     for n, kernel in enumerate(kernels):
         fields = pack(**rows(device, o=o), **one_rows, u=pointer(device, u), initial=pointer(device, initial),
                       final=pointer(device, final), **where.shape, scale=problem.scale, decays=decays,
-                      kept=pointer(device, kept), channel=n * BK, skipped=skipped)
+                      kept=pointer(device, kept), channel=n * BK, of=of, needed=needed)
         device.launch(kernel, B * count * stripes, with_maps(maps, fields), tiles.shared_bytes(kernel))
 
 

@@ -19,7 +19,7 @@ WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, colu
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 ONE = "One"                         # the type of a gate that all channels of a token share, float32
 MULTIPROCESSORS = 132               # of a Hopper card
-SEGMENT = 512                      # tokens that are worth a pass of their own
+SEGMENT = 256                      # tokens that are worth a pass of their own
 KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
                         # the gates' gradient is a sum over as many tokens at most, which float32 carries without loss
 BACKWARD_CHANNELS = 64              # of K a block of the backward sweeps; they hold all columns of V
@@ -61,9 +61,22 @@ def narrow_blocks(heads, V, longest) -> bool:
     return blocks <= MULTIPROCESSORS and segments(blocks, longest) == 1
 
 
-def segments(blocks, longest) -> int:
-    """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become as many as fit on the card."""
-    return max(1, min(MULTIPROCESSORS // max(blocks, 1), longest // SEGMENT))
+def room(kernel) -> int:
+    """How many of a kernel's blocks fit on the card at once: shared memory holds two of the smallest."""
+    BK, BV = (int(size) for size in kernel.template[-2:])
+    return MULTIPROCESSORS * (2 if BK + BV == 128 else 1)
+
+
+def segments(blocks, longest, most=MULTIPROCESSORS) -> int:
+    """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become at most as many as fit."""
+    return max(1, min(most // max(blocks, 1), longest // SEGMENT))
+
+
+def parts(summary, heads, V, P, longest, final) -> int:
+    """Into how many parts each of P segments is cut for the pass that summarises them, so that those whose state is needed,
+    all but the last without a final state, fill the card: at 4,2048,16,128 one part leaves half of it idle."""
+    blocks = heads * -(-V // int(summary.template[-1])) * (P if final else P - 1)
+    return max(1, min(room(summary) // blocks, longest // P // SEGMENT))
 
 
 def scan_segments() -> Kernel:
@@ -102,6 +115,15 @@ def recurrent_forward(policy, T, G, K) -> Kernel:
     return Kernel("recurrent/recurrent_forward", (policy, CTYPES[T], CTYPES[G], str(channels(K))), THREADS)
 
 
+def two_gates(only, T, G, K) -> Kernel:
+    """`only`: one of PASSES."""
+    return Kernel("recurrent/two_gates", (only, CTYPES[T], CTYPES[G], str(channels(K))), THREADS)
+
+
+def gate_sums(T, G) -> Kernel:
+    return Kernel("recurrent/gate_sums", (CTYPES[T], CTYPES[G]), THREADS)
+
+
 def step(policy, T, G, S) -> Kernel:
     threads = 64 * STEP_COLUMNS * S.itemsize // (4 * 16)           # 64 channels at a time, four pieces of 16 bytes each
     return Kernel("recurrent/step", (policy, CTYPES[T], CTYPES[G], CTYPES[S]), threads)
@@ -113,15 +135,6 @@ def chunk_cumsum(G) -> Kernel:
 
 def gated_qk(policy, T) -> Kernel:
     return Kernel("stages/gated_qk", (policy, CTYPES[T]), THREADS)
-
-
-def two_gates(only, T, G, K) -> Kernel:
-    """`only`: one of PASSES."""
-    return Kernel("recurrent/two_gates", (only, CTYPES[T], CTYPES[G], str(channels(K))), THREADS)
-
-
-def gate_sums(T, G) -> Kernel:
-    return Kernel("recurrent/gate_sums", (CTYPES[T], CTYPES[G]), THREADS)
 
 
 def inter_chunk(T) -> Kernel:
@@ -297,6 +310,8 @@ def shared_bytes(kernel: Kernel) -> int:
             BK = int(BK)
             return 4 * (3 * 16 * BK + 16 * 32 + BK + 4 * 16 * 32)
         case "intra_chunk", (*_, BK):
+        case "two_gates", (only, *_, BK):
+            return 4 * (3 * 16 * int(BK) + 2 * 16 * 32 + (1 if only == "Forwards" else 2) * 4 * 16 * 32)
             BK = int(BK)
             return 4 * (3 * 16 * (BK + 8) + 2 * BK + 4 * 16 * 16)
         case "inter_chunk", _:
@@ -310,8 +325,6 @@ def shared_bytes(kernel: Kernel) -> int:
         case "shift_mix", _:
             return 4 * 4 * 16
         case "mix", _:
-        case "two_gates", (only, *_, BK):
-            return 4 * (3 * 16 * int(BK) + 2 * 16 * 32 + (1 if only == "Forwards" else 2) * 4 * 16 * 32)
             return 4 * 32 * 8
         case ("data_mix" | "log_decay"), _:
             return 4 * 32 * 32
@@ -348,6 +361,10 @@ def kernels():
         for S in CTYPES:
             yield step(p, T, G, S)
     for T, K, V in product(half, CHANNELS, CHUNK_COLUMNS):
+    for T, G in pairs:
+        yield gate_sums(T, G)
+        for only, K in product(PASSES, CHANNELS):
+            yield two_gates(only, T, G, K)
         for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Summary"):
             yield warpgroup_forward(POLICIES[0], T, ONE, K, V, only)
     for (T, Y), phi in product(pairs, FEATURE_MAPS):
@@ -361,10 +378,6 @@ def kernels():
     for name, T, D in product(ATTENTION_TILES, ATTENTION_DTYPES, ATTENTION_COLUMNS):
         yield softmax(name, T, D, D)
     for T in CTYPES:
-    for T, G in pairs:
-        yield gate_sums(T, G)
-        for only, K in product(PASSES, CHANNELS):
-            yield two_gates(only, T, G, K)
         yield chunk_cumsum(T)
         yield inter_chunk(T)
         yield combine(T)

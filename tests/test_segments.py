@@ -1,0 +1,91 @@
+"""Few heads and many tokens: Hopper's one-pass kernel on segments of sequences, summarised in parts that are finer."""
+
+import numpy as np
+import pytest
+from reference import assert_close, draw, exact, same_bits
+
+from linattn_np import OPS
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import plans, tiles
+from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
+
+DENSE = {"B": 2, "H": 1, "T": 333, "N": 2}
+PACKED = {"B": 1, "H": 2, "T": 412, "N": 6}
+BOUNDS = (0, 0, 5, 205, 238, 238, 412)
+
+
+@pytest.fixture
+def hopper(device):
+    if device.capability != 90:
+        pytest.skip("only Hopper's kernel cuts sequences")
+    return device
+
+
+def cut(monkeypatch, P, R):
+    """Every sequence into P segments of R parts."""
+    monkeypatch.setattr(tiles, "segments", lambda *sizes: P)
+    monkeypatch.setattr(tiles, "parts", lambda *sizes: R)
+
+
+def computed(device, op, arrays, start, final, **arguments):
+    problem = op.bind([device.upload(x) for x in arrays], output_final_state=final,
+                      initial_state=None if start is None else device.upload(start), **arguments)
+    o, parts = plans.run(problem, device)
+    return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["", "final"])
+@pytest.mark.parametrize("P, R", [(2, 3), (3, 2), (5, 8)])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("op, K, V", [(GLA, 64, 64), (RWKV6, 128, 72), (GLA, 200, 136), (SIMPLE_GLA, 128, 64)],
+                         ids=["gla", "rwkv6", "wide-gla", "simple_gla"])
+def test_parts_of_segments(hopper, rng, monkeypatch, op, K, V, packed, P, R, final):
+    """Odd lengths, empty sequences, more parts than chunks; the same bits at every call."""
+    cut(monkeypatch, P, R)
+    sizes, arguments = (PACKED, {"cu_seqlens": BOUNDS}) if packed else (DENSE, {})
+    sizes = sizes | {"K": K, "V": V}
+    arrays = draw(op, rng, sizes, BFLOAT16, "weak")
+    start = rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32) if final else None
+    found = computed(hopper, op, arrays, start, final, **arguments)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
+        assert_close(what, x, y, BFLOAT16)
+    assert all(map(same_bits, found, computed(hopper, op, arrays, start, final, **arguments)))
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["", "final"])
+def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, final):
+    """Without a final state a NaN in the last segment stays where it is; with one it is in there."""
+    cut(monkeypatch, 2, 2)
+    arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 256, "K": 64, "V": 64}, BFLOAT16)
+    arrays[1][:, :, 200, 3] = np.nan
+    o, *state = computed(hopper, GLA, arrays, None, final)
+    assert np.isfinite(o[:, :, :200].astype(np.float32)).all() and np.isnan(o[:, :, 200:].astype(np.float32)).any()
+    assert not final or np.isnan(state[0][0, 0, 3]).all()
+
+
+def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
+    """Not on 16 bytes, as four values at once are read."""
+    cut(monkeypatch, 2, 1)
+    arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 128, "K": 64, "V": 64}, BFLOAT16)
+    memory = hopper.upload(rng.standard_normal(1 + 64 * 64).astype(np.float32))
+    start = memory[1:].reshape(1, 1, 64, 64)
+    o, _ = plans.run(GLA.bind([hopper.upload(x) for x in arrays], initial_state=start), hopper)
+    o, start = (x.get() if hasattr(x, "get") else x for x in (o, start))
+    assert_close("o", o, exact(OPS[GLA], arrays, initial_state=start)[0], BFLOAT16)
+
+
+@pytest.mark.parametrize("heads, longest, final, P, R", [
+    (64, 2048, False, 2, 2),        # 64 blocks of 1024 tokens leave half of the card idle
+    (64, 2048, True, 2, 1),         # 128 do not
+    (32, 16384, False, 4, 1),       # nor do 96
+    (1, 1100, False, 4, 1),         # no shorter than 256 tokens
+])
+def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
+    summary = tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, 128, 128, "Summary")
+    assert tiles.segments(heads, longest, tiles.room(summary)) == P
+    assert tiles.parts(summary, heads, 128, P, longest, final) == R
+
+
+def test_two_blocks_of_the_smallest_share_a_multiprocessor():
+    narrow, wide = (tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D, "Summary") for D in tiles.WARPGROUP_TILES)
+    assert tiles.room(narrow) == 2 * tiles.room(wide)
