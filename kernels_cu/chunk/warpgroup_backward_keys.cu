@@ -35,7 +35,7 @@ template <typename G, int BK, int BV> struct alignas(1024) Stage {
   Tile<bf16, BK> q, k;                          // then q^ and k^, q: then dk
   Tile<G, BK> g, weight;                        // g: then dg
   Tile<bf16, BV> v, do_;                        // v: then dv
-  bf16 dA[CHUNK][64], A[CHUNK][64];             // [query, key], the first 32 columns
+  bf16 dA[CHUNK][64];                           // [query, key], and 32 columns on what rounding left over
   float own[CHUNK];                             // dA of a token with itself
 };
 
@@ -43,6 +43,8 @@ template <typename G, int BK, int BV> struct Shared {
   static constexpr int STAGES = sizeof(G) == 2 ? 3 : 2;
   Stage<G, BK, BV> stages[STAGES];
   bf16 C[BK / 64][BV][64];                      // [column of V, channel], swizzled
+  Tile<bf16, BK> q_rest, k_rest;                // what rounding left over of q^ and k^
+  bf16 A[CHUNK][64];                            // as dA
   float own[BK / 16][CHUNK];                    // RWKV-6: a token's score with itself, every warp's share
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, scores;
 };
@@ -92,6 +94,27 @@ __device__ __forceinline__ void move(Shared<G, BK, BV>& s, const WarpgroupBackwa
   }
 }
 
+// D[queries, keys] = q^ k^^T, a block, but for the product of what rounding left over of both.
+template <typename G, int BK, int BV>
+__device__ __forceinline__ void score(float (&d)[2][4], Shared<G, BK, BV>& s, Stage<G, BK, BV>& in, int block, int lane) {
+  float left[2][4] = {}, right[2][4] = {};      // apart, so that no product waits for another
+#pragma unroll
+  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = 0.f;
+#pragma unroll (BK / 64)
+  for (int c = 0; c < BK / 8; c += 2) {
+    u32 q[4], q_rest[4], k[2][2], k_rest[2][2];
+    load_queries(q, in.q, block, c, lane);
+    load_keys(k, in.k, block, c, lane);
+    load_queries(q_rest, s.q_rest, block, c, lane);
+    load_keys(k_rest, s.k_rest, block, c, lane);
+    multiply(d, q, k);
+    multiply(left, q_rest, k);
+    multiply(right, q, k_rest);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] += left[i / 4][i % 4] + right[i / 4][i % 4];
+}
+
 template <class Policy, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens, int block, int lane) {
   constexpr int STAGES = Shared<G, BK, BV>::STAGES;
@@ -104,20 +127,20 @@ __device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens
     Stage<G, BK, BV>& in = s.stages[turn % STAGES];
     float d[2][4];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
-    pair_products(d, in.do_, in.v, queries_of(block), keys_of(block), lane);
+    pair_products(d, in.do_, in.v, block, lane);
     put_pairs(in.dA, d, block, lane, [&](int i, int j, float x) {
       if (Policy::reads_before_write && i == j) in.own[i] = x;
       return j < i || (j == i && !Policy::reads_before_write) ? x : 0.f;
     });
     announce(s.pairs[turn % STAGES]);
     barrier_wait(s.operands, turn & 1);
-    pair_products(d, in.q, in.k, queries_of(block), keys_of(block), lane);
-    put_pairs(in.A, d, block, lane, [&](int i, int j, float x) {
-      if (Policy::reads_before_write && i == j) {
-        x = 0.f;
-        for (int warp = 0; warp < BK / 16; ++warp) x += s.own[warp][i];
-      }
-      return j <= i ? x : 0.f;
+    score(d, s, in, block, lane);
+    float own = 0.f;                            // of token `lane`
+    if (Policy::reads_before_write)
+      for (int warp = 0; warp < BK / 16; ++warp) own += s.own[warp][lane];
+    put_pairs(s.A, d, block, lane, [&](int i, int j, float x) {
+      const float own_score = Policy::reads_before_write ? __shfl_sync(0xffffffffu, own, i) : x;
+      return j < i ? x : j == i ? own_score : 0.f;
     });
     announce(s.scores);
   });
@@ -139,7 +162,7 @@ __device__ __forceinline__ void put_own(float* to, const u32 (&q)[2][4], const u
     x[i / 4 * 2] = fmaf(low(q[s][m]) * by, low(k[s][m]), x[i / 4 * 2]);
     x[i / 4 * 2 + 1] = fmaf(high(q[s][m]) * by, high(k[s][m]), x[i / 4 * 2 + 1]);
   });
-  const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
 #pragma unroll
   for (int half = 4; half > 0; half /= 2) {     // lane g ends with value g
     const bool upper = g & half;
@@ -150,6 +173,16 @@ __device__ __forceinline__ void put_own(float* to, const u32 (&q)[2][4], const u
     }
   }
   to[g / 2 * 8 + 2 * t + g % 2] = x[0];
+}
+
+// x times factors, in registers and in its tile; and what rounding leaves over of that.
+__device__ __forceinline__ void hand_over(u32 (&x)[2][4], bf16 (&tile)[CHUNK][64], bf16 (&rest)[CHUNK][64], const float (&by)[16]) {
+  u32 left[2][4];
+  each_two([&](int, int s, int m) { left[s][m] = x[s][m]; });
+  decayed(x, by);
+  left_over(left, x, by);
+  store_channels(tile, x);
+  store_channels(rest, left);
 }
 
 template <class Policy, typename G, int BK, int BV>
@@ -195,11 +228,9 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
       put_own(s.own[threadIdx.x / 32], q, k, by);
       each_two([&](int, int x, int m) { raw[x][m] = q[x][m]; });
     }
-    decayed(q, decay.q);
-    decayed(k, decay.k);
     __syncwarp();
-    store_channels(q_tile, q);
-    store_channels(k_tile, k);
+    hand_over(q, q_tile, s.q_rest[warpgroup], decay.q);
+    hand_over(k, k_tile, s.k_rest[warpgroup], decay.k);
     fence_async();
     barrier_arrive(s.operands);
 
@@ -210,14 +241,22 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     read_state<BV>(dk, C, by, in.v, [&](int part, const u32(&columns)[4]) {
       stmatrix_x4_trans(matrix_row(s.C[warpgroup][0], 16 * part), columns);
     });
+    wgmma_wait<0>();
+    u32 q_rest[2][4], k_rest[2][4];
+    load_channels(q_rest, s.q_rest[warpgroup]);
+    load_channels(k_rest, s.k_rest[warpgroup]);
     barrier_wait(s.pairs[turn % STAGES], turn / STAGES & 1);
     wgmma_fence();
     multiply_pairs<true>(dk, q, in.dA, true);
+    multiply_pairs<true, true>(dk, q, in.dA, true);
+    multiply_pairs<true>(dk, q_rest, in.dA, true);
     multiply_pairs<false>(dq, k, in.dA, false);
+    multiply_pairs<false, true>(dq, k, in.dA, true);
+    multiply_pairs<false>(dq, k_rest, in.dA, true);
     wgmma_commit();
     wgmma_keep(C);
     wgmma_fence();
-    write_state<BV>(C, q, in.do_);
+    write_state<BV>(C, q, q_rest, in.do_);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(dk);
@@ -232,8 +271,10 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
       for (int h = 0; h < 2; ++h) {
         const int i = 4 * n + 2 * h, x = n / 2, m = n % 2 * 2 + h;
         float &first = weight[i], &second = weight[i + 1];
-        float from_first = low(q[x][m]) * dq[i], from_second = high(q[x][m]) * dq[i + 1];
-        const float to_first = low(k[x][m]) * dk[i], to_second = high(k[x][m]) * dk[i + 1];
+        float from_first = (low(q[x][m]) + low(q_rest[x][m])) * dq[i];
+        float from_second = (high(q[x][m]) + high(q_rest[x][m])) * dq[i + 1];
+        const float to_first = (low(k[x][m]) + low(k_rest[x][m])) * dk[i];
+        const float to_second = (high(k[x][m]) + high(k_rest[x][m])) * dk[i + 1];
         total[h] += from_first - to_first + (from_second - to_second);
         from_first += first, from_second += second;
         first = from_first - to_first, second = from_second - to_second;
@@ -258,7 +299,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     barrier_wait(s.scores, turn & 1);
     store_values(&q_tile, dk);
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);         // C stands, and v has been read
-#pragma unroll
+#pragma unroll 1
     for (int panel = warpgroup; panel < BV / 64; panel += CONSUMERS / 128) {
       float dv[16];
       u32 columns[BK / 16][4], gradient[2][4];
@@ -270,7 +311,8 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c)
         wgmma<bf16, CHUNK, false>(dv, columns[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
-      multiply_pairs<true>(dv, gradient, in.A, true);
+      multiply_pairs<true>(dv, gradient, s.A, true);
+      multiply_pairs<true, true>(dv, gradient, s.A, true);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_keep(dv);
@@ -304,17 +346,17 @@ warpgroup_backward_keys(const __grid_constant__ WarpgroupBackwardKeysArgs<G> arg
     barrier_init(s.operands, CONSUMERS);
     barrier_init(s.scores, 3 * 32);
   }
-  for (int i = threadIdx.x; i < STAGES * CHUNK * 64; i += CONSUMERS + 128)       // no key behind its query
-    reinterpret_cast<u32*>(s.stages[i / (CHUNK * 64)].dA)[i % (CHUNK * 64)] = 0;
+  for (int i = threadIdx.x; i < (STAGES + 1) * CHUNK * 32; i += CONSUMERS + 128)       // no key behind its query
+    reinterpret_cast<u32*>(i < STAGES * CHUNK * 32 ? s.stages[i / (CHUNK * 32)].dA : s.A)[i % (CHUNK * 32)] = 0;
   fence_async();
   __syncthreads();
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 216>();
+    if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 216>();
     consume<Policy>(s, args);
     return;
   }
-  if constexpr (TIGHT) registers_down<BK == 64 ? 64 : 72>();
+  if constexpr (TIGHT) registers_down<72>();
   if (done_elsewhere(args)) return;             // not before: the others wait for the registers
   const int warp = (threadIdx.x - CONSUMERS) / 32;
   if (warp < 3) multiply_tokens<Policy>(s, place_of(args.shape, blockIdx.x).tokens, warp, threadIdx.x & 31);

@@ -33,7 +33,7 @@ template <typename G, int BK, int BV> struct alignas(1024) Stage {
   Tile<bf16, BK> q, k;                          // q: then dq
   Tile<G, BK> g;                                // then weight
   Tile<bf16, BV> v, do_;
-  bf16 dA[CHUNK][64];                           // [query, key], the first 32 columns
+  bf16 dA[CHUNK][64];                           // [query, key], and 32 columns on what rounding left over
   float own[CHUNK];                             // dA of a token with itself
 };
 
@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens
     Stage<G, BK, BV>& in = s.stages[turn % STAGES];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
     float d[2][4];
-    pair_products(d, in.do_, in.v, queries_of(block), keys_of(block), lane);
+    pair_products(d, in.do_, in.v, block, lane);
     put_pairs(in.dA, d, block, lane, [&](int i, int j, float x) {
       if (Policy::reads_before_write && i == j) in.own[i] = x;
       return j < i || (j == i && !Policy::reads_before_write) ? x : 0.f;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     barrier_wait(s.full[turn % STAGES], phase);
     Decays decay;
     mild &= decays_of<Policy>(decay, own_panels(in.g, warpgroup), scale);
-    u32 k[2][4];
+    u32 k[2][4], rest[2][4];
     load_channels(k, k_tile);
     decayed(k, decay.k);
 
@@ -124,13 +124,17 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     const float by[2] = {late[0] * decay.early[0], late[1] * decay.early[1]};
     late[0] = decay.late[0], late[1] = decay.late[1];
     read_state<BV>(from_state, S, by, in.do_, [](int, const u32(&)[4]) {});
+    load_channels(rest, k_tile);
+    left_over(rest, k, decay.k);
     barrier_wait(s.pairs[turn % STAGES], phase);
     wgmma_fence();
     multiply_pairs<false>(from_pairs, k, in.dA, false);
+    multiply_pairs<false, true>(from_pairs, k, in.dA, true);
+    multiply_pairs<false>(from_pairs, rest, in.dA, true);
     wgmma_commit();
     wgmma_keep(S);
     wgmma_fence();
-    write_state<BV>(S, k, in.v);
+    write_state<BV>(S, k, rest, in.v);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(from_state);
@@ -154,9 +158,8 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
 #pragma unroll
       for (int i = 0; i < 16; ++i) from_pairs[i] = decay.q[i] * (from_pairs[i] + from_state[i]);
     }
-    decayed(q, decay.q);
     each_two([&](int i, int x, int m) {
-      from_state[i] *= low(q[x][m]), from_state[i + 1] *= high(q[x][m]);
+      from_state[i] *= decay.q[i] * low(q[x][m]), from_state[i + 1] *= decay.q[i + 1] * high(q[x][m]);
       sum[m & 1] += from_state[i] + from_state[i + 1];
     });
     __syncwarp();

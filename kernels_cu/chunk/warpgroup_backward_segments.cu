@@ -57,31 +57,33 @@ template <class Policy, bool BACKWARDS, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBackwardSegmentsArgs<G>& args, const Place& at) {
   constexpr int STAGES = Shared<G, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
-  float S[BV / 2] = {}, rest[2] = {1.f, 1.f}, all[2] = {1.f, 1.f};
+  float S[BV / 2] = {}, behind[2] = {1.f, 1.f}, all[2] = {1.f, 1.f};
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
     Stage<G, BK, BV>& in = s.stages[turn % STAGES];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
     Decays decay;
     decays_of<Policy>(decay, own_panels(in.g, warpgroup), float(args.scale));
-    u32 x[2][4];
+    u32 x[2][4], rest[2][4];
     load_channels(x, in.x[warpgroup]);
+    load_channels(rest, in.x[warpgroup]);
     decayed(x, BACKWARDS ? decay.q : decay.k);
+    left_over(rest, x, BACKWARDS ? decay.q : decay.k);
     const float(&first)[2] = BACKWARDS ? decay.late : decay.early, (&second)[2] = BACKWARDS ? decay.early : decay.late;
 #pragma unroll
-    for (int i = 0; i < BV / 2; ++i) S[i] *= rest[i >> 1 & 1] * first[i >> 1 & 1];
+    for (int i = 0; i < BV / 2; ++i) S[i] *= behind[i >> 1 & 1] * first[i >> 1 & 1];
     wgmma_fence();
-    write_state<BV>(S, x, in.y);
+    write_state<BV>(S, x, rest, in.y);
     wgmma_commit();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) all[h] *= first[h] * second[h], rest[h] = second[h];
+    for (int h = 0; h < 2; ++h) all[h] *= first[h] * second[h], behind[h] = second[h];
     wgmma_wait<0>();
     wgmma_keep(S);
     barrier_arrive(s.done[turn % STAGES]);
   }
   const i64 pair = (BACKWARDS ? gridDim.x / 2 : 0) + at.pair, K = args.shape.K;
   each_of_state<BV>(S, args.states + pair * K * args.shape.V, args.shape, channel, [&](float& x, float& y, float* to) {
-    const float by = rest[&x - S >> 1 & 1];
+    const float by = behind[&x - S >> 1 & 1];
     *reinterpret_cast<float2*>(to) = {by * x, by * y};
   });
   for (int h = 0; h < 2; ++h)
@@ -93,15 +95,15 @@ __global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
 warpgroup_backward_segments(const __grid_constant__ WarpgroupBackwardSegmentsArgs<G> args) {
   Shared<G, BK, BV>& s = *reinterpret_cast<Shared<G, BK, BV>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
-  const bool backwards = blockIdx.x >= gridDim.x / 2;
-  Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
-  if (at.sequence % args.P == (backwards ? 0 : args.P - 1)) at.tokens = 0;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < Shared<G, BK, BV>::STAGES; ++stage) {
       barrier_init(s.full[stage], 32);
       barrier_init(s.done[stage], CONSUMERS);
     }
   __syncthreads();
+  const bool backwards = blockIdx.x >= gridDim.x / 2;
+  Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
+  if (at.sequence % args.P == (backwards ? 0 : args.P - 1)) at.tokens = 0;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
   else if (backwards) consume<Policy, true>(s, args, at);
   else consume<Policy, false>(s, args, at);

@@ -98,33 +98,55 @@ template <class Outputs> __device__ __forceinline__ void store_chunk(const Place
   __syncwarp();
 }
 
-// ---- products of tokens with tokens: a warp ------------------------------------------------------------------
+// ---- two bfloat16 numbers, side by side or one that adds to the other --------------------------------------------
 
-// D[16 rows of a, 16 rows of b] = a b^T.
-template <int PANELS>
-__device__ __forceinline__ void pair_products(float (&d)[2][4], bf16 (&a)[PANELS][CHUNK][64],
-                                              bf16 (&b)[PANELS][CHUNK][64], int first_a, int first_b, int lane) {
-  const int upper = lane & 7, second = lane >> 3 & 1, third = lane >> 4;
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int x = 0; x < 4; ++x) d[n][x] = 0.f;
-#pragma unroll 4
-  for (int c = 0; c < PANELS * 8; c += 2) {
-    u32 x[4], y[4];
-    ldmatrix_x4(x, swizzled(a[c / 8][0], first_a + upper + 8 * second, c % 8 + third));
-    ldmatrix_x4(y, swizzled(b[c / 8][0], first_b + upper + 8 * third, c % 8 + second));
-    const u32 left[2] = {y[0], y[1]}, right[2] = {y[2], y[3]};
-    mma_bf16(d[0], x, left);
-    mma_bf16(d[1], x, right);
-  }
+__device__ __forceinline__ float low(u32 two) { return __uint_as_float(two << 16); }
+__device__ __forceinline__ float high(u32 two) { return __uint_as_float(two & 0xffff0000u); }
+
+// What rounding leaves over of two values.
+__device__ __forceinline__ u32 remainder_of(u32 rounded, float x, float y) {
+  return pack<bf16>(x - low(rounded), y - high(rounded));
 }
+
+// ---- products of tokens with tokens: a warp ------------------------------------------------------------------
 
 // The three 16 x 16 blocks of 32 x 32 pairs with no key behind its query.
 __device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
 __device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
 
-// Stores one as rows of queries, with f(query, key, value) for each value.
+// The operands of a block's products: 16 channels from 8 c on of 16 rows of a and of b.
+template <int PANELS>
+__device__ __forceinline__ void load_queries(u32 (&x)[4], bf16 (&a)[PANELS][CHUNK][64], int block, int c, int lane) {
+  ldmatrix_x4(x, swizzled(a[c / 8][0], queries_of(block) + (lane & 15), c % 8 + (lane >> 4)));
+}
+template <int PANELS>
+__device__ __forceinline__ void load_keys(u32 (&y)[2][2], bf16 (&b)[PANELS][CHUNK][64], int block, int c, int lane) {
+  u32 two[4];
+  ldmatrix_x4(two, swizzled(b[c / 8][0], keys_of(block) + (lane & 7) + (lane >> 4) * 8, c % 8 + (lane >> 3 & 1)));
+  y[0][0] = two[0], y[0][1] = two[1], y[1][0] = two[2], y[1][1] = two[3];
+}
+__device__ __forceinline__ void multiply(float (&d)[2][4], const u32 (&x)[4], const u32 (&y)[2][2]) {
+  mma_bf16(d[0], x, y[0]);
+  mma_bf16(d[1], x, y[1]);
+}
+
+// D[queries, keys] = a b^T, a block.
+template <int PANELS>
+__device__ __forceinline__ void pair_products(float (&d)[2][4], bf16 (&a)[PANELS][CHUNK][64], bf16 (&b)[PANELS][CHUNK][64],
+                                              int block, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = 0.f;
+#pragma unroll 4
+  for (int c = 0; c < PANELS * 8; c += 2) {
+    u32 x[4], y[2][2];
+    load_queries(x, a, block, c, lane);
+    load_keys(y, b, block, c, lane);
+    multiply(d, x, y);
+  }
+}
+
+// Stores one as rows of queries, with f(query, key, value) for each value: as the sum of two bfloat16 numbers, the second 32
+// columns on.
 template <class F>
 __device__ __forceinline__ void put_pairs(bf16 (&tile)[CHUNK][64], const float (&d)[2][4], int block, int lane, F f) {
   const int g = lane >> 2, t = lane & 3;
@@ -133,8 +155,10 @@ __device__ __forceinline__ void put_pairs(bf16 (&tile)[CHUNK][64], const float (
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = queries_of(block) + g + 8 * half, j = keys_of(block) + 8 * n + 2 * t;
-      reinterpret_cast<u32*>(swizzled(tile[0], i, j / 8))[t] =
-          pack<bf16>(f(i, j, d[n][2 * half]), f(i, j + 1, d[n][2 * half + 1]));
+      const float x = f(i, j, d[n][2 * half]), y = f(i, j + 1, d[n][2 * half + 1]);
+      const u32 rounded = pack<bf16>(x, y);
+      reinterpret_cast<u32*>(swizzled(tile[0], i, j / 8))[t] = rounded;
+      reinterpret_cast<u32*>(swizzled(tile[0], i, j / 8 + 4))[t] = remainder_of(rounded, x, y);
     }
 }
 
@@ -142,9 +166,6 @@ __device__ __forceinline__ void put_pairs(bf16 (&tile)[CHUNK][64], const float (
 // With g = lane / 4 and t = lane % 4 a lane has channels g and g + 8 and tokens 8n + 2t, 8n + 2t + 1, n from 0 to 3:
 //   float x[16]:     x[4n + 2h + p] is channel g + 8h of token 8n + 2t + p, as a product's accumulators are
 //   u32 x[2][4]:     x[s][m] two tokens 16s + 8(m / 2) + 2t, + 1 of channel g + 8(m % 2), as its operand A is
-
-__device__ __forceinline__ float low(u32 two) { return __uint_as_float(two << 16); }
-__device__ __forceinline__ float high(u32 two) { return __uint_as_float(two & 0xffff0000u); }
 
 // Calls f(where in x[16] the first of two tokens is, s, m).
 template <class F> __device__ __forceinline__ void each_two(F f) {
@@ -156,7 +177,7 @@ template <class F> __device__ __forceinline__ void each_two(F f) {
 
 // Where this lane's row begins of the four 8x8 matrices that are 16 rows from `row` on of the warp's 16 columns.
 template <typename X> __device__ __forceinline__ X* matrix_row(X* panel, int row) {
-  const int thread = threadIdx.x;
+  const int thread = opaque(threadIdx.x);
   return swizzled(panel, row + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 % 4 * 2 + (thread >> 3 & 1));
 }
 __device__ __forceinline__ void load_channels(u32 (&x)[2][4], bf16 (&panel)[CHUNK][64]) {
@@ -174,8 +195,8 @@ template <class F> __device__ __forceinline__ void each_float(float (*panels)[CH
   each_two([&](int at, int, int) {
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const int c = 16 * warp + g + 8 * (at / 2 % 2), token = at / 4 * 8 + 2 * t + p;
-      f(at + p, swizzled(panels[c / 32][0], token, c % 32 / 4)[c % 4]);
+      const int c = 16 * (warp % 2) + g + 8 * (at / 2 % 2), token = 2 * t + p;
+      f(at + p, swizzled(panels[warp / 2][at / 4 * 8], token, c / 4)[c % 4]);
     }
   });
 }
@@ -217,11 +238,6 @@ template <bool BEFORE> __device__ __forceinline__ void ones(u32 (&b)[2][2]) {
       const int token = 2 * t + 8 * r, end = 8 * n + g + !BEFORE;
       b[n][r] = (token < end ? 0x3f80u : 0u) | (token + 1 < end ? 0x3f800000u : 0u);
     }
-}
-
-// What rounding leaves over of two values.
-__device__ __forceinline__ u32 remainder_of(u32 rounded, float x, float y) {
-  return pack<bf16>(x - low(rounded), y - high(rounded));
 }
 
 // A chunk's decays: factors of queries (with `scale`) and keys, and over the halves.
@@ -285,6 +301,13 @@ __device__ __forceinline__ void decayed(u32 (&x)[2][4], const float (&by)[16]) {
   each_two([&](int at, int s, int m) { x[s][m] = pack<bf16>(low(x[s][m]) * by[at], high(x[s][m]) * by[at + 1]); });
 }
 
+// What that left over, from x as it was.
+__device__ __forceinline__ void left_over(u32 (&x)[2][4], const u32 (&decayed)[2][4], const float (&by)[16]) {
+  each_two([&](int at, int s, int m) {
+    x[s][m] = remainder_of(decayed[s][m], low(x[s][m]) * by[at], high(x[s][m]) * by[at + 1]);
+  });
+}
+
 // ---- states: a warpgroup has 64 channels and all columns of V ------------------------------------------------
 
 // Calls f(two values, where they are in [K, V]) for those of this lane that exist.
@@ -346,18 +369,23 @@ __device__ __forceinline__ void read_state(float (&x)[16], float (&S)[BV / 2], c
   }
 }
 
-// S += x^T tokens, under way; x the warp's channels.
+// S += (x + rest)^T tokens, under way; x and rest the warp's channels.
 template <int BV>
-__device__ __forceinline__ void write_state(float (&S)[BV / 2], const u32 (&x)[2][4], bf16 (&tokens)[BV / 64][CHUNK][64]) {
+__device__ __forceinline__ void write_state(float (&S)[BV / 2], const u32 (&x)[2][4], const u32 (&rest)[2][4],
+                                            bf16 (&tokens)[BV / 64][CHUNK][64]) {
   const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
-  wgmma<bf16, BV, true>(S, x[0], b, true);
-  wgmma<bf16, BV, true>(S, x[1], b + 16 * 128 / 16, true);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    wgmma<bf16, BV, true>(S, x[half], b + half * 16 * 128 / 16, true);
+    wgmma<bf16, BV, true>(S, rest[half], b + half * 16 * 128 / 16, true);
+  }
 }
 
-// y[channel, i] (+)= sum_j x[channel, j] pairs[i, j], under way; BY_KEY: y[channel, j] with sum_i.
-template <bool BY_KEY>
+// y[channel, i] (+)= sum_j x[channel, j] pairs[i, j], under way; BY_KEY: y[channel, j] with sum_i. Pairs as put_pairs has
+// them: of `REST` their second numbers.
+template <bool BY_KEY, bool REST = false>
 __device__ __forceinline__ void multiply_pairs(float (&y)[16], const u32 (&x)[2][4], bf16 (&pairs)[CHUNK][64], bool accumulate) {
-  const u64 b = wgmma_tile(pairs, 16, 1024);
+  const u64 b = wgmma_tile(pairs, 16, 1024) + (REST ? 64 / 16 : 0);
   wgmma<bf16, CHUNK, BY_KEY>(y, x[0], b, accumulate);
   wgmma<bf16, CHUNK, BY_KEY>(y, x[1], b + (BY_KEY ? 16 * 128 : 32) / 16, true);
 }

@@ -302,16 +302,17 @@ def shared_bytes(kernel: Kernel) -> int:
             stages, channels, gates, columns, pairs, rest = {           # tiles of [32, BK] and [32, BV] a stage
                 "warpgroup_backward_segments": (4 if gate == 2 else 3, 1, 1, 1, 0, 0),
                 "warpgroup_backward_queries": (3, 2, 1, 2, 32 * 128 + 4 * 32, 0),
-                "warpgroup_backward_keys": (3 if gate == 2 else 2, 2, 2, 2, 2 * 32 * 128 + 4 * 32, 2 * BK * BV + 8 * BK),
+                "warpgroup_backward_keys": (3 if gate == 2 else 2, 2, 2, 2, 32 * 128 + 4 * 32,
+                                            2 * BK * BV + 2 * 32 * 2 * BK + 32 * 128 + 8 * BK),
             }[kernel.name]
             stage = 1024 * -(-(32 * (2 * channels * BK + gates * gate * BK + 2 * columns * BV) + pairs) // 1024)
             return 1024 * -(-(stages * stage + rest + 8 * (3 * stages + 2)) // 1024)
         case "recurrent_forward", (*_, BK):
             BK = int(BK)
             return 4 * (3 * 16 * BK + 16 * 32 + BK + 4 * 16 * 32)
-        case "intra_chunk", (*_, BK):
         case "two_gates", (only, *_, BK):
             return 4 * (3 * 16 * int(BK) + 2 * 16 * 32 + (1 if only == "Forwards" else 2) * 4 * 16 * 32)
+        case "intra_chunk", (*_, BK):
             BK = int(BK)
             return 4 * (3 * 16 * (BK + 8) + 2 * BK + 4 * 16 * 16)
         case "inter_chunk", _:
@@ -360,11 +361,11 @@ def kernels():
             yield intra_chunk(p, T, G, K)
         for S in CTYPES:
             yield step(p, T, G, S)
-    for T, K, V in product(half, CHANNELS, CHUNK_COLUMNS):
     for T, G in pairs:
         yield gate_sums(T, G)
         for only, K in product(PASSES, CHANNELS):
             yield two_gates(only, T, G, K)
+    for T, K, V in product(half, CHANNELS, CHUNK_COLUMNS):
         for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Summary"):
             yield warpgroup_forward(POLICIES[0], T, ONE, K, V, only)
     for (T, Y), phi in product(pairs, FEATURE_MAPS):
