@@ -1,7 +1,7 @@
-"""flash-linear-attention (fla-core) on the arrays of a benchmark, where it and torch are installed.
+"""Who else computes it, on the arrays of a benchmark: flash-linear-attention (fla-core), or torch softmax attention.
 
-Its arrays are [B, T, H, ..]: each lies in memory as fla wants it. A first call for a shape tunes its kernels, for up to
-a minute for a new dtype or head size.
+Their arrays lie in memory as [B, T, H, ..], which both read without a copy. fla's first call for a shape tunes its
+kernels, for up to a minute for a new dtype or head size.
 """
 
 import sys
@@ -11,13 +11,20 @@ FUNCTIONS = {"gla": ("gla", "chunk_gla"), "rwkv6": ("rwkv6", "chunk_rwkv6"), "gl
              "rwkv6_step": ("rwkv6", "fused_recurrent_rwkv6"), "simple_gla": ("simple_gla", "chunk_simple_gla"),
              "retention": ("retention", "chunk_retention"), "linear_attention": ("linear_attn", "chunk_linear_attn")}
 MEANING = {"linear_attention": {"normalize": False}}            # what else makes its operator ours
+ATTENTION = "softmax_attention"
 
 
-def absent() -> str | None:
-    """Why there is no fla to measure."""
+def name(op) -> str | None:
+    """Who computes an operator too."""
+    return "torch" if op == ATTENTION else "fla" if op in FUNCTIONS else None
+
+
+def absent(peer) -> str | None:
+    """Why it cannot be measured."""
     try:
-        import fla.ops                              # noqa: F401
         import torch
+        if peer == "fla":
+            import fla.ops                          # noqa: F401
     except ImportError as error:
         return str(error)
     warnings.filterwarnings("ignore", module="fla")             # more heads than tokens, which steps have
@@ -26,7 +33,24 @@ def absent() -> str | None:
 
 def has(case) -> bool:
     """Other dtypes would be tuned anew for minutes."""
-    return case.op in FUNCTIONS and case.dtype == "bfloat16"
+    return name(case.op) is not None and case.dtype == "bfloat16"
+
+
+def function(op):
+    if op == ATTENTION:
+        return attention
+    import fla.ops
+
+    module, called = FUNCTIONS[op]
+    return getattr(getattr(fla.ops, module), called)
+
+
+def attention(q, k, v, scale):
+    """torch's, taking and giving what fla's functions do."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    o = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale)
+    return o.transpose(1, 2), None
 
 
 def bound(case, arrays, keywords):
@@ -35,14 +59,12 @@ def bound(case, arrays, keywords):
 
 
 class Call:
-    """fla's function bound to a case's arrays."""
+    """The peer's function bound to a case's arrays."""
 
     def __init__(self, case, arrays, keywords):
-        import fla.ops
         import torch
 
-        module, name = FUNCTIONS[case.op]
-        self.function = getattr(getattr(fla.ops, module), name)
+        self.function = function(case.op)
         self.step, self.keywords = case.step, {"scale": case.D ** -0.5, **MEANING.get(case.op, {})}
         self.arrays = [self.in_its_layout(torch.from_dlpack(x)) for x in arrays.values()]
         if case.gate == "reset":

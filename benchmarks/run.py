@@ -9,11 +9,10 @@ A row's figures, every one a median, in milliseconds:
                 begins; of a step, whose calls are captured in a CUDA graph
     wall_ms     host time of a call, Python included, when calls follow one another and the last is waited for
     floor_ms    the bytes of every input, result and state once, over the bandwidth of a copy in the same run
-    fla_ms      flash-linear-attention's device time, measured in the same way (see peers.py), and fla_wall_ms: of a
-                backward pass torch.autograd.grad's, after a forward pass that is not timed either
-    error       relative, of the result (and of a step's state; of a backward pass the gradients of q, k, v and g) at the
-                first and the last head, all tokens, against the recurrence in float64 on the same values; fla_error
-                likewise
+    peer_ms     the peer's device time, measured in the same way, and peer_wall_ms: of a backward pass
+                torch.autograd.grad's, after a forward pass that is not timed either; `peer` says whose (see peers.py)
+    error       relative, of the result (and of a step's state; of a backward pass all gradients but u's) at the first
+                and the last head, all tokens, against the recurrence in float64 on the same values; peer_error likewise
     peak_mib    memory of the arrays, the result and what the call needs beside them
 
 Sets of arrays take turns so that a call finds none of its own in the cache. A result is checked before it is timed: a
@@ -35,16 +34,19 @@ import devices
 import numpy as np
 import peers
 from devices import wall_ms
+from speed_table import read
 
 import linattn_np
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS, steps
+from linattn_np.ops.gla import TWO_GATES
 
 ROOT = Path(__file__).parents[1]
-DECLARED = {op.name: op for op in (*OPS, steps.GLA_STEP, steps.RWKV6_STEP)}
+DECLARED = {op.name: op for op in (*OPS, TWO_GATES, steps.GLA_STEP, steps.RWKV6_STEP)}
 LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 6e-3}       # of `error`, as the tests have them
 NOT_FINITE = 1e30               # the error of a result with NaN or Inf in it: JSON has no name for those
 CALLS, SAMPLES = 10, 15
+PEER_FIGURES = ("peer_ms", "peer_wall_ms", "peer_error")
 CACHED = 1 << 28                # bytes of arrays that no cache holds
 
 
@@ -62,6 +64,10 @@ class Case:
     backward: bool = False      # the pullback alone, after a forward pass that is not timed
 
     @property
+    def function(self):
+        return getattr(linattn_np, self.op.split()[0])          # of "gla with gv" too
+
+    @property
     def step(self) -> bool:
         return self.op.endswith("_step")
 
@@ -74,7 +80,7 @@ class Case:
         """What a row says of it."""
         return {"op": self.op, "pass": self.kind, "B": self.B, "T": self.T, "H": self.H,
                 "K": self.D, "V": self.D, "dtype": self.dtype, "gate": self.gate if DECLARED[self.op].gates else None,
-                "sequences": self.sequences}
+                "sequences": self.sequences, "peer": peers.name(self.op)}
 
     def __str__(self):
         packed = f" in {self.sequences} sequences" * bool(self.sequences)
@@ -102,9 +108,10 @@ def cases_of_gpu(quick):
     yield from (Case(op, *SHAPES[0], dtype=dtype) for dtype in ("float16", "float32") for op in gated)
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
     yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing
-    others = [op.name for op in OPS if op.name not in gated]
-    yield from (Case(op, *shape) for shape in (SHAPES[0], SHAPES[-2]) for op in others if op != "softmax_attention")
-    yield Case("softmax_attention", *SHAPES[-2])
+    family = ("simple_gla", "retention", "linear_attention")
+    others = (*family, TWO_GATES.name, "softmax_attention")
+    yield from (Case(op, *SHAPES[0]) for op in family)
+    yield from (Case(op, *SHAPES[-2]) for op in others)
     yield from (Case(op, *shape, backward=True) for shape in TRAINED for op in gated)
     yield from (Case(op, *SHAPES[-2], backward=True) for op in others)
     yield from (Case(op, *WIDE) for op in gated)
@@ -112,7 +119,7 @@ def cases_of_gpu(quick):
 
 def cases_of_cpu(quick):
     T = 512 if quick else 2048
-    yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in OPS)
+    yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in (*OPS, TWO_GATES))
     for B in (1, 32):
         yield from (Case(op, B, 1, 8, 64, dtype="float32") for op in ("gla_step", "rwkv6_step"))
 
@@ -134,7 +141,7 @@ def draw(case, xp, seed):
     arrays = {}
     for name, axes in DECLARED[case.op].arrays.items():
         x = rng.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32)
-        if name in ("g", "w"):
+        if name in ("g", "gv", "w"):
             x = -GATES[case.gate] * xp.log1p(xp.exp(-x))
             if case.gate == "reset":
                 x[:, :, 63::64] = -np.inf
@@ -175,16 +182,15 @@ def two_heads(x, host):
 
 def exact(case, arrays, keywords, host):
     """What a call must give for `two_heads`: (o,), of a step (o, state), of a backward pass gradients, without u's."""
-    op, function = DECLARED[case.op], getattr(linattn_np, case.op)
     of_two = {"state": lambda x: two_heads(x, host), "gamma": lambda x: x[[0, -1]], "cu_seqlens": list,
               "do": lambda x: two_heads(x, host)}
     keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
     arrays = {name: two_heads(x, host) for name, x in arrays.items()}
     if case.backward:
         return by_head(arrays, prepared(case, arrays, keywords)())
-    if not case.step and "recurrent" in op.modes:
+    if not case.step and "recurrent" in DECLARED[case.op].modes:
         keywords["mode"] = "recurrent"
-    o = function(*arrays.values(), **keywords)
+    o = case.function(*arrays.values(), **keywords)
     return (o, keywords["state"]) if case.step else (o,)
 
 
@@ -202,17 +208,17 @@ def error(found, wanted):
 # -- measuring --------------------------------------------------------------------------------------------------------
 def prepared(case, arrays, keywords):
     """What is to be timed: a call without arguments."""
-    op = getattr(linattn_np, case.op)
     if not case.backward:
-        return partial(op, *arrays.values(), **keywords)
-    _, pullback = linattn_np.vjp(op, *arrays.values(), **{name: x for name, x in keywords.items() if name != "do"})
+        return partial(case.function, *arrays.values(), **keywords)
+    others = {name: x for name, x in keywords.items() if name != "do"}
+    _, pullback = linattn_np.vjp(case.function, *arrays.values(), **others)
     return partial(pullback, keywords["do"])
 
 
 def measure(case, device, bandwidth, peer, samples):
-    """A row. `peer` is a function that times fla, or gives its figures of another run."""
+    """A row. `peer` is a function that times the peer, or gives its figures of another run."""
     row = case.fields
-    row |= dict.fromkeys(("ours_ms", "wall_ms", "fla_ms", "fla_wall_ms", "floor_ms", "error", "fla_error", "peak_mib"))
+    row |= dict.fromkeys(("ours_ms", "wall_ms", *PEER_FIGURES, "floor_ms", "error", "peak_mib"))
     device.free()
     arrays, keywords = draw(case, device.xp, 0)
     wanted = exact(case, arrays, keywords, device.host)
@@ -250,8 +256,11 @@ def timed(device, case, calls, captured, samples):
     return device.device_ms(calls, samples)
 
 
-class Fla:
-    """fla's figures, from `kept` where it has them, else measured until `limit_s` seconds have gone."""
+class Peers:
+    """The peers' figures, from `kept` where it has them, else measured until `limit_s` seconds have gone.
+
+    `absent` has the reason of each that cannot be measured.
+    """
 
     def __init__(self, device, absent, kept, limit_s, samples):
         self.device, self.absent, self.kept, self.samples = device, absent, kept, samples
@@ -260,16 +269,16 @@ class Fla:
     def __call__(self, case, arrays, keywords, wanted):
         if (figures := self.kept.get(key(case.fields))) is not None:
             return figures
-        if self.absent or not peers.has(case):
+        if not peers.has(case) or self.absent.get(peers.name(case.op)):
             return {}
         if time.monotonic() > self.ends:
-            say("  fla is not measured: its time is up")
+            say(f"  {peers.name(case.op)} is not measured: its time is up")
             return {}
         try:
             return self.measure(case, arrays, keywords, wanted)
         except Exception as problem:            # whatever a peer fails with: ours is measured, and the reason is said
             reason = str(problem).partition("\n")[0][:150]
-            say(f"  fla fails: {type(problem).__name__}: {reason}")
+            say(f"  {peers.name(case.op)} fails: {type(problem).__name__}: {reason}")
             return {}
         finally:
             self.device.free()
@@ -277,14 +286,14 @@ class Fla:
     def measure(self, case, arrays, keywords, wanted):
         call = peers.bound(case, arrays, keywords)
         results = by_head(arrays, call.results()) if case.backward else call.results()
-        figures = {"fla_error": error([two_heads(x, peers.host) for x in results], wanted)}
+        figures = {"peer_error": error([two_heads(x, peers.host) for x in results], wanted)}
         del results
-        if figures["fla_error"] < LIMITS[case.dtype]:
+        if figures["peer_error"] < LIMITS[case.dtype]:
             nbytes = bytes_moved(case, arrays, keywords)
             more = [peers.bound(case, *its) for its in others(case, self.device.xp, nbytes)]
             calls = in_turn([call, *more])
-            figures["fla_ms"] = timed(self.device, case, calls, peers.captured, self.samples)
-            figures["fla_wall_ms"] = wall_ms(self.device, calls, self.samples)
+            figures["peer_ms"] = timed(self.device, case, calls, peers.captured, self.samples)
+            figures["peer_wall_ms"] = wall_ms(self.device, calls, self.samples)
         return figures
 
 
@@ -293,15 +302,15 @@ def key(row):
 
 
 def kept_figures(paths, meta):
-    """fla's figures by `key` out of those earlier files that speak of the same card and versions."""
+    """The peers' figures by `key` out of those earlier files that speak of the same card and versions."""
     same, kept = ("card", "fla-core", "torch", "triton"), {}
     for path in paths:
-        earlier = json.loads(path.read_text())
+        earlier = read(path)
         if any(earlier["meta"].get(name) != meta.get(name) for name in same):
             say(f"{path} is of another card or other versions: not used")
             continue
-        kept |= {key(row): {name: row[name] for name in ("fla_ms", "fla_wall_ms", "fla_error")}
-                 for row in earlier["rows"] if row["fla_error"] is not None}
+        kept |= {key(row): {name: row[name] for name in PEER_FIGURES}
+                 for row in earlier["rows"] if row["peer_error"] is not None}
     return kept
 
 
@@ -310,13 +319,14 @@ def main():
     args = arguments()
     device = devices.current()
     samples = 5 if args.quick else SAMPLES
-    absent = peers.absent() if args.peers else "not asked for"
+    absent = {name: peers.absent(name) if args.peers else "not asked for" for name in ("fla", "torch")}
     bandwidth = copy_bandwidth(device)
     meta = device.meta() | versions() | {
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": args.commit or commit(),
         "copy_tb_per_s": bandwidth / 1e12}
-    say(f"{meta['card']}, copy {bandwidth / 1e12:.2f} TB/s" + (f"; without fla: {absent}" if absent else ""))
-    peer = Fla(device, absent, kept_figures(args.keep_peers, meta), args.limit_s, samples)
+    say(f"{meta['card']}, copy {bandwidth / 1e12:.2f} TB/s"
+        + "".join(f"; without {name}: {reason}" for name, reason in absent.items() if reason))
+    peer = Peers(device, absent, kept_figures(args.keep_peers, meta), args.limit_s, samples)
     rows, failed = [], []
     for case in (cases_of_gpu if meta["cuda"] else cases_of_cpu)(args.quick):
         if args.ops and case.op not in args.ops:
@@ -330,7 +340,8 @@ def main():
         rows.append(row)
         if row["ours_ms"] is None:
             failed.append(f"{case}: relative error {row['error']:.1e}, expected below {LIMITS[case.dtype]:.0e}")
-        say(f"{case}: {number(row['ours_ms'])} ms, fla {number(row['fla_ms'])}  [{time.monotonic() - begun:.1f} s]")
+        its = f", {row['peer']} {number(row['peer_ms'])}" if row["peer"] else ""
+        say(f"{case}: {number(row['ours_ms'])} ms{its}  [{time.monotonic() - begun:.1f} s]")
         if args.out:                            # after every row: a run that is cut short leaves what it has
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
@@ -343,10 +354,11 @@ def arguments():
     parser.add_argument("--quick", action="store_true", help="small shapes, few samples")
     parser.add_argument("--ops", nargs="+", choices=DECLARED, help="these operators alone")
     parser.add_argument("--out", type=Path, help="a JSON file, as benchmarks/results has them")
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure fla too")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True,
+                        help="measure fla and torch too")
     parser.add_argument("--keep-peers", type=Path, nargs="+", default=[], metavar="FILE",
-                        help="earlier JSON files whose fla figures to use: only what they lack is measured")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which fla is measured no more")
+                        help="earlier JSON files whose figures of peers to use: only what they lack is measured")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which no peer is measured")
     parser.add_argument("--commit", help="what to say of the sources where git cannot")
     return parser.parse_args()
 
@@ -375,15 +387,15 @@ def number(x, form=".4f"):
 
 
 def show(rows):
-    heads = ("floor", "ours", "x floor", "wall", "fla", "x ours", "error", "fla", "MiB")
+    heads = ("floor", "ours", "x floor", "wall", "peer", "x ours", "error", "peer", "MiB")
     print(" " * 56 + "".join(f"{head:>9s}" for head in heads))
     for row in rows:
         case = Case(row["op"], *(row[axis] for axis in "BTHK"), row["dtype"], row["gate"], row["sequences"],
                     row["pass"] == "backward")
-        ours, fla = row["ours_ms"], row["fla_ms"]
+        ours, its = row["ours_ms"], row["peer_ms"]
         figures = (number(row["floor_ms"]), number(ours), number(ours and ours / row["floor_ms"], ".2f"),
-                   number(row["wall_ms"]), number(fla), number(ours and fla and fla / ours, ".1f"),
-                   number(row["error"], ".1e"), number(row["fla_error"], ".1e"), number(row["peak_mib"], ".0f"))
+                   number(row["wall_ms"]), number(its), number(ours and its and its / ours, ".1f"),
+                   number(row["error"], ".1e"), number(row["peer_error"], ".1e"), number(row["peak_mib"], ".0f"))
         print(f"{str(case):56s}" + "".join(f"{text:>9s}" for text in figures))
 
 

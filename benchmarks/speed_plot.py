@@ -46,10 +46,10 @@ def panel(axis, title, rows):
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     for y, row in enumerate(rows.values()):
-        found = [row[field] / row["floor_ms"] for field in ("ours_ms", "fla_ms") if row[field]]
+        found = [row[field] / row["floor_ms"] for field in ("ours_ms", "peer_ms") if row[field]]
         axis.hlines(y, 1, max(found, default=1), color="#c8c8c8", linewidth=1.5, zorder=1)
     for field, color, name, beside in (("ours_ms", OURS, "linattn_np", {"xytext": (-4, 5)}),
-                                       ("fla_ms", FLA, "flash-linear-attention", {"xytext": (-4, -12)})):
+                                       ("peer_ms", FLA, "flash-linear-attention", {"xytext": (-4, -12)})):
         points = [(row[field] / row["floor_ms"], y, row[field]) for y, row in enumerate(rows.values()) if row[field]]
         axis.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=42, color=color, label=name, zorder=3)
         for x, y, ms in points:
@@ -57,7 +57,7 @@ def panel(axis, title, rows):
 
 
 def limit_x(axis, rows):
-    longest = max((row[field] / row["floor_ms"] for row in rows for field in ("ours_ms", "fla_ms") if row[field]),
+    longest = max((row[field] / row["floor_ms"] for row in rows for field in ("ours_ms", "peer_ms") if row[field]),
                   default=1)
     axis.set_xlim(0.8, longest * 1.6)
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < longest * 1.6]

@@ -186,7 +186,7 @@ def pytest_report_header(config):
 def pytest_generate_tests(metafunc):
     """A test that asks for `backend` runs on every listed one, unless its module generates its own cases."""
     if "backend" in metafunc.fixturenames and not hasattr(metafunc.module, "pytest_generate_tests"):
-        metafunc.parametrize("backend", metafunc.config.backends, indirect=True)
+        with_variants(metafunc, "backend", metafunc.config.backends)
     if "card" in metafunc.fixturenames:
         cards = {name: cls for name, cls in metafunc.config.backends.items() if issubclass(cls, OnCard)}
         if "mode" in metafunc.fixturenames:
@@ -197,6 +197,16 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         launching = [name for name in metafunc.config.backends if name in ("emulated", "hopper", "cupy")]
         metafunc.parametrize("device", launching, indirect=True)
+
+
+def with_variants(metafunc, fixture, names):
+    """Each of these backends; of a test that asks for `variant` too, with each of its module's VARIANTS that it has."""
+    if "variant" in metafunc.fixturenames:
+        cases = [(name, variant) for name in names for variant, (op, *_) in metafunc.module.VARIANTS.items()
+                 if CLASSES[name].modes[op.name]]
+        metafunc.parametrize(f"{fixture}, variant", cases, indirect=[fixture])
+    else:
+        metafunc.parametrize(fixture, names, indirect=True)
 
 
 @pytest.fixture(scope="session")

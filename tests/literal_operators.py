@@ -1,4 +1,18 @@
-"""The operators' equations, a token at a time, in what jax.numpy and torch share: for their own autodiff."""
+"""The operators' equations, a token at a time, in what jax.numpy and torch share: for their own autodiff.
+
+And calls to compare with them.
+"""
+
+from conftest import with_variants
+from reference import draw, draw_states, stated
+
+from linattn_np.ops import OPS
+from linattn_np.ops.gla import TWO_GATES
+
+# An operator of every kind, and what else it is called with.
+VARIANTS = {op.name: (op, {"gamma": 0.8} if op.name == "retention" else {}) for op in (*OPS, TWO_GATES)}
+VARIANTS["linear_attention-elu-normalized"] = (VARIANTS["linear_attention"][0], {"feature_map": "elu", "normalize": True})
+SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
 
 
 def literal(xp, scan, name, arrays, state=(), *, gamma=None, feature_map=None, normalize=False, causal=True):
@@ -47,14 +61,32 @@ def phi(xp, feature_map, x):
     return {None: lambda: x, "relu": lambda: xp.clip(x, min=0), "exp": lambda: xp.exp(x)}[feature_map]()
 
 
-# An operator of every kind: its name and what else it is called with.
-VARIANTS = {
-    "gla": ("gla", {}),
-    "gla with gv": ("gla with gv", {}),
-    "rwkv6": ("rwkv6", {}),
-    "simple_gla": ("simple_gla", {}),
-    "retention": ("retention", {"gamma": 0.8}),
-    "linear_attention": ("linear_attention", {}),
-    "linear_attention-elu-normalized": ("linear_attention", {"feature_map": "elu", "normalize": True}),
-    "softmax_attention": ("softmax_attention", {}),
-}
+def pytest_generate_tests(metafunc):
+    """`home` is the backend that computes; for the modules that import this."""
+    if "home" in metafunc.fixturenames:
+        with_variants(metafunc, "home", [name for name in metafunc.config.backends if name in ("numpy", "cupy")])
+
+
+class Call:
+    """A call with all that it may have, and random weights that make a number of its results."""
+
+    def __init__(self, variant, rng, sizes=SIZES, stateful=True):
+        self.op, self.options = VARIANTS[variant]
+        declared = stated(self.op, self.options)
+        self.count = len(declared.arrays)
+        self.arrays = [*draw(self.op, rng, sizes), *(draw_states(declared, rng, sizes) if stateful else ())]
+        self.final = bool(declared.state)
+        shapes = [[sizes[axis] for axis in axes.split()] for axes in (declared.out, *declared.state)]
+        self.weights = [rng.standard_normal(shape) for shape in shapes]
+
+    def of(self, library, *inputs, **more):
+        """What the function of one of linattn_np.interop's modules gives."""
+        arrays, state = inputs[:self.count], inputs[self.count:]
+        if state:
+            more["initial_state"] = state if len(state) > 1 else state[0]
+        if self.final:
+            more["output_final_state"] = True
+        return getattr(library, self.op.name.split()[0])(*arrays, **self.options, **more)
+
+    def equation(self, xp, scan, *inputs):
+        return list(literal(xp, scan, self.op.name, inputs[:self.count], inputs[self.count:], **self.options))

@@ -20,8 +20,8 @@ from devices import Cpu  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
 META = {"card", "driver", "cuda", "numpy", "cupy", "date", "commit", "copy_tb_per_s"}
-FIELDS = {"op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences", "ours_ms", "wall_ms", "fla_ms",
-          "fla_wall_ms", "floor_ms", "error", "fla_error", "peak_mib"}
+FIELDS = {"op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences", "peer", "ours_ms", "wall_ms", "peer_ms",
+          "peer_wall_ms", "floor_ms", "error", "peer_error", "peak_mib"}
 
 
 def of_small_case(op, dtype="float32", **options):
@@ -36,14 +36,14 @@ def test_the_readme_has_the_measured_figures():
 
 @pytest.mark.parametrize("path", speed_table.results(), ids=lambda path: path.stem)
 def test_results_are_whole(path):
-    result = json.loads(path.read_text())
+    result = speed_table.read(path)
     assert META <= set(result["meta"])
     assert len({run.key(row) for row in result["rows"]}) == len(result["rows"]) > 0
     for row in result["rows"]:
         assert set(row) == FIELDS
         assert row["error"] < LIMITS[row["dtype"]][0] and row["ours_ms"] > 0 and row["wall_ms"] > 0
         assert row["peak_mib"] > 0 and row["floor_ms"] > 0
-        assert row["fla_ms"] is None or row["fla_error"] < LIMITS[row["dtype"]][0]
+        assert row["peer_ms"] is None or row["peer_error"] < LIMITS[row["dtype"]][0]
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_limits_are_those_of_the_tests():
 def test_a_row(op):
     row = of_small_case(op)
     assert set(row) == FIELDS
-    assert row["error"] < LIMITS["float32"][0] and row["ours_ms"] > 0 and row["fla_ms"] is None
+    assert row["error"] < LIMITS["float32"][0] and row["ours_ms"] > 0 and row["peer_ms"] is None
 
 
 @pytest.mark.parametrize("op", ["gla", "rwkv6_step"])
@@ -67,13 +67,13 @@ def test_a_wrong_result_is_not_timed(op, wrong, monkeypatch):
     assert row["error"] > 1e-3 and row["ours_ms"] is None and row["wall_ms"] is None
 
 
-@pytest.mark.parametrize("op", run.OPS.values(), ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [name for name in run.DECLARED if not name.endswith("_step")])
 def test_a_backward_pass_is_checked_and_timed(op, monkeypatch):
-    row = of_small_case(op.__name__, backward=True)
+    row = of_small_case(op, backward=True)
     assert row["pass"] == "backward" and row["ours_ms"] > 0 and row["error"] < LIMITS["float32"][0]
     right = run.exact
     monkeypatch.setattr(run, "exact", lambda *args: tuple(1.01 * x for x in right(*args)))
-    assert of_small_case(op.__name__, backward=True)["ours_ms"] is None
+    assert of_small_case(op, backward=True)["ours_ms"] is None
 
 
 def test_packed_sequences():
@@ -83,20 +83,20 @@ def test_packed_sequences():
 
 def test_figures_of_a_peer_are_kept_for_the_same_versions(tmp_path):
     meta = {"card": "a card", "fla-core": "1", "torch": "2", "triton": "3"}
-    row = of_small_case("gla") | {"fla_ms": 2.0, "fla_wall_ms": 3.0, "fla_error": 1e-3}
+    row = of_small_case("gla") | {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
     path = tmp_path / "earlier.json"
     path.write_text(json.dumps({"meta": meta, "rows": [row, of_small_case("rwkv6")]}))
-    later, newer = tmp_path / "later.json", row | {"T": 71, "fla_ms": 4.0}
+    later, newer = tmp_path / "later.json", row | {"T": 71, "peer_ms": 4.0}
     later.write_text(json.dumps({"meta": meta, "rows": [newer]}))
-    kept = {"fla_ms": 2.0, "fla_wall_ms": 3.0, "fla_error": 1e-3}
+    kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
     assert run.kept_figures([path], meta) == {run.key(row): kept}
-    assert run.kept_figures([path, later], meta) == {run.key(row): kept, run.key(newer): kept | {"fla_ms": 4.0}}
+    assert run.kept_figures([path, later], meta) == {run.key(row): kept, run.key(newer): kept | {"peer_ms": 4.0}}
     assert run.kept_figures([path], meta | {"torch": "2.1"}) == run.kept_figures([], meta) == {}
 
 
-# -- the peer ---------------------------------------------------------------------------------------------------------
+# -- the peers --------------------------------------------------------------------------------------------------------
 def of_peer(kept=(), limit_s=math.inf):
-    return run.Fla(Cpu(), None, dict(kept), limit_s, 1)
+    return run.Peers(Cpu(), {}, dict(kept), limit_s, 1)
 
 
 def case_of(op, **options):
@@ -109,9 +109,9 @@ def row_beside(peer, case):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_an_earlier_file_lacks_is_measured(backward, monkeypatch):
-    case, kept = case_of("gla", backward=backward), {"fla_ms": 2.0, "fla_wall_ms": 3.0, "fla_error": 1e-3}
-    measured = kept | {"fla_ms": 5.0}
-    monkeypatch.setattr(run.Fla, "measure", lambda *_: measured)
+    case, kept = case_of("gla", backward=backward), {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
+    measured = kept | {"peer_ms": 5.0}
+    monkeypatch.setattr(run.Peers, "measure", lambda *_: measured)
     peer = of_peer({run.key(case.fields): kept})
     assert kept.items() <= row_beside(peer, case).items()
     assert measured.items() <= row_beside(peer, replace(case, T=34)).items()
@@ -124,13 +124,20 @@ def test_a_peer_that_fails_leaves_our_row(reason, monkeypatch, capsys):
 
     monkeypatch.setattr(run.peers, "bound", fails)
     row = row_beside(of_peer(), case_of("gla", backward=True))
-    assert row["ours_ms"] > 0 and row["fla_ms"] is row["fla_error"] is None
+    assert row["ours_ms"] > 0 and row["peer_ms"] is row["peer_error"] is None
     assert f"fla fails: RuntimeError: {reason.partition(chr(10))[0]}\n" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_absent_leaves_the_others(monkeypatch):
+    monkeypatch.setattr(run.Peers, "measure", lambda *_: {"peer_ms": 5.0})
+    peer = run.Peers(Cpu(), {"fla": "No module named 'fla'", "torch": None}, {}, math.inf, 1)
+    rows = [row_beside(peer, case_of(op)) for op in ("gla", "softmax_attention", "gla with gv")]
+    assert [(row["peer"], row["peer_ms"]) for row in rows] == [("fla", None), ("torch", 5.0), (None, None)]
 
 
 def test_a_peer_without_time_left_is_said(capsys):
     row = row_beside(of_peer(limit_s=-1), case_of("gla"))
-    assert row["ours_ms"] > 0 and row["fla_ms"] is None and "its time is up" in capsys.readouterr().err
+    assert row["ours_ms"] > 0 and row["peer_ms"] is None and "its time is up" in capsys.readouterr().err
 
 
 def recurrence(q, k, v, g=None, u=None, *, scale, normalize=False, initial_state=None, output_final_state=False):
@@ -150,8 +157,8 @@ def recurrence(q, k, v, g=None, u=None, *, scale, normalize=False, initial_state
 
 
 @pytest.fixture
-def fla(monkeypatch):
-    """Its functions, by what they mean."""
+def installed(monkeypatch):
+    """torch, and fla's functions by what they mean."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
 
     def retention(q, k, v, **keywords):
@@ -168,36 +175,52 @@ def fla(monkeypatch):
     monkeypatch.setattr(run.peers, "captured", Cpu().captured)
 
 
-PEERS = [case_of(op) for op in run.peers.FUNCTIONS]
+PEERS = [case_of(op) for op in (*run.peers.FUNCTIONS, "softmax_attention")]
 PEERS += [replace(case, backward=True) for case in PEERS if not case.step]
 
 
 @pytest.mark.parametrize("case", PEERS, ids=str)
-def test_a_peer_gives_what_ours_gives(case, fla):
+def test_a_peer_gives_what_ours_gives(case, installed):
     row = row_beside(lambda _, *its: of_peer().measure(replace(case, dtype="float32"), *its), case)
-    assert row["fla_error"] < LIMITS["float32"][0] and row["fla_ms"] > 0 and row["fla_wall_ms"] > 0
+    assert row["peer_error"] < LIMITS["float32"][0] and row["peer_ms"] > 0 and row["peer_wall_ms"] > 0
     assert row["error"] < LIMITS["float32"][0] and row["ours_ms"] > 0
 
 
-def test_a_wrong_gradient_of_a_peer_is_not_timed(fla, monkeypatch):
+def test_a_wrong_gradient_of_a_peer_is_not_timed(installed, monkeypatch):
     right = run.peers.Pullback.results
     monkeypatch.setattr(run.peers.Pullback, "results", lambda self: tuple(1.01 * x for x in right(self)))
     case = case_of("rwkv6", dtype="float32", backward=True)
     row = row_beside(lambda _, *its: of_peer().measure(case, *its), case)
-    assert row["fla_error"] > 1e-3 and row["fla_ms"] is None and row["ours_ms"] > 0
+    assert row["peer_error"] > 1e-3 and row["peer_ms"] is None and row["ours_ms"] > 0
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
 def test_losses_are_said():
     row = of_small_case("gla", "bfloat16") | {"ours_ms": 1.0, "wall_ms": 1.0, "error": 3e-3}
-    better = row | {"fla_ms": 0.5, "fla_wall_ms": 0.8, "fla_error": 2e-3}
+    better = row | {"peer_ms": 0.5, "peer_wall_ms": 0.8, "peer_error": 2e-3}
     assert speed_table.faster([better]) == [
         "fla (gla 2, 70, 3, 16, 2.00 times)", "fla (gla 2, 70, 3, 16, eager, 1.25 times)"]
-    assert "Ours is larger than fla's: gla 2, 70, 3, 16 (3.00e-03, fla 2.00e-03)." in speed_table.errors([better])
-    gradient = better | {"pass": "backward", "error": 4e-3, "fla_error": 5e-3}
+    wider = better | {"T": 71, "error": 4e-3}
+    assert "Ours are larger than the peers': gla (up to 2.00 times)." in speed_table.errors([better, wider])
+    gradient = better | {"pass": "backward", "error": 4e-3, "peer_error": 5e-3}
     assert speed_table.faster([gradient])[0] == "fla (gla backward 2, 70, 3, 16, 2.00 times)"
     assert speed_table.errors([better | {"error": 2e-3}, gradient]) == (
-        "Relative errors against float64, in bfloat16: ours 2.0e-03 to 2.0e-03, fla's 2.0e-03 to 2.0e-03; "
-        "of gradients ours 4.0e-03 to 4.0e-03, fla's 5.0e-03 to 5.0e-03.")
-    wrong = row | {"fla_error": 0.5}
-    assert speed_table.faster([wrong]) == [] and "was not timed: gla" in speed_table.errors([row, wrong])
+        "Relative errors against float64, in bfloat16: ours 2.0e-03 to 2.0e-03, the peers' 2.0e-03 to 2.0e-03; "
+        "of gradients ours 4.0e-03 to 4.0e-03, the peers' 5.0e-03 to 5.0e-03.")
+    wrong = row | {"peer_error": 0.5}
+    assert speed_table.faster([wrong]) == []
+    assert "Wrong, and so not timed: fla (gla 2, 70, 3, 16)." in speed_table.errors([row, wrong])
+
+
+def test_the_peer_of_softmax_attention_is_named():
+    row = of_small_case("softmax_attention", "bfloat16") | {"floor_ms": 0.5, "ours_ms": 1.0, "peer_ms": 2.0}
+    assert speed_table.others([row]) == [
+        ["2, 70, 3, 16", "`softmax_attention`", "0.5", "1 (2.00x)", "torch 2 (2.0x)", "", "", ""]]
+
+
+def test_files_of_when_fla_was_the_only_peer_are_read(tmp_path):
+    row = of_small_case("gla") | {"peer_ms": 2.0}
+    old = {name.replace("peer_", "fla_"): x for name, x in row.items() if name != "peer"}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"meta": {}, "rows": [old]}))
+    assert speed_table.read(path)["rows"] == [row]

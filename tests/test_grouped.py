@@ -11,23 +11,12 @@ from linattn_np.dispatch import in_shares
 from linattn_np.ops import OPS
 
 G = 3
-RECURRENT = {op.name: (op, function, {}) for op, function in OPS.items() if op.state}
-RECURRENT["linear_attention-elu-normalized"] = (*RECURRENT["linear_attention"][:2], {"feature_map": "elu", "normalize": True})
+VARIANTS = {op.name: (op, function, {}) for op, function in OPS.items() if op.state}
+VARIANTS["linear_attention-elu-normalized"] = (*VARIANTS["linear_attention"][:2], {"feature_map": "elu", "normalize": True})
 SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8, "N": 2}
 PACKED = {**SIZES, "B": 1, "N": 3}
 BOUNDS = [0, 23, 23, 40]
 WIDE = {**SIZES, "B": 1, "N": 1, "H": 1, "T": 20, "V": 100}
-
-
-def pytest_generate_tests(metafunc):
-    if "backend" in metafunc.fixturenames:
-        listed = metafunc.config.backends
-        cases = [(name, variant) for name, backend in listed.items() for variant, (op, *_) in RECURRENT.items()
-                 if backend.modes[op.name]]
-        if "variant" in metafunc.fixturenames:
-            metafunc.parametrize("backend, variant", cases, indirect=["backend"])
-        else:
-            metafunc.parametrize("backend", listed, indirect=True)
 
 
 def heads(axes):
@@ -88,7 +77,7 @@ def in_memory(x, axes, layout):
                          ids=["bhtd", "bhtd-turned", "bthd-turned"])
 def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, rng):
     """Every mode; turned: backwards in time with states [N, HV, V, K]."""
-    op, function, options = RECURRENT[variant]
+    op, function, options = VARIANTS[variant]
     sizes = PACKED if packed else SIZES
     options = {**options, **({"cu_seqlens": BOUNDS} if packed else {}), "reverse": turns}
     host, start = drawn(op, options, rng, sizes)
@@ -128,7 +117,7 @@ def test_wide_groups_are_shared_out(backend, rng):
     """In as few shares as the kernels take, of a gradient alone; NumPy takes them whole."""
     if not backend.gradients:
         pytest.skip(f"{backend.name} has no gradients")
-    op = RECURRENT["gla"][0]
+    op = VARIANTS["gla"][0]
     problem = op.bind([backend.asarray(x) for x in drawn(op, {}, rng, WIDE)[0]])
     for gradient, count in ((False, 1), (True, 1 if backend.name == "numpy" else 3)):
         name, shares = backend.run(in_shares, problem.but(gradient=gradient, memo=None))
@@ -136,7 +125,7 @@ def test_wide_groups_are_shared_out(backend, rng):
 
 
 def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
-    op, function, options = RECURRENT[variant]
+    op, function, options = VARIANTS[variant]
     options = {**options, "reverse": turns}
     host, start = drawn(op, options, rng, sizes)
     axes, state = list(op.arrays.values()), stated(op, options).state
@@ -169,7 +158,7 @@ def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_calls_alike_and_out(backend, layout, rng):
     """The second call of a kind takes a shorter way; `out` is written in either memory order."""
-    op = RECURRENT["gla"][0]
+    op = VARIANTS["gla"][0]
     for _ in range(3):
         host, (start,) = drawn(op, {}, rng, SIZES)
         wanted, expected = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())], initial_state=start)
@@ -184,7 +173,7 @@ def test_calls_alike_and_out(backend, layout, rng):
 
 def test_in_half_precision(backend, rng):
     """Where the kernels for the latest cards step in."""
-    op = RECURRENT["gla"][0]
+    op = VARIANTS["gla"][0]
     host, _ = drawn(op, {}, rng, {**SIZES, "K": 64, "V": 32}, BFLOAT16)
     o = backend.run(gla, *(backend.asarray(in_memory(x, a, "bthd")) for x, a in zip(host, op.arrays.values())), layout="bthd")
     wanted, _ = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())])
@@ -193,7 +182,7 @@ def test_in_half_precision(backend, rng):
 
 # -- on the host alone --------------------------------------------------------------------------------------------------
 def test_only_one_layout_copies(rng):
-    op = RECURRENT["gla"][0]
+    op = VARIANTS["gla"][0]
     host, _ = drawn(op, {}, rng, SIZES, np.float64)
     out = np.empty((2, 2 * G, 40, 8))
     assert explain(gla, *host).copies == (f"v: the {G} value heads of a head, side by side",)
@@ -208,7 +197,7 @@ def test_only_one_layout_copies(rng):
 
 def test_results_of_other_libraries(rng):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    host, _ = drawn(RECURRENT["gla"][0], {}, rng, SIZES, np.float64)
+    host, _ = drawn(VARIANTS["gla"][0], {}, rng, SIZES, np.float64)
     tensors = [torch.tensor(x) for x in host]
     wanted = gla(*host, reverse=True)
     assert same_bits(gla(*tensors, reverse=True).numpy(), wanted)
@@ -217,7 +206,7 @@ def test_results_of_other_libraries(rng):
 
 
 def test_heads_that_do_not_fit_are_refused(rng):
-    q, k, _, g = draw(RECURRENT["gla"][0], rng, SIZES)
+    q, k, _, g = draw(VARIANTS["gla"][0], rng, SIZES)
     v = np.zeros((2, 4, 40, 8))
     for few in (1, 3, 5):
         with pytest.raises(ContractError, match=f"gla: v has .*{few}.*H=2.*expected \\[B, H, T, V\\]"):

@@ -8,36 +8,21 @@ from functools import partial
 
 import numpy as np
 import pytest
-from literal_operators import VARIANTS, literal
-from reference import assert_close, draw, draw_states, same_bits, stated
+from literal_operators import SIZES, VARIANTS, Call, literal, pytest_generate_tests  # noqa: F401  (its cases)
+from reference import assert_close, draw, same_bits
 
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops import OPS
-from linattn_np.ops.gla import TWO_GATES
+from linattn_np.ops.gla import GLA
+from linattn_np.ops.retention import RETENTION
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # the other tests on a card need its memory
 jax = pytest.importorskip("jax", reason="jax is not installed")
 interop = pytest.importorskip("linattn_np.interop.jax")
 jnp = jax.numpy
 
-DECLARED = {op.name: op for op in (*OPS, TWO_GATES)}
-SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
 HALVES = [np.dtype(np.float16), BFLOAT16]
-
-
-def pytest_generate_tests(metafunc):
-    """`home` is the backend that computes; where gradients are wanted, only those that have them."""
-    if "home" in metafunc.fixturenames:
-        listed = metafunc.config.backends
-        homes = [name for name in ("numpy", "cupy") if name in listed
-                 and (listed[name].gradients or "forward" in metafunc.function.__name__)]
-        if "variant" in metafunc.fixturenames:
-            cases = [(name, variant) for name in homes for variant, (op, _) in VARIANTS.items() if listed[name].modes[op]]
-            metafunc.parametrize("home, variant", cases, indirect=["home"])
-        else:
-            metafunc.parametrize("home", homes, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -69,29 +54,13 @@ class Home:
         return tuple(jax.device_put(x.astype(dtype or self.dtype), self.device) for x in arrays)
 
 
-class Case:
-    """A call with all that it may have, and random weights that make a number of its results."""
-
-    def __init__(self, variant, rng, sizes=SIZES, stateful=True):
-        self.name, self.options = VARIANTS[variant]
-        declared = stated(DECLARED[self.name], self.options)
-        self.count = len(declared.arrays)
-        self.arrays = [*draw(DECLARED[self.name], rng, sizes), *(draw_states(declared, rng, sizes) if stateful else ())]
-        self.final = bool(declared.state)
-        shapes = [[sizes[axis] for axis in axes.split()] for axes in (declared.out, *declared.state)]
-        self.weights = [rng.standard_normal(shape) for shape in shapes]
-
+class Case(Call):
     def ours(self, *inputs, **more):
         """[o, *final state's parts] of the JAX function."""
-        arrays, state = inputs[:self.count], inputs[self.count:]
-        if state:
-            more["initial_state"] = state if len(state) > 1 else state[0]
-        if self.final:
-            more["output_final_state"] = True
-        return jax.tree.leaves(getattr(interop, self.name.split()[0])(*arrays, **self.options, **more))
+        return jax.tree.leaves(self.of(interop, *inputs, **more))
 
     def literal(self, *inputs):
-        return list(literal(jnp, jax.lax.scan, self.name, inputs[:self.count], inputs[self.count:], **self.options))
+        return self.equation(jnp, jax.lax.scan, *inputs)
 
     def loss(self, compute, *inputs):
         weighed = zip(compute(*inputs), self.weights, strict=True)
@@ -142,7 +111,7 @@ def test_gradients_without_states(home, variant, rng):
 def test_half_precision_gradients(home, name, dtype, rng):
     """Gates and states in float32 beside half-precision inputs; every gradient in the dtype of its array."""
     case = Case(name, rng)
-    gated = [*(name in DECLARED[case.name].gates for name in DECLARED[case.name].arrays), True]
+    gated = [*(name in case.op.gates for name in case.op.arrays), True]
     inputs = [home.put([x], np.float32 if gate else dtype)[0] for x, gate in zip(case.arrays, gated)]
     found = case.gradients(case.ours, inputs)
     assert [x.dtype for x in found] == [x.dtype for x in inputs]
@@ -209,14 +178,14 @@ def test_nothing_to_compute_forward(home, shape):
 
 
 def test_the_same_bits_as_numpy(rng):
-    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    arrays = draw(GLA, rng, SIZES, np.float32)
     given = {"mode": "chunk", "chunk_size": 16, "state_dtype": BFLOAT16, "output_final_state": True}
     found, wanted = interop.gla(*arrays, **given), linattn_np.gla(*arrays, **given)
     assert all(same_bits(np.asarray(x), y) for x, y in zip(found, wanted, strict=True))
 
 
 def test_calls_alike_are_compiled_once(rng):
-    arrays = draw(DECLARED["retention"], rng, SIZES, np.float32)
+    arrays = draw(RETENTION, rng, SIZES, np.float32)
     before = interop.primitive.cache_info().misses
     for gamma in ([0.5, 0.6], (0.5, 0.6), np.array([0.5, 0.6])):
         interop.retention(*arrays, gamma=gamma)
@@ -225,7 +194,7 @@ def test_calls_alike_are_compiled_once(rng):
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
 def test_misfits_are_refused_while_tracing(rng):
-    q, k, v, g = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    q, k, v, g = draw(GLA, rng, SIZES, np.float32)
     with pytest.raises(ContractError, match="gla: v has T=3, but T=21 elsewhere"):
         jax.jit(interop.gla)(q, k, v[:, :, :3], g)
     with pytest.raises(ContractError, match="gla: initial_state is .1, 2, 8, 6., expected .N, H, K, V. = .2, 2, 8, 6."):
@@ -237,25 +206,25 @@ def test_misfits_are_refused_while_tracing(rng):
 
 
 def test_what_must_be_static(rng):
-    q, k, v, g = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    q, k, v, g = draw(GLA, rng, SIZES, np.float32)
     with pytest.raises(ContractTypeError, match="gla: scale is .*, expected a finite number"):
         jax.jit(lambda scale: interop.gla(q, k, v, g, scale=scale))(0.5)
 
 
 def test_double_precision_needs_x64(rng):
-    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    arrays = draw(GLA, rng, SIZES, np.float32)
     with pytest.raises(ContractError, match="gla: state_dtype is float64, which JAX has with jax_enable_x64 alone"):
         interop.gla(*arrays, state_dtype=np.float64, output_final_state=True)
 
 
 def test_backends_refuse_by_name(rng):
-    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    arrays = draw(GLA, rng, SIZES, np.float32)
     with pytest.raises(RuntimeError, match="cupy: the arrays are on the host"):
         interop.gla(*arrays, backend="cupy")
 
 
 def test_only_first_order_and_reverse(rng):
-    q, k, v, g = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    q, k, v, g = draw(GLA, rng, SIZES, np.float32)
     gradient = jax.grad(lambda q: interop.gla(q, k, v, g).sum())
     with pytest.raises(ValueError, match="callbacks do not support JVP"):
         jax.grad(lambda q: gradient(q).sum())(q)

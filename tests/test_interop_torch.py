@@ -5,34 +5,18 @@ With `--backends=numpy` torch computes on the CPU, with `--backends=cupy` on the
 
 import numpy as np
 import pytest
-from literal_operators import VARIANTS, literal
-from reference import assert_close, draw, draw_states, stated
+from literal_operators import SIZES, VARIANTS, Call, pytest_generate_tests  # noqa: F401  (its cases)
+from reference import assert_close, draw
 
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops import OPS
-from linattn_np.ops.gla import TWO_GATES
+from linattn_np.ops.gla import GLA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("linattn_np.interop.torch")
 
-DECLARED = {op.name: op for op in (*OPS, TWO_GATES)}
-SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
-
-
-def pytest_generate_tests(metafunc):
-    """`home` is the backend that computes; where gradients are wanted, only those that have them."""
-    if "home" in metafunc.fixturenames:
-        listed = metafunc.config.backends
-        homes = [name for name in ("numpy", "cupy") if name in listed
-                 and (listed[name].gradients or "forward" in metafunc.function.__name__)]
-        if "variant" in metafunc.fixturenames:
-            cases = [(name, variant) for name in homes for variant, (op, _) in VARIANTS.items() if listed[name].modes[op]]
-            metafunc.parametrize("home, variant", cases, indirect=["home"])
-        else:
-            metafunc.parametrize("home", homes, indirect=True)
 
 
 @pytest.fixture
@@ -53,35 +37,20 @@ class Home:
         return [torch.tensor(x, dtype=dtype or self.dtype, device=self.device, requires_grad=True) for x in arrays]
 
 
-class Case:
-    """A call with all that it may have, and random weights that make a number of its results."""
-
-    def __init__(self, variant, rng, sizes=SIZES, stateful=True):
-        self.name, self.options = VARIANTS[variant]
-        declared = stated(DECLARED[self.name], self.options)
-        self.count = len(declared.arrays)
-        self.arrays = [*draw(DECLARED[self.name], rng, sizes), *(draw_states(declared, rng, sizes) if stateful else ())]
-        self.final = bool(declared.state)
-        shapes = [[sizes[axis] for axis in axes.split()] for axes in (declared.out, *declared.state)]
-        self.weights = [torch.tensor(rng.standard_normal(shape)) for shape in shapes]
-
+class Case(Call):
     def ours(self, *inputs, **more):
         """[o, *final state's parts] of the torch function."""
-        arrays, state = inputs[:self.count], inputs[self.count:]
-        if state:
-            more["initial_state"] = tuple(state) if len(state) > 1 else state[0]
-        if self.final:
-            more["output_final_state"] = True
-        found = getattr(interop, self.name.split()[0])(*arrays, **self.options, **more)
+        found = self.of(interop, *inputs, **more)
         o, final = found if self.final else (found, ())
         return [o, *(final if isinstance(final, tuple) else (final,))]
 
     def literal(self, *inputs):
-        return list(literal(torch, loop, self.name, inputs[:self.count], inputs[self.count:], **self.options))
+        return self.equation(torch, loop, *inputs)
 
     def gradients(self, compute, inputs):
         results = compute(*inputs)
-        loss = sum((x.double() * weights.to(x.device)).sum() for x, weights in zip(results, self.weights, strict=True))
+        weighed = zip(results, self.weights, strict=True)
+        loss = sum((x.double() * torch.tensor(weights, device=x.device)).sum() for x, weights in weighed)
         return torch.autograd.grad(loss, inputs)
 
 
@@ -143,7 +112,7 @@ def test_gradcheck(variant, rng):
 def test_half_precision_gradients(home, name, dtype, rng):
     """Gates and states in float32 beside half-precision inputs; every gradient in the dtype of its tensor."""
     case = Case(name, rng)
-    gated = [*(name in DECLARED[case.name].gates for name in DECLARED[case.name].arrays), True]
+    gated = [*(name in case.op.gates for name in case.op.arrays), True]
     half = getattr(torch, dtype)
     inputs = [home.put([x], torch.float32 if gate else half)[0] for x, gate in zip(case.arrays, gated)]
     found = case.gradients(case.ours, inputs)
@@ -155,14 +124,14 @@ def test_packed_sequences_and_layout_gradients(home, rng):
     """[B, T, H, ...] views with cu_seqlens, one sequence empty, backwards, against linattn_np.vjp on the host."""
     case = Case("gla", rng, {**SIZES, "B": 1, "N": 3})
     *arrays, start = case.arrays
-    case.weights[0] = case.weights[0].transpose(1, 2)
+    case.weights[0] = case.weights[0].swapaxes(1, 2)
     given = {"layout": "bthd", "cu_seqlens": [0, 9, 9, 21], "reverse": True, "state_v_first": True}
-    start, case.weights[1] = start.swapaxes(2, 3), case.weights[1].transpose(2, 3)
+    start, case.weights[1] = start.swapaxes(2, 3), case.weights[1].swapaxes(2, 3)
     inputs = home.put([*arrays, start])
     found = case.gradients(lambda *x: case.ours(*(y.transpose(1, 2) for y in x[:-1]), x[-1], **given), inputs)
     turned = [x.swapaxes(1, 2) for x in arrays]
     _, pull = linattn_np.vjp(linattn_np.gla, *turned, initial_state=start, **given)
-    *wanted, initial = pull(*(x.numpy() for x in case.weights))
+    *wanted, initial = pull(*case.weights)
     compare(found, [*(x.swapaxes(1, 2) for x in wanted), initial], home.dtype)
 
 
@@ -197,7 +166,7 @@ def test_gradients_on_a_side_stream(home, rng):
 
 
 def test_changes_in_place_are_noticed(rng):
-    q, k, v, g = (torch.tensor(x) for x in draw(DECLARED["gla"], rng, SIZES))
+    q, k, v, g = (torch.tensor(x) for x in draw(GLA, rng, SIZES))
     o = interop.gla(q, k, v.requires_grad_(), g)
     k += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -222,7 +191,7 @@ def test_training(rng):
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
 def test_misfits_are_refused(rng):
-    arrays = draw(DECLARED["gla"], rng, SIZES, np.float32)
+    arrays = draw(GLA, rng, SIZES, np.float32)
     q, k, v, g = map(torch.from_numpy, arrays)
     with pytest.raises(ContractTypeError, match="gla: k is a numpy.ndarray, expected a torch.Tensor"):
         interop.gla(q, arrays[1], v, g)
@@ -235,7 +204,7 @@ def test_misfits_are_refused(rng):
 
 
 def test_functional_transforms_are_refused(rng):
-    q, k, v, g = (torch.tensor(x) for x in draw(DECLARED["gla"], rng, SIZES))
+    q, k, v, g = (torch.tensor(x) for x in draw(GLA, rng, SIZES))
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda q: interop.gla(q, k, v, g).sum())(q)
     with pytest.raises(RuntimeError, match="once_differentiable"):

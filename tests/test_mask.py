@@ -9,21 +9,10 @@ from linattn_np import ContractError, ContractTypeError, explain, gla, retention
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
 
-MASKED = {op.name: (op, function, {}) for op, function in OPS.items() if op.state and op.name != "retention"}
-LINEAR = MASKED["linear_attention"][:2]
-MASKED |= {f"linear_attention-{phi}-normalized": (*LINEAR, {"feature_map": phi, "normalize": True}) for phi in ("elu", "relu", "exp")}
+VARIANTS = {op.name: (op, function, {}) for op, function in OPS.items() if op.state and op.name != "retention"}
+LINEAR = VARIANTS["linear_attention"][:2]
+VARIANTS |= {f"linear_attention-{phi}-normalized": (*LINEAR, {"feature_map": phi, "normalize": True}) for phi in ("elu", "relu", "exp")}
 SIZES = {"B": 3, "H": 2, "T": 50, "K": 16, "V": 8, "N": 3}
-
-
-def pytest_generate_tests(metafunc):
-    if "backend" in metafunc.fixturenames:
-        listed = metafunc.config.backends
-        cases = [(name, variant) for name, backend in listed.items() for variant, (op, *_) in MASKED.items()
-                 if backend.modes[op.name]]
-        if "variant" in metafunc.fixturenames:
-            metafunc.parametrize("backend, variant", cases, indirect=["backend"])
-        else:
-            metafunc.parametrize("backend", listed, indirect=True)
 
 
 def scattered_mask(rng):
@@ -60,7 +49,7 @@ def parts(x):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
 def test_is_the_call_without_padding(backend, variant, reverse, rng):
-    op, function, options = MASKED[variant]
+    op, function, options = VARIANTS[variant]
     state = stated(op, options)
     host, start, mask = draw(op, rng, SIZES, SINGLE), draw_states(state, rng, SIZES, SINGLE), scattered_mask(rng)
     options = {**options, "reverse": reverse}
@@ -83,7 +72,7 @@ def test_gradients(backend, variant, reverse, rng):
     """Those of the sequences alone in float64, and 0 at padding; a bonus's are the sum over the sequences."""
     if not backend.gradients:
         pytest.skip(f"{backend.name} has no gradients")
-    op, function, options = MASKED[variant]
+    op, function, options = VARIANTS[variant]
     state = stated(op, options)
     host, start, mask = draw(op, rng, SIZES, SINGLE), draw_states(state, rng, SIZES, SINGLE), scattered_mask(rng)
     do, dht = rng.standard_normal((3, 2, 50, 8)).astype(SINGLE), draw_states(state, rng, SIZES, SINGLE)
@@ -114,7 +103,7 @@ def test_gradients(backend, variant, reverse, rng):
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=["float32", "bfloat16"])
 def test_calls_alike_grouped_and_out(backend, dtype, rng):
     """The second call of a kind takes a shorter way, with a mask of its own; value heads may be grouped."""
-    op = MASKED["gla"][0]
+    op = VARIANTS["gla"][0]
     for _ in range(3):
         q, k, v, g = draw(op, rng, {**SIZES, "K": 64, "V": 32}, dtype)
         v, mask = np.concatenate([v, -2 * v], axis=1), scattered_mask(rng)
@@ -132,7 +121,7 @@ def test_calls_alike_grouped_and_out(backend, dtype, rng):
 # -- on the host alone --------------------------------------------------------------------------------------------------
 def test_arrays_are_read_only_read(rng):
     """The caller's arrays stay as they are, and all tokens masked in is the plain call to the last bit."""
-    arrays = draw(MASKED["gla"][0], rng, SIZES)
+    arrays = draw(VARIANTS["gla"][0], rng, SIZES)
     before = [x.copy() for x in arrays]
     mask = scattered_mask(rng)
     gla(*arrays, mask=mask)
@@ -141,19 +130,19 @@ def test_arrays_are_read_only_read(rng):
 
 
 def test_explained(rng):
-    found = explain(gla, *draw(MASKED["gla"][0], rng, SIZES), mask=scattered_mask(rng))
+    found = explain(gla, *draw(VARIANTS["gla"][0], rng, SIZES), mask=scattered_mask(rng))
     assert found.backend == "numpy" and found.copies == ("q, k, v, g: without padding",)
 
 
 def test_of_torch(rng):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    arrays, mask = draw(MASKED["gla"][0], rng, SIZES), scattered_mask(rng)
+    arrays, mask = draw(VARIANTS["gla"][0], rng, SIZES), scattered_mask(rng)
     o = gla(*map(torch.tensor, arrays), mask=torch.tensor(mask))
     assert np.array_equal(o.numpy(), gla(*arrays, mask=mask))
 
 
 def test_wrong_masks_are_refused(rng):
-    arrays = draw(MASKED["gla"][0], rng, SIZES)
+    arrays = draw(VARIANTS["gla"][0], rng, SIZES)
     with pytest.raises(ContractError, match=r"gla: mask is \(50,\), expected \[B, T\] = \(3, 50\)"):
         gla(*arrays, mask=np.ones(50, bool))
     with pytest.raises(ContractTypeError, match="gla: mask has dtype float64, expected bool"):
