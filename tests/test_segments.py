@@ -78,7 +78,7 @@ def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
     (64, 2048, False, 2, 2),        # 64 blocks of 1024 tokens leave half of the card idle
     (64, 2048, True, 2, 1),         # 128 do not
     (32, 16384, False, 4, 1),       # nor do 96
-    (1, 1100, False, 4, 1),         # no shorter than 256 tokens
+    (1, 1100, False, 8, 1),         # no shorter than 128 tokens
 ])
 def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     summary = tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, 128, 128, "Summary")

@@ -36,11 +36,12 @@ __global__ void __launch_bounds__(256) scan_both_ways(const ScanBothWaysArgs arg
   const auto decay = [&](int step) { return args.decays[segment(step) * args.K + at / u32(args.V)]; };
   float4 local = state(0);
   float by = decay(0);
-  for (int step = 0; step < P; ++step) {
+  for (int step = 0; step < P - 1; ++step) {
     const float4 x = local;
     const float d = by;
-    if (step + 1 < P) local = state(step + 1), by = decay(step + 1);
+    if (step < P - 2) local = state(step + 1), by = decay(step + 1);
     state(step) = S;
     S = {fmaf(d, S.x, x.x), fmaf(d, S.y, x.y), fmaf(d, S.z, x.z), fmaf(d, S.w, x.w)};
   }
+  state(P - 1) = S;
 }

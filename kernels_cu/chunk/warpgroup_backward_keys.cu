@@ -7,7 +7,7 @@
 //           sides, with q dq = weight + q^ (dA k^), and x = sum_v S C at the chunk's end; C <- diag(early) (C_mid + q^^T do)
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
 //           weight, sums, ends, strong: as warpgroup_backward_queries leaves them; weight may be dg itself. Where gates are
-//           not mild only du is written, as 0: others compute that head
+//           not mild nothing is written: others compute that head
 // grid      as warpgroup_backward_queries
 // smem      Stage: a chunk's tokens, and its results in place of them; Shared::C: C_mid for dv
 // barriers  full, done: as warpgroup_backward_queries; pairs: dA stands; operands: q^, k^ do; scores: A does
@@ -25,7 +25,7 @@ template <typename G> struct WarpgroupBackwardKeysArgs {
   const float *u, *dht;                         // null where there is none
   const float *ends, *sums;
   const i32* strong;
-  float *du, *dh0;                              // or null
+  float* dh0;                                   // or null
   Shape shape;
   double scale;
   i64 P;                                        // segments a sequence
@@ -122,8 +122,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens
     fence_async();
     barrier_arrive(b);
   };
-  each_chunk(tokens, [&](int turn, int) {
-    forget(lane);                               // addresses are cheaper made anew than held in registers
+  const auto gradients = [&](int turn) {        // of the scores: dA
     Stage<G, BK, BV>& in = s.stages[turn % STAGES];
     float d[2][4];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
@@ -133,9 +132,15 @@ __device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens
       return j < i || (j == i && !Policy::reads_before_write) ? x : 0.f;
     });
     announce(s.pairs[turn % STAGES]);
+  };
+  if (tokens) gradients(0);
+  each_chunk(tokens, [&](int turn, int token) {
+    forget(lane);                               // addresses are cheaper made anew than held in registers
+    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
+    if (token) gradients(turn + 1);             // meanwhile the others decay this chunk
+    float d[2][4], own = 0.f;                   // own: of token `lane`
     barrier_wait(s.operands, turn & 1);
     score(d, s, in, block, lane);
-    float own = 0.f;                            // of token `lane`
     if (Policy::reads_before_write)
       for (int warp = 0; warp < BK / 16; ++warp) own += s.own[warp][lane];
     put_pairs(s.A, d, block, lane, [&](int i, int j, float x) {
@@ -194,11 +199,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = float(args.scale);
   const bool inside[2] = {channel < K, channel + 8 < K};
-  if (done_elsewhere(args)) {
-    for (int h = 0; h < 2; ++h)
-      if (Policy::reads_before_write && t == 0 && inside[h]) args.du[at.pair * K + channel + 8 * h] = 0.f;
-    return;
-  }
+  if (done_elsewhere(args)) return;
 
   float C[BV / 2] = {}, early[2] = {1.f, 1.f}, u[2] = {}, end[2] = {};
   if (args.dht)

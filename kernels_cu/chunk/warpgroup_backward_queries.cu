@@ -118,20 +118,21 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     mild &= decays_of<Policy>(decay, own_panels(in.g, warpgroup), scale);
     u32 k[2][4], rest[2][4];
     load_channels(k, k_tile);
+    each_two([&](int, int x, int m) { rest[x][m] = k[x][m]; });
     decayed(k, decay.k);
+    left_over(rest, k, decay.k);
 
     float from_state[16], from_pairs[16];
-    const float by[2] = {late[0] * decay.early[0], late[1] * decay.early[1]};
-    late[0] = decay.late[0], late[1] = decay.late[1];
-    read_state<BV>(from_state, S, by, in.do_, [](int, const u32(&)[4]) {});
-    load_channels(rest, k_tile);
-    left_over(rest, k, decay.k);
     barrier_wait(s.pairs[turn % STAGES], phase);
     wgmma_fence();
     multiply_pairs<false>(from_pairs, k, in.dA, false);
     multiply_pairs<false, true>(from_pairs, k, in.dA, true);
     multiply_pairs<false>(from_pairs, rest, in.dA, true);
     wgmma_commit();
+    wgmma_wait<1>();                            // says that the state's products have ended
+    const float by[2] = {late[0] * decay.early[0], late[1] * decay.early[1]};
+    late[0] = decay.late[0], late[1] = decay.late[1];
+    read_state<BV>(from_state, S, by, in.do_, [](int, const u32(&)[4]) {});
     wgmma_keep(S);
     wgmma_fence();
     write_state<BV>(S, k, rest, in.v);

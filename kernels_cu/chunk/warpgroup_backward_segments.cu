@@ -3,7 +3,7 @@
 // math      S <- diag(late) (diag(early) S + k^^T v);  backwards C <- diag(early) (diag(late) C + q^^T do)
 //           per chunk of 32, as the sweeps (warpgroup.cuh) have them
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C. Of every P
-//           segments the last's S and the first's C, which nobody needs, are zero
+//           segments the last's S and the first's C, which nobody needs, are left alone
 // grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp that
 //           moves chunks
 // smem      Stage: a chunk's tokens
@@ -102,8 +102,8 @@ warpgroup_backward_segments(const __grid_constant__ WarpgroupBackwardSegmentsArg
     }
   __syncthreads();
   const bool backwards = blockIdx.x >= gridDim.x / 2;
-  Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
-  if (at.sequence % args.P == (backwards ? 0 : args.P - 1)) at.tokens = 0;
+  const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
+  if (at.sequence % args.P == (backwards ? 0 : args.P - 1)) return;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
   else if (backwards) consume<Policy, true>(s, args, at);
   else consume<Policy, false>(s, args, at);

@@ -120,7 +120,7 @@ def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du)
     launch(queries, N * P * H, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
            sums=sums, du=du, strong=strong)
     launch(keys, N * P * H, dict(q=q, k=k, v=v, do=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg), u=u, dht=dht, ends=ends,
-           sums=sums, strong=strong, du=du, dh0=dh0)
+           sums=sums, strong=strong, dh0=dh0)
     return strong
 
 

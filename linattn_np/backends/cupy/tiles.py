@@ -19,7 +19,7 @@ WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, colu
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 ONE = "One"                         # the type of a gate that all channels of a token share, float32
 MULTIPROCESSORS = 132               # of a Hopper card
-SEGMENT = 256                      # tokens that are worth a pass of their own
+SEGMENT = 128                      # tokens that are worth a pass of their own
 KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
                         # the gates' gradient is a sum over as many tokens at most, which float32 carries without loss
 BACKWARD_CHANNELS = 64              # of K a block of the backward sweeps; they hold all columns of V
