@@ -4,6 +4,7 @@ import io
 import re
 from dataclasses import dataclass
 
+from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 
 
@@ -28,6 +29,21 @@ def compile_text(text, expressions, arch) -> dict[str, Usage]:
         raise RuntimeError("\n".join(code + text for code, text in advice))
     usage = _usage_by_symbol(log.getvalue())
     return {expression: usage[code.symbol_mapping[expression].decode()] for expression in expressions}
+
+
+def translate_text(text, expressions, arch):
+    """Compiles as `compile_text` does, but for the assembler; RuntimeError with the compiler's log where it refuses."""
+    options = ["-std=c++17", "-ftz=true", f"-arch={arch.replace('sm', 'compute')}"]
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"", 0, [], [])
+    for expression in expressions:
+        nvrtc.nvrtcAddNameExpression(program, expression.encode())
+    status, = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = bytearray(size)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(program)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(log.decode())
 
 
 def _usage_by_symbol(log):
