@@ -32,8 +32,8 @@ def compile_text(text, expressions, arch) -> dict[str, Usage]:
 
 
 def translate_text(text, expressions, arch):
-    """Compiles as `compile_text` does, but for the assembler; RuntimeError with the compiler's log where it refuses."""
-    options = ["-std=c++17", "-ftz=true", f"-arch={arch.replace('sm', 'compute')}"]
+    """Compiles without optimising or assembling; RuntimeError with the compiler's log where it refuses."""
+    options = ["-std=c++17", "-G", f"-arch={arch.replace('sm', 'compute')}"]
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"", 0, [], [])
     for expression in expressions:
         nvrtc.nvrtcAddNameExpression(program, expression.encode())
