@@ -34,7 +34,6 @@ import devices
 import numpy as np
 import peers
 from devices import wall_ms
-from speed_table import read
 
 import linattn_np
 from linattn_np.arrays import BFLOAT16
@@ -305,7 +304,7 @@ def kept_figures(paths, meta):
     """The peers' figures by `key` out of those earlier files that speak of the same card and versions."""
     same, kept = ("card", "fla-core", "torch", "triton"), {}
     for path in paths:
-        earlier = read(path)
+        earlier = json.loads(path.read_text())
         if any(earlier["meta"].get(name) != meta.get(name) for name in same):
             say(f"{path} is of another card or other versions: not used")
             continue

@@ -24,7 +24,7 @@ def main():
         print(f"no plot: {error}")
         return
     for path in results():
-        speed_plot.draw(read(path), path.with_suffix(".png"))
+        speed_plot.draw(json.loads(path.read_text()), path.with_suffix(".png"))
 
 
 def with_tables(readme) -> str:
@@ -38,20 +38,12 @@ def results():
     return [path for path in files if json.loads(path.read_text())["meta"]["cuda"]]
 
 
-def read(path):
-    """What a file holds; fla was once the only peer, and its figures were called so."""
-    result = json.loads(path.read_text())
-    result["rows"] = [{"peer": "fla"} | {name.replace("fla_", "peer_"): x for name, x in row.items()}
-                      for row in result["rows"]]
-    return result
-
-
 def tables() -> str:
     return "\n".join(of_card(path) for path in results())
 
 
 def of_card(path) -> str:
-    result = read(path)
+    result = json.loads(path.read_text())
     rows = result["rows"]
     forward, backward, steps = (by_label(rows, kind) for kind in ("forward", "backward", "step"))
     above = [fill(machine(result["meta"]), WIDTH), ""]
@@ -66,8 +58,9 @@ def of_card(path) -> str:
                 ["B, T, H, D", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
                 [[shape, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
                  for (shape, _), pair in backward.items()]),
-        *titled("The others, forward and backward. What bounds softmax attention is arithmetic, not the floor; its peer "
-                "is torch's scaled_dot_product_attention.",
+        *titled("The others, forward and backward. Peers are named beside their times, torch for its "
+                "scaled_dot_product_attention; empty cells were not measured. What bounds softmax attention is "
+                "arithmetic, not the floor.",
                 ["B, T, H, D", "", *("floor", "forward", "peer"), *("floor", "backward", "peer")], others(rows)),
         fill("One token for so many sequences, 32 heads of 64, states in float32; microseconds of a call in a CUDA "
              "graph / of eager calls that follow one another.", WIDTH), "",
