@@ -14,7 +14,7 @@
 struct ScanBothWaysArgs {
   float* states;
   const float *decays, *initial, *dht;          // initial, dht null: zeros
-  i32* strong;
+  i32* strong;                                  // null where no gate is too strong
   i64 N, P, H, K, V;
 };
 
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(256) scan_both_ways(const ScanBothWaysArgs arg
   const bool backwards = blockIdx.x / tiles >= pairs;
   const int P = int(args.P);
   if (at >= size) return;
-  if (at == 0) args.strong[pair] = 0;
+  if (args.strong && at == 0) args.strong[pair] = 0;
   const float* from = backwards ? args.dht : args.initial;
   float4 S = {0.f, 0.f, 0.f, 0.f};
   if (from) S = *reinterpret_cast<const float4*>(from + i64(pair) * size + at);

@@ -167,17 +167,7 @@ __device__ __forceinline__ void put_own(float* to, const u32 (&q)[2][4], const u
     x[i / 4 * 2] = fmaf(low(q[s][m]) * by, low(k[s][m]), x[i / 4 * 2]);
     x[i / 4 * 2 + 1] = fmaf(high(q[s][m]) * by, high(k[s][m]), x[i / 4 * 2 + 1]);
   });
-  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
-#pragma unroll
-  for (int half = 4; half > 0; half /= 2) {     // lane g ends with value g
-    const bool upper = g & half;
-#pragma unroll
-    for (int n = 0; n < half; ++n) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], 4 * half);
-      x[n] = (upper ? x[n + half] : x[n]) + other;
-    }
-  }
-  to[g / 2 * 8 + 2 * t + g % 2] = x[0];
+  put_token_sums(to, x);
 }
 
 // x times factors, in registers and in its tile; and what rounding leaves over of that.

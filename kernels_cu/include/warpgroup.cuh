@@ -228,6 +228,21 @@ __device__ __forceinline__ float channel_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Sums over the warp's channels of x[2n + p], which is this lane's share of token 8n + 2t + p.
+__device__ __forceinline__ void put_token_sums(float* to, float (&x)[8]) {
+  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {     // lane g ends with value g
+    const bool upper = g & half;
+#pragma unroll
+    for (int n = 0; n < half; ++n) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], 4 * half);
+      x[n] = (upper ? x[n + half] : x[n]) + other;
+    }
+  }
+  to[g / 2 * 8 + 2 * t + g % 2] = x[0];
+}
+
 // Ones where a token of a half is summed up into another, as operands B.
 template <bool BEFORE> __device__ __forceinline__ void ones(u32 (&b)[2][2]) {
   const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
@@ -324,9 +339,9 @@ __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, cons
   }
 }
 
-// S <- diag(by) S; x[channel, token] = S x^T, which is under way. S goes in as the sum of two bfloat16 numbers; the first
-// are given to f(columns / 16, they).
-template <int BV, class F>
+// S <- diag(by) S, and x[channel, token] = S x^T of that S, or of S before it where READ_FIRST, which is under way. S goes in as
+// the sum of two bfloat16 numbers; the first are given to f(columns / 16, they).
+template <int BV, bool READ_FIRST = false, class F>
 __device__ __forceinline__ void read_state(float (&x)[16], float (&S)[BV / 2], const float (&by)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
   constexpr int PART = 2, PARTS = BV / 16 / PART;
@@ -338,9 +353,10 @@ __device__ __forceinline__ void read_state(float (&x)[16], float (&S)[BV / 2], c
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         float &a = from[2 * m], &b = from[2 * m + 1];
-        a *= by[m & 1], b *= by[m & 1];
+        if (!READ_FIRST) a *= by[m & 1], b *= by[m & 1];
         rounded[part & 1][n][m] = pack<bf16>(a, b);
         rest[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
+        if (READ_FIRST) a *= by[m & 1], b *= by[m & 1];
       }
       f(part * PART + n, rounded[part & 1][n]);
     }
@@ -388,4 +404,68 @@ __device__ __forceinline__ void multiply_pairs(float (&y)[16], const u32 (&x)[2]
   const u64 b = wgmma_tile(pairs, 16, 1024) + (REST ? 64 / 16 : 0);
   wgmma<bf16, CHUNK, BY_KEY>(y, x[0], b, accumulate);
   wgmma<bf16, CHUNK, BY_KEY>(y, x[1], b + (BY_KEY ? 16 * 128 : 32) / 16, true);
+}
+
+// ---- one gate for all channels of a token: decays belong to tokens, and no gate is too strong --------------------
+
+// Of a chunk, from sums of the gates that lie between, never a difference of such sums.
+struct TokenDecays {
+  float start[CHUNK];                           // from the chunk's start to a token, both inclusive
+  float between[CHUNK][CHUNK + 8];              // [query, key]: behind the key to the query inclusive; 8 rows lie in all banks
+
+  __device__ float all() const { return start[CHUNK - 1]; }
+  __device__ const float* end() const { return between[CHUNK - 1]; }         // behind a token to the chunk's end
+};
+
+// The gate of the chunk's token that is this lane's; none behind the sequence's end.
+__device__ __forceinline__ float gate_of(const Rows<const float>& gates, const Place& at, int token) {
+  token += threadIdx.x & 31;
+  return token >= 0 && token < at.tokens ? *gates.row(at.batch, at.head, at.start + token) : 0.f;
+}
+
+// By a warp, from `gate_of`.
+__device__ __forceinline__ void put_decays(TokenDecays& to, float gate) {
+  const int lane = threadIdx.x & 31;
+  float from_start = 0.f, own = 0.f, from_key = 0.f;
+  gate *= LOG2E;
+#pragma unroll 8
+  for (int i = 0; i < CHUNK; ++i) {
+    const float next = __shfl_sync(0xffffffffu, gate, i);
+    from_start += next;
+    if (i == lane) own = from_start;
+    if (i > lane) from_key += next;
+    to.between[i][lane] = exp2_approx(from_key);
+  }
+  to.start[lane] = exp2_approx(own);
+}
+
+// This lane's tokens 8n + 2t + p of 32: x[2n + p].
+__device__ __forceinline__ void load_tokens(float (&x)[8], const float* from, float scale = 1.f) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float2 two = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (threadIdx.x & 3));
+    x[2 * n] = scale * two.x, x[2 * n + 1] = scale * two.y;
+  }
+}
+
+// x times factors of tokens, as the sum of two bfloat16 numbers.
+__device__ __forceinline__ void decay_tokens(u32 (&x)[2][4], u32 (&rest)[2][4], const float (&by)[8]) {
+  each_two([&](int at, int s, int m) {
+    const float first = low(x[s][m]) * by[at / 4 * 2], second = high(x[s][m]) * by[at / 4 * 2 + 1];
+    x[s][m] = pack<bf16>(first, second);
+    rest[s][m] = remainder_of(x[s][m], first, second);
+  });
+}
+
+// The decays between the tokens of a block of pairs, laid out as their products are; 0 for a key behind its query.
+__device__ __forceinline__ void load_decays(float (&d)[2][4], const TokenDecays& decays, int block, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = queries_of(block) + g + 8 * half, j = keys_of(block) + 8 * n + 2 * t;
+      const float2 two = *reinterpret_cast<const float2*>(&decays.between[i][j]);
+      d[n][2 * half] = j <= i ? two.x : 0.f, d[n][2 * half + 1] = j < i ? two.y : 0.f;
+    }
 }

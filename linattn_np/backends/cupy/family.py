@@ -1,6 +1,6 @@
 """simple_gla, retention and linear_attention as gla, whose plans and kernels they share.
 
-A gate that all channels share goes to Hopper's forward as it is, and is spread over the channels for other kernels.
+A gate that all channels share goes to Hopper's own kernels as it is, and is spread over the channels for others.
 Feature maps are passes over q and k. The normaliser is one more column of v, all ones, so that the state is S | z and o is
 y | z, in float32 as sums over many tokens need it, padded with zeros; a last pass divides. `device` is where, as in `plans`.
 """
@@ -135,9 +135,9 @@ def split(problem, joined, dtypes):
     return tuple(x.astype(dtype, copy=False) for x, dtype in zip((joined[..., :V], joined[..., V]), dtypes))
 
 
-def pullback(problem, device, do, dht, run_gla, pull_gla):
+def pullback(problem, device, do, dht, run_gla, pull_gla, reads_one_gate):
     """Gradients as `gradients.pullback` gives them."""
-    gla = as_gla(problem, Maker(device))
+    gla = as_gla(problem, Maker(device), reads_one_gate)
     if normalized(problem):
         (y, _), do = run_gla(gla, device), in_rows(do.astype(problem.dtype, copy=False))
         dyz = device.empty(y.shape, FLOAT32)
@@ -154,8 +154,10 @@ def pullback(problem, device, do, dht, run_gla, pull_gla):
 
 
 def shared(problem, device, dg):
-    """The gradient of a gate that all channels share."""
-    found = device.empty(problem.shape("B H T"), problem["g"].dtype)
+    """The gradient of a gate that all channels share, from [B, H, T, K] or in float32."""
+    if dg.ndim == 3 and dg.dtype == problem["g"].dtype:
+        return dg
+    found, dg = device.empty(problem.shape("B H T"), problem["g"].dtype), dg if dg.ndim == 4 else dg[..., None]
     by_token(problem, device, tiles.gate_gradient(found.dtype), dict(x=dg, y=found[..., None]), C=dg.shape[-1])
     return found
 
@@ -206,13 +208,14 @@ def kernels(problem, device, of_gla, reads_one_gate):
     return (*before, *of_gla(gla, device), *([tiles.divide(problem.dtype)] if normalized(problem) else []))
 
 
-def sweeps(problem, device, of_gla, of_gradients):
+def sweeps(problem, device, of_gla, of_gradients, reads_one_gate):
     """What `pullback` launches, in order."""
-    gla, before = outline(problem, device)
+    gla, before = outline(problem, device, reads_one_gate)
     phi, T = feature_map(problem), gla.dtype
     quotient = (*of_gla(gla, device), tiles.divide_gradient(problem.dtype)) if normalized(problem) else ()
     after = 2 * (tiles.feature_gradient(phi, problem.dtype, T),) if phi else ()
-    after += (tiles.gate_gradient(problem["g"].dtype),) if problem.op.gates else ()
+    if problem.op.gates and not (one_gate(gla) and problem["g"].dtype == FLOAT32):
+        after += (tiles.gate_gradient(problem["g"].dtype),)
     return (*before, *quotient, *of_gradients(gla, device), *after)
 
 
@@ -220,7 +223,7 @@ def copies_of(problem, device, reads_one_gate) -> tuple[str, ...]:
     """What is made for the kernels besides."""
     if problem.op.name not in NAMES:
         return ()
-    gla, _ = outline(problem, device, not problem.gradient and reads_one_gate)
+    gla, _ = outline(problem, device, reads_one_gate)
     gates = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
     found = [] if one_gate(gla) else [gates.get(problem.op.name, "a gate of 0: spread over tokens and channels")]
     if one_gate(gla) and problem.op.gates and problem["g"].dtype != FLOAT32:
@@ -236,7 +239,8 @@ def scratch(problem, gla) -> int:
     """Bytes that the arrays made take, besides what gla's own gradients need."""
     B, N, H, T, K = problem.shape("B N H T K")
     tokens, V, size = B * H * T, gla.sizes["V"], gla.dtype.itemsize
-    found = 2 * tokens * K * FLOAT32.itemsize                                   # g and dg
+    converted = problem.op.gates and problem["g"].dtype != FLOAT32
+    found = 2 * tokens * FLOAT32.itemsize * (int(converted) if one_gate(gla) else K)        # g and dg
     if feature_map(problem) or gla.dtype != problem.dtype:
         found += 4 * tokens * K * size                                          # q, k and their gradients
     if normalized(problem):

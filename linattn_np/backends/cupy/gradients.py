@@ -1,7 +1,8 @@
 """Gradients of gla and rwkv6: one sweep forwards in time for dq and du, one backwards for dk, dg and dh0, one for dv.
 
 No state is kept but one every `tiles.KEPT` tokens. On Hopper two sweeps of its own keep none; they are for gates that
-are mild, and leave the (sequences, heads) where any is not to those three. `device` is where, as in `plans`.
+are mild, and leave the (sequences, heads) where any is not to those three. Two more are for a gate that all channels share,
+however strong. `device` is where, as in `plans`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...arrays import BFLOAT16
 from ...contract import SUB_CHUNK
 from . import tiles
 from .build import pack, with_maps
-from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, has_rows, in_rows, inputs, mappable, place,
+from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, has_rows, in_rows, inputs, mappable, one_gate, place,
                        pointer, rows)
 
 INT32 = np.dtype(np.int32)
@@ -34,13 +35,15 @@ def sweeps(problem, device) -> tuple[tiles.Kernel, ...]:
 
 def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
     """Hopper's own sweeps, those for any gates, what sums du: the one place that chooses."""
-    policy, T, G = tiles.policy(problem.op), problem.dtype, gate(problem).dtype
+    policy, T, G = tiles.policy(problem.op), problem.dtype, tiles.ONE if one_gate(problem) else gate(problem).dtype
     K, V = problem.shape("K V")
     P, own = segments(problem, device), ()
     if P:
         own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
     if P > 1:
         own = (tiles.warpgroup_backward("segments", policy, G, K, V), tiles.scan_both_ways(), *own)
+    if G is tiles.ONE:
+        return own, (), ()
     general = (tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
                tiles.chunk_backward_values(policy, T, G, K, V))
     return own, general, (tiles.bonus_gradient(problem["u"].dtype),) if "u" in problem.arrays else ()
@@ -54,6 +57,11 @@ def segments(problem, device) -> int:
     return tiles.segments(N * H, int(problem.spans.lengths.max())) if mappable(problem, device) else 0
 
 
+def reads_one_gate(problem, device) -> bool:
+    """Whether the sweeps take a gate that all channels share as it is."""
+    return segments(problem, device) > 0
+
+
 def tiles_of(problem, device) -> dict:
     """The sizes that the sweeps over K work in, whatever the mode; Hopper's own where they run."""
     if P := segments(problem, device):
@@ -65,63 +73,107 @@ def tiles_of(problem, device) -> dict:
 def pullback(problem, device, do, dht):
     """(gradients in the order of the arrays, that of the initial state or None), all work enqueued.
 
-    `do` and `dht` are as a caller may give them; `dht` is None or a tuple of one.
+    `do` and `dht` are as a caller may give them; `dht` is None or a tuple of one. Of a gate that all channels share: float32
+    [B, H, T], or None where tokens share it too.
     """
     q, k, v, g = inputs(problem)
     do = in_rows(do.astype(problem.dtype, copy=False))
     dht = None if dht is None else contiguous(dht[0])
-    dq, dk, dv, dg = (like(x, device) for x in (q, k, v, g))
+    dq, dk, dv = (like(x, device) for x in (q, k, v))
+    dg = one_gradient(problem, device) if one_gate(problem) else like(g, device)
     dh0 = None if problem.initial_state is None else device.empty(problem.shape("N H K V"), FLOAT32)
+    arrays, gradients = (q, k, v, g, do), (dq, dk, dv, dg)
+    gradients += (under_one_gate if one_gate(problem) else under_any_gates)(problem, device, arrays, gradients, dht, dh0)
+    return gradients, None if dh0 is None else (dh0.astype(problem.initial_state[0].dtype, copy=False),)
+
+
+def under_any_gates(problem, device, arrays, gradients, dht, dh0):
+    """(du,) where there is a bonus."""
     P, strong = segments(problem, device), None
     N, H, K = problem.shape("N H K")
     own, general, last = chosen(problem, device)
     shares = device.empty((N * P + N, H, K), FLOAT32) if last else None         # of du: of segments, then of sequences
     if own:
-        strong = in_mild_chunks(problem, device, own, P, (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0, shares)
-    in_chunks(problem, device, general, (q, k, v, g, do), (dq, dk, dv, dg), dht, dh0,
-              None if shares is None else shares[N * P:], strong)
-    gradients = (dq, dk, dv, dg)
-    for kernel in last:
-        du = device.empty((H, K), problem["u"].dtype)
-        args = pack(shares=device.pointer(shares), strong=pointer(device, strong), du=device.pointer(du), N=N, P=P, H=H, K=K)
-        device.launch(kernel, ceil_div(8 * H * K, kernel.threads), args)
-        gradients += (du,)
-    return gradients, None if dh0 is None else (dh0.astype(problem.initial_state[0].dtype, copy=False),)
+        strong = in_mild_chunks(problem, device, own, P, arrays, gradients, dht, dh0, shares)
+    in_chunks(problem, device, general, arrays, gradients, dht, dh0, None if shares is None else shares[N * P:], strong)
+    if not last:
+        return ()
+    (kernel,), du = last, device.empty((H, K), problem["u"].dtype)
+    args = pack(shares=device.pointer(shares), strong=pointer(device, strong), du=device.pointer(du), N=N, P=P, H=H, K=K)
+    device.launch(kernel, ceil_div(8 * H * K, kernel.threads), args)
+    return (du,)
 
 
 def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du):
     """Hopper's own sweeps; which (sequences, heads) they leave undone, int32 [N, H]."""
     *before, queries, keys = kernels
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
-    B, N, H, T, K, V = problem.shape("B N H T K V")
-    if not (in_pieces(do, device) and all(stride > 0 or size == 1 for stride, size in zip(do.strides, do.shape))):
-        do = do.copy(order="C")
-    cut = problem.spans.segments(P, tiles.WARPGROUP_CHUNK) if P > 1 else None
-    where = place(problem, device, cut)
-    u, initial = bonus(problem), problem.initial_state and contiguous(problem.initial_state[0])
-    initial, dht = (x if x is None or device.pointer(x) % 16 == 0 else x.copy() for x in (initial, dht))
+    B, N, H, T, K = problem.shape("B N H T K")
+    warpgroups, u = OnWarpgroups(problem, device, P), bonus(problem)
+    do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
     strong = (device.empty if before else device.zeros)((N, H), INT32)          # the scan clears it
     ends = device.empty((N * P, H, K), FLOAT32)
-    sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + where.shape["count"], K), FLOAT32)
-
-    def launch(kernel, blocks, arrays, **more):
-        maps = [device.tensor_map(x, 128 // x.dtype.itemsize, tiles.WARPGROUP_CHUNK, True) for x in arrays.values()]
-        fields = pack(**rows(device, **arrays), **{name: pointer(device, x) for name, x in more.items()}, **where.shape,
-                      scale=problem.scale, P=P)
-        device.launch(kernel, blocks, with_maps(maps, fields), tiles.shared_bytes(kernel))
-
+    sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + warpgroups.where.shape["count"], K), FLOAT32)
     if before:
-        states, decays = device.empty((2, N * P, H, K, V), FLOAT32), device.empty((2, N * P, H, K), FLOAT32)
-        launch(before[0], 2 * N * P * H, dict(q=q, k=k, v=v, do=do, g=g), states=states, decays=decays)
-        args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
-                    dht=pointer(device, dht), strong=device.pointer(strong), N=N, P=P, H=H, K=K, V=V)
-        device.launch(before[1], 2 * N * H * ceil_div(K * V, 4 * before[1].threads), args)
-        initial, dht = states
-    launch(queries, N * P * H, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
-           sums=sums, du=du, strong=strong)
-    launch(keys, N * P * H, dict(q=q, k=k, v=v, do=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg), u=u, dht=dht, ends=ends,
-           sums=sums, strong=strong, dh0=dh0)
+        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do, g=g), {}, initial, dht, strong)
+    warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
+                      sums=sums, du=du, strong=strong)
+    warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg), u=u, dht=dht, ends=ends,
+                      sums=sums, strong=strong, dh0=dh0)
     return strong
+
+
+def under_one_gate(problem, device, arrays, gradients, dht, dh0):
+    """Hopper's sweeps for a gate that all channels share; the first leaves in dg what the second needs."""
+    *before, queries, keys = sweeps(problem, device)
+    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    N, H, P = *problem.shape("N H"), segments(problem, device)
+    warpgroups, one = OnWarpgroups(problem, device, P), dict(g=g)
+    do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
+    ends = None if dg is None else device.empty((N * P, H), FLOAT32)
+    if before:
+        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do), one, initial, dht)
+    if dht is None:
+        ends = None
+    warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, dq=dq), one, initial=initial, dht=dht, ends=ends, weights=dg)
+    warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, dk=dk, dv=dv), one, dht=dht, ends=ends, dg=dg, dh0=dh0)
+    return ()
+
+
+class OnWarpgroups:
+    """Launches of Hopper's own sweeps, of P segments a sequence."""
+
+    def __init__(self, problem, device, P):
+        self.problem, self.device, self.P = problem, device, P
+        self.where = place(problem, device, problem.spans.segments(P, tiles.WARPGROUP_CHUNK) if P > 1 else None)
+        self.initial = self.aligned(problem.initial_state and contiguous(problem.initial_state[0]))
+
+    def aligned(self, x):
+        return x if x is None or self.device.pointer(x) % 16 == 0 else x.copy()
+
+    def described(self, x):
+        """`x`, or a copy of it where a tensor map cannot describe it."""
+        able = in_pieces(x, self.device) and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape))
+        return x if able else x.copy(order="C")
+
+    def launch(self, kernel, mapped, others={}, directions=1, **pointers):
+        """A block for every (direction, segment, head); tensor maps of `mapped`, rows of `others` too."""
+        N, H = self.problem.shape("N H")
+        maps = [self.device.tensor_map(x, 128 // x.dtype.itemsize, tiles.WARPGROUP_CHUNK, True) for x in mapped.values()]
+        fields = pack(**rows(self.device, **mapped, **others), **{name: pointer(self.device, x) for name, x in pointers.items()},
+                      **self.where.shape, scale=self.problem.scale, P=self.P)
+        self.device.launch(kernel, directions * N * self.P * H, with_maps(maps, fields), tiles.shared_bytes(kernel))
+
+    def between_segments(self, kernels, mapped, others, initial, dht, strong=None):
+        """The state at every segment's start, the gradient of that at its end; clears `strong`."""
+        (summary, scan), device, P = kernels, self.device, self.P
+        N, H, K, V = self.problem.shape("N H K V")
+        states, decays = device.empty((2, N * P, H, K, V), FLOAT32), device.empty((2, N * P, H, K), FLOAT32)
+        self.launch(summary, mapped, others, directions=2, states=states, decays=decays)
+        args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
+                    dht=pointer(device, dht), strong=pointer(device, strong), N=N, P=P, H=H, K=K, V=V)
+        device.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), args)
+        return states
 
 
 def in_chunks(problem, device, kernels, arrays, gradients, dht, dh0, du, strong):
@@ -152,6 +204,12 @@ def like(x, device):
     return room if has_rows(room) else device.empty(x.shape, x.dtype)
 
 
+def one_gradient(problem, device):
+    """Room for the gradient of a gate that all channels share, where every token has its own."""
+    shape = problem.shape("B H T")
+    return device.empty(shape, FLOAT32) if gate(problem).shape[:3] == shape else None
+
+
 def in_pieces(x, device) -> bool:
     """Whether every row of `x` starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
     starts = device.pointer(x), *x.strides[:-1], x.shape[-1] * x.dtype.itemsize
@@ -166,16 +224,19 @@ def kept_shape(problem, chunks) -> tuple[int, ...]:
 
 def scratch(problem, device) -> int:
     """Bytes that `pullback` takes besides the gradients, all free again at its end."""
-    chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
-    elements = math.prod(kept_shape(problem, chunks))
-    if gate(problem).dtype != FLOAT32:
-        elements += gate(problem).size
     B, N, H, T, K, V = problem.shape("B N H T K V")
     P = segments(problem, device)
+    if one_gate(problem):
+        elements = N * P * H
+    else:
+        chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
+        elements = math.prod(kept_shape(problem, chunks))
+        if gate(problem).dtype != FLOAT32:
+            elements += gate(problem).size
+        if P:
+            elements += N * H + N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
     if "u" in problem.arrays:
         elements += (N * P + N) * H * K
-    if P:
-        elements += N * H + N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
     if P > 1:
         elements += 2 * N * P * H * K * (V + 1)
     return FLOAT32.itemsize * elements

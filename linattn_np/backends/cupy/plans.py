@@ -69,7 +69,7 @@ def pullback(problem, device, do, dht):
     if problem.op.name == two_gates.NAME:
         return two_gates.pullback(problem, device, do, dht)
     if problem.op.name in family.NAMES:
-        return family.pullback(problem, device, do, dht, run, gradients.pullback)
+        return family.pullback(problem, device, do, dht, run, gradients.pullback, gradients.reads_one_gate)
     return gradients.pullback(problem, device, do, dht)
 
 
@@ -99,7 +99,7 @@ def sweeps_of(problem, device) -> tuple[tiles.Kernel, ...]:
     if problem.op.name in OWN:
         return OWN[problem.op.name].sweeps(problem, device)
     if problem.op.name in family.NAMES:
-        return family.sweeps(problem, device, kernels_of, gradients.sweeps)
+        return family.sweeps(problem, device, kernels_of, gradients.sweeps, gradients.reads_one_gate)
     return gradients.sweeps(problem, device)
 
 
@@ -108,7 +108,7 @@ def scratch(problem, device) -> int:
     if problem.op.name in OWN:
         return OWN[problem.op.name].scratch(problem)
     if problem.op.name in family.NAMES:
-        gla, _ = family.outline(problem, device)
+        gla, _ = family.outline(problem, device, gradients.reads_one_gate)
         return gradients.scratch(gla, device) + family.scratch(problem, gla)
     return gradients.scratch(problem, device)
 
@@ -118,7 +118,7 @@ def tiles_of(problem, device) -> dict:
     if problem.op.name in OWN:
         return OWN[problem.op.name].tiles_of(problem, device)
     if problem.op.name in family.NAMES:
-        return tiles_of(family.outline(problem, device, not problem.gradient and reads_one_gate)[0], device)
+        return tiles_of(family.outline(problem, device, reader_of(problem))[0], device)
     if problem.gradient:
         return gradients.tiles_of(problem, device)
     BK = {} if problem.op.name in UNLIMITED else {"BK": tiles.channels(problem.sizes["K"])}
@@ -142,7 +142,7 @@ def copies_of(problem, device) -> tuple[str, ...]:
                if name != "u" and not has_rows(x)]
     small = {"u": problem.arrays.get("u"), "initial_state": problem.initial_state and problem.initial_state[0]}
     return (*strided, *(f"{name}: the kernels read it as contiguous float32" for name, x in small.items()
-                        if x is not None and not is_plain(x)), *family.copies_of(problem, device, reads_one_gate),
+                        if x is not None and not is_plain(x)), *family.copies_of(problem, device, reader_of(problem)),
             *two_gates.copies_of(problem))
 
 
@@ -185,6 +185,11 @@ def on_hopper(problem, device) -> bool:
 def reads_one_gate(problem, device) -> bool:
     """Whether what runs takes a gate that all channels share as it is."""
     return mode_of(problem) == "chunk" and on_hopper(problem, device)
+
+
+def reader_of(problem):
+    """What says so of the direction that is asked for."""
+    return gradients.reads_one_gate if problem.gradient else reads_one_gate
 
 
 def in_segments(problem, device, kernels, P, arrays, o, initial, final):

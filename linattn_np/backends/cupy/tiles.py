@@ -97,9 +97,11 @@ def chunk_backward_values(policy, T, G, K, V) -> Kernel:
 
 
 def warpgroup_backward(what, policy, G, K, V) -> Kernel:
-    """`what`: the sweep, or "segments" before both; bfloat16 alone, whose range holds factors of mild gates."""
+    """`what`: the sweep, or "segments" before both; bfloat16 alone, whose range holds factors of mild gates. `G` may be `ONE`."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
     threads = 2 * BK + (32 if what == "segments" else 128)
+    if G is ONE:
+        return Kernel(f"chunk/warpgroup_backward_one_{what}", (str(BK), str(BV)), threads, "sm_90a")
     return Kernel(f"chunk/warpgroup_backward_{what}", (policy, CTYPES[G], str(BK), str(BV)), threads, "sm_90a")
 
 
@@ -307,6 +309,16 @@ def shared_bytes(kernel: Kernel) -> int:
             }[kernel.name]
             stage = 1024 * -(-(32 * (2 * channels * BK + gates * gate * BK + 2 * columns * BV) + pairs) // 1024)
             return 1024 * -(-(stages * stage + rest + 8 * (3 * stages + 2)) // 1024)
+        case ("warpgroup_backward_one_segments" | "warpgroup_backward_one_queries" | "warpgroup_backward_one_keys"), (BK, BV):
+            BK, BV = int(BK), int(BV)
+            decays, shares = 4 * 32 * (1 + 32 + 8), 4 * 32 * BK // 16
+            stages, arrays, more, rest = {                              # tiles of [32, BK] and [32, BV] a stage
+                "warpgroup_backward_one_segments": (4, 1, 4 * 33, 0),
+                "warpgroup_backward_one_queries": (3, 2, 32 * 128 + decays + shares, 4 * BK // 16),
+                "warpgroup_backward_one_keys": (3, 2, 2 * 32 * 128 + decays + 2 * 4 * 32 + shares, 2 * BK * BV),
+            }[kernel.name]
+            stage = 1024 * -(-(32 * 2 * arrays * (BK + BV) + more) // 1024)
+            return 1024 * -(-(stages * stage + rest + 8 * 3 * stages) // 1024)
         case "recurrent_forward", (*_, BK):
             BK = int(BK)
             return 4 * (3 * 16 * BK + 16 * 32 + BK + 4 * 16 * 32)
@@ -376,6 +388,8 @@ def kernels():
     yield scan_both_ways()
     for what, G, p, K, V in product(("segments", "queries", "keys"), (BFLOAT16, single), POLICIES, WARPGROUP_TILES, WARPGROUP_TILES):
         yield warpgroup_backward(what, p, G, K, V)
+    for what, K, V in product(("segments", "queries", "keys"), WARPGROUP_TILES, WARPGROUP_TILES):
+        yield warpgroup_backward(what, POLICIES[0], ONE, K, V)
     for name, T, D in product(ATTENTION_TILES, ATTENTION_DTYPES, ATTENTION_COLUMNS):
         yield softmax(name, T, D, D)
     for T in CTYPES:
