@@ -35,8 +35,8 @@ template <int BK, int BV> struct alignas(1024) Stage {
   float weights[BK / 16][CHUNK];                // every warp's share of L_j k_j . C v_j
 };
 
-constexpr int STAGES = 3;
 template <int BK, int BV> struct Shared {
+  static constexpr int STAGES = BK + BV == 128 ? 3 : 4;      // two blocks of the smallest share a multiprocessor
   Stage<BK, BV> stages[STAGES];
   bf16 C[BK / 64][BV][64];                      // [column of V, channel], swizzled
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
@@ -64,6 +64,7 @@ __device__ __forceinline__ float sum_behind(float x, int lane) {
 
 template <int BK, int BV>
 __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardOneKeysArgs& args) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
   const Place at = place_of(args.shape, blockIdx.x);
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (at.tokens - 1) / CHUNK * CHUNK, lane = threadIdx.x & 31;
@@ -143,6 +144,7 @@ __device__ __forceinline__ void put_crossing(float (&to)[2][CHUNK], float (&x)[2
 
 template <int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, const WarpgroupBackwardOneKeysArgs& args, int block, int lane) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
   const int tokens = place_of(args.shape, blockIdx.x).tokens;
   const float scale = float(args.scale);
 #pragma unroll 1
@@ -171,7 +173,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, const Warpgro
 
 template <int BK, int BV>
 __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwardOneKeysArgs& args) {
-  constexpr int CONSUMERS = 2 * BK;
+  constexpr int STAGES = Shared<BK, BV>::STAGES, CONSUMERS = 2 * BK;
   const Place at = place_of(args.shape, blockIdx.x);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, channel = warp * 16 + (lane >> 2);
   const i64 K = args.shape.K;
@@ -271,7 +273,7 @@ template <int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
 warpgroup_backward_one_keys(const __grid_constant__ WarpgroupBackwardOneKeysArgs args) {
   Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
-  constexpr int CONSUMERS = 2 * BK;
+  constexpr int STAGES = Shared<BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 2 * 32);      // the tokens, then the decays

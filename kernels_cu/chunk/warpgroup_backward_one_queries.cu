@@ -34,8 +34,8 @@ template <int BK, int BV> struct alignas(1024) Stage {
   float weights[BK / 16][CHUNK];                // every warp's share
 };
 
-constexpr int STAGES = 3;
 template <int BK, int BV> struct Shared {
+  static constexpr int STAGES = BK + BV == 128 ? 3 : 4;      // two blocks of the smallest share a multiprocessor
   Stage<BK, BV> stages[STAGES];
   float ends[BK / 16];                          // every warp's share
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
@@ -44,6 +44,7 @@ constexpr int CONSUMERS_BARRIER = 1;
 
 template <int BK, int BV>
 __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardOneQueriesArgs& args) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
   const Place at = place_of(args.shape, blockIdx.x);
   const i64 K = args.shape.K, V = args.shape.V;
   const int lane = threadIdx.x & 31;
@@ -80,6 +81,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
 
 template <int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, int block, int lane) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < tokens; ++turn) {
     forget(lane);                               // addresses are cheaper made anew than held in registers
@@ -97,6 +99,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, i
 
 template <int BK, int BV>
 __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwardOneQueriesArgs& args) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
   const Place at = place_of(args.shape, blockIdx.x);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, channel = warp * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = at.pair * args.shape.K * args.shape.V;
@@ -176,7 +179,7 @@ template <int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
 warpgroup_backward_one_queries(const __grid_constant__ WarpgroupBackwardOneQueriesArgs args) {
   Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
-  constexpr int CONSUMERS = 2 * BK;
+  constexpr int STAGES = Shared<BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 2 * 32);      // the tokens, then the decays
