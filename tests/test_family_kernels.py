@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import Kernels
-from reference import DECAYS, LIMITS, assert_close, double, draw, draw_states, rms, same_bits, stated
+from reference import DECAYS, LIMITS, assert_close, double, draw, draw_states, errors, rms, same_bits, stated
 from test_explain import Recorder
 from test_repeated_calls import Queued
 
@@ -133,6 +133,89 @@ def test_one_gate_in_segments(backend, rng, gate, K, V):
     found = backend.run(simple_gla, *map(backend.asarray, arrays), initial_state=backend.asarray(start), output_final_state=True)
     for what, x, y in zip(("o", "state"), found, wanted):
         assert_close(what, backend.tohost(x), y, BFLOAT16)
+
+
+ONE_GATE = {
+    **{f"{gate}-{T}": {"gate": gate, "T": T} for gate, T in (
+        ("logsigmoid", 1), ("weak", 31), ("zero", 32), ("minus_zero", 33), ("all-20", 64), ("some-inf", 97), ("some-1e30", 70),
+        ("spikes-40", 100), ("all-inf", 40), ("all-1e30", 40), ("positive", 90))},
+    "gate16": {"gate": "some-inf", "gate_dtype": BFLOAT16}, "wide": {"K": 128, "V": 128}, "wide-keys": {"K": 72, "V": 24},
+    "wide-values": {"K": 24, "V": 104}, "no-dht": {"dht": False}, "no-states": {"dht": False, "start": False},
+    "packed": {"bounds": [0, 0, 33, 34, 70, 70]}, "packed-bthd": {"bounds": [0, 5, 69, 70], "layout": "bthd"},
+    "bthd": {"layout": "bthd", "H": 3, "B": 2}, "segments": {"T": 1100, "H": 1, "K": 128, "V": 72},
+    "segments-strong": {"T": 1040, "H": 1, "gate": "spikes-40", "dht": False}, "segments-packed": {"T": 1110, "H": 1, "bounds": [0, 0, 1100, 1110]},
+}
+
+
+def under_one_gate(rng, *, function=simple_gla, B=1, H=2, T=70, K=64, V=64, gate="logsigmoid", gate_dtype=np.float32, dht=True,
+                   start=True, bounds=None, layout="bhtd", **options):
+    """f(run, convert) that gives gradients, those of NumPy in float64, and the arrays of a call in bfloat16."""
+    op, sizes = DECLARED[function], {"B": B, "H": H, "T": T, "K": K, "V": V, "N": len(bounds) - 1 if bounds else B}
+    arrays = draw(op, rng, sizes, BFLOAT16, gate, gate_dtype)
+    (state,), (end,) = (draw_states(op, rng, sizes, np.float32) for _ in range(2))
+    do = rng.standard_normal((B, H, T, V)).astype(BFLOAT16)
+    turned = [np.ascontiguousarray(swap_heads(x, axes, layout)) for x, axes in zip(arrays, op.arrays.values())]
+    options |= {"cu_seqlens": bounds} if bounds else {}
+
+    def gradients(run, convert, **more):
+        given = {"initial_state": convert(state)} if start else {}
+        _, pull = run(vjp, function, *map(convert, turned), layout=layout, output_final_state=True, **options, **given, **more)
+        return pull(convert(np.ascontiguousarray(swap_heads(do, op.out, layout))), convert(end) if dht else None)
+
+    return gradients, gradients(lambda f, *arrays, **more: f(*arrays, backend="numpy", **more), double, mode="recurrent"), turned
+
+
+@pytest.mark.parametrize("case", ONE_GATE)
+def test_gradients_under_one_gate(backend, rng, case):
+    """Of all gates with the digits of bfloat16, and the gate's own with float32's but for what larger sums cancel."""
+    gradients, wanted, (q, *_, g) = under_one_gate(rng, **ONE_GATE[case])
+    found = list(map(backend.tohost, gradients(backend.run, backend.asarray)))
+    for name, x, y in zip(("dq", "dk", "dv", "dg", "dh0"), found, wanted):
+        if name == "dg":
+            size = max(rms(y), rms((double(q) * wanted[0]).sum(-1)), rms((double(q) * wanted[0]).sum()) / q.shape[-1])
+            limit = 5e-3 if g.dtype == BFLOAT16 else 1e-4
+            assert x.dtype == g.dtype and x.shape == g.shape and rms(double(x) - y) <= limit * size
+        else:
+            assert errors(x, y)[0] <= (1e-4 if name == "dh0" else 2.8e-3), name
+
+
+@pytest.mark.parametrize("gate", ["logsigmoid", "zero", "spikes-40", "some-inf", "all-20"])
+def test_the_one_gates_gradient_is_as_exact_as_the_others(backend, rng, gate):
+    """As test_gradient_kernels.py has it: nothing cancels where no gradient of a final state comes in."""
+    gradients, wanted, _ = under_one_gate(rng, gate=gate, T=300, K=16, V=16, H=1, dht=False)
+    assert errors(backend.tohost(gradients(backend.run, backend.asarray)[3]), wanted[3])[0] < 1e-4
+
+
+@pytest.mark.parametrize("T", [70, 1100])
+@pytest.mark.parametrize("gamma", [[0.9, 0.0], [1.0, 0.5]])
+def test_gradients_under_fixed_decays(backend, rng, gamma, T):
+    gradients, wanted, _ = under_one_gate(rng, function=retention, gamma=gamma, T=T, K=128)
+    for x, y in zip(gradients(backend.run, backend.asarray), wanted, strict=True):
+        assert errors(backend.tohost(x), y)[0] <= 2.8e-3
+
+
+@pytest.mark.parametrize("T", [70, 1100])
+def test_the_same_gradients_again_the_same_bits(backend, rng, T):
+    gradients, *_ = under_one_gate(rng, T=T)
+    first, second = (list(map(backend.tohost, gradients(backend.run, backend.asarray))) for _ in range(2))
+    assert all(map(same_bits, first, second))
+
+
+@pytest.mark.parametrize("gate_dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("T", [70, 1100])
+def test_what_a_pullback_under_one_gate_takes(rng, T, gate_dtype):
+    """On Hopper its two sweeps, nothing as wide as the channels but what segments leave behind, and no gradient nobody asks for."""
+    device = Queued(90)
+    for op in (op for op in OPS if op.name in family.NAMES):
+        problem = op.bind(draw(op, rng, {"B": 1, "H": 2, "T": T, "K": 64, "V": 64}, BFLOAT16, gate_dtype=gate_dtype), gradient=True)
+        recorder = Recorder(device)
+        gradients, _ = plans.pullback(problem, recorder, problem["v"], None)
+        names = [kernel.name.removeprefix("warpgroup_backward_one_") for kernel in recorder.launched]
+        converted = bool(op.gates) and gate_dtype == BFLOAT16
+        assert names == ["feature_map"] * converted + ["segments", "scan_both_ways"] * (T > 1000) + ["queries", "keys"] + [
+            "gate_gradient"] * converted
+        assert tuple(recorder.launched) == plans.sweeps_of(problem, device)
+        assert len(gradients) == len(op.arrays)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
