@@ -1,11 +1,11 @@
-// what      Backward on Hopper under one gate for all channels, second sweep: backwards in time, carrying the state's gradient C.
-//           Gives dk, dv, dg and dh0.
+// what      Backward on Hopper under one gate for all channels, second sweep: backwards in time, carrying the state's
+//           gradient C. Gives dk, dv, dg and dh0.
 // math      per chunk of 32, E, L, D and dA as warpgroup_backward_one_queries has them, A_ij = scale D_ij q_i . k_j:
 //           dk_j = scale sum_{i>=j} D_ij dA_ij q_i + L_j C v_j;  dv_j = sum_{i>=j} A_ij do_i + L_j C^T k_j
-//           dg_t = x + sum_{i>=t} weight_i - sum_{j>=t} L_j k_j . C v_j + sum_{i>=t>j} A_ij dA_ij in the chunk, x = sum_kv S C at
-//           its end;  C <- E_32 C + scale sum_i E_i q_i do_i^T
-// shapes    q k dk [B, H, T, K], v do dv [B, H, T, V], g [B, H, T] float32 of any strides; dht and dh0 [N, H, K, V] float32; dg
-//           [B, H, T], the weights on entry, and ends [N, H] as warpgroup_backward_one_queries leaves them
+//           dg_t = x + sum_{i>=t} weight_i - sum_{j>=t} L_j k_j . C v_j + sum_{i>=t>j} A_ij dA_ij in the chunk,
+//           x = sum_kv S C at its end;  C <- E_32 C + scale sum_i E_i q_i do_i^T
+// shapes    q k dk [B, H, T, K], v do dv [B, H, T, V], g [B, H, T] float32 of any strides; dht, dh0 [N, H, K, V] float32;
+//           dg [B, H, T], the weights on entry, and ends [N, H] as warpgroup_backward_one_queries leaves them
 // grid      as warpgroup_backward_one_queries
 // smem      Stage: a chunk's tokens, and its results in place of them; Shared::C: C for dv
 // barriers  full, done: as warpgroup_backward_one_queries; pairs: A and dA stand
@@ -143,7 +143,8 @@ __device__ __forceinline__ void put_crossing(float (&to)[2][CHUNK], float (&x)[2
 }
 
 template <int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, const WarpgroupBackwardOneKeysArgs& args, int block, int lane) {
+__device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, const WarpgroupBackwardOneKeysArgs& args, int block,
+                                                int lane) {
   constexpr int STAGES = Shared<BK, BV>::STAGES;
   const int tokens = place_of(args.shape, blockIdx.x).tokens;
   const float scale = float(args.scale);
@@ -176,12 +177,12 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
   constexpr int STAGES = Shared<BK, BV>::STAGES, CONSUMERS = 2 * BK;
   const Place at = place_of(args.shape, blockIdx.x);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, channel = warp * 16 + (lane >> 2);
-  const i64 K = args.shape.K;
+  const i64 size = args.shape.K * args.shape.V;
   const float scale = float(args.scale);
 
   float C[BV / 2] = {};
   if (args.dht)
-    each_of_state<BV>(C, args.dht + at.pair * K * args.shape.V, args.shape, channel, [](float& x, float& y, const float* from) {
+    each_of_state<BV>(C, args.dht + at.pair * size, args.shape, channel, [](float& x, float& y, const float* from) {
       const float2 two = *reinterpret_cast<const float2*>(from);
       x = two.x, y = two.y;
     });
@@ -262,7 +263,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
     barrier_arrive(s.done[turn % STAGES]);
   });
   if (args.dh0 && at.sequence % args.P == 0) {
-    float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
+    float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * size;
     each_of_state<BV>(C, first, args.shape, channel, [](float& x, float& y, float* to) {
       *reinterpret_cast<float2*>(to) = {x, y};
     });

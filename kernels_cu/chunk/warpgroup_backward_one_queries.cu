@@ -1,10 +1,10 @@
-// what      Backward on Hopper under one gate for all channels, first sweep: forwards in time, carrying the state. Gives dq, and
-//           for the second sweep what the state has in the gate's gradient.
+// what      Backward on Hopper under one gate for all channels, first sweep: forwards in time, carrying the state. Gives
+//           dq, and for the second sweep what the state has in the gate's gradient.
 // math      per chunk of 32, E_i the decay from its start to token i, L_j from behind token j to its end, D_ij between:
 //           dq_i = scale (sum_{j<=i} D_ij dA_ij k_j + E_i S do_i), dA_ij = do_i . v_j;  S <- E_32 S + sum_j L_j k_j v_j^T
 //           weight_i = scale E_i q_i . S do_i
-// shapes    q k dq [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides, initial, dht [N, H, K, V] and weights
-//           [B, H, T], ends [N, H] float32: sum_kv S_T dht; both null where nobody asks for dg
+// shapes    q k dq [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; initial, dht [N, H, K, V], weights
+//           [B, H, T] and ends [N, H] float32: sum_kv S_T dht; these two null where nobody asks for dg
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks and makes their decays
 // smem      Stage: a chunk's tokens, and its results in place of them

@@ -1,9 +1,10 @@
-// what      Backward on Hopper under one gate for all channels, for sequences cut into segments: what each leaves behind in the
-//           state after it, and in the gradient of the state before it.
-// math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E and L as
-//           warpgroup_backward_one_queries has them
+// what      Backward on Hopper under one gate for all channels, for sequences cut into segments: what each leaves behind
+//           in the state after it, and in the gradient of the state before it.
+// math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E and
+//           L as warpgroup_backward_one_queries has them
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states [2, N, H, K, V] and decays
-//           [2, N, H, K] float32: S, then C. Of every P segments the last's S and the first's C, which nobody needs, are left alone
+//           [2, N, H, K] float32: S, then C. Of every P segments the last's S and the first's C, which nobody needs, are
+//           left alone
 // grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp that
 //           moves chunks and makes their decays
 // smem      Stage: a chunk's tokens
