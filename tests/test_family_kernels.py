@@ -176,7 +176,7 @@ def test_gradients_under_one_gate(backend, rng, case):
             limit = 5e-3 if g.dtype == BFLOAT16 else 1e-4
             assert x.dtype == g.dtype and x.shape == g.shape and rms(double(x) - y) <= limit * size
         else:
-            assert errors(x, y)[0] <= (1e-4 if name == "dh0" else 2.8e-3), name
+            assert errors(x, y)[0] <= (1e-4 if name == "dh0" else 2e-3), name
 
 
 @pytest.mark.parametrize("gate", ["logsigmoid", "zero", "spikes-40", "some-inf", "all-20"])
@@ -191,7 +191,7 @@ def test_the_one_gates_gradient_is_as_exact_as_the_others(backend, rng, gate):
 def test_gradients_under_fixed_decays(backend, rng, gamma, T):
     gradients, wanted, _ = under_one_gate(rng, function=retention, gamma=gamma, T=T, K=128)
     for x, y in zip(gradients(backend.run, backend.asarray), wanted, strict=True):
-        assert errors(backend.tohost(x), y)[0] <= 2.8e-3
+        assert errors(backend.tohost(x), y)[0] <= 2e-3
 
 
 @pytest.mark.parametrize("T", [70, 1100])

@@ -229,7 +229,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     const float by[2] = {early[0] * decay.late[0], early[1] * decay.late[1]};
     early[0] = decay.early[0], early[1] = decay.early[1];
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);         // the last chunk's C has been read
-    read_state<BV>(dk, C, by, in.v, [&](int part, const u32(&columns)[4]) {
+    read_state<BV>(dk, C, by, in.v, [&](int part, const u32(&columns)[4], const u32(&)[4]) {
       stmatrix_x4_trans(matrix_row(s.C[warpgroup][0], 16 * part), columns);
     });
     wgmma_wait<0>();

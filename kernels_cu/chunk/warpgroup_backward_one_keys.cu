@@ -9,7 +9,7 @@
 // grid      as warpgroup_backward_one_queries
 // smem      Stage: a chunk's tokens, and its results in place of them; Shared::C: C for dv
 // barriers  full, done: as warpgroup_backward_one_queries; pairs: A and dA stand
-// numerics  as warpgroup_backward_one_queries; C for dv in bfloat16; dg in float32, always in the same order
+// numerics  as warpgroup_backward_one_queries; dg in float32, always in the same order
 // source    Yang et al., 2024, section 4.4; Sun et al., 2023, section 2.2
 // limits    as warpgroup_backward_one_queries
 #include "warpgroup.cuh"
@@ -36,9 +36,9 @@ template <int BK, int BV> struct alignas(1024) Stage {
 };
 
 template <int BK, int BV> struct Shared {
-  static constexpr int STAGES = BK + BV == 128 ? 3 : 4;      // two blocks of the smallest share a multiprocessor
+  static constexpr int STAGES = BK + BV == 192 ? 4 : 3;      // two blocks of the smallest share a multiprocessor
   Stage<BK, BV> stages[STAGES];
-  bf16 C[BK / 64][BV][64];                      // [column of V, channel], swizzled
+  bf16 C[2][BK / 64][BV][64];                   // [column of V, channel], swizzled; then what rounding left over
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
 };
 constexpr int CONSUMERS_BARRIER = 1;
@@ -207,8 +207,9 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
     multiply_pairs<true, true>(from_pairs, raw, in.dA, true);
     wgmma_commit();
     wgmma_wait<1>();                            // says that the state's products have ended
-    read_state<BV, true>(from_state, C, by, in.v, [&](int part, const u32(&columns)[4]) {
-      stmatrix_x4_trans(matrix_row(s.C[warpgroup][0], 16 * part), columns);
+    read_state<BV, true>(from_state, C, by, in.v, [&](int part, const u32(&columns)[4], const u32(&rest)[4]) {
+      stmatrix_x4_trans(matrix_row(s.C[0][warpgroup][0], 16 * part), columns);
+      stmatrix_x4_trans(matrix_row(s.C[1][warpgroup][0], 16 * part), rest);
     });
     wgmma_keep(C);
     wgmma_fence();
@@ -237,15 +238,20 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
 #pragma unroll 1
     for (int panel = warpgroup; panel < BV / 64; panel += CONSUMERS / 128) {
       float dv[16], of_pairs[16];
-      u32 columns[BK / 16][4], gradient[2][4];
+      u32 columns[2][BK / 16][4], gradient[2][4];
       const int row = 64 * panel + threadIdx.x / 32 % 4 * 16 + (lane & 7) + (lane >> 3 & 1) * 8;
 #pragma unroll
-      for (int c = 0; c < BK / 16; ++c) ldmatrix_x4(columns[c], swizzled(s.C[c / 4][0], row, c % 4 * 2 + (lane >> 4)));
+      for (int c = 0; c < BK / 8; ++c) {
+        const int number = c / (BK / 16), tile = c % (BK / 16);
+        ldmatrix_x4(columns[number][tile], swizzled(s.C[number][tile / 4][0], row, tile % 4 * 2 + (lane >> 4)));
+      }
       load_channels(gradient, in.do_[panel]);
       wgmma_fence();
 #pragma unroll
-      for (int c = 0; c < BK / 16; ++c)
-        wgmma<bf16, CHUNK, false>(dv, columns[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
+      for (int c = 0; c < BK / 8; ++c) {
+        const int number = c / (BK / 16), tile = c % (BK / 16);
+        wgmma<bf16, CHUNK, false>(dv, columns[number][tile], wgmma_tile(in.k[tile / 4], 16, 1024) + tile % 4 * 32 / 16, c > 0);
+      }
       multiply_pairs<true>(of_pairs, gradient, in.A, false);
       multiply_pairs<true, true>(of_pairs, gradient, in.A, true);
       wgmma_commit();

@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
     multiply_pairs<false, true>(from_pairs, raw, in.dA, true);
     wgmma_commit();
     wgmma_wait<1>();                            // says that the state's products have ended
-    read_state<BV, true>(from_state, S, by, in.do_, [](int, const u32(&)[4]) {});
+    read_state<BV, true>(from_state, S, by, in.do_, [](int, const u32(&)[4], const u32(&)[4]) {});
     wgmma_keep(S);
     wgmma_fence();
     write_state<BV>(S, k, rest, in.v);

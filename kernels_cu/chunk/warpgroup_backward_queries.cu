@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     wgmma_wait<1>();                            // says that the state's products have ended
     const float by[2] = {late[0] * decay.early[0], late[1] * decay.early[1]};
     late[0] = decay.late[0], late[1] = decay.late[1];
-    read_state<BV>(from_state, S, by, in.do_, [](int, const u32(&)[4]) {});
+    read_state<BV>(from_state, S, by, in.do_, [](int, const u32(&)[4], const u32(&)[4]) {});
     wgmma_keep(S);
     wgmma_fence();
     write_state<BV>(S, k, rest, in.v);

@@ -340,7 +340,7 @@ __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, cons
 }
 
 // S <- diag(by) S, and x[channel, token] = S x^T of that S, or of S before it where READ_FIRST, which is under way. S goes in as
-// the sum of two bfloat16 numbers; the first are given to f(columns / 16, they).
+// the sum of two bfloat16 numbers, which are given to f(columns / 16, the first, the second).
 template <int BV, bool READ_FIRST = false, class F>
 __device__ __forceinline__ void read_state(float (&x)[16], float (&S)[BV / 2], const float (&by)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
@@ -358,7 +358,7 @@ __device__ __forceinline__ void read_state(float (&x)[16], float (&S)[BV / 2], c
         rest[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
         if (READ_FIRST) a *= by[m & 1], b *= by[m & 1];
       }
-      f(part * PART + n, rounded[part & 1][n]);
+      f(part * PART + n, rounded[part & 1][n], rest[part & 1][n]);
     }
   };
   const auto multiply = [&](int part) {

@@ -315,7 +315,7 @@ def shared_bytes(kernel: Kernel) -> int:
             stages, arrays, more, rest = {                              # tiles of [32, BK] and [32, BV] a stage
                 "warpgroup_backward_one_segments": (4, 1, 4 * 33, 0),
                 "warpgroup_backward_one_queries": (3 if BK + BV == 128 else 4, 2, 32 * 128 + decays + shares, 4 * BK // 16),
-                "warpgroup_backward_one_keys": (3 if BK + BV == 128 else 4, 2, 2 * 32 * 128 + decays + 2 * 4 * 32 + shares, 2 * BK * BV),
+                "warpgroup_backward_one_keys": (4 if BK + BV == 192 else 3, 2, 2 * 32 * 128 + decays + 2 * 4 * 32 + shares, 4 * BK * BV),
             }[kernel.name]
             stage = 1024 * -(-(32 * 2 * arrays * (BK + BV) + more) // 1024)
             return 1024 * -(-(stages * stage + rest + 8 * 3 * stages) // 1024)
