@@ -71,37 +71,37 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
   float gate = gate_of(args.g, at, last), end = args.ends ? args.ends[at.pair] : 0.f;
 #pragma unroll 1
   for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
+    const int next = turn + STAGES, token = last - turn * CHUNK;
+    const bool more = next * CHUNK < at.tokens, inside = args.dg && turn >= 0 && token + lane < at.tokens;
+    Stage<BK, BV>& stage = s.stages[next % STAGES];
+    Barrier& full = s.full[next % STAGES];
+    float* const dg = args.dg + ((at.batch * args.shape.H + at.head) * args.shape.T + at.start + token + lane);
+    float sum = inside ? *dg : 0.f;             // long before it is needed
     if (turn >= 0) {
-      Stage<BK, BV>& out = s.stages[turn % STAGES];
-      const int token = last - turn * CHUNK;
-      const bool inside = args.dg && token + lane < at.tokens;
-      float* const dg = args.dg + ((at.batch * args.shape.H + at.head) * args.shape.T + at.start + token + lane);
-      float sum = inside ? *dg : 0.f;           // long before it is needed
       barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
       store_chunk(at, token, [&](auto f) {
-        f(out.q, args.dk, args.dk_rows, K);
-        f(out.v, args.dv, args.dv_rows, V);
+        f(stage.q, args.dk, args.dk_rows, K);
+        f(stage.v, args.dv, args.dv_rows, V);
       });
-      if (args.dg) {
-        float weight = 0.f;
-        for (int warp = 0; warp < BK / 16; ++warp) weight += out.weights[warp][lane];
-        sum = sum_behind(sum - weight, lane);
-        if (inside) *dg = end + sum + out.crossing[0][lane] + out.crossing[1][lane];
-        end += __shfl_sync(0xffffffffu, sum, 0);
-      }
     }
-    const int next = turn + STAGES;
-    if (next * CHUNK >= at.tokens) continue;
-    Stage<BK, BV>& in = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], at, last - next * CHUNK, [&](auto f) {
-      f(in.do_, args.do_, args.do_rows, V);
-      f(in.v, args.v, args.v_rows, V);
-      f(in.k, args.k, args.k_rows, K);
-      f(in.q, args.q, args.q_rows, K);
-    });
+    if (more)
+      fetch_chunk(full, at, last - next * CHUNK, [&](auto f) {
+        f(stage.do_, args.do_, args.do_rows, V);
+        f(stage.v, args.v, args.v_rows, V);
+        f(stage.k, args.k, args.k_rows, K);
+        f(stage.q, args.q, args.q_rows, K);
+      });
     __syncwarp();
-    put_decays(in.decays, gate);
-    barrier_arrive(s.full[next % STAGES]);
+    if (args.dg && turn >= 0) {
+      float weight = 0.f;
+      for (int warp = 0; warp < BK / 16; ++warp) weight += stage.weights[warp][lane];
+      sum = sum_behind(sum - weight, lane);
+      if (inside) *dg = end + sum + stage.crossing[0][lane] + stage.crossing[1][lane];
+      end += __shfl_sync(0xffffffffu, sum, 0);
+    }
+    if (!more) continue;
+    put_decays(stage.decays, gate);
+    barrier_arrive(full);
     gate = gate_of(args.g, at, last - (next + 1) * CHUNK);      // long before it is needed
   }
 }

@@ -51,30 +51,30 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
   float gate = gate_of(args.g, at, 0);
 #pragma unroll 1
   for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
+    const int next = turn + STAGES, token = turn * CHUNK + lane;
+    const bool more = next * CHUNK < at.tokens;
+    Stage<BK, BV>& stage = s.stages[next % STAGES];
+    Barrier& full = s.full[next % STAGES];
     if (turn >= 0) {
-      Stage<BK, BV>& out = s.stages[turn % STAGES];
       barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
-      store_chunk(at, turn * CHUNK, [&](auto f) { f(out.q, args.dq, args.dq_rows, K); });
-      const int token = turn * CHUNK + lane;
-      if (args.weights && token < at.tokens) {
-        float weight = 0.f;
-        for (int warp = 0; warp < BK / 16; ++warp) weight += out.weights[warp][lane];
-        args.weights[(at.batch * args.shape.H + at.head) * args.shape.T + at.start + token] = weight;
-      }
-      __syncwarp();
+      store_chunk(at, turn * CHUNK, [&](auto f) { f(stage.q, args.dq, args.dq_rows, K); });
     }
-    const int next = turn + STAGES;
-    if (next * CHUNK >= at.tokens) continue;
-    Stage<BK, BV>& in = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], at, next * CHUNK, [&](auto f) {
-      f(in.do_, args.do_, args.do_rows, V);
-      f(in.v, args.v, args.v_rows, V);
-      f(in.k, args.k, args.k_rows, K);
-      f(in.q, args.q, args.q_rows, K);
-    });
+    if (more)
+      fetch_chunk(full, at, next * CHUNK, [&](auto f) {
+        f(stage.do_, args.do_, args.do_rows, V);
+        f(stage.v, args.v, args.v_rows, V);
+        f(stage.k, args.k, args.k_rows, K);
+        f(stage.q, args.q, args.q_rows, K);
+      });
+    if (args.weights && token >= 0 && token < at.tokens) {
+      float weight = 0.f;
+      for (int warp = 0; warp < BK / 16; ++warp) weight += stage.weights[warp][lane];
+      args.weights[(at.batch * args.shape.H + at.head) * args.shape.T + at.start + token] = weight;
+    }
     __syncwarp();
-    put_decays(in.decays, gate);
-    barrier_arrive(s.full[next % STAGES]);
+    if (!more) continue;
+    put_decays(stage.decays, gate);
+    barrier_arrive(full);
     gate = gate_of(args.g, at, (next + 1) * CHUNK);     // long before it is needed
   }
 }
