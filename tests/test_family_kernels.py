@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import Kernels
 from reference import DECAYS, LIMITS, assert_close, double, draw, draw_states, errors, rms, same_bits, stated
-from test_explain import Recorder
+from test_gradient_kernels import Recorder
 from test_repeated_calls import Queued
 
 from linattn_np import NotSupported, linear_attention, retention, simple_gla, vjp
@@ -216,6 +216,8 @@ def test_what_a_pullback_under_one_gate_takes(rng, T, gate_dtype):
             "gate_gradient"] * converted
         assert tuple(recorder.launched) == plans.sweeps_of(problem, device)
         assert len(gradients) == len(op.arrays)
+        taken = sum(x.nbytes for x in recorder.made if not any(x is gradient for gradient in gradients))
+        assert taken == plans.scratch(problem, device)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

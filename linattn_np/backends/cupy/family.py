@@ -239,8 +239,8 @@ def scratch(problem, gla) -> int:
     """Bytes that the arrays made take, besides what gla's own gradients need."""
     B, N, H, T, K = problem.shape("B N H T K")
     tokens, V, size = B * H * T, gla.sizes["V"], gla.dtype.itemsize
-    converted = problem.op.gates and problem["g"].dtype != FLOAT32
-    found = 2 * tokens * FLOAT32.itemsize * (int(converted) if one_gate(gla) else K)        # g and dg
+    converted = bool(problem.op.gates) and problem["g"].dtype != FLOAT32
+    found = 2 * tokens * FLOAT32.itemsize * (converted if one_gate(gla) else K)             # g and dg
     if feature_map(problem) or gla.dtype != problem.dtype:
         found += 4 * tokens * K * size                                          # q, k and their gradients
     if normalized(problem):

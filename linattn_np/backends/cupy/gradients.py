@@ -130,11 +130,10 @@ def under_one_gate(problem, device, arrays, gradients, dht, dh0):
     N, H, P = *problem.shape("N H"), segments(problem, device)
     warpgroups, one = OnWarpgroups(problem, device, P), dict(g=g)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
-    ends = None if dg is None else device.empty((N * P, H), FLOAT32)
+    room = device.empty((N * P, H), FLOAT32)
     if before:
         initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do), one, initial, dht)
-    if dht is None:
-        ends = None
+    ends = None if dg is None or dht is None else room
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, dq=dq), one, initial=initial, dht=dht, ends=ends, weights=dg)
     warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, dk=dk, dv=dv), one, dht=dht, ends=ends, dg=dg, dh0=dh0)
     return ()
