@@ -59,6 +59,7 @@ ATTENTION = (                           # B H T K V, dtype, keywords
 FAMILY = (                              # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 2, 133, 64, 128), BFLOAT16, {"cu_seqlens": PACKED}),
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 256, 64), HALF, {}),
+    (simple_gla, SIMPLE_GLA, (1, 1, 1100, 64, 64), BFLOAT16, {}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 40, 20, 9), BFLOAT16, {"feature_map": "elu", "normalize": True}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}))
 STEPS = (                               # B H K V, dtype, the state's dtype, slots or None

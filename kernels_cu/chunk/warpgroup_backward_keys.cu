@@ -14,7 +14,7 @@
 // numerics  as warpgroup_backward_queries; dg in float32 from weights of its own type and sums of chunks in float32
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as warpgroup_backward_queries
-#include "warpgroup.cuh"
+#include "warpgroup_backward.cuh"
 
 template <typename G> struct WarpgroupBackwardKeysArgs {
   TensorMap q, k, v, do_, g, weight, dk, dv, dg;        // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -247,7 +247,8 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     wgmma_commit();
     wgmma_keep(C);
     wgmma_fence();
-    write_state<BV>(C, q, q_rest, in.do_);
+    write_state<BV>(C, q, in.do_);
+    write_state<BV>(C, q_rest, in.do_);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(dk);

@@ -12,7 +12,7 @@
 // numerics  as warpgroup_backward_one_queries; dg in float32, always in the same order
 // source    Yang et al., 2024, section 4.4; Sun et al., 2023, section 2.2
 // limits    as warpgroup_backward_one_queries
-#include "warpgroup.cuh"
+#include "warpgroup_backward.cuh"
 
 struct WarpgroupBackwardOneKeysArgs {
   TensorMap q, k, v, do_, dk, dv;               // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -68,7 +68,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
   const Place at = place_of(args.shape, blockIdx.x);
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (at.tokens - 1) / CHUNK * CHUNK, lane = threadIdx.x & 31;
-  float gate = gate_of(args.g, at, last), end = args.ends ? args.ends[at.pair] : 0.f;
+  float gate = gate_of(args.g, at, last + lane), end = args.ends ? args.ends[at.pair] : 0.f;
 #pragma unroll 1
   for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
     const int next = turn + STAGES, token = last - turn * CHUNK;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
     if (!more) continue;
     put_decays(stage.decays, gate);
     barrier_arrive(full);
-    gate = gate_of(args.g, at, last - (next + 1) * CHUNK);      // long before it is needed
+    gate = gate_of(args.g, at, last - (next + 1) * CHUNK + lane);      // long before it is needed
   }
 }
 
@@ -213,7 +213,8 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
     });
     wgmma_keep(C);
     wgmma_fence();
-    write_state<BV>(C, q, rest, in.do_);
+    write_state<BV>(C, q, in.do_);
+    write_state<BV>(C, rest, in.do_);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(from_state);

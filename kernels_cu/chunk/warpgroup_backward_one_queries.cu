@@ -12,7 +12,7 @@
 // numerics  products of bfloat16 numbers in float32: q, k, v and do as they came, all else as the sum of two of them
 // source    Yang et al., 2024, section 4; Sun et al., 2023, section 2.2
 // limits    sm_90a; bfloat16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "warpgroup.cuh"
+#include "warpgroup_backward.cuh"
 
 struct WarpgroupBackwardOneQueriesArgs {
   TensorMap q, k, v, do_, dq;                   // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -48,7 +48,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
   const Place at = place_of(args.shape, blockIdx.x);
   const i64 K = args.shape.K, V = args.shape.V;
   const int lane = threadIdx.x & 31;
-  float gate = gate_of(args.g, at, 0);
+  float gate = gate_of(args.g, at, lane);
 #pragma unroll 1
   for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
     const int next = turn + STAGES, token = turn * CHUNK + lane;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
     if (!more) continue;
     put_decays(stage.decays, gate);
     barrier_arrive(full);
-    gate = gate_of(args.g, at, (next + 1) * CHUNK);     // long before it is needed
+    gate = gate_of(args.g, at, (next + 1) * CHUNK + lane);     // long before it is needed
   }
 }
 
@@ -135,7 +135,8 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
     read_state<BV, true>(from_state, S, by, in.do_, [](int, const u32(&)[4], const u32(&)[4]) {});
     wgmma_keep(S);
     wgmma_fence();
-    write_state<BV>(S, k, rest, in.v);
+    write_state<BV>(S, k, in.v);
+    write_state<BV>(S, rest, in.v);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(from_state);

@@ -12,7 +12,7 @@
 // numerics  as the sweeps
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    as the sweeps
-#include "warpgroup.cuh"
+#include "warpgroup_backward.cuh"
 
 struct WarpgroupBackwardOneSegmentsArgs {
   TensorMap q, k, v, do_;                       // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -42,7 +42,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (at.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
   const auto first_of = [&](int turn) { return (backwards ? last - turn : turn) * CHUNK; };
-  float gate = gate_of(args.g, at, first_of(0));
+  float gate = gate_of(args.g, at, first_of(0) + lane);
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
     Stage<BK, BV>& in = s.stages[turn % STAGES];
@@ -63,7 +63,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const WarpgroupBackwardO
     in.decays[lane] = backwards ? float(args.scale) * exp2_approx(sum) : lane == CHUNK - 1 ? 1.f : exp2_approx(behind);
     if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
     barrier_arrive(s.full[turn % STAGES]);
-    gate = gate_of(args.g, at, first_of(turn + 1));     // long before it is needed
+    gate = gate_of(args.g, at, first_of(turn + 1) + lane);     // long before it is needed
   }
 }
 
@@ -86,7 +86,8 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] *= by;
     wgmma_fence();
-    write_state<BV>(S, x, rest, in.y);
+    write_state<BV>(S, x, in.y);
+    write_state<BV>(S, rest, in.y);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(S);

@@ -13,7 +13,7 @@
 // numerics  products of bfloat16 numbers in float32; the state as two of them, because dg is a sum over all tokens
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "warpgroup.cuh"
+#include "warpgroup_backward.cuh"
 
 template <typename G> struct WarpgroupBackwardQueriesArgs {
   TensorMap q, k, v, do_, g, dq, weight;        // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -135,7 +135,8 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     read_state<BV>(from_state, S, by, in.do_, [](int, const u32(&)[4], const u32(&)[4]) {});
     wgmma_keep(S);
     wgmma_fence();
-    write_state<BV>(S, k, rest, in.v);
+    write_state<BV>(S, k, in.v);
+    write_state<BV>(S, rest, in.v);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_keep(from_state);

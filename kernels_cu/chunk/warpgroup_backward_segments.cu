@@ -11,7 +11,7 @@
 // numerics  as the sweeps
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    as the sweeps
-#include "warpgroup.cuh"
+#include "warpgroup_backward.cuh"
 
 template <typename G> struct WarpgroupBackwardSegmentsArgs {
   TensorMap q, k, v, do_, g;                    // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -73,7 +73,8 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] *= behind[i >> 1 & 1] * first[i >> 1 & 1];
     wgmma_fence();
-    write_state<BV>(S, x, rest, in.y);
+    write_state<BV>(S, x, in.y);
+    write_state<BV>(S, rest, in.y);
     wgmma_commit();
 #pragma unroll
     for (int h = 0; h < 2; ++h) all[h] *= first[h] * second[h], behind[h] = second[h];

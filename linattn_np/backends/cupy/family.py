@@ -61,7 +61,7 @@ class Maker:
 
 
 class Sketcher:
-    """Makes rooms of one row for them, and notes what would be launched."""
+    """Makes rooms of one row for them, and notes what would be launched. Only a gate has all of its shape: it says who shares it."""
 
     def __init__(self, device):
         self.device, self.kernels = device, []
@@ -71,11 +71,11 @@ class Sketcher:
 
     def joined(self, parts, shape, dtype, phi=None):
         self.kernels += [tiles.feature_map(phi, x.dtype, dtype) for x, _ in parts]
-        return self.device.empty((1, 1, 1, shape[-1]), dtype)
+        return self.device.empty(shape if shape[-1] == 1 else (1, 1, 1, shape[-1]), dtype)
 
 
 def as_gla(problem, maker, reads_one_gate=None):
-    """The problem of gla's; `reads_one_gate` says of it whether its kernels take a gate that all channels share."""
+    """The problem of gla's; `reads_one_gate` says of which dtypes its kernels take a gate that all channels share."""
     B, N, H, T, K, V = problem.shape("B N H T K V")
     q, k, v = (problem[name] for name in "qkv")
     fields = {"scale": problem.scale, "dtype": problem.dtype, "sizes": problem.sizes}
@@ -90,9 +90,10 @@ def as_gla(problem, maker, reads_one_gate=None):
     if phi or fields["dtype"] != q.dtype:
         q, k = (maker.joined([(x, K)], x.shape, fields["dtype"], phi) for x in (q, k))
     gla = problem.but(op=GLA, arrays={"q": q, "k": k, "v": v, "g": gate(problem, maker)}, options={}, memo=None, **fields)
-    g, columns = gla["g"], 1 if reads_one_gate and reads_one_gate(gla, maker.device) else K
-    if columns == 1 and g.dtype == FLOAT32:
+    g, read = gla["g"], reads_one_gate(gla, maker.device) if reads_one_gate else ()
+    if g.dtype in read:
         return gla
+    columns = 1 if read else K
     return gla.but(arrays=gla.arrays | {"g": maker.joined([(g, columns)], (B, H, T, columns), FLOAT32)})
 
 
@@ -157,8 +158,11 @@ def shared(problem, device, dg):
     """The gradient of a gate that all channels share, from [B, H, T, K] or in float32."""
     if dg.ndim == 3 and dg.dtype == problem["g"].dtype:
         return dg
-    found, dg = device.empty(problem.shape("B H T"), problem["g"].dtype), dg if dg.ndim == 4 else dg[..., None]
-    by_token(problem, device, tiles.gate_gradient(found.dtype), dict(x=dg, y=found[..., None]), C=dg.shape[-1])
+    found = device.empty(problem.shape("B H T"), problem["g"].dtype)
+    if dg.ndim == 3:
+        fill(device, found[:, :, None], dg[:, :, None], None)          # its tokens side by side as channels are
+    else:
+        by_token(problem, device, tiles.gate_gradient(found.dtype), dict(x=dg, y=found[..., None]), C=dg.shape[-1])
     return found
 
 
@@ -214,8 +218,10 @@ def sweeps(problem, device, of_gla, of_gradients, reads_one_gate):
     phi, T = feature_map(problem), gla.dtype
     quotient = (*of_gla(gla, device), tiles.divide_gradient(problem.dtype)) if normalized(problem) else ()
     after = 2 * (tiles.feature_gradient(phi, problem.dtype, T),) if phi else ()
-    if problem.op.gates and not (one_gate(gla) and problem["g"].dtype == FLOAT32):
+    if problem.op.gates and not one_gate(gla):
         after += (tiles.gate_gradient(problem["g"].dtype),)
+    elif problem.op.gates and problem["g"].dtype != FLOAT32:
+        after += (tiles.feature_map(None, FLOAT32, problem["g"].dtype),)
     return (*before, *quotient, *of_gradients(gla, device), *after)
 
 
@@ -226,7 +232,7 @@ def copies_of(problem, device, reads_one_gate) -> tuple[str, ...]:
     gla, _ = outline(problem, device, reads_one_gate)
     gates = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
     found = [] if one_gate(gla) else [gates.get(problem.op.name, "a gate of 0: spread over tokens and channels")]
-    if one_gate(gla) and problem.op.gates and problem["g"].dtype != FLOAT32:
+    if one_gate(gla) and problem.op.gates and gla["g"].dtype != problem["g"].dtype:
         found.append("g: in float32")
     if feature_map(problem) or normalized(problem) and problem.dtype != FLOAT32:
         found.append("q and k: mapped to their features" + (" in float32" if normalized(problem) else ""))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...contract import SUB_CHUNK
-from . import tiles
+from . import tiles, warpgroup_one_gate
 from .build import pack, with_maps
 from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, has_rows, in_rows, inputs, mappable, one_gate, place,
                        pointer, rows)
@@ -38,7 +38,9 @@ def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
     policy, T, G = tiles.policy(problem.op), problem.dtype, tiles.ONE if one_gate(problem) else gate(problem).dtype
     K, V = problem.shape("K V")
     P, own = segments(problem, device), ()
-    if P:
+    if P and not wants_gate(problem):
+        own = (warpgroup_one_gate.gradient_kernel(problem, longest(problem)),)
+    elif P:
         own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
     if P > 1:
         own = (tiles.warpgroup_backward("segments", policy, G, K, V), tiles.scan_both_ways(), *own)
@@ -54,19 +56,32 @@ def segments(problem, device) -> int:
     N, H, K, V = problem.shape("N H K V")
     if device.capability != 90 or problem.dtype != BFLOAT16 or max(K, V) > tiles.WARPGROUP_TILES[-1]:
         return 0
-    return tiles.segments(N * H, int(problem.spans.lengths.max())) if mappable(problem, device) else 0
+    if not mappable(problem, device):
+        return 0
+    return tiles.segments(N * H, longest(problem)) if wants_gate(problem) else warpgroup_one_gate.segments(problem, longest(problem))
 
 
-def reads_one_gate(problem, device) -> bool:
-    """Whether the sweeps take a gate that all channels share as it is."""
-    return segments(problem, device) > 0
+def longest(problem) -> int:
+    """Tokens of the longest sequence."""
+    return int(problem.spans.lengths.max())
+
+
+def wants_gate(problem) -> bool:
+    """Whether there is a gradient of the gate: not of one that tokens share."""
+    return not one_gate(problem) or gate(problem).shape[:3] == problem.shape("B H T")
+
+
+def reads_one_gate(problem, device) -> tuple[np.dtype, ...]:
+    """Of which dtypes the sweeps take a gate that all channels share as it is."""
+    return (FLOAT32,) if segments(problem, device) else ()
 
 
 def tiles_of(problem, device) -> dict:
     """The sizes that the sweeps over K work in, whatever the mode; Hopper's own where they run."""
     if P := segments(problem, device):
-        BK, BV = (int(size) for size in chosen(problem, device)[0][-1].template[-2:])
-        return {"BK": BK, "BV": BV, "chunk": tiles.WARPGROUP_CHUNK} | ({"segments": P} if P > 1 else {})
+        kernel = chosen(problem, device)[0][-1]
+        BK, BV = (int(size) for size in kernel.template[-2:])
+        return {"BK": BK, "BV": BV, "chunk": chunk_of(kernel)} | ({"segments": P} if P > 1 else {})
     return {"BK": tiles.BACKWARD_CHANNELS, "BV": tiles.channels(problem.sizes["V"]), "chunk": SUB_CHUNK, "kept": tiles.KEPT}
 
 
@@ -80,7 +95,7 @@ def pullback(problem, device, do, dht):
     do = in_rows(do.astype(problem.dtype, copy=False))
     dht = None if dht is None else contiguous(dht[0])
     dq, dk, dv = (like(x, device) for x in (q, k, v))
-    dg = one_gradient(problem, device) if one_gate(problem) else like(g, device)
+    dg = like(g, device) if not one_gate(problem) else device.empty(problem.shape("B H T"), FLOAT32) if wants_gate(problem) else None
     dh0 = None if problem.initial_state is None else device.empty(problem.shape("N H K V"), FLOAT32)
     arrays, gradients = (q, k, v, g, do), (dq, dk, dv, dg)
     gradients += (under_one_gate if one_gate(problem) else under_any_gates)(problem, device, arrays, gradients, dht, dh0)
@@ -125,26 +140,31 @@ def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du)
 
 def under_one_gate(problem, device, arrays, gradients, dht, dh0):
     """Hopper's sweeps for a gate that all channels share; the first leaves in dg what the second needs."""
-    *before, queries, keys = sweeps(problem, device)
+    *before, last = sweeps(problem, device)
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     N, H, P = *problem.shape("N H"), segments(problem, device)
-    warpgroups, one = OnWarpgroups(problem, device, P), dict(g=g)
+    warpgroups, one = OnWarpgroups(problem, device, P, chunk_of(last)), dict(g=g)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
-    room = device.empty((N * P, H), FLOAT32)
-    if before:
-        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do), one, initial, dht)
-    ends = None if dg is None or dht is None else room
+    between = before[:2] if P > 1 else ()
+    if between:
+        initial, dht = warpgroups.between_segments(between, dict(q=q, k=k, v=v, do=do), one, initial, dht)
+    if dg is None:
+        warpgroup_one_gate.gradients(problem, device, last, dict(q=q, k=k, v=v, do=do, g=g), dict(dq=dq, dk=dk, dv=dv), initial,
+                                     dht, dh0, warpgroups.where, P)
+        return ()
+    queries, room = before[-1], device.empty((N * P, H), FLOAT32)
+    ends = None if dht is None else room
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, dq=dq), one, initial=initial, dht=dht, ends=ends, weights=dg)
-    warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, dk=dk, dv=dv), one, dht=dht, ends=ends, dg=dg, dh0=dh0)
+    warpgroups.launch(last, dict(q=q, k=k, v=v, do=do, dk=dk, dv=dv), one, dht=dht, ends=ends, dg=dg, dh0=dh0)
     return ()
 
 
 class OnWarpgroups:
     """Launches of Hopper's own sweeps, of P segments a sequence."""
 
-    def __init__(self, problem, device, P):
+    def __init__(self, problem, device, P, chunk=tiles.WARPGROUP_CHUNK):
         self.problem, self.device, self.P = problem, device, P
-        self.where = place(problem, device, problem.spans.segments(P, tiles.WARPGROUP_CHUNK) if P > 1 else None)
+        self.where = place(problem, device, problem.spans.segments(P, chunk) if P > 1 else None)
         self.initial = self.aligned(problem.initial_state and contiguous(problem.initial_state[0]))
 
     def aligned(self, x):
@@ -203,10 +223,9 @@ def like(x, device):
     return room if has_rows(room) else device.empty(x.shape, x.dtype)
 
 
-def one_gradient(problem, device):
-    """Room for the gradient of a gate that all channels share, where every token has its own."""
-    shape = problem.shape("B H T")
-    return device.empty(shape, FLOAT32) if gate(problem).shape[:3] == shape else None
+def chunk_of(kernel) -> int:
+    """The tokens that one of Hopper's own sweeps takes at a time."""
+    return tiles.TOKENS.get(kernel.name, {"chunk": tiles.WARPGROUP_CHUNK})["chunk"]
 
 
 def in_pieces(x, device) -> bool:
@@ -226,7 +245,7 @@ def scratch(problem, device) -> int:
     B, N, H, T, K, V = problem.shape("B N H T K V")
     P = segments(problem, device)
     if one_gate(problem):
-        elements = N * P * H
+        elements = N * P * H * wants_gate(problem)
     else:
         chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
         elements = math.prod(kept_shape(problem, chunks))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...arrays import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
-from . import attention, family, gradients, tiles, two_gates
+from . import attention, family, gradients, tiles, two_gates, warpgroup_one_gate
 from .build import pack, with_maps
 from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, give_back, has_rows, in_pieces, in_rows,
                        inputs, is_plain, mappable, one_gate, output, place, pointer, rows, states, stored)
@@ -168,12 +169,16 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
     passes = ("Whole",) if K <= tiles.WARPGROUP_TILES[-1] else ("First", "Last")
     longest = int(problem.spans.lengths.max())
     widest = tiles.WARPGROUP_TILES[not (G is tiles.ONE and tiles.narrow_blocks(N * H, V, longest))]
-    kernels = tuple(tiles.warpgroup_forward(policy, T, G, K, min(V, widest), only) for only in passes)
+    def of_pass(only, V):
+        if warpgroup_one_gate.computes(problem):
+            return tiles.warpgroup_one_gate(only, gate(problem).dtype, K, V)
+        return tiles.warpgroup_forward("Gla" if only == "Summary" else policy, T, G, K, V, only)
+
+    kernels = tuple(of_pass(only, min(V, widest)) for only in passes)
     columns = int(kernels[0].template[-1])
     P = tiles.segments(N * H * ceil_div(V, columns), longest, tiles.room(kernels[0]))
     if P > 1:
-        summaries = len(passes) * (tiles.warpgroup_forward("Gla", T, G, K, V, "Summary"),)
-        kernels = (*summaries, tiles.scan_segments(), *kernels)
+        kernels = (*len(passes) * (of_pass("Summary", V),), tiles.scan_segments(), *kernels)
     return kernels, columns, P
 
 
@@ -182,9 +187,11 @@ def on_hopper(problem, device) -> bool:
     return device.capability == 90 and problem.dtype.itemsize == 2 and mappable(problem, device)
 
 
-def reads_one_gate(problem, device) -> bool:
-    """Whether what runs takes a gate that all channels share as it is."""
-    return mode_of(problem) == "chunk" and on_hopper(problem, device)
+def reads_one_gate(problem, device) -> tuple[np.dtype, ...]:
+    """Of which dtypes what runs takes a gate that all channels share as it is."""
+    if mode_of(problem) != "chunk" or not on_hopper(problem, device):
+        return ()
+    return (BFLOAT16, FLOAT32) if warpgroup_one_gate.computes(problem) else (FLOAT32,)
 
 
 def reader_of(problem):
@@ -198,7 +205,7 @@ def in_segments(problem, device, kernels, P, arrays, o, initial, final):
     summaries, scan, whole = kernels[:n], kernels[n], kernels[n + 1:]
     N, H, K, V = problem.shape("N H K V")
     R = tiles.parts(summaries[0], N * H, V, P, int(problem.spans.lengths.max()), final is not None)
-    segments = problem.spans.segments(P, tiles.WARPGROUP_CHUNK)
+    segments = problem.spans.segments(P, tiles.TOKENS[kernels[-1].name]["chunk"])
     left, decays = device.empty((N * P * R, H, K, V), FLOAT32), device.empty((N * P * R, H, 2, K), FLOAT32)
     starts, where = device.empty((N * P, H, K, V), FLOAT32), place(problem, device, segments)
     parts = place(problem, device, segments.segments(R, tiles.WARPGROUP_CHUNK)) if R > 1 else where
@@ -211,7 +218,10 @@ def in_segments(problem, device, kernels, P, arrays, o, initial, final):
 
 
 def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, of=1, needed=1):
-    """The Hopper kernel on the sequences or segments that `where` names, a launch for every BK channels."""
+    """Hopper's kernels on the sequences or segments that `where` names, a launch for every BK channels."""
+    if warpgroup_one_gate.computes(problem):
+        return warpgroup_one_gate.outputs(problem, device, *kernels, arrays, o, initial, final, where,
+                                          decays=decays, of=of, needed=needed)
     q, k, v, g = arrays
     u = bonus(problem)                          # may be a copy, which must live until the launch
     B, H, T, V = problem.shape("B H T V")

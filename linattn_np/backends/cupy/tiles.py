@@ -14,10 +14,11 @@ THREADS = 128           # of every kernel but chunk_forward, which has a warp fo
 STAGE_COLUMNS = 64      # columns of V a block of the tiled stages
 CHUNK_COLUMNS = (64, 128)           # BV of chunk_forward: blocks that share a head repeat its scores, so the wider
                                     # one where V needs it: 2.68 to 2.21 ms at 4,4096,64,128 on an H200
-TOKENS = {"chunk_forward": {"chunk": 16}, "warpgroup_forward": {"chunk": 32, "sub_chunk": 8}}   # at a time
+TOKENS = {"chunk_forward": {"chunk": 16}, "warpgroup_forward": {"chunk": 32, "sub_chunk": 8},    # at a time
+          "warpgroup_one_gate": {"chunk": 64}}
 WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, columns of V a warpgroup
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
-ONE = "One"                         # the type of a gate that all channels of a token share, float32
+ONE = "One"                         # to warpgroup_forward, the type of a gate that all channels of a token share, float32
 MULTIPROCESSORS = 132               # of a Hopper card
 SEGMENT = 128                      # tokens that are worth a pass of their own
 KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
@@ -54,9 +55,15 @@ def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
     return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
 
 
+def warpgroup_one_gate(only, G, K, V) -> Kernel:
+    """`only`: "Whole", "Summary" of segments, or "Gradients"; bfloat16 alone, whose range holds states."""
+    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
+    return Kernel("chunk/warpgroup_one_gate", (only, CTYPES[G], str(BK), str(BV)), 2 * BV + 256, "sm_90a")
+
+
 def narrow_blocks(heads, V, longest) -> bool:
     """Whether blocks of 64 columns of V, all on the card at once, spare its sequences to be cut: under one gate they take
-    four fifths of a wider block's time, and no pass that summarises segments: 0.078 for 0.092 ms at 4,2048,16,128."""
+    two thirds of a wider block's time, and no pass that summarises segments: 0.049 for 0.075 ms at 4,2048,16,128."""
     blocks = heads * -(-V // WARPGROUP_TILES[0])
     return blocks <= MULTIPROCESSORS and segments(blocks, longest) == 1
 
@@ -282,6 +289,11 @@ def shared_bytes(kernel: Kernel) -> int:
             values = BV // 64 * (4 if gate <= 2 else 3) * 32 * 64 * half
             used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 2 * 33 * 4 + 4 * BK + 40 + 8 * (6 + BV // 64 * (4 if gate <= 2 else 3))
             return 1024 * -(-used // 1024)
+        case "warpgroup_one_gate", (*_, BK, BV):
+            BK, BV = int(BK), int(BV)
+            stages, gates = 3 if BK == BV else 4, 4 * 64 * (2 * 6 + 2)
+            stage = 1024 * -(-(64 * 2 * (2 * BK + BV + 64) + gates) // 1024)
+            return 1024 * -(-(stages * stage + 8 * 3 * stages) // 1024)
         case ("chunk_backward_queries" | "chunk_backward_keys"), (_, T, G, BV):
             BK, BV, keys = BACKWARD_CHANNELS, int(BV), kernel.name == "chunk_backward_keys"
             groups, warps = BV // 64, BV // 16
@@ -379,11 +391,19 @@ def kernels():
             yield two_gates(only, T, G, K)
     for T, K, V in product(half, CHANNELS, CHUNK_COLUMNS):
         for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Summary"):
-            yield warpgroup_forward(POLICIES[0], T, ONE, K, V, only)
+            if T != BFLOAT16 or only != "Whole":
+                yield warpgroup_forward(POLICIES[0], T, ONE, K, V, only)
+    for T in half:
+        yield feature_map(None, single, T)
     for (T, Y), phi in product(pairs, FEATURE_MAPS):
         yield feature_map(phi, T, Y)
         if phi:
             yield feature_gradient(phi, T, Y)
+    for G, K, V in product((BFLOAT16, single), WARPGROUP_TILES, WARPGROUP_TILES):
+        yield warpgroup_one_gate("Whole", G, K, V)
+        yield warpgroup_one_gate("Summary", G, K, V)
+        if G == single and V <= K:
+            yield warpgroup_one_gate("Gradients", G, K, V)
     yield scan_segments()
     yield scan_both_ways()
     for what, G, p, K, V in product(("segments", "queries", "keys"), (BFLOAT16, single), POLICIES, WARPGROUP_TILES, WARPGROUP_TILES):
