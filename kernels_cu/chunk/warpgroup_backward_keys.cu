@@ -46,6 +46,7 @@ template <typename G, int BK, int BV> struct Shared {
   Tile<bf16, BK> q_rest, k_rest;                // what rounding left over of q^ and k^
   bf16 A[CHUNK][64];                            // as dA
   float own[BK / 16][CHUNK];                    // RWKV-6: a token's score with itself, every warp's share
+  Place place;                                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
@@ -63,93 +64,110 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(turn++, token);
 }
 
-template <typename G, int BK, int BV>
-__device__ __forceinline__ void move(Shared<G, BK, BV>& s, const WarpgroupBackwardKeysArgs<G>& args) {
-  constexpr int STAGES = Shared<G, BK, BV>::STAGES;
-  const Place at = place_of(args.shape, blockIdx.x);
-  const i64 K = args.shape.K, V = args.shape.V;
-  const int last = (at.tokens - 1) / CHUNK * CHUNK;
-#pragma unroll 1
-  for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
-    if (turn >= 0) {
-      Stage<G, BK, BV>& out = s.stages[turn % STAGES];
-      barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
-      store_chunk(at, last - turn * CHUNK, [&](auto f) {
-        f(out.q, args.dk, args.dk_rows, K);
-        f(out.v, args.dv, args.dv_rows, V);
-        f(out.g, args.dg, args.dg_rows, K);
-      });
+// ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays ----------
+
+// D[query, key] = a b^T + a more^T for a warp's 8 queries, and in its other 8 rows the same of a_rest. MORE: with `more`.
+template <bool MORE, int PANELS>
+__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], bf16 (&a)[PANELS][CHUNK][64], bf16 (&a_rest)[PANELS][CHUNK][64],
+                                              bf16 (&b)[PANELS][CHUNK][64], bf16 (&more)[PANELS][CHUNK][64], int warp, int lane) {
+  const int row = 8 * warp + (lane & 7), piece = lane >> 4;
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel) {            // one after the other: registers are scarce
+    u32 x[4][4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], swizzled((lane & 8 ? a_rest : a)[panel][0], row, 2 * c + piece));
+    const u64 keys = wgmma_tile(b[panel], 16, 1024), others = wgmma_tile(more[panel], 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      wgmma<bf16, CHUNK, false>(d, x[c], keys + c * 32 / 16, panel || c);
+      if (MORE) wgmma<bf16, CHUNK, false>(d, x[c], others + c * 32 / 16, true);
     }
-    const int next = turn + STAGES;
-    if (next * CHUNK >= at.tokens) continue;
-    Stage<G, BK, BV>& in = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], at, last - next * CHUNK, [&](auto f) {
-      f(in.g, args.g, args.g_rows, K);
-      f(in.k, args.k, args.k_rows, K);
-      f(in.q, args.q, args.q_rows, K);
-      f(in.do_, args.do_, args.do_rows, V);
-      f(in.v, args.v, args.v_rows, V);
-      f(in.weight, args.weight, args.weight_rows, K);
-    });
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_keep(d);
   }
 }
 
-// D[queries, keys] = q^ k^^T, a block, but for the product of what rounding left over of both.
-template <typename G, int BK, int BV>
-__device__ __forceinline__ void score(float (&d)[2][4], Shared<G, BK, BV>& s, Stage<G, BK, BV>& in, int block, int lane) {
-  float left[2][4] = {}, right[2][4] = {};      // apart, so that no product waits for another
+// Stores the first 8 rows or, of BOTH, their sum with the others, with f(query, key, value) for each, as that of two bfloat16
+// numbers, the second 32 columns on.
+template <bool BOTH, class F>
+__device__ __forceinline__ void put_rows(bf16 (&tile)[CHUNK][64], const float (&d)[CHUNK / 2], int warp, int lane, F f) {
+  const int i = 8 * warp + (lane >> 2), t = lane & 3;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = 0.f;
-#pragma unroll (BK / 64)
-  for (int c = 0; c < BK / 8; c += 2) {
-    u32 q[4], q_rest[4], k[2][2], k_rest[2][2];
-    load_queries(q, in.q, block, c, lane);
-    load_keys(k, in.k, block, c, lane);
-    load_queries(q_rest, s.q_rest, block, c, lane);
-    load_keys(k_rest, s.k_rest, block, c, lane);
-    multiply(d, q, k);
-    multiply(left, q_rest, k);
-    multiply(right, q, k_rest);
+  for (int n = 0; n < CHUNK / 8; ++n) {
+    const float x = f(i, 8 * n + 2 * t, BOTH ? d[4 * n] + d[4 * n + 2] : d[4 * n]);
+    const float y = f(i, 8 * n + 2 * t + 1, BOTH ? d[4 * n + 1] + d[4 * n + 3] : d[4 * n + 1]);
+    const u32 rounded = pack<bf16>(x, y);
+    reinterpret_cast<u32*>(swizzled(tile[0], i, n))[t] = rounded;
+    reinterpret_cast<u32*>(swizzled(tile[0], i, n + 4))[t] = remainder_of(rounded, x, y);
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] += left[i / 4][i % 4] + right[i / 4][i % 4];
 }
 
 template <class Policy, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens, int block, int lane) {
+__device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, const WarpgroupBackwardKeysArgs<G>& args) {
   constexpr int STAGES = Shared<G, BK, BV>::STAGES;
+  const Place& at = s.place;
+  const i64 K = args.shape.K, V = args.shape.V;
+  const int warp = threadIdx.x / 32 % 4;
+  int lane = threadIdx.x & 31;
   const auto announce = [&](Barrier& b) {
     fence_async();
     barrier_arrive(b);
   };
+  const auto fetch = [&](int turn) {
+    if (turn * CHUNK >= at.tokens) return;
+    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
+    fetch_chunk(s.full[turn % STAGES], at, ((at.tokens - 1) / CHUNK - turn) * CHUNK, [&](auto f) {
+      if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
+      if (warp == 1) f(in.v, args.v, args.v_rows, V), f(in.do_, args.do_, args.do_rows, V);
+      if (warp == 2) f(in.g, args.g, args.g_rows, K);
+      if (warp == 3) f(in.weight, args.weight, args.weight_rows, K);
+    });
+  };
+  const auto store = [&](int turn, int token) {
+    Stage<G, BK, BV>& out = s.stages[turn % STAGES];
+    barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
+    store_chunk(at, token, [&](auto f) {
+      if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
+      if (warp == 1) f(out.v, args.dv, args.dv_rows, V);
+      if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
+    });
+  };
   const auto gradients = [&](int turn) {        // of the scores: dA
     Stage<G, BK, BV>& in = s.stages[turn % STAGES];
-    float d[2][4];
+    float d[CHUNK / 2];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
-    pair_products(d, in.do_, in.v, block, lane);
-    put_pairs(in.dA, d, block, lane, [&](int i, int j, float x) {
-      if (Policy::reads_before_write && i == j) in.own[i] = x;
-      return j < i || (j == i && !Policy::reads_before_write) ? x : 0.f;
+    multiply_rows<false>(d, in.do_, in.do_, in.v, in.v, warp, lane);
+    put_rows<false>(in.dA, d, warp, lane, [&](int i, int j, float y) {
+      if (Policy::reads_before_write && i == j) in.own[i] = y;
+      return j < i || (j == i && !Policy::reads_before_write) ? y : 0.f;
     });
     announce(s.pairs[turn % STAGES]);
   };
-  if (tokens) gradients(0);
-  each_chunk(tokens, [&](int turn, int token) {
+  for (int turn = 0; turn < STAGES; ++turn) fetch(turn);
+  __syncwarp();
+  if (at.tokens) gradients(0);
+  each_chunk(at.tokens, [&](int turn, int token) {
     forget(lane);                               // addresses are cheaper made anew than held in registers
     Stage<G, BK, BV>& in = s.stages[turn % STAGES];
-    if (token) gradients(turn + 1);             // meanwhile the others decay this chunk
-    float d[2][4], own = 0.f;                   // own: of token `lane`
+    float d[CHUNK / 2], own = 0.f;              // q^ k^^T, of the numbers that rounding left over too
     barrier_wait(s.operands, turn & 1);
-    score(d, s, in, block, lane);
+    multiply_rows<true>(d, in.q, s.q_rest, in.k, s.k_rest, warp, lane);
     if (Policy::reads_before_write)
-      for (int warp = 0; warp < BK / 16; ++warp) own += s.own[warp][lane];
-    put_pairs(s.A, d, block, lane, [&](int i, int j, float x) {
-      const float own_score = Policy::reads_before_write ? __shfl_sync(0xffffffffu, own, i) : x;
-      return j < i ? x : j == i ? own_score : 0.f;
+      for (int other = 0; other < BK / 16; ++other) own += s.own[other][8 * warp + (lane >> 2)];
+    put_rows<true>(s.A, d, warp, lane, [&](int i, int j, float x) {
+      return j < i ? x : j > i ? 0.f : Policy::reads_before_write ? own : x;
     });
     announce(s.scores);
+    if (token) gradients(turn + 1);
+    store(turn, token);
+    fetch(turn + STAGES);                       // each warp what takes the place of what it has stored
+    __syncwarp();
   });
 }
+
+// ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
 
 // Over a channel's four lanes: what comes behind this lane's value, and the sum of all.
 __device__ __forceinline__ void sums_behind(float x, float& behind, float& all) {
@@ -330,16 +348,15 @@ warpgroup_backward_keys(const __grid_constant__ WarpgroupBackwardKeysArgs<G> arg
   Shared<G, BK, BV>& s = *reinterpret_cast<Shared<G, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
+    s.place = place_of(args.shape, blockIdx.x);
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 32);
-      barrier_init(s.pairs[stage], 3 * 32);
+      barrier_init(s.full[stage], 128);
+      barrier_init(s.pairs[stage], 128);
       barrier_init(s.done[stage], CONSUMERS);
     }
     barrier_init(s.operands, CONSUMERS);
-    barrier_init(s.scores, 3 * 32);
+    barrier_init(s.scores, 128);
   }
-  for (int i = threadIdx.x; i < (STAGES + 1) * CHUNK * 32; i += CONSUMERS + 128)       // no key behind its query
-    reinterpret_cast<u32*>(i < STAGES * CHUNK * 32 ? s.stages[i / (CHUNK * 32)].dA : s.A)[i % (CHUNK * 32)] = 0;
   fence_async();
   __syncthreads();
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
@@ -350,7 +367,5 @@ warpgroup_backward_keys(const __grid_constant__ WarpgroupBackwardKeysArgs<G> arg
   }
   if constexpr (TIGHT) registers_down<72>();
   if (done_elsewhere(args)) return;             // not before: the others wait for the registers
-  const int warp = (threadIdx.x - CONSUMERS) / 32;
-  if (warp < 3) multiply_tokens<Policy>(s, place_of(args.shape, blockIdx.x).tokens, warp, threadIdx.x & 31);
-  else move(s, args);
+  multiply_tokens<Policy>(s, args);
 }

@@ -317,7 +317,7 @@ def shared_bytes(kernel: Kernel) -> int:
                 "warpgroup_backward_segments": (4 if gate == 2 else 3, 1, 1, 1, 0, 0),
                 "warpgroup_backward_queries": (3, 2, 1, 2, 32 * 128 + 4 * 32, 0),
                 "warpgroup_backward_keys": (3 if gate == 2 else 2, 2, 2, 2, 32 * 128 + 4 * 32,
-                                            2 * BK * BV + 2 * 32 * 2 * BK + 32 * 128 + 8 * BK),
+                                            2 * BK * BV + 2 * 32 * 2 * BK + 32 * 128 + 8 * BK + 40),
             }[kernel.name]
             stage = 1024 * -(-(32 * (2 * channels * BK + gates * gate * BK + 2 * columns * BV) + pairs) // 1024)
             return 1024 * -(-(stages * stage + rest + 8 * (3 * stages + 2)) // 1024)
