@@ -2,9 +2,8 @@
 //           in the state after it, and in the gradient of the state before it.
 // math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E and
 //           L as warpgroup_backward_one_queries has them
-// shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states [2, N, H, K, V] and decays
-//           [2, N, H, K] float32: S, then C. Of every P segments the last's S and the first's C, which nobody needs, are
-//           left alone
+// shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
+//           warpgroup_backward_segments has them
 // grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp that
 //           moves chunks and makes their decays
 // smem      Stage: a chunk's tokens
@@ -18,6 +17,7 @@ struct WarpgroupBackwardOneSegmentsArgs {
   TensorMap q, k, v, do_;                       // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
   Rows<const float> g;
+  const float *initial, *dht;                   // null where there is none
   float *states, *decays;
   Shape shape;
   double scale;
@@ -72,6 +72,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
                                         bool backwards) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, all = 1.f;
+  start<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards, channel);
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
     Stage<BK, BV>& in = s.stages[turn % STAGES];
@@ -93,12 +94,12 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupBackwa
     wgmma_keep(S);
     barrier_arrive(s.done[turn % STAGES]);
   }
-  const i64 pair = (backwards ? gridDim.x / 2 : 0) + at.pair, K = args.shape.K;
-  each_of_state<BV>(S, args.states + pair * K * args.shape.V, args.shape, channel, [](float& x, float& y, float* to) {
+  const i64 slot = slot_of(at, backwards), K = args.shape.K, next = slot + (backwards ? -args.shape.H : args.shape.H);
+  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel, [](float& x, float& y, float* to) {
     *reinterpret_cast<float2*>(to) = {x, y};
   });
   for (int h = 0; h < 2; ++h)
-    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[pair * K + channel + 8 * h] = all;
+    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = all;
 }
 
 template <int BK, int BV>
@@ -114,7 +115,7 @@ warpgroup_backward_one_segments(const __grid_constant__ WarpgroupBackwardOneSegm
   __syncthreads();
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
-  if (at.sequence % args.P == (backwards ? 0 : args.P - 1)) return;
+  if (is_last(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
   else consume(s, args, at, backwards);
 }

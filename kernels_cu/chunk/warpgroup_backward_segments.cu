@@ -2,8 +2,10 @@
 //           it, and in the gradient of the state before it.
 // math      S <- diag(late) (diag(early) S + k^^T v);  backwards C <- diag(early) (diag(late) C + q^^T do)
 //           per chunk of 32, as the sweeps (warpgroup.cuh) have them
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C. Of every P
-//           segments the last's S and the first's C, which nobody needs, are left alone
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C, that a
+//           segment starts from: of a sequence's P segments the first in either direction from the given one [N / P, H, K, V],
+//           the second from what that leaves, and the others from what the one before leaves by itself: scan_both_ways.cu
+//           joins them. Nobody needs what the last leaves. Clears what the first sweep marks
 // grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp that
 //           moves chunks
 // smem      Stage: a chunk's tokens
@@ -17,7 +19,9 @@ template <typename G> struct WarpgroupBackwardSegmentsArgs {
   TensorMap q, k, v, do_, g;                    // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows;
+  const float *initial, *dht;                   // null where there is none
   float *states, *decays;
+  i32* strong;                                  // [N / P, H]
   Shape shape;
   double scale;
   i64 P;                                        // segments a sequence
@@ -58,6 +62,7 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
   constexpr int STAGES = Shared<G, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, behind[2] = {1.f, 1.f}, all[2] = {1.f, 1.f};
+  start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel);
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
     Stage<G, BK, BV>& in = s.stages[turn % STAGES];
@@ -82,13 +87,13 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     wgmma_keep(S);
     barrier_arrive(s.done[turn % STAGES]);
   }
-  const i64 pair = (BACKWARDS ? gridDim.x / 2 : 0) + at.pair, K = args.shape.K;
-  each_of_state<BV>(S, args.states + pair * K * args.shape.V, args.shape, channel, [&](float& x, float& y, float* to) {
+  const i64 slot = slot_of(at, BACKWARDS), K = args.shape.K, next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
+  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel, [&](float& x, float& y, float* to) {
     const float by = behind[&x - S >> 1 & 1];
     *reinterpret_cast<float2*>(to) = {by * x, by * y};
   });
   for (int h = 0; h < 2; ++h)
-    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[pair * K + channel + 8 * h] = all[h];
+    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = all[h];
 }
 
 template <class Policy, typename G, int BK, int BV>
@@ -104,7 +109,8 @@ warpgroup_backward_segments(const __grid_constant__ WarpgroupBackwardSegmentsArg
   __syncthreads();
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
-  if (at.sequence % args.P == (backwards ? 0 : args.P - 1)) return;
+  if (is_last(at, args.P, backwards)) return;
+  if (!backwards && threadIdx.x == 0) args.strong[at.sequence / args.P * args.shape.H + at.head] = 0;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
   else if (backwards) consume<Policy, true>(s, args, at);
   else consume<Policy, false>(s, args, at);

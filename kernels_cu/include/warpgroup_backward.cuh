@@ -166,6 +166,32 @@ __device__ __forceinline__ void left_over(u32 (&x)[2][4], const u32 (&decayed)[2
   });
 }
 
+// ---- segments of sequences, P each, in either direction ---------------------------------------------------------
+
+__device__ __forceinline__ bool is_first(const Place& at, i64 P, bool backwards) {
+  return at.sequence % P == (backwards ? P - 1 : 0);
+}
+__device__ __forceinline__ bool is_last(const Place& at, i64 P, bool backwards) { return is_first(at, P, !backwards); }
+
+// Where among the states that segments of both directions start from this one's is.
+__device__ __forceinline__ i64 slot_of(const Place& at, bool backwards) { return (backwards ? gridDim.x / 2 : 0) + at.pair; }
+
+// The first segment starts from the given state, or from zeros, and puts it among the others.
+template <int BV>
+__device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape, const Place& at,
+                                      i64 P, bool backwards, int channel) {
+  if (!is_first(at, P, backwards)) return;
+  const i64 size = shape.K * shape.V;
+  if (given)
+    each_of_state<BV>(S, given + (at.sequence / P * shape.H + at.head) * size, shape, channel, [](float& x, float& y, const float* from) {
+      const float2 two = *reinterpret_cast<const float2*>(from);
+      x = two.x, y = two.y;
+    });
+  each_of_state<BV>(S, states + slot_of(at, backwards) * size, shape, channel, [](float& x, float& y, float* to) {
+    *reinterpret_cast<float2*>(to) = {x, y};
+  });
+}
+
 // ---- one gate for all channels of a token: decays belong to tokens, and no gate is too strong --------------------
 
 // Of a chunk, from sums of the gates that lie between, never a difference of such sums.

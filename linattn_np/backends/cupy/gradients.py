@@ -43,7 +43,7 @@ def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
     elif P:
         own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
     if P > 1:
-        own = (tiles.warpgroup_backward("segments", policy, G, K, V), tiles.scan_both_ways(), *own)
+        own = (tiles.warpgroup_backward("segments", policy, G, K, V), *(P > 2) * (tiles.scan_both_ways(),), *own)
     if G is tiles.ONE:
         return own, (), ()
     general = (tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
@@ -126,11 +126,11 @@ def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du)
     B, N, H, T, K = problem.shape("B N H T K")
     warpgroups, u = OnWarpgroups(problem, device, P), bonus(problem)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
-    strong = (device.empty if before else device.zeros)((N, H), INT32)          # the scan clears it
+    strong = (device.empty if before else device.zeros)((N, H), INT32)          # what comes before clears it
     ends = device.empty((N * P, H, K), FLOAT32)
     sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + warpgroups.where.shape["count"], K), FLOAT32)
     if before:
-        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do, g=g), {}, initial, dht, strong)
+        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do, g=g), {}, initial, dht, strong=strong)
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
                       sums=sums, du=du, strong=strong)
     warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg), u=u, dht=dht, ends=ends,
@@ -145,7 +145,7 @@ def under_one_gate(problem, device, arrays, gradients, dht, dh0):
     N, H, P = *problem.shape("N H"), segments(problem, device)
     warpgroups, one = OnWarpgroups(problem, device, P, chunk_of(last)), dict(g=g)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
-    between = before[:2] if P > 1 else ()
+    between = before if dg is None else before[:-1]
     if between:
         initial, dht = warpgroups.between_segments(between, dict(q=q, k=k, v=v, do=do), one, initial, dht)
     if dg is None:
@@ -183,15 +183,15 @@ class OnWarpgroups:
                       **self.where.shape, scale=self.problem.scale, P=self.P)
         self.device.launch(kernel, directions * N * self.P * H, with_maps(maps, fields), tiles.shared_bytes(kernel))
 
-    def between_segments(self, kernels, mapped, others, initial, dht, strong=None):
-        """The state at every segment's start, the gradient of that at its end; clears `strong`."""
-        (summary, scan), device, P = kernels, self.device, self.P
+    def between_segments(self, kernels, mapped, others, initial, dht, **cleared):
+        """The state at every segment's start, the gradient of that at its end."""
+        (summary, *scans), device, P = kernels, self.device, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = device.empty((2, N * P, H, K, V), FLOAT32), device.empty((2, N * P, H, K), FLOAT32)
-        self.launch(summary, mapped, others, directions=2, states=states, decays=decays)
-        args = pack(states=device.pointer(states), decays=device.pointer(decays), initial=pointer(device, initial),
-                    dht=pointer(device, dht), strong=pointer(device, strong), N=N, P=P, H=H, K=K, V=V)
-        device.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), args)
+        self.launch(summary, mapped, others, directions=2, initial=initial, dht=dht, states=states, decays=decays, **cleared)
+        for scan in scans:
+            args = pack(states=device.pointer(states), decays=device.pointer(decays), N=N, P=P, H=H, K=K, V=V)
+            device.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), args)
         return states
 
 
