@@ -67,7 +67,7 @@ def of_card(path) -> str:
         *table(["sequences", "floor", "`gla_step`", "fla", "`rwkv6_step`", "fla"],
                [[shape, figure(floor(pair) * 1e3), *step_cells(pair, "gla_step"), *step_cells(pair, "rwkv6_step")]
                 for (shape, _), pair in steps.items()]), "",
-        fill(f"{losses(faster(rows))} {errors(rows)}", WIDTH), ""])
+        fill(" ".join(filter(None, (losses(faster(rows)), errors(rows), older(rows)))), WIDTH), ""])
 
 
 def titled(title, heads, lines):
@@ -130,7 +130,7 @@ def cells(pair, op):
     row = pair.get(op, {})
     ours, its = row.get("ours_ms"), row.get("peer_ms")
     ratio = f" ({its / ours:.1f}x)" if ours and its else ""
-    return [f"{figure(ours)} ({ours / row['floor_ms']:.2f}x)" if ours else "",
+    return [f"{figure(ours)}{mark(row)} ({ours / row['floor_ms']:.2f}x)" if ours else "",
             figure(its) + ratio if its else "wrong" if row.get("peer_error") else ""]
 
 
@@ -138,6 +138,16 @@ def step_cells(pair, op):
     row = pair.get(op, {})
     return [f"{figure(row[graph] * 1e3)} / {figure(row[eager] * 1e3)}" if row.get(graph) else ""
             for graph, eager in (("ours_ms", "wall_ms"), ("peer_ms", "peer_wall_ms"))]
+
+
+def mark(row) -> str:
+    """Of a row that benchmarks/complete.py has taken over."""
+    return "†" if row.get("commit") else ""
+
+
+def older(rows) -> str:
+    commits = dict.fromkeys(row["commit"] for row in rows if mark(row))
+    return f"† measured at commit {', '.join(commits)}." if commits else ""
 
 
 def figure(x) -> str:

@@ -14,7 +14,8 @@ from reference import LIMITS
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import run  # noqa: E402  (from benchmarks)
+import complete  # noqa: E402  (from benchmarks)
+import run  # noqa: E402
 import speed_table  # noqa: E402
 from devices import Cpu  # noqa: E402
 
@@ -40,7 +41,7 @@ def test_results_are_whole(path):
     assert META <= set(result["meta"])
     assert len({run.key(row) for row in result["rows"]}) == len(result["rows"]) > 0
     for row in result["rows"]:
-        assert set(row) == FIELDS
+        assert set(row) - {"commit"} == FIELDS
         assert row["error"] < LIMITS[row["dtype"]][0] and row["ours_ms"] > 0 and row["wall_ms"] > 0
         assert row["peak_mib"] > 0 and row["floor_ms"] > 0
         assert row["peer_ms"] is None or row["peer_error"] < LIMITS[row["dtype"]][0]
@@ -210,6 +211,22 @@ def test_losses_are_said():
     wrong = row | {"peer_error": 0.5}
     assert speed_table.faster([wrong]) == []
     assert "Wrong, and so not timed: fla (gla 2, 70, 3, 16)." in speed_table.errors([row, wrong])
+
+
+def test_a_run_that_ended_early_is_completed():
+    row = of_small_case("gla", "bfloat16") | {"ours_ms": 1.0, "floor_ms": 0.5, "peer_ms": None}
+    backward, other = row | {"pass": "backward"}, row | {"op": "retention", "T": 71}
+    old, new = ({"meta": {"card": "a card", "commit": commit}, "rows": rows} for commit, rows in (
+        ("0ld", [row | {"ours_ms": 2.0}, backward, other, other | {"pass": "backward"}]), ("new", [row])))
+    found = complete.completed(new, old, ["retention backward"])
+    assert found["meta"] == new["meta"]
+    assert found["rows"] == [row, *(taken | {"commit": "0ld"} for taken in (backward, other))]
+    assert complete.completed(new, found | {"meta": old["meta"] | {"commit": "older"}})["rows"][1]["commit"] == "0ld"
+    assert speed_table.cells({"gla": found["rows"][1]}, "gla") == ["1† (2.00x)", ""]
+    assert speed_table.older(found["rows"]) == "† measured at commit 0ld."
+    assert speed_table.older([row]) == ""
+    with pytest.raises(SystemExit, match="differ in card"):
+        complete.completed(new, old | {"meta": {"card": "another"}})
 
 
 def test_the_peer_of_softmax_attention_is_named():

@@ -1,0 +1,39 @@
+"""Completes the figures of a run that ended early: rows that it lacks come from an earlier file of the same card and versions.
+
+    python benchmarks/complete.py NEW.json EARLIER.json --changed "retention backward"
+
+Each of them says at which commit it was measured; those of what has changed since, as --changed names it, are left out.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from run import key
+from speed_table import pass_of
+
+SAME = ("card", "driver", "cuda", "cupy", "torch", "triton", "fla-core")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("new", type=Path, help="completed in place")
+    parser.add_argument("earlier", type=Path)
+    parser.add_argument("--changed", nargs="+", default=[], metavar="WHAT", help="operators, or their backward passes")
+    args = parser.parse_args()
+    result = completed(*(json.loads(path.read_text()) for path in (args.new, args.earlier)), args.changed)
+    args.new.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def completed(new, earlier, changed=()):
+    differing = [name for name in SAME if new["meta"].get(name) != earlier["meta"].get(name)]
+    if differing:
+        raise SystemExit(f"the two files differ in {', '.join(differing)}")
+    measured = {key(row) for row in new["rows"]}
+    taken = [{"commit": earlier["meta"]["commit"]} | row for row in earlier["rows"]
+             if key(row) not in measured and pass_of(row) not in changed]
+    return new | {"rows": new["rows"] + taken}
+
+
+if __name__ == "__main__":
+    main()
