@@ -81,10 +81,10 @@ def signature(x):
     return None
 
 
-def contents(integers):
-    """The numbers of a list, tuple or NumPy array of integers, hashable; None of anything else."""
-    found = host_array(integers) if isinstance(integers, (list, tuple, np.ndarray)) else None
-    return None if found is None or found.dtype.kind not in "iu" else (found.dtype, found.shape, found.tobytes())
+def contents(numbers, kinds):
+    """The numbers of a list, tuple or NumPy array of such dtypes, hashable; None of anything else."""
+    found = host_array(numbers) if isinstance(numbers, (list, tuple, np.ndarray)) else None
+    return None if found is None or found.dtype.kind not in kinds else (found.dtype, found.shape, found.tobytes())
 
 
 def host_array(numbers):

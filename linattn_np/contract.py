@@ -23,6 +23,7 @@ SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA pa
 CHUNK = 64
 ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
 INTEGERS = ("cu_seqlens", "slots")                  # arguments that are integers on the host, whose values matter
+DECAYS = ("gamma",)                                 # and numbers there
 PLAIN = (int, float, type, np.generic, np.dtype)    # arguments that their repr tells apart
 
 
@@ -490,9 +491,11 @@ def likeness(op: Op, inputs, arguments):
         elif name in ARRAYS:
             seen.append(array_kinds.signature(x))
         elif name in INTEGERS:
-            seen.append(array_kinds.contents(x) or array_kinds.signature(x))
+            seen.append(array_kinds.contents(x, "iu") or array_kinds.signature(x))
         elif isinstance(x, PLAIN):
             seen.append(repr(x))        # tells 1 from 1.0, and -0.0 from 0.0
+        elif name in DECAYS:
+            seen.append(array_kinds.contents(x, "iuf"))
         else:
             return None
     return None if None in seen else (op, *arguments, *seen)

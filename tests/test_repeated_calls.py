@@ -68,7 +68,10 @@ def test_what_differs_shares_nothing():
     assert len({id(problem.memo) for problem in problems}) == len(problems)
     assert np.signbit([problem.scale for problem in problems[2:4]]).tolist() == [False, True]
     assert GLA.bind(arrays(B=1), cu_seqlens=np.array([0, 39, 40])).memo is problems[11].memo        # by value
-    assert RETENTION.bind(arrays(RETENTION), gamma=np.array([0.5, 0.25])).memo is None              # not comparable
+    decays = [RETENTION.bind(arrays(RETENTION), gamma=gamma) for gamma in (
+        [0.5, 0.25], [0.5, 0.2], 0.5, [0.5, 0.5], np.float32([0.5, 0.25]), np.array([0.5, 0.25]))]
+    assert len({id(problem.memo) for problem in decays}) == 5 and decays[5].memo is decays[0].memo   # by value
+    assert RETENTION.bind(arrays(RETENTION), gamma=[1, 0]).memo is not None
 
 
 LOOKALIKES = {      # right arguments, and wrong ones that equal them
