@@ -112,8 +112,9 @@ def cases_of_gpu(quick):
     yield from (Case(op, *SHAPES[0]) for op in family)
     yield from (Case(op, *SHAPES[-2]) for op in others)
     yield from (Case(op, *shape, backward=True) for shape in TRAINED for op in gated)
-    yield from (Case(op, *SHAPES[-2], backward=True) for op in others)
     yield from (Case(op, *WIDE) for op in gated)
+    yield from (Case(op, *SHAPES[-2], backward=True) for op in reversed(others))
+    yield from (Case(op, *SHAPES[0], backward=True) for op in family)
 
 
 def cases_of_cpu(quick):
