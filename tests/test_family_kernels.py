@@ -123,15 +123,35 @@ def test_one_gate_is_read_in_place(device, rng):
         assert_close(op.name, np.asarray(o if isinstance(o, np.ndarray) else o.get()), wanted, BFLOAT16)
 
 
-@pytest.mark.parametrize("gate, K, V", [("weak", 64, 64), ("some-inf", 64, 128), ("spikes-40", 128, 128), ("all-20", 128, 72)])
-def test_one_gate_in_segments(backend, rng, gate, K, V):
+@pytest.mark.parametrize("gate, gate_dtype, K, V", [
+    ("weak", BFLOAT16, 64, 64), ("some-inf", np.float32, 64, 128), ("spikes-40", BFLOAT16, 128, 128), ("all-20", np.float32, 128, 72)])
+def test_one_gate_in_segments(backend, rng, gate, gate_dtype, K, V):
     """Few heads and many tokens: Hopper cuts the sequence."""
-    arrays = draw(DECLARED[simple_gla], rng, {"B": 1, "H": 1, "T": 1100, "K": K, "V": V}, BFLOAT16, gate)
+    arrays = draw(DECLARED[simple_gla], rng, {"B": 1, "H": 1, "T": 1100, "K": K, "V": V}, BFLOAT16, gate, gate_dtype)
     start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
     wanted = simple_gla(*map(double, arrays), initial_state=double(start), output_final_state=True, mode="recurrent")
     found = backend.run(simple_gla, *map(backend.asarray, arrays), initial_state=backend.asarray(start), output_final_state=True)
     for what, x, y in zip(("o", "state"), found, wanted):
         assert_close(what, backend.tohost(x), y, BFLOAT16)
+
+
+MANY_HEADS = 70         # more than half as many as a card has multiprocessors: Hopper's blocks take all columns of V
+
+
+@pytest.mark.parametrize("gate_dtype", [BFLOAT16, np.float32], ids=["gate16", "gate32"])
+def test_one_gate_of_many_heads(backend, rng, gate_dtype):
+    arrays = draw(DECLARED[simple_gla], rng, {"B": 1, "H": MANY_HEADS, "T": 70, "K": 128, "V": 128}, BFLOAT16, "some-inf", gate_dtype)
+    found = backend.run(simple_gla, *map(backend.asarray, arrays))
+    assert_close("o", backend.tohost(found), simple_gla(*map(double, arrays), mode="recurrent"), BFLOAT16)
+
+
+@pytest.mark.parametrize("heads, T, forward, backward", [           # columns of V a block, segments
+    (MANY_HEADS, 70, (128, 1), (128, 1)), (2, 70, (64, 1), (64, 1)), (11, 300, (128, 2), (64, 2)), (64, 2048, (64, 1), (128, 1))])
+def test_how_wide_the_blocks_of_one_gate_are(heads, T, forward, backward):
+    arrays = [np.zeros((1, heads, T, 128), BFLOAT16)] * 3
+    for gradient, wanted in ((False, forward), (True, backward)):
+        found = plans.tiles_of(DECLARED[retention].bind(arrays, gradient=gradient), Queued(90))
+        assert (found["BV"], found.get("segments", 1)) == wanted
 
 
 ONE_GATE = {
@@ -189,7 +209,7 @@ FIXED = {
     **{f"{gamma}-{T}": {"gamma": gamma, "T": T, "K": 128} for gamma in ([0.9, 0.0], [1.0, 0.5]) for T in (70, 1100)},
     "wide": {"K": 128, "V": 128}, "wide-keys": {"K": 72, "V": 24}, "wide-values": {"K": 24, "V": 104}, "token": {"T": 1, "H": 3},
     "no-dht": {"dht": False}, "no-states": {"dht": False, "start": False}, "unscaled": {"scale": 1.0}, "scaled-to-0": {"scale": 0.0},
-    "packed-bthd": {"bounds": [0, 0, 33, 64, 65, 150], "T": 150, "layout": "bthd"}, "all-heads": {"H": 70, "T": 65},
+    "packed-bthd": {"bounds": [0, 0, 33, 64, 65, 150], "T": 150, "layout": "bthd"}, "many-heads": {"H": MANY_HEADS, "T": 70, "K": 128, "V": 104},
     "segments-packed": {"T": 1110, "H": 1, "K": 128, "V": 72, "bounds": [0, 0, 1100, 1110]},
 }
 

@@ -414,7 +414,6 @@ T __shfl_down_sync(unsigned mask, T value, int by, emulator::Where where = emula
   return emulator::shuffle("__shfl_down_sync", mask, value, int(threadIdx.x % emulator::WARP) + by, where);
 }
 
-inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
   memcpy(&bits, &x, sizeof bits);
