@@ -9,6 +9,7 @@ from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import plans, tiles
 from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
 
+HALF = np.dtype(np.float16)
 DENSE = {"B": 2, "H": 1, "T": 333, "N": 2}
 PACKED = {"B": 1, "H": 2, "T": 412, "N": 6}
 BOUNDS = (0, 0, 5, 205, 238, 238, 412)
@@ -50,6 +51,37 @@ def test_parts_of_segments(hopper, rng, monkeypatch, op, K, V, packed, P, R, fin
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, BFLOAT16)
     assert all(map(same_bits, found, computed(hopper, op, arrays, start, final, **arguments)))
+
+
+@pytest.mark.parametrize("gate", ["logsigmoid", "weak", "by_channel", "spikes-40", "some-inf", "all-inf", "positive"])
+@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("op, K, V, dtype", [(GLA, 72, 64, BFLOAT16), (RWKV6, 128, 136, HALF), (GLA, 136, 64, BFLOAT16),
+                                             (SIMPLE_GLA, 64, 64, HALF), (SIMPLE_GLA, 136, 64, BFLOAT16)],
+                         ids=["gla", "rwkv6", "wide-gla", "simple_gla", "wide-simple_gla"])
+def test_segments_that_forget(hopper, rng, monkeypatch, op, K, V, dtype, P, gate):
+    """Segments of more tokens than are looked at, whose states depend on all of them, on the last, or on none."""
+    cut(monkeypatch, P, 1)
+    arrays = draw(op, rng, {"B": 1, "H": 1, "T": 1050, "K": K, "V": V}, dtype, gate)
+    start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
+    if gate == "positive":                                      # a state that grows e^10 times, and float16
+        arrays[2], start = arrays[2] / dtype.type(1024), start / 1024
+    found = computed(hopper, op, arrays, start, True)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
+        assert_close(what, x, y, dtype, rows=4)         # so many have some that cancel
+
+
+@pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
+@pytest.mark.parametrize("P", [2, 3])
+def test_what_is_forgotten_is_not_read(hopper, rng, monkeypatch, P, gate_dtype):
+    """Nor where a channel forgets only just, or not quite: then all is."""
+    cut(monkeypatch, P, 1)
+    arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": P * 384, "K": 64, "V": 64}, BFLOAT16, "all-20", gate_dtype)
+    arrays[1][0, 0, 40, 3] = np.nan
+    second = slice(tiles.LATER * (P == 2) + 384, None)        # segments begin
+    for kept, finite in ((8.0, True), (0.5, False)):
+        arrays[3][0, 0, :, 5] = -kept                           # 2048 and 128 nats in 256 tokens
+        o, = computed(hopper, GLA, arrays, None, False)
+        assert np.isfinite(o[0, 0, second].astype(np.float32)).all() == finite
 
 
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])

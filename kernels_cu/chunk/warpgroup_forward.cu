@@ -10,10 +10,12 @@
 // numerics  S in float32 accumulators; (q decayed) S and scores between tokens of different blocks in tf32; A and k in T.
 //           No difference of cumulated gates anywhere but in chunks where it is harmless: see below
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// passes    Whole: everything. First, Last: more than BK channels in two launches, o = (of the first BK) + (of the others);
+// passes    Whole: everything. Resumed: the same of a sequence cut in two, where the second half's block goes through the
+//           first half's tokens too, for the state they leave behind. First, Last: more than BK channels in two launches, o = (of the first BK) + (of the others);
 //           First keeps its o in float32 as the registers have it, and both have scores in two numbers of T. Summary:
 //           only the state that tokens leave behind, and their decay, without q and o; for sequences cut into segments
-//           and these into parts, whose states scan_segments.cu then joins
+//           and these into parts, whose states scan_segments.cu then joins. Where a part's last 256 tokens decay every
+//           channel by e^-148, those before them are not read: whatever finite state they leave, less than 2^-85 is left
 // limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch; BK and BV of 64, 128; rows start on 16 bytes
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
@@ -38,20 +40,25 @@ template <typename T> constexpr bool COARSE = false;    // whether T has fewer d
 template <> constexpr bool COARSE<bf16> = true;
 constexpr float LARGE = 1 << 20;    // neither do queries and keys up to here, multiplied by such factors
 constexpr int PANEL = 64;       // columns of V a warpgroup; 16-bit values in a row of 128 bytes
+constexpr int LOOK = 8;         // chunks at a part's end whose gates are looked at before it is summarised
+constexpr float FORGOTTEN = 148;    // nats: decays that leave less than 2^-85 of any finite state
 
 enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
 
 struct Whole {
-  static constexpr bool reads = true, keeps = false, adds = false;
+  static constexpr bool reads = true, keeps = false, adds = false, resumes = false;
+};
+struct Resumed {
+  static constexpr bool reads = true, keeps = false, adds = false, resumes = true;
 };
 struct First {
-  static constexpr bool reads = true, keeps = true, adds = false;
+  static constexpr bool reads = true, keeps = true, adds = false, resumes = false;
 };
 struct Last {
-  static constexpr bool reads = true, keeps = false, adds = true;
+  static constexpr bool reads = true, keeps = false, adds = true, resumes = false;
 };
 struct Summary {
-  static constexpr bool reads = false, keeps = false, adds = false;
+  static constexpr bool reads = false, keeps = false, adds = false, resumes = false;
 };
 
 // The type of a gate that all channels of a token share: float32, read without a tile of its own.
@@ -103,23 +110,40 @@ template <int BK> struct alignas(128) Operands {
   };
 };
 
+// The last gates of a part, before anything else comes there, and the sums of every 16 tokens'.
+template <typename G, int BK> struct Recent {
+  G gates[LOOK][CHUNK][BK];
+  float sums[2 * LOOK][BK];
+};
+template <int BK> struct Recent<One, BK> {
+  float sums[2 * LOOK][1];
+};
+
 // Where this block works: a stretch of one sequence's tokens, and where its state lies.
 struct Place {
   i32 sequence, batch, head, v_tile, start, tokens;
   i64 state, chunk;          // where its state begins, and its chunks among those of all blocks
+  i32 before;                // Resumed: the first tokens, which the segment before has, but for those that are forgotten
+  bool forgot;
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int AHEAD = sizeof(G) <= 2 ? 4 : 3;      // chunks of v under way or at hand
-  Handed<T, BK> handed[GROUPS];
-  T v[BV / PANEL][AHEAD][CHUNK][PANEL];         // then o
-  Incoming<T, G, BK> incoming[GROUPS];
-  Operands<BK> operands[GROUPS];
+  union {
+    struct {
+      Handed<T, BK> handed[GROUPS];
+      T v[BV / PANEL][AHEAD][CHUNK][PANEL];     // then o
+      Incoming<T, G, BK> incoming[GROUPS];
+      Operands<BK> operands[GROUPS];
+    };
+    Recent<G, BK> recent;
+  };
   float decays[GROUPS][BLOCKS][BK];             // of every block, or their base-2 logarithms
   float own[GROUPS][CHUNK], u[BK];              // RWKV-6: scores of a token with itself, the bonus. One: decays up to a token
   Place place;                                  // here, since registers are scarce
+  i32 since[BK / 32];                           // by how many of the last chunks all is forgotten, of 32 channels
   u32 strong[GROUPS];                           // 1 + the group's last turn whose gates were not mild
-  Barrier arrived[GROUPS], values[BV / PANEL][AHEAD], full[GROUPS], empty[GROUPS];
+  Barrier looked, arrived[GROUPS], values[BV / PANEL][AHEAD], full[GROUPS], empty[GROUPS];
 };
 
 template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape, u32 block) {
@@ -128,7 +152,16 @@ template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape, 
   const Span span = tokens_of(shape, n % count);
   return {i32(n), i32(n / count), i32(h), i32(block % tiles * BV), i32(span.start), i32(span.stop - span.start),
           i64(pair) * shape.K * shape.V,
-          ((i64(n / count) * H + h) * tiles + block % tiles) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
+          ((i64(n / count) * H + h) * tiles + block % tiles) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count, 0, false};
+}
+
+// Of a sequence's two halves the second goes through the first as well; the state is the sequence's.
+__device__ __forceinline__ void resume(Place& at, const Shape& shape) {
+  const i32 half = at.sequence % i32(shape.count);
+  at.state = (i64(at.sequence / 2) * shape.H + at.head) * shape.K * shape.V;
+  if (half % 2 == 0) return;
+  at.before = at.start - i32(shape.bounds[half - 1]);
+  at.start -= at.before, at.tokens += at.before;
 }
 
 // The address of 16-byte piece `piece` of row `row` in a swizzled tile.
@@ -649,15 +682,16 @@ template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
   using P = Part<BK>;
   const Place& at = s.place;
-  const int group = thread / P::THREADS, tokens = at.tokens, K = int(args.shape.K - args.channel);
+  const int group = thread / P::THREADS, tokens = at.tokens, before = Pass::resumes ? at.before : 0, K = int(args.shape.K - args.channel);
   Incoming<T, G, BK>& in = s.incoming[group];
   const auto fetch = [&](int token) {           // by one thread of the group
     if (token >= tokens || thread % P::THREADS) return;
     const i32 row = at.start + token, h = at.head, b = at.batch;
     Barrier& arrived = s.arrived[group];
-    barrier_expect(arrived, Pass::reads ? sizeof in : sizeof in - sizeof in.q);
+    const bool reads = Pass::reads && token >= before;
+    barrier_expect(arrived, reads ? sizeof in : sizeof in - sizeof in.q);
     if constexpr (WIDTH<G> == 4) tensor_load(in.g, args.g, arrived, i32(args.channel), row, h, b);
-    if constexpr (Pass::reads) tensor_load(in.q, args.q, arrived, i32(args.channel), row, h, b);
+    if (reads) tensor_load(in.q, args.q, arrived, i32(args.channel), row, h, b);
     tensor_load(in.k, args.k, arrived, i32(args.channel), row, h, b);
   };
 
@@ -684,10 +718,17 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     };
     barrier_wait(s.arrived[group], turn & 1);
     if (token + CHUNK > tokens) clear_beyond<Pass>(in, me.first, tokens - token, me.channel);
-    bool mild = false;
-    if constexpr (Pass::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy, Pass>(s, me, turn, gate, refill, room);
-    if (!mild) any_chunk<Policy, Pass>(s, me, gate, total, refill, room);
-    if constexpr (!Pass::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
+    const auto make = [&](auto pass) {
+      using Of = decltype(pass);
+      bool mild = false;
+      if constexpr (Of::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy, Of>(s, me, turn, gate, refill, room);
+      if (!mild) any_chunk<Policy, Of>(s, me, gate, total, refill, room);
+      if constexpr (!Of::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
+    };
+    if (Pass::resumes && token < before)
+      make(Summary{});
+    else
+      make(Pass{});
     fence_async();
     barrier_arrive(s.full[group]);
   }
@@ -782,7 +823,6 @@ template <int N> __device__ __forceinline__ void decay_state(float (&S)[N], cons
 template <class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args) {
   constexpr int AHEAD = Shared<T, G, BK, BV>::AHEAD, CONSUMERS = 2 * BV;
-  constexpr bool WRITES = Pass::reads && !Pass::keeps;
   const int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const Place& at = s.place;
@@ -791,7 +831,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
   const float scale = float(args.scale);
 
   float S[BK / 2] = {};
-  if (args.initial) each<BK>(S, args.initial + at.state, args.shape, args.channel, first, [](float& x, const float* from) { x = *from; });
+  if (args.initial && !(Pass::resumes && at.forgot)) each<BK>(S, args.initial + at.state, args.shape, args.channel, first, [](float& x, const float* from) { x = *from; });
 
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
   const auto each_piece = [&](auto f) {
@@ -811,7 +851,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
 
   if (thread == 0)
     for (int turn = 0; turn < AHEAD && turn * CHUNK < tokens; ++turn) fetch(turn);
-  for (int turn = 0; turn * CHUNK < tokens; ++turn) {
+  const auto take = [&](auto pass, int turn) {
+    using Of = decltype(pass);
+    constexpr bool WRITES = Of::reads && !Of::keeps;
     const int token = turn * CHUNK, group = turn % GROUPS;
     const bool partial = token + CHUNK > tokens;
     Handed<T, BK>& in = s.handed[group];
@@ -837,9 +879,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     forget(thread);
 
     float o[16];
-    if constexpr (Pass::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
-    if constexpr (Pass::reads)
-      read_scores_and_state<Pass, WIDTH<G>>(o, S, v, in);
+    if constexpr (Of::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
+    if constexpr (Of::reads)
+      read_scores_and_state<Of, WIDTH<G>>(o, S, v, in);
     else
       decay_state(S, in.decay);
     forget(thread);
@@ -858,7 +900,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
       fetch(turn + AHEAD - 1);
     }
     __syncwarp();
-    if constexpr (Pass::keeps) {
+    if constexpr (Of::keeps) {
       wgmma_wait<1>();
       wgmma_keep(o);
       each_kept([&](int i, float4& kept) { kept = {o[i], o[i + 1], o[i + 2], o[i + 3]}; });
@@ -892,9 +934,61 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
         tensor_store(args.o_boxes, tile, first, at.start + token, at.head, at.batch);
       }
     }
-  }
+  };
+  int turn = 0;
+  if constexpr (Pass::resumes)
+    for (; turn * CHUNK < at.before; ++turn) take(Summary{}, turn);
+  for (; turn * CHUNK < tokens; ++turn) take(Pass{}, turn);
   tensor_store_wait();
-  if (args.final) each<BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
+  if (args.final && !(Pass::resumes && at.sequence % 2 == 0)) each<BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
+}
+
+// ---- before the roles part ------------------------------------------------------------------------------------------
+
+// How many of a part's tokens nothing is left of at its end: its last chunks' gates tell whether a state that the part
+// has before them is forgotten after. Where they do not, none; they are few, and looking at all would take longer.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int tokens) {
+  constexpr int ACROSS = WIDTH<G> == 4 ? BK / 4 : 1, PARTS = 2 * LOOK;
+  const Place& at = s.place;
+  const int first = (tokens + CHUNK - 1) / CHUNK - LOOK, lane = threadIdx.x % ACROSS;
+  if (first <= 0) return 0;
+  if constexpr (WIDTH<G> == 4) {
+    if (threadIdx.x == 0) {
+      barrier_expect(s.looked, sizeof s.recent.gates);
+      for (int chunk = 0; chunk < LOOK; ++chunk)
+        tensor_load(s.recent.gates[chunk], args.g, s.looked, i32(args.channel), at.start + (first + chunk) * CHUNK, at.head, at.batch);
+    }
+    barrier_wait(s.looked, 0);
+  }
+  for (int part = threadIdx.x / ACROSS; part < PARTS; part += (2 * BV + GROUPS * BLOCKS * BK / 4) / ACROSS) {
+    float sum[WIDTH<G>] = {};
+#pragma unroll
+    for (int row = 16 * part; row < 16 * part + 16; ++row) {
+      const int token = first * CHUNK + row;
+      if (token >= tokens) break;
+      float g[WIDTH<G>];
+      if constexpr (WIDTH<G> == 4) unpack(g, s.recent.gates[0][row] + 4 * lane);
+      else g[0] = *args.one.row(at.batch, at.head, at.start + token);
+#pragma unroll
+      for (int c = 0; c < WIDTH<G>; ++c) sum[c] += g[c];
+    }
+#pragma unroll
+    for (int c = 0; c < WIDTH<G>; ++c) s.recent.sums[part][WIDTH<G> * lane + c] = sum[c];
+  }
+  __syncthreads();
+  if (threadIdx.x < BK) {
+    const int c = WIDTH<G> == 4 ? threadIdx.x : 0;
+    int since = LOOK;
+    for (float sum = 0; args.channel + c < args.shape.K && !(sum <= -FORGOTTEN); sum += s.recent.sums[2 * since][c] + s.recent.sums[2 * since + 1][c])
+      if (--since < 0) break;
+    for (int distance = 16; distance > 0; distance /= 2) since = min(since, __shfl_xor_sync(0xffffffffu, since, distance));
+    if (threadIdx.x % 32 == 0) s.since[threadIdx.x / 32] = since;
+  }
+  __syncthreads();
+  int since = LOOK;
+  for (int of : s.since) since = min(since, of);
+  return since < 0 ? 0 : (first + since) * CHUNK;
 }
 
 template <int BK, int BV> constexpr int CONSUMER_THREADS = BV * 2;
@@ -904,7 +998,8 @@ template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
 warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
-  const Place place = place_of<BV>(args.shape, blockIdx.x);
+  Place place = place_of<BV>(args.shape, blockIdx.x);
+  if constexpr (Pass::resumes) resume(place, args.shape);
   if (!Pass::reads && place.sequence % i32(args.of) >= args.needed) return;
   if (threadIdx.x == 0) s.place = place;
   if (threadIdx.x == 0)
@@ -920,6 +1015,16 @@ warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
   if (Pass::reads && Policy::reads_before_write)
     for (int c = threadIdx.x; c < BK; c += ALL_THREADS<BK, BV>)
       s.u[c] = args.channel + c < args.shape.K ? args.u[place.head * args.shape.K + args.channel + c] : 0.f;
+  if constexpr (!Pass::reads || Pass::resumes) {
+    if (threadIdx.x == 0) barrier_init(s.looked, 1);
+    fence_async();
+    __syncthreads();
+    const int skipped = forgotten(s, args, Pass::resumes ? place.before : place.tokens);
+    if (threadIdx.x == 0) {
+      s.place.start += skipped, s.place.tokens -= skipped, s.place.before -= skipped;
+      s.place.forgot = skipped > 0;
+    }
+  }
   for (int i = threadIdx.x; i < GROUPS * CHUNK * PANEL; i += ALL_THREADS<BK, BV>)
     s.handed[i / (CHUNK * PANEL)].A[i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);     // no key after its query
   fence_async();

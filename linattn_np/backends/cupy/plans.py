@@ -156,6 +156,9 @@ def chunk(problem, device, o, initial, final):
                  vectors=int(in_pieces(problem, device)))
     elif P == 1:
         on_warpgroups(problem, device, kernels, arrays, o, initial, final, place(problem, device))
+    elif "Resumed" in kernels[0].template:
+        halves = problem.spans.segments(P, tiles.WARPGROUP_CHUNK, tiles.LATER)
+        on_warpgroups(problem, device, kernels, arrays, o, initial, final, place(problem, device, halves))
     else:
         in_segments(problem, device, kernels, P, arrays, o, initial, final)
 
@@ -167,17 +170,20 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
     if not on_hopper(problem, device):
         return (tiles.chunk_forward(policy, T, G, K, V),), tiles.columns(V), 1
     passes = ("Whole",) if K <= tiles.WARPGROUP_TILES[-1] else ("First", "Last")
-    longest = int(problem.spans.lengths.max())
+    longest, one = int(problem.spans.lengths.max()), warpgroup_one_gate.computes(problem)
     widest = tiles.WARPGROUP_TILES[not (G is tiles.ONE and tiles.narrow_blocks(N * H, V, longest))]
+
     def of_pass(only, V):
-        if warpgroup_one_gate.computes(problem):
+        if one:
             return tiles.warpgroup_one_gate(only, gate(problem).dtype, K, V)
         return tiles.warpgroup_forward("Gla" if only == "Summary" else policy, T, G, K, V, only)
 
     kernels = tuple(of_pass(only, min(V, widest)) for only in passes)
     columns = int(kernels[0].template[-1])
     P = tiles.segments(N * H * ceil_div(V, columns), longest, tiles.room(kernels[0]))
-    if P > 1:
+    if P == 2 and passes == ("Whole",) and not one:
+        kernels = (of_pass("Resumed", min(V, widest)),)
+    elif P > 1:
         kernels = (*len(passes) * (of_pass("Summary", V),), tiles.scan_segments(), *kernels)
     return kernels, columns, P
 

@@ -20,6 +20,7 @@ WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, colu
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 ONE = "One"                         # to warpgroup_forward, the type of a gate that all channels of a token share, float32
 MULTIPROCESSORS = 132               # of a Hopper card
+LATER = 64                         # tokens, where a sequence's second half begins: its block goes through some of the first too
 SEGMENT = 128                      # tokens that are worth a pass of their own
 KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
                         # the gates' gradient is a sum over as many tokens at most, which float32 carries without loss
@@ -50,7 +51,8 @@ def chunk_forward(policy, T, G, K, V) -> Kernel:
 
 
 def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
-    """`only`: "First" and "Last" of more channels than a tile has, "Summary" of segments. `G` may be `ONE`."""
+    """`only`: "First" and "Last" of more channels than a tile has, "Resumed" of halves of sequences, "Summary" of
+    segments. `G` may be `ONE`."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
     return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
 
@@ -287,7 +289,7 @@ def shared_bytes(kernel: Kernel) -> int:
             BK, BV, half, gate = int(BK), int(BV), size[T], size.get(G, 0)
             handed = 1024 * -(-(32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
             values = BV // 64 * (4 if gate <= 2 else 3) * 32 * 64 * half
-            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 2 * 33 * 4 + 4 * BK + 40 + 8 * (6 + BV // 64 * (4 if gate <= 2 else 3))
+            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 2 * 33 * 4 + 4 * BK + BK // 8 + 48 + 8 * (7 + BV // 64 * (4 if gate <= 2 else 3))
             return 1024 * -(-used // 1024)
         case "warpgroup_one_gate", (*_, BK, BV):
             BK, BV = int(BK), int(BV)
@@ -377,7 +379,7 @@ def kernels():
                 yield chunk_forward(p, T, G, K, V)
                 yield chunk_backward_values(p, T, G, K, V)
                 if T != single:
-                    for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole",):
+                    for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Resumed"):
                         yield warpgroup_forward(p, T, G, K, V, only)
                     if p == POLICIES[0] and K <= WARPGROUP_TILES[-1]:
                         yield warpgroup_forward(p, T, G, K, V, "Summary")
@@ -390,8 +392,8 @@ def kernels():
         for only, K in product(PASSES, CHANNELS):
             yield two_gates(only, T, G, K)
     for T, K, V in product(half, CHANNELS, CHUNK_COLUMNS):
-        for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Summary"):
-            if T != BFLOAT16 or only != "Whole":
+        for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Resumed", "Summary"):
+            if T != BFLOAT16 or only not in ("Whole", "Resumed"):
                 yield warpgroup_forward(POLICIES[0], T, ONE, K, V, only)
     for T in half:
         yield feature_map(None, single, T)
