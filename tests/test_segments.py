@@ -118,6 +118,14 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     assert tiles.parts(summary, heads, 128, P, longest, final) == R
 
 
+@pytest.mark.parametrize("D, heads, longest, halves", [
+    (128, 64, 2048, True), (128, 67, 2048, False), (128, 44, 2048, False), (128, 64, 255, False), (128, 64, 16384, True),
+    (64, 64, 1024, True), (64, 64, 16384, False), (64, 100, 1024, True), (64, 33, 1024, False), (64, 133, 1024, False),
+])
+def test_which_sequences_are_cut_in_two(D, heads, longest, halves):
+    assert tiles.halves(tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D), heads, longest) == halves
+
+
 def test_two_blocks_of_the_smallest_share_a_multiprocessor():
     narrow, wide = (tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D, "Summary") for D in tiles.WARPGROUP_TILES)
     assert tiles.room(narrow) == 2 * tiles.room(wide)

@@ -858,13 +858,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     const bool partial = token + CHUNK > tokens;
     Handed<T, BK>& in = s.handed[group];
     forget(thread);                             // addresses are cheaper made anew than held in registers
-    barrier_wait(s.values[warpgroup][turn % AHEAD], turn / AHEAD & 1);
     // Calls f(first of four values of o, where they are kept).
     const auto each_kept = [&](auto f) {
       float4* kept = reinterpret_cast<float4*>(args.kept) + (at.chunk + turn) * 4 * CONSUMERS + thread + 128 * warpgroup;
 #pragma unroll
       for (int i = 0; i < 4; ++i) f(4 * i, kept[i * CONSUMERS]);
     };
+    float o[16];
+    if constexpr (Of::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
+    barrier_wait(s.values[warpgroup][turn % AHEAD], turn / AHEAD & 1);
     u32 v[2][4];
     T* const tile = s.v[warpgroup][turn % AHEAD][0];
     if (partial) {                              // tokens behind the end may be anything, and 0 times that NaN
@@ -878,8 +880,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     barrier_wait(s.full[group], turn / GROUPS & 1);
     forget(thread);
 
-    float o[16];
-    if constexpr (Of::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
     if constexpr (Of::reads)
       read_scores_and_state<Of, WIDTH<G>>(o, S, v, in);
     else

@@ -180,10 +180,11 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
 
     kernels = tuple(of_pass(only, min(V, widest)) for only in passes)
     columns = int(kernels[0].template[-1])
-    P = tiles.segments(N * H * ceil_div(V, columns), longest, tiles.room(kernels[0]))
-    if P == 2 and passes == ("Whole",) and not one:
-        kernels = (of_pass("Resumed", min(V, widest)),)
-    elif P > 1:
+    blocks = N * H * ceil_div(V, columns)
+    if passes == ("Whole",) and not one and tiles.halves(kernels[0], blocks, longest):
+        return (of_pass("Resumed", min(V, widest)),), columns, 2
+    P = tiles.segments(blocks, longest, tiles.room(kernels[0]))
+    if P > 1:
         kernels = (*len(passes) * (of_pass("Summary", V),), tiles.scan_segments(), *kernels)
     return kernels, columns, P
 
