@@ -210,6 +210,7 @@ FIXED = {
     "wide": {"K": 128, "V": 128}, "wide-keys": {"K": 72, "V": 24}, "wide-values": {"K": 24, "V": 104}, "token": {"T": 1, "H": 3},
     "no-dht": {"dht": False}, "no-states": {"dht": False, "start": False}, "unscaled": {"scale": 1.0}, "scaled-to-0": {"scale": 0.0},
     "packed-bthd": {"bounds": [0, 0, 33, 64, 65, 150], "T": 150, "layout": "bthd"}, "many-heads": {"H": MANY_HEADS, "T": 70, "K": 128, "V": 104},
+    **{f"dq-apart-{V}": {"H": 66, "T": 70, "K": 128, "V": V} for V in (24, 128)}, "dq-apart-wide-values": {"H": 66, "T": 66, "K": 24, "V": 104},
     "segments-packed": {"T": 1110, "H": 1, "K": 128, "V": 72, "bounds": [0, 0, 1100, 1110]},
 }
 
@@ -220,6 +221,16 @@ def test_gradients_under_fixed_decays(backend, rng, case):
     gradients, wanted, _ = under_one_gate(rng, function=retention, **FIXED[case])
     for name, x, y in zip(("dq", "dk", "dv", "dh0"), gradients(backend.run, backend.asarray), wanted):
         assert errors(backend.tohost(x), y)[0] <= 2.7e-3, name
+
+
+@pytest.mark.parametrize("heads, K, kernels", [
+    (44, 128, ["Gradients 128"]), (64, 128, ["Whole 64", "Keys 128"]), (64, 64, ["Gradients 64"]), (70, 128, ["Gradients 128"]),
+    (256, 128, ["Gradients 128"])])
+def test_which_sums_are_made_at_once(heads, K, kernels):
+    """Those whose blocks leave least of the card idle."""
+    problem = DECLARED[retention].bind([np.zeros((1, heads, 70, K), BFLOAT16)] * 3, gradient=True)
+    found = plans.sweeps_of(problem, Queued(90))
+    assert [f"{kernel.template[0]} {kernel.template[-1]}" for kernel in found] == kernels
 
 
 @pytest.mark.parametrize("T", [70, 1100])

@@ -10,7 +10,7 @@
 //           with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one that sums up gates
 // passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for sequences
 //           cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq, dk and dv at
-//           once, where nobody asks for dg
+//           once, where nobody asks for dg. Keys: dk and dv, where Whole makes dq
 // smem      Stage: a chunk's tokens, what is made of them, and its results in place of v
 // barriers  full: the tokens and decays are there; scores: so is A; done: so are the results
 // numerics  products of bfloat16 numbers in float32: q, k and v as they came, S as the sum of two, A and the decayed v as one.
@@ -23,10 +23,12 @@ constexpr int CHUNK = 64;
 struct Whole {};
 struct Summary {};
 struct Gradients {};
+struct Keys {};
 template <class Pass> constexpr bool READS = true;
 template <> constexpr bool READS<Summary> = false;
 template <class Pass> constexpr u32 SWEEPS = 1;
 template <> constexpr u32 SWEEPS<Gradients> = 3;
+template <> constexpr u32 SWEEPS<Keys> = 2;
 
 // The arrays by the part they take; so are K and V.
 struct alignas(64) Sweep {

@@ -39,7 +39,7 @@ def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
     K, V = problem.shape("K V")
     P, own = segments(problem, device), ()
     if P and not wants_gate(problem):
-        own = (warpgroup_one_gate.gradient_kernel(problem, longest(problem)),)
+        own = warpgroup_one_gate.gradient_kernels(problem, longest(problem))
     elif P:
         own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
     if P > 1:
@@ -140,22 +140,23 @@ def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du)
 
 def under_one_gate(problem, device, arrays, gradients, dht, dh0):
     """Hopper's sweeps for a gate that all channels share; the first leaves in dg what the second needs."""
-    *before, last = sweeps(problem, device)
+    kernels = sweeps(problem, device)
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     N, H, P = *problem.shape("N H"), segments(problem, device)
-    warpgroups, one = OnWarpgroups(problem, device, P, chunk_of(last)), dict(g=g)
+    warpgroups, one = OnWarpgroups(problem, device, P, chunk_of(kernels[-1])), dict(g=g)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
-    between = before if dg is None else before[:-1]
+    between = kernels[:1 + (P > 2)] if P > 1 else ()
     if between:
         initial, dht = warpgroups.between_segments(between, dict(q=q, k=k, v=v, do=do), one, initial, dht)
+    last = kernels[len(between):]
     if dg is None:
         warpgroup_one_gate.gradients(problem, device, last, dict(q=q, k=k, v=v, do=do, g=g), dict(dq=dq, dk=dk, dv=dv), initial,
                                      dht, dh0, warpgroups.where, P)
         return ()
-    queries, room = before[-1], device.empty((N * P, H), FLOAT32)
+    (queries, keys), room = last, device.empty((N * P, H), FLOAT32)
     ends = None if dht is None else room
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, dq=dq), one, initial=initial, dht=dht, ends=ends, weights=dg)
-    warpgroups.launch(last, dict(q=q, k=k, v=v, do=do, dk=dk, dv=dv), one, dht=dht, ends=ends, dg=dg, dh0=dh0)
+    warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, dk=dk, dv=dv), one, dht=dht, ends=ends, dg=dg, dh0=dh0)
     return ()
 
 

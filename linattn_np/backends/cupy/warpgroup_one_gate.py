@@ -24,13 +24,19 @@ def segments(problem, longest) -> int:
     return tiles.segments(len(SWEEPS) * blocks(problem, tiles.PANEL), longest)
 
 
-def gradient_kernel(problem, longest) -> tiles.Kernel:
-    """Blocks as wide as the channels, or where they end sooner of half as many, which take two thirds of the time."""
-    widest = max(problem.shape("K V"))
-    P = segments(problem, longest)
-    waves = {BV: ceil_div(len(SWEEPS) * P * blocks(problem, BV), tiles.MULTIPROCESSORS) for BV in tiles.WARPGROUP_TILES}
-    narrow, wide = (waves[BV] for BV in tiles.WARPGROUP_TILES)
-    return tiles.warpgroup_one_gate("Gradients", FLOAT32, widest, tiles.PANEL if 2 * narrow < 3 * wide else widest)
+def gradient_kernels(problem, longest) -> tuple[tiles.Kernel, ...]:
+    """One for all three, of blocks as wide as the channels, or of half as many, which take two thirds of the time; or one for
+    dq of such and one for dk and dv of wide ones: whatever needs the least time for its waves of blocks."""
+    K, V = problem.shape("K V")
+    widest, P = max(K, V), segments(problem, longest)
+
+    def waves(sweeps, BV):
+        return (2 if BV < widest else 3) * ceil_div(sweeps * P * blocks(problem, BV), tiles.MULTIPROCESSORS)
+
+    whole = {BV: waves(3, BV) for BV in (widest, tiles.PANEL)}
+    if P == 1 and waves(1, tiles.PANEL) + waves(2, widest) < min(whole.values()):
+        return tiles.warpgroup_one_gate("Whole", FLOAT32, V, tiles.PANEL), tiles.warpgroup_one_gate("Keys", FLOAT32, widest, widest)
+    return (tiles.warpgroup_one_gate("Gradients", FLOAT32, widest, min(whole, key=whole.get)),)
 
 
 def blocks(problem, BV) -> int:
@@ -51,7 +57,7 @@ def outputs(problem, device, kernel, arrays, o, initial, final, where, **summary
 SWEEPS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 
 
-def gradients(problem, device, kernel, arrays, found, initial, dht, dh0, where, P):
+def gradients(problem, device, kernels, arrays, found, initial, dht, dh0, where, P):
     """dq, dk and dv into `found`, and dh0 where there is room, of P segments a sequence; `arrays` and `found` by name."""
     scale, given = problem.scale, []
     for name, parts in SWEEPS.items():
@@ -60,7 +66,10 @@ def gradients(problem, device, kernel, arrays, found, initial, dht, dh0, where, 
             given.append(sweep(device, of, initial, None, read=scale, write=1.0, turned=True))
         else:
             given.append(sweep(device, of, dht, dh0 if name == "dv" else None, read=1.0, write=scale, turned=name == "dk", backwards=True))
-    launch(problem, device, kernel, given, arrays["g"], where, ceil_div(max(problem.shape("K V")), int(kernel.template[-1])), of=P)
+    for kernel in kernels:
+        part = {"Whole": given[:1], "Keys": given[1:], "Gradients": given}[kernel.template[0]]
+        widest = problem.sizes["K"] if kernel.template[0] == "Whole" else max(problem.shape("K V"))
+        launch(problem, device, kernel, part, arrays["g"], where, ceil_div(widest, int(kernel.template[-1])), of=P)
 
 
 def sweep(device, parts, initial, final, *, read, write, turned=False, backwards=False):
