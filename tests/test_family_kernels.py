@@ -224,7 +224,7 @@ def test_gradients_under_fixed_decays(backend, rng, case):
 
 
 @pytest.mark.parametrize("heads, K, kernels", [
-    (44, 128, ["Gradients 128"]), (64, 128, ["Whole 64", "Keys 128"]), (64, 64, ["Gradients 64"]), (70, 128, ["Gradients 128"]),
+    (44, 128, ["Gradients 128"]), (64, 128, ["Queries 64", "Keys 128"]), (64, 64, ["Gradients 64"]), (70, 128, ["Gradients 128"]),
     (256, 128, ["Gradients 128"])])
 def test_which_sums_are_made_at_once(heads, K, kernels):
     """Those whose blocks leave least of the card idle."""

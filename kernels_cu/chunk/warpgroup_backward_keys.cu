@@ -1,6 +1,6 @@
 // what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives dk,
 //           dv, dg and dh0.
-// math      per chunk of 32, decays from its middle (warpgroup.cuh): q^ = scale q E (RWKV-6: E of token i - 1), k^ = k / E,
+// math      per chunk of 32, decays from its middle (warpgroup_backward.cuh): q^ = scale q E (RWKV-6: E of token i - 1), k^ = k / E,
 //           C_mid = diag(late) C;  A = q^ k^^T, dA = do v^T, for j <= i (RWKV-6: j < i, and scale sum r u k for j = i)
 //           dk = (dA^T q^ + v C_mid^T) / E (RWKV-6: + scale u q dA_tt);  dv = A^T do + k^ C_mid
 //           dg_t = x + sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j in the chunk (RWKV-6: i > t), own parts left out on both

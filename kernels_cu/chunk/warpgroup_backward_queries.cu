@@ -1,6 +1,6 @@
 // what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for the
 //           second sweep the share of q dq that states have in it.
-// math      per chunk of 32, decays from its middle (warpgroup.cuh): k^ = k / E, S_mid = diag(early) S;
+// math      per chunk of 32, decays from its middle (warpgroup_backward.cuh): k^ = k / E, S_mid = diag(early) S;
 //           dq = scale E (dA k^ + do S_mid^T), dA_ij = do_i . v_j for j <= i   (RWKV-6: E of token i - 1, j < i, and
 //           scale u k dA_tt); S <- diag(late) (S_mid + k^^T v); du = scale sum_t q_t k_t dA_tt
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K] float32

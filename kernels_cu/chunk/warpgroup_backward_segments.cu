@@ -1,7 +1,7 @@
 // what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: what each leaves behind in the state after
 //           it, and in the gradient of the state before it.
 // math      S <- diag(late) (diag(early) S + k^^T v);  backwards C <- diag(early) (diag(late) C + q^^T do)
-//           per chunk of 32, as the sweeps (warpgroup.cuh) have them
+//           per chunk of 32, as the sweeps (warpgroup_backward.cuh) have them
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C, that a
 //           segment starts from: of a sequence's P segments the first in either direction from the given one [N / P, H, K, V],
 //           the second from what that leaves, and the others from what the one before leaves by itself: scan_both_ways.cu

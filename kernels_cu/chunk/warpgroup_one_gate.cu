@@ -10,10 +10,11 @@
 //           with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one that sums up gates
 // passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for sequences
 //           cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq, dk and dv at
-//           once, where nobody asks for dg. Keys: dk and dv, where Whole makes dq
+//           once, where nobody asks for dg. Queries: dq alone; Keys: the others
 // smem      Stage: a chunk's tokens, what is made of them, and its results in place of v
 // barriers  full: the tokens and decays are there; scores: so is A; done: so are the results
-// numerics  products of bfloat16 numbers in float32: q, k and v as they came, S as the sum of two, A and the decayed v as one.
+// numerics  products of bfloat16 numbers in float32: q, k and v as they came, S as the sum of two, in gradients as one, as A and
+//           the decayed v are.
 //           Decays are powers of sums of the gates that lie between, never of differences of such sums: any gate is exact
 // source    Yang et al., 2024, section 4; Sun et al., 2023, section 2.2
 // limits    sm_90a; bfloat16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
@@ -23,9 +24,12 @@ constexpr int CHUNK = 64;
 struct Whole {};
 struct Summary {};
 struct Gradients {};
+struct Queries {};
 struct Keys {};
 template <class Pass> constexpr bool READS = true;
 template <> constexpr bool READS<Summary> = false;
+template <class Pass> constexpr bool EXACT = false;     // whether S is read as the sum of two bfloat16 numbers, not as one
+template <> constexpr bool EXACT<Whole> = true;
 template <class Pass> constexpr u32 SWEEPS = 1;
 template <> constexpr u32 SWEEPS<Gradients> = 3;
 template <> constexpr u32 SWEEPS<Keys> = 2;
@@ -263,7 +267,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const WarpgroupOneGat
     const float all = in.gates.all(), by[2] = {all, all};
     Values o;
     if constexpr (READS<Pass>) {
-      read_state<BK, true, BK / 64>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
+      read_state<BK, true, BK / 64, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
     } else {
       for (float& value : S) value *= all;
       total *= all;

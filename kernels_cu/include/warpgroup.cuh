@@ -184,8 +184,8 @@ __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, cons
 }
 
 // S <- diag(by) S, and x[channel, token] = S x^T of that S, or of S before it where READ_FIRST, which is under way. S goes in as
-// the sum of two bfloat16 numbers, which are given to f(columns / 16, the first, the second).
-template <int BV, bool READ_FIRST = false, int PART = 2, class F>
+// the sum of two bfloat16 numbers, which are given to f(columns / 16, the first, the second); or as one where not EXACT.
+template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&by)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
   constexpr int PARTS = BV / 16 / PART;
@@ -199,10 +199,10 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
         float &a = from[2 * m], &b = from[2 * m + 1];
         if (!READ_FIRST) a *= by[m & 1], b *= by[m & 1];
         rounded[part & 1][n][m] = pack<bf16>(a, b);
-        rest[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
+        if (EXACT) rest[part & 1][n][m] = remainder_of(rounded[part & 1][n][m], a, b);
         if (READ_FIRST) a *= by[m & 1], b *= by[m & 1];
       }
-      f(part * PART + n, rounded[part & 1][n], rest[part & 1][n]);
+      if (EXACT) f(part * PART + n, rounded[part & 1][n], rest[part & 1][n]);
     }
   };
   const auto multiply = [&](int part) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const 
       const int tile = part * PART + n;
       const u64 b = wgmma_tile(tokens[tile / 4], 16, 1024) + tile % 4 * 32 / 16;
       wgmma<bf16, CHUNK, false>(x, rounded[part & 1][n], b, tile > 0);
-      wgmma<bf16, CHUNK, false>(x, rest[part & 1][n], b, true);
+      if (EXACT) wgmma<bf16, CHUNK, false>(x, rest[part & 1][n], b, true);
     }
     wgmma_commit();
   };

@@ -95,7 +95,9 @@ def pullback(problem, device, do, dht):
     do = in_rows(do.astype(problem.dtype, copy=False))
     dht = None if dht is None else contiguous(dht[0])
     dq, dk, dv = (like(x, device) for x in (q, k, v))
-    dg = like(g, device) if not one_gate(problem) else device.empty(problem.shape("B H T"), FLOAT32) if wants_gate(problem) else None
+    dg = None
+    if wants_gate(problem):
+        dg = device.empty(problem.shape("B H T"), FLOAT32) if one_gate(problem) else like(g, device)
     dh0 = None if problem.initial_state is None else device.empty(problem.shape("N H K V"), FLOAT32)
     arrays, gradients = (q, k, v, g, do), (dq, dk, dv, dg)
     gradients += (under_one_gate if one_gate(problem) else under_any_gates)(problem, device, arrays, gradients, dht, dh0)

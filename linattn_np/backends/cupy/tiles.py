@@ -58,8 +58,8 @@ def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
 
 
 def warpgroup_one_gate(only, G, K, V) -> Kernel:
-    """`only`: "Whole", "Summary" of segments, "Gradients", or "Keys", all of them but dq; bfloat16 alone, whose range holds
-    states."""
+    """`only`: "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others; bfloat16
+    alone, whose range holds states."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
     return Kernel("chunk/warpgroup_one_gate", (only, CTYPES[G], str(BK), str(BV)), 2 * BV + 256, "sm_90a")
 
@@ -414,6 +414,8 @@ def kernels():
         yield warpgroup_one_gate("Summary", G, K, V)
         if G == single and V <= K:
             yield warpgroup_one_gate("Gradients", G, K, V)
+    for K in WARPGROUP_TILES:
+        yield warpgroup_one_gate("Queries", single, K, PANEL)
     yield warpgroup_one_gate("Keys", single, *2 * WARPGROUP_TILES[-1:])
     yield scan_segments()
     yield scan_both_ways()

@@ -35,7 +35,7 @@ def gradient_kernels(problem, longest) -> tuple[tiles.Kernel, ...]:
 
     whole = {BV: waves(3, BV) for BV in (widest, tiles.PANEL)}
     if P == 1 and waves(1, tiles.PANEL) + waves(2, widest) < min(whole.values()):
-        return tiles.warpgroup_one_gate("Whole", FLOAT32, V, tiles.PANEL), tiles.warpgroup_one_gate("Keys", FLOAT32, widest, widest)
+        return tiles.warpgroup_one_gate("Queries", FLOAT32, V, tiles.PANEL), tiles.warpgroup_one_gate("Keys", FLOAT32, widest, widest)
     return (tiles.warpgroup_one_gate("Gradients", FLOAT32, widest, min(whole, key=whole.get)),)
 
 
@@ -67,8 +67,8 @@ def gradients(problem, device, kernels, arrays, found, initial, dht, dh0, where,
         else:
             given.append(sweep(device, of, dht, dh0 if name == "dv" else None, read=1.0, write=scale, turned=name == "dk", backwards=True))
     for kernel in kernels:
-        part = {"Whole": given[:1], "Keys": given[1:], "Gradients": given}[kernel.template[0]]
-        widest = problem.sizes["K"] if kernel.template[0] == "Whole" else max(problem.shape("K V"))
+        part = {"Queries": given[:1], "Keys": given[1:], "Gradients": given}[kernel.template[0]]
+        widest = problem.sizes["K"] if kernel.template[0] == "Queries" else max(problem.shape("K V"))
         launch(problem, device, kernel, part, arrays["g"], where, ceil_div(widest, int(kernel.template[-1])), of=P)
 
 
