@@ -60,6 +60,10 @@ struct Last {
 struct Summary {
   static constexpr bool reads = false, keeps = false, adds = false, resumes = false;
 };
+struct Earlier : Summary {};    // of Resumed, the tokens before its own
+
+template <class Pass> constexpr bool TOTALS = false;    // whether somebody asks for the decay over all tokens
+template <> constexpr bool TOTALS<Summary> = true;
 
 // The type of a gate that all channels of a token share: float32, read without a tile of its own.
 struct One {};
@@ -654,7 +658,7 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
     if (!COARSE<T>) get_block(own, s.decays[me.group], me, me.block);     // read again: registers are short
     const float whole[4] = {before[0] * own[0], before[1 % W] * own[1 % W], before[2 % W] * own[2 % W], before[3 % W] * own[3 % W]};
     *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
-    if constexpr (!Pass::reads)
+    if constexpr (TOTALS<Pass>)
 #pragma unroll
       for (int c = 0; c < 4; ++c) total[c] *= whole[c];
   }
@@ -682,13 +686,13 @@ template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
   using P = Part<BK>;
   const Place& at = s.place;
-  const int group = thread / P::THREADS, tokens = at.tokens, before = Pass::resumes ? at.before : 0, K = int(args.shape.K - args.channel);
+  const int group = thread / P::THREADS, tokens = at.tokens, K = int(args.shape.K - args.channel);
   Incoming<T, G, BK>& in = s.incoming[group];
-  const auto fetch = [&](int token) {           // by one thread of the group
+  const auto fetch = [&](auto pass, int token) {            // by one thread of the group
     if (token >= tokens || thread % P::THREADS) return;
     const i32 row = at.start + token, h = at.head, b = at.batch;
     Barrier& arrived = s.arrived[group];
-    const bool reads = Pass::reads && token >= before;
+    const bool reads = Pass::reads && (decltype(pass)::reads || token >= at.before);
     barrier_expect(arrived, reads ? sizeof in : sizeof in - sizeof in.q);
     if constexpr (WIDTH<G> == 4) tensor_load(in.g, args.g, arrived, i32(args.channel), row, h, b);
     if (reads) tensor_load(in.q, args.q, arrived, i32(args.channel), row, h, b);
@@ -701,37 +705,37 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     return WIDTH<G> == 1 && row < tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
   };
 
-  fetch(group * CHUNK);
+  fetch(Earlier{}, group * CHUNK);
   float one = gate_of(group * CHUNK);
   float total[4] = {1.f, 1.f, 1.f, 1.f};        // Summary: the decay of this group's chunks
   u32 turn = 0;
-  for (int token = group * CHUNK; token < tokens; token += GROUPS * CHUNK, ++turn) {
+  const auto make = [&](auto pass, int token) {
+    using Of = decltype(pass);
     forget(thread);                             // addresses are cheaper made anew than held in registers
     const P me{u32(thread)};
     const float gate = one;
     const auto refill = [&] {
-      fetch(token + GROUPS * CHUNK);
+      fetch(pass, token + GROUPS * CHUNK);
       one = gate_of(token + GROUPS * CHUNK);
     };
     const auto room = [&] {
       if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
     };
     barrier_wait(s.arrived[group], turn & 1);
-    if (token + CHUNK > tokens) clear_beyond<Pass>(in, me.first, tokens - token, me.channel);
-    const auto make = [&](auto pass) {
-      using Of = decltype(pass);
-      bool mild = false;
-      if constexpr (Of::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy, Of>(s, me, turn, gate, refill, room);
-      if (!mild) any_chunk<Policy, Of>(s, me, gate, total, refill, room);
-      if constexpr (!Of::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
-    };
-    if (Pass::resumes && token < before)
-      make(Summary{});
-    else
-      make(Pass{});
+    if (token + CHUNK > at.tokens)              // the same place twice: each type lacks registers with the other's way
+      clear_beyond<Pass>(COARSE<T> ? s.incoming[me.group] : in, me.first, at.tokens - token, me.channel);
+    bool mild = false;
+    if constexpr (Of::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy, Of>(s, me, turn, gate, refill, room);
+    if (!mild) any_chunk<Policy, Of>(s, me, gate, total, refill, room);
+    if constexpr (!Of::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
     fence_async();
     barrier_arrive(s.full[group]);
-  }
+    ++turn;
+  };
+  int token = group * CHUNK;
+  if constexpr (Pass::resumes)
+    for (; token < at.before; token += GROUPS * CHUNK) make(Earlier{}, token);
+  for (; token < tokens; token += GROUPS * CHUNK) make(Pass{}, token);
   if constexpr (!Pass::reads) {
     const P me{u32(thread)};
     if (me.block == BLOCKS - 1 && at.v_tile == 0)
@@ -937,7 +941,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
   };
   int turn = 0;
   if constexpr (Pass::resumes)
-    for (; turn * CHUNK < at.before; ++turn) take(Summary{}, turn);
+    for (; turn * CHUNK < at.before; ++turn) take(Earlier{}, turn);
   for (; turn * CHUNK < tokens; ++turn) take(Pass{}, turn);
   tensor_store_wait();
   if (args.final && !(Pass::resumes && at.sequence % 2 == 0)) each<BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
