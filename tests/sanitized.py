@@ -1,4 +1,4 @@
-"""Small calls that between them launch every kernel of kernels_cu, for compute-sanitizer to watch on a Hopper card.
+"""Small calls that between them launch every kernel and pass of kernels_cu, for compute-sanitizer to watch on a Hopper card.
 
     compute-sanitizer --tool memcheck python tests/sanitized.py
 
@@ -36,6 +36,8 @@ OPERATORS = (                           # B H T K V, dtype, gates, the gates' dt
     ((1, 1, 70, 256, 64), BFLOAT16, "spikes-40", None, {}),
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # in segments, here and below
     ((1, 1, 1100, 256, 64), BFLOAT16, "logsigmoid", None, {}),
+    ((1, 70, 900, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # of more tokens than are looked at
+    ((1, 46, 600, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # in halves
     ((1, 1, 70, 20, 9), BFLOAT16, "logsigmoid", None, {}),              # no whole pieces: the kernel of every card
     ((1, 2, 70, 64, 64), SINGLE, "some-1e30", None, {}),
     ((1, 1, 133, 20, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
@@ -61,7 +63,8 @@ FAMILY = (                              # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 256, 64), HALF, {}),
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 64, 64), BFLOAT16, {}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 40, 20, 9), BFLOAT16, {"feature_map": "elu", "normalize": True}),
-    (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}))
+    (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}),
+    (linear_attention, LINEAR_ATTENTION, (1, 66, 70, 128, 128), BFLOAT16, {"feature_map": "relu"}))     # dq apart
 STEPS = (                               # B H K V, dtype, the state's dtype, slots or None
     ((3, 2, 64, 64), BFLOAT16, SINGLE, None),
     ((2, 2, 100, 60), SINGLE, BFLOAT16, None),

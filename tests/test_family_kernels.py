@@ -243,7 +243,8 @@ def test_the_same_gradients_again_the_same_bits(backend, rng, T):
 @pytest.mark.parametrize("gate_dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [70, 1100])
 def test_what_a_pullback_under_one_gate_takes(rng, T, gate_dtype):
-    """On Hopper its two sweeps, or all at once where no gradient of a gate is asked for, nothing as wide as the channels but what segments leave behind, and no gradient nobody asks for."""
+    """On Hopper its two sweeps, or all at once where no gradient of a gate is asked for, nothing as wide as the channels but
+    what segments leave behind, and no gradient nobody asks for."""
     device = Queued(90)
     for op in (op for op in OPS if op.name in family.NAMES):
         problem = op.bind(draw(op, rng, {"B": 1, "H": 2, "T": T, "K": 64, "V": 64}, BFLOAT16, gate_dtype=gate_dtype), gradient=True)

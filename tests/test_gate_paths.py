@@ -83,7 +83,7 @@ def test_large_arrays_overflow_no_gradient(rng, op, large):
         o, pull = linattn_np.vjp(op, *(x.astype(dtype) for x in arrays), mode=mode, backend="numpy")
         results.append((o, *pull(np.ones_like(o))))
     for name, got, wanted in zip(("o", "dq", "dk", "dv", "dg", "du"), *results, strict=False):
-        assert_close(name, got, wanted, np.dtype(np.float32), rows=2 if name == "dg" else 1)    # a sum over tokens that cancels
+        assert_close(name, got, wanted, np.dtype(np.float32), rows=2 if op is linattn_np.rwkv6 and name == "dg" else 1)    # a sum that cancels
 
 
 @pytest.mark.parametrize("gate", (-1., -30.))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import sanitized
 
+from linattn_np.backends.cupy import tiles
 from linattn_np.models import cuda_layers, rwkv6, rwkv6_cuda
 
 TREE = {
@@ -124,13 +125,20 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
     """On devices that note what they are to launch, and launch nothing."""
     hopper, older, launched = conftest.made("hopper", backends), conftest.made("emulated", backends), set()
     for backend in (hopper, older):
-        monkeypatch.setattr(backend.device, "launch", lambda kernel, *_, **__: launched.add(kernel.file))
+        monkeypatch.setattr(backend.device, "launch", lambda kernel, *_, **__: launched.add(kernel))
     monkeypatch.setattr(rwkv6, "layers_on", lambda _: cuda_layers.CudaLayers)
     monkeypatch.setattr(rwkv6_cuda, "current_device", lambda: hopper.device)
     with np.errstate(all="ignore"):
         for _ in sanitized.calls(rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device):
             pass
-    assert launched == sanitized.kernel_files()
+    assert {kernel.file for kernel in launched} == sanitized.kernel_files()
+    assert set(map(passes, launched)) >= set(map(passes, tiles.kernels()))
+
+
+def passes(kernel):
+    """A kernel's file and which of its passes it is, whatever the types and sizes."""
+    others = (*tiles.POLICIES, tiles.ONE)
+    return kernel.file, *(word for word in kernel.template if word[0].isupper() and word not in others)
 
 
 def test_no_record(root, capsys):
