@@ -90,7 +90,7 @@ class Case:
 SHAPES = ((4, 4096, 64, 128), (8, 4096, 32, 64), (1, 8192, 96, 128), (2, 16384, 16, 128), (1, 131072, 16, 128),
           (4, 2048, 16, 128), (8, 1024, 8, 64))
 WIDE = (8, 2048, 32, 256)
-FEW = (SHAPES[3], SHAPES[-2])               # heads, so sequences in segments: weak gates forget nothing before them
+CUT = SHAPES[2], SHAPES[3], SHAPES[-2]      # sequences are cut there: weak gates forget nothing of what comes before
 TRAINED = (*SHAPES[:4], SHAPES[-2])         # shapes of backward passes
 GATES = {"logsigmoid": 1, "weak": 1 / 16, "strong": 20, "reset": 1}         # factors of logsigmoid
 
@@ -105,7 +105,7 @@ def cases_of_gpu(quick):
         return
     yield from (Case(op, *shape) for shape in SHAPES for op in gated)
     yield from (Case(op, *SHAPES[0], gate=gate) for gate in ("weak", "strong", "reset") for op in gated)
-    yield from (Case(op, *shape, gate="weak") for shape in FEW for op in gated)
+    yield from (Case(op, *shape, gate="weak") for shape in CUT for op in gated)
     yield from (Case(op, *SHAPES[0], dtype=dtype) for dtype in ("float16", "float32") for op in gated)
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
     yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing

@@ -28,6 +28,11 @@ def cut(monkeypatch, P, R):
     monkeypatch.setattr(tiles, "parts", lambda *sizes: R)
 
 
+def cut_tail(monkeypatch, later):
+    """Every sequence in two, so many tokens behind its middle, where the first part's block may have to do both."""
+    monkeypatch.setattr(tiles, "in_two", lambda *sizes: (later, True))
+
+
 def computed(device, op, arrays, start, final, **arguments):
     problem = op.bind([device.upload(x) for x in arrays], output_final_state=final,
                       initial_state=None if start is None else device.upload(start), **arguments)
@@ -68,6 +73,24 @@ def test_segments_that_forget(hopper, rng, monkeypatch, op, K, V, dtype, P, gate
     found = computed(hopper, op, arrays, start, True)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
         assert_close(what, x, y, dtype, rows=4)         # so many have some that cancel
+
+
+@pytest.mark.parametrize("gate", ["logsigmoid", "weak", "spikes-40", "some-inf", "all-inf"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("op, K, V, dtype", [(GLA, 72, 136, BFLOAT16), (RWKV6, 128, 64, HALF), (SIMPLE_GLA, 64, 64, HALF)],
+                         ids=["gla", "rwkv6", "simple_gla"])
+def test_a_tail_of_its_own(hopper, rng, monkeypatch, op, K, V, dtype, packed, gate):
+    """Done by its block where gates forget and by the first part's where they do not, of several sequences in any order."""
+    cut_tail(monkeypatch, 64)
+    sizes = {"B": 1, "T": 1900, "N": 4} if packed else {"B": 2, "T": 700, "N": 2}
+    sizes |= {"H": 2 - packed, "K": K, "V": V}
+    arguments = {"cu_seqlens": (0, 750, 1150, 1150, 1900)} if packed else {}
+    arrays = draw(op, rng, sizes, dtype, gate)
+    start = rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32)
+    found = computed(hopper, op, arrays, start, True, **arguments)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
+        assert_close(what, x, y, dtype, rows=4)
+    assert all(map(same_bits, found, computed(hopper, op, arrays, start, True, **arguments)))
 
 
 @pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
@@ -124,6 +147,26 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
 ])
 def test_which_sequences_are_cut_in_two(D, heads, longest, halves):
     assert tiles.halves(tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D), heads, longest) == halves
+
+
+@pytest.mark.parametrize("D, heads, lengths, tokens", [
+    (128, 96, [8192], 1872),                # three of them and as many looks, beside 6320 tokens and one
+    (128, 67, [4096], 1216), (128, 160, [2048], 533), (128, 100, [512], 0),
+    (128, 132, [8192], 0), (128, 256, [8192], 0), (128, 128, [8192], 0),       # hardly anything is idle
+    (128, 48, [8192, 8191], 0), (64, 160, [8192], 2581), (64, 264, [8192], 0),
+])
+def test_which_sequences_get_a_tail(D, heads, lengths, tokens):
+    kernel = tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D)
+    assert tiles.tail(kernel, heads * len(lengths), np.array(lengths)) == tokens
+
+
+@pytest.mark.parametrize("heads, longest, cut", [
+    (64, 2048, (tiles.LATER, False)), (66, 8191, (tiles.LATER, False)), (44, 2048, None), (256, 2048, None), (10, 250, None),
+    (96, 8192, (6304 - 4096, True)), (96, 8191, (6304 - 4096, True)),
+])
+def test_where_sequences_are_cut_in_two(heads, longest, cut):
+    kernel = tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, 128, 128)
+    assert tiles.in_two(kernel, heads, np.array([longest])) == cut
 
 
 def test_two_blocks_of_the_smallest_share_a_multiprocessor():

@@ -10,12 +10,14 @@
 // numerics  S in float32 accumulators; (q decayed) S and scores between tokens of different blocks in tf32; A and k in T.
 //           No difference of cumulated gates anywhere but in chunks where it is harmless: see below
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// passes    Whole: everything. Resumed: the same of a sequence cut in two, where the second half's block goes through the
-//           first half's tokens too, for the state they leave behind. First, Last: more than BK channels in two launches, o = (of the first BK) + (of the others);
-//           First keeps its o in float32 as the registers have it, and both have scores in two numbers of T. Summary:
-//           only the state that tokens leave behind, and their decay, without q and o; for sequences cut into segments
-//           and these into parts, whose states scan_segments.cu then joins. Where a part's last 256 tokens decay every
-//           channel by e^-148, those before them are not read: whatever finite state they leave, less than 2^-85 is left
+// passes    Whole: everything. Resumed: the same of a sequence cut in two, where the second part's block goes through the
+//           first's tokens too, for the state they leave behind. First, Last: more than BK channels in two launches,
+//           o = (of the first BK) + (of the others); First keeps its o in float32 as the registers have it, and both have
+//           scores in two numbers of T. Summary: only the state that tokens leave behind, and their decay, without q and o;
+//           for sequences cut into segments and these into parts, whose states scan_segments.cu then joins.
+//           Where a part's last 256 tokens decay every channel by e^-148, nobody who needs only the state behind them reads
+//           those before: whatever finite state they leave, less than 2^-85 is left. Where they do not, Resumed may also
+//           leave both parts to one block: then a long first part costs nothing more, and the second no time beside it
 // limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch; BK and BV of 64, 128; rows start on 16 bytes
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
@@ -83,6 +85,7 @@ template <typename T, typename G> struct WarpgroupForwardArgs {
   float* kept;     // First, Last: o of the first channels, for every block and chunk its registers
   i64 channel;     // the first of this launch
   i64 of, needed;  // Summary: of every so many parts the first so many; nobody needs the others' state
+  i64 alone;       // Resumed: whether a second part that would have to read all of the first is left to the first's block
 };
 
 // What a producer group hands to the consumers, rows of 128 bytes in the tensor cores' 128-byte swizzle.
@@ -127,8 +130,8 @@ template <int BK> struct Recent<One, BK> {
 struct Place {
   i32 sequence, batch, head, v_tile, start, tokens;
   i64 state, chunk;          // where its state begins, and its chunks among those of all blocks
-  i32 before;                // Resumed: the first tokens, which the segment before has, but for those that are forgotten
-  bool forgot;
+  i32 before;                // Resumed: of these tokens, those of the part before, without those that are forgotten
+  bool forgot, last;         // Resumed: whether some are, and whether this block comes to the sequence's end
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
@@ -156,16 +159,14 @@ template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape, 
   const Span span = tokens_of(shape, n % count);
   return {i32(n), i32(n / count), i32(h), i32(block % tiles * BV), i32(span.start), i32(span.stop - span.start),
           i64(pair) * shape.K * shape.V,
-          ((i64(n / count) * H + h) * tiles + block % tiles) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count, 0, false};
+          ((i64(n / count) * H + h) * tiles + block % tiles) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count, 0, false, true};
 }
 
-// Of a sequence's two halves the second goes through the first as well; the state is the sequence's.
-__device__ __forceinline__ void resume(Place& at, const Shape& shape) {
-  const i32 half = at.sequence % i32(shape.count);
-  at.state = (i64(at.sequence / 2) * shape.H + at.head) * shape.K * shape.V;
-  if (half % 2 == 0) return;
-  at.before = at.start - i32(shape.bounds[half - 1]);
-  at.start -= at.before, at.tokens += at.before;
+// The block that a block of Resumed stands for: the first parts of all sequences, then the second ones, which are short.
+template <int BV> __device__ __forceinline__ u32 first_parts_first(const Shape& shape, u32 block) {
+  const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), sequences = u32(shape.B * shape.count) / 2;
+  const u32 n = block / (tiles * H), second = n >= sequences;
+  return (2 * (n - second * sequences) + second) * tiles * H + block % (tiles * H);
 }
 
 // The address of 16-byte piece `piece` of row `row` in a swizzled tile.
@@ -733,9 +734,9 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     ++turn;
   };
   int token = group * CHUNK;
-  if constexpr (Pass::resumes)
-    for (; token < at.before; token += GROUPS * CHUNK) make(Earlier{}, token);
-  for (; token < tokens; token += GROUPS * CHUNK) make(Pass{}, token);
+  for (; token < tokens; token += GROUPS * CHUNK)
+    if (Pass::resumes && token < at.before) make(Earlier{}, token);
+    else make(Pass{}, token);
   if constexpr (!Pass::reads) {
     const P me{u32(thread)};
     if (me.block == BLOCKS - 1 && at.v_tile == 0)
@@ -835,7 +836,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
   const float scale = float(args.scale);
 
   float S[BK / 2] = {};
-  if (args.initial && !(Pass::resumes && at.forgot)) each<BK>(S, args.initial + at.state, args.shape, args.channel, first, [](float& x, const float* from) { x = *from; });
+  if (args.initial && !at.forgot) each<BK>(S, args.initial + at.state, args.shape, args.channel, first, [](float& x, const float* from) { x = *from; });
 
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
   const auto each_piece = [&](auto f) {
@@ -944,15 +945,19 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     for (; turn * CHUNK < at.before; ++turn) take(Earlier{}, turn);
   for (; turn * CHUNK < tokens; ++turn) take(Pass{}, turn);
   tensor_store_wait();
-  if (args.final && !(Pass::resumes && at.sequence % 2 == 0)) each<BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
+  if (args.final && at.last) each<BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
 }
 
 // ---- before the roles part ------------------------------------------------------------------------------------------
 
+template <int BK, int BV> constexpr int CONSUMER_THREADS = BV * 2;
+template <int BK, int BV> constexpr int ALL_THREADS = BV * 2 + GROUPS * BLOCKS * BK / 4;
+
 // How many of a part's tokens nothing is left of at its end: its last chunks' gates tell whether a state that the part
 // has before them is forgotten after. Where they do not, none; they are few, and looking at all would take longer.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int tokens) {
+__device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int start,
+                                         int tokens) {
   constexpr int ACROSS = WIDTH<G> == 4 ? BK / 4 : 1, PARTS = 2 * LOOK;
   const Place& at = s.place;
   const int first = (tokens + CHUNK - 1) / CHUNK - LOOK, lane = threadIdx.x % ACROSS;
@@ -961,11 +966,11 @@ __device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const Warpgrou
     if (threadIdx.x == 0) {
       barrier_expect(s.looked, sizeof s.recent.gates);
       for (int chunk = 0; chunk < LOOK; ++chunk)
-        tensor_load(s.recent.gates[chunk], args.g, s.looked, i32(args.channel), at.start + (first + chunk) * CHUNK, at.head, at.batch);
+        tensor_load(s.recent.gates[chunk], args.g, s.looked, i32(args.channel), start + (first + chunk) * CHUNK, at.head, at.batch);
     }
     barrier_wait(s.looked, 0);
   }
-  for (int part = threadIdx.x / ACROSS; part < PARTS; part += (2 * BV + GROUPS * BLOCKS * BK / 4) / ACROSS) {
+  for (int part = threadIdx.x / ACROSS; part < PARTS; part += ALL_THREADS<BK, BV> / ACROSS) {
     float sum[WIDTH<G>] = {};
 #pragma unroll
     for (int row = 16 * part; row < 16 * part + 16; ++row) {
@@ -973,7 +978,7 @@ __device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const Warpgrou
       if (token >= tokens) break;
       float g[WIDTH<G>];
       if constexpr (WIDTH<G> == 4) unpack(g, s.recent.gates[0][row] + 4 * lane);
-      else g[0] = *args.one.row(at.batch, at.head, at.start + token);
+      else g[0] = *args.one.row(at.batch, at.head, start + token);
 #pragma unroll
       for (int c = 0; c < WIDTH<G>; ++c) sum[c] += g[c];
     }
@@ -995,15 +1000,26 @@ __device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const Warpgrou
   return since < 0 ? 0 : (first + since) * CHUNK;
 }
 
-template <int BK, int BV> constexpr int CONSUMER_THREADS = BV * 2;
-template <int BK, int BV> constexpr int ALL_THREADS = BV * 2 + GROUPS * BLOCKS * BK / 4;
+// Of a sequence cut in two: the tokens of this block, whose state is the sequence's. Whether there are any.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ bool share(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, Place& at) {
+  const i32 part = at.sequence % i32(args.shape.count), second = part % 2;
+  const i64* const bounds = args.shape.bounds + (part - second);
+  const i32 start = i32(bounds[0]), first = i32(bounds[1]) - start, both = i32(bounds[2]) - start;
+  const int skipped = second || args.alone ? forgotten(s, args, start, first) : 0;
+  const bool alone = args.alone && !skipped;
+  at.state = (i64(at.sequence / 2) * args.shape.H + at.head) * args.shape.K * args.shape.V;
+  at.last = second || alone;
+  if (second) at.start = start + skipped, at.before = first - skipped, at.forgot = skipped > 0;
+  at.tokens = (at.last ? both : first) - (at.start - start);
+  return !(second && alone);
+}
 
 template <class Policy, class Pass, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
 warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
-  Place place = place_of<BV>(args.shape, blockIdx.x);
-  if constexpr (Pass::resumes) resume(place, args.shape);
+  Place place = place_of<BV>(args.shape, Pass::resumes ? first_parts_first<BV>(args.shape, blockIdx.x) : blockIdx.x);
   if (!Pass::reads && place.sequence % i32(args.of) >= args.needed) return;
   if (threadIdx.x == 0) s.place = place;
   if (threadIdx.x == 0)
@@ -1023,11 +1039,13 @@ warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
     if (threadIdx.x == 0) barrier_init(s.looked, 1);
     fence_async();
     __syncthreads();
-    const int skipped = forgotten(s, args, Pass::resumes ? place.before : place.tokens);
-    if (threadIdx.x == 0) {
-      s.place.start += skipped, s.place.tokens -= skipped, s.place.before -= skipped;
-      s.place.forgot = skipped > 0;
+    if constexpr (Pass::resumes) {
+      if (!share(s, args, place)) return;
+    } else {
+      const int skipped = forgotten(s, args, place.start, place.tokens);
+      place.start += skipped, place.tokens -= skipped;
     }
+    if (threadIdx.x == 0) s.place = place;
   }
   for (int i = threadIdx.x; i < GROUPS * CHUNK * PANEL; i += ALL_THREADS<BK, BV>)
     s.handed[i / (CHUNK * PANEL)].A[i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);     // no key after its query

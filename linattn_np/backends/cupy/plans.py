@@ -157,8 +157,9 @@ def chunk(problem, device, o, initial, final):
     elif P == 1:
         on_warpgroups(problem, device, kernels, arrays, o, initial, final, place(problem, device))
     elif "Resumed" in kernels[0].template:
-        halves = problem.spans.segments(P, tiles.WARPGROUP_CHUNK, tiles.LATER)
-        on_warpgroups(problem, device, kernels, arrays, o, initial, final, place(problem, device, halves))
+        later, alone = tiles.in_two(kernels[0], blocks_of(problem, columns), problem.spans.lengths)
+        where = place(problem, device, problem.spans.segments(P, tiles.WARPGROUP_CHUNK, later))
+        on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, alone=int(alone))
     else:
         in_segments(problem, device, kernels, P, arrays, o, initial, final)
 
@@ -180,13 +181,19 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
 
     kernels = tuple(of_pass(only, min(V, widest)) for only in passes)
     columns = int(kernels[0].template[-1])
-    blocks = N * H * ceil_div(V, columns)
-    if passes == ("Whole",) and not one and tiles.halves(kernels[0], blocks, longest):
+    blocks = blocks_of(problem, columns)
+    if passes == ("Whole",) and not one and tiles.in_two(kernels[0], blocks, problem.spans.lengths):
         return (of_pass("Resumed", min(V, widest)),), columns, 2
     P = tiles.segments(blocks, longest, tiles.room(kernels[0]))
     if P > 1:
         kernels = (*len(passes) * (of_pass("Summary", V),), tiles.scan_segments(), *kernels)
     return kernels, columns, P
+
+
+def blocks_of(problem, columns) -> int:
+    """Blocks of so many columns of V, of uncut sequences."""
+    N, H, V = problem.shape("N H V")
+    return N * H * ceil_div(V, columns)
 
 
 def on_hopper(problem, device) -> bool:
@@ -224,7 +231,7 @@ def in_segments(problem, device, kernels, P, arrays, o, initial, final):
     on_warpgroups(problem, device, whole, arrays, o, starts, None, where)
 
 
-def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, of=1, needed=1):
+def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, of=1, needed=1, alone=0):
     """Hopper's kernels on the sequences or segments that `where` names, a launch for every BK channels."""
     if warpgroup_one_gate.computes(problem):
         return warpgroup_one_gate.outputs(problem, device, *kernels, arrays, o, initial, final, where,
@@ -243,7 +250,7 @@ def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, de
     for n, kernel in enumerate(kernels):
         fields = pack(**rows(device, o=o), **one_rows, u=pointer(device, u), initial=pointer(device, initial),
                       final=pointer(device, final), **where.shape, scale=problem.scale, decays=decays,
-                      kept=pointer(device, kept), channel=n * BK, of=of, needed=needed)
+                      kept=pointer(device, kept), channel=n * BK, of=of, needed=needed, alone=alone)
         device.launch(kernel, B * count * stripes, with_maps(maps, fields), tiles.shared_bytes(kernel))
 
 
