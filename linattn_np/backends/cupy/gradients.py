@@ -34,21 +34,21 @@ def sweeps(problem, device) -> tuple[tiles.Kernel, ...]:
 
 
 def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
-    """Hopper's own sweeps, those for any gates, what sums du: the one place that chooses."""
+    """What comes before Hopper's own sweeps, these, those for any gates, what sums du: the one place that chooses."""
     policy, T, G = tiles.policy(problem.op), problem.dtype, tiles.ONE if one_gate(problem) else gate(problem).dtype
     K, V = problem.shape("K V")
-    P, own = segments(problem, device), ()
+    P, before, own = segments(problem, device), (), ()
     if P and not wants_gate(problem):
         own = warpgroup_one_gate.gradient_kernels(problem, longest(problem))
     elif P:
         own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
     if P > 1:
-        own = (tiles.warpgroup_backward("segments", policy, G, K, V), *(P > 2) * (tiles.scan_both_ways(),), *own)
+        before = (tiles.warpgroup_backward("segments", policy, G, K, V), *(P > 2) * (tiles.scan_both_ways(),))
     if G is tiles.ONE:
-        return own, (), ()
+        return before, own, (), ()
     general = (tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
                tiles.chunk_backward_values(policy, T, G, K, V))
-    return own, general, (tiles.bonus_gradient(problem["u"].dtype),) if "u" in problem.arrays else ()
+    return before, own, general, (tiles.bonus_gradient(problem["u"].dtype),) if "u" in problem.arrays else ()
 
 
 def segments(problem, device) -> int:
@@ -79,7 +79,7 @@ def reads_one_gate(problem, device) -> tuple[np.dtype, ...]:
 def tiles_of(problem, device) -> dict:
     """The sizes that the sweeps over K work in, whatever the mode; Hopper's own where they run."""
     if P := segments(problem, device):
-        kernel = chosen(problem, device)[0][-1]
+        kernel = chosen(problem, device)[1][-1]
         BK, BV = (int(size) for size in kernel.template[-2:])
         return {"BK": BK, "BV": BV, "chunk": chunk_of(kernel)} | ({"segments": P} if P > 1 else {})
     return {"BK": tiles.BACKWARD_CHANNELS, "BV": tiles.channels(problem.sizes["V"]), "chunk": SUB_CHUNK, "kept": tiles.KEPT}
@@ -108,10 +108,10 @@ def under_any_gates(problem, device, arrays, gradients, dht, dh0):
     """(du,) where there is a bonus."""
     P, strong = segments(problem, device), None
     N, H, K = problem.shape("N H K")
-    own, general, last = chosen(problem, device)
+    before, own, general, last = chosen(problem, device)
     shares = device.empty((N * P + N, H, K), FLOAT32) if last else None         # of du: of segments, then of sequences
     if own:
-        strong = in_mild_chunks(problem, device, own, P, arrays, gradients, dht, dh0, shares)
+        strong = in_mild_chunks(problem, device, before, own, P, arrays, gradients, dht, dh0, shares)
     in_chunks(problem, device, general, arrays, gradients, dht, dh0, None if shares is None else shares[N * P:], strong)
     if not last:
         return ()
@@ -121,9 +121,9 @@ def under_any_gates(problem, device, arrays, gradients, dht, dh0):
     return (du,)
 
 
-def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du):
+def in_mild_chunks(problem, device, before, own, P, arrays, gradients, dht, dh0, du):
     """Hopper's own sweeps; which (sequences, heads) they leave undone, int32 [N, H]."""
-    *before, queries, keys = kernels
+    queries, keys = own
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K = problem.shape("B N H T K")
     warpgroups, u = OnWarpgroups(problem, device, P), bonus(problem)
@@ -142,20 +142,18 @@ def in_mild_chunks(problem, device, kernels, P, arrays, gradients, dht, dh0, du)
 
 def under_one_gate(problem, device, arrays, gradients, dht, dh0):
     """Hopper's sweeps for a gate that all channels share; the first leaves in dg what the second needs."""
-    kernels = sweeps(problem, device)
+    before, own, *_ = chosen(problem, device)
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     N, H, P = *problem.shape("N H"), segments(problem, device)
-    warpgroups, one = OnWarpgroups(problem, device, P, chunk_of(kernels[-1])), dict(g=g)
+    warpgroups, one = OnWarpgroups(problem, device, P, chunk_of(own[-1])), dict(g=g)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
-    between = kernels[:1 + (P > 2)] if P > 1 else ()
-    if between:
-        initial, dht = warpgroups.between_segments(between, dict(q=q, k=k, v=v, do=do), one, initial, dht)
-    last = kernels[len(between):]
+    if before:
+        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do), one, initial, dht)
     if dg is None:
-        warpgroup_one_gate.gradients(problem, device, last, dict(q=q, k=k, v=v, do=do, g=g), dict(dq=dq, dk=dk, dv=dv), initial,
+        warpgroup_one_gate.gradients(problem, device, own, dict(q=q, k=k, v=v, do=do, g=g), dict(dq=dq, dk=dk, dv=dv), initial,
                                      dht, dh0, warpgroups.where, P)
         return ()
-    (queries, keys), room = last, device.empty((N * P, H), FLOAT32)
+    (queries, keys), room = own, device.empty((N * P, H), FLOAT32)
     ends = None if dht is None else room
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, dq=dq), one, initial=initial, dht=dht, ends=ends, weights=dg)
     warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, dk=dk, dv=dv), one, dht=dht, ends=ends, dg=dg, dh0=dh0)
