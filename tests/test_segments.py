@@ -142,8 +142,8 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
 
 
 @pytest.mark.parametrize("D, heads, longest, halves", [
-    (128, 64, 2048, True), (128, 67, 2048, False), (128, 44, 2048, False), (128, 64, 255, False), (128, 64, 16384, True),
-    (64, 64, 1024, True), (64, 64, 16384, False), (64, 100, 1024, True), (64, 33, 1024, False), (64, 133, 1024, False),
+    (128, 64, 2048, True), (128, 67, 2048, False), (128, 44, 2048, False), (128, 64, 255, False), (128, 64, 8192, True), (128, 64, 8193, False),
+    (64, 64, 1024, True), (64, 64, 4096, False), (64, 100, 8193, False), (64, 100, 1024, True), (64, 33, 1024, False), (64, 133, 1024, False),
 ])
 def test_which_sequences_are_cut_in_two(D, heads, longest, halves):
     assert tiles.halves(tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D), heads, longest) == halves
@@ -161,7 +161,7 @@ def test_which_sequences_get_a_tail(D, heads, lengths, tokens):
 
 
 @pytest.mark.parametrize("heads, longest, cut", [
-    (64, 2048, (tiles.LATER, False)), (66, 8191, (tiles.LATER, False)), (44, 2048, None), (256, 2048, None), (10, 250, None),
+    (64, 2048, (tiles.LATER, False)), (66, 8191, (tiles.LATER, False)), (44, 2048, None), (64, 16384, None), (256, 2048, None), (10, 250, None),
     (96, 8192, (6304 - 4096, True)), (96, 8191, (6304 - 4096, True)),
 ])
 def test_where_sequences_are_cut_in_two(heads, longest, cut):

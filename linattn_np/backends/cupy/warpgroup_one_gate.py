@@ -25,13 +25,13 @@ def segments(problem, longest) -> int:
 
 
 def gradient_kernels(problem, longest) -> tuple[tiles.Kernel, ...]:
-    """One for all three, of blocks as wide as the channels, or of half as many, which take two thirds of the time; or one for
-    dq of such and one for dk and dv of wide ones: whatever needs the least time for its waves of blocks."""
+    """One for all three, of blocks as wide as the channels, or of half as many, which take three quarters of the time; or one
+    for dq of such and one for dk and dv of wide ones: whatever needs the least time for its waves of blocks."""
     K, V = problem.shape("K V")
     widest, P = max(K, V), segments(problem, longest)
 
     def waves(sweeps, BV):
-        return (2 if BV < widest else 3) * ceil_div(sweeps * P * blocks(problem, BV), tiles.MULTIPROCESSORS)
+        return (3 if BV < widest else 4) * ceil_div(sweeps * P * blocks(problem, BV), tiles.MULTIPROCESSORS)
 
     whole = {BV: waves(3, BV) for BV in (widest, tiles.PANEL)}
     if P == 1 and waves(1, tiles.PANEL) + waves(2, widest) < min(whole.values()):
