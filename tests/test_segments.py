@@ -80,28 +80,30 @@ def test_segments_that_forget(hopper, rng, monkeypatch, op, K, V, dtype, P, gate
 @pytest.mark.parametrize("op, K, V, dtype", [(GLA, 72, 136, BFLOAT16), (RWKV6, 128, 64, HALF), (SIMPLE_GLA, 64, 64, HALF)],
                          ids=["gla", "rwkv6", "simple_gla"])
 def test_a_tail_of_its_own(hopper, rng, monkeypatch, op, K, V, dtype, packed, gate):
-    """Done by its block where gates forget and by the first part's where they do not, of several sequences in any order."""
+    """Done by its block where gates forget and by the first part's where they do not, whichever block comes first: one
+    head forgets as drawn, one a 16th of it."""
     cut_tail(monkeypatch, 64)
     sizes = {"B": 1, "T": 1900, "N": 4} if packed else {"B": 2, "T": 700, "N": 2}
-    sizes |= {"H": 2 - packed, "K": K, "V": V}
+    sizes |= {"H": 2, "K": K, "V": V}
     arguments = {"cu_seqlens": (0, 750, 1150, 1150, 1900)} if packed else {}
-    arrays = draw(op, rng, sizes, dtype, gate)
-    start = rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32)
-    found = computed(hopper, op, arrays, start, True, **arguments)
+    arrays = draw(op, rng, sizes, dtype, gate, np.float32 if packed else None)
+    arrays[3][:, 1] /= 16
+    start = None if packed else rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32)
+    found = computed(hopper, op, arrays, start, not packed, **arguments)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, dtype, rows=4)
-    assert all(map(same_bits, found, computed(hopper, op, arrays, start, True, **arguments)))
+    assert all(map(same_bits, found, computed(hopper, op, arrays, start, not packed, **arguments)))
 
 
 @pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
-@pytest.mark.parametrize("P", [2, 3])
-def test_what_is_forgotten_is_not_read(hopper, rng, monkeypatch, P, gate_dtype):
-    """Also where a channel forgets only just; where one does not quite, all tokens are."""
-    cut(monkeypatch, P, 1)
+@pytest.mark.parametrize("P, tail", [(2, False), (3, False), (2, True)], ids=["halves", "segments", "tail"])
+def test_what_is_forgotten_is_not_read(hopper, rng, monkeypatch, P, tail, gate_dtype):
+    """Also where a channel forgets only just; where one does not quite, all tokens are, whichever block comes first."""
+    cut_tail(monkeypatch, tiles.LATER) if tail else cut(monkeypatch, P, 1)
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": P * 384, "K": 64, "V": 64}, BFLOAT16, "all-20", gate_dtype)
     arrays[1][0, 0, 40, 3] = np.nan
     second = slice(384 + tiles.LATER * (P == 2), None)          # all but the first segment
-    for gate, finite in ((-0.6, True), (-0.55, False)):         # 154 and 141 nats in 256 tokens, of 148
+    for gate, finite in 2 * ((-0.6, True), (-0.55, False), (-0.55, False)):         # 154 and 141 nats in 256 tokens, of 148
         arrays[3][0, 0, :, 5] = gate
         o, = computed(hopper, GLA, arrays, None, False)
         assert np.isfinite(o[0, 0, second].astype(np.float32)).all() == finite
@@ -150,7 +152,7 @@ def test_which_sequences_are_cut_in_two(D, heads, longest, halves):
 
 
 @pytest.mark.parametrize("D, heads, lengths, tokens", [
-    (128, 96, [8192], 1872),                # three of them and as many looks, beside 6320 tokens and one
+    (128, 96, [8192], 1872),                # three of them and of their starts, beside 6320 tokens and a look
     (128, 67, [4096], 1216), (128, 160, [2048], 533), (128, 100, [512], 0),
     (128, 132, [8192], 0), (128, 256, [8192], 0), (128, 128, [8192], 0),       # hardly anything is idle
     (128, 48, [8192, 8191], 0), (64, 160, [8192], 2581), (64, 264, [8192], 0),

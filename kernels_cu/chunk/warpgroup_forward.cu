@@ -2,8 +2,8 @@
 // math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is One,
 //           a gate [B, H, T] float32 for all channels, of any strides
-// grid      a block for every (sequence, head, BV columns of V), sequence slowest. Warps: four for every 64 columns
-//           consume; then two groups of producers, which take the chunks in turn
+// grid      a block for every (sequence, head, BV columns of V), sequence slowest; Resumed: first parts, then second.
+//           Warps: four for every 64 columns consume; then two groups of producers, which take the chunks in turn
 // smem      Shared: incoming q, k, g of every producer; what a group hands over; incoming v, outgoing o
 // barriers  arrived[group]: q, k, g of its next chunk are there; values[warpgroup][slot]: so is v; full[group]: a chunk's
 //           operands stand; empty[group]: the consumers have read them; enum Named
@@ -16,8 +16,8 @@
 //           scores in two numbers of T. Summary: only the state that tokens leave behind, and their decay, without q and o;
 //           for sequences cut into segments and these into parts, whose states scan_segments.cu then joins.
 //           Where a part's last 256 tokens decay every channel by e^-148, nobody who needs only the state behind them reads
-//           those before: whatever finite state they leave, less than 2^-85 is left. Where they do not, Resumed may also
-//           leave both parts to one block: then a long first part costs nothing more, and the second no time beside it
+//           those before: whatever finite state they leave, less than 2^-85 is left. Where they do not, Resumed's second
+//           block either reads the first part too (for halves), or ends, and the first part's goes on (`alone`, for tails)
 // limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch; BK and BV of 64, 128; rows start on 16 bytes
 //
 // A producer warp has 8 tokens (BK = 64: twice 8), a lane 4 channels of them, so that no gate needs a shuffle. A chunk goes
@@ -162,7 +162,8 @@ template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape, 
           ((i64(n / count) * H + h) * tiles + block % tiles) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count, 0, false, true};
 }
 
-// The block that a block of Resumed stands for: the first parts of all sequences, then the second ones, which are short.
+// The block that a block of Resumed stands for: the first parts of all sequences, then the second ones: tails start on
+// what the others leave idle.
 template <int BV> __device__ __forceinline__ u32 first_parts_first(const Shape& shape, u32 block) {
   const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), sequences = u32(shape.B * shape.count) / 2;
   const u32 n = block / (tiles * H), second = n >= sequences;

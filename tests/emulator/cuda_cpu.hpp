@@ -345,7 +345,8 @@ template <class Args> struct Call {
   }
 };
 
-// Runs `blocks` blocks; returns null or what went wrong.
+// Runs `blocks` blocks, from the last to the first at every second launch, as no order is promised; returns null or what
+// went wrong.
 template <class Args> const char* launch(void (*kernel)(Args), const void* args, size_t size,
                                          long long blocks, int count, size_t shared) {
   message[0] = 0;
@@ -362,8 +363,12 @@ template <class Args> const char* launch(void (*kernel)(Args), const void* args,
   gridDim = {unsigned(blocks), 1, 1};
   void* stacks = mmap(nullptr, count * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const unsigned before = flush_denormals();
-  for (; blockIdx.x < blocks && !message[0]; ++blockIdx.x)
+  static bool backwards = true;
+  backwards = !backwards;
+  for (long long n = 0; n < blocks && !message[0]; ++n) {
+    blockIdx.x = unsigned(backwards ? blocks - 1 - n : n);
     run_block(static_cast<unsigned char*>(stacks), Call<Args>::run);
+  }
   restore_denormals(before);
   munmap(stacks, count * STACK);
   return message[0] ? message : nullptr;

@@ -21,7 +21,7 @@ WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 ONE = "One"                         # to warpgroup_forward, the type of a gate that all channels of a token share, float32
 MULTIPROCESSORS = 132               # of a Hopper card
 LATER = 64              # tokens, where a sequence's second half begins: its block goes through some of the first's too
-LOOKED, RESUMED = 64, 256           # tokens that take as long as a look at gates before a cut, and as a start behind it
+LOOK, START = 64, 256   # tokens that take as long as a block's look at the gates before a cut, and its start behind one
 SEGMENT = 128                      # tokens that are worth a pass of their own
 KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
                         # the gates' gradient is a sum over as many tokens at most, which float32 carries without loss
@@ -52,7 +52,7 @@ def chunk_forward(policy, T, G, K, V) -> Kernel:
 
 
 def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
-    """`only`: "First" and "Last" of more channels than a tile has, "Resumed" of halves of sequences, "Summary" of
+    """`only`: "First" and "Last" of more channels than a tile has, "Resumed" of sequences in two, "Summary" of
     segments. `G` may be `ONE`."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
     return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
@@ -66,8 +66,8 @@ def warpgroup_one_gate(only, G, K, V) -> Kernel:
 
 
 def narrow_blocks(heads, V, longest) -> bool:
-    """Whether blocks of 64 columns of V, all on the card at once, spare its sequences to be cut: under one gate they take
-    two thirds of a wider block's time, and no pass that summarises segments: 0.049 for 0.075 ms at 4,2048,16,128."""
+    """Whether blocks of 64 columns of V, all on the card at once, spare its sequences to be cut into segments: under one gate
+    they take two thirds of a wider block's time, and no pass that summarises: 0.049 for 0.075 ms at 4,2048,16,128."""
     blocks = heads * -(-V // WARPGROUP_TILES[0])
     return blocks <= MULTIPROCESSORS and segments(blocks, longest) == 1
 
@@ -96,13 +96,13 @@ def halves(kernel, blocks, longest) -> bool:
 def tail(kernel, blocks, lengths) -> int:
     """Tokens at the ends of sequences of one length that get blocks of their own, on what the other blocks' last wave leaves
     idle: as many as make those that follow one another there take as long as one of the others. 0 where that gains less
-    than a 20th. At 1,8192,96,128 it is 1872 tokens and 0.415 to 0.333 ms."""
+    than a 20th, or than twice what the look costs where gates do not forget. At 1,8192,96,128 it is 1872 tokens and 0.415 to 0.333 ms."""
     longest, idle = int(lengths.max()), -blocks % room(kernel)
     if not idle or lengths.min() < longest:
         return 0
     each = -(-blocks // idle)
-    tokens = (longest + LOOKED - each * RESUMED) // (each + 1)
-    return tokens if tokens - LOOKED > longest // 20 else 0
+    tokens = (longest + LOOK - each * START) // (each + 1)
+    return tokens if tokens - LOOK > max(2 * LOOK, longest // 20) else 0
 
 
 def in_two(kernel, blocks, lengths) -> tuple[int, bool] | None:
