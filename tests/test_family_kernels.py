@@ -9,7 +9,7 @@ from test_repeated_calls import Queued
 
 from linattn_np import NotSupported, linear_attention, retention, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import family, plans, recording
+from linattn_np.backends.cupy import family, plans, recording, tiles
 from linattn_np.contract import swap_heads
 from linattn_np.ops import GLA, OPS
 
@@ -209,25 +209,30 @@ FIXED = {
     **{f"{gamma}-{T}": {"gamma": gamma, "T": T, "K": 128} for gamma in ([0.9, 0.0], [1.0, 0.5]) for T in (70, 1100)},
     "wide": {"K": 128, "V": 128}, "wide-keys": {"K": 72, "V": 24}, "wide-values": {"K": 24, "V": 104}, "token": {"T": 1, "H": 3},
     "no-dht": {"dht": False}, "no-states": {"dht": False, "start": False}, "unscaled": {"scale": 1.0}, "scaled-to-0": {"scale": 0.0},
-    "packed-bthd": {"bounds": [0, 0, 33, 64, 65, 150], "T": 150, "layout": "bthd"}, "many-heads": {"H": MANY_HEADS, "T": 70, "K": 128, "V": 104},
-    **{f"dq-apart-{V}": {"H": 66, "T": 70, "K": 128, "V": V} for V in (24, 128)}, "dq-apart-wide-values": {"H": 66, "T": 66, "K": 24, "V": 104},
+    "packed-bthd": {"bounds": [0, 0, 33, 64, 65, 150], "T": 150, "layout": "bthd"}, "many-heads": {"H": 7, "T": 70, "K": 128, "V": 104, "multiprocessors": 12},
+    **{f"dq-apart-{V}": {"H": 6, "T": 70, "K": 128, "V": V, "multiprocessors": 12} for V in (24, 128)},
+    "dq-apart-wide-values": {"H": 6, "T": 66, "K": 24, "V": 104, "multiprocessors": 12},
     "segments-packed": {"T": 1110, "H": 1, "K": 128, "V": 72, "bounds": [0, 0, 1100, 1110]},
 }
 
 
 @pytest.mark.parametrize("case", FIXED)
-def test_gradients_under_fixed_decays(backend, rng, case):
+def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
     """Without a gradient of the gate three sums at once: of each, scores or decayed values are bfloat16, and the result."""
-    gradients, wanted, _ = under_one_gate(rng, function=retention, **FIXED[case])
+    sizes = FIXED[case].copy()
+    monkeypatch.setattr(tiles, "MULTIPROCESSORS", sizes.pop("multiprocessors", tiles.MULTIPROCESSORS))
+    gradients, wanted, _ = under_one_gate(rng, function=retention, **sizes)
     for name, x, y in zip(("dq", "dk", "dv", "dh0"), gradients(backend.run, backend.asarray), wanted):
         assert errors(backend.tohost(x), y)[0] <= 2.7e-3, name
 
 
-@pytest.mark.parametrize("heads, K, kernels", [
-    (44, 128, ["Gradients 128"]), (64, 128, ["Queries 64", "Keys 128"]), (64, 64, ["Gradients 64"]), (70, 128, ["Gradients 128"]),
-    (256, 128, ["Gradients 128"])])
-def test_which_sums_are_made_at_once(heads, K, kernels):
+@pytest.mark.parametrize("multiprocessors, heads, K, kernels", [
+    (12, 7, 128, ["Gradients 128"]), (12, 6, 128, ["Queries 64", "Keys 128"]),
+    *((132, *case) for case in ((44, 128, ["Gradients 128"]), (64, 128, ["Queries 64", "Keys 128"]), (64, 64, ["Gradients 64"]), (70, 128, ["Gradients 128"]),
+    (256, 128, ["Gradients 128"])))])
+def test_which_sums_are_made_at_once(monkeypatch, multiprocessors, heads, K, kernels):
     """Those whose blocks leave least of the card idle."""
+    monkeypatch.setattr(tiles, "MULTIPROCESSORS", multiprocessors)
     problem = DECLARED[retention].bind([np.zeros((1, heads, 70, K), BFLOAT16)] * 3, gradient=True)
     found = plans.sweeps_of(problem, Queued(90))
     assert [f"{kernel.template[0]} {kernel.template[-1]}" for kernel in found] == kernels

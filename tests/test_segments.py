@@ -75,7 +75,7 @@ def test_segments_that_forget(hopper, rng, monkeypatch, op, K, V, dtype, P, gate
         assert_close(what, x, y, dtype, rows=4)         # so many have some that cancel
 
 
-@pytest.mark.parametrize("gate", ["logsigmoid", "weak", "spikes-40", "some-inf", "all-inf"])
+@pytest.mark.parametrize("gate", ["logsigmoid", "spikes-40", "some-inf"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("op, K, V, dtype", [(GLA, 72, 136, BFLOAT16), (RWKV6, 128, 64, HALF), (SIMPLE_GLA, 64, 64, HALF)],
                          ids=["gla", "rwkv6", "simple_gla"])
