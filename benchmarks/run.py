@@ -90,7 +90,7 @@ class Case:
 SHAPES = ((4, 4096, 64, 128), (8, 4096, 32, 64), (1, 8192, 96, 128), (2, 16384, 16, 128), (1, 131072, 16, 128),
           (4, 2048, 16, 128), (8, 1024, 8, 64))
 WIDE = (8, 2048, 32, 256)
-CUT = SHAPES[2], SHAPES[3], SHAPES[-2]      # of those where sequences are cut: weak gates forget nothing before it
+CUT = SHAPES[2], SHAPES[3], SHAPES[-2]      # some whose sequences are cut, which gains less where gates are weak
 TRAINED = (*SHAPES[:4], SHAPES[-2])         # shapes of backward passes
 GATES = {"logsigmoid": 1, "weak": 1 / 16, "strong": 20, "reset": 1}         # factors of logsigmoid
 
