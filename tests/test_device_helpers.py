@@ -30,10 +30,10 @@ def run_warpgroup(device, case, values, shape, dtype, n=0):
     return launch(device, kernel, values, shape, dtype, n, smem=32 * 1024)
 
 
-def launch(device, kernel, values, shape, dtype, n, smem):
+def launch(device, kernel, values, shape, dtype, n, smem, blocks=1):
     source, out = device.upload(values), device.empty(shape, dtype)
     args = pack(source=device.pointer(source), out=device.pointer(out), n=n)
-    device.launch(kernel, 1, args, smem=smem)
+    device.launch(kernel, blocks, args, smem=smem)
     return host(out)
 
 
@@ -221,6 +221,14 @@ def test_wgmma_groups_are_waited_for_in_turn(hopper, rng):
     first, second = run_warpgroup(hopper, "Groups", words(a, b), (2, 64, 32), np.float32, n=b.nbytes // 4)
     np.testing.assert_allclose(first, product(a[:, :16], b[:, :16].T), rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(second, product(a[:, 16:32], b[:, 16:32].T) + 1, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+def test_two_blocks_of_a_cluster_hand_on_what_they_read(hopper, rng, steps):
+    values = rng.standard_normal((4, steps, 64)).astype(np.float32)
+    kernel = Kernel(f"{KERNELS}/exchange", (), threads=64, arch="sm_90a", cluster=2)
+    got = launch(hopper, kernel, values, values.shape, np.float32, steps, smem=1024, blocks=4)
+    np.testing.assert_array_equal(got, values[[1, 0, 3, 2]])
 
 
 # ---- the emulator ------------------------------------------------------------------------------------------

@@ -5,16 +5,17 @@
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; Resumed: first parts, then second.
 //           Warps: four for every 64 columns consume; then two groups of producers, which take the chunks in turn
 // smem      Shared: incoming q, k, g of every producer; what a group hands over; incoming v, outgoing o
-// barriers  arrived[group]: q, k, g of its next chunk are there; values[warpgroup][slot]: so is v; full[group]: a chunk's
-//           operands stand; empty[group]: the consumers have read them; enum Named
+// barriers  arrived[group]: q, k, g of its next chunk are there; values[warpgroup][slot]: so is v; full[slot]: a chunk's
+//           operands stand; empty[slot]: the consumers, Joined both blocks', have read them; enum Named
 // numerics  S in float32 accumulators; (q decayed) S and scores between tokens of different blocks in tf32; A and k in T.
 //           No difference of cumulated gates anywhere but in chunks where it is harmless: see below
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // passes    Whole: everything. Resumed: the same of a sequence cut in two, where the second part's block goes through the
-//           first's tokens too, for the state they leave behind. First, Last: more than BK channels in two launches,
-//           o = (of the first BK) + (of the others); First keeps its o in float32 as the registers have it, and both have
-//           scores in two numbers of T. Summary: only the state that tokens leave behind, and their decay, without q and o;
-//           for sequences cut into segments and these into parts, whose states scan_segments.cu then joins.
+//           first's tokens too, for the state they leave behind. Joined: more than BK channels, by two blocks of a cluster.
+//           Each has one group of producers, for BK of the channels, which hands what it makes to both blocks; and
+//           consumers for all channels and BV columns. The two blocks' scores add up, each in two numbers of T.
+//           Summary: only the state that tokens leave behind, and their decay, without q and o; for sequences cut into
+//           segments and these into parts, whose states scan_segments.cu then joins; a launch for every BK channels.
 //           Where a part's last 256 tokens decay every channel by e^-148, nobody who needs only the state behind them reads
 //           those before: whatever finite state they leave, less than 2^-85 is left. Where they do not, Resumed's second
 //           block either reads the first part too (for halves), or ends, and the first part's goes on (`alone`, for tails)
@@ -36,7 +37,8 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int CHUNK = 32, TOKENS = 8, BLOCKS = CHUNK / TOKENS, GROUPS = 2;
+constexpr int CHUNK = 32, TOKENS = 8, BLOCKS = CHUNK / TOKENS;
+constexpr int SLOTS = 2;        // chunks that are handed over at a time
 constexpr float MILD = 17;      // nats: with so much in 8 tokens at most, factors and their inverses are far from float's ends
 template <typename T> constexpr bool COARSE = false;    // whether T has fewer digits than scores in tf32
 template <> constexpr bool COARSE<bf16> = true;
@@ -48,19 +50,20 @@ constexpr float FORGOTTEN = 148;    // nats: decays that leave less than 2^-85 o
 enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
 
 struct Whole {
-  static constexpr bool reads = true, keeps = false, adds = false, resumes = false;
+  static constexpr bool reads = true, resumes = false;
+  static constexpr int blocks = 1;              // of a cluster, which hand one another what they produce
 };
 struct Resumed {
-  static constexpr bool reads = true, keeps = false, adds = false, resumes = true;
+  static constexpr bool reads = true, resumes = true;
+  static constexpr int blocks = 1;
 };
-struct First {
-  static constexpr bool reads = true, keeps = true, adds = false, resumes = false;
-};
-struct Last {
-  static constexpr bool reads = true, keeps = false, adds = true, resumes = false;
+struct Joined {
+  static constexpr bool reads = true, resumes = false;
+  static constexpr int blocks = 2;
 };
 struct Summary {
-  static constexpr bool reads = false, keeps = false, adds = false, resumes = false;
+  static constexpr bool reads = false, resumes = false;
+  static constexpr int blocks = 1;
 };
 struct Earlier : Summary {};    // of Resumed, the tokens before its own
 
@@ -82,20 +85,32 @@ template <typename T, typename G> struct WarpgroupForwardArgs {
   Shape shape;
   double scale;
   float* decays;   // Summary: [N, H, GROUPS, K], the decay over a part's chunks, every group's share
-  float* kept;     // First, Last: o of the first channels, for every block and chunk its registers
   i64 channel;     // the first of this launch
   i64 of, needed;  // Summary: of every so many parts the first so many; nobody needs the others' state
   i64 alone;       // Resumed: whether a second part that would have to read all of the first is left to the first's block
 };
 
-// What a producer group hands to the consumers, rows of 128 bytes in the tensor cores' 128-byte swizzle.
-template <typename T, int BK> struct alignas(1024) Handed {
-  float q[BK / 32][CHUNK][32];  // decayed from the chunk's start; 8 channels in the order 0 2 4 6 1 3 5 7, in every
-                                // second panel 1 3 5 7 0 2 4 6: so stores to two panels lie in all banks
-  T k[BK / 64][CHUNK][PANEL];   // decayed to the chunk's end
-  T A[CHUNK][PANEL];            // [query, key], the first 32 columns; then what rounding left over (put_two)
-  float decay[BK];              // the whole chunk's
+// What producer groups hand to the consumers, RANKS of them BK channels each; rows of 128 bytes in the tensor cores' 128-byte
+// swizzle.
+template <typename T, int BK, int RANKS> struct alignas(1024) Handed {
+  float q[RANKS][BK / 32][CHUNK][32];   // decayed from the chunk's start; 8 channels in the order 0 2 4 6 1 3 5 7, in every
+                                        // second panel 1 3 5 7 0 2 4 6: so stores to two panels lie in all banks
+  T k[RANKS][BK / 64][CHUNK][PANEL];    // decayed to the chunk's end
+  T A[RANKS][CHUNK][PANEL];             // [query, key], the first 32 columns; then what rounding left over (put_two)
+  float decay[RANKS][BK];               // the whole chunk's
 };
+
+// Joined: sends what a block has made to the other one, operands and scores of 16 queries by themselves, so that nobody waits
+// for all; by one thread, after a barrier of those who made it.
+constexpr int SENT = 5;         // copies a chunk
+template <class Made> __device__ __forceinline__ void send_operands(const Made& made, int rank, Barrier& full) {
+  copy_to_peer(made.q[rank], sizeof made.q[0], full);
+  copy_to_peer(made.k[rank], sizeof made.k[0], full);
+  copy_to_peer(made.decay[rank], sizeof made.decay[0], full);
+}
+template <class Made> __device__ __forceinline__ void send_scores(const Made& made, int rank, int half, Barrier& full) {
+  copy_to_peer(made.A[rank][16 * half], sizeof made.A[0] / 2, full);
+}
 
 // A chunk as it comes from memory.
 template <typename T, typename G, int BK> struct alignas(128) Incoming {
@@ -129,16 +144,17 @@ template <int BK> struct Recent<One, BK> {
 // Where this block works: a stretch of one sequence's tokens, and where its state lies.
 struct Place {
   i32 sequence, batch, head, v_tile, start, tokens;
-  i64 state, chunk;          // where its state begins, and its chunks among those of all blocks
+  i64 state;                 // where its state begins
   i32 before;                // Resumed: of these tokens, those of the part before, without those that are forgotten
   bool forgot, last;         // Resumed: whether some are, and whether this block comes to the sequence's end
 };
 
-template <typename T, typename G, int BK, int BV> struct Shared {
+template <typename T, typename G, int BK, int BV, int RANKS> struct Shared {
   static constexpr int AHEAD = sizeof(G) <= 2 ? 4 : 3;      // chunks of v under way or at hand
+  static constexpr int GROUPS = SLOTS / RANKS;  // of producers
   union {
     struct {
-      Handed<T, BK> handed[GROUPS];
+      Handed<T, BK, RANKS> handed[SLOTS];
       T v[BV / PANEL][AHEAD][CHUNK][PANEL];     // then o
       Incoming<T, G, BK> incoming[GROUPS];
       Operands<BK> operands[GROUPS];
@@ -150,17 +166,19 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   Place place;                                  // here, since registers are scarce
   i32 since[BK / 32];                           // by how many of the last chunks all is forgotten, of 32 channels
   u32 strong[GROUPS];                           // 1 + the group's last turn whose gates were not mild
-  Barrier looked, arrived[GROUPS], values[BV / PANEL][AHEAD], full[GROUPS], empty[GROUPS];
+  Barrier looked, arrived[GROUPS], values[BV / PANEL][AHEAD], full[SLOTS], empty[SLOTS];
 };
 
-template <int BV> __device__ __forceinline__ Place place_of(const Shape& shape, u32 block) {
-  const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), count = u32(shape.count);
+template <int BV, int RANKS> __device__ __forceinline__ Place place_of(const Shape& shape, u32 block) {
+  const u32 tiles = u32(shape.V + BV * RANKS - 1) / (BV * RANKS) * RANKS, H = u32(shape.H), count = u32(shape.count);
   const u32 pair = block / tiles, n = pair / H, h = pair % H;
   const Span span = tokens_of(shape, n % count);
   return {i32(n), i32(n / count), i32(h), i32(block % tiles * BV), i32(span.start), i32(span.stop - span.start),
-          i64(pair) * shape.K * shape.V,
-          ((i64(n / count) * H + h) * tiles + block % tiles) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count, 0, false, true};
+          i64(pair) * shape.K * shape.V, 0, false, true};
 }
+
+// Which of its cluster this block is.
+template <class Pass> __device__ __forceinline__ int rank_of() { return Pass::blocks > 1 ? blockIdx.x % Pass::blocks : 0; }
 
 // The block that a block of Resumed stands for: the first parts of all sequences, then the second ones: tails start on
 // what the others leave idle.
@@ -295,13 +313,13 @@ template <int BK> __device__ __forceinline__ void scores_between(float (&d)[4], 
     tile_scores<false, BK>(d, s.queries[1][8 * (tile - 2)], s.keys[1][8 * (tile - 2)], lane);
 }
 
-// Stores the scores of query i and two keys from 8n + 2t on; in several launches also what rounding leaves over of them,
-// 32 columns on, since scores that cancel between the launches must not leave the rounding of both.
+// Stores the scores of query i and two keys from 8n + 2t on; of several blocks also what rounding leaves over of them,
+// 32 columns on, since scores that cancel between the blocks must not leave the rounding of both.
 template <class Pass, typename T>
 __device__ __forceinline__ void put_two(T (&A)[CHUNK][PANEL], int i, int n, int t, float x, float y) {
   const u32 two = pack<T>(x, y);
   reinterpret_cast<u32*>(swizzled(A[0], i, n))[t] = two;
-  if constexpr (Pass::keeps || Pass::adds) {
+  if constexpr (Pass::blocks > 1) {
     float rounded[2];
     unpack<T>(rounded, two);
     reinterpret_cast<u32*>(swizzled(A[0], i, n + 4))[t] = pack<T>(x - rounded[0], y - rounded[1]);
@@ -311,7 +329,7 @@ template <class Pass, typename T> __device__ __forceinline__ void put_one(T (&A)
   const T rounded = from_float<T>(x);
   T* const to = swizzled(A[0], i, n) + j;
   *to = rounded;
-  if constexpr (Pass::keeps || Pass::adds) {    // the same place twice: each type lacks registers with the other's way
+  if constexpr (Pass::blocks > 1) {             // the same place twice: each type lacks registers with the other's way
     T* const rest = COARSE<T> ? swizzled(A[0], i, n + 4) + j : reinterpret_cast<T*>(reinterpret_cast<u64>(to) ^ 64);
     *rest = from_float<T>(x - to_float(rounded));
   }
@@ -349,7 +367,7 @@ template <typename T> __device__ __forceinline__ void multiply_plain(float (&d)[
 
 // The scores of a half's 16 queries and all keys before them, from operands that meet at the chunk's start.
 template <class Policy, class Pass, int HALF, typename T, int BK>
-__device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK / 32][CHUNK][32], const float* own, int lane) {
+__device__ __forceinline__ void mild_scores(Handed<T, BK, Pass::blocks>& out, int rank, float (&keys)[BK / 32][CHUNK][32], const float* own, int lane) {
   constexpr int QUERIES = 16 * HALF, TILES = 2 + 2 * HALF;
   // This lane's row of the 8x8 matrices (rows of 8, row, channels of 4, piece), and where it would be without piece.
   const int upper = lane & 7, rows = lane >> 3 & 1, pieces = lane >> 4, g = lane >> 2, t = lane & 3;
@@ -359,7 +377,7 @@ __device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK
 #pragma unroll
   for (int c = 0; c < BK; c += 8) {
     u32 a[4], b[4];
-    ldmatrix_x4(a, swizzled(out.q[c / 32][QUERIES + 8 * rows], upper, c % 32 / 4 + pieces));
+    ldmatrix_x4(a, swizzled(out.q[rank][c / 32][QUERIES + 8 * rows], upper, c % 32 / 4 + pieces));
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) {
       ldmatrix_x4(b, swizzled(keys[c / 32][8 * (n + pieces)], upper, c % 32 / 4 + rows));
@@ -377,13 +395,13 @@ __device__ __forceinline__ void mild_scores(Handed<T, BK>& out, float (&keys)[BK
         if (8 * n + 8 <= QUERIES) return TRUNCATED * x;
         return j < i ? TRUNCATED * x : j > i ? 0.f : Policy::reads_before_write ? with_self[half] : TRUNCATED * x;
       };
-      put_two<Pass>(out.A, i, n, t, score(j, d[n][2 * half]), score(j + 1, d[n][2 * half + 1]));
+      put_two<Pass>(out.A[rank], i, n, t, score(j, d[n][2 * half]), score(j + 1, d[n][2 * half + 1]));
     }
 }
 
 // The same under one gate: operands that are not decayed, whose products are exact, and then the tokens' decays.
 template <class Pass, int HALF, typename T, int BK>
-__device__ __forceinline__ void plain_scores(Handed<T, BK>& out, Operands<BK>& s, const float* decays, int lane) {
+__device__ __forceinline__ void plain_scores(T (&A)[CHUNK][PANEL], Operands<BK>& s, const float* decays, int lane) {
   constexpr int QUERIES = 16 * HALF, TILES = 2 + 2 * HALF;
   const int upper = lane & 7, rows = lane >> 3 & 1, pieces = lane >> 4, g = lane >> 2, t = lane & 3;
   float d[TILES][4] = {};
@@ -408,7 +426,7 @@ __device__ __forceinline__ void plain_scores(Handed<T, BK>& out, Operands<BK>& s
     for (int half = 0; half < 2; ++half) {
       const int i = QUERIES + g + 8 * half;
       const auto score = [&](int x) { return j + x <= i ? d[n][2 * half + x] * (decay[half] * back[x]) : 0.f; };
-      put_two<Pass>(out.A, i, n, t, score(0), score(1));
+      put_two<Pass>(A, i, n, t, score(0), score(1));
     }
   }
 }
@@ -462,12 +480,11 @@ __device__ __forceinline__ void get_block(float (&x)[1], const float (&decays)[B
 // A chunk of mild gates: queries decayed from its start, keys by the inverse. `refill` is called when the incoming tokens
 // have been read, `room` before anything is handed over. Where gates are not mild false, and neither is.
 template <class Policy, class Pass, typename T, typename G, int BK, int BV, class Refill, class Room>
-__device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, u32 turn, float one,
+__device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV, Pass::blocks>& s, Handed<T, BK, Pass::blocks>& out, int rank, Barrier& full, const Part<BK>& me, u32 turn, float one,
                                            Refill refill, Room room) {
   using P = Part<BK>;
   constexpr int W = WIDTH<G>;
   const Incoming<T, G, BK>& in = s.incoming[me.group];
-  Handed<T, BK>& out = s.handed[me.group];
   float (&all_keys)[BK / 32][CHUNK][32] = s.operands[me.group].all_keys;
   float sums[TOKENS][W], sum[W] = {}, size[W] = {};
   uint2 queries[TOKENS], keys[TOKENS];
@@ -508,7 +525,7 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
   }
   room();
   if (me.block == BLOCKS - 1)
-    *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1 % W], whole[2 % W], whole[3 % W]};
+    *reinterpret_cast<float4*>(&out.decay[rank][me.channel]) = {whole[0], whole[1 % W], whole[2 % W], whole[3 % W]};
 #pragma unroll
   for (int c = 0; c < W; ++c) whole[c] *= TRUNCATED;
   float own[TOKENS], without[W], u[4];
@@ -530,7 +547,7 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
       for (int c = 0; c < 4; ++c) q[c] *= with;
       *me.four(s.operands[me.group].plain_queries, i) = queries[i];
       *me.four(s.operands[me.group].plain_keys, i) = keys[i];
-      *me.four(out.k, i) = {pack<T>(k[0] * back, k[1] * back), pack<T>(k[2] * back, k[3] * back)};
+      *me.four(out.k[rank], i) = {pack<T>(k[0] * back, k[1] * back), pack<T>(k[2] * back, k[3] * back)};
       if (me.thread % P::LANES == i) s.own[me.group][me.first + i] = with;
     } else {
 #pragma unroll
@@ -542,37 +559,44 @@ __device__ __forceinline__ bool mild_chunk(Shared<T, G, BK, BV>& s, const Part<B
       }
       *me.pair(all_keys, i, 0) = {k[0], k[2]};
       *me.pair(all_keys, i, 1) = {k[1], k[3]};
-      *me.four(out.k, i) = {pack<T>(k[0] * whole[0], k[1] * whole[1]), pack<T>(k[2] * whole[2], k[3] * whole[3])};
+      *me.four(out.k[rank], i) = {pack<T>(k[0] * whole[0], k[1] * whole[1]), pack<T>(k[2] * whole[2], k[3] * whole[3])};
     }
-    *me.pair(out.q, i, 0) = {q[0], q[2]};
-    *me.pair(out.q, i, 1) = {q[1], q[3]};
+    *me.pair(out.q[rank], i, 0) = {q[0], q[2]};
+    *me.pair(out.q[rank], i, 1) = {q[1], q[3]};
   }
   if (Policy::reads_before_write) {
     const float score = sum_each<P::LANES>(own);
     if (me.thread % P::LANES < TOKENS) s.own[me.group][me.first + me.thread % P::LANES] = score;
   }
+  if constexpr (Pass::blocks > 1) fence_async();
   barrier_sync(PRODUCERS + me.group, P::THREADS);   // the operands of the scores stand
   if constexpr (!SOON) refill();
+  if (Pass::blocks > 1 && me.thread == 0) send_operands(out, rank, full);
   constexpr int WARPS = P::THREADS / 32;
   const u32 part = (me.thread / 32 + turn) % WARPS;      // in turn, since every warp has its own tensor core
   if constexpr (W == 1) {
-    if (part == 0) plain_scores<Pass, 0>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
-    if (part == 1) plain_scores<Pass, 1>(out, s.operands[me.group], s.own[me.group], me.thread % 32);
+    if (part == 0) plain_scores<Pass, 0>(out.A[rank], s.operands[me.group], s.own[me.group], me.thread % 32);
+    if (part == 1) plain_scores<Pass, 1>(out.A[rank], s.operands[me.group], s.own[me.group], me.thread % 32);
   } else {
-    if (part == 0) mild_scores<Policy, Pass, 0>(out, all_keys, s.own[me.group], me.thread % 32);
-    if (part == 1) mild_scores<Policy, Pass, 1>(out, all_keys, s.own[me.group], me.thread % 32);
+    if (part == 0) mild_scores<Policy, Pass, 0>(out, rank, all_keys, s.own[me.group], me.thread % 32);
+    if (part == 1) mild_scores<Policy, Pass, 1>(out, rank, all_keys, s.own[me.group], me.thread % 32);
   }
+  if constexpr (Pass::blocks > 1)
+    if (part < 2) {
+      fence_async();
+      __syncwarp();
+      if (me.thread % 32 == 0) send_scores(out, rank, part, full);
+    }
   return true;
 }
 
 // A chunk of any gates: scores within blocks pair by pair, between them from operands that meet at a block's border.
 template <class Policy, class Pass, typename T, typename G, int BK, int BV, class Refill, class Room>
-__device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK>& me, float one, float (&total)[4],
+__device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV, Pass::blocks>& s, Handed<T, BK, Pass::blocks>& out, int rank, Barrier& full, const Part<BK>& me, float one, float (&total)[4],
                                           Refill refill, Room room) {
   using P = Part<BK>;
   constexpr int W = WIDTH<G>;
   const Incoming<T, G, BK>& in = s.incoming[me.group];
-  Handed<T, BK>& out = s.handed[me.group];
   Operands<BK>& operands = s.operands[me.group];
   float a[TOKENS][W], q[TOKENS][4], k[TOKENS][4];
 #pragma unroll
@@ -652,43 +676,53 @@ __device__ __forceinline__ void any_chunk(Shared<T, G, BK, BV>& s, const Part<BK
   room();
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i)
-    *me.four(out.k, i) = {pack<T>(k[i][0] * after[0], k[i][1] * after[1 % W]), pack<T>(k[i][2] * after[2 % W], k[i][3] * after[3 % W])};
+    *me.four(out.k[rank], i) = {pack<T>(k[i][0] * after[0], k[i][1] * after[1 % W]), pack<T>(k[i][2] * after[2 % W], k[i][3] * after[3 % W])};
   if (me.block == BLOCKS - 1) {
     float own[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) own[c] = decay[c];
     if (!COARSE<T>) get_block(own, s.decays[me.group], me, me.block);     // read again: registers are short
     const float whole[4] = {before[0] * own[0], before[1 % W] * own[1 % W], before[2 % W] * own[2 % W], before[3 % W] * own[3 % W]};
-    *reinterpret_cast<float4*>(&out.decay[me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
+    *reinterpret_cast<float4*>(&out.decay[rank][me.channel]) = {whole[0], whole[1], whole[2], whole[3]};
     if constexpr (TOTALS<Pass>)
 #pragma unroll
       for (int c = 0; c < 4; ++c) total[c] *= whole[c];
   }
   if constexpr (Pass::reads) {
     each_block_score(scores, me.thread % P::LANES, [&](int i, int j, float x) {
-      put_one<Pass>(out.A, me.first + i, me.block, j, x);
+      put_one<Pass>(out.A[rank], me.first + i, me.block, j, x);
     });
 #pragma unroll
     for (int c = 0; c < W; ++c) before[c] *= TRUNCATED;
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
-      *me.pair(out.q, i, 0) = {q[i][0] * before[0], q[i][2] * before[2 % W]};
-      *me.pair(out.q, i, 1) = {q[i][1] * before[1 % W], q[i][3] * before[3 % W]};
+      *me.pair(out.q[rank], i, 0) = {q[i][0] * before[0], q[i][2] * before[2 % W]};
+      *me.pair(out.q[rank], i, 1) = {q[i][1] * before[1 % W], q[i][3] * before[3 % W]};
     }
     barrier_sync(PRODUCERS + me.group, P::THREADS);   // the operands of the scores between blocks stand
     for (int tile = me.thread / 32; tile < BLOCKS; tile += P::THREADS / 32) {
       float d[4];
       scores_between(d, operands, tile, me.thread % 32);
-      put_tile<Pass>(out.A, d, tile, me.thread % 32);
+      put_tile<Pass>(out.A[rank], d, tile, me.thread % 32);
+    }
+  }
+  if constexpr (Pass::blocks > 1) {
+    fence_async();
+    barrier_sync(PRODUCERS + me.group, P::THREADS);   // all of it stands
+    if (me.thread == 0) {
+      send_operands(out, rank, full);
+      for (int half = 0; half < 2; ++half) send_scores(out, rank, half, full);
     }
   }
 }
 
 template <class Policy, class Pass, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
+__device__ __forceinline__ void produce(Shared<T, G, BK, BV, Pass::blocks>& s, const WarpgroupForwardArgs<T, G>& args, int thread) {
   using P = Part<BK>;
+  constexpr int GROUPS = Shared<T, G, BK, BV, Pass::blocks>::GROUPS;
   const Place& at = s.place;
-  const int group = thread / P::THREADS, tokens = at.tokens, K = int(args.shape.K - args.channel);
+  const int group = thread / P::THREADS, tokens = at.tokens, rank = rank_of<Pass>(), K = int(args.shape.K - args.channel);
+  const i32 channel = i32(args.channel) + rank * BK;
   Incoming<T, G, BK>& in = s.incoming[group];
   const auto fetch = [&](auto pass, int token) {            // by one thread of the group
     if (token >= tokens || thread % P::THREADS) return;
@@ -696,9 +730,9 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
     Barrier& arrived = s.arrived[group];
     const bool reads = Pass::reads && (decltype(pass)::reads || token >= at.before);
     barrier_expect(arrived, reads ? sizeof in : sizeof in - sizeof in.q);
-    if constexpr (WIDTH<G> == 4) tensor_load(in.g, args.g, arrived, i32(args.channel), row, h, b);
-    if (reads) tensor_load(in.q, args.q, arrived, i32(args.channel), row, h, b);
-    tensor_load(in.k, args.k, arrived, i32(args.channel), row, h, b);
+    if constexpr (WIDTH<G> == 4) tensor_load(in.g, args.g, arrived, channel, row, h, b);
+    if (reads) tensor_load(in.q, args.q, arrived, channel, row, h, b);
+    tensor_load(in.k, args.k, arrived, channel, row, h, b);
   };
 
   // One: the gate of a token of the block, which its lanes share out; none beyond the end.
@@ -714,30 +748,37 @@ __device__ __forceinline__ void produce(Shared<T, G, BK, BV>& s, const Warpgroup
   const auto make = [&](auto pass, int token) {
     using Of = decltype(pass);
     forget(thread);                             // addresses are cheaper made anew than held in registers
-    const P me{u32(thread)};
+    const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};      // of one group, which the compiler then knows
     const float gate = one;
     const auto refill = [&] {
       fetch(pass, token + GROUPS * CHUNK);
       one = gate_of(token + GROUPS * CHUNK);
     };
+    const u32 slot = Pass::blocks > 1 ? turn % SLOTS : group, used = Pass::blocks > 1 ? turn / SLOTS : turn;
+    auto& out = s.handed[Pass::blocks > 1 ? slot : me.group];         // two names of it: with one, registers are lacking
     const auto room = [&] {
-      if (turn) barrier_wait(s.empty[group], turn - 1 & 1);
+      if (used) barrier_wait(s.empty[slot], used - 1 & 1);
     };
     barrier_wait(s.arrived[group], turn & 1);
     if (token + CHUNK > at.tokens)              // the same place twice: each type lacks registers with the other's way
       clear_beyond<Pass>(COARSE<T> ? s.incoming[me.group] : in, me.first, at.tokens - token, me.channel);
     bool mild = false;
-    if constexpr (Of::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy, Of>(s, me, turn, gate, refill, room);
-    if (!mild) any_chunk<Policy, Of>(s, me, gate, total, refill, room);
+    if constexpr (Of::reads && (COARSE<T> || WIDTH<G> == 1)) mild = mild_chunk<Policy, Of>(s, out, rank, s.full[slot], me, turn, gate, refill, room);
+    if (!mild) any_chunk<Policy, Of>(s, out, rank, s.full[slot], me, gate, total, refill, room);
     if constexpr (!Of::reads) barrier_sync(PRODUCERS + group, P::THREADS);     // the blocks' decays have been read
     fence_async();
-    barrier_arrive(s.full[group]);
+    barrier_arrive(s.full[slot]);
     ++turn;
   };
   int token = group * CHUNK;
-  for (; token < tokens; token += GROUPS * CHUNK)
-    if (Pass::resumes && token < at.before) make(Earlier{}, token);
-    else make(Pass{}, token);
+  for (; token < tokens; token += GROUPS * CHUNK) {
+    if constexpr (Pass::resumes)
+      if (token < at.before) {
+        make(Earlier{}, token);
+        continue;
+      }
+    make(Pass{}, token);
+  }
   if constexpr (!Pass::reads) {
     const P me{u32(thread)};
     if (me.block == BLOCKS - 1 && at.v_tile == 0)
@@ -767,25 +808,46 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
   }
 }
 
-// o = A v + (q decayed) S, or that added to o; S <- diag(decay) S; o still under way. The state is read in parts: copied, decayed, and the copy
-// multiplied, while the next part is copied; two parts' copies are all that there are registers for.
-template <class Pass, int W, typename T, int BK>
-__device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[BK / 2], const u32 (&v)[2][4],
-                                                      const Handed<T, BK>& in) {
-  constexpr int PART = BK / 64, PARTS = BK / 8 / PART;
+template <int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays) {
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n) {
+    const float2 decay = *reinterpret_cast<const float2*>(&decays[8 * n + 2 * (threadIdx.x & 3)]);
+    S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+  }
+}
+
+// o = A v, or o += A v, under way.
+template <typename T, int BK, int RANKS>
+__device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4], const Handed<T, BK, RANKS>& in, bool accumulate) {
+#pragma unroll
+  for (int rank = 0; rank < RANKS; ++rank) {
+    const u64 A = wgmma_tile(in.A[rank], 16, 1024);
+#pragma unroll
+    for (int piece = 0; piece < 2 * RANKS; ++piece)         // of several blocks, what rounding left over too
+      wgmma<T, CHUNK, false>(o, v[piece % 2], A + piece * 32 / 16, accumulate || rank + piece > 0);
+  }
+}
+
+// o = A v + (q decayed) S, under way; S <- diag(decay) S. The state is read in parts: a part is copied, decayed, and its copy
+// multiplied, while the next part is copied; two parts' copies are all that there are registers for. load_values(v) reads v.
+template <int W, typename T, int BK, int RANKS, class Load>
+__device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[RANKS * BK / 2], u32 (&v)[2][4],
+                                                      const Handed<T, BK, RANKS>& in, Load load_values) {
+  constexpr bool SCORES_FIRST = RANKS == 1 && BK == 128;    // there 1 to 3 % faster, elsewhere slower, or lacking registers
+  constexpr int PART = BK / (64 * RANKS), PARTS = RANKS * BK / 8 / PART;
   const int t = threadIdx.x & 3;
-  const float one = in.decay[0];
+  const float one = in.decay[0][0];
   u32 a[2][PART][4];
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
-      const int tile = part * PART + n;
-      const float2 decay = W == 1 ? float2{one, one} : *reinterpret_cast<const float2*>(&in.decay[8 * tile + 2 * t]);
-      const int panel = tile / 4;
+      const int tile = part * PART + n, panel = tile / 4;
       float* x = S + 4 * tile;
       u32(&to)[4] = a[part & 1][n];
       to[0 + panel % 2 * 2] = copy_of(x[0]), to[1 + panel % 2 * 2] = copy_of(x[2]);
       to[2 - panel % 2 * 2] = copy_of(x[1]), to[3 - panel % 2 * 2] = copy_of(x[3]);
+      if constexpr (RANKS > 1) continue;        // there are no registers for decays either
+      const float2 decay = W == 1 ? float2{one, one} : *reinterpret_cast<const float2*>(&in.decay[0][8 * tile + 2 * t]);
       x[0] *= decay.x, x[1] *= decay.y, x[2] *= decay.x, x[3] *= decay.y;
     }
   };
@@ -793,20 +855,14 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      wgmma<tf32, CHUNK, false>(o, a[part & 1][n], wgmma_tile(in.q[tile / 4], 16, 1024) + tile % 4 * 32 / 16, true);
+      wgmma<tf32, CHUNK, false>(o, a[part & 1][n], wgmma_tile(in.q[0][tile / 4], 16, 1024) + tile % 4 * 32 / 16, SCORES_FIRST || tile > 0);
     }
     wgmma_commit();
   };
   copy(0);
   copy(1);
   wgmma_fence();
-  const u64 A = wgmma_tile(in.A, 16, 1024);
-  wgmma<T, CHUNK, false>(o, v[0], A, Pass::adds);
-  wgmma<T, CHUNK, false>(o, v[1], A + 32 / 16, true);
-  if constexpr (Pass::keeps || Pass::adds) {
-    wgmma<T, CHUNK, false>(o, v[0], A + 64 / 16, true);
-    wgmma<T, CHUNK, false>(o, v[1], A + 96 / 16, true);
-  }
+  if constexpr (SCORES_FIRST) read_scores(o, v, in, false);
   multiply(0);
   multiply(1);
 #pragma unroll
@@ -816,19 +872,18 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
     wgmma_fence();
     multiply(part);
   }
-}
-
-template <int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays) {
-#pragma unroll
-  for (int n = 0; n < N / 4; ++n) {
-    const float2 decay = *reinterpret_cast<const float2*>(&decays[8 * n + 2 * (threadIdx.x & 3)]);
-    S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+  load_values();                                // again, if first: rather than hold them in registers until here
+  if constexpr (!SCORES_FIRST) {
+    wgmma_fence();
+    read_scores(o, v, in, true);
+    wgmma_commit();
   }
+  if constexpr (RANKS > 1) decay_state(S, in.decay[0]);
 }
 
 template <class Pass, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args) {
-  constexpr int AHEAD = Shared<T, G, BK, BV>::AHEAD, CONSUMERS = 2 * BV;
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Pass::blocks>& s, const WarpgroupForwardArgs<T, G>& args) {
+  constexpr int RANKS = Pass::blocks, AHEAD = Shared<T, G, BK, BV, RANKS>::AHEAD;
   const int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const Place& at = s.place;
@@ -836,8 +891,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
   const int tokens = at.tokens;
   const float scale = float(args.scale);
 
-  float S[BK / 2] = {};
-  if (args.initial && !at.forgot) each<BK>(S, args.initial + at.state, args.shape, args.channel, first, [](float& x, const float* from) { x = *from; });
+  float S[RANKS * BK / 2] = {};
+  if (args.initial && !at.forgot) each<RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first, [](float& x, const float* from) { x = *from; });
 
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
   const auto each_piece = [&](auto f) {
@@ -859,19 +914,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     for (int turn = 0; turn < AHEAD && turn * CHUNK < tokens; ++turn) fetch(turn);
   const auto take = [&](auto pass, int turn) {
     using Of = decltype(pass);
-    constexpr bool WRITES = Of::reads && !Of::keeps;
-    const int token = turn * CHUNK, group = turn % GROUPS;
+    const int token = turn * CHUNK, slot = turn % SLOTS;
     const bool partial = token + CHUNK > tokens;
-    Handed<T, BK>& in = s.handed[group];
+    auto& in = s.handed[slot];
     forget(thread);                             // addresses are cheaper made anew than held in registers
-    // Calls f(first of four values of o, where they are kept).
-    const auto each_kept = [&](auto f) {
-      float4* kept = reinterpret_cast<float4*>(args.kept) + (at.chunk + turn) * 4 * CONSUMERS + thread + 128 * warpgroup;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(4 * i, kept[i * CONSUMERS]);
-    };
     float o[16];
-    if constexpr (Of::adds) each_kept([&](int i, float4& kept) { o[i] = kept.x, o[i + 1] = kept.y, o[i + 2] = kept.z, o[i + 3] = kept.w; });
     barrier_wait(s.values[warpgroup][turn % AHEAD], turn / AHEAD & 1);
     u32 v[2][4];
     T* const tile = s.v[warpgroup][turn % AHEAD][0];
@@ -881,37 +928,33 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
       });
       barrier_sync(VALUES + warpgroup, 128);
     }
-    ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
-    ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
-    barrier_wait(s.full[group], turn / GROUPS & 1);
+    const auto load_values = [&] {
+      forget(thread);
+      ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
+      ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
+    };
+    load_values();
+    barrier_wait(s.full[slot], turn / SLOTS & 1);
     forget(thread);
 
     if constexpr (Of::reads)
-      read_scores_and_state<Of, WIDTH<G>>(o, S, v, in);
+      read_scores_and_state<WIDTH<G>>(o, S, v, in, load_values);
     else
-      decay_state(S, in.decay);
-    forget(thread);
-    ldmatrix_x4_trans(v[0], matrix_row(tile, 0));       // again, rather than hold them in registers until here
-    ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
+      decay_state(S, in.decay[0]);
     wgmma_keep(S);
     wgmma_fence();
     const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
-    wgmma<T, BK, true>(S, v[0], k, true);
-    wgmma<T, BK, true>(S, v[1], k + 16 * 128 / 16, true);
+    wgmma<T, RANKS * BK, true>(S, v[0], k, true);
+    wgmma<T, RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
     wgmma_commit();
 
-    if constexpr (!WRITES) barrier_sync(VALUES + warpgroup, 128);      // every warp has read v
+    if constexpr (!Of::reads) barrier_sync(VALUES + warpgroup, 128);      // every warp has read v
     if (thread == 0 && turn && token + (AHEAD - 1) * CHUNK < tokens) {  // meanwhile v takes the place of the last o
       tensor_store_wait();
       fetch(turn + AHEAD - 1);
     }
     __syncwarp();
-    if constexpr (Of::keeps) {
-      wgmma_wait<1>();
-      wgmma_keep(o);
-      each_kept([&](int i, float4& kept) { kept = {o[i], o[i + 1], o[i + 2], o[i + 3]}; });
-    }
-    if constexpr (WRITES) {                     // o takes the place of v
+    if constexpr (Of::reads) {                  // o takes the place of v
       wgmma_wait<1>();
       wgmma_keep(o);
       forget(thread);
@@ -925,8 +968,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    if (thread % 32 == 0) barrier_arrive(s.empty[group]);
-    if constexpr (WRITES) {
+    if (thread % 32 == 0) {
+      barrier_arrive(s.empty[slot]);
+      if constexpr (RANKS > 1) arrive_at_peer(s.empty[slot]);
+    }
+    if constexpr (Of::reads) {
       fence_async();
       barrier_sync(VALUES + warpgroup, 128);    // o stands
       if (partial) {
@@ -946,18 +992,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Warpgroup
     for (; turn * CHUNK < at.before; ++turn) take(Earlier{}, turn);
   for (; turn * CHUNK < tokens; ++turn) take(Pass{}, turn);
   tensor_store_wait();
-  if (args.final && at.last) each<BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
+  if (args.final && at.last) each<RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
 }
 
 // ---- before the roles part ------------------------------------------------------------------------------------------
 
-template <int BK, int BV> constexpr int CONSUMER_THREADS = BV * 2;
-template <int BK, int BV> constexpr int ALL_THREADS = BV * 2 + GROUPS * BLOCKS * BK / 4;
+template <int BV> constexpr int CONSUMER_THREADS = BV * 2;
+template <class Pass, int BK, int BV> constexpr int ALL_THREADS = BV * 2 + SLOTS / Pass::blocks * Part<BK>::THREADS;
 
 // How many of a part's tokens nothing is left of at its end: its last chunks' gates tell whether a state that the part
 // has before them is forgotten after. Where they do not, none; they are few, and looking at all would take longer.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, int start,
+template <class Pass, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ int forgotten(Shared<T, G, BK, BV, Pass::blocks>& s, const WarpgroupForwardArgs<T, G>& args, int start,
                                          int tokens) {
   constexpr int ACROSS = WIDTH<G> == 4 ? BK / 4 : 1, PARTS = 2 * LOOK;
   const Place& at = s.place;
@@ -971,7 +1017,7 @@ __device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const Warpgrou
     }
     barrier_wait(s.looked, 0);
   }
-  for (int part = threadIdx.x / ACROSS; part < PARTS; part += ALL_THREADS<BK, BV> / ACROSS) {
+  for (int part = threadIdx.x / ACROSS; part < PARTS; part += ALL_THREADS<Pass, BK, BV> / ACROSS) {
     float sum[WIDTH<G>] = {};
 #pragma unroll
     for (int row = 16 * part; row < 16 * part + 16; ++row) {
@@ -1002,12 +1048,12 @@ __device__ __forceinline__ int forgotten(Shared<T, G, BK, BV>& s, const Warpgrou
 }
 
 // Of a sequence cut in two: the tokens of this block, whose state is the sequence's. Whether there are any.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ bool share(Shared<T, G, BK, BV>& s, const WarpgroupForwardArgs<T, G>& args, Place& at) {
+template <class Pass, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ bool share(Shared<T, G, BK, BV, Pass::blocks>& s, const WarpgroupForwardArgs<T, G>& args, Place& at) {
   const i32 part = at.sequence % i32(args.shape.count), second = part % 2;
   const i64* const bounds = args.shape.bounds + (part - second);
   const i32 start = i32(bounds[0]), first = i32(bounds[1]) - start, both = i32(bounds[2]) - start;
-  const int skipped = second || args.alone ? forgotten(s, args, start, first) : 0;
+  const int skipped = second || args.alone ? forgotten<Pass>(s, args, start, first) : 0;
   const bool alone = args.alone && !skipped;
   at.state = (i64(at.sequence / 2) * args.shape.H + at.head) * args.shape.K * args.shape.V;
   at.last = second || alone;
@@ -1017,47 +1063,56 @@ __device__ __forceinline__ bool share(Shared<T, G, BK, BV>& s, const WarpgroupFo
 }
 
 template <class Policy, class Pass, typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BK, BV>, BK + BV == 128 ? 2 : 1)
+__global__ void __cluster_dims__(Pass::blocks) __launch_bounds__(ALL_THREADS<Pass, BK, BV>, BK + BV == 128 ? 2 : 1)
 warpgroup_forward(const __grid_constant__ WarpgroupForwardArgs<T, G> args) {
-  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
-  Place place = place_of<BV>(args.shape, Pass::resumes ? first_parts_first<BV>(args.shape, blockIdx.x) : blockIdx.x);
+  using S = Shared<T, G, BK, BV, Pass::blocks>;
+  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  Place place = place_of<BV, Pass::blocks>(args.shape, Pass::resumes ? first_parts_first<BV>(args.shape, blockIdx.x) : blockIdx.x);
   if (!Pass::reads && place.sequence % i32(args.of) >= args.needed) return;
   if (threadIdx.x == 0) s.place = place;
-  if (threadIdx.x == 0)
-    for (int group = 0; group < GROUPS; ++group) {
-      barrier_init(s.arrived[group], 1);
-      barrier_init(s.full[group], BLOCKS * BK / 4);
-      barrier_init(s.empty[group], CONSUMER_THREADS<BK, BV> / 32);
+  if (threadIdx.x == 0) {
+    for (int group = 0; group < S::GROUPS; ++group) barrier_init(s.arrived[group], 1);
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      barrier_init(s.full[slot], Part<BK>::THREADS + (Pass::blocks - 1) * SENT);
+      barrier_init(s.empty[slot], CONSUMER_THREADS<BV> / 32 * Pass::blocks);
     }
+  }
   if (threadIdx.x == 0)
-    for (int slot = 0; slot < BV / PANEL * Shared<T, G, BK, BV>::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
+    for (int slot = 0; slot < BV / PANEL * S::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
   // A sequence's first rows may be one score alone, which is to be exact: its first chunk does not count as mild.
-  if (threadIdx.x < GROUPS) s.strong[threadIdx.x] = WIDTH<G> == 4 && threadIdx.x == 0;
+  if (threadIdx.x < S::GROUPS) s.strong[threadIdx.x] = WIDTH<G> == 4 && threadIdx.x == 0;
   if (Pass::reads && Policy::reads_before_write)
-    for (int c = threadIdx.x; c < BK; c += ALL_THREADS<BK, BV>)
-      s.u[c] = args.channel + c < args.shape.K ? args.u[place.head * args.shape.K + args.channel + c] : 0.f;
+    for (int c = threadIdx.x; c < BK; c += ALL_THREADS<Pass, BK, BV>) {
+      const i64 channel = rank_of<Pass>() * BK + c;
+      s.u[c] = channel < args.shape.K ? args.u[place.head * args.shape.K + channel] : 0.f;
+    }
   if constexpr (!Pass::reads || Pass::resumes) {
     if (threadIdx.x == 0) barrier_init(s.looked, 1);
     fence_async();
     __syncthreads();
     if constexpr (Pass::resumes) {
-      if (!share(s, args, place)) return;
+      if (!share<Pass>(s, args, place)) return;
     } else {
-      const int skipped = forgotten(s, args, place.start, place.tokens);
+      const int skipped = forgotten<Pass>(s, args, place.start, place.tokens);
       place.start += skipped, place.tokens -= skipped;
     }
     if (threadIdx.x == 0) s.place = place;
   }
-  for (int i = threadIdx.x; i < GROUPS * CHUNK * PANEL; i += ALL_THREADS<BK, BV>)
-    s.handed[i / (CHUNK * PANEL)].A[i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);     // no key after its query
+  for (int i = threadIdx.x; i < SLOTS * CHUNK * PANEL; i += ALL_THREADS<Pass, BK, BV>)
+    s.handed[i / (CHUNK * PANEL)].A[rank_of<Pass>()][i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);    // no key after its query
   fence_async();
-  __syncthreads();
-  constexpr bool TIGHT = ALL_THREADS<BK, BV> == 512;      // otherwise nobody lacks registers
-  if (threadIdx.x < CONSUMER_THREADS<BK, BV>) {
-    if constexpr (TIGHT) registers_up<144>();
+  if constexpr (Pass::blocks > 1) cluster_sync();
+  else __syncthreads();
+  // Where registers are scarce, consumers get some of the producers'.
+  constexpr int THREADS = ALL_THREADS<Pass, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
+  constexpr int UP = THREADS == 512 ? 144 : THREADS == 384 && Pass::blocks > 1 ? 192 : 0;
+  constexpr int DOWN = UP == 144 ? 112 : 120;
+  if (threadIdx.x < CONSUMERS) {
+    if constexpr (UP) registers_up<UP>();
     consume<Pass>(s, args);
   } else {
-    if constexpr (TIGHT) registers_down<112>();
-    produce<Policy, Pass>(s, args, threadIdx.x - CONSUMER_THREADS<BK, BV>);
+    if constexpr (UP) registers_down<DOWN>();
+    produce<Policy, Pass>(s, args, threadIdx.x - CONSUMERS);
   }
+  if constexpr (Pass::blocks > 1) cluster_sync();           // nobody leaves while others copy to it or arrive
 }

@@ -85,10 +85,11 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Lets the compiler forget where x comes from, so that it holds no register with what it could make of it.
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
 
-// The bits of x in a register of their own, whatever becomes of x: for operands of products still under way.
+// x in a register of its own, whatever becomes of x: for operands of products still under way. A sum, since CUDA 13.2's
+// assembler takes a move for x itself, and has products wait for one another where x is half of all registers.
 __device__ __forceinline__ u32 copy_of(float x) {
   u32 y;
-  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "f"(x));
+  asm volatile("add.f32 %0, %1, 0f00000000;" : "=r"(y) : "f"(x));
   return y;
 }
 
@@ -245,6 +246,40 @@ __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
 }
+
+// ---- two blocks of a cluster, whose shared memory is laid out alike ---------------------------------------
+
+// Where a place of this block's shared memory is in the other block's.
+__device__ __forceinline__ u32 place_at_peer(const void* p) {
+  u32 there;
+  asm volatile("{\n.reg .u32 rank;\nmov.u32 rank, %%cluster_ctarank;\nxor.b32 rank, rank, 1;\n"
+               "mapa.shared::cluster.u32 %0, %1, rank;\n}" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(p))));
+  return there;
+}
+
+// barrier_arrive at the other block's barrier that lies where `b` does, after reads of what came from there: what this thread
+// wrote need not be seen, so that it does not wait for its stores, which takes longer than a chunk's products.
+__device__ __forceinline__ void arrive_at_peer(Barrier& b) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(place_at_peer(&b)) : "memory");
+}
+
+// Start copying `bytes` (a multiple of 16, as is the address), after fence_async by those who wrote them, to the same place of
+// the other block: an arrival at its `b`, whose phase does not end before they are there.
+__device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, Barrier& b) {
+  const u32 barrier = place_at_peer(&b);
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   place_at_peer(from)),
+               "r"(u32(__cvta_generic_to_shared(from))), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Wait until all threads of both blocks have come here.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// ---- boxes of tensors -------------------------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.
 struct alignas(64) TensorMap { char bytes[128]; };

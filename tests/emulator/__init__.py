@@ -25,8 +25,8 @@ FLAGS = (
 )  # fmt: skip
 ENTRY = """
 extern "C" __attribute__((visibility("default")))
-const char* emulated_launch(const void* args, size_t size, long long blocks, int threads, size_t smem) {{
-  return emulator::launch(&{expression}, args, size, blocks, threads, smem);
+const char* emulated_launch(const void* args, size_t size, long long blocks, int threads, size_t smem, int cluster) {{
+  return emulator::launch(&{expression}, args, size, blocks, threads, smem, cluster);
 }}
 """
 
@@ -89,7 +89,7 @@ def _load(kernel):
     library = ctypes.PyDLL(str(_compile(kernel)))  # keeps the GIL: its statics hold one launch
     launch = library.emulated_launch
     launch.restype = ctypes.c_char_p
-    launch.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong, ctypes.c_int, ctypes.c_size_t
+    launch.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong, ctypes.c_int, ctypes.c_size_t, ctypes.c_int
     return launch
 
 
@@ -120,7 +120,7 @@ class EmulatedDevice:
         return struct.pack("=q4q4q4i", array.ctypes.data, *sizes, *strides, *box).ljust(128, b"\0")
 
     def launch(self, kernel, blocks, args, smem=0):
-        error = _load(kernel)(args.ctypes.data, args.nbytes, blocks, kernel.threads, smem)
+        error = _load(kernel)(args.ctypes.data, args.nbytes, blocks, kernel.threads, smem, kernel.cluster)
         if error:
             raise EmulatorError(f"{kernel.expression}: {error.decode()}")
 

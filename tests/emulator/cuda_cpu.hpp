@@ -1,8 +1,8 @@
 // Runs a CUDA kernel on the CPU, for tests. A block's threads are fibers on one core, so that a barrier is a
 // switch of stacks and a warp collective runs once for all 32 lanes. Blocks run in turn, odd ones with their
-// threads in reverse, which shows a missing barrier in one direction or the other. Arithmetic flushes
-// denormals, as CuPy's compiler option does. What the hardware would leave undefined ends the launch with a
-// message instead.
+// threads in reverse, which shows a missing barrier in one direction or the other; those of a cluster run by
+// turns. Arithmetic flushes denormals, as CuPy's compiler option does. What the hardware would leave undefined
+// ends the launch with a message instead.
 //
 // Only dynamic shared memory exists: `__shared__` is left undefined because a C++ static could be neither
 // poisoned before each block nor checked for its bounds.
@@ -18,6 +18,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 
 struct dim3 { unsigned x, y, z; };
@@ -30,7 +31,7 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 2, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
 constexpr size_t STACK = 128 * 1024 + 256;  // a power of two would put all stacks into one set of the cache
 constexpr size_t MAX_SHARED = 227 * 1024, GUARD = 1024;
 constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type
@@ -133,7 +134,7 @@ struct Thread {
   int copies_count, groups_count;
 };
 
-static Thread threads[MAX_THREADS];
+static Thread threads[MAX_THREADS];  // of a cluster, block by block
 static Copy copies[MAX_THREADS][MAX_COPIES];  // cp.async: started, not yet waited for
 static Products products[MAX_THREADS / WARP];
 static Thread* current;
@@ -141,8 +142,9 @@ static int waiting_count;  // threads that are Waiting
 static Context scheduler;
 static char message[1024];
 static size_t shared_bytes;
-alignas(1024) static unsigned char shared_storage[GUARD + MAX_SHARED + GUARD];
-static unsigned char* const shared_memory = shared_storage + GUARD;
+alignas(1024) static unsigned char shared_storage[MAX_CLUSTER][GUARD + MAX_SHARED + GUARD];
+static unsigned char* shared_memory;  // of the block that runs
+static int cluster, rank;  // blocks of a cluster, and which of them runs
 
 static void report(const char* format, ...) {
   const int length = snprintf(message, sizeof message, "block %u: ", blockIdx.x);
@@ -151,6 +153,9 @@ static void report(const char* format, ...) {
   vsnprintf(message + length, sizeof message - length, format, values);
   va_end(values);
 }
+
+// The thread that runs, of all threads of the cluster.
+static int index() { return int(current - threads); }
 
 #define EMULATOR_CHECK(condition, format, ...)                                \
   if (!(condition)) {                                                         \
@@ -192,12 +197,12 @@ static bool in_shared(const void* pointer, size_t bytes) {
 // threads: of the wait under way; times: how often it was over
 struct NamedBarrier { int threads, arrived, times; };
 struct Arrival { int id, threads, times; };
-static NamedBarrier named_barriers[16];
+static NamedBarrier named_barriers[MAX_CLUSTER][16], cluster_barrier;
 
 // A warp comes to a barrier.
 static void arrive(void* const* operands) {
   const Arrival& first = *static_cast<Arrival*>(operands[0]);
-  NamedBarrier& barrier = named_barriers[first.id];
+  NamedBarrier& barrier = named_barriers[rank][first.id];
   if (!barrier.arrived) barrier.threads = first.threads;
   for (int lane = 0; lane < WARP; ++lane) {
     Arrival& own = *static_cast<Arrival*>(operands[lane]);
@@ -214,13 +219,24 @@ static void arrive(void* const* operands) {
 
 static bool all_arrived(const void* operand) {
   const Arrival& own = *static_cast<const Arrival*>(operand);
-  return named_barriers[own.id].times != own.times;
+  return named_barriers[rank][own.id].times != own.times;
+}
+
+static bool cluster_arrived(const void* operand) {
+  return cluster_barrier.times != *static_cast<const int*>(operand);
 }
 
 // ---- the scheduler ----------------------------------------------------------------------------------------
 
+// The block of a cluster whose threads run from here on.
+static void enter(int block) {
+  blockIdx.x += block - rank;
+  rank = block;
+  shared_memory = shared_storage[block] + GUARD;
+}
+
 static void describe(const Thread& thread, char* out, size_t size) {
-  const int index = int(&thread - threads);
+  const int index = int(&thread - threads) % blockDim.x;
   if (thread.state == State::Returned)
     snprintf(out, size, "thread %d has returned", index);
   else
@@ -244,12 +260,12 @@ static bool all_wait_with(const Thread& one, const Thread* group, int count) {
 }
 
 // Says where each run of threads waits.
-static void report_deadlock(int count) {
+static void report_deadlock(const Thread* own, int count) {
   char all[800];
   size_t length = 0;
-  for (const Thread* thread = threads; thread < threads + count && length < sizeof all; ++thread) {
+  for (const Thread* thread = own; thread < own + count && length < sizeof all; ++thread) {
     const Thread* before = thread - 1;
-    if (thread != threads && thread->state == before->state &&
+    if (thread != own && thread->state == before->state &&
         (thread->state == State::Returned || thread->where.line == before->where.line))
       continue;
     char one[400];
@@ -267,7 +283,7 @@ static Thread* find(State state, Thread* group, int count) {
 
 static void resume(Thread& thread) {
   current = &thread;
-  threadIdx.x = unsigned(&thread - threads);
+  threadIdx.x = unsigned(&thread - threads) % blockDim.x;
   switch_stacks(scheduler, thread.context);
 }
 
@@ -303,37 +319,60 @@ static Turn run_warp(Thread* lanes) {
 
 static void check_guards() {
   for (size_t i = 0; i < GUARD; ++i) {
-    if (shared_storage[i] != POISON) return report("wrote %zu bytes before its shared memory", GUARD - i);
+    if (shared_memory[i - GUARD] != POISON) return report("wrote %zu bytes before its shared memory", GUARD - i);
     if (shared_memory[shared_bytes + i] != POISON)
       return report("wrote to byte %zu of %zu bytes of shared memory", shared_bytes + i, shared_bytes);
   }
 }
 
-static void run_block(unsigned char* stacks, void (*entry)()) {
+// Runs a block until each of its threads waits for the cluster's other block or has returned.
+static Turn run_block(Thread* own) {
   const int count = blockDim.x, warps = count / WARP;
-  memset(shared_storage, POISON, GUARD + shared_bytes + GUARD);
+  for (Turn all = Turn::Idle;;) {
+    bool ran = false;
+    for (int i = 0; i < warps; ++i) {
+      const Turn turn = run_warp(own + WARP * (blockIdx.x % 2 ? warps - 1 - i : i));
+      if (turn == Turn::Failed) return turn;
+      ran |= turn == Turn::Ran;
+    }
+    if (ran) all = Turn::Ran;
+    const bool waits = waiting_count && find(State::Waiting, own, count);
+    if (waits && ran) continue;
+    const Thread* waiting = find(State::AtBarrier, own, count);
+    if (waits || !waiting) return all;
+    if (!all_wait_with(*waiting, own, count)) return Turn::Failed;
+    for (int i = 0; i < count; ++i) own[i].state = State::Ready;
+  }
+}
+
+// Runs the blocks of a cluster from blockIdx on.
+static void run_cluster(unsigned char* stacks, void (*entry)()) {
+  const int count = blockDim.x;
   memset(named_barriers, 0, sizeof named_barriers);
-  for (int i = 0; i < warps; ++i) products[i].count = products[i].groups = 0;
+  cluster_barrier = {};
+  for (int i = 0; i < cluster * count / WARP; ++i) products[i].count = products[i].groups = 0;
   waiting_count = 0;
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < cluster * count; ++i) {
     threads[i].state = State::Ready;
     threads[i].copies_count = threads[i].groups_count = 0;
     prepare(threads[i].context, stacks + i * STACK, entry);
   }
-  for (;;) {
-    bool ran = false;
-    for (int i = 0; i < warps; ++i) {
-      const Turn turn = run_warp(threads + WARP * (blockIdx.x % 2 ? warps - 1 - i : i));
+  for (int block = 0; block < cluster; ++block) memset(shared_storage[block], POISON, GUARD + shared_bytes + GUARD);
+  for (bool ran = true; ran;) {
+    ran = false;
+    for (int block = 0; block < cluster; ++block) {
+      enter(block);
+      const Turn turn = run_block(threads + block * count);
       if (turn == Turn::Failed) return;
       ran |= turn == Turn::Ran;
     }
-    if (waiting_count && ran) continue;
-    if (waiting_count) return report_deadlock(count);
-    const Thread* waiting = find(State::AtBarrier, threads, count);
-    if (!waiting) return check_guards();
-    if (!all_wait_with(*waiting, threads, count)) return;
-    for (int i = 0; i < count; ++i) threads[i].state = State::Ready;
   }
+  for (int block = 0; block < cluster && !message[0]; ++block) {
+    enter(block);
+    if (waiting_count) report_deadlock(threads + block * count, count);
+    else check_guards();
+  }
+  enter(0);
 }
 
 template <class Args> struct Call {
@@ -348,29 +387,32 @@ template <class Args> struct Call {
 // Runs `blocks` blocks, from the last to the first at every second launch, as no order is promised; returns null or what
 // went wrong.
 template <class Args> const char* launch(void (*kernel)(Args), const void* args, size_t size,
-                                         long long blocks, int count, size_t shared) {
+                                         long long blocks, int count, size_t shared, int together) {
   message[0] = 0;
   blockIdx = {0, 0, 0};
   if (size != sizeof(Args)) report("args have %zu bytes, the kernel's struct has %zu", size, sizeof(Args));
-  if (count < WARP || count > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
+  if (count < WARP || count * together > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
+  if (together > MAX_CLUSTER || blocks % together) report("%lld blocks in clusters of %d", blocks, together);
   if (shared > MAX_SHARED) report("%zu bytes of shared memory, more than %zu", shared, MAX_SHARED);
   if (message[0]) return message;
 
   Call<Args>::kernel = kernel;
   Call<Args>::args = static_cast<const Args*>(args);
   shared_bytes = shared;
+  cluster = together, rank = 0;
   blockDim = {unsigned(count), 1, 1};
   gridDim = {unsigned(blocks), 1, 1};
-  void* stacks = mmap(nullptr, count * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const size_t room = count * cluster * STACK;
+  void* stacks = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   const unsigned before = flush_denormals();
   static bool backwards = true;
   backwards = !backwards;
-  for (long long n = 0; n < blocks && !message[0]; ++n) {
-    blockIdx.x = unsigned(backwards ? blocks - 1 - n : n);
-    run_block(static_cast<unsigned char*>(stacks), Call<Args>::run);
+  for (long long n = 0; n < blocks && !message[0]; n += cluster) {
+    blockIdx.x = unsigned(backwards ? blocks - cluster - n : n);
+    run_cluster(static_cast<unsigned char*>(stacks), Call<Args>::run);
   }
   restore_denormals(before);
-  munmap(stacks, count * STACK);
+  munmap(stacks, room);
   return message[0] ? message : nullptr;
 }
 

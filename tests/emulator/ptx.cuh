@@ -198,14 +198,14 @@ void cp_async(void* smem_dst, const void* gmem_src, bool valid, emulator::Where 
   EMULATOR_CHECK(self.copies_count < emulator::MAX_COPIES, "more than %d cp_async under way (%s:%d)",
                  emulator::MAX_COPIES, where.file, where.line);
   memset(smem_dst, emulator::POISON, BYTES);
-  emulator::copies[threadIdx.x][self.copies_count++] = {smem_dst, gmem_src, BYTES, valid, self.groups_count};
+  emulator::copies[emulator::index()][self.copies_count++] = {smem_dst, gmem_src, BYTES, valid, self.groups_count};
 }
 
 inline void cp_async_commit() { ++emulator::current->groups_count; }
 
 template <int N> void cp_async_wait() {
   emulator::Thread& self = *emulator::current;
-  emulator::Copy* copies = emulator::copies[threadIdx.x];
+  emulator::Copy* copies = emulator::copies[emulator::index()];
   int done = 0;
   for (; done < self.copies_count && copies[done].group < self.groups_count - N; ++done) {
     const emulator::Copy& copy = copies[done];
@@ -287,6 +287,46 @@ inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulato
 
 // Loads are done at once, so that what they announce need not be counted.
 inline void barrier_expect(Barrier& b, u32 bytes, emulator::Where where = emulator::here()) { barrier_arrive(b, where); }
+
+// ---- two blocks of a cluster ------------------------------------------------------------------------------
+
+namespace emulator {
+
+template <class X> X* at_peer(X* p) {
+  return reinterpret_cast<X*>(shared_storage[rank ^ 1] + (reinterpret_cast<u64>(p) - reinterpret_cast<u64>(shared_storage[rank])));
+}
+
+}  // namespace emulator
+
+inline void arrive_at_peer(Barrier& b, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(emulator::cluster == 2, "arrive_at_peer without a cluster (%s:%d)", where.file, where.line);
+  emulator::phases("arrive_at_peer", b, where);
+  Barrier& there = *emulator::at_peer(&b);
+  const int here = emulator::rank;
+  emulator::enter(here ^ 1);  // its shared memory is what a barrier must lie in
+  barrier_arrive(there, where);
+  emulator::enter(here);
+}
+
+inline void copy_to_peer(const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(emulator::in_shared(from, 16) && bytes % 16 == 0, "copy_to_peer of %u bytes, or of a place not aligned or not in shared memory (%s:%d)",
+                 bytes, where.file, where.line);
+  memcpy(const_cast<void*>(emulator::at_peer(from)), from, bytes);
+  arrive_at_peer(b, where);
+}
+
+inline void cluster_sync(emulator::Where where = emulator::here()) {
+  emulator::NamedBarrier& barrier = emulator::cluster_barrier;
+  int times = barrier.times;
+  if (++barrier.arrived == emulator::cluster * int(blockDim.x)) {
+    barrier.arrived = 0;
+    ++barrier.times;
+  } else {
+    emulator::wait_until("cluster_sync", where, emulator::cluster_arrived, &times);
+  }
+}
+
+// ---- boxes of tensors -------------------------------------------------------------------------------------
 
 struct alignas(64) TensorMap {
   unsigned char* array;
@@ -406,7 +446,7 @@ struct TileProduct {
 };
 
 static void start(void* const* operands) {
-  Products& own = products[threadIdx.x / WARP];
+  Products& own = products[index() / WARP];
   const TileProduct& first = *static_cast<TileProduct*>(operands[0]);
   if (own.count == MAX_PRODUCTS)
     return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
@@ -422,10 +462,10 @@ static void start(void* const* operands) {
   }
 }
 
-static void commit(void* const*) { ++products[threadIdx.x / WARP].groups; }
+static void commit(void* const*) { ++products[index() / WARP].groups; }
 
 template <int N> void finish(void* const*) {
-  Products& own = products[threadIdx.x / WARP];
+  Products& own = products[index() / WARP];
   int done = 0;
   for (; done < own.count && own.started[done].group < own.groups - N; ++done)
     own.started[done].multiply(own.started[done]);

@@ -27,6 +27,7 @@ class Kernel:
 
     `file` is the path under `kernels_cu` without `.cu`; its last part is the name of the `__global__`.
     `arch` names the only target that has its instructions, as "sm_90a"; without one it runs on every card.
+    `cluster` blocks run together, as its `__cluster_dims__` say.
 
         >>> Kernel("stages/gated_qk", ("float", "Gla", "64"), threads=128).expression
         'gated_qk<float, Gla, 64>'
@@ -36,6 +37,7 @@ class Kernel:
     template: tuple[str, ...]
     threads: int
     arch: str = ""
+    cluster: int = 1
 
     @property
     def name(self):

@@ -157,7 +157,7 @@ def chunk(problem, device, o, initial, final):
     elif P == 1:
         on_warpgroups(problem, device, kernels, arrays, o, initial, final, place(problem, device))
     elif "Resumed" in kernels[0].template:
-        later, alone = tiles.in_two(kernels[0], blocks_of(problem, columns), problem.spans.lengths)
+        later, alone = tiles.in_two(kernels[0], blocks_of(problem, kernels[0]), problem.spans.lengths)
         where = place(problem, device, problem.spans.segments(P, tiles.WARPGROUP_CHUNK, later))
         on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, alone=int(alone))
     else:
@@ -170,7 +170,7 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
     N, H, K, V = problem.shape("N H K V")
     if not on_hopper(problem, device):
         return (tiles.chunk_forward(policy, T, G, K, V),), tiles.columns(V), 1
-    passes = ("Whole",) if K <= tiles.WARPGROUP_TILES[-1] else ("First", "Last")
+    BK = tiles.WARPGROUP_TILES[-1]
     longest, one = int(problem.spans.lengths.max()), warpgroup_one_gate.computes(problem)
     widest = tiles.WARPGROUP_TILES[not (G is tiles.ONE and tiles.narrow_blocks(N * H, V, longest))]
 
@@ -179,21 +179,21 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
             return tiles.warpgroup_one_gate(only, gate(problem).dtype, K, V)
         return tiles.warpgroup_forward("Gla" if only == "Summary" else policy, T, G, K, V, only)
 
-    kernels = tuple(of_pass(only, min(V, widest)) for only in passes)
-    columns = int(kernels[0].template[-1])
-    blocks = blocks_of(problem, columns)
-    if passes == ("Whole",) and not one and tiles.in_two(kernels[0], blocks, problem.spans.lengths):
+    whole = of_pass("Whole", min(V, widest)) if K <= BK else of_pass("Joined", V)
+    columns = int(whole.template[-1])
+    blocks = blocks_of(problem, whole)
+    if K <= BK and not one and tiles.in_two(whole, blocks, problem.spans.lengths):
         return (of_pass("Resumed", min(V, widest)),), columns, 2
-    P = tiles.segments(blocks, longest, tiles.room(kernels[0]))
-    if P > 1:
-        kernels = (*len(passes) * (of_pass("Summary", V),), tiles.scan_segments(), *kernels)
-    return kernels, columns, P
+    P = tiles.segments(blocks, longest, tiles.room(whole))
+    if P == 1:
+        return (whole,), columns, 1
+    return (*ceil_div(K, BK) * (of_pass("Summary", V),), tiles.scan_segments(), whole), columns, P
 
 
-def blocks_of(problem, columns) -> int:
-    """Blocks of so many columns of V, of uncut sequences."""
+def blocks_of(problem, kernel) -> int:
+    """Blocks of a kernel for uncut sequences."""
     N, H, V = problem.shape("N H V")
-    return N * H * ceil_div(V, columns)
+    return N * H * tiles.blocks(kernel, V)
 
 
 def on_hopper(problem, device) -> bool:
@@ -215,11 +215,10 @@ def reader_of(problem):
 
 def in_segments(problem, device, kernels, P, arrays, o, initial, final):
     """Sequences cut into P segments: what each of their parts leaves behind, the states between, then all at once."""
-    n = len(kernels) // 2
-    summaries, scan, whole = kernels[:n], kernels[n], kernels[n + 1:]
+    *summaries, scan, whole = kernels
     N, H, K, V = problem.shape("N H K V")
     R = tiles.parts(summaries[0], N * H, V, P, int(problem.spans.lengths.max()), final is not None)
-    segments = problem.spans.segments(P, tiles.TOKENS[kernels[-1].name]["chunk"])
+    segments = problem.spans.segments(P, tiles.TOKENS[whole.name]["chunk"])
     left, decays = device.empty((N * P * R, H, K, V), FLOAT32), device.empty((N * P * R, H, 2, K), FLOAT32)
     starts, where = device.empty((N * P, H, K, V), FLOAT32), place(problem, device, segments)
     parts = place(problem, device, segments.segments(R, tiles.WARPGROUP_CHUNK)) if R > 1 else where
@@ -228,30 +227,27 @@ def in_segments(problem, device, kernels, P, arrays, o, initial, final):
     args = pack(left=device.pointer(left), decays=device.pointer(decays), initial=pointer(device, initial),
                 starts=device.pointer(starts), final=pointer(device, final), P=P, R=R, H=H, K=K, V=V)
     device.launch(scan, N * H * ceil_div(K * V, 4 * scan.threads), args)
-    on_warpgroups(problem, device, whole, arrays, o, starts, None, where)
+    on_warpgroups(problem, device, (whole,), arrays, o, starts, None, where)
 
 
 def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, of=1, needed=1, alone=0):
-    """Hopper's kernels on the sequences or segments that `where` names, a launch for every BK channels."""
+    """Hopper's kernels on the sequences or segments that `where` names, a launch for every BK channels that one takes."""
     if warpgroup_one_gate.computes(problem):
         return warpgroup_one_gate.outputs(problem, device, *kernels, arrays, o, initial, final, where,
                                           decays=decays, of=of, needed=needed)
     q, k, v, g = arrays
     u = bonus(problem)                          # may be a copy, which must live until the launch
-    B, H, T, V = problem.shape("B H T V")
-    BK, BV = (int(size) for size in kernels[0].template[-2:])
+    B, H, V = problem.shape("B H V")
+    BK = int(kernels[0].template[-2])
     one = g if one_gate(problem) else None
     maps = [device.tensor_map(x, BK, tiles.WARPGROUP_CHUNK, False) for x in (q, k, k if one is g else g)]
     maps += [device.tensor_map(x, tiles.PANEL, tiles.WARPGROUP_CHUNK, True) for x in (v, o)]
-    stripes, count, kept = H * ceil_div(V, BV), where.shape["count"], None
-    if any("First" in kernel.template for kernel in kernels):
-        kept = device.empty((B * stripes * (T // tiles.WARPGROUP_CHUNK + count), tiles.WARPGROUP_CHUNK * BV), FLOAT32)
     one_rows = rows(device, one=g) if one is g else dict.fromkeys(("one", "one_b", "one_h", "one_t"))
     for n, kernel in enumerate(kernels):
         fields = pack(**rows(device, o=o), **one_rows, u=pointer(device, u), initial=pointer(device, initial),
                       final=pointer(device, final), **where.shape, scale=problem.scale, decays=decays,
-                      kept=pointer(device, kept), channel=n * BK, of=of, needed=needed, alone=alone)
-        device.launch(kernel, B * count * stripes, with_maps(maps, fields), tiles.shared_bytes(kernel))
+                      channel=n * BK, of=of, needed=needed, alone=alone)
+        device.launch(kernel, B * H * where.shape["count"] * tiles.blocks(kernel, V), with_maps(maps, fields), tiles.shared_bytes(kernel))
 
 
 def recurrent(problem, device, o, initial, final):

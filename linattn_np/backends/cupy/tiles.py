@@ -52,10 +52,12 @@ def chunk_forward(policy, T, G, K, V) -> Kernel:
 
 
 def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
-    """`only`: "First" and "Last" of more channels than a tile has, "Resumed" of sequences in two, "Summary" of
-    segments. `G` may be `ONE`."""
-    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
-    return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)), 2 * (BK + BV), "sm_90a")
+    """`only`: "Joined" of more channels than a tile has, "Resumed" of sequences in two, "Summary" of segments. `G` may be
+    `ONE`."""
+    cluster = 2 if only == "Joined" else 1              # blocks that share producers
+    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64 * cluster]
+    return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)),
+                  2 * BV + 2 * BK // cluster, "sm_90a", cluster)
 
 
 def warpgroup_one_gate(only, G, K, V) -> Kernel:
@@ -70,6 +72,11 @@ def narrow_blocks(heads, V, longest) -> bool:
     they take two thirds of a wider block's time, and no pass that summarises: 0.049 for 0.075 ms at 4,2048,16,128."""
     blocks = heads * -(-V // WARPGROUP_TILES[0])
     return blocks <= MULTIPROCESSORS and segments(blocks, longest) == 1
+
+
+def blocks(kernel, V) -> int:
+    """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
+    return -(-V // (int(kernel.template[-1]) * kernel.cluster)) * kernel.cluster
 
 
 def room(kernel) -> int:
@@ -322,10 +329,11 @@ def shared_bytes(kernel: Kernel) -> int:
             floats = 3 * 16 * (BK + 8) + 16 * (BV + 8) + 16 * (16 + 4) + 2 * BK
             return 4 * floats + 16 * (2 * BK * size[T] + BK * size[G] + BV * size[T])
         case "warpgroup_forward", (*_, T, G, BK, BV):
-            BK, BV, half, gate = int(BK), int(BV), size[T], size.get(G, 0)
-            handed = 1024 * -(-(32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
-            values = BV // 64 * (4 if gate <= 2 else 3) * 32 * 64 * half
-            used = 2 * handed + values + 2 * 32 * BK * (2 * half + gate) + 2 * 64 * (BK + 8) * 4 + 2 * 4 * BK * 4 + 2 * 33 * 4 + 4 * BK + BK // 8 + 48 + 8 * (7 + BV // 64 * (4 if gate <= 2 else 3))
+            BK, BV, half, gate, groups = int(BK), int(BV), size[T], size.get(G, 0), 2 // kernel.cluster
+            handed = 1024 * -(-kernel.cluster * (32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
+            slots = BV // 64 * (4 if gate <= 2 else 3)
+            group = 32 * BK * (2 * half + gate) + 64 * (BK + 8) * 4 + 4 * BK * 4 + 33 * 4 + 8
+            used = 2 * handed + slots * 32 * 64 * half + groups * group + 4 * BK + BK // 8 + 48 + 8 * (5 + slots)
             return 1024 * -(-used // 1024)
         case "warpgroup_one_gate", (*_, BK, BV):
             BK, BV = int(BK), int(BV)
@@ -414,11 +422,6 @@ def kernels():
             for V in CHUNK_COLUMNS:
                 yield chunk_forward(p, T, G, K, V)
                 yield chunk_backward_values(p, T, G, K, V)
-                if T != single:
-                    for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Resumed"):
-                        yield warpgroup_forward(p, T, G, K, V, only)
-                    if p == POLICIES[0] and K <= WARPGROUP_TILES[-1]:
-                        yield warpgroup_forward(p, T, G, K, V, "Summary")
             yield recurrent_forward(p, T, G, K)
             yield intra_chunk(p, T, G, K)
         for S in CTYPES:
@@ -427,10 +430,13 @@ def kernels():
         yield gate_sums(T, G)
         for only, K in product(PASSES, CHANNELS):
             yield two_gates(only, T, G, K)
-    for T, K, V in product(half, CHANNELS, CHUNK_COLUMNS):
-        for only in ("First", "Last") if K > WARPGROUP_TILES[-1] else ("Whole", "Resumed", "Summary"):
-            if T != BFLOAT16 or only not in ("Whole", "Resumed"):
-                yield warpgroup_forward(POLICIES[0], T, ONE, K, V, only)
+    for T, V in product(half, WARPGROUP_TILES):
+        for G, p in ((T, POLICIES[0]), (single, POLICIES[0]), (ONE, POLICIES[0]), (T, POLICIES[1]), (single, POLICIES[1])):
+            yield warpgroup_forward(p, T, G, CHANNELS[-1], 2 * V, "Joined")
+            for K, only in product(WARPGROUP_TILES, ("Whole", "Resumed", "Summary")):
+                own = only == "Summary" or (T, G) != (BFLOAT16, ONE)    # else warpgroup_one_gate computes it
+                if own and (only != "Summary" or p == POLICIES[0]):
+                    yield warpgroup_forward(p, T, G, K, V, only)
     for T in half:
         yield feature_map(None, single, T)
     for (T, Y), phi in product(pairs, FEATURE_MAPS):
