@@ -34,6 +34,7 @@ OPERATORS = (                           # B H T K V, dtype, gates, the gates' dt
     ((1, 1, 40, 40, 24), BFLOAT16, "by_channel", None, {}),
     ((1, 2, 133, 64, 128), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED}),
     ((1, 1, 70, 256, 64), BFLOAT16, "spikes-40", None, {}),
+    ((1, 1, 133, 200, 256), BFLOAT16, "logsigmoid", None, {}),          # two joined blocks that share out registers
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # in segments, here and below
     ((1, 1, 1100, 256, 64), BFLOAT16, "logsigmoid", None, {}),
     ((1, 70, 900, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # of more tokens than are looked at

@@ -78,6 +78,7 @@ SMALL = (
       for dtype in ("float64", "float32", "float16", "bfloat16") for gate in ("logsigmoid", "weak")),
     *(Case(f"float64-gate-{gate}", gate=gate, dtype="float64", initial="float64") for gate in GATES),
     Case("bf16-K64-V128", T=20, K=64, V=128, H=1, dtype="bfloat16"),
+    Case("bf16-K256-V256", T=140, K=256, V=256, H=1, dtype="bfloat16"),
     Case("f16-K256-V200", T=20, K=256, V=200, H=1, dtype="float16"),
     Case("bf16-K128-gate32", T=65, K=128, V=60, H=1, dtype="bfloat16", gate_dtype="float32"),
     Case("bthd", layout="bthd", B=2, initial="float32"),
