@@ -11,7 +11,7 @@ from reference import assert_close, draw
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops.gla import GLA
+from linattn_np.declarations import GLA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("linattn_np.interop.torch")

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ..backends.cupy import tiles
-from ..backends.cupy.build import pack
+from ..backends.cupy import rwkv6 as kernels
 from ..ops import rwkv6
 from .rwkv6 import GROUP_NORM_EPS, LAYER_NORM_EPS, counted, layer_norm, one_of
 from .rwkv6_cuda import DTYPES, FLOAT32, INT64, CudaDecoder, ceil_div, multiply, parts
@@ -111,20 +110,20 @@ class Prompt:
         xx, d, w = self.room(T, D), self.room(T, D), self.room(T, D)
         self.shift_mix(x, layer.ln1, layer.maa_x, shift, mixed_x, xx, d)
         low = self.product(layer.maa_down, mixed_x)
-        blocks = ceil_div(T, tiles.PROMPT_TOKENS) * ceil_div(D, tiles.PROMPT_COLUMNS)
+        blocks = ceil_div(T, kernels.PROMPT_TOKENS) * ceil_div(D, kernels.PROMPT_COLUMNS)
         self.launch(
-            tiles.data_mix(my.dtype), 5 * blocks, low=at(low), up=at(layer.maa_up), maa=at(layer.maa), xx=at(xx),
-            d=at(d), mixed=at(mixed), T=T, D=D, A=A)
+            kernels.DataMix(my.dtype), 5 * blocks, low=at(low), up=at(layer.maa_up), maa=at(layer.maa), xx=at(xx),
+            d=at(d), mixed=at(mixed), tokens=T, D=D, A=A)
         k, v, r, gate = self.product(layer.kvrg, mixed[1:], my.dtype)
         low = self.product(layer.decay_down, mixed[:1])
         self.launch(
-            tiles.log_decay(my.dtype), blocks, low=at(low), up=at(layer.decay_up), decay=at(layer.decay), w=at(w),
-            T=T, D=D, W=W)
+            kernels.LogDecay(my.dtype), blocks, low=at(low), up=at(layer.decay_up), decay=at(layer.decay), w=at(w),
+            tokens=T, D=D, W=W)
         r, k, v, w = (array.reshape(1, T, H, N) for array in (r, k, v, w))
         bonus = layer.bonus[0].astype(my.dtype, copy=False)
         o, wkv[self.states] = rwkv6(r, k, v, w, bonus, scale=1.0, layout="bthd", cu_seqlens=self.bounds,
                                     initial_state=wkv[self.states], output_final_state=True)
-        y, (weight, bias), kernel = self.room(1, T, D, dtype=my.dtype), layer.ln_x, tiles.gated_norm(my.dtype)
+        y, (weight, bias), kernel = self.room(1, T, D, dtype=my.dtype), layer.ln_x, kernels.GatedNorm(my.dtype)
         self.launch(
             kernel, ceil_div(T * H * 32, kernel.threads), o=at(o), gate=at(gate), weight=at(weight), bias=at(bias),
             y=at(y), rows=T * H, H=H, N=N, eps=GROUP_NORM_EPS)
@@ -134,16 +133,16 @@ class Prompt:
         my, at, T = self.my, self.at, self.T
         mixed, activated = (self.room(*shape, dtype=my.dtype) for shape in ((2, *x.shape[1:]), (1, T, my.sizes["F"])))
         self.shift_mix(x, layer.ln2, layer.ffn_maa, shift, mixed)
-        hidden, kernel = self.product(layer.ffn_key, mixed[:1]), tiles.relu_squared(my.dtype)
+        hidden, kernel = self.product(layer.ffn_key, mixed[:1]), kernels.ReluSquared(my.dtype)
         self.launch(kernel, ceil_div(hidden.size, kernel.threads), x=at(hidden), y=at(activated), count=hidden.size)
         gate, value = self.product(layer.ffn_receptance, mixed[1:]), self.product(layer.ffn_value, activated)
-        kernel = tiles.gated_add()
+        kernel = kernels.GatedAdd()
         self.launch(kernel, ceil_div(x.size, kernel.threads), x=at(x), gate=at(gate), value=at(value), count=x.size)
 
     def shift_mix(self, x, norm, maa, shift, mixed, xx=None, d=None):
         at, (weight, bias), (C, T, D) = self.at, norm, mixed.shape
         self.launch(
-            tiles.shift_mix(mixed.dtype), T, x=at(x), weight=at(weight), bias=at(bias), maa=at(maa),
+            kernels.ShiftMix(mixed.dtype), T, x=at(x), weight=at(weight), bias=at(bias), maa=at(maa),
             before=at(shift.before), shift=at(shift.after), starts=at(self.starts), ends=at(self.ends),
             xx=None if xx is None else at(xx), d=None if d is None else at(d), mixed=at(mixed), T=T, D=D, C=C,
             eps=LAYER_NORM_EPS)
@@ -158,7 +157,7 @@ class Prompt:
         return self.device.empty(shape, dtype)
 
     def launch(self, kernel, blocks, **fields):
-        self.device.launch(kernel, blocks, pack(**fields), tiles.shared_bytes(kernel))
+        self.device.launch(kernel, blocks, kernel.pack(**fields))
 
 
 def dtype_of(weights, dtype):

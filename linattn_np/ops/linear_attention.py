@@ -1,25 +1,7 @@
 """Linear attention with feature maps and the normaliser."""
 
-from dataclasses import replace
-
-from ..contract import Op
+from ..declarations import LINEAR_ATTENTION
 from ..dispatch import call
-
-FEATURE_MAPS = (None, "elu", "relu", "exp")
-
-
-class LinearAttention(Op):
-    """Carries the normaliser z beside S once `normalize` is asked for."""
-
-    def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
-        if feature_map not in FEATURE_MAPS:
-            self.refuse("feature_map", f"is {feature_map!r}, expected one of {', '.join(map(repr, FEATURE_MAPS))}")
-        declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=bool(normalize), **arguments)
-
-
-LINEAR_ATTENTION = LinearAttention("linear_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})
-NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
 def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, initial_state=None,

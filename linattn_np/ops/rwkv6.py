@@ -1,10 +1,7 @@
 """RWKV-6's time mixing."""
 
-from ..contract import Op
+from ..declarations import RWKV6
 from ..dispatch import call
-
-RWKV6 = Op("rwkv6", {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T K", "u": "H K"},
-           gates=("w", "u"), reads_before_write=True)
 
 
 def rwkv6(r, k, v, w, u, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,

@@ -1,9 +1,7 @@
 """Gated linear attention with one gate a head."""
 
-from ..contract import Op
+from ..declarations import SIMPLE_GLA
 from ..dispatch import call
-
-SIMPLE_GLA = Op("simple_gla", {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T"}, gates=("g",))
 
 
 def simple_gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,

@@ -1,18 +1,7 @@
 """Softmax attention, the peer that every user compares with."""
 
-from ..contract import Op
+from ..declarations import SOFTMAX_ATTENTION
 from ..dispatch import call
-
-
-class SoftmaxAttention(Op):
-    """Sees the past only, unless told otherwise."""
-
-    def check(self, inputs, *, causal=True, **arguments):
-        return super().check(inputs, causal=bool(causal), **arguments)
-
-
-SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"},
-                                     modes=("chunk",), state=())
 
 
 def softmax_attention(q, k, v, *, causal=True, scale=None, cu_seqlens=None, layout="bhtd", mode="auto",
