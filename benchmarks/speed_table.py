@@ -1,15 +1,16 @@
-"""Writes the README's tables of the operators' speed out of the figures in benchmarks/results, and a plot of each file.
+"""Writes the tables of the operators' speed out of the figures in benchmarks/results, and a plot of each file.
 
     python benchmarks/run.py --out benchmarks/results/<card>.json
     python benchmarks/speed_table.py
 
-The plot needs matplotlib; without it the one that is there stays.
+docs/performance.md gets all of them, the README the rows of the gates that models have. The plot needs matplotlib;
+without it the one that is there stays.
 """
 
 import json
 from textwrap import fill
 
-from rwkv6_table import README, RESULTS, WIDTH, losses, table
+from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
 END = "<!-- end of the operators' speed -->\n"
@@ -18,7 +19,8 @@ GATES = {None: "", "trained": "trained gates", "weak": "weak gates", "logsigmoid
 
 
 def main():
-    README.write_text(with_tables(README.read_text()))
+    for path, text in ((README, summary()), (PAGE, tables())):
+        path.write_text(between(path.read_text(), BEGIN, END, text))
     try:
         import speed_plot
     except ImportError as error:
@@ -26,11 +28,6 @@ def main():
         return
     for path in results():
         speed_plot.draw(json.loads(path.read_text()), path.with_suffix(".png"))
-
-
-def with_tables(readme) -> str:
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + tables() + END + rest.split(END)[1]
 
 
 def results():
@@ -43,13 +40,33 @@ def tables() -> str:
     return "\n".join(of_card(path) for path in results())
 
 
+def summary() -> str:
+    """The README's: of each card the worst, then every shape once, with the gates of trained models where they were timed."""
+    found = []
+    for path in results():
+        result = json.loads(path.read_text())
+        rows, meta = result["rows"], result["meta"]
+        forward, backward = (by_label(rows, kind) for kind in ("forward", "backward"))
+        shapes = dict.fromkeys(shape for shape, _ in backward)
+        lines, what = [], "" if any(what == "" for _, what in backward) else GATES["logsigmoid"]
+        for shape in shapes:
+            its = [group.get((shape, what), {}) for group in (forward, backward)]
+            lines.append([shape, *(cell for pair in its for op in ("gla", "rwkv6") for cell in cells(pair, op))])
+        head = [f"{op}{kind}" for kind in ("", " backward") for op in ("`gla`", "`rwkv6`")]
+        found += [fill(f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours with their multiple of the floor, "
+                       "flash-linear-attention's (fla) with their multiple of ours.", WIDTH), "",
+                  *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines), "",
+                  fill(f"{worst(rows)} {losses(faster(rows))}", WIDTH), ""]
+    return "\n".join(found)
+
+
 def of_card(path) -> str:
     result = json.loads(path.read_text())
     rows = result["rows"]
     forward, backward, steps = (by_label(rows, kind) for kind in ("forward", "backward", "step"))
     above = [fill(machine(result["meta"]), WIDTH), "", fill(worst(rows), WIDTH), ""]
     if path.with_suffix(".png").exists():
-        above += [f"![Times of each shape as multiples of the floor](benchmarks/results/{path.stem}.png)", ""]
+        above += [f"![Times of each shape as multiples of the floor](../benchmarks/results/{path.stem}.png)", ""]
     return "\n".join([
         *above, "Milliseconds on the device; ours with its multiple of the floor, fla's with its multiple of ours.", "",
         *table(["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],

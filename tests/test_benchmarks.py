@@ -1,4 +1,4 @@
-"""What benchmarks/results holds is whole, the README says the same, and a wrong result is not timed."""
+"""What benchmarks/results holds is whole, the tables say the same, and a wrong result is not timed."""
 
 import json
 import math
@@ -20,7 +20,6 @@ import speed_table  # noqa: E402
 import sweep  # noqa: E402
 from devices import Cpu  # noqa: E402
 
-README = (ROOT / "README.md").read_text()
 META = {"card", "driver", "cuda", "numpy", "cupy", "date", "commit", "copy_tb_per_s"}
 FIELDS = {"op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences", "peer", "ours_ms", "wall_ms", "peer_ms",
           "peer_wall_ms", "floor_ms", "error", "peer_error", "peak_mib"}
@@ -32,8 +31,10 @@ def of_small_case(op, dtype="float32", **options):
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
-def test_the_readme_has_the_measured_figures():
-    assert speed_table.with_tables(README) == README
+@pytest.mark.parametrize("path, text", [("README.md", speed_table.summary()), ("docs/performance.md", speed_table.tables())])
+def test_the_tables_have_the_measured_figures(path, text):
+    page = (ROOT / path).read_text()
+    assert speed_table.between(page, speed_table.BEGIN, speed_table.END, text) == page
 
 
 @pytest.mark.parametrize("path", speed_table.results(), ids=lambda path: path.stem)
