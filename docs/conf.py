@@ -5,6 +5,7 @@ import re
 import linattn_np
 
 project, author, release = "linattn_np", "linattn_np developers", linattn_np.__version__
+project_copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_gallery.gen_gallery"]
 exclude_patterns = ["_build", "gallery/*.md"]
 html_theme = "furo"
