@@ -80,7 +80,8 @@ def declare(parser):
         f"one line end at its end is left out (default: {PROMPT!r})")
     add("--chat", action="store_true", help="answer the lines of stdin as an assistant, from \"User:\" to the stop "
         "string (default: an empty line); --prompt goes before. It wants a World model that was taught to converse: "
-        "the default model is no chat model, it carries on like a novel. Ctrl-C stops an answer, between answers the chat")
+        "the default model is no chat model, it carries on like a novel. Ctrl-C stops an answer, and between "
+        "answers the chat")
     add("--batch-file", metavar="IN.jsonl", help='a line {"prompt": ...} for each text, with "tokens", "temperature", '
         '"top_p", "top_k", "seed", "stop" where it differs from the options; wants --output')
     add("--output", metavar="OUT.jsonl", help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
@@ -313,7 +314,7 @@ def converse(options, model, state):
             turn = before + TURN.format(line.strip())
             try:
                 text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
-            except KeyboardInterrupt:       # while it read, or again: the turn is forgotten, the state is the one before
+            except KeyboardInterrupt:       # while it read, or pressed twice: the state is the one before the turn
                 print(flush=True)
                 continue
             # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
@@ -350,7 +351,8 @@ def write_batch(options, model, state):
     say(f"{len(asked)} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
     for number in sorted(done):
         if error := done[number].get("error"):
-            raise ValueError(f"{options.batch_file}, line {asked[number][0]}: {error}; the other texts are in {options.output}")
+            raise ValueError(f"{options.batch_file}, line {asked[number][0]}: {error}; "
+                             f"the other texts are in {options.output}")
 
 
 def write_lines(path, objects):

@@ -125,7 +125,7 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
     (["--load-state", AUSTEN, "--prompt=a"], "is no saved state, or a damaged one"),
     (["--load-state", __file__, "--prompt=a"], "starts with b'\"\"\"The e', expected what State.save has written"),
     (["--load-state=/dev/zero", "--prompt=a"], "is a folder or a device, expected a file"),
-    (["--vocab=/dev/zero"], "World.from_file: /dev/zero, is a folder or a device"),
+    (["--vocab=/dev/zero"], "World.from_file: /dev/zero is a folder or a device"),
     (["--batch-file=/dev/zero", "--output=o"], "/dev/zero, line 1 has more than 16777216 bytes"),
     (["--tokenizer=bytes", "--vocab=v"], "argument --vocab: does not go with --tokenizer bytes"),
     (["--vocab=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
@@ -256,7 +256,8 @@ def test_an_output_that_is_the_input_is_refused(batch, tmp_path):
     os.symlink(source, tmp_path / "link")
     for name in ("in.jsonl", "link"):
         done, _ = batch([{"prompt": "a"}], "--output", tmp_path / name)
-        assert done.returncode == 2 and b"argument --output: is the file of --batch-file, which would be lost" in done.stderr
+        assert done.returncode == 2
+        assert b"argument --output: is the file of --batch-file, which would be lost" in done.stderr
         assert source.read_text() == '{"prompt": "a"}'
     shutil.copy(AUSTEN, tmp_path)
     for model in (tmp_path / "model.safetensors", tmp_path):
@@ -272,7 +273,8 @@ def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
     done, target = batch([{"prompt": "Emm", "tokens": 1}, {"prompt": "a~"}, {"prompt": "Mr. Knight", "tokens": 3}],
                          "--model", tmp_path / "model.safetensors", *GREEDY)
     assert done.returncode == 2
-    assert "in.jsonl, line 2: logits are nan for token 0, expected numbers below inf; the" in done.stderr.decode().splitlines()[-1]
+    last = done.stderr.decode().splitlines()[-1]
+    assert "in.jsonl, line 2: logits are nan for token 0, expected numbers below inf; the" in last
     assert [json.loads(line) for line in target.read_text().splitlines()] == [
         {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"},
         {"prompt": "a~", "text": "", "tokens": 0, "finish": "error",
@@ -282,7 +284,8 @@ def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
 
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 def interruptible(*arguments, **options):
-    return start(*map(str, arguments), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **options)
+    return start(*map(str, arguments), **options,
+                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 
 def until(descriptor, wanted):
@@ -305,7 +308,7 @@ def test_an_interrupt_keeps_the_texts_that_are_done(finished, tmp_path):
     os.close(follower)
     until(leader, b"1 of 2 texts" if finished else b"writing ...")
     process.send_signal(signal.SIGINT)
-    wanted = f"1 of 2 texts are done, {target} has them" if finished else f"0 of 2 texts are done, {target} is not written"
+    wanted = f"1 of 2 texts are done, {target} has" if finished else f"0 of 2 texts are done, {target} is not written"
     until(leader, wanted.encode())
     assert process.wait(60) == 130
     process.stdout.close()
@@ -339,7 +342,7 @@ def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
     process.stdin.close()
     rest, messages = process.stdout.read(), process.stderr.read()
     assert process.wait(60) == 0, messages
-    assert re.fullmatch(rb"device cpu\nprefill \d+ tokens at \d+ tokens/s\ndecode \d+ tokens at \d+ tokens/s\n", messages)
+    assert re.fullmatch(rb"device cpu\nprefill \d+ tokens at .*\ndecode \d+ tokens at \d+ tokens/s\n", messages)
     assert decode("--load-state", state, "--prompt", "And", "--tokens", 1).returncode == 0
     process.stdout.close()
     process.stderr.close()
