@@ -25,12 +25,13 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import devices
+import gates
 import numpy as np
 import peers
 from devices import wall_ms
@@ -61,6 +62,12 @@ class Case:
     gate: str = "logsigmoid"
     sequences: int = 0          # packed into the row, where it is a row of packed sequences
     backward: bool = False      # the pullback alone, after a forward pass that is not timed
+    V: int | None = None        # where it is not D
+    memory: str = "aligned"     # how the arrays lie, one of MEMORY
+
+    @property
+    def columns(self) -> int:
+        return self.D if self.V is None else self.V
 
     @property
     def function(self):
@@ -78,21 +85,24 @@ class Case:
     def fields(self) -> dict:
         """What a row says of it."""
         return {"op": self.op, "pass": self.kind, "B": self.B, "T": self.T, "H": self.H,
-                "K": self.D, "V": self.D, "dtype": self.dtype, "gate": self.gate if DECLARED[self.op].gates else None,
+                "K": self.D, "V": self.columns, "dtype": self.dtype, "gate": self.gate if DECLARED[self.op].gates else None,
                 "sequences": self.sequences, "peer": peers.name(self.op)}
 
     def __str__(self):
         packed = f" in {self.sequences} sequences" * bool(self.sequences)
-        gates = f" {self.gate}" * bool(DECLARED[self.op].gates)
-        return f"{self.op} {self.B},{self.T},{self.H},{self.D}{packed} {self.dtype}{gates}{' backward' * self.backward}"
+        gate = f" {self.gate}" * bool(DECLARED[self.op].gates)
+        wide = f"x{self.V}" if self.V else ""
+        lies = "" if self.memory == "aligned" else f" {self.memory}"
+        return (f"{self.op} {self.B},{self.T},{self.H},{self.D}{wide}{packed} {self.dtype}{gate}{lies}"
+                f"{' backward' * self.backward}")
 
 
 SHAPES = ((4, 4096, 64, 128), (8, 4096, 32, 64), (1, 8192, 96, 128), (2, 16384, 16, 128), (1, 131072, 16, 128),
           (4, 2048, 16, 128), (8, 1024, 8, 64))
 WIDE = (8, 2048, 32, 256)
-CUT = SHAPES[2], SHAPES[3], SHAPES[-2]      # some whose sequences are cut, which gains less where gates are weak
-TRAINED = (*SHAPES[:4], SHAPES[-2])         # shapes of backward passes
-GATES = {"logsigmoid": 1, "weak": 1 / 16, "strong": 20, "reset": 1}         # factors of logsigmoid
+FEW = (1, 32768, 16, 128)                   # heads: sequences are cut
+HEADLINE = (*SHAPES[:4], FEW, SHAPES[-2])   # shapes of the gates that models have, forward and backward
+MEMORY = ("aligned", "bthd", "off by 8 bytes", "slices")
 
 
 def cases_of_gpu(quick):
@@ -103,17 +113,22 @@ def cases_of_gpu(quick):
     if quick:
         yield from (Case(op, *shape) for shape in SHAPES[-2:] for op in gated)
         return
+    headline = [Case(op, *shape, gate=gate) for gate in ("trained", "weak") for shape in HEADLINE for op in gated]
+    yield from headline
+    yield from (replace(case, dtype="float16") for case in headline if case.gate == "trained")
+    yield Case("rwkv6", 8, 4096, 32, 64, gate="model")
     yield from (Case(op, *shape) for shape in SHAPES for op in gated)
-    yield from (Case(op, *SHAPES[0], gate=gate) for gate in ("weak", "strong", "reset") for op in gated)
-    yield from (Case(op, *shape, gate="weak") for shape in CUT for op in gated)
-    yield from (Case(op, *SHAPES[0], dtype=dtype) for dtype in ("float16", "float32") for op in gated)
+    yield from (Case(op, *SHAPES[0], gate=gate) for gate in ("strong", "all-20", "reset") for op in gated)
+    yield from (Case(op, *SHAPES[0], dtype="float32", gate="trained") for op in gated)
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
     yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing
     family = ("simple_gla", "retention", "linear_attention")
     others = (*family, GLA_VALUE_GATE.name, "softmax_attention")
     yield from (Case(op, *SHAPES[0]) for op in family)
     yield from (Case(op, *SHAPES[-2]) for op in others)
-    yield from (Case(op, *shape, backward=True) for shape in TRAINED for op in gated)
+    yield from (replace(case, dtype=dtype, backward=True) for dtype in ("bfloat16", "float16") for case in headline)
+    yield Case("rwkv6", 8, 4096, 32, 64, gate="model", backward=True)
+    yield from (Case(op, *SHAPES[0], gate=gate, backward=True) for gate in ("logsigmoid", "reset") for op in gated)
     yield from (Case(op, *WIDE) for op in gated)
     yield from (Case(op, *SHAPES[-2], backward=True) for op in reversed(others))
     yield from (Case(op, *SHAPES[0], backward=True) for op in family)
@@ -139,19 +154,20 @@ def draw(case, xp, seed):
     """The arrays of a call and its keywords."""
     rng = xp.random.default_rng(seed)
     dtype = BFLOAT16 if case.dtype == "bfloat16" else np.dtype(case.dtype)
-    sizes = {"B": case.B, "T": case.T, "H": case.H, "K": case.D, "V": case.D}
+    sizes = {"B": case.B, "T": case.T, "H": case.H, "K": case.D, "V": case.columns}
     arrays = {}
     for name, axes in DECLARED[case.op].arrays.items():
-        x = rng.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32)
-        if name in ("g", "gv", "w"):
-            x = -GATES[case.gate] * xp.log1p(xp.exp(-x))
-            if case.gate == "reset":
-                x[:, :, 63::64] = -np.inf
-        arrays[name] = x.astype(np.float32 if name == "u" else dtype)
+        shape = tuple(sizes[axis] for axis in axes.split())
+        gate = name in ("g", "gv", "w")
+        if case.step and gate:                  # of one token: [B, H, K]
+            x = gates.draw(case.gate, rng, xp, (*shape[:2], 1, shape[2]))[:, :, 0]
+        else:
+            x = gates.draw(case.gate, rng, xp, shape) if gate else rng.standard_normal(shape, dtype=np.float32)
+        arrays[name] = laid(x.astype(np.float32 if name == "u" else dtype), case.memory, xp)
     keywords = {}
     if case.step:
-        keywords = {"state": rng.standard_normal((case.B, case.H, case.D, case.D), dtype=np.float32),
-                    "out": xp.empty((case.B, case.H, case.D), dtype)}
+        keywords = {"state": rng.standard_normal((case.B, case.H, case.D, case.columns), dtype=np.float32),
+                    "out": xp.empty((case.B, case.H, case.columns), dtype)}
     if case.op == "retention":
         keywords["gamma"] = 1 - 2.0 ** (-5 - np.arange(case.H))
     if case.backward:
@@ -159,6 +175,21 @@ def draw(case, xp, seed):
     if case.sequences:
         keywords["cu_seqlens"] = [0, *np.cumsum(lengths(case.sequences, case.T)).tolist()]
     return arrays, keywords
+
+
+def laid(x, memory, xp):
+    """The same array as users may have it: of [B, T, H, ..] in memory, off the 16 bytes, or a part of wider rows."""
+    if memory == "aligned" or x.ndim < 4:
+        return x
+    if memory == "bthd":
+        return xp.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    if memory == "slices":
+        wide = xp.zeros((*x.shape[:3], 4 * x.shape[3]), x.dtype)[..., :x.shape[3]]
+    else:
+        shift = 8 // x.itemsize
+        wide = xp.empty(x.size + shift, x.dtype)[shift:].reshape(x.shape)
+    wide[...] = x
+    return wide
 
 
 def copy_bandwidth(device):
@@ -269,8 +300,9 @@ class Peers:
         self.ends = time.monotonic() + limit_s
 
     def __call__(self, case, arrays, keywords, wanted):
-        if (figures := self.kept.get(key(case.fields))) is not None:
-            return figures
+        for kept in (key(case.fields), key(case.fields | {"gate": None})):
+            if kept in self.kept:
+                return self.kept[kept]
         if not peers.has(case) or self.absent.get(peers.name(case.op)):
             return {}
         if time.monotonic() > self.ends:
@@ -304,15 +336,23 @@ def key(row):
 
 
 def kept_figures(paths, meta):
-    """The peers' figures by `key` out of those earlier files that speak of the same card and versions."""
+    """The peers' figures by `key` out of those earlier files that speak of the same card and versions.
+
+    fla's kernels do the same work for every gate: by a key without one stand its times with logsigmoid's, without
+    an error.
+    """
     same, kept = ("card", "fla-core", "torch", "triton"), {}
     for path in paths:
         earlier = json.loads(path.read_text())
         if any(earlier["meta"].get(name) != meta.get(name) for name in same):
             say(f"{path} is of another card or other versions: not used")
             continue
-        kept |= {key(row): {name: row[name] for name in PEER_FIGURES}
-                 for row in earlier["rows"] if row["peer_error"] is not None}
+        for row in earlier["rows"]:
+            if row["peer_error"] is not None:
+                figures = {name: row[name] for name in PEER_FIGURES}
+                kept[key(row)] = figures
+                if row["gate"] == "logsigmoid":
+                    kept[key(row | {"gate": None})] = figures | {"peer_error": None}
     return kept
 
 

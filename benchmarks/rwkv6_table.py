@@ -1,4 +1,4 @@
-"""Writes the README's tables of RWKV-6's speed out of the figures in benchmarks/results.
+"""Writes the documentation's tables of RWKV-6's speed out of the figures in benchmarks/results.
 
     python benchmarks/rwkv6_gpu.py --out benchmarks/results/nvidia-h200-rwkv6.json
     python benchmarks/rwkv6_cpu.py --out benchmarks/results/<cpu>-rwkv6.json
@@ -10,20 +10,19 @@ from pathlib import Path
 from textwrap import fill
 
 ROOT = Path(__file__).parents[1]
-README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 WIDTH = 120
 BEGIN, END = "<!-- RWKV-6's speed, written by benchmarks/rwkv6_table.py -->\n", "<!-- end of RWKV-6's speed -->\n"
 
 
 def main():
-    before, _, after = parts(README.read_text())
-    README.write_text(before + BEGIN + tables() + END + after)
+    PAGE.write_text(between(PAGE.read_text(), BEGIN, END, tables()))
 
 
-def parts(text):
-    """What stands before, between and after the two comments."""
-    before, rest = text.split(BEGIN)
-    return before, *rest.split(END)
+def between(text, begin, end, new) -> str:
+    """`text` with something else between two comments."""
+    before, rest = text.split(begin)
+    return before + begin + new + end + rest.split(end)[1]
 
 
 def tables() -> str:

@@ -1,23 +1,26 @@
-"""Writes the README's tables of the operators' speed out of the figures in benchmarks/results, and a plot of each file.
+"""Writes the tables of the operators' speed out of the figures in benchmarks/results, and a plot of each file.
 
     python benchmarks/run.py --out benchmarks/results/<card>.json
     python benchmarks/speed_table.py
 
-The plot needs matplotlib; without it the one that is there stays.
+docs/performance.md gets all of them, the README the rows of the gates that models have. The plot needs matplotlib;
+without it the one that is there stays.
 """
 
 import json
 from textwrap import fill
 
-from rwkv6_table import README, RESULTS, WIDTH, losses, table
+from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
 END = "<!-- end of the operators' speed -->\n"
-GATES = {None: "", "logsigmoid": "", "weak": "weak gates", "strong": "strong gates", "reset": "resets"}
+GATES = {None: "", "trained": "trained gates", "weak": "weak gates", "logsigmoid": "logsigmoid gates", "strong": "strong gates",
+         "all-20": "gates of -20", "reset": "resets", "model": "a model's gates"}
 
 
 def main():
-    README.write_text(with_tables(README.read_text()))
+    for path, text in ((README, summary()), (PAGE, tables())):
+        path.write_text(between(path.read_text(), BEGIN, END, text))
     try:
         import speed_plot
     except ImportError as error:
@@ -25,11 +28,6 @@ def main():
         return
     for path in results():
         speed_plot.draw(json.loads(path.read_text()), path.with_suffix(".png"))
-
-
-def with_tables(readme) -> str:
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + tables() + END + rest.split(END)[1]
 
 
 def results():
@@ -42,22 +40,42 @@ def tables() -> str:
     return "\n".join(of_card(path) for path in results())
 
 
+def summary() -> str:
+    """The README's: of each card the worst, then every shape once, with the gates of trained models where they were timed."""
+    found = []
+    for path in results():
+        result = json.loads(path.read_text())
+        rows, meta = result["rows"], result["meta"]
+        forward, backward = (by_label(rows, kind) for kind in ("forward", "backward"))
+        shapes = dict.fromkeys(shape for shape, _ in backward)
+        lines, what = [], "" if any(what == "" for _, what in backward) else GATES["logsigmoid"]
+        for shape in shapes:
+            its = [group.get((shape, what), {}) for group in (forward, backward)]
+            lines.append([shape, *(cell for pair in its for op in ("gla", "rwkv6") for cell in cells(pair, op))])
+        head = [f"{op}{kind}" for kind in ("", " backward") for op in ("`gla`", "`rwkv6`")]
+        found += [fill(f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours with their multiple of the floor, "
+                       "flash-linear-attention's (fla) with their multiple of ours.", WIDTH), "",
+                  *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines), "",
+                  fill(f"{worst(rows)} {losses(faster(rows))}", WIDTH), ""]
+    return "\n".join(found)
+
+
 def of_card(path) -> str:
     result = json.loads(path.read_text())
     rows = result["rows"]
     forward, backward, steps = (by_label(rows, kind) for kind in ("forward", "backward", "step"))
-    above = [fill(machine(result["meta"]), WIDTH), ""]
+    above = [fill(machine(result["meta"]), WIDTH), "", fill(worst(rows), WIDTH), ""]
     if path.with_suffix(".png").exists():
-        above += [f"![Times of each shape as multiples of the floor](benchmarks/results/{path.stem}.png)", ""]
+        above += [f"![Times of each shape as multiples of the floor](../benchmarks/results/{path.stem}.png)", ""]
     return "\n".join([
         *above, "Milliseconds on the device; ours with its multiple of the floor, fla's with its multiple of ours.", "",
         *table(["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
                [[shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
                 for (shape, what), pair in forward.items()]), "",
         *titled("Backward passes alone; their floor is every input, gradient and the result's gradient once.",
-                ["B, T, H, D", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
-                [[shape, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
-                 for (shape, _), pair in backward.items()]),
+                ["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
+                [[shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
+                 for (shape, what), pair in backward.items()]),
         *titled("The others, forward and backward. Peers are named beside their times, torch for its "
                 "scaled_dot_product_attention; empty cells were not measured. What bounds softmax attention is "
                 "arithmetic, not the floor.",
@@ -80,10 +98,24 @@ def machine(meta) -> str:
     text = f"{meta['card']}, driver {meta['driver']}, {meta['date']}{commit}; CUDA {meta['cuda']}, CuPy {meta['cupy']}"
     if "fla-core" in meta:
         text += f", fla-core {meta['fla-core']} on torch {meta['torch']} and Triton {meta['triton']}"
-    return (f"{text}. Everything in bfloat16 with logsigmoid gates where nothing else is said. The floor is every "
-            f"input and result once at the {meta['copy_tb_per_s']:.2f} TB/s of a copy in the same run. Weak gates are a "
-            "16th of logsigmoid's, strong ones 20 times them; resets are gates of -inf at every 64th token. Packed "
-            "sequences have 24 to 2047 tokens.")
+    return (f"{text}. Everything in bfloat16 where nothing else is said, `gla` and `rwkv6` with the gates of trained "
+            "RWKV-6 models (`trained` in benchmarks/gates.py), the others with logsigmoid's. Weak gates are a 16th of "
+            "logsigmoid's, strong ones 20 times them; resets are gates of -inf at every 64th token. The floor is every "
+            f"input and result once at the {meta['copy_tb_per_s']:.2f} TB/s of a copy in the same run. Packed sequences "
+            "have 24 to 2047 tokens. fla's kernels do the same work for every gate: its times with gates other than "
+            "logsigmoid's may be those with logsigmoid's.")
+
+
+def worst(rows) -> str:
+    """The largest multiples of the floor and of a peer, first of all figures."""
+    timed = [row for row in rows if row["ours_ms"] and row["pass"] != "step"]
+    floors = max(timed, key=lambda row: row["ours_ms"] / row["floor_ms"])
+    text = f"The worst first: {name(floors)} takes {floors['ours_ms'] / floors['floor_ms']:.1f} times its floor"
+    beside = [row for row in timed if row["peer_ms"]]
+    if not beside:
+        return text + "."
+    peers = max(beside, key=lambda row: row["ours_ms"] / row["peer_ms"])
+    return text + f", and {name(peers)} {peers['ours_ms'] / peers['peer_ms']:.2f} times as long as {peers['peer']}."
 
 
 def by_label(rows, kind):
@@ -116,7 +148,8 @@ def named_cells(pair, kind):
 def label(row) -> tuple[str, str]:
     if row["pass"] == "step":
         return str(row["B"]), ""
-    said = [GATES[row["gate"]], f"{row['sequences']} packed sequences" if row["sequences"] else "",
+    usual = "logsigmoid" if row["op"] not in ("gla", "rwkv6") else "trained"
+    said = ["" if row["gate"] == usual else GATES[row["gate"]], f"{row['sequences']} packed sequences" if row["sequences"] else "",
             row["dtype"] if row["dtype"] != "bfloat16" else ""]
     return ", ".join(str(row[axis]) for axis in "BTHK"), ", ".join(filter(None, said))
 
@@ -156,7 +189,8 @@ def figure(x) -> str:
 
 
 def name(row):
-    return " ".join(filter(None, (pass_of(row), *label(row))))
+    shape, what = label(row)
+    return f"{pass_of(row)} {shape}" + f", {what}" * bool(what)
 
 
 def pass_of(row):
@@ -180,8 +214,8 @@ def errors(rows) -> str:
         extents("of gradients ", [row for row in halves if row["pass"] == "backward"]))))
     larger = {}                                     # how many times at most, by what is computed, whatever the shape
     for row in halves:
-        if row["peer_ms"] and (times := row["error"] / row["peer_error"]) > 1.02:       # 2 %: another order of the sums
-            larger[pass_of(row)] = max(times, larger.get(pass_of(row), 0))
+        if row["peer_ms"] and row["peer_error"] and row["error"] > 1.02 * row["peer_error"]:    # another order of the sums
+            larger[pass_of(row)] = max(row["error"] / row["peer_error"], larger.get(pass_of(row), 0))
     found = ", ".join(f"{what} (up to {times:.2f} times)" for what, times in larger.items())
     wrong = [f"{row['peer']} ({name(row)})" for row in rows if row["peer_error"] and not row["peer_ms"]]
     return (text + "." + (f" Ours are larger than the peers': {found}." if found else "")
@@ -190,7 +224,7 @@ def errors(rows) -> str:
 
 def extents(what, rows):
     """Ours, and the peers' where they were timed; empty where there is nothing."""
-    timed = [row for row in rows if row["peer_ms"]]
+    timed = [row for row in rows if row["peer_ms"] and row["peer_error"]]
     its = f", the peers' {extent(timed, 'peer_error')}" if timed else ""
     return f"{what}ours {extent(rows, 'error')}{its}" if rows else ""
 

@@ -1,4 +1,4 @@
-"""What benchmarks/results holds is whole, the README says the same, and a wrong result is not timed."""
+"""What benchmarks/results holds is whole, the tables say the same, and a wrong result is not timed."""
 
 import json
 import math
@@ -17,9 +17,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 import complete  # noqa: E402  (from benchmarks)
 import run  # noqa: E402
 import speed_table  # noqa: E402
+import sweep  # noqa: E402
 from devices import Cpu  # noqa: E402
 
-README = (ROOT / "README.md").read_text()
 META = {"card", "driver", "cuda", "numpy", "cupy", "date", "commit", "copy_tb_per_s"}
 FIELDS = {"op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences", "peer", "ours_ms", "wall_ms", "peer_ms",
           "peer_wall_ms", "floor_ms", "error", "peer_error", "peak_mib"}
@@ -31,8 +31,10 @@ def of_small_case(op, dtype="float32", **options):
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
-def test_the_readme_has_the_measured_figures():
-    assert speed_table.with_tables(README) == README
+@pytest.mark.parametrize("path, text", [("README.md", speed_table.summary()), ("docs/performance.md", speed_table.tables())])
+def test_the_tables_have_the_measured_figures(path, text):
+    page = (ROOT / path).read_text()
+    assert speed_table.between(page, speed_table.BEGIN, speed_table.END, text) == page
 
 
 @pytest.mark.parametrize("path", speed_table.results(), ids=lambda path: path.stem)
@@ -44,7 +46,7 @@ def test_results_are_whole(path):
         assert set(row) - {"commit"} == FIELDS
         assert row["error"] < LIMITS[row["dtype"]][0] and row["ours_ms"] > 0 and row["wall_ms"] > 0
         assert row["peak_mib"] > 0 and row["floor_ms"] > 0
-        assert row["peer_ms"] is None or row["peer_error"] < LIMITS[row["dtype"]][0]
+        assert row["peer_error"] is None or row["peer_ms"] is None or row["peer_error"] < LIMITS[row["dtype"]][0]
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -77,6 +79,24 @@ def test_a_backward_pass_is_checked_and_timed(op, monkeypatch):
     assert of_small_case(op, backward=True)["ours_ms"] is None
 
 
+@pytest.mark.parametrize("gate", run.gates.NAMES)
+def test_gates_by_name(gate):
+    rng = np.random.default_rng(0)
+    g = run.gates.draw(gate, rng, np, (2, 20, 130, 64))
+    assert g.shape == (2, 20, 130, 64) and g.dtype == np.float32 and (g <= 0).all()
+    assert np.isinf(g).any() == (gate == "reset")
+    if gate in ("trained", "model"):                    # weak in the middle, strong at the end, in one head
+        assert -0.2 < np.median(g[0, 0]) and g.min() < -5
+
+
+def test_arrays_lie_as_asked():
+    x = np.arange(2 * 3 * 5 * 8, dtype=np.float32).reshape(2, 3, 5, 8)
+    for memory in run.MEMORY:
+        found = run.laid(x, memory, np)
+        assert (found == x).all() and found.strides[-1] == 4
+        assert (memory == "aligned") == (found is x)
+
+
 def test_packed_sequences():
     found = run.lengths(64, 32768)
     assert len(found) == 64 and sum(found) == 32768 and (min(found), max(found)) == (24, 2047)
@@ -90,8 +110,9 @@ def test_figures_of_a_peer_are_kept_for_the_same_versions(tmp_path):
     later, newer = tmp_path / "later.json", row | {"T": 71, "peer_ms": 4.0}
     later.write_text(json.dumps({"meta": meta, "rows": [newer]}))
     kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
-    assert run.kept_figures([path], meta) == {run.key(row): kept}
-    assert run.kept_figures([path, later], meta) == {run.key(row): kept, run.key(newer): kept | {"peer_ms": 4.0}}
+    found = run.kept_figures([path], meta)
+    assert found[run.key(row)] == kept and found[run.key(row | {"gate": None})] == kept | {"peer_error": None}
+    assert run.kept_figures([path, later], meta)[run.key(newer)] == kept | {"peer_ms": 4.0}
     assert run.kept_figures([path], meta | {"torch": "2.1"}) == run.kept_figures([], meta) == {}
 
 
@@ -197,10 +218,14 @@ def test_a_wrong_gradient_of_a_peer_is_not_timed(installed, monkeypatch):
 
 # -- the table --------------------------------------------------------------------------------------------------------
 def test_losses_are_said():
-    row = of_small_case("gla", "bfloat16") | {"ours_ms": 1.0, "wall_ms": 1.0, "error": 3e-3}
+    row = of_small_case("gla", "bfloat16", gate="trained") | {"ours_ms": 1.0, "wall_ms": 1.0, "error": 3e-3}
     better = row | {"peer_ms": 0.5, "peer_wall_ms": 0.8, "peer_error": 2e-3}
     assert speed_table.faster([better]) == [
         "fla (gla 2, 70, 3, 16, 2.00 times)", "fla (gla 2, 70, 3, 16, eager, 1.25 times)"]
+    assert speed_table.name(better | {"gate": "weak"}) == "gla 2, 70, 3, 16, weak gates"
+    slow = row | {"floor_ms": 0.5, "T": 71, "peer_ms": None}
+    assert speed_table.worst([better | {"floor_ms": 1.0}, slow]) == (
+        "The worst first: gla 2, 71, 3, 16 takes 2.0 times its floor, and gla 2, 70, 3, 16 2.00 times as long as fla.")
     wider = better | {"T": 71, "error": 4e-3}
     assert "Ours are larger than the peers': gla (up to 2.00 times)." in speed_table.errors([better, wider])
     gradient = better | {"pass": "backward", "error": 4e-3, "peer_error": 5e-3}
@@ -233,3 +258,21 @@ def test_the_peer_of_softmax_attention_is_named():
     row = of_small_case("softmax_attention", "bfloat16") | {"floor_ms": 0.5, "ours_ms": 1.0, "peer_ms": 2.0}
     assert speed_table.others([row]) == [
         ["2, 70, 3, 16", "`softmax_attention`", "0.5", "1 (2.00x)", "torch 2 (2.0x)", "", "", ""]]
+
+
+# -- the sweep --------------------------------------------------------------------------------------------------------
+def test_a_sweep_says_what_is_slow(monkeypatch, capsys):
+    small = replace(run.Case("gla", 1, 33, 2, 16), gate="trained", dtype="float32")
+    monkeypatch.setattr(sweep, "BASES", (small,))
+    rows = sweep.swept(["gla"], ["forward", "backward"], 60, Cpu())
+    assert {row["pass"] for row in rows} == {"forward", "backward"}
+    assert {"", "weak gates", "reset gates", "bthd", "off by 8 bytes"} <= {row["changed"] for row in rows}
+    assert all(row["multiple"] > 0 for row in rows)
+    assert rows[0]["beside_usual"] == 1 and "x of the floor" in sweep.line(rows[0])
+    assert len(sweep.swept(["gla"], ["forward"], -1, Cpu())) == 0 and "time is up" in capsys.readouterr().err
+
+
+def test_a_sweep_reaches_both_sides_of_every_tile():
+    changed = dict(sweep.variations(sweep.BASES[-1]))
+    assert {"K=60, V=64", "K=128, V=136", "K=320, V=64", "model gates"} <= set(changed)
+    assert changed["K=60, V=64"].columns == 64 and "60x64" in str(changed["K=60, V=64"])

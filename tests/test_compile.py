@@ -11,11 +11,14 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from cuda.core._utils.cuda_utils import NVRTCError
-from nvrtc import compile_text, translate_text
 
 from linattn_np.backends.cupy import catalog, instances, source
 from linattn_np.backends.cupy.arguments import integers
+
+pytest.importorskip("cuda.core", reason="cuda-core is not installed: no NVRTC to compile with")
+
+from cuda.core._utils.cuda_utils import NVRTCError  # noqa: E402
+from nvrtc import compile_text, translate_text  # noqa: E402
 
 TARGETS = ("sm_80", "sm_90")
 REGISTERS = 65536  # of a multiprocessor: what one block can have

@@ -1,4 +1,4 @@
-"""The README and the docstrings say what is so: their code runs, the tables match the package."""
+"""The README and the documentation say what is so: their code runs, the tables match the package."""
 
 import doctest
 import re
@@ -12,7 +12,9 @@ import linattn_np
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = {f"{path.stem}-{n}": block for path in PAGES for n, block in enumerate(PYTHON.findall(path.read_text()))}
 
 
 def no_device() -> str | None:
@@ -23,7 +25,7 @@ def no_device() -> str | None:
     return None if cupy.cuda.is_available() else "CuPy finds no CUDA device"
 
 
-@pytest.mark.parametrize("block", range(len(BLOCKS)))
+@pytest.mark.parametrize("block", BLOCKS)
 def test_code_runs(block, monkeypatch):
     if "import cupy" in BLOCKS[block] and (reason := no_device()):
         pytest.skip(reason)
@@ -31,12 +33,12 @@ def test_code_runs(block, monkeypatch):
         if f"import {library}" in BLOCKS[block]:
             pytest.importorskip(library, reason=f"{library} is not installed")
     monkeypatch.chdir(ROOT)
-    exec(compile(BLOCKS[block], f"README.md, python block {block}", "exec"), {})
+    exec(compile(BLOCKS[block], f"python block {block}", "exec"), {})
 
 
 def test_the_loop_is_the_operator(rng):
     names = {}
-    exec(BLOCKS[0], names)
+    exec(BLOCKS["README-0"], names)
     q, k, v, g = rng.standard_normal((4, 30, 8))
     g = -np.exp(g)
     o = linattn_np.gla(*(x[None, None] for x in (q, k, v, g)), scale=0.3)
@@ -69,7 +71,8 @@ def test_files_and_folders_exist():
 def test_speeds_of_rwkv6_are_the_measured_ones(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     speeds = import_module("rwkv6_table")
-    assert speeds.parts(README)[1] == speeds.tables()
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert speeds.between(page, speeds.BEGIN, speeds.END, speeds.tables()) == page
 
 
 def test_commands_are_what_ci_runs():

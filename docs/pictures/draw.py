@@ -1,0 +1,71 @@
+"""Draws the pictures of docs/mathematics.md, SVG files without any library: python docs/pictures/draw.py"""
+
+from pathlib import Path
+
+HERE = Path(__file__).parent
+INK, PALE, BLUE, ORANGE, GREEN = "#333333", "#e4e4e4", "#0b6e8a", "#d9822b", "#7aa874"
+CELL = 14
+
+
+def svg(name, width, height, parts):
+    text = "\n".join(parts)
+    (HERE / name).write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="13" fill="{INK}">\n<rect width="100%" height="100%" fill="white"/>\n'
+        f"{text}\n</svg>\n")
+
+
+def box(x, y, width, height, color, opacity=1.0):
+    return (f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" fill-opacity="{opacity}" '
+            'stroke="white"/>')
+
+
+def words(x, y, text, anchor="start"):
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
+
+
+def chunk():
+    """Two chunks of 8 tokens: which part of an output comes from the state, which from the chunk itself."""
+    parts, left, top, C = [], 190, 40, 8
+    for n in range(2):
+        x0, y0 = left + n * C * CELL, top + n * C * CELL
+        for i in range(C):
+            for j in range(C):
+                parts.append(box(x0 + j * CELL, y0 + i * CELL, CELL, CELL, BLUE if j <= i else PALE))
+        if n:
+            parts.append(box(left, y0, C * CELL, C * CELL, ORANGE, 0.55))
+    parts += [words(left, 28, "keys and values, chunk after chunk"), words(180, top + 60, "queries of chunk 1", "end"),
+              words(180, top + 60 + C * CELL, "queries of chunk 2", "end")]
+    x, y = left + 2 * C * CELL + 24, top + 20
+    for n, (color, text) in enumerate(((BLUE, "scores A of the chunk's own tokens"),
+                                       (ORANGE, "earlier chunks: one product with the state S"),
+                                       (PALE, "the future: never read"))):
+        parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
+    svg("chunk.svg", 780, 290, parts)
+
+
+def subchunks():
+    """A chunk of 32 tokens in blocks of 8: the three kinds of pairs."""
+    parts, left, top, size = [], 60, 30, 8
+    for i in range(32):
+        for j in range(32):
+            if j > i:
+                color = PALE
+            elif i // size == j // size:
+                color = BLUE
+            elif i // 16 == j // 16:
+                color = GREEN
+            else:
+                color = ORANGE
+            parts.append(box(left + j * 8, top + i * 8, 8, 8, color))
+    x, y = left + 290, top + 20
+    for n, (color, text) in enumerate(((BLUE, "same block of 8: factors meet in the block's middle"),
+                                       (GREEN, "same half of 16: at the border of the two blocks"),
+                                       (ORANGE, "different halves: at token 16"), (PALE, "the future"))):
+        parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
+    svg("subchunks.svg", 780, 310, parts)
+
+
+if __name__ == "__main__":
+    chunk()
+    subchunks()
