@@ -1,10 +1,11 @@
-"""What a call costs on the host: microseconds of Python from the public function to the last launch, which is left out.
+"""What a call costs on the host: microseconds of Python from the public function to the last launch, which is left
+out.
 
     python benchmarks/host_cost.py
 
-Needs CuPy, and no card: arrays are CuPy's at addresses that nobody reads, and launching does nothing. Every call is one
-alike to an earlier one, so that its checks and its plan are known. Times are of this thread alone, and the least of several rounds is what the code costs;
-allocation is CuPy's array object without its memory pool.
+Needs CuPy, and no card: arrays are CuPy's at addresses that nobody reads, and launching does nothing. Every call is
+one alike to an earlier one, so that its checks and its plan are known. Times are of this thread alone, and the least
+of several rounds is what the code costs; allocation is CuPy's array object without its memory pool.
 """
 
 import statistics

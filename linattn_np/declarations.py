@@ -12,11 +12,20 @@ import numpy as np
 from . import arrays
 from .contract import CHUNK, ContractTypeError, Op
 
+GATED: list[Op] = []  # the gated family: a backend's equations and kernels of it are a member's by its declaration
+
+
+def gated(op: Op) -> Op:
+    """A member of the gated family: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, read before or after the write."""
+    GATED.append(op)
+    return op
+
+
 KEYS = {"q": "B H T K", "k": "B H T K"}
 QKV = KEYS | {"v": "B H T V"}
 
 
-# -- gated operators ----------------------------------------------------------------------------------------------------
+# -- gated operators ---------------------------------------------------------------------------------------------------
 class ValueGate(Op):
     """The declaration of a call that gates the state's values too."""
 
@@ -26,10 +35,18 @@ class ValueGate(Op):
         return super().route(mode, chunk_size, materialize)
 
 
-GLA_VALUE_GATE = ValueGate("gla with gv", QKV | {"g": "B H T K", "gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk"))
-GLA = Op("gla", QKV | {"g": "B H T K"}, gates=("g",), with_more=GLA_VALUE_GATE)
-RWKV6 = Op("rwkv6", {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T K", "u": "H K"}, gates=("w", "u"),
-           reads_before_write=True)
+GLA_VALUE_GATE = ValueGate(
+    "gla with gv", QKV | {"g": "B H T K", "gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk")
+)
+GLA = gated(Op("gla", QKV | {"g": "B H T K"}, gates=("g",), with_more=GLA_VALUE_GATE))
+RWKV6 = gated(
+    Op(
+        "rwkv6",
+        {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T K", "u": "H K"},
+        gates=("w", "u"),
+        reads_before_write=True,
+    )
+)
 SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",))
 
 
@@ -46,8 +63,11 @@ class Retention(Op):
         if gamma is None:
             return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
-            self.refuse("gamma", f"is a {type(gamma).__module__}.{type(gamma).__qualname__}, expected host numbers",
-                        ContractTypeError)
+            self.refuse(
+                "gamma",
+                f"is a {type(gamma).__module__}.{type(gamma).__qualname__}, expected host numbers",
+                ContractTypeError,
+            )
         values = arrays.host_array(gamma)
         if values is None:
             self.refuse("gamma", f"is {gamma!r}, expected host numbers", ContractTypeError)
@@ -70,14 +90,16 @@ class LinearAttention(Op):
         if feature_map not in FEATURE_MAPS:
             self.refuse("feature_map", f"is {feature_map!r}, expected one of {', '.join(map(repr, FEATURE_MAPS))}")
         declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=bool(normalize), **arguments)
+        return super(LinearAttention, declared).check(
+            inputs, feature_map=feature_map, normalize=bool(normalize), **arguments
+        )
 
 
 LINEAR_ATTENTION = LinearAttention("linear_attention", QKV)
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
-# -- softmax attention --------------------------------------------------------------------------------------------------
+# -- softmax attention -------------------------------------------------------------------------------------------------
 class SoftmaxAttention(Op):
     """Sees the past only, unless told otherwise."""
 
@@ -88,7 +110,10 @@ class SoftmaxAttention(Op):
 SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", QKV, modes=("chunk",), state=())
 
 
-# -- one token ----------------------------------------------------------------------------------------------------------
+OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
+
+
+# -- one token ---------------------------------------------------------------------------------------------------------
 class Step(Op):
     """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
 
@@ -113,12 +138,19 @@ class Step(Op):
             return None
         if arrays.kind(slots) == "cupy":
             if home == "host" or slots.shape != (count,) or slots.dtype != np.int64:
-                self.refuse("slots", f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
-                                     "beside device arrays", ContractTypeError)
+                self.refuse(
+                    "slots",
+                    f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
+                    "beside device arrays",
+                    ContractTypeError,
+                )
             return slots
         if not isinstance(slots, (list, tuple, np.ndarray)):
-            self.refuse("slots", f"is a {type(slots).__module__}.{type(slots).__qualname__}, expected integers",
-                        ContractTypeError)
+            self.refuse(
+                "slots",
+                f"is a {type(slots).__module__}.{type(slots).__qualname__}, expected integers",
+                ContractTypeError,
+            )
         rows = arrays.host_array(slots)
         if rows is None:
             self.refuse("slots", f"is {slots!r}, expected integers [B] = ({count},)")
@@ -132,13 +164,24 @@ class Step(Op):
         return rows
 
 
-GLA_STEP = Step("gla_step", {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"}, out="B H V", gates=("g",),
-                modes=("recurrent",))
-RWKV6_STEP = Step("rwkv6_step", {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"}, out="B H V",
-                  gates=("w", "u"), modes=("recurrent",), reads_before_write=True)
+GLA_STEP = Step(
+    "gla_step",
+    {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"},
+    out="B H V",
+    gates=("g",),
+    modes=("recurrent",),
+)
+RWKV6_STEP = Step(
+    "rwkv6_step",
+    {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"},
+    out="B H V",
+    gates=("w", "u"),
+    modes=("recurrent",),
+    reads_before_write=True,
+)
 
 
-# -- the stages of the chunked form -------------------------------------------------------------------------------------
+# -- the stages of the chunked form ------------------------------------------------------------------------------------
 class Stage(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
 
@@ -148,19 +191,35 @@ class Stage(Op):
         for axis, wanted in (("C", problem.chunk_size), ("NC", chunks)):
             if problem.sizes.setdefault(axis, wanted) != wanted:
                 name = next(n for n, axes in self.arrays.items() if axis in axes.split())
-                self.refuse(name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}")
+                self.refuse(
+                    name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}"
+                )
         return problem
 
 
 CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())
-GATED_QK = Stage("gated_qk", {"q": "B H T K", "k": "B H T K", "b": "B H T K", "e": "B H T K"}, out="B H T K",
-                 computed=("b", "e"), state=())
-INTER_CHUNK = Stage("inter_chunk", {"kg": "B H T K", "v": "B H T V", "b": "B H T K"}, out="B H NC K V",
-                    computed=("kg", "b"))
-INTRA_CHUNK = Stage("intra_chunk", {"q": "B H T K", "k": "B H T K", "g": "B H T K"}, out="B H T C", gates=("g",),
-                    state=())
-INTRA_CHUNK_BONUS = Stage("intra_chunk", {**INTRA_CHUNK.arrays, "u": "H K"}, out="B H T C", gates=("g", "u"),
-                          reads_before_write=True, state=())
-COMBINE = Stage("combine", {"qg": "B H T K", "h": "B H NC K V", "A": "B H T C", "v": "B H T V"},
-                computed=("qg", "h", "A"), state=())
+GATED_QK = Stage(
+    "gated_qk",
+    {"q": "B H T K", "k": "B H T K", "b": "B H T K", "e": "B H T K"},
+    out="B H T K",
+    computed=("b", "e"),
+    state=(),
+)
+INTER_CHUNK = Stage(
+    "inter_chunk", {"kg": "B H T K", "v": "B H T V", "b": "B H T K"}, out="B H NC K V", computed=("kg", "b")
+)
+INTRA_CHUNK = Stage(
+    "intra_chunk", {"q": "B H T K", "k": "B H T K", "g": "B H T K"}, out="B H T C", gates=("g",), state=()
+)
+INTRA_CHUNK_BONUS = Stage(
+    "intra_chunk",
+    {**INTRA_CHUNK.arrays, "u": "H K"},
+    out="B H T C",
+    gates=("g", "u"),
+    reads_before_write=True,
+    state=(),
+)
+COMBINE = Stage(
+    "combine", {"qg": "B H T K", "h": "B H NC K V", "A": "B H T C", "v": "B H T V"}, computed=("qg", "h", "A"), state=()
+)
 STAGES = (CHUNK_CUMSUM, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS, COMBINE)

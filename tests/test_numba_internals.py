@@ -36,7 +36,7 @@ def bound(op, dtype=np.float32, strided=False, **arguments):
     if op in declarations.STAGES:
         arguments["chunk_size"] = CHUNK
     problem = op.bind([array(name, axes) for name, axes in op.arrays.items()], **arguments)
-    if op is stages.GATED_QK:
+    if op is declarations.GATED_QK:
         problem.options["exclusive"] = True
     return problem
 

@@ -8,9 +8,21 @@ import pytest
 from emulator import EmulatedDevice
 
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import arguments, catalog, execute, instances, rwkv6
-from linattn_np.backends.cupy.plan import (Copy, Draft, Fill, Given, Launch, Ref, TensorMap, Upload, aligned16, has_rows,
-                                           is_contiguous, whole)
+from linattn_np.backends.cupy import arguments, catalog, execute, instances, rwkv6, stages
+from linattn_np.backends.cupy.plan import (
+    Copy,
+    Draft,
+    Fill,
+    Given,
+    Launch,
+    Ref,
+    TensorMap,
+    Upload,
+    aligned16,
+    has_rows,
+    is_contiguous,
+    whole,
+)
 from linattn_np.backends.cupy.source import checks, text
 
 SINGLE = np.dtype(np.float32)
@@ -21,11 +33,11 @@ def test_importing_the_backend_does_not_import_cupy():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# -- instances ----------------------------------------------------------------------------------------------------------
+# -- instances ---------------------------------------------------------------------------------------------------------
 def test_an_instance_spells_its_fields():
     assert instances.ScanSegments().expression == "gated_scan_segments"
     assert rwkv6.DecodeStep(BFLOAT16, 8, True).expression == "rwkv6_decode_step<bf16, 8, true>"
-    assert instances.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
+    assert stages.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
 
 
 def test_instances_of_two_kernels_differ():
@@ -33,7 +45,8 @@ def test_instances_of_two_kernels_differ():
     every = list(catalog.kernels())
     assert len(set(every)) == len(every)
     assert instances.GatedBackwardQueries("AfterWrite", SINGLE, SINGLE, 64) != instances.GatedBackwardKeys(
-        "AfterWrite", SINGLE, SINGLE, 64)
+        "AfterWrite", SINGLE, SINGLE, 64
+    )
 
 
 def test_all_shared_memory_is_checked():
@@ -48,7 +61,8 @@ def test_includes_are_pasted_once_and_the_others_left_alone(tmp_path):
     inner.write_text("int inner;\n")
     outer.write_text('#include "inner.cuh"\nint outer;\n')
     (tmp_path / "kernel.cu").write_text(
-        '#include "inner.cuh"  // first\n#include "outer.cuh"\n#include <system.h>\nint kernel;\n')
+        '#include "inner.cuh"  // first\n#include "outer.cuh"\n#include <system.h>\nint kernel;\n'
+    )
     program = text(tmp_path / "kernel", {"inner.cuh": inner, "outer.cuh": outer})
     lines = [line for line in program.splitlines() if line]
     assert lines == [
@@ -65,16 +79,27 @@ def test_includes_are_pasted_once_and_the_others_left_alone(tmp_path):
     ]
 
 
-# -- arguments ----------------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 def given(name="x", shape=(2, 3, 4, 8), dtype=SINGLE, start=0):
     strides = np.empty(shape, np.float32).strides
     return Given(name, shape, strides, dtype, start)
 
 
 def test_an_argument_is_packed_as_declared():
-    declared = (*arguments.rows("q"), *arguments.pointers("u none"), *arguments.integers("T"), *arguments.reals("scale"))
+    declared = (
+        *arguments.rows("q"),
+        *arguments.pointers("u none"),
+        *arguments.integers("T"),
+        *arguments.reals("scale"),
+    )
     memory = given()
-    args = {"q": whole(memory)[:, :, 1:], "u": Ref(memory, 24), "none": None, "T": np.int32(64), "scale": np.float64(-0.125)}
+    args = {
+        "q": whole(memory)[:, :, 1:],
+        "u": Ref(memory, 24),
+        "none": None,
+        "T": np.int32(64),
+        "scale": np.float64(-0.125),
+    }
     packed = arguments.Packed(declared, args, {memory: 1})
     words = packed.filled(np.array([7, 1 << 47]), None)
     assert words.tolist()[:7] == [(1 << 47) + 32, 96, 32, 8, (1 << 47) + 24, 0, 64]
@@ -102,10 +127,20 @@ def test_an_argument_that_is_missing_or_too_many_is_refused():
             Draft().launch(kernel, 1, **wrong)
 
 
-# -- plans --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("view", [
-    lambda x: x[..., 2:5], lambda x: x[:, ::-1], lambda x: x[1], lambda x: x[:, :, None], lambda x: x[..., None, 3],
-    lambda x: x[..., -1], lambda x: x.swapaxes(1, 3)[::2], lambda x: x[1:1]])
+# -- plans -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., 2:5],
+        lambda x: x[:, ::-1],
+        lambda x: x[1],
+        lambda x: x[:, :, None],
+        lambda x: x[..., None, 3],
+        lambda x: x[..., -1],
+        lambda x: x.swapaxes(1, 3)[::2],
+        lambda x: x[1:1],
+    ],
+)
 def test_views_are_numpys(view):
     memory = np.arange(2 * 3 * 4 * 8, dtype=np.float32).reshape(2, 3, 4, 8)
     wanted, found = view(memory), view(whole(given()))
@@ -129,7 +164,9 @@ def test_memory_in_the_order_of_another():
     draft = Draft()
     turned = whole(given()).swapaxes(1, 2)
     assert draft.like(turned).strides == turned.strides
-    assert draft.like(whole(given()).swapaxes(2, 3)).strides == np.empty((2, 3, 8, 4), np.float32).strides     # has no rows
+    assert (
+        draft.like(whole(given()).swapaxes(2, 3)).strides == np.empty((2, 3, 8, 4), np.float32).strides
+    )  # has no rows
     assert [buffer.nbytes for buffer in draft.buffers] == 2 * [2 * 3 * 4 * 8 * 4]
 
 

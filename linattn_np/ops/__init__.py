@@ -1,5 +1,8 @@
 """The operators. `OPS` is the list that tests, benchmarks and docs walk."""
 
+from importlib import import_module
+
+from ..declarations import OPERATORS
 from .gla import GLA, gla
 from .linear_attention import LINEAR_ATTENTION, linear_attention
 from .retention import RETENTION, retention
@@ -8,8 +11,7 @@ from .simple_gla import SIMPLE_GLA, simple_gla
 from .softmax_attention import SOFTMAX_ATTENTION, softmax_attention
 from .steps import GLA_STEP, RWKV6_STEP, gla_step, rwkv6_step
 
-OPS = {GLA: gla, RWKV6: rwkv6, SIMPLE_GLA: simple_gla, RETENTION: retention, LINEAR_ATTENTION: linear_attention,
-       SOFTMAX_ATTENTION: softmax_attention}
+OPS = {op: getattr(import_module(f"{__name__}.{op.name}"), op.name) for op in OPERATORS}     # a module each, of its name
 
 
 def declaration(function, caller: str):

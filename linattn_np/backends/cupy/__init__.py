@@ -5,7 +5,7 @@ An operator's planner is a module with
     unsupported(problem) -> str | None              why its kernels cannot compute a problem
     plan(problem, device) -> Plan                   of (o, final state parts or None); a step's o; a stage's result
     plan_vjp(problem, device, do, dht, saved)       of (gradients of the arrays, of the initial state's parts or None)
-    saved(problem)                                  (shape, dtype) of what `plan` saves for `plan_vjp`, where that is anything
+    saved(problem)                                  (shape, dtype) of what `plan` saves for `plan_vjp`, if anything
 """
 
 from __future__ import annotations
@@ -13,16 +13,28 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from ...declarations import (CHUNK_CUMSUM, COMBINE, GATED_QK, GLA, GLA_STEP, GLA_VALUE_GATE, INTER_CHUNK, INTRA_CHUNK,
-                             INTRA_CHUNK_BONUS, LINEAR_ATTENTION, NORMALIZED, RETENTION, RWKV6, RWKV6_STEP, SIMPLE_GLA,
-                             SOFTMAX_ATTENTION)
+from ...declarations import (
+    CHUNK_CUMSUM,
+    COMBINE,
+    GATED,
+    GATED_QK,
+    GLA_STEP,
+    GLA_VALUE_GATE,
+    INTER_CHUNK,
+    INTRA_CHUNK,
+    INTRA_CHUNK_BONUS,
+    LINEAR_ATTENTION,
+    NORMALIZED,
+    RETENTION,
+    RWKV6_STEP,
+    SIMPLE_GLA,
+    SOFTMAX_ATTENTION,
+)
 from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
 from .device import CupyDevice
 from .plan import Plan, contiguous
 
-PLANNERS = {
-    GLA: gated,
-    RWKV6: gated,
+PLANNERS = dict.fromkeys(GATED, gated) | {
     SIMPLE_GLA: scalar_decay,
     RETENTION: scalar_decay,
     LINEAR_ATTENTION: scalar_decay,
@@ -39,10 +51,10 @@ PLANNERS = {
     COMBINE: stages,
 }
 DEVICE = CupyDevice()
-LEAST_CAPABILITY = 80           # cp.async and tf32 products came with sm_80
+LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
 
 
-# -- which problems -----------------------------------------------------------------------------------------------------
+# -- which problems ----------------------------------------------------------------------------------------------------
 def why_not(problem) -> str | None:
     if problem.home == "host":
         return "the arrays are on the host"
@@ -76,7 +88,7 @@ def too_old(device: int) -> str | None:
     return None
 
 
-# -- calls --------------------------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 def run(problem):
     return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)[0]
 
@@ -106,9 +118,10 @@ def at_home(problem, function, *arguments):
         return function(*arguments)
 
 
-# -- what a call would do -----------------------------------------------------------------------------------------------
+# -- what a call would do ----------------------------------------------------------------------------------------------
 def plan_of(problem, device) -> Plan:
-    """The plan of a call, or of its pullback where a gradient is asked for; gradients of its results lie as these would."""
+    """The plan of a call, or of its pullback where a gradient is asked for; gradients of its results lie as these
+    would."""
     planner = PLANNERS[problem.op]
     if not problem.gradient:
         return execute.plan_of(planner, problem, device)

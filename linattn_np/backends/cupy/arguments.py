@@ -11,7 +11,7 @@ import numpy as np
 
 from .plan import SHAPE, Array, Ref, TensorMap
 
-WORD, MAP_WORDS, MAP_ALIGNMENT = 8, 16, 64      # bytes of a word, words of a tensor map, bytes on which one starts
+WORD, MAP_WORDS, MAP_ALIGNMENT = 8, 16, 64  # bytes of a word, words of a tensor map, bytes on which one starts
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class Member:
 def members(kind, words):
     def declared(names) -> tuple[Member, ...]:
         return tuple(Member(name, kind, words) for name in names.split())
+
     return declared
 
 
-rows = members("rows", 4)               # `Rows`: a pointer and three strides, in elements
+rows = members("rows", 4)  # `Rows`: a pointer and three strides, in elements
 pointers = members("pointer", 1)
 integers = members("integer", 1)
 reals = members("real", 1)
@@ -124,7 +125,7 @@ class Packed:
         words = self.words.copy()
         words[self.where] = addresses[self.which] + self.offset
         for at, described in self.maps:
-            words[at:at + MAP_WORDS] = np.frombuffer(tensor_map(described), np.int64)
+            words[at : at + MAP_WORDS] = np.frombuffer(tensor_map(described), np.int64)
         return words
 
 

@@ -8,12 +8,12 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from . import instances as gated
-from . import rwkv6, softmax
+from . import rwkv6, softmax, stages, step, value_gate
 from .kernel import CTYPES, HALF
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
-GATES = [(T, T) for T in CTYPES] + [(T, SINGLE) for T in HALF]     # a gate is like q, or float32
+GATES = [(T, T) for T in CTYPES] + [(T, SINGLE) for T in HALF]  # a gate is like q, or float32
 WIDTHS = tuple(product(gated.TILES, gated.TILES))
 
 
@@ -23,8 +23,16 @@ def kernels():
     yield from scalar_decays()
     yield from value_gates()
     yield from element_by_element()
-    for cls, T, D in product((softmax.SoftmaxForward, softmax.SoftmaxForwardSm90, softmax.SoftmaxBackwardQueries,
-                              softmax.SoftmaxBackwardKeys), HALF, softmax.COLUMNS):
+    for cls, T, D in product(
+        (
+            softmax.SoftmaxForward,
+            softmax.SoftmaxForwardSm90,
+            softmax.SoftmaxBackwardQueries,
+            softmax.SoftmaxBackwardKeys,
+        ),
+        HALF,
+        softmax.COLUMNS,
+    ):
         yield cls(T, D)
     yield from of_models()
 
@@ -35,18 +43,18 @@ def on_every_card():
             yield gated.GatedBackwardQueries(order, T, G, size)
             yield gated.GatedBackwardKeys(order, T, G, size)
             yield gated.Recurrent(order, T, G, size)
-            yield gated.IntraChunk(order, T, G, size)
+            yield stages.IntraChunk(order, T, G, size)
             for BV in gated.COLUMNS:
                 yield gated.GatedForward(order, T, G, size, BV)
                 yield gated.GatedBackwardValues(order, T, G, size, BV)
         for S in CTYPES:
-            yield gated.Step(order, T, G, S)
+            yield step.Step(order, T, G, S)
     for T in CTYPES:
-        yield gated.ChunkCumsum(T)
-        yield gated.InterChunk(T)
-        yield gated.Combine(T)
+        yield stages.ChunkCumsum(T)
+        yield stages.InterChunk(T)
+        yield stages.Combine(T)
         for order in READ_ORDERS:
-            yield gated.GatedQk(order, T)
+            yield stages.GatedQk(order, T)
     yield gated.ScanSegments()
     yield gated.ScanBothWays()
 
@@ -62,8 +70,11 @@ def gated_on_hopper():
                 if not sums_are_enough and not (state and order == "BeforeWrite"):
                     yield gated.GatedForwardSm90.fitting(order, schedule, T, G, K, V)
     for cls, order, G, (K, V) in product(
-            (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90), READ_ORDERS,
-            (BFLOAT16, SINGLE), WIDTHS):
+        (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90),
+        READ_ORDERS,
+        (BFLOAT16, SINGLE),
+        WIDTHS,
+    ):
         yield cls.fitting(order, G, K, V)
 
 
@@ -76,15 +87,17 @@ def scalar_decays():
     for K in gated.TILES:
         yield gated.WeightedSums("Queries", SINGLE, K, gated.PANEL)
     yield gated.WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
-    for cls, (K, V) in product((gated.ScalarBackwardSegments, gated.ScalarBackwardQueries, gated.ScalarBackwardKeys), WIDTHS):
+    for cls, (K, V) in product(
+        (gated.ScalarBackwardSegments, gated.ScalarBackwardQueries, gated.ScalarBackwardKeys), WIDTHS
+    ):
         yield cls(K, V)
 
 
 def value_gates():
     for T, G in GATES:
-        yield gated.ValueGateGradient(T, G)
+        yield value_gate.ValueGateGradient(T, G)
         for direction, K in product(("Forwards", "ForwardsApart", "Backwards"), gated.CHANNELS):
-            yield gated.ValueGate(direction, T, G, K)
+            yield value_gate.ValueGate(direction, T, G, K)
 
 
 def element_by_element():
@@ -100,16 +113,22 @@ def element_by_element():
 
 def of_models():
     for T in CTYPES:
-        for cls in (rwkv6.Embed, rwkv6.NormShift, rwkv6.ReluSquared, rwkv6.ShiftMix, rwkv6.DataMix, rwkv6.LogDecay,
-                    rwkv6.GatedNorm):
+        for cls in (
+            rwkv6.Embed,
+            rwkv6.NormShift,
+            rwkv6.ReluSquared,
+            rwkv6.ShiftMix,
+            rwkv6.DataMix,
+            rwkv6.LogDecay,
+            rwkv6.GatedNorm,
+        ):
             yield cls(T)
         for threads in rwkv6.Matvec.THREADS:
             yield rwkv6.Matvec(T, threads)
-        for stages, paired in product(rwkv6.DecodeStep.STAGES, (True, False)):
-            yield rwkv6.DecodeStep(T, stages, paired)
+        for depth, paired in product(rwkv6.DecodeStep.STAGES, (True, False)):
+            yield rwkv6.DecodeStep(T, depth, paired)
         for X in dict.fromkeys((T, SINGLE)):
             yield rwkv6.Mix(T, X)
             yield rwkv6.TimeMixStep(T, X)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
-

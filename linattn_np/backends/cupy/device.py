@@ -13,7 +13,7 @@ import numpy as np
 
 from .source import OPTIONS, program
 
-SHARED_BY_DEFAULT = 48 * 1024       # bytes of dynamic shared memory that a kernel may use without asking
+SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that a kernel may use without asking
 
 
 class CupyDevice:
@@ -68,8 +68,10 @@ class CupyDevice:
         import cupy
 
         if self.capturing:
-            raise RuntimeError("host integers (cu_seqlens, slots) cannot be sent to the device while a graph is captured: "
-                               "make the same call once before, on the same stream and thread")
+            raise RuntimeError(
+                "host integers (cu_seqlens, slots) cannot be sent to the device while a graph is captured: "
+                "make the same call once before, on the same stream and thread"
+            )
         return cupy.asarray(host)
 
     def view(self, x, shape, strides, dtype, offset):
@@ -99,7 +101,7 @@ class CupyDevice:
         return partial(function, (blocks,), (kernel.threads,), (argument,), shared_mem=smem)
 
     def launch(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None):
-        if blocks:                  # CuPy would launch one for 0
+        if blocks:  # CuPy would launch one for 0
             self.prepared(kernel, blocks, args, smem)()
 
 
@@ -125,7 +127,8 @@ def capability(device: int) -> int:
 
 @cache
 def load(kernel, device: int):
-    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.2 s."""
+    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.2
+    s."""
     import cupy
 
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
@@ -142,9 +145,9 @@ def ready(kernel, smem: int, device: int):
     return function.kernel
 
 
-# -- tensor maps --------------------------------------------------------------------------------------------------------
-TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}         # of CUtensorMapDataType
-SWIZZLE_128B, PROMOTE_256B = 3, 3                           # of CUtensorMapSwizzle and CUtensorMapL2promotion
+# -- tensor maps -------------------------------------------------------------------------------------------------------
+TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # of CUtensorMapDataType
+SWIZZLE_128B, PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
 
 @cache
@@ -152,28 +155,40 @@ def driver():
     return ctypes.CDLL("libcuda.so.1")
 
 
-@lru_cache(1024)                # what a call costs is half of a small call's time; arrays come back to the same places
+@lru_cache(1024)  # what a call costs is half of a small call's time; arrays come back to the same places
 def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: int, swizzled: bool) -> bytes:
     """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last."""
-    room = ctypes.create_string_buffer(128 + 64)            # it must begin on 64 bytes
+    room = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
     start = -ctypes.addressof(room) % 64
+
     def array(ctype, values):
         return (ctype * len(values))(*values)
 
     sizes = array(ctypes.c_uint64, shape[::-1])
-    steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])     # 0 where there is one element
+    steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])  # 0 where there is one element
     box, ones = array(ctypes.c_uint32, [columns, tokens, 1, 1]), array(ctypes.c_uint32, [1] * 4)
     status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(room) + start), TYPES[dtype], 4, ctypes.c_void_p(pointer), sizes, steps, box,
-        ones, 0, SWIZZLE_128B if swizzled else 0, PROMOTE_256B, 0)
+        ctypes.c_void_p(ctypes.addressof(room) + start),
+        TYPES[dtype],
+        4,
+        ctypes.c_void_p(pointer),
+        sizes,
+        steps,
+        box,
+        ones,
+        0,
+        SWIZZLE_128B if swizzled else 0,
+        PROMOTE_256B,
+        0,
+    )
     if status:
         raise RuntimeError(f"the driver makes no tensor map of {shape} with strides {strides}: CUresult {status}")
-    return room.raw[start:start + 128]
+    return room.raw[start : start + 128]
 
 
-# -- launches that begin before the one before them ends ----------------------------------------------------------------
+# -- launches that begin before the one before them ends ---------------------------------------------------------------
 OVERLAPPING_CAPABILITY = 90
-COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6       # of the driver's CUlaunchAttributeID
+COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # of the driver's CUlaunchAttributeID
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -185,9 +200,14 @@ class LaunchAttribute(ctypes.Structure):
 class LaunchConfig(ctypes.Structure):
     """The driver's CUlaunchConfig."""
 
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("smem", ctypes.c_uint),
-                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(LaunchAttribute)),
-                ("count", ctypes.c_uint)]
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 def attributes(*ids):
@@ -202,9 +222,9 @@ TOGETHER = attributes(COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION)
 def entry(kernel, smem, device):
     """The driver's handle of `kernel` on `device`, which must be the current one."""
     function = load(kernel, device)
-    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):        # never less than others launch it with
+    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):  # never less than others launch it with
         function.max_dynamic_shared_size_bytes = smem
-    function.preferred_shared_memory_carveout = 100     # for all: only an empty multiprocessor can change it
+    function.preferred_shared_memory_carveout = 100  # for all: only an empty multiprocessor can change it
     return ctypes.c_void_p(function.kernel.ptr)
 
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from ...arrays import signature
 from .arguments import Packed
-from .plan import (Buffer, Copy, Fill, Launch, Plan, Upload, arrays_in, arrays_of, describe, describe_tree)
+from .plan import Buffer, Copy, Fill, Launch, Plan, Upload, arrays_in, arrays_of, describe, describe_tree
 
-COMPILED = 16           # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
-                        # of gradients that a pullback is given
-PLACES = 64             # sets of addresses whose arguments are kept: the layers of a model
-in_graphs = []          # what captured graphs use: kept for ever, since nobody says when a graph is gone
+COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
+# of gradients that a pullback is given
+PLACES = 64  # sets of addresses whose arguments are kept: the layers of a model
+in_graphs = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
 
 
 def plan_of(planner, problem, device) -> Plan:
@@ -31,8 +31,9 @@ def vjp_plan_of(planner, problem, device, do, dht, saved=()) -> Plan:
     """A planner's plan of a pullback."""
     described, given = describe(problem.but(out=None), device)
     given = list(given)
-    do, dht, saved = (describe_tree(name, tree, device, given) for name, tree in
-                      (("do", do), ("dht", dht), ("saved", tuple(saved))))
+    do, dht, saved = (
+        describe_tree(name, tree, device, given) for name, tree in (("do", do), ("dht", dht), ("saved", tuple(saved)))
+    )
     return replace(planner.plan_vjp(described, device, do, dht, saved), given=tuple(given))
 
 
@@ -103,8 +104,12 @@ class Compiled:
         if isinstance(step, Launch):
             if not step.blocks:
                 return None
-            args = self.packed[step].filled(addresses, lambda box: self.device.tensor_map(
-                self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled))
+            args = self.packed[step].filled(
+                addresses,
+                lambda box: self.device.tensor_map(
+                    self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled
+                ),
+            )
             launch = self.device.prepared(step.kernel, step.blocks, args)
             return lambda arrays: launch()
         if isinstance(step, Copy):
@@ -113,7 +118,7 @@ class Compiled:
         if isinstance(step, Fill):
             target = self.reader(step.target)
             return lambda arrays: self.device.fill(target(arrays))
-        return None                 # a table's upload was done at once, for all executions
+        return None  # a table's upload was done at once, for all executions
 
     def reader(self, tree):
         """A function of an execution's arrays: the tree with arrays of the device for those of the plan."""
@@ -132,5 +137,8 @@ def maker(buffer: Buffer, device):
     """A function that allocates the buffer, with its axes in their order in memory."""
     if buffer.axes == tuple(range(len(buffer.axes))):
         return partial(device.empty, buffer.shape, buffer.dtype)
-    shape, back = tuple(buffer.shape[axis] for axis in buffer.axes), tuple(map(buffer.axes.index, range(len(buffer.axes))))
+    shape, back = (
+        tuple(buffer.shape[axis] for axis in buffer.axes),
+        tuple(map(buffer.axes.index, range(len(buffer.axes)))),
+    )
     return lambda: device.empty(shape, buffer.dtype).transpose(back)

@@ -7,8 +7,22 @@ from __future__ import annotations
 
 from ...contract import CHUNK, SUB_CHUNK
 from . import gated_vjp, stages, tuning
-from .instances import (CHANNELS, CLUSTER_SPLIT_K, PANEL, SEGMENT_STATE, SINGLE_PASS, SPLIT_SEQUENCE, STAGE_COLUMNS, TILES,
-                        GatedForward, GatedForwardSm90, Recurrent, ScanSegments, channels, columns, read_order)
+from .instances import (
+    CHANNELS,
+    CLUSTER_SPLIT_K,
+    PANEL,
+    SEGMENT_STATE,
+    SINGLE_PASS,
+    SPLIT_SEQUENCE,
+    TILES,
+    GatedForward,
+    GatedForwardSm90,
+    Recurrent,
+    ScanSegments,
+    channels,
+    columns,
+    read_order,
+)
 from .kernel import CTYPES
 from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, mappable_in_rows
 
@@ -61,14 +75,26 @@ def on_hopper(problem, device) -> bool:
     return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_in_rows(read_by_tiles(problem))
 
 
-# -- for every card -----------------------------------------------------------------------------------------------------
+# -- for every card ----------------------------------------------------------------------------------------------------
 def one_pass(draft, problem, o, final):
     q, k, v, g = draft.inputs(problem)
     N, H, K, V = problem.shape("N H K V")
     kernel = GatedForward(read_order(problem.op), problem.dtype, g.dtype, channels(K), columns(V))
-    draft.launch(kernel, N * H * ceil_div(V, kernel.BV), q=q, k=k, v=v, g=g, o=o, u=draft.bonus(problem),
-                 initial=draft.initial(problem), final=final, shape=draft.shape(problem), scale=problem.scale,
-                 vectors=aligned16_in_rows(read_by_tiles(problem)))
+    draft.launch(
+        kernel,
+        N * H * ceil_div(V, kernel.BV),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        o=o,
+        u=draft.bonus(problem),
+        initial=draft.initial(problem),
+        final=final,
+        shape=draft.shape(problem),
+        scale=problem.scale,
+        vectors=aligned16_in_rows(read_by_tiles(problem)),
+    )
     return kernel.tiles
 
 
@@ -76,8 +102,20 @@ def recurrent(draft, problem, o, final):
     q, k, v, g = draft.inputs(problem)
     N, H, K, V = problem.shape("N H K V")
     kernel = Recurrent(read_order(problem.op), problem.dtype, g.dtype, channels(K))
-    draft.launch(kernel, N * H * ceil_div(V, kernel.BV), q=q, k=k, v=v, g=g, o=o, u=draft.bonus(problem),
-                 initial=draft.initial(problem), final=final, shape=draft.shape(problem), scale=problem.scale)
+    draft.launch(
+        kernel,
+        N * H * ceil_div(V, kernel.BV),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        o=o,
+        u=draft.bonus(problem),
+        initial=draft.initial(problem),
+        final=final,
+        shape=draft.shape(problem),
+        scale=problem.scale,
+    )
     return kernel.tiles
 
 
@@ -93,10 +131,10 @@ def staged(draft, problem, o, final):
     stages.launch_inter_chunk(draft, shape, kg, v, b, h, initial, final)
     stages.launch_intra_chunk(draft, shape, order, q, k, g, draft.bonus(problem), A)
     stages.launch_combine(draft, shape, qg, h, A, v, o, problem.scale)
-    return {"BK": channels(K), "BV": STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
+    return {"BK": channels(K), "BV": stages.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
 
 
-# -- Hopper's own -------------------------------------------------------------------------------------------------------
+# -- Hopper's own ------------------------------------------------------------------------------------------------------
 class OnHopper:
     """The forward pass by Hopper's kernel, whose sequences are whole, in two, or in segments."""
 
@@ -149,24 +187,52 @@ class OnHopper:
         starts, shape = draft.empty((N * P, H, K, V), FLOAT32), draft.shape(problem, segments)
         parts = draft.shape(problem, segments.segments(R, GatedForwardSm90.CHUNK)) if R > 1 else shape
         for channel in range(0, K, TILES[-1]):
-            self.launch(summary, parts, None, left, decays=decays, channel=channel, of=P * R,
-                        needed=(P - (final is None)) * R)
+            self.launch(
+                summary, parts, None, left, decays=decays, channel=channel, of=P * R, needed=(P - (final is None)) * R
+            )
         scan = ScanSegments()
-        draft.launch(scan, N * H * ceil_div(K * V, 4 * scan.threads), left=left, decays=decays, initial=initial,
-                     starts=starts, final=final, P=P, R=R, H=H, K=K, V=V)
+        draft.launch(
+            scan,
+            N * H * ceil_div(K * V, 4 * scan.threads),
+            left=left,
+            decays=decays,
+            initial=initial,
+            starts=starts,
+            final=final,
+            P=P,
+            R=R,
+            H=H,
+            K=K,
+            V=V,
+        )
         self.launch(whole, shape, starts, None)
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, alone=False):
         """On the sequences or segments that `shape` names, from `channel` on."""
         B, H, V = self.problem.shape("B H V")
         arrays = self.inputs_of(kernel)
-        self.draft.launch(kernel, B * H * shape.count * tuning.grid(kernel, V), **arrays, o=self.o, u=self.u, initial=initial,
-                          final=final, shape=shape, scale=self.problem.scale, decays=decays, channel=channel, of=of,
-                          needed=needed, alone=alone)
+        self.draft.launch(
+            kernel,
+            B * H * shape.count * tuning.grid(kernel, V),
+            **arrays,
+            o=self.o,
+            u=self.u,
+            initial=initial,
+            final=final,
+            shape=shape,
+            scale=self.problem.scale,
+            decays=decays,
+            channel=channel,
+            of=of,
+            needed=needed,
+            alone=alone,
+        )
 
     def inputs_of(self, kernel) -> dict:
-        channels = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in
-                    (("q", self.q), ("k", self.k), ("g", self.g))}
+        channels = {
+            name: TensorMap(x, kernel.BK, kernel.CHUNK, False)
+            for name, x in (("q", self.q), ("k", self.k), ("g", self.g))
+        }
         return channels | self.columns_of(kernel) | {"one": None}
 
     def columns_of(self, kernel) -> dict:

@@ -1,7 +1,8 @@
-"""Instances of kernels: one class for each file of `kernels_cu`, whose fields are the template's arguments in their order.
+"""Instances of kernels: one class for each file of `kernels_cu`, whose fields are the template's arguments in their
+order.
 
 Each says how many threads a block has, what its argument is, and how much shared memory it takes. `source` has the
-compiler check both against the kernel. Those of RWKV-6 models are in `rwkv6`.
+compiler check both against the kernel. Kernels that one planner alone asks for stand beside it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 from .arguments import integers, maps, pointers, reals, rows, shape, structs
 from .kernel import Kernel, padded
 
-CHANNELS = (64, 128, 256)       # BK, the whole of K in one tile, padded up: smaller ones would save nothing that a block of
-                                # 128 threads notices
+CHANNELS = (64, 128, 256)  # BK, the whole of K in one tile, padded up: smaller ones would save nothing that a block of
+# 128 threads notices
 SM90 = "sm_90a"
 
 
@@ -29,7 +30,7 @@ def read_order(op) -> str:
     return "BeforeWrite" if op.reads_before_write else "AfterWrite"
 
 
-# -- gated: a gate for every channel ------------------------------------------------------------------------------------
+# -- gated: a gate for every channel -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class GatedForward(Kernel):
     """Forward in one pass, on every card."""
@@ -46,7 +47,7 @@ class GatedForward(Kernel):
 
     @property
     def threads(self):
-        return 2 * self.BV                      # a warp for every 16 columns of V
+        return 2 * self.BV  # a warp for every 16 columns of V
 
     @property
     def shared_bytes(self):
@@ -59,8 +60,11 @@ class GatedForward(Kernel):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
 
 
-COLUMNS = (64, 128)     # BV of GatedForward: blocks that share a head repeat its scores, so the wider one where V needs it:
-                        # 2.68 to 2.21 ms at 4,4096,64,128 on an H200
+COLUMNS = (
+    64,
+    128,
+)  # BV of GatedForward: blocks that share a head repeat its scores, so the wider one where V needs it:
+# 2.68 to 2.21 ms at 4,4096,64,128 on an H200
 
 
 def columns(V: int) -> int:
@@ -75,7 +79,7 @@ class Recurrent(Kernel):
     arguments = (*rows("q k v g o"), *pointers("u initial final"), *shape, *reals("scale"))
     shared = ("Shared<{BK}>",)
     threads = 128
-    BV: ClassVar[int] = 32                      # columns of V a block, one lane a column
+    BV: ClassVar[int] = 32  # columns of V a block, one lane a column
     read_order: str
     dtype: np.dtype
     gate: np.dtype
@@ -96,9 +100,9 @@ class GatedBackward(Kernel):
 
     BK: ClassVar[int] = 64
     CHUNK: ClassVar[int] = 16
-    CHECKPOINT_EVERY: ClassVar[int] = 256       # tokens between the states that are kept: a quarter of bfloat16's inputs at
-                                                # K = V = 128. The gates' gradient is a sum over as many tokens at most,
-                                                # which float32 carries without loss
+    CHECKPOINT_EVERY: ClassVar[int] = 256  # tokens between the states that are kept: a quarter of bfloat16's inputs at
+    # K = V = 128. The gates' gradient is a sum over as many tokens at most,
+    # which float32 carries without loss
     read_order: str
     dtype: np.dtype
     gate: np.dtype
@@ -110,8 +114,15 @@ class GatedBackward(Kernel):
 
     @property
     def shared_bytes(self):
-        size, groups, warps, keys = self.dtype.itemsize, self.BV // 64, self.BV // 16, isinstance(self, GatedBackwardKeys)
-        floats = ((3 + groups) * 16 * (self.BK + 8) + 2 * 16 * (self.BV + 8) + (1 + warps) * 16 * 16 + (1 + groups) * self.BK)
+        size, groups, warps, keys = (
+            self.dtype.itemsize,
+            self.BV // 64,
+            self.BV // 16,
+            isinstance(self, GatedBackwardKeys),
+        )
+        floats = (
+            (3 + groups) * 16 * (self.BK + 8) + 2 * 16 * (self.BV + 8) + (1 + warps) * 16 * 16 + (1 + groups) * self.BK
+        )
         return 4 * floats + 16 * (self.BK * (2 * size + self.gate.itemsize + 4 * keys) + 2 * self.BV * size)
 
     @property
@@ -121,15 +132,27 @@ class GatedBackward(Kernel):
 
 class GatedBackwardQueries(GatedBackward):
     file = "gated/backward_queries"
-    arguments = (*rows("q k v do_ g dq weight"), *pointers("u initial kept du"), *shape, *reals("scale"),
-                 *integers("vectors"), *pointers("strong"))
+    arguments = (
+        *rows("q k v do_ g dq weight"),
+        *pointers("u initial kept du"),
+        *shape,
+        *reals("scale"),
+        *integers("vectors"),
+        *pointers("strong"),
+    )
     shared = ("SubChunk<{BV}>", "Incoming<{dtype}, {gate}, {BV}>")
 
 
 class GatedBackwardKeys(GatedBackward):
     file = "gated/backward_keys"
-    arguments = (*rows("q k v do_ g dk dg weight"), *pointers("u dht kept dh0"), *shape, *reals("scale"),
-                 *integers("vectors"), *pointers("strong"))
+    arguments = (
+        *rows("q k v do_ g dk dg weight"),
+        *pointers("u dht kept dh0"),
+        *shape,
+        *reals("scale"),
+        *integers("vectors"),
+        *pointers("strong"),
+    )
     shared = ("SubChunk<{BV}>", "IncomingWeights<{dtype}, {gate}, {BV}>")
 
 
@@ -138,8 +161,14 @@ class GatedBackwardValues(Kernel):
     """dv, on every card."""
 
     file = "gated/backward_values"
-    arguments = (*rows("q k do_ g dv"), *pointers("u dht"), *shape, *reals("scale"), *integers("vectors"),
-                 *pointers("strong"))
+    arguments = (
+        *rows("q k do_ g dv"),
+        *pointers("u dht"),
+        *shape,
+        *reals("scale"),
+        *integers("vectors"),
+        *pointers("strong"),
+    )
     shared = ("SubChunk<{BK}, {BV}>", "Incoming<{dtype}, {gate}, {BK}, {BV}>")
     read_order: str
     dtype: np.dtype
@@ -172,12 +201,12 @@ class ScanBothWays(Kernel):
     threads = 256
 
 
-# -- gated, on Hopper ---------------------------------------------------------------------------------------------------
-TILES = (64, 128)               # BK and BV of Hopper's kernels
-PANEL = 64                      # columns of V a warpgroup
-SCALAR = "One"                  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
-# The schedules of GatedForwardSm90, as the kernel names them: a sequence in one pass, in two halves at once, one with a cluster
-# of two blocks that split K, and the state of a segment alone.
+# -- gated, on Hopper --------------------------------------------------------------------------------------------------
+TILES = (64, 128)  # BK and BV of Hopper's kernels
+PANEL = 64  # columns of V a warpgroup
+SCALAR = "One"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
+# The schedules of GatedForwardSm90, as the kernel names them: a sequence in one pass, in two halves at once, one with
+# a cluster of two blocks that split K, and the state of a segment alone.
 SINGLE_PASS, SPLIT_SEQUENCE, CLUSTER_SPLIT_K, SEGMENT_STATE = "Whole", "Resumed", "Joined", "Summary"
 
 
@@ -185,8 +214,15 @@ SINGLE_PASS, SPLIT_SEQUENCE, CLUSTER_SPLIT_K, SEGMENT_STATE = "Whole", "Resumed"
 class GatedForwardSm90(Kernel):
     file = "gated/sm90/forward"
     entry = "warpgroup_forward"
-    arguments = (*maps("q k g v o_boxes"), *rows("o one"), *pointers("u initial final"), *shape, *reals("scale"),
-                 *pointers("decays"), *integers("channel of needed alone"))
+    arguments = (
+        *maps("q k g v o_boxes"),
+        *rows("o one"),
+        *pointers("u initial final"),
+        *shape,
+        *reals("scale"),
+        *pointers("decays"),
+        *integers("channel of needed alone"),
+    )
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}::blocks>",)
     arch = SM90
     CHUNK: ClassVar[int] = 32
@@ -216,7 +252,9 @@ class GatedForwardSm90(Kernel):
         handed = padded(self.cluster * (32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK), 1024)
         slots, groups = BV // 64 * (4 if gate <= 2 else 3), 2 // self.cluster
         group = 32 * BK * (2 * half + gate) + 64 * (BK + 8) * 4 + 4 * BK * 4 + 33 * 4 + 8
-        return padded(2 * handed + slots * 32 * 64 * half + groups * group + 4 * BK + BK // 8 + 48 + 8 * (5 + slots), 1024)
+        return padded(
+            2 * handed + slots * 32 * 64 * half + groups * group + 4 * BK + BK // 8 + 48 + 8 * (5 + slots), 1024
+        )
 
     @property
     def resident(self):
@@ -233,7 +271,7 @@ class GatedBackwardSm90(Kernel):
 
     arch = SM90
     CHUNK: ClassVar[int] = 32
-    arrays: ClassVar[str] = ""                  # that are read and written by tensor copies
+    arrays: ClassVar[str] = ""  # that are read and written by tensor copies
     read_order: str
     gate: np.dtype
     BK: int
@@ -252,8 +290,11 @@ class GatedBackwardSm90(Kernel):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
 
     def ring(self, stages, channels, gates, columns, pairs, rest):
-        """Shared memory of so many stages, each of so many tiles of tokens by channels, gates and columns, and what is beside."""
-        stage = padded(32 * (2 * channels * self.BK + gates * self.gate.itemsize * self.BK + 2 * columns * self.BV) + pairs, 1024)
+        """Shared memory of so many stages, each of so many tiles of tokens by channels, gates and columns, and what
+        is beside."""
+        stage = padded(
+            32 * (2 * channels * self.BK + gates * self.gate.itemsize * self.BK + 2 * columns * self.BV) + pairs, 1024
+        )
         return padded(stages * stage + rest + 8 * (3 * stages + 2), 1024)
 
 
@@ -265,8 +306,13 @@ def tensor_rows(names):
 class GatedBackwardQueriesSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_queries"
     entry = "warpgroup_backward_queries"
-    arguments = (*tensor_rows("q k v do_ g dq weight"), *pointers("u initial dht ends sums du strong"), *shape,
-                 *reals("scale"), *integers("P"))
+    arguments = (
+        *tensor_rows("q k v do_ g dq weight"),
+        *pointers("u initial dht ends sums du strong"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
     shared = ("Shared<{gate}, {BK}, {BV}>",)
 
     @property
@@ -277,8 +323,13 @@ class GatedBackwardQueriesSm90(GatedBackwardSm90):
 class GatedBackwardKeysSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_keys"
     entry = "warpgroup_backward_keys"
-    arguments = (*tensor_rows("q k v do_ g weight dk dv dg"), *pointers("u dht ends sums strong dh0"), *shape,
-                 *reals("scale"), *integers("P"))
+    arguments = (
+        *tensor_rows("q k v do_ g weight dk dv dg"),
+        *pointers("u dht ends sums strong dh0"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
     shared = ("Shared<{gate}, {BK}, {BV}>",)
 
     @property
@@ -290,8 +341,13 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_segments"
     entry = "warpgroup_backward_segments"
-    arguments = (*tensor_rows("q k v do_ g"), *pointers("initial dht states decays strong"), *shape, *reals("scale"),
-                 *integers("P"))
+    arguments = (
+        *tensor_rows("q k v do_ g"),
+        *pointers("initial dht states decays strong"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
     shared = ("Shared<{gate}, {BK}, {BV}>",)
 
     @property
@@ -303,9 +359,15 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         return self.ring(4 if self.gate.itemsize == 2 else 3, 1, 1, 1, 0, 0)
 
 
-# -- scalar decays: a gate that all channels share, on Hopper -----------------------------------------------------------
-SWEEP = (*maps("q k v o"), *rows("q_rows k_rows v_rows o_rows"), *pointers("initial final"),
-         *integers("K V state_k state_v"), *reals("read write"), *integers("backwards"))
+# -- scalar decays: a gate that all channels share, on Hopper ----------------------------------------------------------
+SWEEP = (
+    *maps("q k v o"),
+    *rows("q_rows k_rows v_rows o_rows"),
+    *pointers("initial final"),
+    *integers("K V state_k state_v"),
+    *reals("read write"),
+    *integers("backwards"),
+)
 SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2}
 
 
@@ -331,8 +393,13 @@ class WeightedSums(Kernel):
 
     @property
     def arguments(self):
-        return (*structs("sweeps", SWEEPS_AT_ONCE[self.what], SWEEP), *rows("g"), *shape, *pointers("decays"),
-                *integers("of needed"))
+        return (
+            *structs("sweeps", SWEEPS_AT_ONCE[self.what], SWEEP),
+            *rows("g"),
+            *shape,
+            *pointers("decays"),
+            *integers("of needed"),
+        )
 
     @property
     def threads(self):
@@ -387,8 +454,14 @@ class ScalarBackward(Kernel):
 
 class ScalarBackwardSegments(ScalarBackward):
     file = "scalar_decay/sm90/backward_segments"
-    arguments = (*tensor_rows("q k v do_"), *rows("g"), *pointers("initial dht states decays"), *shape, *reals("scale"),
-                 *integers("P"))
+    arguments = (
+        *tensor_rows("q k v do_"),
+        *rows("g"),
+        *pointers("initial dht states decays"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
 
     @property
     def threads(self):
@@ -401,8 +474,14 @@ class ScalarBackwardSegments(ScalarBackward):
 
 class ScalarBackwardQueries(ScalarBackward):
     file = "scalar_decay/sm90/backward_queries"
-    arguments = (*tensor_rows("q k v do_ dq"), *rows("g"), *pointers("initial dht ends weights"), *shape, *reals("scale"),
-                 *integers("P"))
+    arguments = (
+        *tensor_rows("q k v do_ dq"),
+        *rows("g"),
+        *pointers("initial dht ends weights"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
 
     @property
     def shared_bytes(self):
@@ -411,8 +490,14 @@ class ScalarBackwardQueries(ScalarBackward):
 
 class ScalarBackwardKeys(ScalarBackward):
     file = "scalar_decay/sm90/backward_keys"
-    arguments = (*tensor_rows("q k v do_ dk dv"), *rows("g"), *pointers("dht ends dg dh0"), *shape, *reals("scale"),
-                 *integers("P"))
+    arguments = (
+        *tensor_rows("q k v do_ dk dv"),
+        *rows("g"),
+        *pointers("dht ends dg dh0"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
 
     @property
     def shared_bytes(self):
@@ -420,120 +505,7 @@ class ScalarBackwardKeys(ScalarBackward):
         return self.ring(stages, 2, 2 * 32 * 128 + self.decays + 2 * 4 * 32, 4 * self.BK * self.BV)
 
 
-# -- a gate on either side of the state ---------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ValueGate(Kernel):
-    """`direction` is "Forwards", or "ForwardsApart" and "Backwards" for the gradients."""
-
-    file = "value_gate/recurrent"
-    arguments = (*rows("q k v g gv o apart"), *pointers("initial final"), *shape, *reals("scale"))
-    shared = ("Shared<{direction}, {BK}>",)
-    threads = 128
-    BV: ClassVar[int] = 32
-    direction: str
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
-
-    @property
-    def shared_bytes(self):
-        results = 1 if self.direction == "Forwards" else 2
-        return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + results * 4 * 16 * 32)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV}
-
-
-@dataclass(frozen=True)
-class ValueGateGradient(Kernel):
-    file = "value_gate/gate_gradient"
-    arguments = (*rows("x y dx dy gate dgate"), *pointers("last dlast"), *integers("C D last_c last_d"), *shape)
-    threads = 128
-    dtype: np.dtype
-    gate: np.dtype
-
-
-# -- one token ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Step(Kernel):
-    file = "recurrent/step"
-    arguments = (*rows("q k v g o"), *pointers("u"), *rows("state"), *pointers("slots"), *integers("H K V"),
-                 *reals("scale"), *integers("pieces"))
-    shared = ("float[WARPS<{state}>][BV]",)
-    BV: ClassVar[int] = 64                      # columns of V a block
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
-    state: np.dtype
-
-    @property
-    def threads(self):
-        return 64 * self.BV * self.state.itemsize // (4 * 16)      # 64 channels at a time, four pieces of 16 bytes each
-
-    @property
-    def shared_bytes(self):
-        return 4 * self.BV * self.threads // 32
-
-
-# -- the five stages ----------------------------------------------------------------------------------------------------
-STAGE_COLUMNS = 64              # columns a block of the tiled stages
-
-
-@dataclass(frozen=True)
-class ChunkCumsum(Kernel):
-    file = "stages/chunk_cumsum"
-    arguments = (*rows("g b e"), *shape)
-    threads = 128
-    gate: np.dtype
-
-
-@dataclass(frozen=True)
-class GatedQk(Kernel):
-    file = "stages/gated_qk"
-    arguments = (*rows("q k b e qg kg"), *shape)
-    threads = 128
-    read_order: str
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class InterChunk(Kernel):
-    file = "stages/inter_chunk"
-    arguments = (*rows("kg b v"), *pointers("h initial final"), *shape)
-    shared = ("Shared",)
-    threads = 128
-    shared_bytes = 4 * (2 * 16 * (64 + 8))
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class IntraChunk(Kernel):
-    file = "stages/intra_chunk"
-    arguments = (*rows("q k g"), *pointers("u"), *rows("A"), *shape)
-    shared = ("Shared<{BK}>",)
-    threads = 128
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
-
-    @property
-    def shared_bytes(self):
-        return 4 * (3 * 16 * (self.BK + 8) + 2 * self.BK + 4 * 16 * 16)
-
-
-@dataclass(frozen=True)
-class Combine(Kernel):
-    file = "stages/combine"
-    arguments = (*rows("qg h A v o"), *shape, *reals("scale"))
-    shared = ("Shared",)
-    threads = 128
-    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))
-    dtype: np.dtype
-
-
-# -- element by element -------------------------------------------------------------------------------------------------
+# -- element by element ------------------------------------------------------------------------------------------------
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
 
 
@@ -542,7 +514,7 @@ class FeatureMap(Kernel):
     file = "elementwise/feature_map"
     arguments = (*rows("x y"), *integers("B H T_ C step vectors"))
     threads = 256
-    PIECE: ClassVar[int] = 8                    # numbers that a thread moves at once
+    PIECE: ClassVar[int] = 8  # numbers that a thread moves at once
     phi: str
     dtype: np.dtype
     result: np.dtype

@@ -1,4 +1,5 @@
-"""What all instances of kernels have in common: the template's arguments as fields, the argument's struct, the sizes."""
+"""What all instances of kernels have in common: the template's arguments as fields, the argument's struct, the
+sizes."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ class Kernel:
     """
 
     file: ClassVar[str]
-    entry: ClassVar[str] = ""                   # the name of the `__global__`, where it is another
-    arguments: ClassVar[tuple] = ()             # the members of its argument
-    shared: ClassVar[tuple[str, ...]] = ()      # the C++ types that stand in shared memory, fields in braces
+    entry: ClassVar[str] = ""  # the name of the `__global__`, where it is another
+    arguments: ClassVar[tuple] = ()  # the members of its argument
+    shared: ClassVar[tuple[str, ...]] = ()  # the C++ types that stand in shared memory, fields in braces
     arch: ClassVar[str] = ""
 
     @property

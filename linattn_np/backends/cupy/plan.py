@@ -21,7 +21,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class Given:
     """An array of the caller."""
@@ -30,7 +30,7 @@ class Given:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype
-    start: int                      # its address modulo 16, which is the same in all calls that share a plan
+    start: int  # its address modulo 16, which is the same in all calls that share a plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Array:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype
-    offset: int = 0                 # bytes from the memory's start to the first number
+    offset: int = 0  # bytes from the memory's start to the first number
 
     @property
     def ndim(self) -> int:
@@ -124,7 +124,7 @@ class Array:
         keys = list(key) if isinstance(key, tuple) else [key]
         axes = sum(part is not None and part is not Ellipsis for part in keys)
         at = next((n for n, part in enumerate(keys) if part is Ellipsis), len(keys))
-        keys[at:at + 1] = [slice(None)] * (self.ndim - axes)
+        keys[at : at + 1] = [slice(None)] * (self.ndim - axes)
         shape, strides, offset, axis = [], [], self.offset, 0
         for part in keys:
             if part is None:
@@ -155,7 +155,7 @@ def whole(memory) -> Array:
     return Array(memory, memory.shape, memory.strides, memory.dtype)
 
 
-# -- how arrays lie -----------------------------------------------------------------------------------------------------
+# -- how arrays lie ----------------------------------------------------------------------------------------------------
 def has_rows(x) -> bool:
     """Kernels take any strides but the last, which must be that of neighbours."""
     return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
@@ -200,7 +200,7 @@ def mappable_in_rows(arrays) -> bool:
     return aligned16_in_rows(arrays) and no_axis_repeats(arrays)
 
 
-# -- steps --------------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class TensorMap:
     """What a Hopper kernel's tensor copies know of [B, H, T, D]: boxes of so many columns and tokens.
@@ -223,10 +223,10 @@ class Shape:
     T: int
     K: int
     V: int
-    count: int                      # sequences in a row of the batch
+    count: int  # sequences in a row of the batch
     bounds: Ref | None
     chunk: int
-    NC: int                         # chunks in a row of the batch
+    NC: int  # chunks in a row of the batch
     chunks: Ref | None
     chunk_bounds: Ref | None
 
@@ -246,7 +246,7 @@ class Launch:
     kernel: object
     blocks: int
     args: dict
-    reason: str = ""                # what a caller's array is copied for, where the kernel does that
+    reason: str = ""  # what a caller's array is copied for, where the kernel does that
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +255,7 @@ class Copy:
 
     source: Array
     target: Array
-    reason: str = ""                # what a caller's array is copied for
+    reason: str = ""  # what a caller's array is copied for
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,9 +280,9 @@ class Plan:
     steps: tuple
     results: object
     saved: tuple[Array, ...] = ()
-    given: tuple[Given, ...] = ()   # the caller's arrays, in the order in which `execute` is handed them
+    given: tuple[Given, ...] = ()  # the caller's arrays, in the order in which `execute` is handed them
     mode: str | None = None
-    tiles: dict = field(default_factory=dict)       # the sizes that the main kernels work in, for `explain`
+    tiles: dict = field(default_factory=dict)  # the sizes that the main kernels work in, for `explain`
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -311,7 +311,7 @@ def arrays_in(tree) -> list:
     return [] if tree is None else [tree]
 
 
-# -- drawing ------------------------------------------------------------------------------------------------------------
+# -- drawing -----------------------------------------------------------------------------------------------------------
 class Draft:
     """A plan while it is drawn."""
 
@@ -428,15 +428,29 @@ class Draft:
         spans = spans or problem.spans
         members = {"B": B, "H": H, "T": T, "K": problem.sizes.get("K", 0), "V": problem.sizes.get("V", 0), **changed}
         if dense:
-            return Shape(**members, count=spans.count, bounds=None, chunk=chunk, NC=ceil_div(T, chunk), chunks=None,
-                         chunk_bounds=None)
+            return Shape(
+                **members,
+                count=spans.count,
+                bounds=None,
+                chunk=chunk,
+                NC=ceil_div(T, chunk),
+                chunks=None,
+                chunk_bounds=None,
+            )
         bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)
         table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory
-        return Shape(**members, count=spans.count, bounds=Ref(table), chunk=chunk, NC=len(chunks),
-                     chunks=Ref(table, bounds.nbytes + chunk_bounds.nbytes), chunk_bounds=Ref(table, bounds.nbytes))
+        return Shape(
+            **members,
+            count=spans.count,
+            bounds=Ref(table),
+            chunk=chunk,
+            NC=len(chunks),
+            chunks=Ref(table, bounds.nbytes + chunk_bounds.nbytes),
+            chunk_bounds=Ref(table, bounds.nbytes),
+        )
 
 
-# -- calls --------------------------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 def arrays_of(problem) -> list:
     """The caller's arrays on the device."""
     arrays = [*problem.arrays.values(), *(problem.initial_state or ())]
@@ -462,7 +476,9 @@ def describe(problem, device) -> tuple:
         options["state"] = seen("state", options["state"])
     if not isinstance(options.get("slots"), (type(None), np.ndarray)):
         options["slots"] = seen("slots", options["slots"])
-    return problem.but(arrays=arrays, initial_state=initial, out=out, options=options, memo=None, example=None), tuple(given)
+    return problem.but(arrays=arrays, initial_state=initial, out=out, options=options, memo=None, example=None), tuple(
+        given
+    )
 
 
 def contiguous(name, shape, dtype) -> Given:

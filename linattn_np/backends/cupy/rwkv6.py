@@ -15,7 +15,7 @@ from .arguments import integers, pointers, reals, structs
 from .kernel import Kernel
 
 
-# -- decoding -----------------------------------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Embed(Kernel):
     file = "rwkv6/embed"
@@ -41,7 +41,7 @@ class Mix(Kernel):
     file = "rwkv6/mix"
     arguments = (*pointers("low up maa xx d mixed"), *integers("B D A"))
     shared = ("Shared",)
-    threads = 128                               # and channels a block
+    threads = 128  # and channels a block
     shared_bytes = 4 * 32 * 8
     dtype: np.dtype
     X: np.dtype
@@ -61,9 +61,9 @@ class TimeMixStep(Kernel):
 @dataclass(frozen=True)
 class Matvec(Kernel):
     file = "rwkv6/matvec"
-    PRODUCTS: ClassVar[int] = 5                 # in one launch
-    ROWS: ClassVar[int] = 16                    # of a weight a block: a tensor-core tile
-    COLUMNS: ClassVar[int] = 8                  # sequences it serves at most: the tile's other side
+    PRODUCTS: ClassVar[int] = 5  # in one launch
+    ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
+    COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
     PRODUCT: ClassVar[tuple] = (*pointers("w x y"), *integers("M finish"))
     arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
@@ -73,8 +73,8 @@ class Matvec(Kernel):
 
     @classmethod
     def fitting(cls, dtype, blocks, device):
-        """Few blocks take many threads, so that every multiprocessor has about 1024 at work; many blocks take few, so that they
-        end one by one."""
+        """Few blocks take many threads, so that every multiprocessor has about 1024 at work; many blocks take few,
+        so that they end one by one."""
         most = device.multiprocessors * 1024
         return cls(dtype, max((size for size in cls.THREADS if size * blocks <= most), default=cls.THREADS[0]))
 
@@ -96,13 +96,15 @@ class DecodeStep(Kernel):
         *pointers("maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value head"),
         *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift wkv ffn_shift slots"),
         *pointers("x xx low mixed kvrg_out decay_low y activated gate logits arrived"),
-        *integers("L B P D H N A W F V staged first last"), *reals("eps group_eps"))
+        *integers("L B P D H N A W F V staged first last"),
+        *reals("eps group_eps"),
+    )
     shared = ("Shared<{stages}>",)
     arch, threads = "sm_90a", 384
-    ROWS: ClassVar[int] = 16                    # of a weight a block: a tensor-core tile
-    COLUMNS: ClassVar[int] = 8                  # sequences it serves at most: the tile's other side
-    STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)      # 16 KB of weights on their way each: as many as leave
-                                                                   # room for the vectors
+    ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
+    COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
+    STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
+    # room for the vectors
     dtype: np.dtype
     stages: int
     paired: bool
@@ -143,8 +145,8 @@ class Argmax(Kernel):
     shared_bytes = 32 * 8
 
 
-# -- prompts: all tokens at once ----------------------------------------------------------------------------------------
-PROMPT_TOKENS, PROMPT_COLUMNS = 32, 128         # of a block of DataMix and LogDecay
+# -- prompts: all tokens at once ---------------------------------------------------------------------------------------
+PROMPT_TOKENS, PROMPT_COLUMNS = 32, 128  # of a block of DataMix and LogDecay
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Scalar decays: simple_gla, retention and linear_attention, whose channels all share a gate.
 
-Hopper's own kernels read such a gate as it is. Where there is none it is spread over the channels, and `gated` plans the
-rest. Feature maps are passes over q and k. The normaliser is one more column of v, all ones, so that the state is S | z and
-o is y | z, in float32 as sums over many tokens need it, padded with zeros; a last pass divides.
+Hopper's own kernels read such a gate as it is. Where there is none it is spread over the channels, and `gated` plans
+the rest. Feature maps are passes over q and k. The normaliser is one more column of v, all ones, so that the state is
+S | z and o is y | z, in float32 as sums over many tokens need it, padded with zeros; a last pass divides.
 """
 
 from __future__ import annotations
@@ -12,12 +12,28 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...declarations import GLA
 from . import gated, gated_vjp, tuning
-from .instances import (CHANNELS, FEATURE_MAPS, PANEL, SCALAR, SINGLE_PASS, SPLIT_SEQUENCE, SWEEPS_AT_ONCE, TILES, Divide,
-                        DivideGradient, FeatureGradient, FeatureMap, GateGradient, ScalarBackwardKeys,
-                        ScalarBackwardQueries, ScalarBackwardSegments, WeightedSums)
+from .instances import (
+    CHANNELS,
+    FEATURE_MAPS,
+    PANEL,
+    SCALAR,
+    SINGLE_PASS,
+    SPLIT_SEQUENCE,
+    SWEEPS_AT_ONCE,
+    TILES,
+    Divide,
+    DivideGradient,
+    FeatureGradient,
+    FeatureMap,
+    GateGradient,
+    ScalarBackwardKeys,
+    ScalarBackwardQueries,
+    ScalarBackwardSegments,
+    WeightedSums,
+)
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
 
-WHOLE = 4               # columns of float32 that a piece of 16 bytes has: S | z is padded to them
+WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
 NO_GATE = "a gate of 0: spread over tokens and channels"
 
@@ -25,7 +41,9 @@ NO_GATE = "a gate of 0: spread over tokens and channels"
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if normalized(problem) and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
-        return f"V={problem.sizes['V']} and the normaliser are over {CHANNELS[-1]}, the columns its gradients hold at once"
+        return (
+            f"V={problem.sizes['V']} and the normaliser are over {CHANNELS[-1]}, the columns its gradients hold at once"
+        )
     return gated.unsupported(problem)
 
 
@@ -58,14 +76,14 @@ def plan_vjp(problem, device, do, dht, saved=()):
         dq, dk = (through(draft, phi, problem[name], x, name) for name, x in (("q", dq), ("k", dk)))
     if normalized(problem):
         dtypes = [part.dtype for part in problem.initial_state or ()]
-        dv, dh0 = dv[..., :problem.sizes["V"]], dh0 and split(draft, problem, dh0[0], dtypes)
+        dv, dh0 = dv[..., : problem.sizes["V"]], dh0 and split(draft, problem, dh0[0], dtypes)
     found = tuple(draft.cast(x, problem.dtype) for x in (dq, dk, dv))
     if problem.op.gates:
         found += (gradient_of_gate(draft, problem, dg),)
     return draft.plan((found, dh0), mode=inner.mode, tiles=inner.tiles)
 
 
-# -- from these operators to gla ----------------------------------------------------------------------------------------
+# -- from these operators to gla ---------------------------------------------------------------------------------------
 def feature_map(problem) -> str | None:
     return problem.options.get("feature_map")
 
@@ -83,13 +101,21 @@ def as_gla(draft, problem):
         columns = ceil_div(V + 1, WHOLE) * WHOLE
         ones = draft.table(np.ones((1, 1, 1, 1), np.float32))
         v = with_last(draft, v, ones, (B, H, T, columns), "v: in float32 beside a column of ones for the normaliser")
-        changed = {"dtype": FLOAT32, "state_dtype": FLOAT32, "scale": 1.0, "sizes": problem.sizes | {"V": columns}, "out": None}
+        changed = {
+            "dtype": FLOAT32,
+            "state_dtype": FLOAT32,
+            "scale": 1.0,
+            "sizes": problem.sizes | {"V": columns},
+            "out": None,
+        }
         if problem.initial_state:
             changed["initial_state"] = (joined_state(draft, problem, problem.initial_state, "initial_state"),)
     if phi or changed["dtype"] != q.dtype:
         wide = " in float32" if changed["dtype"] != q.dtype else ""
-        q, k = (beside(draft, [(x, K)], x.shape, changed["dtype"], phi, f"{name}: mapped to its features{wide}")
-                for name, x in (("q", q), ("k", k)))
+        q, k = (
+            beside(draft, [(x, K)], x.shape, changed["dtype"], phi, f"{name}: mapped to its features{wide}")
+            for name, x in (("q", q), ("k", k))
+        )
     arrays = {"q": q, "k": k, "v": v, "g": gate(draft, problem)}
     return problem.but(op=GLA, arrays=arrays, options={}, **changed)
 
@@ -98,7 +124,7 @@ def gate(draft, problem):
     if problem.op.gates:
         return problem["g"][..., None]
     gamma = np.asarray(problem.options.get("gamma", [1.0]))
-    with np.errstate(divide="ignore"):          # gamma = 0 forgets: -inf
+    with np.errstate(divide="ignore"):  # gamma = 0 forgets: -inf
         return draft.table(np.log(gamma).astype(np.float32).reshape(1, -1, 1, 1))
 
 
@@ -117,7 +143,9 @@ def in_float32(draft, gla):
     if gla["g"].dtype == FLOAT32:
         return gla
     B, H, T = gla.shape("B H T")
-    return gla.but(arrays=gla.arrays | {"g": beside(draft, [(gla["g"], 1)], (B, H, T, 1), FLOAT32, None, "g: in float32")})
+    return gla.but(
+        arrays=gla.arrays | {"g": beside(draft, [(gla["g"], 1)], (B, H, T, 1), FLOAT32, None, "g: in float32")}
+    )
 
 
 def joined_state(draft, problem, parts, name):
@@ -142,7 +170,13 @@ def beside(draft, parts, shape, dtype, phi, reason):
     first, at = parts[0][0], 0
     found = draft.like(first, dtype) if first.shape == shape else draft.empty(shape, dtype)
     for x, columns in parts:
-        fill(draft, found[..., at:at + columns], draft.in_rows(x, reason.partition(":")[0]), phi, reason if at == 0 else "")
+        fill(
+            draft,
+            found[..., at : at + columns],
+            draft.in_rows(x, reason.partition(":")[0]),
+            phi,
+            reason if at == 0 else "",
+        )
         at += columns
     return found
 
@@ -159,18 +193,20 @@ def gradient_of_gate(draft, problem, dg):
         return dg
     found = draft.empty(problem.shape("B H T"), problem["g"].dtype)
     if dg.ndim == 3:
-        fill(draft, found[:, :, None], dg[:, :, None], None)       # its tokens side by side as channels are
+        fill(draft, found[:, :, None], dg[:, :, None], None)  # its tokens side by side as channels are
     else:
         by_token(draft, problem, GateGradient(found.dtype), x=dg, y=found[..., None], C=dg.shape[-1])
     return found
 
 
-# -- launches of kernels that go element by element ---------------------------------------------------------------------
+# -- launches of kernels that go element by element --------------------------------------------------------------------
 def through(draft, phi, x, dy, name):
     """dx of y = phi(x)."""
     (B, H, T, C), dx = x.shape, draft.empty(x.shape, x.dtype)
     kernel = FeatureGradient(FEATURE_MAPS[phi], x.dtype, dy.dtype)
-    draft.launch(kernel, ceil_div(B * H * T * C, kernel.threads), x=draft.in_rows(x, name), dy=dy, dx=dx, B=B, H=H, T_=T, C=C)
+    draft.launch(
+        kernel, ceil_div(B * H * T * C, kernel.threads), x=draft.in_rows(x, name), dy=dy, dx=dx, B=B, H=H, T_=T, C=C
+    )
     return dx
 
 
@@ -187,11 +223,22 @@ def fill(draft, y, x, phi, reason=""):
     kernel = FeatureMap(FEATURE_MAPS[phi], x.dtype, y.dtype)
     vectors = C % kernel.PIECE == 0 and aligned16(y) and (not step or aligned16(x))
     threads = B * H * T * C // (kernel.PIECE if vectors else 1)
-    draft.launch(kernel, ceil_div(threads, kernel.threads), reason, x=x, y=y, B=B, H=H, T_=T, C=C, step=step,
-                 vectors=int(vectors))
+    draft.launch(
+        kernel,
+        ceil_div(threads, kernel.threads),
+        reason,
+        x=x,
+        y=y,
+        B=B,
+        H=H,
+        T_=T,
+        C=C,
+        step=step,
+        vectors=int(vectors),
+    )
 
 
-# -- forward on Hopper --------------------------------------------------------------------------------------------------
+# -- forward on Hopper -------------------------------------------------------------------------------------------------
 def plan_gla(draft, gla, device, reason):
     """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
     if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
@@ -234,8 +281,10 @@ class ByGated(Narrow):
     gate = SCALAR
 
     def inputs_of(self, kernel):
-        channels = {name: TensorMap(x, kernel.BK, kernel.CHUNK, False) for name, x in
-                    (("q", self.q), ("k", self.k), ("g", self.k))}
+        channels = {
+            name: TensorMap(x, kernel.BK, kernel.CHUNK, False)
+            for name, x in (("q", self.q), ("k", self.k), ("g", self.k))
+        }
         return channels | self.columns_of(kernel) | {"one": self.g}
 
 
@@ -247,7 +296,9 @@ class BySums(Narrow):
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         sums = weighted_sum((self.q, self.k, self.v, self.o), initial, final, read=self.problem.scale, write=1.0)
-        launch_sums(self.draft, self.problem, kernel, [sums], self.g, shape, self.problem.sizes["V"], decays, of, needed)
+        launch_sums(
+            self.draft, self.problem, kernel, [sums], self.g, shape, self.problem.sizes["V"], decays, of, needed
+        )
 
 
 def weighted_sum(parts, initial, final, *, read, write, turned=False, backwards=False) -> dict:
@@ -255,8 +306,22 @@ def weighted_sum(parts, initial, final, *, read, write, turned=False, backwards=
     q, k, v, o = parts
     maps = {name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in zip("qkvo", parts)}
     K, V = k.shape[-1], v.shape[-1]
-    return {**maps, "q_rows": q, "k_rows": k, "v_rows": v, "o_rows": o, "initial": initial, "final": final, "K": K, "V": V,
-            "state_k": 1 if turned else V, "state_v": K if turned else 1, "read": read, "write": write, "backwards": backwards}
+    return {
+        **maps,
+        "q_rows": q,
+        "k_rows": k,
+        "v_rows": v,
+        "o_rows": o,
+        "initial": initial,
+        "final": final,
+        "K": K,
+        "V": V,
+        "state_k": 1 if turned else V,
+        "state_v": K if turned else 1,
+        "read": read,
+        "write": write,
+        "backwards": backwards,
+    }
 
 
 def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=1, needed=1):
@@ -264,13 +329,14 @@ def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=
     draft.launch(kernel, blocks, sweeps=sums, g=g, shape=shape, decays=decays, of=of, needed=needed)
 
 
-# -- backward on Hopper -------------------------------------------------------------------------------------------------
+# -- backward on Hopper ------------------------------------------------------------------------------------------------
 # Of which arrays each gradient is the sum, as queries, keys and values.
 SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 
 
 def plan_gla_vjp(draft, gla, device, do, dht, reason):
-    """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the gate."""
+    """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the
+    gate."""
     if not gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"]):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
     own = Draft()
@@ -286,7 +352,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason):
 
 
 def prepared(own, gla, P, chunk, arrays, dht):
-    """(launches on P segments, the arrays with `do` as tensor maps take it, states before and gradients behind each)."""
+    """(launches on P segments, the arrays with `do` as tensor maps take it, states before and gradients behind
+    each)."""
     K, V = gla.shape("K V")
     on_hopper = gated_vjp.OnHopper(own, gla, P, chunk)
     arrays = arrays | {"do": own.mapped(arrays["do"], "do")}
@@ -307,8 +374,12 @@ def with_gate(own, gla, device, arrays, found, dht, dh0):
     on_hopper, arrays, initial, dht = prepared(own, gla, P, keys.CHUNK, arrays, dht)
     ends = None if dht is None else own.empty((N * P, H), FLOAT32)
     read = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
-    on_hopper.launch(queries, read | {"dq": found["dq"]}, g=arrays["g"], initial=initial, dht=dht, ends=ends, weights=dg)
-    on_hopper.launch(keys, read | {"dk": found["dk"], "dv": found["dv"]}, g=arrays["g"], dht=dht, ends=ends, dg=dg, dh0=dh0)
+    on_hopper.launch(
+        queries, read | {"dq": found["dq"]}, g=arrays["g"], initial=initial, dht=dht, ends=ends, weights=dg
+    )
+    on_hopper.launch(
+        keys, read | {"dk": found["dk"], "dv": found["dv"]}, g=arrays["g"], dht=dht, ends=ends, dg=dg, dh0=dh0
+    )
     return dg, keys.tiles | ({"segments": P} if P > 1 else {})
 
 

@@ -16,7 +16,7 @@ from .instances import SM90
 from .kernel import HALF, Kernel
 from .plan import FLOAT32, Draft, aligned16
 
-COLUMNS = (64, 128)       # D: the whole of K and of V in one tile, padded up
+COLUMNS = (64, 128)  # D: the whole of K and of V in one tile, padded up
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SoftmaxBackwardKeys(Softmax):
         return 2 * self.D * (2 * self.KEYS + 4 * self.QUERIES) + 4 * 4 * self.QUERIES + 128
 
 
-# -- plans --------------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype not in HALF:
@@ -88,7 +88,9 @@ def plan(problem, device):
     draft = Draft()
     q, k, v = draft.inputs(problem)
     o, L = draft.output(problem), draft.empty(problem.shape("B H T"), FLOAT32) if problem.gradient else None
-    kernel = (SoftmaxForwardSm90 if device.capability == 90 else SoftmaxForward).fitting(problem.dtype, *problem.shape("K V"))
+    kernel = (SoftmaxForwardSm90 if device.capability == 90 else SoftmaxForward).fitting(
+        problem.dtype, *problem.shape("K V")
+    )
     launch(draft, problem, kernel, kernel.QUERIES, dict(q=q, k=k, v=v, o=o), L=L)
     tiles = {"D": kernel.D, "queries": kernel.QUERIES, "keys": kernel.KEYS}
     return draft.plan((draft.give_back(problem, o), None), saved=(o, L) if problem.gradient else (), tiles=tiles)
@@ -102,12 +104,16 @@ def plan_vjp(problem, device, do, dht, saved):
     do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
     dq, dk, dv = (draft.like(x) for x in arrays)
     delta = draft.empty(L.shape, FLOAT32)
-    queries, keys = (kernel.fitting(problem.dtype, *problem.shape("K V"))
-                     for kernel in (SoftmaxBackwardQueries, SoftmaxBackwardKeys))
+    queries, keys = (
+        kernel.fitting(problem.dtype, *problem.shape("K V")) for kernel in (SoftmaxBackwardQueries, SoftmaxBackwardKeys)
+    )
     launch(draft, problem, queries, queries.QUERIES, dict(q=q, k=k, v=v, o=o, g=do, dq=dq), L=L, delta=delta)
     launch(draft, problem, keys, keys.KEYS, dict(q=q, k=k, v=v, g=do, dk=dk, dv=dv), L=L, delta=delta)
-    tiles = {f"{kernel.name} {side}": size for kernel in (queries, keys)
-             for side, size in (("queries", kernel.QUERIES), ("keys", kernel.KEYS))}
+    tiles = {
+        f"{kernel.name} {side}": size
+        for kernel in (queries, keys)
+        for side, size in (("queries", kernel.QUERIES), ("keys", kernel.KEYS))
+    }
     return draft.plan(((dq, dk, dv), None), tiles={"D": queries.D} | tiles)
 
 
@@ -119,5 +125,13 @@ def saved(problem) -> tuple[tuple, ...]:
 def launch(draft, problem, kernel, chunk, arrays, **by_token):
     """A block for every `chunk` tokens of a sequence and head."""
     where = draft.shape(problem, chunk=chunk)
-    draft.launch(kernel, where.all_chunks, **arrays, **by_token, shape=where, scale=problem.scale,
-                 causal=problem.options["causal"], vectors=aligned16(*arrays.values()))
+    draft.launch(
+        kernel,
+        where.all_chunks,
+        **arrays,
+        **by_token,
+        shape=where,
+        scale=problem.scale,
+        causal=problem.options["causal"],
+        vectors=aligned16(*arrays.values()),
+    )

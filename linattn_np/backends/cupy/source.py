@@ -65,7 +65,8 @@ def text(file, include=None) -> str:
 
 
 def program(kernels, include=None) -> str:
-    """The whole program of some instantiations of one file: its text, and a check of every size that the host declares."""
+    """The whole program of some instantiations of one file: its text, and a check of every size that the host
+    declares."""
     (file,) = {kernel.file for kernel in kernels}
     return text(file, include) + CHECKS + "".join(map(checks, kernels))
 

@@ -2,13 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+
 from ...contract import SUB_CHUNK
-from .instances import (CHANNELS, STAGE_COLUMNS, ChunkCumsum, Combine, GatedQk, InterChunk, IntraChunk, channels,
-                        read_order)
-from .kernel import CTYPES
+from .arguments import pointers, reals, rows, shape
+from .instances import CHANNELS, channels, read_order
+from .kernel import CTYPES, Kernel
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
+STAGE_COLUMNS = 64  # columns a block of the tiled stages
+
+
+@dataclass(frozen=True)
+class ChunkCumsum(Kernel):
+    file = "stages/chunk_cumsum"
+    arguments = (*rows("g b e"), *shape)
+    threads = 128
+    gate: np.dtype
+
+
+@dataclass(frozen=True)
+class GatedQk(Kernel):
+    file = "stages/gated_qk"
+    arguments = (*rows("q k b e qg kg"), *shape)
+    threads = 128
+    read_order: str
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class InterChunk(Kernel):
+    file = "stages/inter_chunk"
+    arguments = (*rows("kg b v"), *pointers("h initial final"), *shape)
+    shared = ("Shared",)
+    threads = 128
+    shared_bytes = 4 * (2 * 16 * (64 + 8))
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class IntraChunk(Kernel):
+    file = "stages/intra_chunk"
+    arguments = (*rows("q k g"), *pointers("u"), *rows("A"), *shape)
+    shared = ("Shared<{BK}>",)
+    threads = 128
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+
+    @property
+    def shared_bytes(self):
+        return 4 * (3 * 16 * (self.BK + 8) + 2 * self.BK + 4 * 16 * 16)
+
+
+@dataclass(frozen=True)
+class Combine(Kernel):
+    file = "stages/combine"
+    arguments = (*rows("qg h A v o"), *shape, *reals("scale"))
+    shared = ("Shared",)
+    threads = 128
+    shared_bytes = 4 * (64 * (16 + 4) + 16 * (64 + 8))
+    dtype: np.dtype
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype not in CTYPES:
@@ -30,9 +91,9 @@ def plan_vjp(problem, device, do, dht, saved):
     raise NotImplementedError("a stage has no gradients")
 
 
-# -- each as its public function has it ---------------------------------------------------------------------------------
+# -- each as its public function has it --------------------------------------------------------------------------------
 def chunk_cumsum(draft, problem, shape):
-    g, = draft.inputs(problem)
+    (g,) = draft.inputs(problem)
     b, e = (draft.like(g, FLOAT32) for _ in range(2))
     launch_chunk_cumsum(draft, shape, g, b, e)
     return b, e
@@ -68,11 +129,16 @@ def combine(draft, problem, shape):
     return draft.give_back(problem, o)
 
 
-STAGES = {"chunk_cumsum": chunk_cumsum, "gated_qk": gated_qk, "inter_chunk": inter_chunk, "intra_chunk": intra_chunk,
-          "combine": combine}
+STAGES = {
+    "chunk_cumsum": chunk_cumsum,
+    "gated_qk": gated_qk,
+    "inter_chunk": inter_chunk,
+    "intra_chunk": intra_chunk,
+    "combine": combine,
+}
 
 
-# -- launches -----------------------------------------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------------------------------
 def launch_chunk_cumsum(draft, shape, g, b, e):
     draft.launch(ChunkCumsum(g.dtype), shape.all_chunks, g=g, b=b, e=e, shape=shape)
 
@@ -83,8 +149,17 @@ def launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg):
 
 def launch_inter_chunk(draft, shape, kg, v, b, h, initial, final):
     tiles = ceil_div(kg.shape[-1], STAGE_COLUMNS) * ceil_div(v.shape[-1], STAGE_COLUMNS)
-    draft.launch(InterChunk(v.dtype), shape.B * shape.count * shape.H * tiles, kg=kg, b=b, v=v, h=h, initial=initial,
-                 final=final, shape=shape)
+    draft.launch(
+        InterChunk(v.dtype),
+        shape.B * shape.count * shape.H * tiles,
+        kg=kg,
+        b=b,
+        v=v,
+        h=h,
+        initial=initial,
+        final=final,
+        shape=shape,
+    )
 
 
 def launch_intra_chunk(draft, shape, order, q, k, g, u, A):
@@ -95,7 +170,7 @@ def launch_intra_chunk(draft, shape, order, q, k, g, u, A):
 def launch_combine(draft, shape, qg, h, A, v, o, scale):
     h = draft.in_rows(h, "h")
     B, H, NC, K, V = h.shape
-    if h.strides[2] != K * h.strides[3]:        # rows of all chunks are to be one axis
+    if h.strides[2] != K * h.strides[3]:  # rows of all chunks are to be one axis
         h = draft.contiguous(h, reason="h: its chunks are not side by side")
     states = Array(h.memory, (B, H, NC * K, V), (*h.strides[:2], *h.strides[3:]), h.dtype, h.offset)
     blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)

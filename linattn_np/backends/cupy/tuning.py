@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from .instances import CLUSTER_SPLIT_K, TILES, GatedForwardSm90, WeightedSums
 from .plan import ceil_div
 
-RESERVED = 1024         # bytes of shared memory that every block takes besides its own
-LATER = 64              # tokens, where a sequence's second half begins: its block goes through some of the first's too
-LOOK, START = 64, 256   # tokens that take as long as a block's look at the gates before a cut, and its start behind one
-SEGMENT = 128           # tokens that are worth a pass of their own
+RESERVED = 1024  # bytes of shared memory that every block takes besides its own
+LATER = 64  # tokens, where a sequence's second half begins: its block goes through some of the first's too
+LOOK, START = 64, 256  # tokens that take as long as a block's look at the gates before a cut, and its start behind one
+SEGMENT = 128  # tokens that are worth a pass of their own
 
 
 def grid(kernel, V) -> int:
@@ -33,20 +33,21 @@ def segments(blocks, longest, most) -> int:
 
 
 def halves(kernel, blocks, longest, device) -> bool:
-    """Whether sequences are cut in two, and the second half's block makes the state between by itself, instead of a pass that
-    summarises segments. gla's milliseconds in halves / segments, and both with weak gates, where nothing is forgotten:
-    1,4096,64,128 .121/.142, .175/.166; 1,16384,64,128 .423/.444, .645/.549. Where two blocks share a multiprocessor,
-    segments are quarters: 1,2048,64,64 .040/.049, .059/.059; 4096 .068/.071, .111/.096; 8192 .127/.119, .210/.164."""
+    """Whether sequences are cut in two, and the second half's block makes the state between by itself, instead of a
+    pass that summarises segments. gla's milliseconds in halves / segments, and both with weak gates, where nothing
+    is forgotten: 1,4096,64,128 .121/.142, .175/.166; 1,16384,64,128 .423/.444, .645/.549. Where two blocks share a
+    multiprocessor, segments are quarters: 1,2048,64,64 .040/.049, .059/.059; 4096 .068/.071, .111/.096; 8192
+    .127/.119, .210/.164."""
     if segments(blocks, longest, resident_blocks(kernel, device)) == 2:
         return longest <= 8192
     return segments(blocks, longest, device.multiprocessors) == 2 and longest < 4096
 
 
 def tail(kernel, blocks, lengths, device) -> int:
-    """Tokens at the ends of sequences of one length that get blocks of their own, on what the other blocks' last wave leaves
-    idle: as many as make those that follow one another there take as long as one of the others. 0 where that gains less
-    than a 20th, or than twice what the look costs where gates do not forget. At 1,8192,96,128 it is 1872 tokens, and gla
-    takes 0.333 ms for 0.416."""
+    """Tokens at the ends of sequences of one length that get blocks of their own, on what the other blocks' last
+    wave leaves idle: as many as make those that follow one another there take as long as one of the others. 0 where
+    that gains less than a 20th, or than twice what the look costs where gates do not forget. At 1,8192,96,128 it is
+    1872 tokens, and gla takes 0.333 ms for 0.416."""
     longest, idle = int(lengths.max()), -blocks % resident_blocks(kernel, device)
     if not idle or lengths.min() < longest:
         return 0
@@ -56,8 +57,9 @@ def tail(kernel, blocks, lengths, device) -> int:
 
 
 def in_two(kernel, blocks, lengths, device) -> tuple[int, bool] | None:
-    """Of sequences that are cut in two: where, in tokens behind their middle, and what becomes of a second part where gates do
-    not forget: its block goes through the first half as well, or, for a tail, the first part's block goes on to the end."""
+    """Of sequences that are cut in two: where, in tokens behind their middle, and what becomes of a second part
+    where gates do not forget: its block goes through the first half as well, or, for a tail, the first part's block
+    goes on to the end."""
     longest, chunk = int(lengths.max()), GatedForwardSm90.CHUNK
     if halves(kernel, blocks, longest, device):
         return LATER, False
@@ -69,11 +71,12 @@ def in_two(kernel, blocks, lengths, device) -> tuple[int, bool] | None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a forward pass cuts its sequences: into `segments`, or in two parts, the second `later` tokens behind the middle."""
+    """How a forward pass cuts its sequences: into `segments`, or in two parts, the second `later` tokens behind the
+    middle."""
 
     segments: int = 1
     later: int | None = None
-    alone: bool = False             # whether the first part's block goes on to the end where gates do not forget
+    alone: bool = False  # whether the first part's block goes on to the end where gates do not forget
 
 
 def forward_cut(kernel, blocks, lengths, device) -> Cut:
@@ -85,23 +88,24 @@ def forward_cut(kernel, blocks, lengths, device) -> Cut:
 
 
 def parts(summary, heads, V, P, longest, final, device) -> int:
-    """Into how many parts each of P segments is cut for the pass that summarises them, so that those whose state is needed,
-    all but the last without a final state, fill the card: at 4,2048,16,128 one part leaves half of it idle."""
+    """Into how many parts each of P segments is cut for the pass that summarises them, so that those whose state is
+    needed, all but the last without a final state, fill the card: at 4,2048,16,128 one part leaves half of it idle."""
     blocks = heads * ceil_div(V, summary.BV) * (P if final else P - 1)
     return max(1, min(resident_blocks(summary, device) // blocks, longest // P // SEGMENT))
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:
-    """Whether blocks of 64 columns of V, all on the card at once, spare its sequences to be cut into segments: under a scalar
-    decay they take two thirds of a wider block's time, and no pass that summarises: 0.049 for 0.075 ms at 4,2048,16,128."""
+    """Whether blocks of 64 columns of V, all on the card at once, spare its sequences to be cut into segments: under
+    a scalar decay they take two thirds of a wider block's time, and no pass that summarises: 0.049 for 0.075 ms at
+    4,2048,16,128."""
     blocks, most = heads * ceil_div(V, TILES[0]), device.multiprocessors
     return blocks <= most and segments(blocks, longest, most) == 1
 
 
 def weighted_sums(problem, dtype, P, device) -> tuple[WeightedSums, ...]:
-    """The kernels of dq, dk and dv without a gradient of the gate: one for all three, of blocks as wide as the channels, or of
-    half as many, which take three quarters of the time; or one for dq of such and one for dk and dv of wide ones: whatever
-    needs the least time for its waves of blocks."""
+    """The kernels of dq, dk and dv without a gradient of the gate: one for all three, of blocks as wide as the
+    channels, or of half as many, which take three quarters of the time; or one for dq of such and one for dk and dv
+    of wide ones: whatever needs the least time for its waves of blocks."""
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 

@@ -5,13 +5,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
 from ... import two_gates
 from . import gated_vjp
-from .instances import CHANNELS, ValueGate, ValueGateGradient, channels
-from .kernel import CTYPES
+from .arguments import integers, pointers, reals, rows, shape
+from .instances import CHANNELS, channels
+from .kernel import CTYPES, Kernel
 from .plan import FLOAT32, Draft, ceil_div
 
 
+@dataclass(frozen=True)
+class ValueGate(Kernel):
+    """`direction` is "Forwards", or "ForwardsApart" and "Backwards" for the gradients."""
+
+    file = "value_gate/recurrent"
+    arguments = (*rows("q k v g gv o apart"), *pointers("initial final"), *shape, *reals("scale"))
+    shared = ("Shared<{direction}, {BK}>",)
+    threads = 128
+    BV: ClassVar[int] = 32
+    direction: str
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+
+    @property
+    def shared_bytes(self):
+        results = 1 if self.direction == "Forwards" else 2
+        return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + results * 4 * 16 * 32)
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV}
+
+
+@dataclass(frozen=True)
+class ValueGateGradient(Kernel):
+    file = "value_gate/gate_gradient"
+    arguments = (*rows("x y dx dy gate dgate"), *pointers("last dlast"), *integers("C D last_c last_d"), *shape)
+    threads = 128
+    dtype: np.dtype
+    gate: np.dtype
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.mode == "chunk":
@@ -46,7 +86,12 @@ def operands(draft, problem):
     """The arrays with both gates in one dtype: float32 where they differ."""
     q, k, v, g, gv = draft.inputs(problem)
     dtype = g.dtype if g.dtype == gv.dtype else FLOAT32
-    return q, k, v, *(draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv)))
+    return (
+        q,
+        k,
+        v,
+        *(draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv))),
+    )
 
 
 class Passes:
@@ -78,8 +123,23 @@ class Passes:
         if dht is not None:
             D, last_c, last_d = last.shape[-1], *(stride // last.dtype.itemsize for stride in last.strides[2:])
         N, H = self.problem.shape("N H")
-        self.draft.launch(kernel, N * H * ceil_div(C, kernel.threads), x=x, y=y, dx=dx, dy=dy, gate=gate, dgate=dgate,
-                          last=last, dlast=dht, C=C, D=D, last_c=last_c, last_d=last_d, shape=self.draft.shape(self.problem))
+        self.draft.launch(
+            kernel,
+            N * H * ceil_div(C, kernel.threads),
+            x=x,
+            y=y,
+            dx=dx,
+            dy=dy,
+            gate=gate,
+            dgate=dgate,
+            last=last,
+            dlast=dht,
+            C=C,
+            D=D,
+            last_c=last_c,
+            last_d=last_d,
+            shape=self.draft.shape(self.problem),
+        )
         return dgate
 
 
@@ -88,6 +148,19 @@ def launch(draft, problem, direction, arrays, initial, final, o=None, apart=None
     K, V = q.shape[-1], v.shape[-1]
     kernel = ValueGate(direction, problem.dtype, g.dtype, channels(K))
     N, H = problem.shape("N H")
-    draft.launch(kernel, N * H * ceil_div(V, kernel.BV), q=q, k=k, v=v, g=g, gv=gv, o=o, apart=apart, initial=initial,
-                 final=final, shape=draft.shape(problem, K=K, V=V), scale=problem.scale)
+    draft.launch(
+        kernel,
+        N * H * ceil_div(V, kernel.BV),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        gv=gv,
+        o=o,
+        apart=apart,
+        initial=initial,
+        final=final,
+        shape=draft.shape(problem, K=K, V=V),
+        scale=problem.scale,
+    )
     return kernel

@@ -1,14 +1,17 @@
 """The NumPy backend: the reference recurrences in any float dtype, and the chunked forms on BLAS."""
 
+from importlib import import_module
+
 import numpy as np
 
 from ...contract import SUB_CHUNK
-from ...declarations import GLA, GLA_VALUE_GATE, LINEAR_ATTENTION, NORMALIZED, RETENTION, RWKV6, SIMPLE_GLA
+from ...declarations import GATED, GLA_VALUE_GATE, LINEAR_ATTENTION, NORMALIZED, RETENTION, SIMPLE_GLA
 from . import (chunked, chunking, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla,
                softmax_attention, staged, two_gates)
 
-EQUATIONS = {GLA: gla, GLA_VALUE_GATE: two_gates, RWKV6: rwkv6, SIMPLE_GLA: simple_gla, RETENTION: retention,
-             LINEAR_ATTENTION: linear_attention, NORMALIZED: linear_attention}
+EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
+    GLA_VALUE_GATE: two_gates, SIMPLE_GLA: simple_gla, RETENTION: retention, LINEAR_ATTENTION: linear_attention,
+    NORMALIZED: linear_attention}
 STEPS = {"gla_step": gla, "rwkv6_step": rwkv6}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
 
