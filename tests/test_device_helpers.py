@@ -298,12 +298,10 @@ def test_emulator_reports_the_compilers_message():
         make_mistake("NoSuchCase")
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
-def test_emulated_arrays_are_poisoned_in_the_order_of_their_prototype(order):
-    prototype = np.zeros((3, 4, 5), np.float32).transpose(order)
-    array = EmulatedDevice().empty_like(prototype, prototype.shape, np.float64)
-    assert np.isnan(array).all()
-    assert np.argsort(array.strides).tolist() == np.argsort(prototype.strides).tolist()
+def test_emulated_arrays_are_poisoned():
+    device = EmulatedDevice()
+    assert np.isnan(device.empty((3, 4), np.float32)).all() and np.isnan(device.empty((2,), ml_dtypes.bfloat16)).all()
+    assert device.empty((0, 4), np.float32).shape == (0, 4)
 
 
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])

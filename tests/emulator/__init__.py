@@ -9,7 +9,7 @@ import os
 import struct
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -158,9 +158,9 @@ class TestKernel(Kernel):
     __test__ = False
     file: str
     words: tuple[str, ...] = ()
-    threads: int = 128
-    arch: str = ""
-    cluster: int = 1
+    threads: int = field(default=128, kw_only=True)
+    arch: str = field(default="", kw_only=True)
+    cluster: int = field(default=1, kw_only=True)
 
     @property
     def name(self):
