@@ -422,7 +422,8 @@ class Problem:
         out = None
         if self.out is not None and "out" not in self.refolded:
             out = self.folded(self.backwards(self.out, self.op.out), self.op.out)
-        return self.but(arrays=arrays, initial_state=initial_state, out=out)
+        mask = self.mask.copy() if self.mask is not None and self.gradient else self.mask     # a pullback asks for it again
+        return self.but(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
     def taken_array(self, x, axes: str, nothing=0.0):
         """The caller's [B, H, T, ...] in the direction of `reverse`, with grouped heads as one, without its padding."""
