@@ -101,3 +101,49 @@ def test_crafted_strides_take_no_time():
     assert overlap.share(q, out)
     assert time.perf_counter() - start < 0.5
 
+
+# -- on a device --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def place():
+    """Arrays of CuPy at addresses that nobody looks at."""
+    cupy = pytest.importorskip("cupy")
+
+    def array(at, shape, dtype=np.float32, strides=None):
+        memory = cupy.cuda.UnownedMemory(at, 1 << 20, None, 0)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+    return array
+
+
+def test_device_arrays_are_compared_too(place):
+    """By their addresses alone; a call alike at the same addresses is not looked at again."""
+    shape, at = (2, 3, 8, 4), [n << 20 for n in range(1, 6)]
+    for _ in range(2):
+        arrays = [place(where, shape) for where in at[:4]]
+        problem = GLA.bind(arrays, out=place(at[4], shape))
+        assert len(problem.memo["apart"]) == 1
+        for n, name in enumerate("qkvg"):
+            with pytest.raises(ContractError, match=f"gla: out shares memory with {name}"):
+                GLA.bind(arrays, out=place(at[n] + 32, shape))
+        assert len(problem.memo["apart"]) == 1
+        with pytest.raises(ContractError, match="gla: out shares memory with mask"):
+            GLA.bind(arrays, mask=place(at[4] + 16, (2, 8), bool), out=place(at[4], shape))
+    fused = (2 * 3 * 8 * 4 * 5 // 2 * 4, 8 * 20 * 4, 20 * 4, 4)
+    columns = [place(at[0] + 16 * n, shape, strides=fused) for n in range(5)]
+    GLA.bind(columns[:4], out=columns[4])
+    with pytest.raises(ContractError, match="gla: out has strides"):
+        GLA.bind(arrays, out=place(at[4], shape, strides=(0, 128, 16, 4)))
+
+
+def test_device_states_are_compared_too(place):
+    at = [n << 20 for n in range(1, 8)]
+    arrays = [place(where, (2, 3, 4)) for where in at[:4]]
+    state = place(at[4], (2, 3, 4, 4))
+    GLA_STEP.bind(arrays, state=state)
+    GLA_STEP.bind(arrays, state=state, slots=place(at[5], (2,), np.int64))
+    with pytest.raises(ContractError, match="gla_step: state shares memory with q"):
+        GLA_STEP.bind([place(at[4] + 64, (2, 3, 4)), *arrays[1:]], state=state)
+    with pytest.raises(ContractError, match="gla_step: state shares memory with slots"):
+        GLA_STEP.bind(arrays, state=state, slots=place(at[4] + 64, (2,), np.int64))
+    with pytest.raises(ContractError, match="gla_step: out shares memory with state"):
+        GLA_STEP.bind(arrays, state=state, out=place(at[4] + 64, (2, 3, 4)))
