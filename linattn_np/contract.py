@@ -6,7 +6,6 @@ This is the only room that looks at shapes, dtypes, strides and layouts. A decla
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from .wording import kind_of, shown
 LAYOUTS = ("bhtd", "bthd")
 SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
-MOST_CHUNK = 1 << 30
+MOST_CHUNK = 1 << 30        # tokens, so that no product of a table of chunks can wrap
 
 
 class ContractError(ValueError):
@@ -420,7 +419,7 @@ class Problem:
         out = None
         if self.out is not None and "out" not in self.refolded:
             out = self.folded(self.backwards(self.out, self.op.out), self.op.out)
-        mask = self.mask.copy() if self.mask is not None and self.gradient else self.mask     # a pullback asks for it again
+        mask = self.mask.copy() if self.mask is not None and self.gradient else self.mask   # a pullback reads it again
         return self.but(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
     def taken_array(self, x, axes: str, nothing=0.0):

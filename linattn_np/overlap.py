@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 MOST_PLACES = 64            # of calls alike on a device: the layers of a model
-MOST_WORK = 100_000         # candidates that NumPy may try, milliseconds: strides can make the question arbitrarily hard
+MOST_WORK = 100_000         # candidates that NumPy may try, in milliseconds: strides can make the question very hard
 
 
 def elements_apart(x) -> bool:
@@ -77,7 +77,7 @@ class Addresses:
 
 
 def seen_before(problem, state, slots) -> bool:
-    """Whether a call alike had its arrays at the same places and was taken, as those of a loop are; else it is noted."""
+    """Whether a call alike had its arrays at the same places and was taken, as in a loop; else it is noted."""
     if problem.memo is None:
         return False
     arrays = [*problem.arrays.values(), problem.out, state, problem.mask, slots, *(problem.initial_state or ())]

@@ -14,7 +14,8 @@ from linattn_np.ops.steps import GLA_STEP
 
 SIZES = {"B": 2, "H": 3, "T": 8, "K": 4, "V": 4, "N": 2}
 FLOAT = np.dtype(np.float32)
-HARD = ((85128, 107004, 121172, 125796), (80232, 111776, 121408, 154636), 1207)    # strides of two arrays, how far apart
+HARD = (   # strides of two arrays, how far apart
+    (85128, 107004, 121172, 125796), (80232, 111776, 121408, 154636), 1207)
 
 
 def inputs(op=GLA):
@@ -52,9 +53,9 @@ def overlapping(shape):
     """Writable arrays of which two elements are one."""
     memory = np.zeros(2 * np.prod(shape), FLOAT)
     dense = memory[:np.prod(shape)].reshape(shape).strides
-    return {"stride-0": as_strided(memory, shape, (0, *dense[1:])), "all-one": as_strided(memory, shape, (0,) * len(shape)),
-            "windows": as_strided(memory, shape, (*dense[:-2], 4, 4)), "backwards": as_strided(memory[40:], shape, (*dense[:-2], -8, 4)),
-            "shifted": as_strided(memory, shape, (*dense[:-2], 2, 4))}
+    strides = {"stride-0": (0, *dense[1:]), "all-one": (0,) * len(shape), "windows": (*dense[:-2], 4, 4),
+               "backwards": (*dense[:-2], -8, 4), "shifted": (*dense[:-2], 2, 4)}
+    return {kind: as_strided(memory[40:], shape, steps) for kind, steps in strides.items()}
 
 
 @pytest.mark.parametrize("kind", overlapping((2, 3, 8, 4)))
