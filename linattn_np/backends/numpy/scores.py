@@ -22,7 +22,7 @@ from functools import cache
 import numpy as np
 
 LIMIT = 30.0                # nats from the middle: exp(30) = 1e13 leaves float32 room for values from 1e-25 to 1e25
-LEAST = -4.0                # nats of one gate: exp(-4) leaves its gradient four digits in float32, and mostly five
+LEAST = -5.0                # nats of one gate: exp(-5) leaves its gradient four digits in float32, and mostly five
 
 
 class Gates:
