@@ -59,7 +59,7 @@ def assert_same(what, found, wanted, tolerance=2e-4):
     for n, (x, y) in enumerate(zip(found, wanted, strict=True)):
         finite = np.isfinite(y)
         wrong = np.argwhere(np.isfinite(x) != finite)
-        assert not len(wrong), f"{what}, result {n}: {len(wrong)} places are finite in one only, the first is {wrong[0]}"
+        assert not len(wrong), f"{what}, result {n}: {len(wrong)} places are finite in one only, first {wrong[0]}"
         x, y = np.where(finite, x, 0), np.where(finite, y, 0)
         assert np.abs(x - y).max(initial=0) <= tolerance * max(1, np.abs(y).max(initial=0)), f"{what}, result {n}"
 

@@ -144,7 +144,7 @@ def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
 
 def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
     """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
-              + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through             (i > t where the read comes before the write)
+              + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
     """
     E, C = gates.decay, q.shape[-2]
     keys, queries = np.divide(k, E, out=scratch("keys", k.shape)), scratch("queries", q.shape)
