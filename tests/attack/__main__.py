@@ -12,6 +12,7 @@ replays it. Exits with 1 where there was a fault. It needs the `dev` extra.
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from pathlib import Path
@@ -21,12 +22,15 @@ import names  # noqa: E402
 from harness import PROPERTIES, Attack, Line, Refused, told, tried  # noqa: E402
 from machines import machine  # noqa: E402
 
+ADDRESSES = 8 << 30     # bytes that the process may ask for: a fault must not take the machine with it
 BACKENDS = ("numpy", "cupy", "emulated", "hopper")
 
 
 def main(arguments=None) -> int:
     options = parsed(arguments)
     there = machine(options.backend)
+    if options.backend != "cupy":               # which reserves far more addresses than it uses
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if options.replay:
         return replay(*options.replay, there)
     line = Line()

@@ -64,7 +64,7 @@ def steps(draw, machine):
 
 def step_equation(step, arrays):
     """(o, state) in float64 from the equation."""
-    q, k, v, gate, *bonus, state = (double(x) for x in arrays.values())
+    q, k, v, gate, *bonus, state = (double(x).copy() for x in arrays.values())
     rows = list(range(step.B) if step.slots is None else step.slots)
     S, new = state[rows], k[..., None] * v[..., None, :]
     after = np.exp(gate)[..., None] * S + new
