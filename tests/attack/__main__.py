@@ -3,6 +3,7 @@
     python tests/attack                                         ten minutes on the NumPy backend
     python tests/attack --seconds 300 --backend cupy            on a card
     python tests/attack --backend emulated --only operators     one property, on the CUDA kernels emulated on the CPU
+    NUMBA_ENABLE_CUDASIM=1 python tests/attack --backend numba  Numba's simulator
     python tests/attack --replay operators "Call('gla', T=3)"   one example again
 
 Prints what each property tried, refused and found, and the smallest example of every fault as the command that
@@ -17,13 +18,13 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-import names  # noqa: E402
-from harness import PROPERTIES, Attack, Line, Refused, told, tried  # noqa: E402
-from machines import machine  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from attack import names  # noqa: E402
+from attack.harness import PROPERTIES, Attack, Line, Refused, told, tried  # noqa: E402
+from attack.machines import machine  # noqa: E402
 
 ADDRESSES = 8 << 30     # bytes that the process may ask for: a fault must not take the machine with it
-BACKENDS = ("numpy", "cupy", "emulated", "hopper")
+BACKENDS = ("numpy", "cupy", "emulated", "hopper", "numba")
 
 
 def main(arguments=None) -> int:

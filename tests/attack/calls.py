@@ -7,14 +7,13 @@ from their declarations and signatures.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
-from harness import Fault, require
+from attack.harness import Fault, require
 from hypothesis import strategies as st
-from reference import DECAYS, GATES, LIMITS, draw_states, logsigmoid, scattered, stated
+from reference import DECAYS, GATES, LIMITS, logsigmoid, scattered, stated
 
-from linattn_np import ContractError, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.contract import swap_heads
 from linattn_np.ops import OPS
@@ -320,11 +319,16 @@ def channels(machine):
     return st.one_of(st.integers(1, 8), st.sampled_from((16, 17, 20, 32, 33, 64, 65) if machine.quick else (16, 17, 20)))
 
 
+def taken_dtypes(machine, name):
+    modes = machine.modes[name] or ("chunk",)
+    return [str(d) for d in machine.dtypes if machine.takes(FUNCTIONS[name][0], modes[0], d)]
+
+
 @st.composite
 def calls(draw, machine, *, ops=None, gradient=False, plants=True, gates=None, edges=True):
     """Calls that the library must take, or refuse as NotSupported."""
-    able = [name for name in FUNCTIONS if machine.modes[name] or (name == "softmax_attention" and not machine.quick)]
-    op = draw(st.sampled_from([name for name in able if ops is None or name in ops]))
+    able = {name: taken_dtypes(machine, name) for name in FUNCTIONS if ops is None or name in ops}
+    op = draw(st.sampled_from([name for name, dtypes in able.items() if dtypes]))
     declared, function = FUNCTIONS[op]
     takes = set(inspect.signature(function).parameters)
     mode = draw(st.sampled_from(("auto", *(machine.modes[op] or ("chunk",)))))
@@ -333,7 +337,7 @@ def calls(draw, machine, *, ops=None, gradient=False, plants=True, gates=None, e
     B, H = (draw(st.sampled_from((1, 1, *range(least_size, most + 1)))) for _ in "BH")
     T, K, V = draw(tokens(machine)), draw(channels(machine)), draw(channels(machine))
     T = max(T, least_size)
-    dtype = draw(st.sampled_from([str(d) for d in machine.dtypes]))
+    dtype = draw(st.sampled_from(able[op]))
     chunked = mode in ("auto", "chunk", "staged")
     has_state, maybe = bool(declared.state), st.booleans()
     lengths = draw(st.none() | lengths_of(T)) if "cu_seqlens" in takes else None

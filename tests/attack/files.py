@@ -18,7 +18,7 @@ from unittest import mock
 
 import hostile
 import numpy as np
-from harness import Fault, Refused, holds_for, require
+from attack.harness import Fault, Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import same_bits
 

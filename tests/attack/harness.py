@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 ROUND = 40              # examples of a property before the next one has its turn
-SHRINKING = 6           # seconds that a new fault may take to become small
+SHRINKING = 4           # seconds that a new fault may take to become small
 KINDS = 60              # faults of a property that are told apart; the others are only counted
-PATIENCE = 20           # seconds after which an example hangs
+PATIENCE = 20           # seconds after which an example hangs; where kernels are emulated, and built first, twenty times it
 MEMORY = 256 << 20      # bytes by which an example may raise what the process had at most
 
 
@@ -183,7 +183,7 @@ def tried(p: Property, example, machine):
     """The check, within its time and memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     own = time.thread_time()
-    with alarm(PATIENCE), warnings.catch_warnings():
+    with alarm(PATIENCE if machine.quick else 20 * PATIENCE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         p.check(example, machine)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - peak

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from files import austen
-from harness import Fault, Refused, holds_for, require
+from attack.files import austen
+from attack.harness import Fault, Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import same_bits
 

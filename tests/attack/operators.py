@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from calls import (DTYPES, FUNCTIONS, GROWING, Call, calls, double, flat, given, home, judge, least, magnitudes, there,
+from attack.calls import (DTYPES, FUNCTIONS, GROWING, Call, calls, double, flat, given, home, judge, least, magnitudes, there,
                    truth)
-from harness import Refused, holds_for, require
+from attack.harness import Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import literal, same_bits, stated
 

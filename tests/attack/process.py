@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from calls import Call, calls, given, home
-from harness import Refused, holds_for, require
+from attack.calls import Call, calls, given, home
+from attack.harness import Refused, holds_for, require
 from hypothesis import strategies as st
-from operators import run
+from attack.operators import run
 from reference import same_bits
 
 from linattn_np import ContractError, NotSupported

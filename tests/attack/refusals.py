@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from calls import DTYPES, Call, calls, flat, given, there
-from harness import Fault, Refused, holds_for, require
+from attack.calls import DTYPES, Call, calls, flat, given, there
+from attack.harness import Fault, Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import same_bits
 

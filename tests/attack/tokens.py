@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from calls import ALL_GATES, DTYPES, GROWING, double, flat, judge, lengths_of
-from harness import Refused, holds_for, require
+from attack.calls import ALL_GATES, DTYPES, GROWING, double, flat, judge, lengths_of
+from attack.harness import Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import DECAYS, same_bits
 
