@@ -17,6 +17,7 @@ from pathlib import Path
 from rwkv6_decode import Parser, bar, say, status, whole
 
 from linattn_np import NotSupported
+from linattn_np.models.files import same_file
 from linattn_np.models.rwkv6 import layers_on
 from linattn_np.models.training import Settings, Training
 
@@ -37,6 +38,8 @@ def main():
         train(start(options), Path(options.out), options.every)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except MemoryError as error:
+        parser.error(f"out of memory: {error}")
 
 
 def declare(parser):
@@ -79,6 +82,9 @@ def start(options) -> Training:
         raise ValueError(f"argument --every: is {options.every}, expected a number from 0 up")
     device = device_of(options.device)
     text, path = Path(options.text).read_bytes(), Path(options.out) / CHECKPOINT
+    for name in (CHECKPOINT, MODEL):
+        if same_file(options.text, Path(options.out) / name):
+            raise ValueError(f"argument --text: is {name} in --out, which the training would replace")
     given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
     if options.resume:
         training = Training.restore(path, text, device, options.dtype)

@@ -361,6 +361,8 @@ def archives():
     yield "an entry with another size", changed(local={4: {"unpacked": 4, "packed": 4}}), "disagrees"
     yield "an entry at another's header", changed(central={4: {"at": 0}}), "disagrees"
     yield "an entry outside", changed(central={4: {"at": 1 << 30}}), "cut short or damaged at byte 1073741824"
+    yield "entries over each other", overlapping(), "the entries claim .* bytes of a file of .*, expected entries"
+    yield "an entry with another checksum", changed(central={4: {"crc": 1}}), "0' is damaged, with the checksum 0x"
     yield "an entry too long", changed(central={4: {"packed": 1 << 30, "unpacked": 1 << 30}},
                                        local={4: {"packed": 1 << 30, "unpacked": 1 << 30}}), "runs to byte"
     yield "an entry of exabytes", changed(central={4: {
@@ -398,6 +400,14 @@ def archives():
     whole = zipped_pth(GOOD)
     for size in (4, 5, 30, 200, 700, *(len(whole) - size for size in (800, 300, 98, 22, 1))):
         yield f"cut to {size} bytes", whole[:size], "cut short or damaged|right before its end record"
+
+
+def overlapping(count=40):
+    """Entries that all run to the end of the last one, whose checksums would take the square of their number."""
+    members = [(f"model/{number}", b"") for number in range(count)] + [("model/data.pkl", pickled({}))]
+    end = len(archive(members[:-1])) // 2
+    sizes = {number: {"packed": end - 200 * number, "unpacked": end - 200 * number} for number in range(count // 4)}
+    return archive(members, central=sizes, local=sizes)
 
 
 def olders():
@@ -494,6 +504,9 @@ def indices():
            "expected the name of a .safetensors file")
     yield ("a shard that is not there", index({emb: "1.safetensors", bias: "3.safetensors"}),
            "'3.safetensors' is not there")
+    yield ("a name that no file can have", index({emb: "1.safetensors", bias: "x" * 300 + ".safetensors"}),
+           "the shard 'x+' is not there")
+    yield ("a name that is no text", index({emb: "1.safetensors", bias: "\ud800.safetensors"}), "is not there")
     yield "a folder as shard", index({emb: "1.safetensors", bias: "folder.safetensors"}), "is not there"
     yield "a number as shard", index({emb: 1, bias: "2.safetensors"}), "a shard is 1, expected"
     yield "a list as shard", index({emb: ["1.safetensors"]}), "a shard is a list"

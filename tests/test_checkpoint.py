@@ -1,6 +1,7 @@
 """Reading checkpoints: every dtype and form, views without copies; hostile and damaged files are refused."""
 
 import os
+import time
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -157,11 +158,23 @@ def test_the_corpus_would_make_its_canary(tmp_path, monkeypatch):
     assert (tmp_path / "canary").exists()
 
 
+def test_axes_without_end_are_refused_at_once(tmp_path):
+    """A header of 200 KB, whose products of axes took minutes."""
+    path = written(tmp_path, "model.safetensors", hostile.safetensors({"a": hostile.described([1] * 100_000, 0, 4)}, bytes(4)))
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match="'a' has 100000 axes, expected up to 8"):
+        read(path)
+    assert time.perf_counter() - start < 1
+
+
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "model.pth")
-    for path in (tmp_path, tmp_path / "model.pth", "/dev/zero"):
+    for path in (tmp_path / "model.pth", "/dev/zero"):
         with pytest.raises(CheckpointError, match=f"{path}: is a folder or a device, expected a file"):
             read(path)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: is a folder without a checkpoint, expected a file, or a folder "
+                                              "with model.safetensors or "):
+        read(tmp_path)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "nowhere.pth")
 
@@ -199,8 +212,9 @@ def test_damage_anywhere_is_refused_or_stays_in_the_file(form, rng, tmp_path):
         path.unlink()
 
 
+@pytest.mark.parametrize("form", ["older", "safetensors"])
 def test_damaged_weights_keep_their_names_and_shapes(form, rng, tmp_path):
-    name, write = form
+    name, write = FORMS[form]
     good = write(GOOD)
     starts = [good.index(array.tobytes()) for array in GOOD.values()]
     for _ in range(100):
@@ -211,6 +225,39 @@ def test_damaged_weights_keep_their_names_and_shapes(form, rng, tmp_path):
         found = read(path)
         assert {key: found[key].shape for key in found} == {key: GOOD[key].shape for key in GOOD}
         path.unlink()
+
+
+def test_flipped_bits_of_a_zip_are_seen(rng, tmp_path):
+    good = hostile.zipped_pth(GOOD)
+    for array in GOOD.values():
+        start = good.index(array.tobytes())
+        for at in rng.integers(start, start + array.nbytes, 20):
+            content = bytearray(good)
+            content[at] ^= 1 << rng.integers(8)
+            with pytest.raises(CheckpointError, match=r"entry 'model/data/.' is damaged, with the checksum 0x\w{8}, expected 0x"):
+                read(written(tmp_path, "model.pth", content))
+
+
+def test_zips_without_checksums_are_read(tmp_path):
+    members = hostile.entries(pickled(hostile.state_dict(GOOD)), hostile.stored(GOOD))
+    content = hostile.archive(members, central={number: {"crc": 0} for number in range(len(members))})
+    assert_same(read(written(tmp_path, "model.pth", content)), GOOD)
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+def test_a_folder_of_hugging_face(tmp_path):
+    index = '{"weight_map": {"emb.weight": "%s", "ln.bias": "%s"}}'
+    shards_in(tmp_path)
+    for number, (name, array) in enumerate(GOOD.items(), 1):
+        written(tmp_path, f"{number}.bin", hostile.zipped_pth({name: array}))
+    for name, content in (("pytorch_model.bin.index.json", (index % ("1.bin", "2.bin")).encode()),
+                          ("pytorch_model.bin", hostile.zipped_pth(GOOD)),
+                          ("model.safetensors.index.json", (index % ("1.safetensors", "2.safetensors")).encode()),
+                          ("model.safetensors", hostile.good_safetensors(GOOD))):
+        path = written(tmp_path, name, content)         # each goes before those that are there
+        assert checkpoint.located(tmp_path) == path
+        assert_same(read(tmp_path), GOOD)
+        assert_same(read(str(tmp_path)), GOOD)
 
 
 # -- torch ---------------------------------------------------------------------------------------------------

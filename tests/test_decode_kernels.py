@@ -193,7 +193,7 @@ def test_arrays_that_are_refused(device, rng):
         decoder.step(device.upload(np.zeros(3, np.int64)), state)
     with pytest.raises(TypeError, match="tokens has dtype int32, expected int64"):
         decoder.step(tokens.astype(np.int32), state)
-    with pytest.raises(ContractError, match=r"state.att_shift is \(2, 3, 64\), expected .* \(2, 2, 64\)"):
+    with pytest.raises(ContractError, match=r"state.att_shift is \(2, 3, 64\), expected \(2, 2, 64\)"):
         decoder.step(tokens, decoder.initial_state(3))
     with pytest.raises(TypeError, match="slots has dtype int32"):
         decoder.step(tokens, state, tokens.astype(np.int32))

@@ -1,5 +1,9 @@
 """Batches that sequences join and leave, states on disk, and how tokens are drawn."""
 
+import io
+import os
+import tracemalloc
+import zipfile
 from itertools import islice
 from pathlib import Path
 
@@ -9,6 +13,7 @@ import pytest
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Batch, Sampling, State
 from linattn_np.models.sampling import likeliest
+from linattn_np.models.text import read
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 PROMPTS = [b"It is a truth universally", b"E", b"Mr. Knightley, a sensible man about seven or eight-and-thirty, was not only"]
@@ -134,6 +139,147 @@ def test_saving_and_loading_changes_no_bit(austen, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.npz"]
 
 
+def npz(**changes):
+    """The arrays of a sound state of two layers, or with changes."""
+    arrays = {"att_shift": np.zeros((2, 3, 6), np.float32), "wkv": np.zeros((2, 3, 2, 3, 3), np.float32),
+              "ffn_shift": np.zeros((2, 3, 6), np.float32)}
+    return {name: array for name, array in {**arrays, **changes}.items() if array is not None}
+
+
+@pytest.mark.parametrize("changes, complaint", [
+    (dict(wkv=None), "holds att_shift, ffn_shift, expected att_shift, ffn_shift, wkv"),
+    (dict(more=np.zeros(1)), "holds att_shift, ffn_shift, more, wkv, expected"),
+    (dict(wkv=np.zeros((2, 3, 2, 3, 3))), "has wkv in float64, expected float32"),
+    (dict(att_shift=np.zeros((2, 3, 6), np.int32)), "has att_shift in int32, expected float32"),
+    (dict(att_shift=np.zeros((2, 3, 6), ">f4")), "has att_shift in >f4, expected float32"),
+    (dict(ffn_shift=np.array([{}], object)), "has ffn_shift in object, expected float32"),
+    (dict(ffn_shift=np.zeros(3, [("a", "f4")])), "has ffn_shift with another header, expected that of a plain array"),
+    (dict(ffn_shift=np.float32(1)), "state.ffn_shift is .., expected .2, 3, 6."),
+    (dict(ffn_shift=np.zeros((2, 2, 6), np.float32)), "state.ffn_shift is .2, 2, 6., expected .2, 3, 6."),
+    (dict(wkv=np.zeros((2, 3, 2, 3, 4), np.float32)), "state.wkv is .2, 3, 2, 3, 4., expected .2, 3, 2, 3, 3."),
+    (dict(wkv=np.zeros((2, 3, 2, 4, 4), np.float32)), "state.wkv has H=2 heads of N=4, expected H x N = D = 6"),
+    (dict(wkv=np.zeros((1,) * 20, np.float32)), "has wkv in 4 bytes, expected as many as an array of 20 axes has"),
+], ids=range(12))
+def test_every_part_of_a_saved_state_is_checked(changes, complaint, tmp_path):
+    path = tmp_path / "state.npz"
+    np.savez(path, **npz())
+    assert State.load(path).wkv.shape == (2, 3, 2, 3, 3)
+    np.savez(path, **npz(**changes))
+    with pytest.raises(ContractError, match=f"^RWKV6: {path} is no saved state, or a damaged one: {complaint}"):
+        State.load(path)
+
+
+def test_a_state_in_fortrans_order_comes_back(rng, tmp_path):
+    arrays = {name: np.asfortranarray(rng.standard_normal(array.shape, np.float32)) for name, array in npz().items()}
+    State(**arrays).save(tmp_path / "state.npz")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(getattr(State.load(tmp_path / "state.npz"), name), array)
+
+
+def test_a_small_file_does_not_become_a_large_state(tmp_path):
+    """A megabyte that unpacks to a gigabyte, and headers that claim what the file does not hold."""
+    path, big = tmp_path / "state.npz", np.zeros((2, 1 << 24), np.float32)
+    np.savez_compressed(path, **npz(wkv=big))
+    tracemalloc.start()
+    with pytest.raises(ContractError, match="entry 'att_shift.npy' is compressed or encrypted"):
+        State.load(path)
+    claims = io.BytesIO()
+    np.lib.format.write_array_header_1_0(claims, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 1 << 40)})
+    with zipfile.ZipFile(path, "w") as file:
+        for name in npz():
+            file.writestr(f"{name}.npy", claims.getvalue())
+    with pytest.raises(ContractError, match="has att_shift in 0 bytes, expected as many as an array of 1099511627776 x"):
+        State.load(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_text_as_state_is_said_in_our_words(tmp_path):
+    path = tmp_path / "state.npz"
+    path.write_text("It is a truth universally acknowledged")
+    with pytest.raises(ContractError, match="starts with b'It is a ', expected what State.save has written$") as caught:
+        State.load(path)
+    assert "pickle" not in str(caught.value)
+    os.mkfifo(tmp_path / "fifo")
+    for odd in (tmp_path / "fifo", "/dev/zero", tmp_path):
+        with pytest.raises(ContractError, match="is a folder or a device, expected a file"):
+            State.load(odd)
+
+
+def test_damage_anywhere_is_refused_with_our_error(rng, tmp_path):
+    path = tmp_path / "state.npz"
+    State(**{name: rng.standard_normal(array.shape, np.float32) for name, array in npz().items()}).save(path)
+    whole, refused = path.read_bytes(), 0
+    wanted = State.load(path)
+    for _ in range(1500):
+        content = bytearray(whole)
+        if rng.integers(4) == 0:
+            content = content[:rng.integers(len(content))]
+        for at in rng.integers(0, len(content) or 1, rng.integers(1, 4))[:len(content)]:
+            content[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.integers(256)])
+        path.write_bytes(content)
+        try:
+            found = State.load(path)
+        except ContractError:
+            refused += 1
+        else:                           # a byte that means nothing here, such as an entry's date
+            for name in npz():
+                np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+    assert refused > 1000
+
+
+# -- states that enter ---------------------------------------------------------------------------------------------------
+class Unlike(np.ndarray):
+    pass
+
+
+def part(change):
+    def changed(state):
+        state.att_shift = change(state.att_shift)
+        return state
+    return changed
+
+
+@pytest.mark.parametrize("change, complaint", [
+    (part(lambda x: x.astype(np.int32)), "state.att_shift has dtype int32, expected float32"),
+    (part(lambda x: x.astype(np.float16)), "state.att_shift has dtype float16, expected float32"),
+    (part(lambda x: x.astype(np.float64)), "state.att_shift has dtype float64, expected float32"),
+    (part(lambda x: np.ma.masked_array(x)), "state.att_shift is a numpy.ma.*MaskedArray, expected a plain array"),
+    (part(lambda x: x.view(Unlike)), "state.att_shift is a test_generation.Unlike, expected a plain array"),
+    (part(lambda x: x.tolist()), "state.att_shift is a builtins.list, expected a plain array"),
+    (part(lambda x: x[:, :, :-1]), r"state.att_shift is \(4, 1, 255\), expected \(4, 1, 256\)"),
+    (part(lambda x: x[:, 0]), r"state.att_shift is \(4, 256\), expected \(4, .*, 256\)"),
+    (lambda state: {"wkv": state.wkv}, "state is a dict, expected a State"),
+    (lambda state: None, "state is a NoneType, expected a State"),
+], ids=range(10))
+def test_a_state_is_checked_wherever_it_enters(austen, change, complaint):
+    state = change(austen.initial_state())
+    enters = [austen.on_device, lambda state: Batch(austen, 2).join([b"a"], Sampling(), [state])]
+    if state is not None:               # which means a fresh one here
+        enters += [lambda state: austen.forward([[1]], state), lambda state: read(austen, b"a", state)]
+    for enter in enters:
+        with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
+            enter(state)
+
+
+def test_a_sequence_goes_on_from_one_sequence(austen):
+    batch = Batch(austen, 2)
+    for enter in (lambda state: batch.join([b"a", b"b"], Sampling(), [austen.initial_state(), state]),
+                  lambda state: read(austen, b"a", state)):
+        with pytest.raises(ContractError, match=r"state.att_shift is \(4, 3, 256\), expected \(4, 1, 256\)"):
+            enter(austen.initial_state(3))
+    assert batch.free == 2 and not batch.pool.wkv.any()
+
+
+def test_a_state_to_update_is_not_read_only(austen):
+    state = austen.initial_state()
+    state.ffn_shift.flags.writeable = False
+    with pytest.raises(ContractError, match="state.ffn_shift is read-only, expected an array to update: `copy` gives one"):
+        austen.forward([[1]], state)
+    assert not state.wkv.any()
+    austen.forward([[1]], austen.on_device(state).copy())
+
+
 def test_states_that_are_refused(austen, tmp_path):
     path = tmp_path / "state.npz"
     austen.initial_state().save(path)
@@ -186,7 +332,53 @@ def test_penalties_follow_their_equation():
     ({"top_k": -1}, "top_k is -1, expected a whole number from 0 up"), ({"top_k": 2.5}, "top_k is 2.5"),
     ({"presence": float("inf")}, "presence is inf, expected a finite number"), ({"frequency": "much"}, "frequency is 'much'"),
     ({"fading": 1.5}, "fading is 1.5, expected a number from 0 to 1"),
+    ({"temperature": 10**400}, "temperature is a whole number of 1329 bits, expected a number from 0 up"),
+    ({"top_p": 10**400}, "top_p is a whole number of 1329 bits"), ({"frequency": -10**400}, "frequency is a whole number"),
+    ({"presence": 1e31}, "presence is 1e.31, expected a finite number from -1e30 to 1e30"),
+    ({"seed": -1}, "seed is -1, expected None, a whole number from 0 up, or"), ({"seed": 1.5}, "seed is 1.5, expected None"),
+    ({"seed": "1"}, "seed is '1', expected None"),
 ])
 def test_ways_of_drawing_that_are_refused(how, complaint):
     with pytest.raises(ContractError, match=f"Sampling: {complaint}"):
         Sampling(**how)
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-46, 5e-324], ids=str)
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.9}, {"top_k": 3}], ids=str)
+def test_the_least_temperatures_are_greedy(temperature, how):
+    draw = Sampling(temperature=temperature, seed=0, **how).sampler()
+    assert {draw(np.float32([-1, 0, 3, 2.5, -np.inf])) for _ in range(20)} == {2}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("logits, complaint", [
+    ([0, 1, np.nan, np.nan], "logits are nan for token 2, expected numbers below inf"),
+    ([0, 1, np.inf, 3], "logits are inf for token 2, expected numbers below inf"),
+    ([-np.inf] * 4, "logits are -inf for all 4 tokens, expected one that can be drawn"),
+], ids=range(3))
+def test_logits_that_cannot_be_drawn_from(temperature, logits, complaint):
+    with pytest.raises(ContractError, match=f"Sampling: {complaint}"):
+        Sampling(temperature=temperature, top_p=0.9).sampler()(np.float32(logits))
+    assert Sampling(temperature=temperature, vocabulary=2).sampler()(np.float32([-np.inf, 0, np.nan])) == 1
+
+
+def test_who_cannot_join_takes_no_slot(austen):
+    batch = Batch(austen, 2)
+    for arguments in (([b"a", b"b"], [Sampling(), "hot"]), ([b"a", [256]], Sampling()), ([b"a", ["b"]], Sampling())):
+        with pytest.raises(ContractError):
+            batch.join(*arguments)
+        assert batch.free == 2
+    for slots in (0, -1, 1.5, True):
+        with pytest.raises(ContractError, match="Batch: slots is .*, expected a whole number from 1 up"):
+            Batch(austen, slots)
+
+
+def test_nothing_is_drawn_where_one_cannot_go_on(austen):
+    batch = Batch(austen, 2)
+    a, b = batch.join([b"Miss Woodh", b"Captain Went"], [Sampling(seed=1), Sampling(seed=2)])
+    batch.sequences[b].logits[7] = np.nan
+    assert batch.complaint(a) is None
+    with pytest.raises(ContractError, match=f"slot {b} cannot go on: logits are nan for token 7, expected"):
+        batch.step()
+    batch.leave(b)
+    assert [batch.step()[a] for _ in range(5)] == list(alone(austen, b"Miss Woodh", 5, Sampling(seed=1)))

@@ -188,7 +188,7 @@ def test_truncated_files_are_refused(weights, size, tmp_path):
 def test_other_paths_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         RWKV6.from_file(tmp_path / "nowhere.safetensors")
-    with pytest.raises(ContractError, match=f"{tmp_path}: is a folder or a device, expected a file"):
+    with pytest.raises(ContractError, match=f"{tmp_path}: is a folder without a checkpoint, expected a file"):
         RWKV6.from_file(tmp_path)
 
 

@@ -113,5 +113,40 @@ def test_texts_side_by_side_are_what_they_are_alone(austen, slots):
                     for number, (prompt, length) in enumerate(zip(prompts, lengths))}
 
 
+def test_one_request_that_fails_ends_alone(austen):
+    def request(prompt=b"Miss Woodh", how=GREEDY, **others):
+        return Request(list(prompt), how, **{"length": 3, **others})
+
+    requests = [request(), request([256]), request(how="hot"), request(length=0), request(stop=3), request(prompt=b""),
+                request(state=austen.initial_state(2)), request()]
+    done = {number: (piece, text.finish, text.error) for number, piece, text in complete(austen, Bytes(), requests, 2)}
+    assert done.pop(0) == done.pop(7) == ("ous", "length", None)
+    assert {(piece, finish) for piece, finish, _ in done.values()} == {("", "error")}
+    assert [done[number][2].split(", expected")[0] for number in sorted(done)] == [
+        "RWKV6: tokens runs from 256 to 256, but the vocabulary has 256 tokens", "Request: how is a str",
+        "Text: length is 0", "Text: stop is 3", "RWKV6: tokens is (1, 0)", "RWKV6: state.att_shift is (4, 2, 256)"]
+
+
+def test_nothing_but_requests_that_fail(austen):
+    done = list(complete(austen, Bytes(), [Request([256], GREEDY)] * 5, slots=2))
+    assert [number for number, _, _ in done] == list(range(5)) and {text.finish for _, _, text in done} == {"error"}
+
+
+def test_logits_that_are_no_numbers_end_one_text(austen):
+    """A state with a NaN in it, as weights that overflow make one, spoils what goes on from it alone."""
+    _, lost = austen.forward([list(b"Mr. Kn")])
+    lost.wkv[0, 0, 0, 0, 0] = np.nan
+    requests = [Request(list(b"Miss Woodh"), GREEDY, 3), Request(list(b"ight"), GREEDY, 3, state=lost)]
+    done = {number: (piece, text.finish, text.error) for number, piece, text in complete(austen, Bytes(), requests, 2)}
+    assert done == {0: ("ous", "length", None),
+                    1: ("", "error", "logits are nan for token 0, expected numbers below inf")}
+
+
+def test_a_text_can_be_closed():
+    text = Text(Bytes(), stop=["END"])
+    assert fed(b"an E", text) == ["a", "n", " ", ""]
+    assert (text.close("interrupt"), text.finish) == ("E", "interrupt")
+
+
 def test_no_request_is_no_text(austen):
     assert list(complete(austen, Bytes(), [], slots=2)) == []

@@ -311,7 +311,13 @@ def about(**changes):
     (dict(settings=about(lr=float("nan"))), "lr is nan, expected"),
     (dict(settings=about(head_size=5)), "width 16 is no multiple of the head size 5"),
     (dict(settings=about(width=32)), "elements of weights, expected"),
-], ids=range(16))
+    (dict(settings=about(lr=10**400)), "lr is a whole number of 1329 bits, expected a number above 0"),
+    (dict(settings=about(steps=None, minutes=10**400)), "minutes is a whole number of 1329 bits"),
+    (dict(settings=about(steps=10**400)), "steps is a whole number of 1329 bits, expected a whole number from 1"),
+    (dict(settings=about(batch=(1 << 31) - 1)), "batch x context is 2147483647 x 24, expected at most 16777216 bytes"),
+    (dict(settings=about(context=1 << 30)), "batch x context is 4 x 1073741824, expected at most"),
+    (dict(settings=np.frombuffer(b'{"lr": 1, "lr": 1}', np.uint8)), "has settings that are none .*: the JSON has a key twice"),
+], ids=range(22))
 def test_a_hostile_checkpoint_is_refused(change, complaint, tmp_path):
     path = tmp_path / "training.safetensors"
     Training(TEXT, SMALL).save(path)
@@ -386,6 +392,27 @@ def test_cuda_without_cupy_is_said_so(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     code, line = command("--device", "cuda")
     assert code == 2 and "RWKV6: device 'cuda' cannot be used: " in line
+
+
+def test_settings_of_numpy_are_those_of_python(tmp_path):
+    odd = replace(SMALL, layers=np.int64(2), lr=np.float32(0.01), dropout=0)
+    assert {type(value) for value in asdict(odd).values()} == {int, float, type(None)}
+    Training(TEXT, odd).save(tmp_path / "x.safetensors")
+    assert Training.restore(tmp_path / "x.safetensors", TEXT).settings == odd
+
+
+def test_a_text_that_would_be_replaced_is_refused(command, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(TEXT)
+    code, line = command("--text", tmp_path / "out" / "model.safetensors")
+    assert code == 2 and "argument --text: is model.safetensors in --out, which the training would replace" in line
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == TEXT
+
+
+def test_too_much_for_the_memory_is_one_line(command, monkeypatch):
+    monkeypatch.setattr(training.Training, "step", lambda self: np.empty(1 << 50))
+    code, line = command()
+    assert code == 2 and line.startswith("train_rwkv6.py: out of memory: Unable to allocate")
 
 
 def test_settings_are_refused_with_their_reason():

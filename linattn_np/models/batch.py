@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..contract import ContractTypeError
+from .checks import whole
 from .rwkv6 import RWKV6, State, refuse
 from .sampling import Sampler, Sampling
 
@@ -41,6 +43,7 @@ class Batch:
     """
 
     def __init__(self, model: RWKV6, slots: int):
+        whole("Batch", "slots", slots, 1)
         self.model, self.pool = model, model.initial_state(slots)
         self.slots, self.sequences = slots, {}
 
@@ -53,33 +56,50 @@ class Batch:
 
         how : for all of them, or one each; a seed that is shared draws alike.
         states : for each prompt the state that it goes on from, one sequence each; fresh ones by default.
+
+        ContractError for any of them that does not fit; then nobody has joined.
         """
         prompts = [np.asarray(list(prompt)) for prompt in prompts]
         how = how if isinstance(how, list) else [how] * len(prompts)
         if not prompts or not all(map(len, prompts)):
             refuse("prompts holds an empty one, expected at least a token in each" if prompts else
                    "prompts is empty, expected at least one")
+        if odd := [one for one in how if not isinstance(one, Sampling)]:
+            refuse(f"how holds a {type(odd[0]).__name__}, expected Sampling", ContractTypeError)
         if len(how) != len(prompts) or (states is not None and len(states) != len(prompts)):
             refuse(f"{len(prompts)} prompts come with {len(how)} ways of sampling"
                    + (f" and {len(states)} states" if states is not None else ""))
         if len(prompts) > self.free:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
-        slots = [slot for slot in range(self.slots) if slot not in self.sequences][:len(prompts)]
+        tokens = self.model.checked(np.concatenate(prompts)[None])
+        samplers = [one.sampler() for one in how]
         fresh = self.model.initial_state() if states is None else None
-        for slot, state in zip(slots, states or [fresh] * len(slots)):
-            state = state if state is fresh else self.model.on_device(state)
+        states = [fresh] * len(prompts) if states is None else [self.model.on_device(state, rows=1) for state in states]
+        slots = [slot for slot in range(self.slots) if slot not in self.sequences][:len(prompts)]
+        for slot, state in zip(slots, states):
             for row, start in zip(self.parts(slot), (state.att_shift, state.wkv, state.ffn_shift)):
                 row[:] = start[:, 0]
         bounds = np.cumsum([0, *map(len, prompts)])
-        logits, _ = self.model.forward(np.concatenate(prompts)[None], self.pool, cu_seqlens=bounds, slots=slots, last=True)
-        for slot, sampling, row in zip(slots, how, self.model.to_host(logits)):
-            self.sequences[slot] = Sequence(slot, sampling.sampler(), row)
+        logits, _ = self.model.forward(tokens, self.pool, cu_seqlens=bounds, slots=slots, last=True)
+        self.sequences |= {slot: Sequence(slot, sampler, row)
+                           for slot, sampler, row in zip(slots, samplers, self.model.to_host(logits))}
         return slots
 
+    def complaint(self, slot: int) -> str | None:
+        """Why the next `step` cannot draw for the sequence in `slot`, as its logits are NaN or infinite; or None."""
+        sequence = self.sequences[self.taken(slot)]
+        return sequence.sampler.complaint(sequence.logits)
+
     def step(self) -> dict[int, int]:
-        """The next token of every sequence, by slot."""
+        """The next token of every sequence, by slot.
+
+        ContractError, before any is drawn, where a sequence has a `complaint`; without it the others can go on.
+        """
         if not self.sequences:
             return {}
+        for slot in self.sequences:
+            if complaint := self.complaint(slot):
+                refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
         drawn = {slot: sequence.sampler(sequence.logits) for slot, sequence in self.sequences.items()}
         tokens = np.array(list(drawn.values()))[:, None]
         logits, _ = self.model.forward(tokens, self.pool, slots=list(drawn), last=True)

@@ -8,9 +8,7 @@ an attribute, imports a module or calls anything but the functions in GLOBALS. A
 from __future__ import annotations
 
 import io
-import json
 import math
-import mmap
 import os
 import pickletools
 import struct
@@ -21,16 +19,19 @@ from types import FunctionType
 import ml_dtypes
 import numpy as np
 
-from ..contract import ContractError
+from .checks import shown
+from .files import FileError, json_object, mapped
+from .stored_zip import MAX_AXES, MAX_INDEX, directory
 
 # Enough for a thousand layers, and small enough that a hostile file cannot make the reader work for long.
-MAX_INDEX = 1 << 21         # bytes of what is not weights: a pickle, a zip's directory, a JSON header
 MAX_OPCODES = 1 << 18       # of one pickle; a tensor takes about 40
 MAX_NAME = 1024
-MAX_AXES = 8
+
+# What a folder of Hugging Face holds, the first of them that is there.
+IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+SHARDS = (".safetensors", ".bin")
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001      # torch's older form: the first two of its five pickles
-WIDE = 0xFFFFFFFF                                   # a zip field that stands in its 64-bit form elsewhere
 
 STORAGES = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": ml_dtypes.bfloat16,
             "Long": np.int64, "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8,
@@ -40,7 +41,7 @@ SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": 
                "BOOL": np.bool}
 
 
-class CheckpointError(ContractError):
+class CheckpointError(FileError):
     """A file, or the weights in it, that cannot be used: what was found and what was wanted."""
 
 
@@ -68,10 +69,11 @@ def read(path) -> dict[str, np.ndarray]:
 
     path : str or path
         `model.pth` (the zip that torch writes, or its older five pickles), `model.safetensors`, or
-        `model.safetensors.index.json` with its shards beside it. A file must not change while its arrays
-        live.
+        `model.safetensors.index.json` with its shards beside it; or a folder of Hugging Face with one of
+        these, or with `pytorch_model.bin`. A file must not change while its arrays live.
 
-    Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`.
+    Dtypes are the file's; bfloat16 is `ml_dtypes.bfloat16`. A zip's checksums are checked, which reads it once;
+    the other forms have none.
 
     Raises
     ------
@@ -89,7 +91,10 @@ def read(path) -> dict[str, np.ndarray]:
     """
     path = Path(path)
     try:
-        data = mapped(path)
+        path = located(path)
+        if path.is_dir():
+            refuse("is a folder without a checkpoint", "a file, or a folder with " + " or ".join(IN_FOLDER))
+        data = mapped(path, "a checkpoint")
         if path.suffix == ".json":
             return shards(data, path.parent)
         if path.suffix == ".safetensors":
@@ -100,28 +105,18 @@ def read(path) -> dict[str, np.ndarray]:
             return five_pickles(data)
         refuse(f"starts with {data[:8]!r}",
                "a .pth that torch wrote, or the ending .safetensors or .index.json")
-    except CheckpointError as error:
+    except FileError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def mapped(path):
-    if path.exists() and not path.is_file():
-        refuse("is a folder or a device", "a file")
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            refuse("is empty", "a checkpoint")
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def located(path) -> Path:
+    """The file of a folder that has one of the names that Hugging Face gives checkpoints; else `path` itself."""
+    path = Path(path)
+    return next((path / name for name in IN_FOLDER if os.path.isfile(path / name)), path)
 
 
 def refuse(found, wanted):
     raise CheckpointError(f"{found}, expected {wanted}")
-
-
-def shown(value) -> str:
-    """A value out of a file, short and harmless: the repr of a nested one could run for ever."""
-    if isinstance(value, str):
-        return ascii(value[:80])
-    return str(value)[:80] if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 # -- the arrays ----------------------------------------------------------------------------------------------
@@ -187,78 +182,6 @@ def content(data, place) -> bytes:
     if size > MAX_INDEX:
         refuse(f"an entry beside the weights has {size} bytes", f"at most {MAX_INDEX}")
     return data[start:start + size]
-
-
-def directory(data) -> dict[str, tuple[int, int]]:
-    """(first byte, size) of every entry by name: the central directory's word, where the local header agrees.
-
-    Stricter than a general reader, so that no two readers see two files in one: the directory and its end
-    record close the file, names are unique, entries are STORED.
-    """
-    at = len(data) - 22
-    *_, count, size, start, _ = fields(data, "<4s4H2IH", at, b"PK\5\6", "an end record in the last 22 bytes")
-    if data[max(at - 20, 0):at][:4] == b"PK\6\7":
-        _, _, at, _ = fields(data, "<4sIQI", at - 20, b"PK\6\7", "a zip64 locator")
-        *_, count, size, start = fields(data, "<4sQ2H2I4Q", at, b"PK\6\6", "a zip64 end record")
-    if start + size != at or size > MAX_INDEX:
-        refuse(f"the zip's directory has {size} bytes from byte {start}, and its end record is at byte {at}",
-               f"at most {MAX_INDEX} bytes, right before its end record")
-    entries, here = {}, start
-    while here < at:
-        entry = fields(data, "<4s6H3I5H2I", here, b"PK\1\2", "the next entry of the zip's directory")
-        _, _, _, flags, method, _, _, _, packed, unpacked, *sizes, _, _, _, header = entry
-        name_size, extra_size, comment_size = sizes
-        here += 46
-        raw = data[here:here + name_size]
-        name = raw.decode("utf-8", "backslashreplace")
-        extra = data[here + name_size:here + name_size + extra_size]
-        here += name_size + extra_size + comment_size
-        unpacked, packed, header = widened((unpacked, packed, header), extra)
-        if method or flags & 1 or packed != unpacked:
-            refuse(f"entry {shown(name)} is compressed or encrypted (method {method}, {packed} bytes for "
-                   f"{unpacked})", "it stored as it is")
-        if name in entries:
-            refuse(f"entry {shown(name)} is there twice", "names that differ")
-        entries[name] = body(data, header, raw, unpacked, start)
-    if here != at or len(entries) != count:
-        refuse(f"the zip's directory has {len(entries)} entries up to byte {here}",
-               f"{count}, up to byte {at}")
-    return entries
-
-
-def body(data, header, name, size, end):
-    """(first byte, size) of the entry with its local header at byte `header`; it must end by byte `end`."""
-    entry = f"entry {shown(name.decode('latin-1'))}"
-    _, _, flags, method, _, _, _, packed, unpacked, name_size, extra_size = fields(
-        data, "<4s5H3I2H", header, b"PK\3\4", f"the local header of {entry}")
-    start = header + 30 + name_size + extra_size
-    same_name = data[header + 30:header + 30 + name_size] == name
-    sizes = {size, WIDE, 0} if flags & 8 else {size, WIDE}          # 8: the sizes follow the entry
-    if method or flags & 1 or not same_name or not {packed, unpacked} <= sizes:
-        refuse(f"the local header of {entry} disagrees with the zip's directory",
-               f"the same name, stored, {size} bytes")
-    if start + size > end:
-        refuse(f"{entry} runs to byte {start + size}", f"its end before byte {end}")
-    return start, size
-
-
-def fields(data, layout, at, signature, wanted):
-    if not 0 <= at <= len(data) - struct.calcsize(layout) or data[at:at + 4] != signature:
-        refuse(f"the zip is cut short or damaged at byte {at}", wanted)
-    return struct.unpack_from(layout, data, at)
-
-
-def widened(values, extra):
-    """32-bit `values` of a directory entry; those that did not fit are in its zip64 field, in this order."""
-    here = 0
-    while here + 4 <= len(extra):
-        kind, size = struct.unpack_from("<2H", extra, here)
-        if kind == 1:
-            field = extra[here + 4:here + 4 + size]
-            wide = iter(struct.unpack_from(f"<{len(field) // 8}Q", field))
-            return [next(wide, value) if value == WIDE else value for value in values]
-        here += 4 + size
-    return values
 
 
 # -- .pth, the older form: magic, protocol, system, state dict, keys; then each storage, its count first -----
@@ -448,7 +371,7 @@ def safetensors(data, path):
                f"at most {MAX_INDEX}, inside of the file")
     try:
         with safe_open(path, framework="numpy"):
-            header = parsed(data[8:8 + size])
+            header = json_object(data[8:8 + size])
     except SafetensorError as error:
         refuse(f"is damaged ({str(error)[:200]})", "a sound safetensors file")
     header.pop("__metadata__", None)
@@ -457,6 +380,8 @@ def safetensors(data, path):
         if not isinstance(described, dict):             # the package takes a list of the values, too
             refuse(f"{shown(name)} is {shown(described)} in the header", "a dict")
         dtype, shape, (first, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
+        if len(shape) > MAX_AXES:                       # before their products, which take the square of the axes
+            refuse(f"{shown(name)} has {len(shape)} axes", f"up to {MAX_AXES}")
         if not isinstance(dtype, str) or dtype not in SAFETENSORS:
             refuse(f"{shown(name)} has dtype {shown(dtype)}", "one of " + ", ".join(SAFETENSORS))
         strides = tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
@@ -470,15 +395,15 @@ def shards(data, folder):
     """The weights of all the shards that an index names, each of them a file in the index's own folder."""
     if len(data) > MAX_INDEX:
         refuse(f"the index has {len(data)} bytes", f"at most {MAX_INDEX}")
-    index = parsed(data[:])
+    index = json_object(data[:])
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         refuse(f"weight_map is {shown(where)}", "a dict from names to shards")
     names = {}
     for name, shard in where.items():
-        if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(".safetensors"):
-            refuse(f"a shard is {shown(shard)}", "the name of a .safetensors file in the same folder")
-        if not (folder / shard).is_file():
+        if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(SHARDS):
+            refuse(f"a shard is {shown(shard)}", "the name of a .safetensors file, or a .bin one, in the same folder")
+        if not os.path.isfile(folder / shard):          # False for a name that no file can have, too
             refuse(f"the shard {shown(shard)} is not there", "it in the same folder")
         names.setdefault(shard, set()).add(name)
     found = {}
@@ -488,20 +413,3 @@ def shards(data, folder):
             refuse(f"the index and {shown(shard)} disagree on {shown(odd[0])}", "the same names in both")
         found.update(weights)
     return found
-
-
-def parsed(text) -> dict:
-    def unique(pairs):
-        if len(pairs) != len(dict(pairs)):
-            refuse("the JSON has a key twice", "keys that differ")
-        return dict(pairs)
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        refuse(f"the JSON is damaged ({str(error)[:100]})", "a JSON object")
-    if not isinstance(value, dict):
-        refuse(f"the JSON is {shown(value)}", "an object")
-    return value

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from zipfile import BadZipFile
-from zlib import error as zlib_error
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +11,8 @@ from .. import varlen
 from ..arrays import FLOATS
 from ..contract import ContractError, ContractTypeError, NotSupported
 from ..ops import rwkv6, rwkv6_step
-from . import checkpoint
+from . import checkpoint, stored_zip
+from .files import mapped, replaced
 from .names import declared, official
 from .sampling import Sampling
 
@@ -47,33 +45,68 @@ class State:
 
     def save(self, path):
         """Writes a `.npz` file, whole or not at all, in host memory's bits: `load` gives the same numbers back."""
-        path = Path(path)
-        part = path.with_name(path.name + ".part")
-        arrays = {part.name: getattr(self, part.name) for part in fields(self)}
-        try:
-            with open(part, "wb") as file:
-                np.savez(file, **{name: x if isinstance(x, np.ndarray) else x.get() for name, x in arrays.items()})
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        arrays = {name: on_host(getattr(self, name)) for name in STATE}
+        with replaced(path) as file:
+            np.savez(file, **arrays)
 
     @classmethod
     def load(cls, path) -> State:
-        """The state in a file of `save`, on the host; `RWKV6.on_device` moves it to a model's device."""
-        names = [part.name for part in fields(cls)]
+        """The state in a file of `save`, on the host; `RWKV6.on_device` moves it to a model's device.
+
+        ContractError for every other file, OSError for one that cannot be read.
+        """
         try:
-            with np.load(path, allow_pickle=False) as file:
-                if sorted(file) != sorted(names):
-                    refuse(f"{path} holds {', '.join(sorted(file)) or 'nothing'}, expected {', '.join(sorted(names))}")
-                arrays = [file[name] for name in names]
-        except (ValueError, EOFError, BadZipFile, zlib_error) as error:
-            if isinstance(error, ContractError):
-                raise
-            refuse(f"{path} is no saved state, or a damaged one: {error}")
-        for name, array in zip(names, arrays):
-            if array.dtype != np.float32:
-                refuse(f"{path} has {name} in {array.dtype}, expected float32", ContractTypeError)
-        return cls(*arrays)
+            data = mapped(path, "what State.save has written")
+            if data[:4] != b"PK\3\4":
+                refuse(f"starts with {data[:8]!r}, expected what State.save has written")
+            places = {name.removesuffix(".npy"): place for name, place in stored_zip.directory(data).items()}
+            if sorted(places) != sorted(STATE):
+                found = ", ".join(sorted(places)[:9])
+                refuse(f"holds {found[:200] or 'nothing'}, expected {', '.join(sorted(STATE))}")
+            state = cls(*(stored_zip.floats(data, places[name], name) for name in STATE))
+            check_state(state, {})
+            return state
+        except ContractError as error:
+            why = str(error).removeprefix("RWKV6: ")
+            raise ContractError(f"RWKV6: {path} is no saved state, or a damaged one: {why}") from None
+
+
+# The axes of a state's parts: L layers, B sequences (or rows of a pool), D channels, H heads of N.
+STATE = {"att_shift": "L B D", "wkv": "L B H N N", "ffn_shift": "L B D"}
+
+
+def check_state(state, sizes, kinds=None):
+    """Wherever a state enters: float32 arrays of one of `kinds` (any by default), whose axes fit each other and `sizes`.
+
+    An axis that `sizes` lacks gets its size where it is first met.
+    """
+    if not isinstance(state, State):
+        refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
+    sizes = dict(sizes)
+    for name, axes in STATE.items():
+        found, axes = getattr(state, name), axes.split()
+        # A mask, or the products of a matrix, would be lost: a subclass of NumPy's array means something of its own.
+        if isinstance(found, np.ndarray) and type(found) not in (np.ndarray, np.memmap) or not hasattr(found, "dtype"):
+            refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected a plain array",
+                   ContractTypeError)
+        if kinds is not None and type(found) not in kinds:
+            refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected one of the "
+                   "model's device: `on_device` moves it", ContractTypeError)
+        if found.dtype != np.float32:
+            refuse(f"state.{name} has dtype {found.dtype}, expected float32", ContractTypeError)
+        if len(found.shape) == len(axes):
+            for axis, size in zip(axes, found.shape):
+                sizes.setdefault(axis, size)
+        wanted = tuple(sizes.get(axis, axis) for axis in axes)
+        if tuple(found.shape) != wanted:
+            refuse(f"state.{name} is {tuple(found.shape)}, expected {wanted}")
+    if sizes["H"] * sizes["N"] != sizes["D"]:
+        refuse(f"state.wkv has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
+
+
+def on_host(array) -> np.ndarray:
+    """`array`, copied there from a device if it is not on the host."""
+    return array.get() if hasattr(array, "get") else np.asarray(array)
 
 
 class Rows:
@@ -146,7 +179,8 @@ class RWKV6:
         """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
 
         path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
-            `model.safetensors.index.json` of a sharded one, with the official, Hugging Face's or fla's names.
+            `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these; with the
+            official, Hugging Face's or fla's names.
         """
         weights = checkpoint.read(path)
         try:
@@ -182,7 +216,7 @@ class RWKV6:
         rows = self.rows(tokens, cu_seqlens, slots)
         if state is None and slots is not None:
             refuse("slots needs a state to be rows of")
-        state = self.initial_state(len(rows.first)) if state is None else self.fitting(state, rows)
+        state = self.initial_state(len(rows.first)) if state is None else self.updatable(state, rows)
         logits = self.layers.logits(tokens.ravel(), state, rows, last)
         return (logits if last else logits.reshape(*tokens.shape, -1)), state
 
@@ -210,12 +244,12 @@ class RWKV6:
             tokens = [[token]]
 
     def to_host(self, array):
-        return array if isinstance(array, np.ndarray) else array.get()
+        return on_host(array)
 
-    def on_device(self, state: State) -> State:
-        """`state` where this model computes; it must be one of this model's."""
-        state = State(*(self.layers.asarray(getattr(state, part.name)) for part in fields(state)))
-        return self.fitting(state, None)
+    def on_device(self, state: State, rows: int | None = None) -> State:
+        """`state` where this model computes; it must be one of this model's, with so many `rows` where they are given."""
+        check_state(state, self.state_sizes(rows))
+        return State(*(self.layers.asarray(getattr(state, name)) for name in STATE))
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked(self, tokens):
@@ -255,28 +289,26 @@ class RWKV6:
             refuse("slots names a row twice; two sequences cannot update one state")
         return Rows(bounds, slots.astype(np.int64))
 
-    def fitting(self, state, rows):
-        """`state`, once it is one of this model's and has the rows (any number when `rows` is None)."""
-        if not isinstance(state, State):
-            refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
-        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
-        P = len(rows.first) if rows is not None and rows.slots is None else state.att_shift.shape[1:2][0]
-        for name, wanted in (("att_shift", (L, P, D)), ("wkv", (L, P, H, N, N)), ("ffn_shift", (L, P, D))):
-            found = getattr(state, name)
-            if found.shape != wanted:
-                refuse(f"state.{name} is {found.shape}, expected {wanted}")
-            if not isinstance(found, self.layers.Array):
-                refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected one of the "
-                       "model's device: `on_device` moves it", ContractTypeError)
-        if rows is not None and rows.slots is not None and not (0 <= rows.slots.min() and rows.slots.max() < P):
+    def updatable(self, state, rows):
+        """`state`, once it is one of this model's, on its device, with a row for each of the call's sequences."""
+        check_state(state, self.state_sizes(len(rows.first) if rows.slots is None else None), (self.layers.Array,))
+        for name in STATE:
+            if not getattr(getattr(state, name).flags, "writeable", True):
+                refuse(f"state.{name} is read-only, expected an array to update: `copy` gives one")
+        P = state.wkv.shape[1]
+        if rows.slots is not None and not (0 <= rows.slots.min() and rows.slots.max() < P):
             refuse(f"slots runs from {rows.slots.min()} to {rows.slots.max()}, but the state has {P} rows")
         return state
+
+    def state_sizes(self, rows):
+        """The sizes of a state's axes, of the rows only where they are given."""
+        return {axis: self.sizes[axis] for axis in "LDHN"} | ({} if rows is None else {"B": rows})
 
 
 class CpuLayers:
     """The layers in NumPy and float32, on rows of tokens [B * T, D]."""
 
-    Array, asarray, zeros = np.ndarray, staticmethod(np.asarray), staticmethod(np.zeros)
+    Array, asarray, zeros = np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
 
     def __init__(self, weights, sizes, dtype, progress):
         one_of(dtype or np.float32, [np.dtype(np.float32)], " on the CPU, where NumPy multiplies nothing else fast")

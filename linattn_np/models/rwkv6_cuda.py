@@ -18,7 +18,7 @@ from ..arrays import BFLOAT16
 from ..backends.cupy import tiles
 from ..backends.cupy.build import pack
 from ..contract import ContractTypeError
-from .rwkv6 import GROUP_NORM_EPS, LAYER_NORM_EPS, State, parameters, refuse
+from .rwkv6 import GROUP_NORM_EPS, LAYER_NORM_EPS, STATE, State, check_state, parameters, refuse
 
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
@@ -170,20 +170,17 @@ class CudaDecoder:
         return self.launches
 
     def check(self, tokens, state, slots):
-        B, (L, D, H, N) = self.batch, (self.sizes[axis] for axis in "LDHN")
-        P = B if slots is None else state.wkv.shape[1]
-        for name, array, shape, dtype in (
-                ("tokens", tokens, (B,), INT64), ("slots", slots, (B,), INT64),
-                ("state.att_shift", state.att_shift, (L, P, D), FLOAT32),
-                ("state.wkv", state.wkv, (L, P, H, N, N), FLOAT32),
-                ("state.ffn_shift", state.ffn_shift, (L, P, D), FLOAT32)):
-            if array is None:
-                continue
-            if array.dtype != dtype:
-                refuse(f"{name} has dtype {array.dtype}, expected {dtype}", ContractTypeError)
-            if array.shape != shape or not array.flags.c_contiguous:
-                layout = "" if array.flags.c_contiguous else ", not contiguous"
-                refuse(f"{name} is {array.shape}{layout}, expected contiguous {shape}")
+        B = self.batch
+        rows = {} if slots is not None else {"B": B}
+        check_state(state, {axis: self.sizes[axis] for axis in "LDHN"} | rows)
+        for name, array in (("tokens", tokens), ("slots", slots)):
+            if array is not None and array.dtype != INT64:
+                refuse(f"{name} has dtype {array.dtype}, expected {INT64}", ContractTypeError)
+            if array is not None and array.shape != (B,):
+                refuse(f"{name} is {array.shape}, expected contiguous {(B,)}")
+        for name, array in (("tokens", tokens), ("slots", slots), *((f"state.{name}", getattr(state, name)) for name in STATE)):
+            if array is not None and not array.flags.c_contiguous:
+                refuse(f"{name} is {array.shape}, not contiguous, expected contiguous {array.shape}")
 
 
 class Step:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..contract import ContractError, is_int, is_real
+from ..contract import ContractError
+from .checks import real, shown, whole
+
+PENALTY = "a finite number from -1e30 to 1e30"      # so that a penalty, times its count, stays a float32
+
+
+def moderate(x):
+    return abs(x) <= 1e30
 
 
 @dataclass(frozen=True)
@@ -39,18 +46,20 @@ class Sampling:
     vocabulary: int | None = None
 
     def __post_init__(self):
-        for name, inside, wanted in (
-                ("temperature", lambda x: 0 <= x < float("inf"), "a number from 0 up"),
+        for name, fits, wanted in (
+                ("temperature", lambda x: x >= 0, "a number from 0 up"),
                 ("top_p", lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
-                ("presence", np.isfinite, "a finite number"), ("frequency", np.isfinite, "a finite number"),
+                ("presence", moderate, PENALTY), ("frequency", moderate, PENALTY),
                 ("fading", lambda x: 0 <= x <= 1, "a number from 0 to 1")):
-            value = getattr(self, name)
-            if not is_real(value) or not inside(value):
-                raise ContractError(f"Sampling: {name} is {value!r}, expected {wanted}")
-        if not is_int(self.top_k) or self.top_k < 0:
-            raise ContractError(f"Sampling: top_k is {self.top_k!r}, expected a whole number from 0 up")
-        if self.vocabulary is not None and (not is_int(self.vocabulary) or self.vocabulary < 1):
-            raise ContractError(f"Sampling: vocabulary is {self.vocabulary!r}, expected None or a whole number from 1 up")
+            object.__setattr__(self, name, real("Sampling", name, getattr(self, name), wanted, fits))
+        whole("Sampling", "top_k", self.top_k, 0)
+        if self.vocabulary is not None:
+            whole("Sampling", "vocabulary", self.vocabulary, 1)
+        try:
+            np.random.default_rng(self.seed)
+        except (TypeError, ValueError):
+            raise ContractError(f"Sampling: seed is {shown(self.seed)}, expected None, a whole number from 0 up, or "
+                                "what else numpy.random.default_rng takes") from None
 
     def sampler(self) -> Sampler:
         """One sequence's drawing: it has the random numbers and remembers what was drawn."""
@@ -58,13 +67,27 @@ class Sampling:
 
 
 class Sampler:
-    """Called with host logits [V], draws a token."""
+    """Called with host logits [V], draws a token. ContractError, and nothing is drawn, where `complaint` finds one."""
 
     def __init__(self, how: Sampling):
         self.how, self.rng = how, np.random.default_rng(how.seed)
         self.counts: dict[int, float] = {}
 
+    def complaint(self, logits) -> str | None:
+        """Why no token can be drawn from `logits`: one is NaN or inf, or all are -inf."""
+        logits = np.asarray(logits[:self.how.vocabulary])
+        greatest = logits.max()                             # NaN if one of them is
+        if np.isfinite(greatest):
+            return None
+        if greatest == -np.inf:
+            return f"logits are -inf for all {len(logits)} tokens, expected one that can be drawn"
+        wrong = np.isnan(logits) | (logits == np.inf)
+        token = int(wrong.argmax())
+        return f"logits are {logits[token]} for token {token}, expected numbers below inf"
+
     def __call__(self, logits) -> int:
+        if complaint := self.complaint(logits):
+            raise ContractError(f"Sampling: {complaint}")
         token = self.draw(self.penalized(np.asarray(logits[:self.how.vocabulary], np.float32)))
         self.counts = {drawn: count * self.how.fading for drawn, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
@@ -82,7 +105,8 @@ class Sampler:
         how = self.how
         if how.temperature == 0:
             return int(logits.argmax())
-        p = np.exp((logits - logits.max()) / how.temperature)
+        with np.errstate(over="ignore"):                    # a quotient of -inf is what a small temperature means
+            p = np.exp(np.divide(logits - logits.max(), how.temperature, dtype=np.float64).astype(np.float32))
         p /= p.sum()
         order = likeliest(p, how.top_k, how.top_p)
         cumulated = np.cumsum(p[order], dtype=np.float64)

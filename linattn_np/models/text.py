@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from ..contract import ContractError
+from ..contract import ContractError, ContractTypeError
 from .batch import Batch
+from .checks import whole
 from .rwkv6 import RWKV6, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
@@ -22,7 +24,8 @@ class Text:
 
     length : so many tokens at most; None is no limit.
     stop : strings that end the text and are no part of it; of several, the one that is complete first.
-    finish : None while the text goes on, then "stop", "end" or "length".
+    finish : None while the text goes on, then "stop", "end" or "length"; or what `close` was told.
+    error : what was wrong, of a text whose `finish` is "error".
     count : the tokens so far, those of a stop string and the ending id among them.
 
     Example
@@ -34,9 +37,11 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
-        if isinstance(stop, str) or not all(isinstance(string, str) and string for string in stop):
+        if isinstance(stop, str) or not isinstance(stop, Iterable) or not all(isinstance(string, str) and string for string in stop):
             raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
-        self.length, self.stop, self.end = length, tuple(stop), tokenizer.end
+        if length is not None:
+            whole("Text", "length", length, 1)
+        self.length, self.stop, self.end, self.error = length, tuple(stop), tokenizer.end, None
         self.stream, self.held = tokenizer.stream(), ""
         self.finish, self.count = None, 0
 
@@ -44,8 +49,7 @@ class Text:
         """The text that is certain with this token."""
         self.count += 1
         if self.end is not None and token == self.end:
-            self.finish = "end"
-            return self.held + self.stream.flush()
+            return self.close("end")
         text = self.held + self.stream.feed(token)
         found = [(start + len(string), start) for string in self.stop if (start := text.find(string)) >= 0]
         if found:
@@ -57,6 +61,11 @@ class Text:
         certain = len(text) - self.beginning(text)
         self.held = text[certain:]
         return text[:certain]
+
+    def close(self, finish: str, error: str | None = None) -> str:
+        """Ends the text here; returns what was held back."""
+        self.finish, self.error = finish, error
+        return self.held + self.stream.flush()
 
     def beginning(self, text):
         """The length of the longest end of `text` that a stop string begins with."""
@@ -79,7 +88,8 @@ class Request:
 def complete(model: RWKV6, tokenizer: Tokenizer, requests: Iterable[Request], slots: int) -> Iterator[tuple]:
     """``(number of the request, its text, its `Text`)`` of every request, in the order in which they are done.
 
-    Up to `slots` are written side by side; the next one joins as soon as another is done.
+    Up to `slots` are written side by side; the next one joins as soon as another is done. A request that cannot be
+    read, or whose logits are no numbers, ends alone: its `Text` has the finish "error", and `error` says why.
 
     Example
     -------
@@ -91,15 +101,25 @@ def complete(model: RWKV6, tokenizer: Tokenizer, requests: Iterable[Request], sl
     """
     batch, waiting, running = Batch(model, slots), enumerate(requests), {}
     while True:
-        joining = [pair for _, pair in zip(range(batch.free), waiting)]
+        asked, joining = list(islice(waiting, batch.free)), []
+        for number, request in asked:
+            try:
+                joining.append((number, *begun(model, tokenizer, request)))
+            except ContractError as error:
+                text = Text(tokenizer)
+                yield number, text.close("error", str(error)), text
         if joining:
-            started = [read(model, request.prompt, request.state) for _, request in joining]
-            taken = batch.join([rest for rest, _ in started], [request.how for _, request in joining],
-                               [state for _, state in started])
-            for slot, (number, request) in zip(taken, joining):
-                running[slot] = number, Text(tokenizer, request.length, request.stop), []
-        if not running:
+            numbers, texts, hows, rests, states = zip(*joining)
+            slots_taken = batch.join(list(rests), list(hows), list(states))
+            running |= {slot: (number, text, []) for slot, number, text in zip(slots_taken, numbers, texts)}
+        if not asked and not running:
             return
+        for slot in list(running):
+            if complaint := batch.complaint(slot):
+                number, text, pieces = running.pop(slot)
+                batch.leave(slot)
+                pieces.append(text.close("error", complaint))
+                yield number, "".join(pieces), text
         for slot, token in batch.step().items():
             number, text, pieces = running[slot]
             pieces.append(text.feed(token))
@@ -109,10 +129,19 @@ def complete(model: RWKV6, tokenizer: Tokenizer, requests: Iterable[Request], sl
                 yield number, "".join(pieces), text
 
 
+def begun(model, tokenizer, request):
+    """The request's `Text` and `Sampling`, the rest of its prompt and the state before that; all of it is checked."""
+    text = Text(tokenizer, request.length, request.stop)
+    if not isinstance(request.how, Sampling):
+        raise ContractTypeError(f"Request: how is a {type(request.how).__name__}, expected a Sampling")
+    return text, request.how, *read(model, request.prompt, request.state)
+
+
 def read(model: RWKV6, prompt: Sequence[int], state: State | None = None,
          progress: Callable[[int], object] = lambda done: None) -> tuple[Sequence[int], State]:
     """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before."""
-    state = model.initial_state() if state is None else model.on_device(state).copy()
+    model.checked([list(prompt)])
+    state = model.initial_state() if state is None else model.on_device(state, rows=1).copy()
     start = 0
     while len(prompt) - start > PIECE:
         model.forward([prompt[start:start + PIECE]], state, last=True)

@@ -17,10 +17,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..contract import ContractError, ContractTypeError, is_int
+from . import files
 
 VOCABULARY = "rwkv_vocab_v20230424.txt"
 TOKENS = 65_529
 PACKAGES = ("pyrwkv_tokenizer", "rwkv")         # on PyPI, each with the vocabulary beside its modules
+MAX_LINE = 1 << 16                              # bytes, far more than any token takes
 START = 4                                       # bytes that tell which longer tokens may follow
 SHORT = (3, 2, 1)                               # lengths below it, to try in any case
 LINE = re.compile(rb"""(\d{1,9}) (b?(['"]).*\3) (\d{1,9})""")
@@ -142,7 +144,10 @@ class World(Tokenizer):
 
     @classmethod
     def from_file(cls, path: str | Path) -> World:
-        """Reads the text form, `id 'literal' length` a line; `ContractError` names a line that is damaged."""
+        """Reads the text form, `id 'literal' length` a line; `ContractError` names a line that is damaged.
+
+        A FIFO or a device is refused; OSError where the file cannot be read.
+        """
         return cls(read_vocabulary(path))
 
     @classmethod
@@ -172,40 +177,43 @@ class World(Tokenizer):
 
 
 def read_vocabulary(path) -> list[bytes]:
-    lines = {}                                  # the line of each token so far
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
+    found = {}                                  # the line of each token so far
+    try:
+        with files.opened(path) as file:
+            for number, line in files.lines(file, MAX_LINE):
                 token = parse(line.rstrip(b"\r\n"), number)
-                if token in lines:
-                    raise ValueError(f"has the token {shortened(token)} of line {lines[token]} again, "
-                                     "expected a new one")
-            except ValueError as error:
-                raise ContractError(f"World.from_file: {path}, line {number} {error}") from None
-            lines[token] = number
-    if len(lines) < TOKENS:
-        raise ContractError(f"World.from_file: {path} ends after {len(lines)} lines, expected {TOKENS}")
-    return list(lines)
+                if token in found:
+                    refuse_line(number, f"has the token {shortened(token)} of line {found[token]} again, expected a new one")
+                found[token] = number
+    except ContractError as error:
+        raise ContractError(f"World.from_file: {path}, {error}") from None
+    if len(found) < TOKENS:
+        raise ContractError(f"World.from_file: {path} ends after {len(found)} lines, expected {TOKENS}")
+    return list(found)
 
 
 def parse(line: bytes, number: int) -> bytes:
     """The token of a line; the ids of a file count its lines, so a lost one shows."""
     match = LINE.fullmatch(line)
     if not match:
-        raise ValueError(f"is {shortened(line)}, expected: id 'literal' length")
+        refuse_line(number, f"is {shortened(line)}, expected: id 'literal' length")
     id, literal, _, length = match.groups()
     if int(id) != number:
-        raise ValueError(f"has id {int(id)}, expected {number}")
+        refuse_line(number, f"has id {int(id)}, expected {number}")
     try:
         token = ast.literal_eval(literal.decode())
         token = token.encode() if isinstance(token, str) else token
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         token = None
     if not isinstance(token, bytes) or not token:
-        raise ValueError(f"has the literal {shortened(literal)}, expected str or bytes of at least one byte")
+        refuse_line(number, f"has the literal {shortened(literal)}, expected str or bytes of at least one byte")
     if len(token) != int(length):
-        raise ValueError(f"has the token {shortened(token)}: {len(token)} bytes, it declares {int(length)}")
+        refuse_line(number, f"has the token {shortened(token)}: {len(token)} bytes, it declares {int(length)}")
     return token
+
+
+def refuse_line(number, complaint):
+    raise ContractError(f"line {number} {complaint}")
 
 
 def shortened(text: bytes) -> str:

@@ -9,22 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
-from pathlib import Path
 
 import numpy as np
 
 from ..contract import ContractError
 from . import checkpoint
+from .checks import real, whole
+from .files import FileError, json_object, replaced
 from .parameters import Layout, sizes_of
 from .products import CudaProducts, HostProducts
 from .rwkv6 import layers_on
 from .rwkv6_vjp import fused, keep, loss, of
 
 HELD_OUT = 0.05             # of the text, its end
+MAX_BYTES = 1 << 24         # of a step, far more than any machine has the memory for
 WARM_UP = 0.02              # of the training
 CLIP = 1.0                  # the gradient's greatest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
@@ -57,22 +58,23 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        for name, least in (("layers", 1), ("width", 1), ("head_size", 1), ("batch", 1), ("context", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value < 1 << 31:
-                refuse(f"{name} is {value!r}, expected a whole number from {least} up")
-        for name, wanted, fits in (
-                ("lr", "a number above 0", lambda x: x > 0), ("weight_decay", "a number from 0 up", lambda x: x >= 0),
-                ("dropout", "a number from 0 up and below 1", lambda x: 0 <= x < 1)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not math.isfinite(value) or not fits(value):
-                refuse(f"{name} is {value!r}, expected {wanted}")
+        for name in ("layers", "width", "head_size", "batch", "context", "seed"):
+            self.check(whole, name, int(name != "seed"), (1 << 31) - 1)
+        self.check(real, "lr", "a number above 0", lambda x: x > 0)
+        self.check(real, "weight_decay", "a number from 0 up", lambda x: x >= 0)
+        self.check(real, "dropout", "a number from 0 up and below 1", lambda x: 0 <= x < 1)
+        if self.batch * self.context > MAX_BYTES:
+            refuse(f"batch x context is {self.batch} x {self.context}, expected at most {MAX_BYTES} bytes in a step")
         if (self.steps is None) == (self.minutes is None):
             refuse("expected either steps or minutes")
-        for name, types in (("steps", (int,)), ("minutes", (int, float))):
-            value = getattr(self, name)
-            if value is not None and (type(value) not in types or not 0 < value < math.inf):
-                refuse(f"{name} is {value!r}, expected a number above 0")
+        if self.minutes is None:
+            self.check(whole, "steps", 1, (1 << 62) - 1)
+        else:
+            self.check(real, "minutes", "a number above 0", lambda x: x > 0)
+
+    def check(self, gate, name, *wanted):
+        """A field as a plain int or float, which a checkpoint can hold."""
+        object.__setattr__(self, name, gate("Training", name, getattr(self, name), *wanted))
 
 
 class Training:
@@ -274,18 +276,9 @@ def write(path, arrays):
     """A safetensors file in the place of an older one, at one moment: whoever dies, one of the two is there, whole."""
     from safetensors.numpy import save
 
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(save(arrays))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    content = save(arrays)
+    with replaced(path) as file:
+        file.write(content)
 
 
 def checked(stored) -> Settings:
@@ -298,10 +291,10 @@ def checked(stored) -> Settings:
         if stored[name].dtype != dtype or stored[name].ndim != 1:
             refuse(f"has {name} in {stored[name].dtype} with {stored[name].ndim} axes, expected {np.dtype(dtype)} with one")
     try:
-        about = json.loads(stored["settings"].tobytes())
-    except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict) or about.keys() != {field.name for field in fields(Settings)}:
+        about = json_object(stored["settings"].tobytes())
+    except FileError as error:
+        refuse(f"has settings that are none of a training: {error}")
+    if about.keys() != {field.name for field in fields(Settings)}:
         refuse("has settings that are none of a training")
     settings, size = Settings(**about), len(stored["weights"])
     if settings.layers * settings.width > size:             # before a table of so many layers is made
