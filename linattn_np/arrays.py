@@ -33,7 +33,7 @@ def kind(x) -> str | None:
 def to_native(x, whose: str):
     """`x`, of kind `whose`, as a numpy.ndarray or cupy.ndarray over the same memory."""
     if whose in ("numpy", "cupy"):
-        return x
+        return np.asarray(x) if whose == "numpy" else x         # of a memory map the plain array
     if whose == "torch" and x.requires_grad:
         x = x.detach()
     if whose == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
@@ -88,7 +88,9 @@ def contents(numbers, kinds):
 
 
 def host_array(numbers):
-    """A list, tuple or NumPy array as an array; None where the list is no array of numbers."""
+    """A list, tuple or NumPy array as an array; None where it is no plain array of numbers."""
+    if isinstance(numbers, np.ndarray) and type(numbers) is not np.ndarray:
+        return None
     try:
         found = np.asarray(numbers)
     except ValueError:          # a ragged list

@@ -12,10 +12,10 @@ class LinearAttention(Op):
     """Carries the normaliser z beside S once `normalize` is asked for."""
 
     def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
-        if feature_map not in FEATURE_MAPS:
-            self.refuse("feature_map", f"is {feature_map!r}, expected one of {', '.join(map(repr, FEATURE_MAPS))}")
+        self.one_of("feature_map", feature_map, FEATURE_MAPS)
+        normalize = self.flag("normalize", normalize)
         declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=bool(normalize), **arguments)
+        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
 
 
 LINEAR_ATTENTION = LinearAttention("linear_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})

@@ -5,6 +5,7 @@ import numpy as np
 from ..arrays import host_array
 from ..contract import ContractTypeError, Op
 from ..dispatch import call
+from ..wording import kind_of, shown
 
 
 class Retention(Op):
@@ -20,16 +21,15 @@ class Retention(Op):
         if gamma is None:
             return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
-            self.refuse("gamma", f"is a {type(gamma).__module__}.{type(gamma).__qualname__}, expected host numbers",
-                        ContractTypeError)
+            self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
         values = host_array(gamma)
         if values is None:
-            self.refuse("gamma", f"is {gamma!r}, expected host numbers", ContractTypeError)
+            self.refuse("gamma", f"is {shown(gamma)}, expected host numbers", ContractTypeError)
         values = values.astype(np.float64)
         if values.shape not in ((), (heads,)):
             self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
         if not ((values >= 0) & (values <= 1)).all():
-            self.refuse("gamma", f"is {gamma!r}, expected decays between 0 and 1")
+            self.refuse("gamma", f"is {shown(gamma)}, expected decays between 0 and 1")
         return np.broadcast_to(values, (heads,))
 
 

@@ -8,7 +8,7 @@ class SoftmaxAttention(Op):
     """Sees the past only, unless told otherwise."""
 
     def check(self, inputs, *, causal=True, **arguments):
-        return super().check(inputs, causal=bool(causal), **arguments)
+        return super().check(inputs, causal=self.flag("causal", causal), **arguments)
 
 
 SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"},

@@ -5,6 +5,7 @@ import numpy as np
 from .. import arrays
 from ..contract import ContractTypeError, Op
 from ..dispatch import backend_module, choose
+from ..wording import kind_of, shown
 
 
 class Step(Op):
@@ -16,8 +17,7 @@ class Step(Op):
         pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home)
-        if problem.home == "host" and not state.flags.writeable:
-            self.refuse("state", "is read-only, but it is updated in place")
+        self.writable("state", state, problem.home)
         problem.options.update(state=state, slots=self.slots(slots, B, pool["N"], problem.home))
         return problem
 
@@ -35,11 +35,10 @@ class Step(Op):
                                      "beside device arrays", ContractTypeError)
             return slots
         if not isinstance(slots, (list, tuple, np.ndarray)):
-            self.refuse("slots", f"is a {type(slots).__module__}.{type(slots).__qualname__}, expected integers",
-                        ContractTypeError)
+            self.refuse("slots", f"is a {kind_of(slots)}, expected integers", ContractTypeError)
         rows = arrays.host_array(slots)
         if rows is None:
-            self.refuse("slots", f"is {slots!r}, expected integers [B] = ({count},)")
+            self.refuse("slots", f"is {shown(slots)}, expected integers [B] = ({count},)")
         if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
             self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
         rows = rows.astype(np.int64)

@@ -12,13 +12,13 @@
 (Secondary chunking: Yang et al., 2024, section 4.3.)
 """
 
-from functools import cache
-
 import numpy as np
 
+from ...caches import Cache
 from ...contract import SUB_CHUNK
 from .packing import Scratch
 
+CONSTANTS = Cache(most=1 << 24, entries=64)
 LIMIT = 60.0                # nats: exp(60) = 1e26 leaves float32 room for keys up to 1e12
 
 
@@ -44,15 +44,24 @@ class Gates:
             self.strong = np.nonzero(overflown)
 
 
-@cache
 def zeros(size, dtype):
-    return np.zeros(size, dtype)
+    return kept(np.zeros, size, dtype=dtype)
 
 
-@cache
 def triangle(size, dtype, k=0):
-    """Ones on and below diagonal k: kept, since a short segment would spend as long on it as on a product."""
-    return np.tri(size, k=k, dtype=dtype)
+    """Ones on and below diagonal k."""
+    return kept(np.tri, size, k=k, dtype=dtype)
+
+
+def kept(make, size, **options):
+    """`make(size, **options)`, which a short segment would spend as long on as on a product."""
+    key = make, size, *options.values()
+    found = CONSTANTS.get(key)
+    if found is None:
+        found = make(size, **options)
+        if found.nbytes <= CONSTANTS.most:
+            found = CONSTANTS.keep(key, found, found.nbytes)
+    return found
 
 
 def within_limit(b, axis):
