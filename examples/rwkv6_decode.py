@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import select
+import signal
 import stat
 import sys
 import time
@@ -18,13 +19,18 @@ from pathlib import Path
 
 from linattn_np import NotSupported
 from linattn_np.models import RWKV6, Batch, Bytes, Sampling, State, World
+from linattn_np.models.checkpoint import located
+from linattn_np.models.checks import shown
+from linattn_np.models.files import check_writable, json_object, lines, replaced, same_file
 from linattn_np.models.text import Request, Text, complete, read
+from linattn_np.models.tokenizers import VOCABULARY
 
 MODEL = Path(__file__).parent / "data" / "austen-x060" / "model.safetensors"
 PROMPT = "It is a truth universally acknowledged, that "
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
 LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int, "seed": int,
         "stop": (str, list)}
+LONGEST = 1 << 24       # bytes of a line of --batch-file
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,6 +58,8 @@ def main():
         raise
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except MemoryError as error:
+        parser.error(f"out of memory: {error}")
 
 
 def declare(parser):
@@ -60,26 +68,30 @@ def declare(parser):
         help="auto: cuda where CuPy can use it, else cpu (default)")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the matrices on cuda; "
         "auto: the checkpoint's if that is a half-precision one, else float32 (default). The cpu computes in float32")
-    add("--model", default=MODEL, help="a checkpoint, .pth or .safetensors (default: Austen's, in data/)")
+    add("--model", default=MODEL, help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
+        "(default: Austen's, in data/)")
     add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
         help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
-    add("--vocab", metavar="PATH", help="World's vocabulary file (default: that of an installed package)")
+    add("--vocab", metavar="PATH", help="World's vocabulary file (default: that in the folder of --model, or of an "
+        "installed package)")
 
     add = parser.add_argument_group("what is read").add_argument
     add("--prompt", type=some_text, help="- reads stdin, as does a pipe or a file there when no prompt is given; "
         f"one line end at its end is left out (default: {PROMPT!r})")
     add("--chat", action="store_true", help="answer the lines of stdin as an assistant, from \"User:\" to the stop "
         "string (default: an empty line); --prompt goes before. It wants a World model that was taught to converse: "
-        "the default model is no chat model, it carries on like a novel")
+        "the default model is no chat model, it carries on like a novel. Ctrl-C stops an answer, and between "
+        "answers the chat")
     add("--batch-file", metavar="IN.jsonl", help='a line {"prompt": ...} for each text, with "tokens", "temperature", '
         '"top_p", "top_k", "seed", "stop" where it differs from the options; wants --output')
     add("--output", metavar="OUT.jsonl", help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
-        '"end"} in the order of --batch-file; there only once it is complete')
+        '"end"} in the order of --batch-file, written when all are done or Ctrl-C ends them. A text that could not go '
+        'on has "finish": "error" and an "error"')
     add("--slots", type=whole(1), help="texts of --batch-file that are written side by side (default: 8)")
     add("--load-state", metavar="FILE", help="go on from a state of --save-state: it has read everything up to the "
         "last token written. It holds no next token, so it wants a --prompt, --chat or --batch-file to read")
     add("--save-state", metavar="FILE", help="write the state (.npz) in the end: it has read the prompt and all that "
-        "was written, a stop string too")
+        "was written, a stop string too; Ctrl-C stops the text and writes the state")
 
     add = parser.add_argument_group("what is written").add_argument
     add("--tokens", type=whole(1), default=400, help="how many to write at most (default: %(default)s)")
@@ -101,8 +113,8 @@ def some_text(text):
 
 def whole(least):
     def number(text):
-        if not (text.isascii() and text.isdecimal()) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"is {text!r}, expected a whole number from {least} up")
+        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"is {shown(text)}, expected a whole number from {least} up")
         return int(text)
     return number
 
@@ -129,9 +141,23 @@ def check_combination(options):
         conflict("--vocab", "does not go with --tokenizer bytes")
     for name in ("output", "save_state"):
         path = getattr(options, name)
-        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            conflict(f"--{name.replace('_', '-')}", f"{path} cannot be written: it is a folder, or its folder is missing")
+        if path:
+            flag = f"--{name.replace('_', '-')}"
+            try:
+                check_writable(path)
+            except OSError as error:
+                conflict(flag, f"{path} cannot be written: {error.strerror}")
+            for read_name, read_path in inputs(options):
+                if same_file(path, read_path) and (name, read_name) != ("save_state", "load_state"):
+                    conflict(flag, f"is the file of --{read_name.replace('_', '-')}, which would be lost")
     sampling(options)
+
+
+def inputs(options):
+    """The files that are read, by the name of their option."""
+    for name in ("model", "vocab", "batch_file", "load_state"):
+        if path := getattr(options, name):
+            yield name, located(path) if name == "model" else path
 
 
 def sampling(options, **line):
@@ -164,7 +190,9 @@ def tokenizer_of(options, model):
         if kind is None:
             raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 (World); "
                              "--tokenizer says which it is")
-    tokenizer = Bytes() if kind == "bytes" else World.from_file(options.vocab) if options.vocab else World.installed()
+    beside = Path(options.model) / VOCABULARY
+    vocabulary = options.vocab or (beside if beside.is_file() else None)
+    tokenizer = Bytes() if kind == "bytes" else World.from_file(vocabulary) if vocabulary else World.installed()
     if tokenizer.size > size:
         raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected at least {tokenizer.size} "
                          f"for --tokenizer {kind}")
@@ -174,10 +202,13 @@ def tokenizer_of(options, model):
 def load_state(options, model) -> State | None:
     if not options.load_state:
         return None
-    state = model.on_device(State.load(options.load_state))
+    state = State.load(options.load_state)
     if (rows := state.att_shift.shape[1]) != 1:
         raise ValueError(f"{options.load_state} holds {rows} sequences, expected one")
-    return state
+    try:
+        return model.on_device(state)
+    except ValueError as error:
+        raise ValueError(f"{options.load_state} is the state of another model: {error}") from None
 
 
 # -- one text, and a conversation -------------------------------------------------------------------------------------
@@ -199,20 +230,41 @@ class Writer:
             (slot,) = batch.join([rest], self.how, [state])
         first = time.perf_counter()
         text = Text(self.tokenizer, self.options.tokens, stop)
-        while text.finish is None:
-            print(text.feed(batch.step()[slot]), end="", flush=True)
+        with interrupts() as interrupted:
+            while text.finish is None:
+                print(text.close("interrupt") if interrupted() else text.feed(batch.step()[slot]), end="", flush=True)
         print(flush=True)
         self.state = batch.state(slot)
         self.read, self.reading = self.read + len(tokens), self.reading + first - start
         self.written, self.writing = self.written + text.count, self.writing + time.perf_counter() - first
         return text
 
-    def close(self):
+    def save(self):
+        """What has been read and written up to the last whole token."""
         if self.options.save_state and self.read:
             self.state.save(self.options.save_state)
+
+    def tell(self):
         for what, tokens, seconds in (("prefill", self.read, self.reading), ("decode", self.written, self.writing)):
             if tokens:
                 say(f"{what} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
+
+
+@contextmanager
+def interrupts():
+    """A function that tells whether Ctrl-C was pressed. It lets a token be finished; pressed again, it raises."""
+    pressed, before = [], signal.getsignal(signal.SIGINT)
+
+    def press(number, frame):
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    if before is signal.default_int_handler:                # and not where interrupts are ignored
+        signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def write(options, model, state):
@@ -220,8 +272,11 @@ def write(options, model, state):
     prompt = prompt_of(options)
     print(prompt.decode("utf-8", "replace"), end="", flush=True)
     writer = Writer(options, model, state)
-    writer.answer(prompt, options.stop or ())
-    writer.close()
+    text = writer.answer(prompt, options.stop or ())
+    writer.save()
+    if text.finish == "interrupt":
+        raise KeyboardInterrupt
+    writer.tell()
 
 
 def prompt_of(options) -> bytes:
@@ -252,14 +307,21 @@ def converse(options, model, state):
     """Answers line by line, the state carried on; ends with stdin."""
     writer = Writer(options, model, state)
     before = f"{options.prompt}{TURN_ENDS}" if options.prompt else ""
-    while line := ask():
-        if not line.strip():
-            continue
-        turn = before + TURN.format(line.strip())
-        text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
-        # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
-        before = "" if text.finish == "stop" else TURN_ENDS
-    writer.close()
+    try:
+        while line := ask():
+            if not line.strip():
+                continue
+            turn = before + TURN.format(line.strip())
+            try:
+                text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
+            except KeyboardInterrupt:       # while it read, or pressed twice: the state is the one before the turn
+                print(flush=True)
+                continue
+            # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
+            before = "" if text.finish == "stop" else TURN_ENDS
+    finally:
+        writer.save()
+    writer.tell()
 
 
 def ask() -> str:
@@ -270,50 +332,66 @@ def ask() -> str:
 
 # -- many texts -------------------------------------------------------------------------------------------------------
 def write_batch(options, model, state):
-    """A line for every line, in their order; the file is there once the last one is done."""
-    lines = list(read_lines(options))
-    requests = [request(options, line, number, state) for number, line in lines]
-    part, path, start = Path(options.output + ".part"), Path(options.output), time.perf_counter()
-    done, count = {}, 0
+    """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
+    asked, start, done = list(read_lines(options)), time.perf_counter(), {}
+    requests = [request(options, line, number, state) for number, line in asked]
     try:
-        with open(part, "w", encoding="utf-8") as file, status("writing ...") as show:
+        with status("writing ...") as show:
             for number, text, how in complete(model, options.vocabulary, requests, options.slots or 8):
-                done[number] = {"prompt": lines[number][1]["prompt"], "text": text, "tokens": how.count, "finish": how.finish}
-                count += how.count
-                show(f"writing {bar(len(done) / len(lines))} {len(done)} of {len(lines)} texts")
-            for number in sorted(done):
-                file.write(json.dumps(done[number], ensure_ascii=False) + "\n")
-        part.replace(path)
+                done[number] = {"prompt": asked[number][1]["prompt"], "text": text, "tokens": how.count,
+                                "finish": how.finish, **({"error": how.error} if how.error else {})}
+                show(f"writing {bar(len(done) / len(asked))} {len(done)} of {len(asked)} texts")
     finally:
-        part.unlink(missing_ok=True)
-    say(f"{len(lines)} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
+        if done or not asked:
+            write_lines(options.output, [done[number] for number in sorted(done)])
+        if len(done) < len(asked):
+            say(f"{len(done)} of {len(asked)} texts are done, "
+                + (f"{options.output} has them" if done else f"{options.output} is not written"))
+    count = sum(line["tokens"] for line in done.values())
+    say(f"{len(asked)} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
+    for number in sorted(done):
+        if error := done[number].get("error"):
+            raise ValueError(f"{options.batch_file}, line {asked[number][0]}: {error}; "
+                             f"the other texts are in {options.output}")
+
+
+def write_lines(path, objects):
+    with replaced(path) as file:
+        for line in objects:
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def read_lines(options):
     """``(line number, its object)`` of every line that is not blank, each checked before anything runs."""
-    with open(options.batch_file, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            try:
-                line = json.loads(raw)
-                check_line(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{options.batch_file}, line {number}: {error}") from None
-            yield number, line
+    try:
+        with open(options.batch_file, "rb") as file:
+            for number, raw in lines(file, LONGEST):
+                if raw.strip():
+                    yield number, line_of(raw, number)
+    except ValueError as error:
+        raise ValueError(f"{options.batch_file}, {error}") from None
+
+
+def line_of(raw, number):
+    try:
+        line = json_object(raw)
+        check_line(line)
+        return line
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
 
 
 def check_line(line):
-    if not isinstance(line, dict) or not line.get("prompt"):
+    if not line.get("prompt"):
         raise ValueError('expected an object {"prompt": "some text", ...}')
     for name, value in line.items():
         if name not in LINE:
-            raise ValueError(f"has an unknown {name!r}, expected {', '.join(LINE)}")
+            raise ValueError(f"has an unknown {shown(name)}, expected {', '.join(LINE)}")
         if not isinstance(value, LINE[name]) or isinstance(value, bool):
             raise ValueError(f"{name} is a {type(value).__name__}, expected {name_of(LINE[name])}")
     for name, least in (("tokens", 1), ("seed", 0)):
         if line.get(name, least) < least:
-            raise ValueError(f"{name} is {line[name]}, expected a whole number from {least} up")
+            raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} up")
 
 
 def name_of(types):

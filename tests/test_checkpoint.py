@@ -160,7 +160,8 @@ def test_the_corpus_would_make_its_canary(tmp_path, monkeypatch):
 
 def test_axes_without_end_are_refused_at_once(tmp_path):
     """A header of 200 KB, whose products of axes took minutes."""
-    path = written(tmp_path, "model.safetensors", hostile.safetensors({"a": hostile.described([1] * 100_000, 0, 4)}, bytes(4)))
+    header = {"a": hostile.described([1] * 100_000, 0, 4)}
+    path = written(tmp_path, "model.safetensors", hostile.safetensors(header, bytes(4)))
     start = time.perf_counter()
     with pytest.raises(CheckpointError, match="'a' has 100000 axes, expected up to 8"):
         read(path)
@@ -172,8 +173,8 @@ def test_what_is_no_file_is_refused(tmp_path):
     for path in (tmp_path / "model.pth", "/dev/zero"):
         with pytest.raises(CheckpointError, match=f"{path}: is a folder or a device, expected a file"):
             read(path)
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: is a folder without a checkpoint, expected a file, or a folder "
-                                              "with model.safetensors or "):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: is a folder without a checkpoint, expected a file, or "
+                                              "a folder with model.safetensors or "):
         read(tmp_path)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "nowhere.pth")
@@ -234,7 +235,7 @@ def test_flipped_bits_of_a_zip_are_seen(rng, tmp_path):
         for at in rng.integers(start, start + array.nbytes, 20):
             content = bytearray(good)
             content[at] ^= 1 << rng.integers(8)
-            with pytest.raises(CheckpointError, match=r"entry 'model/data/.' is damaged, with the checksum 0x\w{8}, expected 0x"):
+            with pytest.raises(CheckpointError, match=r"'model/data/.' is damaged, with the checksum 0x\w{8}, expected"):
                 read(written(tmp_path, "model.pth", content))
 
 

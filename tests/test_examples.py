@@ -4,9 +4,11 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +29,8 @@ def decode(*arguments, stdin=b""):
 
 
 def start(*arguments, **options):
-    return subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            **{"stdin": subprocess.DEVNULL, **options})
+    return subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stdout=subprocess.PIPE,
+                            **{"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options})
 
 
 def austen():
@@ -105,7 +107,8 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
     (["--dtype=bfloat16"], "argument --dtype: bfloat16 does not go with --device cpu, which computes in float32"),
     (["--fast"], "unrecognized arguments: --fast"),
     (["--model=nowhere.safetensors"], "No such file or directory: 'nowhere.safetensors'"),
-    (["--model=examples"], "is a folder or a device, expected a file"),
+    (["--model=examples"], "is a folder without a checkpoint, expected a file, or a folder with model.safetensors"),
+    (["--tokens", "9" * 5000], "argument --tokens: is '99"),
     (["--model", __file__], "expected a .pth that torch wrote, or the ending .safetensors"),
     (["--top-k=-1"], "argument --top-k: is '-1', expected a whole number from 0 up"),
     (["--stop="], "argument --stop: is empty, expected some text"),
@@ -120,6 +123,10 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
     (["--save-state=nowhere/s.npz"], "argument --save-state: nowhere/s.npz cannot be written"),
     (["--load-state=nowhere.npz", "--prompt=a"], "No such file or directory: 'nowhere.npz'"),
     (["--load-state", AUSTEN, "--prompt=a"], "is no saved state, or a damaged one"),
+    (["--load-state", __file__, "--prompt=a"], "starts with b'\"\"\"The e', expected what State.save has written"),
+    (["--load-state=/dev/zero", "--prompt=a"], "is a folder or a device, expected a file"),
+    (["--vocab=/dev/zero"], "World.from_file: /dev/zero is a folder or a device"),
+    (["--batch-file=/dev/zero", "--output=o"], "/dev/zero, line 1 has more than 16777216 bytes"),
     (["--tokenizer=bytes", "--vocab=v"], "argument --vocab: does not go with --tokenizer bytes"),
     (["--vocab=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
     (["--vocab", __file__], "World.from_file: "),
@@ -202,7 +209,7 @@ def batch(tmp_path):
     def run(lines, *arguments):
         source.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
         done = decode("--batch-file", source, "--output", target, *arguments)
-        assert not target.with_name("out.jsonl.part").exists()
+        assert not list(tmp_path.glob("*.part"))
         return done, target
     return run
 
@@ -221,10 +228,10 @@ def test_a_batch_is_what_the_texts_are_alone(batch):
 
 
 @pytest.mark.parametrize("line, complaint", [
-    (b"Emma was", "line 2: Expecting value"),
+    (b"Emma was", "line 2: the JSON is damaged (Expecting value"),
     (b"\xff", "line 2: "),
     (b"[" * 100_000, "line 2: "),
-    (["Emma"], 'line 2: expected an object {"prompt": "some text", ...}'),
+    (["Emma"], "line 2: the JSON is a list, expected an object"),
     ({"prompt": ""}, "line 2: expected an object"),
     ({"prompt": 3}, "line 2: prompt is a int, expected str"),
     ({"prompt": "a", "length": 3}, "line 2: has an unknown 'length', expected prompt, tokens"),
@@ -234,23 +241,134 @@ def test_a_batch_is_what_the_texts_are_alone(batch):
     ({"prompt": "a", "top_p": 2}, "line 2: Sampling: top_p is 2, expected"),
     ({"prompt": "a", "stop": [""]}, "line 2: Text: stop is [''], expected"),
     ({"prompt": "\ud800"}, "line 2: Bytes.encode: text has"),
-], ids=range(13))
+    (b'{"prompt": "a", "prompt": "b"}', "line 2: the JSON has a key twice"),
+    ({"prompt": "a", "temperature": 10**400}, "line 2: Sampling: temperature is a whole number of 1329 bits, expected"),
+    ({"prompt": "a", "seed": -10**400}, "line 2: seed is a whole number of 1329 bits, expected"),
+], ids=range(16))
 def test_a_damaged_line_is_named_and_nothing_is_written(batch, line, complaint):
     done, target = batch([{"prompt": "a"}, line])
     assert done.returncode == 2 and complaint in done.stderr.decode().splitlines()[-1]
     assert b"Traceback" not in done.stderr and not target.exists()
 
 
-def test_an_interrupt_leaves_no_half_written_file(tmp_path):
-    source, part = tmp_path / "in.jsonl", tmp_path / "out.jsonl.part"
-    source.write_text('{"prompt": "a", "tokens": 1}\n{"prompt": "a", "tokens": 10000000}')
-    with start("--batch-file", str(source), "--output", str(tmp_path / "out.jsonl"),
-               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)) as process:
-        while not part.exists():
-            assert process.poll() is None
+def test_an_output_that_is_the_input_is_refused(batch, tmp_path):
+    source = tmp_path / "in.jsonl"
+    os.symlink(source, tmp_path / "link")
+    for name in ("in.jsonl", "link"):
+        done, _ = batch([{"prompt": "a"}], "--output", tmp_path / name)
+        assert done.returncode == 2
+        assert b"argument --output: is the file of --batch-file, which would be lost" in done.stderr
+        assert source.read_text() == '{"prompt": "a"}'
+    shutil.copy(AUSTEN, tmp_path)
+    for model in (tmp_path / "model.safetensors", tmp_path):
+        done = decode("--model", model, "--save-state", tmp_path / "model.safetensors", "--tokens", 1)
+        assert b"argument --save-state: is the file of --model, which would be lost" in done.stderr
+    assert (tmp_path / "model.safetensors").read_bytes() == AUSTEN.read_bytes()
+
+
+def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
+    weights = austen()
+    weights["emb.weight"][ord("~")] = np.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    done, target = batch([{"prompt": "Emm", "tokens": 1}, {"prompt": "a~"}, {"prompt": "Mr. Knight", "tokens": 3}],
+                         "--model", tmp_path / "model.safetensors", *GREEDY)
+    assert done.returncode == 2
+    last = done.stderr.decode().splitlines()[-1]
+    assert "in.jsonl, line 2: logits are nan for token 0, expected numbers below inf; the" in last
+    assert [json.loads(line) for line in target.read_text().splitlines()] == [
+        {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"},
+        {"prompt": "a~", "text": "", "tokens": 0, "finish": "error",
+         "error": "logits are nan for token 0, expected numbers below inf"},
+        {"prompt": "Mr. Knight", "text": "ley", "tokens": 3, "finish": "length"}]
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+def interruptible(*arguments, **options):
+    return start(*map(str, arguments), **options,
+                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+
+
+def until(descriptor, wanted):
+    """Reads until `wanted` is there."""
+    seen = b""
+    while wanted not in seen:
+        piece = os.read(descriptor, 1000)
+        assert piece, seen
+        seen += piece
+    return seen
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_interrupt_keeps_the_texts_that_are_done(finished, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    first = {"prompt": "Emm", "tokens": 1 if finished else 10**9, "temperature": 0}
+    source.write_text(f'{json.dumps(first)}\n{{"prompt": "a", "tokens": 10000000}}')
+    leader, follower = pty.openpty()
+    process = interruptible("--batch-file", source, "--output", target, stderr=follower)
+    os.close(follower)
+    until(leader, b"1 of 2 texts" if finished else b"writing ...")
+    process.send_signal(signal.SIGINT)
+    wanted = f"1 of 2 texts are done, {target} has" if finished else f"0 of 2 texts are done, {target} is not written"
+    until(leader, wanted.encode())
+    assert process.wait(60) == 130
+    process.stdout.close()
+    os.close(leader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"][:1 + finished]
+    if finished:
+        assert json.loads(target.read_text()) == {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"}
+
+
+def test_an_interrupt_writes_the_state(tmp_path):
+    state = tmp_path / "state.npz"
+    process = interruptible("--tokens", 1000000, "--prompt", "Mr. Knight", *GREEDY, "--save-state", state)
+    until(process.stdout.fileno(), b"Mr. Knightley and")
+    process.send_signal(signal.SIGINT)
+    rest, messages = process.communicate(timeout=60)
+    assert (process.returncode, messages) == (130, b"device cpu\n") and rest.endswith(b"\n")
+    done = decode("--load-state", state, "--prompt", " and", "--tokens", 1, *GREEDY)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
+    state = tmp_path / "state.npz"
+    process = interruptible("--chat", "--tokens", 1000000, "--stop", "nowhere", *GREEDY, "--save-state", state,
+                            stdin=subprocess.PIPE)
+    for line in (b"How do you do?\n", b"And you?\n"):
+        process.stdin.write(line)
+        process.stdin.flush()
+        assert os.read(process.stdout.fileno(), 10)
         process.send_signal(signal.SIGINT)
-        assert (process.wait(60), process.stderr.read()) == (130, b"device cpu\n")
-    assert list(tmp_path.iterdir()) == [source]
+        until(process.stdout.fileno(), b"\n")
+    process.stdin.close()
+    rest, messages = process.stdout.read(), process.stderr.read()
+    assert process.wait(60) == 0, messages
+    assert re.fullmatch(rb"device cpu\nprefill \d+ tokens at .*\ndecode \d+ tokens at \d+ tokens/s\n", messages)
+    assert decode("--load-state", state, "--prompt", "And", "--tokens", 1).returncode == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_an_interrupt_between_answers_ends_the_chat_and_writes_the_state(tmp_path):
+    state = tmp_path / "state.npz"
+    process = interruptible("--chat", "--tokens", 3, *GREEDY, "--save-state", state, stdin=subprocess.PIPE)
+    process.stdin.write(b"How do you do?\n")
+    process.stdin.flush()
+    until(process.stdout.fileno(), b"\n")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and state.exists()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+
+
+def test_a_folder_of_hugging_face_by_its_path(tmp_path):
+    """With the vocabulary that stands in such a folder."""
+    os.symlink(AUSTEN, tmp_path / "model.safetensors")
+    wanted = decode("--prompt", "Mr. Knight", "--tokens", 5, *GREEDY).stdout
+    assert decode("--model", tmp_path, "--prompt", "Mr. Knight", "--tokens", 5, *GREEDY).stdout == wanted
+    (tmp_path / "rwkv_vocab_v20230424.txt").write_text("damaged")
+    done = decode("--model", tmp_path, "--tokenizer", "world")
+    assert f"World.from_file: {tmp_path}/rwkv_vocab_v20230424.txt, line 1 is b'damaged'" in done.stderr.decode()
 
 
 def test_progress_shows_on_a_terminal():

@@ -1,4 +1,4 @@
-"""Files: ours are whole or as they were, whoever else writes and whatever goes wrong; others' are read with suspicion."""
+"""Files: ours are whole or as they were, whatever goes wrong beside them; others' are read with suspicion."""
 
 import os
 import resource
@@ -19,8 +19,9 @@ from linattn_np.models.checks import real, shown, whole
 from linattn_np.models.files import FileError, check_writable, json_object, lines, opened, replaced, same_file
 from linattn_np.models.training import write
 
+SHAPES = (2, 1, 6), (2, 1, 2, 3, 3), (2, 1, 6)
 SAVERS = {
-    "State.save": lambda path: State(*(np.ones(shape, np.float32) for shape in ((2, 1, 6), (2, 1, 2, 3, 3), (2, 1, 6)))).save(path),
+    "State.save": lambda path: State(*(np.ones(shape, np.float32) for shape in SHAPES)).save(path),
     "Training.write": lambda path: write(path, {"weights": np.ones(50_000, np.float32)}),
 }
 
@@ -140,8 +141,9 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda part, path: (done.append(part), replace(part, path)))
     fill(tmp_path / "x", b"new")
-    assert [stat.S_ISREG(done[0].st_mode), Path(done[1]).parent, stat.S_ISDIR(done[2].st_mode)] == [True, tmp_path, True]
-    assert done[0].st_size == 3
+    file, part, folder = done
+    assert stat.S_ISREG(file.st_mode) and file.st_size == 3
+    assert Path(part).parent == tmp_path and stat.S_ISDIR(folder.st_mode)
 
 
 def test_what_cannot_be_written_is_said_before(tmp_path):
@@ -150,7 +152,7 @@ def test_what_cannot_be_written_is_said_before(tmp_path):
             with pytest.raises(wanted):
                 ask(path)
     assert check_writable(tmp_path / "x") is None and not list(tmp_path.iterdir())
-    (tmp_path / "x" ).touch()
+    (tmp_path / "x").touch()
     assert check_writable(tmp_path / "x").st_size == 0
 
 
@@ -186,7 +188,7 @@ def test_lines_end_somewhere(tmp_path):
     (tmp_path / "x").write_bytes(b"1\n22\n333")
     with open(tmp_path / "x", "rb") as file:
         assert list(lines(file, 3)) == [(1, b"1\n"), (2, b"22\n"), (3, b"333")]
-    with open("/dev/zero", "rb") as file, pytest.raises(FileError, match="line 1 has more than 1000 bytes, expected shorter"):
+    with open("/dev/zero", "rb") as file, pytest.raises(FileError, match="line 1 has more than 1000 bytes, expected"):
         list(lines(file, 1000))
 
 

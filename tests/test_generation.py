@@ -169,6 +169,12 @@ def test_every_part_of_a_saved_state_is_checked(changes, complaint, tmp_path):
         State.load(path)
 
 
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path):
+    with pytest.raises(ContractError, match="state.wkv has dtype float64, expected float32"):
+        State(**npz(wkv=np.zeros((2, 3, 2, 3, 3)))).save(tmp_path / "state.npz")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_state_in_fortrans_order_comes_back(rng, tmp_path):
     arrays = {name: np.asfortranarray(rng.standard_normal(array.shape, np.float32)) for name, array in npz().items()}
     State(**arrays).save(tmp_path / "state.npz")
@@ -188,7 +194,7 @@ def test_a_small_file_does_not_become_a_large_state(tmp_path):
     with zipfile.ZipFile(path, "w") as file:
         for name in npz():
             file.writestr(f"{name}.npy", claims.getvalue())
-    with pytest.raises(ContractError, match="has att_shift in 0 bytes, expected as many as an array of 1099511627776 x"):
+    with pytest.raises(ContractError, match="has att_shift in 0 bytes, expected as many as an array of 1099511"):
         State.load(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -228,7 +234,7 @@ def test_damage_anywhere_is_refused_with_our_error(rng, tmp_path):
     assert refused > 1000
 
 
-# -- states that enter ---------------------------------------------------------------------------------------------------
+# -- states that enter ------------------------------------------------------------------------------------------------
 class Unlike(np.ndarray):
     pass
 
@@ -274,7 +280,7 @@ def test_a_sequence_goes_on_from_one_sequence(austen):
 def test_a_state_to_update_is_not_read_only(austen):
     state = austen.initial_state()
     state.ffn_shift.flags.writeable = False
-    with pytest.raises(ContractError, match="state.ffn_shift is read-only, expected an array to update: `copy` gives one"):
+    with pytest.raises(ContractError, match="state.ffn_shift is read-only, expected an array to update: `copy`"):
         austen.forward([[1]], state)
     assert not state.wkv.any()
     austen.forward([[1]], austen.on_device(state).copy())
@@ -333,9 +339,9 @@ def test_penalties_follow_their_equation():
     ({"presence": float("inf")}, "presence is inf, expected a finite number"), ({"frequency": "much"}, "frequency is 'much'"),
     ({"fading": 1.5}, "fading is 1.5, expected a number from 0 to 1"),
     ({"temperature": 10**400}, "temperature is a whole number of 1329 bits, expected a number from 0 up"),
-    ({"top_p": 10**400}, "top_p is a whole number of 1329 bits"), ({"frequency": -10**400}, "frequency is a whole number"),
+    ({"top_p": 10**400}, "top_p is a whole number of 1329 bits"), ({"frequency": -10**400}, "frequency is a whole"),
     ({"presence": 1e31}, "presence is 1e.31, expected a finite number from -1e30 to 1e30"),
-    ({"seed": -1}, "seed is -1, expected None, a whole number from 0 up, or"), ({"seed": 1.5}, "seed is 1.5, expected None"),
+    ({"seed": -1}, "seed is -1, expected None, a whole number from 0 up, or"), ({"seed": 1.5}, "seed is 1.5, expected"),
     ({"seed": "1"}, "seed is '1', expected None"),
 ])
 def test_ways_of_drawing_that_are_refused(how, complaint):

@@ -229,10 +229,10 @@ def test_a_file_that_was_cut_short_is_refused(written, lines, count):
 def test_what_goes_on_for_ever_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/zero", tmp_path):
-        with pytest.raises(ContractError, match=f"World.from_file: {path}, is a folder or a device, expected a file"):
+        with pytest.raises(ContractError, match=f"World.from_file: {path} is a folder or a device, expected a file"):
             World.from_file(path)
     (tmp_path / "long").write_bytes(b"1 '" + b"a" * 3_000_000 + b"' 3000000\n")
-    with pytest.raises(ContractError, match="World.from_file: .*long, line 1 has more than 65536 bytes, expected shorter lines"):
+    with pytest.raises(ContractError, match="World.from_file: .*long, line 1 has more than 65536 bytes, expected"):
         World.from_file(tmp_path / "long")
 
 

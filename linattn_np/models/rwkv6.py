@@ -12,6 +12,7 @@ from ..arrays import FLOATS
 from ..contract import ContractError, ContractTypeError, NotSupported
 from ..ops import rwkv6, rwkv6_step
 from . import checkpoint, stored_zip
+from .checks import shown
 from .files import mapped, replaced
 from .names import declared, official
 from .sampling import Sampling
@@ -45,6 +46,7 @@ class State:
 
     def save(self, path):
         """Writes a `.npz` file, whole or not at all, in host memory's bits: `load` gives the same numbers back."""
+        check_state(self, {})
         arrays = {name: on_host(getattr(self, name)) for name in STATE}
         with replaced(path) as file:
             np.savez(file, **arrays)
@@ -59,11 +61,11 @@ class State:
             data = mapped(path, "what State.save has written")
             if data[:4] != b"PK\3\4":
                 refuse(f"starts with {data[:8]!r}, expected what State.save has written")
-            places = {name.removesuffix(".npy"): place for name, place in stored_zip.directory(data).items()}
-            if sorted(places) != sorted(STATE):
-                found = ", ".join(sorted(places)[:9])
-                refuse(f"holds {found[:200] or 'nothing'}, expected {', '.join(sorted(STATE))}")
-            state = cls(*(stored_zip.floats(data, places[name], name) for name in STATE))
+            places = stored_zip.directory(data)
+            if places.keys() != {f"{name}.npy" for name in STATE}:
+                found = ", ".join(sorted(name.removesuffix(".npy") for name in places))
+                refuse(f"holds {shown(found)[1:-1] or 'nothing'}, expected {', '.join(sorted(STATE))}")
+            state = cls(*(stored_zip.floats(data, places[f"{name}.npy"], name) for name in STATE))
             check_state(state, {})
             return state
         except ContractError as error:
@@ -76,9 +78,9 @@ STATE = {"att_shift": "L B D", "wkv": "L B H N N", "ffn_shift": "L B D"}
 
 
 def check_state(state, sizes, kinds=None):
-    """Wherever a state enters: float32 arrays of one of `kinds` (any by default), whose axes fit each other and `sizes`.
+    """Wherever a state enters: float32 arrays whose axes fit each other and `sizes`, of one of `kinds` (None: any).
 
-    An axis that `sizes` lacks gets its size where it is first met.
+    An axis that `sizes` lacks gets its size where it is first met. ContractError names what does not fit.
     """
     if not isinstance(state, State):
         refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
@@ -247,7 +249,7 @@ class RWKV6:
         return on_host(array)
 
     def on_device(self, state: State, rows: int | None = None) -> State:
-        """`state` where this model computes; it must be one of this model's, with so many `rows` where they are given."""
+        """`state` where this model computes; it must be one of this model's, with `rows` rows (None: any number)."""
         check_state(state, self.state_sizes(rows))
         return State(*(self.layers.asarray(getattr(state, name)) for name in STATE))
 

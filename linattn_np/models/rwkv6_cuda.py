@@ -178,7 +178,8 @@ class CudaDecoder:
                 refuse(f"{name} has dtype {array.dtype}, expected {INT64}", ContractTypeError)
             if array is not None and array.shape != (B,):
                 refuse(f"{name} is {array.shape}, expected contiguous {(B,)}")
-        for name, array in (("tokens", tokens), ("slots", slots), *((f"state.{name}", getattr(state, name)) for name in STATE)):
+        states = {f"state.{name}": getattr(state, name) for name in STATE}
+        for name, array in {"tokens": tokens, "slots": slots, **states}.items():
             if array is not None and not array.flags.c_contiguous:
                 refuse(f"{name} is {array.shape}, not contiguous, expected contiguous {array.shape}")
 

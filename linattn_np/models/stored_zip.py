@@ -103,7 +103,7 @@ def widened(values, extra):
 
 
 def floats(data, place, name) -> np.ndarray:
-    """A copy of the float32 array in the .npy at `place`, known as `name`; its size is checked before anything is allocated."""
+    """A copy of the float32 array in the .npy at `place`; what its header says is held to its bytes before."""
     start, size = place
     head = data[start:start + min(size, MAX_HEADER)]
     length = int.from_bytes(head[8:10], "little")

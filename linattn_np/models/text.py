@@ -37,7 +37,8 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
-        if isinstance(stop, str) or not isinstance(stop, Iterable) or not all(isinstance(string, str) and string for string in stop):
+        if isinstance(stop, str) or not isinstance(stop, Iterable) or not all(
+                isinstance(string, str) and string for string in stop):
             raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
         if length is not None:
             whole("Text", "length", length, 1)

@@ -183,10 +183,12 @@ def read_vocabulary(path) -> list[bytes]:
             for number, line in files.lines(file, MAX_LINE):
                 token = parse(line.rstrip(b"\r\n"), number)
                 if token in found:
-                    refuse_line(number, f"has the token {shortened(token)} of line {found[token]} again, expected a new one")
+                    refuse_line(number, f"has the token {shortened(token)} of line {found[token]} again, "
+                                        "expected a new one")
                 found[token] = number
     except ContractError as error:
-        raise ContractError(f"World.from_file: {path}, {error}") from None
+        comma = "," if str(error).startswith("line ") else ""
+        raise ContractError(f"World.from_file: {path}{comma} {error}") from None
     if len(found) < TOKENS:
         raise ContractError(f"World.from_file: {path} ends after {len(found)} lines, expected {TOKENS}")
     return list(found)
