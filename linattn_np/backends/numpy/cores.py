@@ -73,6 +73,9 @@ class Shift:
             self.at_work += 1
         try:
             self.work()
+        except BaseException:
+            self.todo.clear()           # the call fails: nobody needs the rest
+            raise
         finally:
             with self.change:
                 self.at_work -= 1
