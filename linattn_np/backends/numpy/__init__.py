@@ -114,8 +114,10 @@ def as_inputs(problem, found):
     """Gradients in the dtype and memory order of what they are gradients of."""
     results = []
     for gradient, x in zip(found, problem.arrays.values(), strict=True):
-        results.append(np.empty_like(x, shape=x.shape))
-        results[-1][...] = gradient
+        if gradient.dtype != x.dtype or gradient.strides != x.strides:
+            gradient, ready = np.empty_like(x, shape=x.shape), gradient
+            gradient[...] = ready
+        results.append(gradient)
     return results
 
 
