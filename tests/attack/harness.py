@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-ROUND = 40              # examples of a property before the next one has its turn
+ROUND = 150             # examples of a property before the next one has its turn
 SHRINKING = 4           # seconds that a new fault may take to become small
 KINDS = 60              # faults of a property that are told apart; the others are only counted
 PATIENCE = 20           # seconds after which an example hangs; where kernels are emulated, and built first, twenty times it

@@ -35,7 +35,7 @@ def together(machine, count=4):
     return st.lists(calls(machine), min_size=2, max_size=count).map(lambda x: Together(tuple(x)))
 
 
-@holds_for(together, machines=("numpy", "cupy"), round=15)
+@holds_for(together, machines=("numpy", "cupy"), round=20)
 def host_threads(case, machine):
     """Four host threads that call at once get what each gets alone."""
     ready = [(call, *given(call, machine)) for call in case.calls]
@@ -55,7 +55,7 @@ def host_threads(case, machine):
             require(same, "threads: other bits than alone", case.calls[n % len(alone)].op)
 
 
-@holds_for(lambda machine: together(machine, 2), machines=("cupy",), round=15)
+@holds_for(lambda machine: together(machine, 2), machines=("cupy",), round=20)
 def two_streams(case, machine):
     """Calls that are enqueued on two streams, one after the other without waiting, give what each gives alone."""
     cupy, ready = machine.cupy, [(call, *given(call, machine)) for call in case.calls[:2]]
@@ -92,7 +92,7 @@ def interrupted(machine):
     return st.builds(Interrupted, large, st.floats(0.0002, 0.02))
 
 
-@holds_for(interrupted, machines=("numpy",), round=10)
+@holds_for(interrupted, machines=("numpy",), round=5)
 def interrupts(case, machine):
     """After a KeyboardInterrupt nothing writes into `out` any more, and the next call is as ever."""
     call = case.call
