@@ -24,7 +24,7 @@ FUNCTIONS = {op.name: (op, function) for op, function in OPS.items()} | {TWO_GAT
 TOLERANCES = {name: row for name, (_, row) in LIMITS.items()} | {"float64": 1e-11}
 
 
-# -- gates --------------------------------------------------------------------------------------------------------------
+# -- gates -------------------------------------------------------------------------------------------------------------
 def trained(rng, shape):
     """As in trained RWKV-6: every channel its own strength, some tokens far stronger."""
     start = np.linspace(-4.2, -2.5, shape[-1]) if len(shape) > 3 else -3.0
@@ -49,7 +49,7 @@ GROWING = ("burst", "growth", "strong-growth", "positive")
 MEMORIES = ("plain", "fused", "heads-inside", "backwards", "every-second", "odd", "shared-head")
 
 
-# -- calls --------------------------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Call:
     """One call of an operator."""
@@ -225,7 +225,7 @@ def home(machine, call, result):
     return [swap_heads(o, call.declared.out, call.layout), *states]
 
 
-# -- the exact answer ---------------------------------------------------------------------------------------------------
+# -- the exact answer --------------------------------------------------------------------------------------------------
 def double(x):
     return tuple(map(double, x)) if isinstance(x, tuple) else np.asarray(x, np.float64)
 
@@ -300,7 +300,7 @@ def least(call):
     return 1e-35 * max(1.0, call.loudness) ** 2 * 1e3 if call.dtype != "float64" else 0.0
 
 
-# -- strategies ---------------------------------------------------------------------------------------------------------
+# -- strategies --------------------------------------------------------------------------------------------------------
 def lengths_of(T):
     """Packed sequences that come to T tokens, some of them empty."""
     return st.lists(st.integers(0, T), max_size=5).map(
@@ -316,7 +316,8 @@ def tokens(machine):
 
 
 def channels(machine):
-    return st.one_of(st.integers(1, 8), st.sampled_from((16, 17, 20, 32, 33, 64, 65) if machine.quick else (16, 17, 20)))
+    edges = (16, 17, 20, 32, 33, 64, 65) if machine.quick else (16, 17, 20)
+    return st.one_of(st.integers(1, 8), st.sampled_from(edges))
 
 
 def taken_dtypes(machine, name):

@@ -31,7 +31,7 @@ ON_HOST = ("numpy",)
 SMALL = 64 << 20
 
 
-# -- damage -------------------------------------------------------------------------------------------------------------
+# -- damage ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Edit:
     """One change of some bytes; `at` is a share of the file, so that it means something in any file."""
@@ -140,7 +140,7 @@ def checkpoints(damaged, machine):
             require(same, "checkpoints: damaged weights load", damaged.kind)
 
 
-# -- saved states -------------------------------------------------------------------------------------------------------
+# -- saved states ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Npz:
     """A saved state: members as (dtype, shape) that the header claims and numbers that are there, and its damage."""
@@ -151,17 +151,19 @@ class Npz:
 
 
 SHAPES = st.sampled_from(((2, 1, 4), (2, 1, 2, 2, 2), (0,), (), (1 << 40,), (1 << 62, 4), (-1,), (2,) * 70, (3, 3)))
-STATE_FILES = st.builds(Npz, st.booleans(), st.lists(
-    st.tuples(st.sampled_from(("att_shift", "wkv", "ffn_shift", "more", "", "../x")),
-              st.sampled_from(("<f4", ">f4", "<f8", "<i4", "|O", "<U9", "|V8", "<c8", "<M8[s]", "[('a', '<f4')]", "junk")),
-              SHAPES, st.sampled_from((0, 8, 16, 1 << 25))), max_size=2).map(tuple), st.lists(EDITS, max_size=3).map(tuple))
+HEADERS = ("<f4", ">f4", "<f8", "<i4", "|O", "<U9", "|V8", "<c8", "<M8[s]", "[('a', '<f4')]", "junk")
+MEMBERS = st.tuples(st.sampled_from(("att_shift", "wkv", "ffn_shift", "more", "", "../x")), st.sampled_from(HEADERS),
+                    SHAPES, st.sampled_from((0, 8, 16, 1 << 25)))
+STATE_FILES = st.builds(Npz, st.booleans(), st.lists(MEMBERS, max_size=2).map(tuple),
+                        st.lists(EDITS, max_size=3).map(tuple))
 
 
 
 
 
 def npz(file) -> bytes:
-    sound = {"att_shift": ("<f4", (2, 1, 4), 8), "wkv": ("<f4", (2, 1, 2, 2, 2), 16), "ffn_shift": ("<f4", (2, 1, 4), 8)}
+    sound = {"att_shift": ("<f4", (2, 1, 4), 8), "wkv": ("<f4", (2, 1, 2, 2, 2), 16),
+             "ffn_shift": ("<f4", (2, 1, 4), 8)}
     for name, *rest in file.members:
         sound[name] = tuple(rest)
     out = io.BytesIO()
@@ -197,7 +199,7 @@ def saved_states(file, machine):
         require(x.ndim == (5 if name == "wkv" else 3), "saved-states: of another shape", f"{name}: {x.shape}")
 
 
-# -- vocabularies -------------------------------------------------------------------------------------------------------
+# -- vocabularies ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Vocabulary:
     """Lines of a small vocabulary, some replaced."""
@@ -211,8 +213,8 @@ LINES = st.one_of(st.sampled_from((
     "9 '" + "a" * 100_000 + "' 100000", "9 " + "(" * 5000 + " 1", "9 {'a'} 1", "-9 'a' 1", "9 'a' -1", "9 f'{1}' 1",
     "9 '\\ud800' 3", "9 'a' 1 1", "9999999999999999999999 'a' 1", "9 'a' " + "9" * 5000, "9 u'a' 1", "9 'a' 'b' 2")),
     st.text(max_size=12))
-VOCABULARIES = st.builds(Vocabulary, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), LINES), max_size=2).map(tuple),
-                         st.lists(EDITS, max_size=2).map(tuple))
+PLACED = st.tuples(st.floats(0, 1, exclude_max=True), LINES)
+VOCABULARIES = st.builds(Vocabulary, st.lists(PLACED, max_size=2).map(tuple), st.lists(EDITS, max_size=2).map(tuple))
 
 
 @holds_for(lambda machine: VOCABULARIES, machines=ON_HOST, memory=SMALL, seconds=1.0)
@@ -238,7 +240,7 @@ def vocabularies(file, machine):
                 "vocabularies: a text does not come back")
 
 
-# -- batches of texts ---------------------------------------------------------------------------------------------------
+# -- batches of texts --------------------------------------------------------------------------------------------------
 @functools.cache
 def decode_example():
     """examples/rwkv6_decode.py as a module."""
@@ -283,7 +285,8 @@ def batches_of_texts(batch, machine):
         source, target = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
         source.write_bytes(text)
         model = austen()
-        words = ["rwkv6_decode.py", "--batch-file", str(source), "--output", str(target), "--tokens", "2", "--slots", "2"]
+        words = ["rwkv6_decode.py", "--batch-file", str(source), "--output", str(target), "--tokens", "2",
+                 "--slots", "2"]
         code = 0
         with mock.patch.object(sys, "argv", words), redirect_stdout(said), redirect_stderr(said), \
                 mock.patch.object(RWKV6, "from_file", lambda *a, **k: model):

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 ROUND = 150             # examples of a property before the next one has its turn
 SHRINKING = 4           # seconds that a new fault may take to become small
 KINDS = 60              # faults of a property that are told apart; the others are only counted
-PATIENCE = 20           # seconds after which an example hangs; where kernels are emulated, and built first, twenty times it
+PATIENCE = 20           # seconds after which an example hangs; twenty times that where kernels are built first
 MEMORY = 256 << 20      # bytes by which an example may raise what the process had at most
 
 
@@ -60,7 +60,7 @@ class Property:
     examples: Callable
     machines: tuple[str, ...] | None        # those that it speaks of, None for all
     round: int                              # examples in a round
-    memory: int                             # bytes, as MEMORY
+    memory: int                             # bytes, as MEMORY; this and the next where no kernels are built
     seconds: float | None                   # of the thread's own time that an example may take
 
 
@@ -183,9 +183,11 @@ def tried(p: Property, example, machine):
     """The check, within its time and memory."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     own = time.thread_time()
-    with alarm(PATIENCE if machine.quick else 20 * PATIENCE), warnings.catch_warnings():
+    with alarm(PATIENCE if machine.ready else 20 * PATIENCE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         p.check(example, machine)
+    if not machine.ready:
+        return
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - peak
     require(grown <= p.memory, "memory", f"the process grew by {grown >> 20} MB")
     own = time.thread_time() - own

@@ -17,7 +17,7 @@ from linattn_np.models import Batch, Sampling, State
 ON_HOST = ("numpy",)
 
 
-# -- drawing ------------------------------------------------------------------------------------------------------------
+# -- drawing -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Drawing:
     """Ways of drawing, and logits."""
@@ -61,7 +61,7 @@ def drawing(case, machine):
                 f"{token} of {case.logits}")
 
 
-# -- states -------------------------------------------------------------------------------------------------------------
+# -- states ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Entering:
     """A state that is not quite the model's, and where it enters."""
@@ -132,7 +132,7 @@ def states_that_enter(case, machine):
         require(case.change != "more rows", "states: a state of several rows joins", case.where)
 
 
-# -- batches ------------------------------------------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Joining:
     """Prompts that join a batch, one of them bad."""
@@ -160,7 +160,8 @@ def joining(case, machine):
             batch.leave(slot)
     except ContractError as error:
         require(batch.free == free, "joining: a refused prompt takes a slot")
-        require(other is None or same_bits(batch.state(other).wkv, before), "joining: a refused prompt moves a neighbour")
+        require(other is None or same_bits(batch.state(other).wkv, before),
+                "joining: a refused prompt moves a neighbour")
         raise Refused from error
     except TypeError as error:
         raise Fault(f"joining: TypeError, {error!s:.60}", repr(case.prompts)) from error

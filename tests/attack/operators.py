@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from attack.calls import (DTYPES, FUNCTIONS, GROWING, Call, calls, double, flat, given, home, judge, least, magnitudes, there,
-                   truth)
+from attack.calls import (DTYPES, FUNCTIONS, GROWING, Call, calls, double, flat, given, home, judge, least, magnitudes,
+                          there, truth)
 from attack.harness import Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import literal, same_bits, stated
@@ -29,7 +29,7 @@ def results(machine, call):
 
 
 def finite_alike(machine, call, wanted):
-    """Where each result must be finite: where the exact one is, and token by token in the same precision comes there."""
+    """Where each result must be finite: where the exact one is, and in the same precision the one token by token."""
     if call.gate not in GROWING:
         return [np.isfinite(x) for x in wanted]
     stepwise = truth_in_own_precision(call)
@@ -154,7 +154,7 @@ def spelled(call):
     return [o, parts[0].swapaxes(2, 3) if call.state_v_first else parts[0], *parts[1:]]
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------------------
 def pulled(run_vjp, call, arrays, arguments, do, dht):
     """The gradients on whatever device, flat."""
     _, pull = run_vjp(call.function, *arrays, **arguments)
@@ -187,8 +187,8 @@ def gradients(call, machine):
     names = [*call.declared.arrays, *["initial_state"] * (len(found) - len(arrays))]
     for name, x, y, bound, own in zip(names, found, wanted, bounds, stepwise, strict=True):
         dtype = coarser(str(x.dtype), call.dtype)
-        judge(f"gradients: {call.op}, d{name}{where_planted(call)}", x, y, bound, np.isfinite(y) & np.isfinite(double(own)), dtype, 2.0,
-              least(call))
+        judge(f"gradients: {call.op}, d{name}{where_planted(call)}", x, y, bound,
+              np.isfinite(y) & np.isfinite(double(own)), dtype, 2.0, least(call))
 
 
 def exact_gradients(call, arrays, arguments, do, dht):
@@ -234,7 +234,8 @@ def gradient_bounds(call, wanted, do, dht):
     A gate's gradient is a difference of running sums, so its limit is what these sums come to.
     """
     if call.op == "softmax_attention" or call.feature_map or call.normalize:
-        return [np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0)) * (1 + call.loudness)) for x in wanted]
+        return [np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0)) * (1 + call.loudness))
+                for x in wanted]
     arrays, arguments = magnitudes(call, call.arrays(), call.arguments())
     bounds = exact_gradients(call, arrays, arguments, abs(double(do)),
                              None if dht is None else abs(double(dht)))
@@ -281,7 +282,7 @@ def slopes(call, machine):
     require(error < 1e-5, f"slopes: {call.op}", f"<pullback, dx> = {sum(terms)!r}, differences give {differences}")
 
 
-# -- laws ---------------------------------------------------------------------------------------------------------------
+# -- laws --------------------------------------------------------------------------------------------------------------
 def cut(call, machine, start, stop):
     """(arrays, arguments) of the tokens start:stop of a dense call."""
     arrays, arguments = given(call, machine)
@@ -377,5 +378,5 @@ def the_past_is_the_past(call, machine):
             reached[b, h, future] = True
     arrays, arguments = magnitudes(sound, sound.arrays(), sound.arguments())
     bound = truth(sound, arrays.values(), arguments)[0]
-    judge(f"past: {call.op}{where_planted(call)}", after, double(before), 2 * bound, ~reached & np.isfinite(double(before)), call.dtype,
-          least=least(call))
+    judge(f"past: {call.op}{where_planted(call)}", after, double(before), 2 * bound,
+          ~reached & np.isfinite(double(before)), call.dtype, least=least(call))

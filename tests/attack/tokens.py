@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from attack.calls import ALL_GATES, DTYPES, GROWING, double, flat, judge, lengths_of
+from attack.calls import ALL_GATES, DTYPES, GROWING, double, judge, lengths_of
 from attack.harness import Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import DECAYS, same_bits
@@ -18,7 +18,7 @@ STEPS = {"gla_step": (GLA_STEP, gla_step), "rwkv6_step": (RWKV6_STEP, rwkv6_step
 STABLE = [name for name in ALL_GATES if name not in GROWING]
 
 
-# -- steps --------------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
     """One token for B sequences."""
@@ -108,7 +108,7 @@ def a_step(step, machine):
         require(same_bits(machine.tohost(x), arrays[name]), f"steps: {name} is written")
 
 
-# -- stages -------------------------------------------------------------------------------------------------------------
+# -- stages ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Pipeline:
     """The five stages one after the other."""
@@ -175,7 +175,7 @@ def stages_are_the_operator(p, machine):
     judge("stages", o, wanted, bound, np.isfinite(wanted), p.dtype, 2.0, least=1e-32)
 
 
-# -- the layer ----------------------------------------------------------------------------------------------------------
+# -- the layer ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Layer:
     """A GLA layer and a batch."""
@@ -198,9 +198,10 @@ class Layer:
 def layers(draw, machine):
     heads = draw(st.sampled_from((1, 2, 4)))
     packed, T = draw(st.booleans()), draw(st.integers(0, 40))
-    return Layer(heads * draw(st.sampled_from((2, 4, 8))), heads,
-                 draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0])), 1 if packed else draw(st.integers(0, 3)),
-                 draw(lengths_of(T)) if packed else (T,), packed, draw(st.sampled_from(("float64", "float32", "float16"))),
+    kv_heads = draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]))
+    return Layer(heads * draw(st.sampled_from((2, 4, 8))), heads, kv_heads, 1 if packed else draw(st.integers(0, 3)),
+                 draw(lengths_of(T)) if packed else (T,), packed,
+                 draw(st.sampled_from(("float64", "float32", "float16"))),
                  draw(st.sampled_from((None, "relu", "sigmoid", "swish"))),
                  draw(st.sampled_from(("swish", "sigmoid", "relu"))), draw(st.sampled_from((None, -0.02, -5.0))),
                  draw(st.integers(0, 40)), draw(st.integers(0, 999)))
