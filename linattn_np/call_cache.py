@@ -16,12 +16,14 @@ MEMOS = Cache(most=1 << 26, entries=256)            # of calls by their likeness
 
 
 def likeness(op, inputs, arguments):
-    """All that the checks of a call can see, hashable: two calls alike pass or fail alike. None where it cannot tell."""
+    """All that the checks of a call can see, hashable: calls alike pass or fail alike. None where it cannot tell."""
     seen = [array_kinds.signature(x) for x in inputs]
     for name, x in arguments.items():
         kind = type(x)
-        if x is None or kind is str or kind is bool:
-            seen.append((x,))
+        if x is None:
+            seen.append(())
+        elif kind is str or kind is bool:       # True is no (int, 1)
+            seen.append(x)
         elif name in ARRAYS:
             seen.append(array_kinds.signature(x))
         elif name in INTEGERS:
@@ -49,8 +51,8 @@ def exactly(x):
 
 
 def weight(problem) -> int:
-    """About how many bytes are kept for calls like `problem`: its key, and tables of its sequences here and on a device."""
-    tables = sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
-    if problem.varlen:                              # eight numbers a sequence, and two for every chunk of 64
-        tables += 8 * problem.spans.bounds.nbytes + problem.sizes["T"] // 4
-    return 4096 + 3 * tables
+    """About how many bytes are kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
+    kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
+    if problem.varlen:                              # eight numbers a sequence, and two for every chunk of 64 tokens
+        kept += 8 * problem.spans.bounds.nbytes + problem.sizes["T"] // 4
+    return kept

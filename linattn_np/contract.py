@@ -6,7 +6,6 @@ This is the only room that looks at shapes, dtypes, strides and layouts. A decla
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from .wording import kind_of, shown
 LAYOUTS = ("bhtd", "bthd")
 SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
-MOST_CHUNK = 1 << 30
+MOST_CHUNK = 1 << 30        # tokens, so that no product of a table of chunks can wrap
 
 
 class ContractError(ValueError):
@@ -60,14 +59,12 @@ class Op:
         else:
             memo = MEMOS.get(key)
             if memo is None:
-                problem, memo = self.check(inputs, **arguments), {}
-                memo["problem"] = problem.without_arrays(memo)
-                memo = MEMOS.keep(key, memo, weight(problem))
-            problem = memo["problem"].with_arrays(inputs, arguments)
-        if problem.home == "host":
+                problem = self.check(inputs, **arguments).without_arrays()
+                memo = MEMOS.keep(key, {"problem": problem}, weight(problem))
+            problem = memo["problem"].with_arrays(inputs, arguments, memo)
+        if problem.out is not None or problem.options:
             overlap.keep_apart(problem)
-            doubts.tell(problem)
-        elif problem.doubts:
+        if problem.doubts or problem.home == "host":
             doubts.tell(problem)
         return problem.taken() if problem.differs else problem
 
@@ -356,13 +353,13 @@ class Problem:
     options: dict = field(default_factory=dict)
     memo: dict | None = None                # what backends remember for calls like this one, None where none is known
 
-    def without_arrays(self, memo) -> Problem:
+    def without_arrays(self) -> Problem:
         """What calls alike have in common; keeps no memory of the caller's alive."""
         own = {name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in self.options.items()}
-        return self.but(arrays={}, initial_state=None, out=None, mask=None, example=None, options=own, memo=memo)
+        return self.but(arrays={}, initial_state=None, out=None, mask=None, example=None, options=own)
 
-    def with_arrays(self, inputs, arguments) -> Problem:
-        """A call like this one on arrays of its own, which need no conversion."""
+    def with_arrays(self, inputs, arguments, memo) -> Problem:
+        """A call like this one on arrays of its own, which need no conversion; `memo` is what all of them share."""
         out, initial_state, options = arguments.get("out"), arguments.get("initial_state"), self.options
         arrays = dict(zip(self.op.arrays, inputs))
         if self.layout != "bhtd":
@@ -372,7 +369,7 @@ class Problem:
             slots = options["slots"]
             options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
         return self.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
-                        example=inputs[0], options=options, mask=arguments.get("mask"))
+                        example=inputs[0], options=options, mask=arguments.get("mask"), memo=memo)
 
     def but(self, **fields) -> Problem:
         """`dataclasses.replace` in a tenth of its time."""
@@ -422,7 +419,7 @@ class Problem:
         out = None
         if self.out is not None and "out" not in self.refolded:
             out = self.folded(self.backwards(self.out, self.op.out), self.op.out)
-        mask = self.mask.copy() if self.mask is not None and self.gradient else self.mask     # a pullback asks for it again
+        mask = self.mask.copy() if self.mask is not None and self.gradient else self.mask   # a pullback reads it again
         return self.but(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
     def taken_array(self, x, axes: str, nothing=0.0):

@@ -30,15 +30,16 @@ def obstacle(x, whose: str, operator: str) -> str | None:
 
 def of_subclass(x) -> str:
     if isinstance(x, np.ma.MaskedArray):
-        return (f"is a {kind_of(x)}, whose mask would be ignored, expected a plain array: x.filled(0) and, for padding, "
-                "the operator's own mask=")
+        return (f"is a {kind_of(x)}, whose mask would be ignored, expected a plain array: x.filled(0) and, for "
+                "padding, the operator's own mask=")
     return f"is a {kind_of(x)}, a subclass of numpy.ndarray, expected a plain array: np.asarray(x)"
 
 
 def of_torch(x, operator: str) -> str | None:
     torch = sys.modules["torch"]
     if torch.compiler.is_compiling():
-        return f"is traced by torch.compile, which cannot look into this call: import {operator} from linattn_np.interop.torch"
+        return ("is traced by torch.compile, which cannot look into this call: import "
+                f"{operator} from linattn_np.interop.torch")
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return ("is a tensor under a transformation of torch.func, which would not see this call: import "
                 f"{operator} from linattn_np.interop.torch")

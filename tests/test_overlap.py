@@ -14,7 +14,8 @@ from linattn_np.ops.steps import GLA_STEP
 
 SIZES = {"B": 2, "H": 3, "T": 8, "K": 4, "V": 4, "N": 2}
 FLOAT = np.dtype(np.float32)
-HARD = ((85128, 107004, 121172, 125796), (80232, 111776, 121408, 154636), 1207)    # strides of two arrays, how far apart
+HARD = (   # strides of two arrays, how far apart
+    (85128, 107004, 121172, 125796), (80232, 111776, 121408, 154636), 1207)
 
 
 def inputs(op=GLA):
@@ -52,9 +53,9 @@ def overlapping(shape):
     """Writable arrays of which two elements are one."""
     memory = np.zeros(2 * np.prod(shape), FLOAT)
     dense = memory[:np.prod(shape)].reshape(shape).strides
-    return {"stride-0": as_strided(memory, shape, (0, *dense[1:])), "all-one": as_strided(memory, shape, (0,) * len(shape)),
-            "windows": as_strided(memory, shape, (*dense[:-2], 4, 4)), "backwards": as_strided(memory[40:], shape, (*dense[:-2], -8, 4)),
-            "shifted": as_strided(memory, shape, (*dense[:-2], 2, 4))}
+    strides = {"stride-0": (0, *dense[1:]), "all-one": (0,) * len(shape), "windows": (*dense[:-2], 4, 4),
+               "backwards": (*dense[:-2], -8, 4), "shifted": (*dense[:-2], 2, 4)}
+    return {kind: as_strided(memory[40:], shape, steps) for kind, steps in strides.items()}
 
 
 @pytest.mark.parametrize("kind", overlapping((2, 3, 8, 4)))
@@ -101,3 +102,49 @@ def test_crafted_strides_take_no_time():
     assert overlap.share(q, out)
     assert time.perf_counter() - start < 0.5
 
+
+# -- on a device --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def place():
+    """Arrays of CuPy at addresses that nobody looks at."""
+    cupy = pytest.importorskip("cupy")
+
+    def array(at, shape, dtype=np.float32, strides=None):
+        memory = cupy.cuda.UnownedMemory(at, 1 << 20, None, 0)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+    return array
+
+
+def test_device_arrays_are_compared_too(place):
+    """By their addresses alone; a call alike at the same addresses is not looked at again."""
+    shape, at = (2, 3, 8, 4), [n << 20 for n in range(1, 6)]
+    for _ in range(2):
+        arrays = [place(where, shape) for where in at[:4]]
+        problem = GLA.bind(arrays, out=place(at[4], shape))
+        assert len(problem.memo["apart"]) == 1
+        for n, name in enumerate("qkvg"):
+            with pytest.raises(ContractError, match=f"gla: out shares memory with {name}"):
+                GLA.bind(arrays, out=place(at[n] + 32, shape))
+        assert len(problem.memo["apart"]) == 1
+        with pytest.raises(ContractError, match="gla: out shares memory with mask"):
+            GLA.bind(arrays, mask=place(at[4] + 16, (2, 8), bool), out=place(at[4], shape))
+    fused = (2 * 3 * 8 * 4 * 5 // 2 * 4, 8 * 20 * 4, 20 * 4, 4)
+    columns = [place(at[0] + 16 * n, shape, strides=fused) for n in range(5)]
+    GLA.bind(columns[:4], out=columns[4])
+    with pytest.raises(ContractError, match="gla: out has strides"):
+        GLA.bind(arrays, out=place(at[4], shape, strides=(0, 128, 16, 4)))
+
+
+def test_device_states_are_compared_too(place):
+    at = [n << 20 for n in range(1, 8)]
+    arrays = [place(where, (2, 3, 4)) for where in at[:4]]
+    state = place(at[4], (2, 3, 4, 4))
+    GLA_STEP.bind(arrays, state=state)
+    GLA_STEP.bind(arrays, state=state, slots=place(at[5], (2,), np.int64))
+    with pytest.raises(ContractError, match="gla_step: state shares memory with q"):
+        GLA_STEP.bind([place(at[4] + 64, (2, 3, 4)), *arrays[1:]], state=state)
+    with pytest.raises(ContractError, match="gla_step: state shares memory with slots"):
+        GLA_STEP.bind(arrays, state=state, slots=place(at[4] + 64, (2,), np.int64))
+    with pytest.raises(ContractError, match="gla_step: out shares memory with state"):
+        GLA_STEP.bind(arrays, state=state, out=place(at[4] + 64, (2, 3, 4)))

@@ -3,8 +3,8 @@
 NumPy computes CPU tensors; the CUDA kernels compute CUDA tensors through CuPy, on torch's current stream. bfloat16
 tensors work on both. The inputs alone are kept for the backward pass, which computes again what it needs of the
 forward pass. Gradients are first-order; torch refuses gradients of gradients. `torch.compile` and the transforms of
-`torch.func` see each call as one operator of torch's; `vmap` computes its elements one after the other: a batch is faster
-as the operators' B.
+`torch.func` see each call as one operator of torch's; `vmap` computes its elements one after the other: a batch is
+faster as the operators' B.
 
 Example
 -------

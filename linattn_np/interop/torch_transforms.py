@@ -141,7 +141,8 @@ class Gradients(torch.autograd.Function):
 def one_by_one(operator):
     """How torch.func.vmap maps `operator`: over its elements one after the other."""
     def mapped(info, in_dims, *arguments):
-        results = [operator(*(element(x, dims, i) for x, dims in zip(arguments, in_dims))) for i in range(info.batch_size)]
+        results = [operator(*(element(x, dims, i) for x, dims in zip(arguments, in_dims)))
+                   for i in range(info.batch_size)]
         return [torch.stack(parts) for parts in zip(*results)], [0] * len(results[0])
     return mapped
 

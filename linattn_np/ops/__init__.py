@@ -22,4 +22,5 @@ def declaration(function, caller: str):
     given = f"is {shown(function)}"
     if kind(function) is not None:
         given = f"is missing, as in {caller}(linattn_np.gla, q, k, v, g): the first argument {given}"
-    raise TypeError(f"{caller}: op {given}, expected one of linattn_np's operators: " + ", ".join(op.name for op in OPS))
+    raise TypeError(f"{caller}: op {given}, expected one of linattn_np's operators: "
+                    + ", ".join(op.name for op in OPS))

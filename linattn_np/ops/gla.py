@@ -34,7 +34,8 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     Parameters
     ----------
     q, k : [B, H, T, K], v : [B, H, T, V]
-        NumPy or CuPy arrays, or anything with ``__dlpack__``; float64, float32, float16 or bfloat16, all the same.
+        NumPy or CuPy arrays, or anything with ``__dlpack__``; float64, float32, float16 or bfloat16, all the same. No
+        subclasses such as masked arrays, and nothing whose gradient would be cut: `linattn_np.interop` differentiates.
         Any strides: slices of a fused buffer are read in place. v may have more heads than q, k and g, a multiple HV
         of H: o is then [B, HV, T, V], states [N, HV, K, V], and value head n goes with head ``n // (HV // H)``. That
         costs no copy of v and o where the heads lie side by side, as with ``layout="bthd"``; states are copied.
@@ -46,7 +47,7 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
         The same for the value channels, with the heads of v: what g is to the keys. With it there is no `materialize`
         and of the modes "recurrent" and, on the host, "chunk"; a GPU goes token by token, without tensor cores.
     scale : float, optional
-        ``K ** -0.5`` by default.
+        ``K ** -0.5`` by default; finite in the dtype that is computed in.
     initial_state : [N, H, K, V], optional
         S_0 of each of the N sequences: N = B, or ``len(cu_seqlens) - 1``.
     output_final_state : bool
@@ -78,7 +79,7 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     backend : "auto", "numpy", "cupy" or "numba"
         "auto" follows the arrays: host arrays run on NumPy, device arrays on CuPy's kernels.
     out : array like the result, optional
-        Where to write o.
+        Where to write o: memory that no other argument shares, and in which no two elements are one.
 
     Returns
     -------
@@ -89,6 +90,8 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     ContractError (a ValueError)
         Shapes, modes or cu_seqlens that do not fit; ContractTypeError (also a TypeError) for dtypes, devices and
         things that are no arrays; NotSupported where no backend can, with every reason. Nothing has run by then.
+    LinattnWarning
+        Arrays that look like [B, T, H, ...] without `layout`, or like decays where their logs are expected.
 
     Example
     -------
