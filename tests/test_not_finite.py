@@ -59,7 +59,7 @@ def assert_same(what, found, wanted, tolerance=2e-4):
     for n, (x, y) in enumerate(zip(found, wanted, strict=True)):
         finite = np.isfinite(y)
         wrong = np.argwhere(np.isfinite(x) != finite)
-        assert not len(wrong), f"{what}, result {n}: {len(wrong)} places differ in being finite, the first at {wrong[0]}"
+        assert not len(wrong), f"{what}, result {n}: {len(wrong)} places are finite in one only, the first is {wrong[0]}"
         x, y = np.where(finite, x, 0), np.where(finite, y, 0)
         assert np.abs(x - y).max(initial=0) <= tolerance * max(1, np.abs(y).max(initial=0)), f"{what}, result {n}"
 
@@ -67,7 +67,7 @@ def assert_same(what, found, wanted, tolerance=2e-4):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("name, mode", EVERY_MODE)
 def test_no_value_that_is_not_finite_goes_where_the_recurrence_does_not_take_it(name, mode, packed, rng):
-    for which, argument in enumerate(declaration(OPERATORS[name][0], "test").arrays if name != "gv" else TWO_GATES.arrays):
+    for which, argument in enumerate(Call(name, rng).op.arrays):
         for poison in POISONS:
             if argument in ("g", "w", "gv") and poison == -np.inf:
                 continue                                        # an ordinary gate: test_laws and test_gradients
@@ -79,7 +79,7 @@ def test_no_value_that_is_not_finite_goes_where_the_recurrence_does_not_take_it(
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_nor_does_it_in_the_backward_pass(name, packed, rng):
-    arguments = list((TWO_GATES if name == "gv" else declaration(OPERATORS[name][0], "test")).arrays)
+    arguments = list(Call(name, rng).op.arrays)
     for which, argument in enumerate([*arguments, "do", "dht"]):
         for poison in (np.nan, np.inf):
             for gate in ("weak", "logsigmoid", "some-inf"):
@@ -147,7 +147,7 @@ def test_the_stage_that_combines_is_causal(rng):
     assert_same("combine", [stages.combine(qg, h, A, v, chunk_size=16)], [wanted])
 
 
-# -- overflow on the way to a finite result -----------------------------------------------------------------------------
+# -- overflow on the way to a finite result ----------------------------------------------------------------------------
 def ones(T, *gates, K=1):
     g = np.zeros((1, 1, T, K), np.float32)
     g[0, 0, :len(gates)] = np.array(gates, np.float32)[:, None]
@@ -156,8 +156,8 @@ def ones(T, *gates, K=1):
 
 
 @pytest.mark.parametrize("mode", ["chunk", "staged", "parallel"])
-@pytest.mark.parametrize("gates", [(50, 50), (86, 0), (0, 88), (60, -60, 60, -60), (80, -100, 80), (40, 40, -80, 40, 40),
-                                   (-80, 85, 85, -80), (1,) * 60, (-np.inf, 80, 80)])
+@pytest.mark.parametrize("gates", [(50, 50), (86, 0), (0, 88), (60, -60, 60, -60), (80, -100, 80), (1,) * 60,
+                                   (40, 40, -80, 40, 40), (-80, 85, 85, -80), (-np.inf, 80, 80)])
 def test_growing_gates_overflow_where_the_recurrence_does(mode, gates):
     for function in (gla, rwkv6):
         for size in (1, 20, 1e-20, 1e20):
@@ -194,7 +194,7 @@ def test_small_and_large_values_under_gates_that_sum_up(function, mode, rng):
         assert np.abs(function(*arrays, mode=mode) - wanted).max() <= 2e-5 * np.abs(wanted).max(), small
 
 
-# -- a gate's gradient, to its own size ---------------------------------------------------------------------------------
+# -- a gate's gradient, to its own size --------------------------------------------------------------------------------
 GATES = {
     "one of -20": lambda rng, shape: np.where(np.arange(shape[2])[:, None] % 29 == 20, -20, -.01 + np.zeros(shape)),
     "spikes": lambda rng, shape: np.where(rng.random(shape) < .03, -rng.uniform(3, 60, shape), -.01),
@@ -229,7 +229,8 @@ def test_gate_gradients_are_right_to_their_own_size(kind, function, chunk_size, 
     wanted, size = gate_gradient_and_size(function, q, k, v, g, do)
     u = (np.zeros((2, 8), np.float32),) if function is rwkv6 else ()
     dg = vjp(function, q, k, v, g, *u, chunk_size=chunk_size)[1](do)[3]
-    off = np.abs(dg - wanted) / np.where(size == 0, 1, size)
+    off = (np.abs(dg - wanted) / np.where(size == 0, 1, size))[size > 1e-30].max()
     limit = 1e-4 if chunk_size is None else 3e-4        # larger chunks have more pairs whose rounding stays
-    assert off[size > 1e-30].max() <= (2e-6 if kind in HALVED else limit), f"off by {off[size > 1e-30].max():.1e} of what it is made of"
-    assert not dg[size == 0].any(), "no gate comes to anything before there is a state"
+    assert off <= (2e-6 if kind in HALVED else limit), f"off by {off:.1e} of what it is made of"
+    assert not dg[:, :, 0].any(), "no gate comes to anything before there is a state"
+    assert np.abs(dg[size == 0]).max() <= 1e-6 * np.abs(wanted).max()       # RWKV-6 reads nothing behind its last gate

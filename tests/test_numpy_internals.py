@@ -42,7 +42,7 @@ def gated(q, k, g, exclusive):
     decay = np.empty((*g.shape[:-2], g.shape[-1]))
     with np.errstate(all="ignore"):
         known = scores.Gates(g, scratch)
-        return (*scores.gated_scores(q, k, known, exclusive, decay, scratch), decay, known)
+        return (*scores.gated_scores(q, k, known, exclusive, decay, scratch, keep=True), decay, known)
 
 
 KINDS = ["weak", "strong", "resets", "mixed", "positive", "forget", "tall"]
@@ -84,8 +84,9 @@ def test_gradients_of_scores_are_their_transpose():
                                                     np.zeros((4, 6)), Scratch(g.dtype))
             of_q, of_k = gated(dq, k, g, exclusive), gated(q, dk, g, exclusive)
             for direction, gradient, A, x, dx in ((dq, gq, of_q[2], of_q[0], dqg), (dk, gk, of_k[2], of_k[1], dkg)):
-                np.testing.assert_allclose((direction * gradient).sum((1, 2)), (dA * A).sum((1, 2)) + (dx * x).sum((1, 2)),
-                                           rtol=1e-9, atol=1e-11 * max(1.0, np.abs(A).max()), err_msg=kind)
+                forward = (dA * A).sum((1, 2)) + (dx * x).sum((1, 2))
+                np.testing.assert_allclose((direction * gradient).sum((1, 2)), forward, rtol=1e-9,
+                                           atol=1e-11 * max(1.0, np.abs(A).max()), err_msg=kind)
 
 
 def test_prefix_and_suffix_sums_know_no_differences():

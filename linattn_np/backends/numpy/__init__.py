@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from ...contract import SUB_CHUNK
 from . import (chunked, chunking, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla,
                softmax_attention, staged, two_gates)
 
@@ -149,4 +148,4 @@ def tiles(problem, mode):
         return {}
     if problem.op.name == "softmax_attention":
         return {"chunk": problem.chunk_size or softmax_attention.TILE}
-    return {"chunk": problem.chunk_size or chunking.CHUNK, "sub_chunk": SUB_CHUNK}
+    return {"chunk": problem.chunk_size or chunking.CHUNK}

@@ -140,8 +140,8 @@ def carefully(sweep, rows, o, initial, final, states):
         found = member.scale * (qg @ carried + A @ v)
         at = np.nonzero(by_token.to_redo((found, after), inputs, (carried,)))
         if at[0].size:
-            u = rows_of_bonus(member, rows, at)
-            found[at], after[at] = by_token.forward(*(x[at] for x in inputs), u, member.scale, member.exclusive, carried[at])
+            how = rows_of_bonus(member, rows, at), member.scale, member.exclusive
+            found[at], after[at] = by_token.forward(*(x[at] for x in inputs), *how, carried[at])
         segment.unpack_into(o[rows], found[:, :, None])
         carried = after
         if (s := sweep.chunking.ends.get(c)) is not None:
@@ -255,7 +255,7 @@ class ChunkProducts:
         self.q, self.k, self.v, self.do, self.scratch = q, k, v, do, scratch
         self.gates = Gates(g, scratch, None if self.constant else LEAST)
         self.decay = scratch("decay", (*g.shape[:-2], g.shape[-1]))
-        self.qg, self.kg, self.A = gated_scores(q, k, self.gates, self.exclusive, self.decay, scratch)
+        self.qg, self.kg, self.A = gated_scores(q, k, self.gates, self.exclusive, self.decay, scratch, keep=True)
         if self.u is not None:
             put_bonus(self.A, q, k, self.u)
 

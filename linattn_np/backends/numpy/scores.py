@@ -6,9 +6,9 @@
 
 - *factored*: gates so weak that decays to and from the chunk's middle are harmless. Then A is one product,
   (q_i exp(c_i)) (k_j exp(-c_j))^T, with c the sums of gates from the middle.
-- *halved* otherwise: blocks of 1, 2, 4, ... tokens. Queries of a block's second half meet the keys of its first, the
+- *halved* otherwise: blocks of 2, 4, 8, ... tokens. Queries of a block's second half meet the keys of its first, the
   ones decayed from where the halves meet, the others to it; then both are decayed on to the whole block. Every factor
-  is a product of decays, and no gate is special. (Secondary chunking, Yang et al., 2024, section 4.3, all the way down.)
+  is a product of decays, and no gate is special. (Yang et al., 2024, section 4.3, secondary chunking, all the way.)
 
 Large q, k or growing gates may still leave a dtype's range. Then results are not finite, and `by_token` does the chunk.
 
@@ -34,7 +34,7 @@ class Gates:
 
     def __init__(self, g, scratch, least=None):
         self.g = g = blas_ready(g)
-        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))  # NaN where g is infinite: strong
+        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))      # NaN, so not weak, of -inf
         self.strong, self.halves = None, None
         if not is_weak(c, g, least, None).all():
             flat = [x.reshape(*x.shape[:-2], -1) for x in (c, g)]
@@ -93,14 +93,14 @@ def mask_future(A, exclusive):
     np.bitwise_and(A.view(bits), keep, out=A.view(bits))
 
 
-def gated_scores(q, k, gates, exclusive, decay, scratch):
-    """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]."""
+def gated_scores(q, k, gates, exclusive, decay, scratch, keep=False):
+    """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]. `keep` for the gradients."""
     qg, kg, A = scratch("qg", q.shape), scratch("kg", k.shape), scratch("A", (*q.shape[:-1], q.shape[-2]))
     if gates.any_weak:
         factored(q, k, gates, exclusive, qg, kg, A, decay)
     if gates.strong is not None:
         at = gates.strong
-        gates.halves = halves = Halves(q[at], k[at], gates.g[at], exclusive)
+        gates.halves = halves = Halves(q[at], k[at], gates.g[at], exclusive, keep)
         qg[at], kg[at], A[at], decay[at] = halves.q, halves.k, halves.A, halves.decay[:, 0]
     return qg, kg, A
 
@@ -143,7 +143,7 @@ def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
     """Gradients (dq, dk, dg) of A, qg and kg [..., C, .]; dA [..., C, C] is 0 on and above the diagonal.
 
     `through` [..., K or 1] is what flows across the whole chunk, of the state before it to the one behind it.
-    Needs `gates` as `gated_scores` has left them; overwrites dqg and dkg.
+    Needs `gates` as `gated_scores` has left them, told to keep; overwrites dqg and dkg.
     """
     dq, dk, dg = scratch("dq", q.shape), scratch("dk", k.shape), scratch("dg", gates.g.shape)
     at = gates.strong
@@ -157,35 +157,43 @@ def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
 
 
 def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
-    """dg_t = sum_{i >= t} q dq - sum_{j >= t} k dk (of A alone; i > t where the read comes before the write)
-              + sum_{j < t} kg dkg + through
+    """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
+              + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through             (i > t where the read comes before the write)
     """
     E, C = gates.decay, q.shape[-2]
-    read = slice(int(exclusive), None)                  # the queries that come after the first token's gate
     keys, queries = np.divide(k, E, out=scratch("keys", k.shape)), scratch("queries", q.shape)
     decay_query(q, E, exclusive, out=queries)
-    of_query, stored = dqg, dkg
-    of_query[..., read, :] *= gates.start
-    from_state = np.multiply(queries[..., read, :], of_query[..., read, :], out=scratch("of_key", q.shape)[..., read, :])
-    first = channels_of(gates.g, from_state.sum(-2))
-    of_query += scratch.product("of_key", dA, keys)
-    decay_query(of_query, E, exclusive, out=dq)
+    after = slice(int(exclusive), None)                 # the queries that come after the first token's gate
+    dqg[..., after, :] *= gates.start
+    read = np.multiply(queries, dqg, out=scratch("read", q.shape))
+    of_query = scratch.product("of_query", dA, keys)
+    dqg += of_query
+    decay_query(dqg, E, exclusive, out=dq)
     of_key = scratch.product("of_key", dA.swapaxes(-1, -2), queries)
-    stored *= E[..., -1:, :]
-    np.add(of_key, stored, out=dk)
+    dkg *= E[..., -1:, :]
+    np.add(of_key, dkg, out=dk)
     dk /= E
 
     of_query *= queries
     of_key *= keys
-    stored *= keys
-    of_query, of_key, stored = (channels_of(gates.g, x) for x in (of_query, of_key, stored))
-    of_query -= of_key
-    np.matmul(triangle(C, q.dtype, -int(exclusive)).T, of_query, out=dg)
+    dkg *= keys
+    of_query, of_key, read, stored = (channels_of(gates.g, x) for x in (of_query, of_key, read, dkg))
+    pairs = np.subtract(of_query, of_key, out=scratch("queries", of_key.shape))
+    np.matmul(nearer_end(C, q.dtype, exclusive), pairs, out=dg)
     if exclusive:
-        dg -= of_key
+        dg[..., :C // 2, :] -= of_query[..., :C // 2, :]
+        dg[..., C // 2:, :] -= of_key[..., C // 2:, :]
+    dg += scratch.product("queries", triangle(C, q.dtype, -int(exclusive)).T, read)
     dg += scratch.product("queries", triangle(C, q.dtype, -1), stored)
-    dg[..., 0, :] = first                               # no key comes before: pairs would leave nothing but rounding
     dg += through[..., None, :]
+
+
+@cache
+def nearer_end(size, dtype, exclusive):
+    """Sums from a token (or behind it) to a chunk's end, or less those before it, the fewer: all of them sum to 0."""
+    half, sums = size // 2, np.tri(size, k=-int(exclusive), dtype=dtype).T
+    sums[:half] = -np.tri(half, size, k=-1, dtype=dtype)
+    return sums
 
 
 def channels_of(g, x):
@@ -223,13 +231,13 @@ def square_of(A, level):
 class Halves:
     """Any gates, m chunks [m, C, K]: qg and kg as `q` and `k`, A [m, C, C], decay [m, 1, K or 1]."""
 
-    def __init__(self, q, k, g, exclusive):
+    def __init__(self, q, k, g, exclusive, keep):
         m, C, _ = q.shape
         decay = np.exp(g)
         self.of_query = None if exclusive else decay                # a token's own gate comes before its read, or after
         self.q, self.k = q.copy() if exclusive else q * decay, k.copy()
         self.A, self.levels = np.zeros((m, C, C), q.dtype), []
-        self.own = None if exclusive else self.q.copy()
+        self.own = self.q.copy() if keep and not exclusive else None
         if not exclusive:
             diagonal(self.A)[...] = np.vecdot(q, k)
         for level in doubling(C):
@@ -238,7 +246,8 @@ class Halves:
             first, second = merged[:, :, 0], merged[:, :, 1]
             queries, keys = halves_of(self.q, level)[1], halves_of(self.k, level)[0]
             square_of(self.A, level)[...] = queries @ keys.swapaxes(-1, -2)
-            self.levels.append((level, first, second, queries.copy(), keys.copy()))
+            if keep:
+                self.levels.append((level, first, second, queries.copy(), keys.copy()))
             queries *= first
             keys *= second
             decay = np.concatenate([(first * second)[:, :, 0], decay[:, 2 * n:]], axis=1)
@@ -252,11 +261,12 @@ class Halves:
             dqueries, dkeys = halves_of(dq, level)[1], halves_of(dk, level)[0]
             dqueries *= first
             dkeys *= second
-            across = [flow[:, :n] + channels_of(flow, (x * dx).sum(2)) for x, dx in ((queries, dqueries), (keys, dkeys))]
-            flow = np.concatenate([np.stack(across, axis=2).reshape(len(dq), 2 * n, -1), flow[:, n:]], axis=1)
+            across = np.stack([(queries * dqueries).sum(2), (keys * dkeys).sum(2)], axis=2)
+            across = flow[:, :n, None] + channels_of(flow, across)
+            flow = np.concatenate([across.reshape(len(dq), 2 * n, -1), flow[:, n:]], axis=1)
             dqueries += square @ keys
             dkeys += square.swapaxes(-1, -2) @ queries
-        if self.of_query is not None:
+        if self.own is not None:
             flow = flow + channels_of(flow, self.own * dq)
             dq *= self.of_query
         return dq, dk, flow
