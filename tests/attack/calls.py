@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, fields
 
+import ml_dtypes
 import numpy as np
 from attack.harness import Fault, require
 from hypothesis import strategies as st
@@ -278,16 +279,16 @@ def magnitudes(call, arrays, arguments):
 def judge(law, found, wanted, bound, must, dtype, factor=1.0, least=0.0):
     """Every element within its bound where `must`; `bound` is what the sum's terms come to without their signs."""
     require(found.shape == wanted.shape, f"{law}: shape", f"{found.shape}, expected {wanted.shape}")
-    limits = np.finfo(np.float32 if found.dtype == BFLOAT16 else found.dtype)
+    limits = ml_dtypes.finfo(found.dtype)
     with np.errstate(all="ignore"):
         must = must & np.isfinite(wanted) & (abs(wanted) < float(limits.max) / 8) & np.isfinite(bound)
         lost = must & ~np.isfinite(double(found))
         if lost.any():
             at = tuple(int(i) for i in np.argwhere(lost)[0])
             raise Fault(f"{law}: not finite", f"{found[at]} for {wanted[at]!r} at {at}, {int(lost.sum())} in all")
-        allowed = factor * TOLERANCES[np.dtype(dtype).name] * bound + least + float(limits.smallest_subnormal)
+        allowed = factor * TOLERANCES[np.dtype(dtype).name] * abs(bound) + least + float(limits.smallest_subnormal)
         error = np.where(must, abs(double(found) - wanted), 0)
-        bad = error > allowed
+        bad = must & (error > allowed)
     if bad.any():
         at = np.unravel_index(np.argmax(np.where(bad, error / allowed, 0)), error.shape)
         at = tuple(int(i) for i in at)

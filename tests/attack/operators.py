@@ -8,6 +8,7 @@ import numpy as np
 from attack.calls import (DTYPES, FUNCTIONS, GROWING, Call, calls, double, flat, given, home, judge, least, magnitudes,
                           there, truth)
 from attack.harness import Refused, holds_for, require
+from conftest import Kernels
 from hypothesis import strategies as st
 from reference import literal, same_bits, stated
 
@@ -83,7 +84,9 @@ def operators(call, machine):
     for name, x, y in zip(call.declared.arrays, arrays, before):
         require(same_bits(machine.tohost(x), y), f"{call.op} writes into {name}")
     wanted = truth(call, call.arrays().values(), call.arguments())
-    judge_call("operators", call, found, wanted, bounded(call), finite_alike(machine, call, wanted))
+    must = finite_alike(machine, call, wanted)
+    must[0] = must[0] & ~excused(call, machine)
+    judge_call("operators", call, found, wanted, bounded(call), must)
     into_out(machine, call, arrays, arguments, found)
 
 
@@ -185,10 +188,23 @@ def gradients(call, machine):
     bounds = gradient_bounds(call, wanted, do, dht)
     stepwise = wanted if call.gate not in GROWING else stepwise_gradients(call, do, dht)
     names = [*call.declared.arrays, *["initial_state"] * (len(found) - len(arrays))]
+    beyond = excused(call, machine, gradient=True)
     for name, x, y, bound, own in zip(names, found, wanted, bounds, stepwise, strict=True):
+        own = np.where(spread(beyond, call, name), np.nan, own)
         dtype = coarser(str(x.dtype), call.dtype)
         judge(f"gradients: {call.op}, d{name}{where_planted(call)}", x, y, bound,
               np.isfinite(y) & np.isfinite(double(own)), dtype, 2.0, least(call))
+
+
+def spread(beyond, call, name):
+    """`beyond` [B, HV, T, 1] as the gradient of `name` has its axes; of one without tokens all or nothing."""
+    axes = call.declared.arrays.get(name, "")
+    if "T" not in axes.split() or beyond.size == 1:
+        return beyond.any()
+    if not axes.endswith("V"):
+        B, heads, T, _ = beyond.shape
+        beyond = beyond.reshape(B, heads // call.groups, call.groups, T).any(2)[..., None]
+    return beyond if axes.count(" ") == 3 else beyond[..., 0]
 
 
 def exact_gradients(call, arrays, arguments, do, dht):
@@ -360,8 +376,17 @@ def the_past_is_the_past(call, machine):
         return
     sound = replace(call, plants=())
     before, after = results(machine, sound)[0], results(machine, call)[0]
-    reached = np.zeros(before.shape, bool)
-    keep = call.arguments().get("mask")
+    reached = reached_by_plants(call, 1) | excused(call, machine)
+    arrays, arguments = magnitudes(sound, sound.arrays(), sound.arguments())
+    bound = truth(sound, arrays.values(), arguments)[0]
+    judge(f"past: {call.op}{where_planted(call)}", after, double(before), 2 * bound,
+          ~reached & np.isfinite(double(before)), call.dtype, least=least(call))
+
+
+def reached_by_plants(call, block):
+    """[B, HV, T, 1]: all behind a planted number in its sequence, and before it within a block of so many tokens."""
+    reached, keep = np.zeros((*call.shape("B H T V")[:3], 1), bool), call.arguments().get("mask")
+    ends = np.cumsum([0, *(call.lengths or (call.T,))])
     for name, token, place, _ in call.plants:
         axes = call.declared.arrays[name]
         shape = call.shape(axes)
@@ -370,13 +395,23 @@ def the_past_is_the_past(call, machine):
         b, head, *_ = np.unravel_index(place % (int(np.prod(shape)) // call.T), shape[:2] + shape[3:])
         if keep is not None and not keep[b, token]:
             continue
-        ends = np.cumsum([0, *(call.lengths or (call.T,))])
         sequence = int(np.searchsorted(ends, token, side="right")) - 1
+        start, stop = ends[sequence], ends[sequence + 1]
+        if call.reverse:
+            future = slice(start, stop - (stop - 1 - token) // block * block)
+        else:
+            future = slice(start + (token - start) // block * block, stop)
         heads = [head] if axes.endswith("V") else range(head * call.groups, (head + 1) * call.groups)
-        future = slice(ends[sequence], token + 1) if call.reverse else slice(token, ends[sequence + 1])
         for h in heads:
             reached[b, h, future] = True
-    arrays, arguments = magnitudes(sound, sound.arrays(), sound.arguments())
-    bound = truth(sound, arrays.values(), arguments)[0]
-    judge(f"past: {call.op}{where_planted(call)}", after, double(before), 2 * bound,
-          ~reached & np.isfinite(double(before)), call.dtype, least=least(call))
+    return reached
+
+
+def excused(call, machine, gradient=False):
+    """[B, HV, T, 1]: where the docstrings let kernels that multiply whole blocks have a NaN of the block's future.
+
+    A gate's gradient, which is summed up from the end, may have it in the whole sequence.
+    """
+    if not isinstance(machine, Kernels) or call.mode == "recurrent" and not gradient:
+        return np.zeros((1, 1, 1, 1), bool)
+    return reached_by_plants(call, max(call.T, 1) if gradient else max(128, call.chunk_size or 0))

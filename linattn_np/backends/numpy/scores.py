@@ -188,9 +188,12 @@ def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk,
     dg += through[..., None, :]
 
 
-@cache
 def nearer_end(size, dtype, exclusive):
     """Sums from a token (or behind it) to a chunk's end, or less those before it, the fewer: all of them sum to 0."""
+    return kept(nearer_sums, size, dtype=dtype, exclusive=exclusive)
+
+
+def nearer_sums(size, dtype, exclusive):
     half, sums = size // 2, np.tri(size, k=-int(exclusive), dtype=dtype).T
     sums[:half] = -np.tri(half, size, k=-1, dtype=dtype)
     return sums
