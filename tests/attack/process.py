@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import gc
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -99,6 +100,7 @@ def interrupts(case, machine):
     arrays, arguments = given(call, machine)
     out = np.zeros(call.shape("B H T V"), call.dtype)
     timer = threading.Timer(case.after, _thread.interrupt_main)
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # which a shell's background jobs are without
     broken = True
     try:
         timer.start()
