@@ -23,7 +23,7 @@ from ...caches import Cache
 
 CONSTANTS = Cache(most=1 << 24, entries=64)
 LIMIT = 30.0                # nats from the middle: exp(30) = 1e13 leaves float32 room for values from 1e-25 to 1e25
-LEAST = -4.0                # nats of one gate: exp(-4) leaves its gradient four digits in float32, and mostly five
+LEAST = -5.0                # nats of one gate: exp(-5) leaves its gradient four digits in float32, and mostly five
 
 
 class Gates:
@@ -158,7 +158,7 @@ def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
 
 def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
     """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
-              + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through             (i > t where the read comes before the write)
+              + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
     """
     E, C = gates.decay, q.shape[-2]
     keys, queries = np.divide(k, E, out=scratch("keys", k.shape)), scratch("queries", q.shape)
