@@ -3,10 +3,11 @@
 from . import layers, stages
 from .autodiff import vjp
 from .contract import ContractError, ContractTypeError, NotSupported
+from .doubts import LinattnWarning
 from .explanation import Explanation, explain
 from .ops import (OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention)
 
 __version__ = "0.1.0"
 __all__ = ["gla", "rwkv6", "simple_gla", "retention", "linear_attention", "softmax_attention", "gla_step",
            "rwkv6_step", "vjp", "explain", "layers", "stages", "OPS", "Explanation", "ContractError",
-           "ContractTypeError", "NotSupported"]
+           "ContractTypeError", "NotSupported", "LinattnWarning"]

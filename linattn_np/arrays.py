@@ -13,6 +13,8 @@ import numpy as np
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)
 
+DEVICE_ARRAYS = []
+
 _DLPACK_HOST = (1, 3)       # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = (2, 13)      # kDLCUDA, kDLCUDAManaged
 
@@ -33,7 +35,7 @@ def kind(x) -> str | None:
 def to_native(x, whose: str):
     """`x`, of kind `whose`, as a numpy.ndarray or cupy.ndarray over the same memory."""
     if whose in ("numpy", "cupy"):
-        return x
+        return np.asarray(x) if whose == "numpy" else x         # of a memory map the plain array
     if whose == "torch" and x.requires_grad:
         x = x.detach()
     if whose == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
@@ -74,11 +76,20 @@ def home(x) -> str:
 
 def signature(x):
     """All but its numbers and its place of an array that is native as it is, hashable; None of anything else."""
-    if type(x) is np.ndarray:
+    kind = type(x)
+    if kind is np.ndarray:
         return x.shape, x.strides, x.dtype, x.flags.writeable
-    if type(x) is getattr(sys.modules.get("cupy"), "ndarray", None):
-        return x.shape, x.strides, x.dtype, x.data.ptr % 16, x.device.id
+    if kind in (DEVICE_ARRAYS or device_arrays()):
+        memory = x.data
+        return x.shape, x.strides, x.dtype, memory.ptr % 16, memory.device_id
     return None
+
+
+def device_arrays():
+    """DEVICE_ARRAYS, with CuPy's type once CuPy is imported."""
+    if "cupy" in sys.modules:
+        DEVICE_ARRAYS.append(sys.modules["cupy"].ndarray)
+    return DEVICE_ARRAYS
 
 
 def contents(numbers, kinds):
@@ -88,7 +99,9 @@ def contents(numbers, kinds):
 
 
 def host_array(numbers):
-    """A list, tuple or NumPy array as an array; None where the list is no array of numbers."""
+    """A list, tuple or NumPy array as an array; None where it is no plain array of numbers."""
+    if isinstance(numbers, np.ndarray) and type(numbers) is not np.ndarray:
+        return None
     try:
         found = np.asarray(numbers)
     except ValueError:          # a ragged list

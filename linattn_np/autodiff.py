@@ -17,6 +17,9 @@ def vjp(op, *arrays, backend="auto", **arguments):
     (a pair, like the state, for the normalised `linear_attention`). Each has the shape and dtype of what it is the
     gradient of; `dht` needs no `output_final_state`.
 
+    Arrays are not copied: the pullback reads them and `initial_state` again when it is called. Written to in between,
+    they give the gradients of neither call. A `mask` is copied, so that it may change.
+
     For GLA-like operators dS is carried backwards through the chunks, and the gate's gradient is
     ``revcumsum(q * dq - k * dk)`` plus ``sum_v S_T * dS_T`` (Yang et al., 2024, section 4.4), so that no state but one
     a chunk is ever kept; on a GPU one every 256 tokens, or none (`explain` with `gradient` gives the bytes).

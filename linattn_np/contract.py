@@ -6,25 +6,22 @@ This is the only room that looks at shapes, dtypes, strides and layouts. A decla
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 
 from . import arrays as array_kinds
-from . import grouped, masked, varlen
+from . import doubts, foreign, grouped, masked, overlap, varlen
+from .call_cache import MEMOS, likeness, weight
+from .wording import kind_of, shown
 
 LAYOUTS = ("bhtd", "bthd")
 SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
-ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
-INTEGERS = ("cu_seqlens", "slots")                  # arguments that are integers on the host, whose values matter
-DECAYS = ("gamma",)                                 # and numbers there
-PLAIN = (int, float, type, np.generic, np.dtype)    # arguments that their repr tells apart
+MOST_CHUNK = 1 << 30        # tokens, so that no product of a table of chunks can wrap
 
 
 class ContractError(ValueError):
@@ -60,20 +57,22 @@ class Op:
         if key is None:
             problem = self.check(inputs, **arguments)
         else:
-            memo = shared_memo(key)
-            if "problem" not in memo:
-                memo["problem"] = self.check(inputs, **arguments).without_arrays(memo)
-            problem = memo["problem"].with_arrays(inputs, arguments)
-        if problem.home == "host":
-            self.keep_apart(problem)
-        return problem
+            memo = MEMOS.get(key)
+            if memo is None:
+                problem = self.check(inputs, **arguments).without_arrays()
+                memo = MEMOS.keep(key, {"problem": problem}, weight(problem))
+            problem = memo["problem"].with_arrays(inputs, arguments, memo)
+        if problem.out is not None or problem.options:
+            overlap.keep_apart(problem)
+        if problem.doubts or problem.home == "host":
+            doubts.tell(problem)
+        return problem.taken() if problem.differs else problem
 
     def check(self, inputs, *, layout="bhtd", mode="auto", scale=None, initial_state=None, output_final_state=False,
              state_dtype=None, cu_seqlens=None, mask=None, reverse=False, state_v_first=False, chunk_size=None,
              materialize=None, out=None, gradient=False, **options) -> Problem:
-        """All checks of a call but that of overlapping memory, in one pass."""
-        if layout not in LAYOUTS:
-            self.refuse("layout", f"is {layout!r}, expected one of {', '.join(map(repr, LAYOUTS))}")
+        """All checks of a call that calls alike share, in one pass."""
+        self.one_of("layout", layout, LAYOUTS)
         views, whose = self.native_views(inputs, layout)
         groups = self.groups(views, layout)
         sizes = self.sizes(views, layout, groups)
@@ -83,20 +82,22 @@ class Op:
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
+        state_v_first = self.flag("state_v_first", state_v_first)       # before it is asked: an array is no answer
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
         out = self.output(out, sizes, dtype, layout, home, groups)
         mask = self.mask(mask, sizes, home, cu_seqlens)
         if groups > 1:
             sizes["V"] *= groups
+        spans = spans.backwards() if self.flag("reverse", reverse) else spans
         problem = Problem(
-            op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans.backwards() if reverse else spans,
-            varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse), state_v_first=bool(state_v_first),
-            mode=mode, chunk_size=chunk_size, materialize=materialize, scale=self.scale(scale, sizes),
-            initial_state=initial_state, output_final_state=bool(output_final_state), state_dtype=state_dtype,
+            op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans,
+            varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse),
+            state_v_first=state_v_first, mode=mode, chunk_size=chunk_size,
+            materialize=materialize, scale=self.scale(scale, sizes, dtype), initial_state=initial_state,
+            output_final_state=self.flag("output_final_state", output_final_state), state_dtype=state_dtype,
             out=out, options=options, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient,
             groups=groups, mask=mask)
-        problem = problem.but(refolded=problem.copied_to_fold())
-        return problem.taken() if problem.differs else problem
+        return problem.but(refolded=problem.copied_to_fold(), doubts=doubts.of_layout(problem))
 
     def taken_apart(self, given):
         """(declaration, arrays, everything else) of a call's arguments by name."""
@@ -111,6 +112,18 @@ class Op:
 
     def refuse(self, argument: str, complaint: str, error=ContractError):
         raise error(f"{self.name}: {argument} {complaint}")
+
+    def one_of(self, argument: str, x, choices):
+        """`x`, one of these words (or None)."""
+        if not (x is None or isinstance(x, str)) or x not in choices:
+            self.refuse(argument, f"is {shown(x)}, expected one of {', '.join(map(repr, choices))}")
+        return x
+
+    def flag(self, argument: str, x) -> bool:
+        """`x`, True or False: the text 'False' is neither."""
+        if not isinstance(x, (bool, np.bool_)):
+            self.refuse(argument, f"is {shown(x)}, expected True or False", ContractTypeError)
+        return bool(x)
 
     # -- arrays -----------------------------------------------------------------------------------------------------
     def native_views(self, inputs, layout):
@@ -130,10 +143,12 @@ class Op:
         """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
         whose = array_kinds.kind(x)
         if whose is None:
-            self.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
+            self.refuse(name, f"is a {kind_of(x)}, expected an array", ContractTypeError)
+        if obstacle := foreign.obstacle(x, whose, self.name):
+            self.refuse(name, obstacle, ContractTypeError)
         try:
             return array_kinds.to_native(x, whose), whose
-        except (TypeError, BufferError, ImportError) as error:
+        except (TypeError, BufferError, ImportError, RuntimeError) as error:
             self.refuse(name, f"cannot be read: {error}", ContractTypeError)
 
     def logical(self, name, array, axes, layout):
@@ -208,29 +223,33 @@ class Op:
             self.refuse("cu_seqlens", str(error))
 
     def route(self, mode, chunk_size, materialize):
-        if mode != "auto" and mode not in self.modes:
-            self.refuse("mode", f"is {mode!r}, expected one of 'auto', {', '.join(map(repr, self.modes))}")
+        self.one_of("mode", mode, ("auto", *self.modes))
         chunked = mode in ("auto", "chunk", "staged")
         if chunk_size is not None:
             if not chunked:
                 self.refuse("chunk_size", f"has no meaning in mode {mode!r}")
-            if not is_int(chunk_size) or chunk_size < SUB_CHUNK or chunk_size % SUB_CHUNK:
-                self.refuse("chunk_size", f"is {chunk_size!r}, expected a positive multiple of {SUB_CHUNK}")
+            if not is_int(chunk_size) or not SUB_CHUNK <= chunk_size <= MOST_CHUNK or chunk_size % SUB_CHUNK:
+                self.refuse("chunk_size", f"is {shown(chunk_size)}, expected a positive multiple of {SUB_CHUNK}, "
+                                          f"at most {MOST_CHUNK}")
             chunk_size = int(chunk_size)
-        if materialize not in (None, True, False):
-            self.refuse("materialize", f"is {materialize!r}, expected True, False or None")
-        if materialize is not None and not chunked:
+        if materialize is None:
+            return mode, chunk_size
+        if not isinstance(materialize, (bool, np.bool_)):
+            self.refuse("materialize", f"is {shown(materialize)}, expected True, False or None")
+        if not chunked:
             self.refuse("materialize", f"has no meaning in mode {mode!r}")
-        if materialize is False and mode == "staged":
+        if not materialize and mode == "staged":
             self.refuse("materialize", "is False, but mode 'staged' keeps every chunk's state")
         return mode, chunk_size
 
-    def scale(self, scale, sizes) -> float:
+    def scale(self, scale, sizes, dtype) -> float:
         if scale is None:
             return sizes[self.feature] ** -0.5 if self.feature in sizes else 1.0
-        if not is_real(scale) or not math.isfinite(scale):
-            self.refuse("scale", f"is {scale!r}, expected a finite number or None",
-                        ContractError if is_real(scale) else ContractTypeError)
+        if not is_real(scale):
+            self.refuse("scale", f"is {shown(scale)}, expected a finite number or None", ContractTypeError)
+        computed = np.finfo(compute_dtype(dtype))
+        if not abs(scale) <= float(computed.max):           # nor is NaN
+            self.refuse("scale", f"is {shown(scale)}, expected a finite number in {computed.dtype}, or None")
         return float(scale)
 
     def initial_state(self, state, sizes, home, v_first, groups):
@@ -269,7 +288,7 @@ class Op:
         try:
             wanted = np.dtype(wanted)
         except TypeError:
-            self.refuse("state_dtype", f"is {wanted!r}, expected a float dtype", ContractTypeError)
+            self.refuse("state_dtype", f"is {shown(wanted)}, expected a float dtype", ContractTypeError)
         if wanted not in array_kinds.FLOATS:
             self.refuse("state_dtype", f"is {wanted}, expected one of "
                         + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
@@ -279,15 +298,20 @@ class Op:
         if out is None:
             return None
         if array_kinds.kind(out) not in ("numpy", "cupy"):
-            self.refuse("out", f"is a {type(out).__module__}.{type(out).__qualname__}, expected a NumPy or CuPy array",
-                        ContractTypeError)
-        view = self.logical("out", out, self.out, layout)
+            self.refuse("out", f"is a {kind_of(out)}, expected a NumPy or CuPy array", ContractTypeError)
+        native, _ = self.native("out", out)
+        view = self.logical("out", native, self.out, layout)
         view = self.placed("out", view, grouped.callers(self.out, groups), sizes, home)
         if view.dtype != dtype:
             self.refuse("out", f"has dtype {view.dtype}, expected {dtype}", ContractTypeError)
-        if home == "host" and not out.flags.writeable:
-            self.refuse("out", "is read-only")
+        self.writable("out", view, home)
         return view
+
+    def writable(self, name, x, home):
+        if home == "host" and not x.flags.writeable:
+            self.refuse(name, "is read-only, but it is written")
+        if not overlap.elements_apart(x):
+            self.refuse(name, f"has strides {x.strides} for shape {tuple(x.shape)}, by which elements may share memory")
 
     def mask(self, mask, sizes, home, cu_seqlens):
         """[B, T] bool where the arrays live, or None."""
@@ -296,16 +320,6 @@ class Op:
         if cu_seqlens is not None:
             self.refuse("mask", "cannot be combined with cu_seqlens, whose sequences have no padding")
         return self.placed("mask", mask, "B T", sizes, home, (np.dtype(bool),))
-
-    def keep_apart(self, problem):
-        """On the host: what is written is none of what is read."""
-        out, state = problem.out, problem.options.get("state")
-        read = [*problem.arrays.items(), *(("initial_state", part) for part in problem.initial_state or ())]
-        written = [("state", state, read), ("out", out, [*read, ("state", state)])]
-        for name, array, others in written:
-            for other, x in others if array is not None else ():
-                if x is not None and np.may_share_memory(array, x) and np.shares_memory(array, x):
-                    self.refuse(name, f"shares memory with {other}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,16 +350,17 @@ class Problem:
     groups: int = 1                         # heads of v as the caller has them for each of ours, whose V is all theirs
     refolded: tuple[str, ...] = ()          # the caller's arrays for which that takes a copy
     mask: object | None = None              # [B, T], True for a token, False for padding
+    doubts: tuple[str, ...] = ()            # what shapes alone make unlikely to be meant
     options: dict = field(default_factory=dict)
     memo: dict | None = None                # what backends remember for calls like this one, None where none is known
 
-    def without_arrays(self, memo) -> Problem:
+    def without_arrays(self) -> Problem:
         """What calls alike have in common; keeps no memory of the caller's alive."""
         own = {name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in self.options.items()}
-        return self.but(arrays={}, initial_state=None, out=None, mask=None, example=None, options=own, memo=memo)
+        return self.but(arrays={}, initial_state=None, out=None, mask=None, example=None, options=own)
 
-    def with_arrays(self, inputs, arguments) -> Problem:
-        """A call like this one on arrays of its own, which need no conversion."""
+    def with_arrays(self, inputs, arguments, memo) -> Problem:
+        """A call like this one on arrays of its own, which need no conversion; `memo` is what all of them share."""
         out, initial_state, options = arguments.get("out"), arguments.get("initial_state"), self.options
         arrays = dict(zip(self.op.arrays, inputs))
         if self.layout != "bhtd":
@@ -354,9 +369,8 @@ class Problem:
         if "state" in options:
             slots = options["slots"]
             options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
-        problem = self.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
-                           example=inputs[0], options=options, mask=arguments.get("mask"))
-        return problem.taken() if problem.differs else problem
+        return self.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
+                        example=inputs[0], options=options, mask=arguments.get("mask"), memo=memo)
 
     def but(self, **fields) -> Problem:
         """`dataclasses.replace` in a tenth of its time."""
@@ -369,7 +383,7 @@ class Problem:
 
     @property
     def compute_dtype(self) -> np.dtype:
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return compute_dtype(self.dtype)
 
     def shape(self, axes: str) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in axes.split())
@@ -406,7 +420,8 @@ class Problem:
         out = None
         if self.out is not None and "out" not in self.refolded:
             out = self.folded(self.backwards(self.out, self.op.out), self.op.out)
-        return self.but(arrays=arrays, initial_state=initial_state, out=out)
+        mask = self.mask.copy() if self.mask is not None and self.gradient else self.mask   # a pullback reads it again
+        return self.but(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
     def taken_array(self, x, axes: str, nothing=0.0):
         """The caller's [B, H, T, ...] in the direction of `reverse`, with grouped heads as one, without its padding."""
@@ -475,30 +490,9 @@ class Problem:
                          sizes=sizes, out=None, memo=None) for at in starts]
 
 
-# -- calls alike ----------------------------------------------------------------------------------------------------
-@lru_cache(256)
-def shared_memo(key) -> dict:
-    """What is known of the calls whose `likeness` is `key`, empty at first."""
-    return {}
-
-
-def likeness(op: Op, inputs, arguments):
-    """All that the checks of a call can see, hashable: two calls alike pass or fail alike. None where it cannot tell."""
-    seen = [array_kinds.signature(x) for x in inputs]
-    for name, x in arguments.items():
-        if x is None or type(x) is str or type(x) is bool:
-            seen.append((x,))
-        elif name in ARRAYS:
-            seen.append(array_kinds.signature(x))
-        elif name in INTEGERS:
-            seen.append(array_kinds.contents(x, "iu") or array_kinds.signature(x))
-        elif isinstance(x, PLAIN):
-            seen.append(repr(x))        # tells 1 from 1.0, and -0.0 from 0.0
-        elif name in DECAYS:
-            seen.append(array_kinds.contents(x, "iuf"))
-        else:
-            return None
-    return None if None in seen else (op, *arguments, *seen)
+def compute_dtype(dtype) -> np.dtype:
+    """What arrays of `dtype` are computed in."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def swap_heads(array, axes: str, layout: str):

@@ -11,6 +11,7 @@ import numpy as np
 
 from . import arrays
 from .contract import CHUNK, ContractTypeError, Op
+from .wording import kind_of, shown
 
 GATED: list[Op] = []  # the gated family: a backend's equations and kernels of it are a member's by its declaration
 
@@ -63,19 +64,15 @@ class Retention(Op):
         if gamma is None:
             return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
         if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
-            self.refuse(
-                "gamma",
-                f"is a {type(gamma).__module__}.{type(gamma).__qualname__}, expected host numbers",
-                ContractTypeError,
-            )
+            self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
         values = arrays.host_array(gamma)
         if values is None:
-            self.refuse("gamma", f"is {gamma!r}, expected host numbers", ContractTypeError)
+            self.refuse("gamma", f"is {shown(gamma)}, expected host numbers", ContractTypeError)
         values = values.astype(np.float64)
         if values.shape not in ((), (heads,)):
             self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
         if not ((values >= 0) & (values <= 1)).all():
-            self.refuse("gamma", f"is {gamma!r}, expected decays between 0 and 1")
+            self.refuse("gamma", f"is {shown(gamma)}, expected decays between 0 and 1")
         return np.broadcast_to(values, (heads,))
 
 
@@ -87,12 +84,10 @@ class LinearAttention(Op):
     """Carries the normaliser z beside S once `normalize` is asked for."""
 
     def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
-        if feature_map not in FEATURE_MAPS:
-            self.refuse("feature_map", f"is {feature_map!r}, expected one of {', '.join(map(repr, FEATURE_MAPS))}")
+        self.one_of("feature_map", feature_map, FEATURE_MAPS)
+        normalize = self.flag("normalize", normalize)
         declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttention, declared).check(
-            inputs, feature_map=feature_map, normalize=bool(normalize), **arguments
-        )
+        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
 
 
 LINEAR_ATTENTION = LinearAttention("linear_attention", QKV)
@@ -104,7 +99,7 @@ class SoftmaxAttention(Op):
     """Sees the past only, unless told otherwise."""
 
     def check(self, inputs, *, causal=True, **arguments):
-        return super().check(inputs, causal=bool(causal), **arguments)
+        return super().check(inputs, causal=self.flag("causal", causal), **arguments)
 
 
 SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", QKV, modes=("chunk",), state=())
@@ -123,8 +118,7 @@ class Step(Op):
         pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home)
-        if problem.home == "host" and not state.flags.writeable:
-            self.refuse("state", "is read-only, but it is updated in place")
+        self.writable("state", state, problem.home)
         problem.options.update(state=state, slots=self.slots(slots, B, pool["N"], problem.home))
         return problem
 
@@ -138,22 +132,14 @@ class Step(Op):
             return None
         if arrays.kind(slots) == "cupy":
             if home == "host" or slots.shape != (count,) or slots.dtype != np.int64:
-                self.refuse(
-                    "slots",
-                    f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
-                    "beside device arrays",
-                    ContractTypeError,
-                )
+                self.refuse("slots", f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
+                                     "beside device arrays", ContractTypeError)
             return slots
         if not isinstance(slots, (list, tuple, np.ndarray)):
-            self.refuse(
-                "slots",
-                f"is a {type(slots).__module__}.{type(slots).__qualname__}, expected integers",
-                ContractTypeError,
-            )
+            self.refuse("slots", f"is a {kind_of(slots)}, expected integers", ContractTypeError)
         rows = arrays.host_array(slots)
         if rows is None:
-            self.refuse("slots", f"is {slots!r}, expected integers [B] = ({count},)")
+            self.refuse("slots", f"is {shown(slots)}, expected integers [B] = ({count},)")
         if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
             self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
         rows = rows.astype(np.int64)
@@ -191,9 +177,7 @@ class Stage(Op):
         for axis, wanted in (("C", problem.chunk_size), ("NC", chunks)):
             if problem.sizes.setdefault(axis, wanted) != wanted:
                 name = next(n for n, axes in self.arrays.items() if axis in axes.split())
-                self.refuse(
-                    name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}"
-                )
+                self.refuse(name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}")
         return problem
 
 

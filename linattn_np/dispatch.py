@@ -32,11 +32,9 @@ def reasons_against(problem: Problem) -> dict[str, str | None]:
 
 def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
     """The backends that a call asks for, in the order they are tried."""
-    if backend == "auto":
+    if isinstance(backend, str) and backend == "auto":
         return ORDER
-    if backend not in ORDER:
-        problem.op.refuse("backend", f"is {backend!r}, expected one of 'auto', {', '.join(map(repr, ORDER))}")
-    return (backend,)
+    return (problem.op.one_of("backend", backend, ("auto", *ORDER)),)
 
 
 def choose(problem: Problem, backend: str = "auto") -> str:

@@ -26,7 +26,7 @@ def explain(op, *arrays, backend="auto", gradient=False, **arguments) -> Explana
     declared = declaration(op, "explain")
     given = inspect.signature(op).bind(*arrays, **arguments).arguments      # an unknown keyword is Python's own TypeError
     declared, arrays, arguments = declared.taken_apart(given)
-    return explain_problem(declared.bind(arrays, gradient=gradient, **arguments), backend)
+    return explain_problem(declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments), backend)
 
 
 @dataclass(frozen=True)

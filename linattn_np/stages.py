@@ -58,7 +58,7 @@ def gated_qk(q, k, b, e, *, exclusive=False, chunk_size=CHUNK, cu_seqlens=None, 
     (array([0.5 , 0.25]), array([0.5, 1. ]))
     """
     problem, (qg, kg) = run_stage(GATED_QK, (q, k, b, e), backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
-                                  layout=layout, exclusive=bool(exclusive))
+                                  layout=layout, exclusive=GATED_QK.flag("exclusive", exclusive))
     return tuple(problem.as_caller(problem.in_layout(x, "B H T K")) for x in (qg, kg))
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from .arrays import host_array
+from .wording import kind_of, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,20 +58,25 @@ class Spans:
 def parse(cu_seqlens, total: int) -> Spans:
     """Checks host integers [N+1] against the packed length; ValueError says what is wrong."""
     if not isinstance(cu_seqlens, (list, tuple, np.ndarray)):
-        raise ValueError(f"must be host integers (list, tuple or NumPy array), got {type(cu_seqlens).__module__}."
-                         f"{type(cu_seqlens).__qualname__}; reading it from a device would synchronise")
+        raise ValueError(f"must be host integers (list, tuple or NumPy array), got {kind_of(cu_seqlens)}; reading it "
+                         "from a device would synchronise")
     bounds = host_array(cu_seqlens)
     if bounds is None:
-        raise ValueError(f"must be integers, got {cu_seqlens!r}")
+        raise ValueError(f"must be integers in a list, tuple or plain NumPy array, got {shown(cu_seqlens)}")
     if bounds.ndim != 1 or bounds.size < 2:
         raise ValueError(f"must be 1-d with at least 2 entries, got shape {bounds.shape}")
     if bounds.dtype.kind not in "iu":
         raise ValueError(f"must be integers, got {bounds.dtype}")
-    bounds = bounds.astype(np.int64)
     if bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(f"must run from 0 to T={total}, got {bounds[0]} to {bounds[-1]}")
-    if (np.diff(bounds) < 0).any():
-        at = int(np.argmax(np.diff(bounds) < 0))
+    outside = (bounds < 0) | (bounds > total)               # before any arithmetic, which could wrap
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise ValueError(f"must lie between 0 and T={total}, got {bounds[at]} at index {at}")
+    bounds = bounds.astype(np.int64)
+    shrinks = np.diff(bounds) < 0
+    if shrinks.any():
+        at = int(np.argmax(shrinks))
         raise ValueError(f"must not decrease, got {bounds[at]} then {bounds[at + 1]} at index {at + 1}")
     return Spans(bounds)
 

@@ -23,6 +23,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", 
                  for path in (ROOT / "linattn_np").rglob("*.py") if "numba" not in path.parts)
 
 NEEDED = {f"linattn_np.interop.{library}": library for library in ("jax", "torch")}
+NEEDED["linattn_np.interop.torch_transforms"] = "torch"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -61,6 +61,7 @@ WRONG_CALLS = {
     "chunk_size-odd": (gla, {"chunk_size": 40}, ContractError, ["chunk_size is 40", "multiple of 16"]),
     "chunk_size-negative": (gla, {"chunk_size": -64}, ContractError, ["chunk_size is -64"]),
     "chunk_size-float": (gla, {"chunk_size": 64.0}, ContractError, ["chunk_size is 64.0", "multiple of 16"]),
+    "chunk_size-huge": (gla, {"chunk_size": 16 * 10**5000}, ContractError, ["chunk_size is a builtins.int", "multiple of 16"]),
     "chunk_size-bool": (gla, {"chunk_size": True}, ContractError, ["chunk_size is True"]),
     "chunk_size-recurrent": (gla, {"chunk_size": 64, "mode": "recurrent"}, ContractError, ["chunk_size", "'recurrent'"]),
     "materialize": (gla, {"materialize": "yes"}, ContractError, ["materialize is 'yes'", "True, False or None"]),
@@ -69,8 +70,23 @@ WRONG_CALLS = {
     "scale-text": (gla, {"scale": "1"}, ContractTypeError, ["scale is '1'", "finite number"]),
     "scale-nan": (gla, {"scale": float("nan")}, ContractError, ["scale is nan", "finite number"]),
     "scale-inf": (gla, {"scale": float("inf")}, ContractError, ["scale is inf", "finite number"]),
+    "scale-huge": (gla, {"scale": 10**400}, ContractError, ["scale is 1000", "finite number in float32"]),
+    "scale-digits": (gla, {"scale": -10**5000}, ContractError, ["scale is a builtins.int", "finite number in float32"]),
+    "scale-double": (gla, {"scale": 1e300}, ContractError, ["scale is 1e+300", "finite number in float32"]),
+    "scale-half": (gla, {"scale": np.float64(4e38)}, ContractError, ["scale is", "finite number in float32"]),
     "scale-array": (gla, {"scale": zeros(1)}, ContractTypeError, ["scale is", "finite number"]),
     "scale-bool": (gla, {"scale": True}, ContractTypeError, ["scale is True"]),
+    # booleans are booleans
+    "reverse-text": (gla, {"reverse": "False"}, ContractTypeError, ["reverse is 'False'", "True or False"]),
+    "reverse-number": (gla, {"reverse": 1}, ContractTypeError, ["reverse is 1", "True or False"]),
+    "reverse-none": (gla, {"reverse": None}, ContractTypeError, ["reverse is None", "True or False"]),
+    "output_final_state": (gla, {"output_final_state": "no"}, ContractTypeError, ["output_final_state is 'no'"]),
+    "state_v_first": (gla, {"state_v_first": zeros(2)}, ContractTypeError, ["state_v_first is a numpy.ndarray (2,)"]),
+    "state_v_first-state": (gla, {"state_v_first": zeros(2), "initial_state": zeros(B, H, K, V)}, ContractTypeError,
+                            ["state_v_first is a numpy.ndarray (2,)"]),
+    "normalize": (linear_attention, {"normalize": "no"}, ContractTypeError, ["normalize is 'no'", "True or False"]),
+    "causal": (softmax_attention, {"causal": 0}, ContractTypeError, ["causal is 0", "True or False"]),
+    "materialize-number": (gla, {"materialize": 0}, ContractError, ["materialize is 0", "True, False or None"]),
     # states
     "state-shape": (gla, {"initial_state": zeros(B, H, V, K)}, ContractError,
                     ["initial_state is (2, 3, 5, 4)", "[N, H, K, V]", "(2, 3, 4, 5)"]),
@@ -92,6 +108,11 @@ WRONG_CALLS = {
     "gamma-nan": (retention, {"gamma": float("nan")}, ContractError, ["gamma is nan", "between 0 and 1"]),
     "gamma-text": (retention, {"gamma": "0.5"}, ContractTypeError, ["gamma is a builtins.str"]),
     "gamma-words": (retention, {"gamma": ["half"] * H}, ContractTypeError, ["gamma is", "host numbers"]),
+    "gamma-long": (retention, {"gamma": [2.0] * 10**5}, ContractError, ["gamma is (100000,)"]),
+    "gamma-huge": (retention, {"gamma": [10**400] * H}, ContractTypeError, ["gamma is [1000", "host numbers"]),
+    "gamma-masked": (retention, {"gamma": np.ma.masked_array([0.5] * H, [True, False, False])}, ContractTypeError,
+                     ["gamma is a numpy.ma.MaskedArray (3,)", "host numbers"]),
+    "feature_map-array": (linear_attention, {"feature_map": zeros(2)}, ContractError, ["feature_map is a numpy.ndarray (2,)"]),
     "feature_map": (linear_attention, {"feature_map": "gelu"}, ContractError, ["feature_map is 'gelu'", "'elu'", "'exp'"]),
     "feature_map-function": (linear_attention, {"feature_map": np.exp}, ContractError, ["feature_map is", "'elu'"]),
 }
@@ -100,6 +121,12 @@ WRONG_BOUNDS = {    # cu_seqlens, and what the message says beside its name
     "long": ([0, T + 1], ["from 0 to T=7", "0 to 8"]),
     "late": ([1, T], ["from 0 to T=7", "1 to 7"]),
     "decreasing": ([0, 5, 3, T], ["must not decrease", "5 then 3", "index 2"]),
+    "wrapping": ([0, 2**63 - 1, -2, 2, T], ["between 0 and T=7", "9223372036854775807 at index 1"]),
+    "negative": ([0, -3, T], ["between 0 and T=7", "-3 at index 1"]),
+    "beyond": ([0, 9, T], ["between 0 and T=7", "9 at index 1"]),
+    "unsigned": (np.array([0, 2**64 - 2, T], np.uint64), ["between 0 and T=7", "18446744073709551614 at index 1"]),
+    "digits": ([0, 10**30, T], ["integers", "got [0, 1000"]),
+    "masked": (np.ma.masked_array([0, 3, T], [False, True, False]), ["plain NumPy array", "numpy.ma.MaskedArray (3,)"]),
     "floats": ([0.0, 7.0], ["integers", "float64"]),
     "bools": ([False, True], ["integers", "bool"]),
     "scalar": (np.array(T), ["1-d", "()"]),
@@ -190,6 +217,63 @@ def test_wrong_out(wrong):
     assert type(caught.value) is error
     assert all(piece in str(caught.value) for piece in ["gla: ", *pieces]), str(caught.value)
     assert not np.any(out)
+
+
+class Mine(np.ndarray):
+    pass
+
+
+SUBCLASSES = {
+    "masked": (lambda x: np.ma.masked_array(x, x > 0), "numpy.ma.MaskedArray, whose mask would be ignored.*x.filled"),
+    "matrix": (lambda x: x.reshape(-1, x.shape[-1]).view(np.matrix), r"numpy.matrix, a subclass of numpy.ndarray.*np.asarray\(x\)"),
+    "own": (lambda x: x.view(Mine), r"test_errors.Mine, a subclass of numpy.ndarray.*np.asarray\(x\)"),
+    "records": (lambda x: x.view(np.recarray), r"numpy.rec.*, a subclass of numpy.ndarray.*np.asarray\(x\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_subclasses_are_refused(kind):
+    """Their rules would hold in one mode and not in another; the error says how to be rid of them."""
+    make, message = SUBCLASSES[kind]
+    given = {**good_call(gla), "initial_state": zeros(B, H, K, V), "out": zeros(B, H, T, V), "mask": np.ones((B, T), bool)}
+    for name in given:
+        with pytest.raises(ContractTypeError, match=f"gla: {name} is a .*{message}"):
+            gla(**{**given, name: make(given[name])})
+    _, pull = vjp(gla, *good_call(gla).values())
+    with pytest.raises(ContractTypeError, match=f"gla: do is a .*{message}"):
+        pull(make(zeros(B, H, T, V)))
+
+
+def test_memory_maps_are_arrays(tmp_path):
+    """They are subclasses without rules of their own."""
+    given = good_call(gla)
+    mapped = {name: np.memmap(tmp_path / name, np.float32, "w+", shape=x.shape) for name, x in given.items()}
+    for name, x in given.items():
+        mapped[name][...] = x
+    o = gla(**mapped)
+    assert type(o) is np.ndarray and same_bits(o, gla(**given))
+    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=o.shape)
+    assert gla(**mapped, out=out) is out and same_bits(np.asarray(out), o)
+
+
+def test_no_error_prints_an_array():
+    """Nor a list, whatever it is given for."""
+    wide, numbers = zeros(1000, 100), list(range(10**4))
+    given = good_call(gla)
+    for name in ("layout", "mode", "scale", "chunk_size", "materialize", "state_dtype", "reverse", "backend", "cu_seqlens",
+                 "output_final_state", "initial_state", "out", "mask"):
+        for wrong in (wide, numbers, ["text" * 1000], "text" * 1000):
+            with pytest.raises((ContractError, TypeError)) as caught:
+                gla(**given, **{name: wrong})
+            assert len(str(caught.value)) < 400 and "\n" not in str(caught.value), name
+    for gamma in (wide, ["x" * 999]):
+        with pytest.raises(ContractError) as caught:
+            retention(*list(given.values())[:3], gamma=gamma)
+        assert len(str(caught.value)) < 400
+    with pytest.raises(ContractError) as caught:
+        gla_step(*(x[:, :, 0] for x in given.values()), zeros(B, H, K, V), slots=[[0], [1] * 999])
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("victim", ["v", "q", "initial_state"])
@@ -317,6 +401,16 @@ def test_wrong_dht():
         pull(do, zeros(1))
 
 
+@pytest.mark.parametrize("function", [vjp, explain])
+def test_the_operator_forgotten(function):
+    """What is missing is named, and no array is printed."""
+    with pytest.raises(TypeError) as caught:
+        function(*good_call(gla).values())
+    message = str(caught.value)
+    assert message.startswith(f"{function.__name__}: op is missing, as in {function.__name__}(linattn_np.gla, q, k, v, g)")
+    assert "a numpy.ndarray (2, 3, 7, 4) of float32" in message and "\n" not in message
+
+
 # -- stages -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("call, error, pieces", [
     (lambda x: stages.chunk_cumsum(x[0]), ContractError, ["chunk_cumsum: g has 3 axes", "[B, H, T, K]"]),
@@ -324,13 +418,14 @@ def test_wrong_dht():
     (lambda x: stages.chunk_cumsum(x, layout="x"), ContractError, ["chunk_cumsum: layout is 'x'"]),
     (lambda x: stages.chunk_cumsum(x, backend="x"), ContractError, ["chunk_cumsum: backend is 'x'"]),
     (lambda x: stages.chunk_cumsum(x, cu_seqlens=[0, 1]), ContractError, ["chunk_cumsum: cu_seqlens"]),
+    (lambda x: stages.gated_qk(x, x, x, x, exclusive="no"), ContractTypeError, ["gated_qk: exclusive is 'no'", "True or False"]),
     (lambda x: stages.gated_qk(x, x, x, x[:, :, :2]), ContractError, ["gated_qk: e has T=2", "T=7"]),
     (lambda x: stages.gated_qk(x, x, x.astype(np.float64), x), ContractTypeError, ["gated_qk: b has dtype float64", "float32"]),
     (lambda x: stages.inter_chunk(x, x, x, initial_state=x), ContractError, ["inter_chunk: initial_state is"]),
     (lambda x: stages.intra_chunk(x, x, x, u=x), ContractError, ["intra_chunk: u has 4 axes", "[H, K]"]),
     (lambda x: stages.combine(x, zeros(B, H, 2, K, K), zeros(B, H, T, 64), x), ContractError, ["combine: h has NC=2", "makes it 1"]),
     (lambda x: stages.combine(x, zeros(B, H, 1, K, K), zeros(B, H, T, 16), x), ContractError, ["combine: A has C=16", "makes it 64"]),
-], ids=["rank", "chunk_size", "layout", "backend", "cu_seqlens", "T", "computed", "state", "u", "NC", "C"])
+], ids=["rank", "chunk_size", "layout", "backend", "cu_seqlens", "exclusive", "T", "computed", "state", "u", "NC", "C"])
 def test_wrong_stage(call, error, pieces):
     with pytest.raises(error) as caught:
         call(zeros(B, H, T, K))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from reference import assert_close, draw, same_bits
 
-from linattn_np import ContractTypeError, gla, gla_step, vjp
+from linattn_np import ContractTypeError, explain, gla, gla_step, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.contract import ContractError
 from linattn_np.declarations import GLA
@@ -94,11 +94,7 @@ def test_other_devices_are_refused(arrays):
         vjp(gla, *arrays)[1](Elsewhere(np.zeros((1, 2, 20, 6), np.float32)))
 
 
-def test_numpy_subclasses_and_objects(arrays):
-    class Mine(np.ndarray):
-        pass
-
-    assert same_bits(gla(*(x.view(Mine) for x in arrays)), gla(*arrays))
+def test_objects_and_foreign_byte_orders(arrays):
     with pytest.raises(ContractError, match="q has dtype object"):
         gla(arrays[0].astype(object), *arrays[1:])
     with pytest.raises(ContractError, match="q has dtype >f4|q has dtype float32"):
@@ -131,11 +127,46 @@ def test_torch_on_the_host(torch, arrays):
     wanted, final = gla(*arrays, output_final_state=True)
     assert isinstance(o, torch.Tensor) and same_bits(o.numpy(), wanted)
     assert isinstance(state, torch.Tensor) and same_bits(state.numpy(), final)
-    there[0].requires_grad_(True)
-    assert same_bits(gla(*there).numpy(), wanted)
     memory = torch.zeros(1, 2, 8, 6)
     gla_step(*(x[:, :, 0].detach() for x in there), memory)
     assert memory.abs().sum() > 0
+
+
+def test_torch_gradients_are_never_cut(torch, arrays):
+    """Silently, that is: the operators of this package compute, those of interop.torch differentiate."""
+    for turn in range(4):
+        there = [torch.from_numpy(x.copy()).requires_grad_(n == turn) for n, x in enumerate(arrays)]
+        name = "qkvg"[turn]
+        for call in (gla, lambda *x: vjp(gla, *x), lambda *x: explain(gla, *x)):
+            with pytest.raises(ContractTypeError, match=f"gla: {name} requires grad, .* import gla from linattn_np.interop.torch"):
+                call(*there)
+        with torch.no_grad():
+            assert same_bits(gla(*there).numpy(), gla(*arrays))
+        assert same_bits(gla(*(x.detach() for x in there)).numpy(), gla(*arrays))
+    plain, state = [x.detach() for x in there], torch.zeros(1, 2, 8, 6, requires_grad=True)
+    with pytest.raises(ContractTypeError, match="gla: initial_state requires grad"):
+        gla(*plain, initial_state=state)
+    with pytest.raises(ContractTypeError, match="gla_step: state requires grad"):
+        gla_step(*(x[:, :, 0] for x in plain), state)
+
+
+def test_torch_transformations_are_refused(torch, arrays):
+    q, k, v, g = map(torch.from_numpy, arrays)
+    with pytest.raises(ContractTypeError, match="gla: q is a tensor under a transformation of torch.func.*interop.torch"):
+        torch.func.grad(lambda q: gla(q, k, v, g).sum())(q)
+    with pytest.raises(ContractTypeError, match="gla: k is a tensor under a transformation of torch.func.*interop.torch"):
+        torch.func.vmap(lambda k: gla(q, k, v, g))(k[None])
+
+
+def test_torch_compile_is_refused(torch, arrays):
+    with pytest.raises(ContractTypeError, match="gla: q is traced by torch.compile.*interop.torch"):
+        torch.compile(lambda *x: gla(*x), backend="eager")(*map(torch.from_numpy, arrays))
+
+
+def test_jax_tracers_are_refused(jax, arrays):
+    for transformed in (jax.jit(gla), jax.grad(lambda *x: gla(*x).sum()), lambda *x: jax.vmap(gla)(*(y[None] for y in x))):
+        with pytest.raises(ContractTypeError, match="gla: q is a .*Tracer.* import gla from linattn_np.interop.jax"):
+            transformed(*map(jax.numpy.asarray, arrays))
 
 
 def test_torch_bfloat16_on_the_host(torch, rng):

@@ -186,10 +186,13 @@ def test_the_same_bits_as_numpy(rng):
 
 def test_calls_alike_are_compiled_once(rng):
     arrays = draw(RETENTION, rng, SIZES, np.float32)
-    before = interop.primitive.cache_info().misses
+    before = len(interop.PRIMITIVES.kept)
     for gamma in ([0.5, 0.6], (0.5, 0.6), np.array([0.5, 0.6])):
         interop.retention(*arrays, gamma=gamma)
-    assert interop.primitive.cache_info().misses == before + 1
+    assert len(interop.PRIMITIVES.kept) == before + 1
+    found = [interop.retention(*arrays, gamma=[0.5, 0.6], scale=scale) for scale in (0.0, -0.0)]
+    assert [bool(np.signbit(np.asarray(o)).any()) for o in found] == [True, True]
+    assert len(interop.PRIMITIVES.kept) == before + 3                   # 0.0 equals -0.0 and is another scale
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
@@ -203,6 +206,12 @@ def test_misfits_are_refused_while_tracing(rng):
         interop.gla(q, k, v, g.astype(np.int32))
     with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
         interop.gla(q, k, v, g, out=v)
+
+
+def test_masked_arrays_are_refused(rng):
+    q, k, v, g = draw(GLA, rng, SIZES, np.float32)
+    with pytest.raises(ContractTypeError, match="gla: k is a numpy.ma.MaskedArray, whose mask would be ignored"):
+        interop.gla(q, np.ma.masked_array(k, k > 0), v, g)
 
 
 def test_what_must_be_static(rng):

@@ -203,11 +203,74 @@ def test_misfits_are_refused(rng):
         interop.gla(q, k, v, g, out=v)
 
 
-def test_functional_transforms_are_refused(rng):
+def test_gradients_of_gradients_are_refused(rng):
     q, k, v, g = (torch.tensor(x) for x in draw(GLA, rng, SIZES))
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda q: interop.gla(q, k, v, g).sum())(q)
+    gradient = torch.func.grad(lambda q: interop.gla(q, k, v, g).square().sum())
+    with pytest.raises(NotImplementedError, match="gradients are first-order"):
+        torch.func.grad(lambda q: gradient(q).sum())(q)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         q.requires_grad_()
         (gradient,) = torch.autograd.grad(interop.gla(q, k, v, g).square().sum(), q, create_graph=True)
         gradient.sum().backward()
+
+
+# -- transformations ----------------------------------------------------------------------------------------------------
+GIVEN = {"gla": {"mode": "chunk", "chunk_size": 16, "state_dtype": np.float64}, "rwkv6": {"scale": 1.0, "reverse": True}}
+
+
+def weighed(case, **given):
+    """A sum of all results of a call, with weights that are drawn once."""
+    weights = [torch.tensor(x) for x in case.weights]
+    return lambda *inputs: sum((x * w).sum() for x, w in zip(case.ours(*inputs, **given), weights, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gla", "rwkv6", "simple_gla", "softmax_attention"])
+def test_compiled_gradients(name, rng):
+    """The graph holds the call whole: nothing falls back to eager code."""
+    case = Case(name, rng)
+    given = GIVEN.get(name, {})
+    inputs = [torch.tensor(x, requires_grad=True) for x in case.arrays]
+    loss = weighed(case, **given)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        compare(torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(loss(*inputs), inputs), torch.float64)
+
+
+def test_compiled_with_masks_and_layouts(rng):
+    arrays = [torch.tensor(x.swapaxes(1, 2).copy(), requires_grad=True) for x in draw(GLA, rng, {**SIZES, "B": 3})]
+    mask = torch.tensor(rng.random((3, 21)) < 0.7)
+
+    def loss(q, k, v, g, mask):
+        return interop.gla(q * 2, k, v, g, mask=mask, layout="bthd").square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found, wanted = (torch.autograd.grad(f(*arrays, mask), arrays) for f in (compiled, loss))
+    compare(found, wanted, torch.float64)
+    gated = torch.compile(lambda *x: interop.gla(*x), backend="aot_eager", fullgraph=True)
+    five = [x.detach() for x in (*arrays, arrays[2])]
+    compare([gated(*(x.transpose(1, 2) for x in five))], [interop.gla(*(x.transpose(1, 2) for x in five))], torch.float64)
+
+
+@pytest.mark.parametrize("name", ["gla", "rwkv6", "retention", "linear_attention"])
+def test_functional_gradients(name, rng):
+    case = Case(name, rng)
+    inputs = [torch.tensor(x, requires_grad=True) for x in case.arrays]
+    loss = weighed(case, **GIVEN.get(name, {}))
+    found = torch.func.grad(loss, tuple(range(len(inputs))))(*(x.detach() for x in inputs))
+    compare(found, torch.autograd.grad(loss(*inputs), inputs), torch.float64)
+
+
+def test_functional_maps_and_jacobians(rng):
+    """Over any axis, of some of the arrays, around and within gradients."""
+    q, k, v, g = (torch.tensor(x) for x in draw(GLA, rng, {**SIZES, "T": 5}))
+    many = torch.tensor(rng.standard_normal((*q.shape, 3)))
+    found = torch.func.vmap(lambda q: interop.gla(q, k, v, g), in_dims=-1)(many)
+    compare(found, [interop.gla(many[..., n], k, v, g) for n in range(3)], torch.float64)
+
+    def loss(q):
+        return interop.gla(q, k, v, g).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=-1)(many)
+    compare(found, [torch.func.grad(loss)(many[..., n]) for n in range(3)], torch.float64)
+    first = torch.func.jacrev(lambda q: interop.gla(q, k, v, g)[0, 0, :, 0])(q)
+    compare([first[3]], [torch.func.grad(lambda q: interop.gla(q, k, v, g)[0, 0, 3, 0])(q)], torch.float64)

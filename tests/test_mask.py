@@ -5,7 +5,7 @@ import pytest
 from conftest import SINGLE
 from reference import assert_close, draw, draw_states, exact, stated
 
-from linattn_np import ContractError, ContractTypeError, explain, gla, retention, vjp
+from linattn_np import ContractError, ContractTypeError, explain, gla, linear_attention, retention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
 
@@ -127,6 +127,20 @@ def test_arrays_are_read_only_read(rng):
     gla(*arrays, mask=mask)
     assert all(np.array_equal(x, y) for x, y in zip(arrays, before))
     assert np.array_equal(gla(*arrays, mask=np.ones((3, 50), bool)), gla(*arrays))
+
+
+@pytest.mark.parametrize("function", [gla, linear_attention])
+def test_a_pullback_keeps_the_mask(function, rng):
+    """What the caller does to it after the call changes nothing; of the same kind of call each has its own."""
+    (op,) = (op for op, public in OPS.items() if public is function)
+    arrays, masks = draw(op, rng, SIZES), [scattered_mask(rng) for _ in range(2)]
+    do = rng.standard_normal((3, 2, 50, 8))
+    wanted = [vjp(function, *arrays, mask=mask.copy())[1](do) for mask in masks]
+    pulls = [vjp(function, *arrays, mask=mask)[1] for mask in masks]
+    for mask in masks:
+        mask[...] = ~mask
+    for pull, gradients in zip(pulls, wanted):
+        assert all(np.array_equal(x, y) for x, y in zip(pull(do), gradients, strict=True))
 
 
 def test_explained(rng):

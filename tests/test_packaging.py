@@ -68,29 +68,39 @@ MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(pa
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
 ROOMS = {
-    "varlen": (["arrays"], ["numpy"]),
+    "wording": ([], []),
+    "caches": ([], []),
+    "varlen": (["arrays", "wording"], ["numpy"]),
     "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
     "grouped": ([], ["numpy"]),
     "masked": ([], ["numpy"]),
     "two_gates": ([], []),
-    "declarations": (["arrays", "contract"], ["numpy"]),
-    "contract": (["arrays", "grouped", "masked", "varlen"], ["numpy"]),
+    "call_cache": (["arrays", "caches"], ["numpy"]),
+    "doubts": ([], ["numpy"]),
+    "foreign": (["wording"], ["numpy"]),
+    "overlap": ([], ["numpy"]),
+    "contract": (["arrays", "call_cache", "doubts", "foreign", "grouped", "masked", "overlap", "varlen", "wording"],
+                 ["numpy"]),
+    "declarations": (["arrays", "contract", "wording"], ["numpy"]),
     "dispatch": (["contract"], []),
-    "ops": (["ops", "declarations", "dispatch"], ["numpy"]),
+    "ops": (["ops", "arrays", "declarations", "dispatch", "wording"], []),
     "stages": (["contract", "declarations", "dispatch"], []),
     "autodiff": (["arrays", "dispatch", "grouped", "ops"], []),
     "explanation": (["contract", "dispatch", "ops"], []),
     "layers": (["arrays", "autodiff", "contract", "ops"], ["numpy"]),
     "interop/__init__": ([], []),
-    "interop/calls": (["autodiff", "contract", "ops"], ["cupy"]),
-    "interop/jax": (["interop.calls", "arrays", "ops"], ["numpy", "jax"]),
-    "interop/torch": (["interop.calls", "contract", "ops"], ["torch"]),
+    "interop/calls": (["autodiff", "contract", "ops"], ["numpy", "cupy"]),
+    "interop/jax": (["interop.calls", "arrays", "caches", "call_cache", "contract", "foreign", "ops"],
+                    ["numpy", "jax"]),
+    "interop/torch": (["interop.calls", "interop.torch_transforms", "contract", "ops", "wording"], ["torch"]),
+    "interop/torch_transforms": (["interop.calls", "arrays", "ops"], ["numpy", "torch"]),
     "models": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
     "models/cuda_layers": (["models", "ops", "backends.cupy"], ["numpy"]),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "backends/__init__": ([], []),
-    "backends/numpy": (["backends.numpy", "arrays", "contract", "declarations", "two_gates", "varlen"], ["numpy"]),
+    "backends/numpy": (["backends.numpy", "arrays", "caches", "contract", "declarations", "two_gates", "varlen"],
+                       ["numpy"]),
     "backends/cupy": (["backends.cupy", "arrays", "contract", "declarations", "two_gates", "varlen"], ["numpy", "cupy"]),
     "backends/numba": (["backends.numba", "backends.cupy", "arrays", "contract", "varlen"], ["numpy", "numba"]),
     "__init__": ([""], []),
@@ -119,7 +129,7 @@ def test_imports_point_downwards(module):
 def test_array_libraries_are_imported_where_they_are_used():
     """Numba's runtime, which only a call reaches, and what is there for one library need it to be imported at all."""
     at_the_top = {module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)}
-    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/torch"}
+    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/torch", "interop/torch_transforms"}
     assert not any(name.startswith("linattn_np.interop") for module, found in MODULES.items()
                    if not module.startswith("interop/") for name, _ in found)
 

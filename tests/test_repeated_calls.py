@@ -10,9 +10,10 @@ import pytest
 from emulator import EmulatedDevice
 from reference import draw, same_bits
 
-from linattn_np import ContractError, ContractTypeError, gla, gla_step, rwkv6_step
+from linattn_np import ContractError, ContractTypeError, gla, gla_step, retention, rwkv6_step
 from linattn_np.arrays import BFLOAT16, signature
 from linattn_np.backends.cupy import execute, tuning
+from linattn_np.call_cache import MEMOS
 from linattn_np.contract import swap_heads
 from linattn_np.declarations import GLA, GLA_STEP, RETENTION, RWKV6, RWKV6_STEP
 
@@ -88,6 +89,43 @@ def test_lookalikes_are_refused_as_ever(case):
         gla(*arrays(B=1), **right)
         with pytest.raises(error, match="gla: "):
             gla(*arrays(B=1), **wrong)
+
+
+class Imposter(float):
+    """A number that looks like any other one of its class."""
+
+    def __repr__(self):
+        return "1.0"
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return True
+
+
+class ImposterOfNumPy(np.float64, Imposter):
+    def tobytes(self, order="C"):
+        return b"same"
+
+
+@pytest.mark.parametrize("kind", [Imposter, ImposterOfNumPy])
+def test_a_number_is_its_value(kind):
+    """Not what it says of itself: the second call once took the first one's scale."""
+    for value in (1.0, 2.0, -3.0):
+        assert GLA.bind(arrays(), scale=kind(value)).scale == value
+        assert np.allclose(gla(*arrays(), scale=kind(value)), gla(*arrays(), scale=value))
+    q, k, v, _ = arrays()
+    found = [retention(q, k, v, gamma=kind(gamma)) for gamma in (0.5, 0.25)]
+    assert not np.allclose(*found)
+
+
+def test_calls_that_fail_are_not_remembered():
+    before = len(MEMOS.kept)
+    for scale in np.linspace(1e300, 1e301, 50):
+        with pytest.raises(ContractError):
+            gla(*arrays(), scale=scale)
+    assert len(MEMOS.kept) == before
 
 
 def test_memory_is_checked_at_every_call():

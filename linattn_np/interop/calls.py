@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..autodiff import pullback
 from ..contract import Op
 from ..ops import declaration
@@ -47,6 +49,10 @@ class Operator:
         state = arguments.pop("initial_state", None)
         return declared, arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
 
+    def taking(self, count: int) -> Op:
+        """The declaration of a call with so many arrays."""
+        return self.declared if count == len(self.declared.arrays) else self.declared.with_more
+
     def run(self, arrays, state, arguments) -> list:
         """[o, *parts of the final state], where one is asked for."""
         return flat(self.function(*arrays, **arguments, **initial(state)))
@@ -54,6 +60,21 @@ class Operator:
     def gradients(self, arrays, state, arguments, do, dht) -> list:
         """Those of the arrays, then those of the initial state's parts."""
         return flat(pullback(self.function, *arrays, **arguments, **initial(state))(do, tuple(dht) or None))
+
+
+def outline(declared, arrays, state, arguments):
+    """(problem, [o, *final state's parts] without memory) of a call on blank arrays, once it is seen to fit."""
+    bound = {name: x for name, x in arguments.items() if name != "backend"}
+    problem = declared.bind(arrays, initial_state=state and tuple(state), **bound)
+    axes = problem.op.state if problem.output_final_state else ()
+    parts = [problem.given_state(blank(problem.shape(part), problem.state_dtype), part) for part in axes]
+    o = blank(problem.shape(problem.op.out), problem.dtype)
+    return problem, [problem.but(mask=None).in_layout(o, problem.op.out), *parts]
+
+
+def blank(shape, dtype):
+    """A NumPy array in the memory of one number."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def initial(state) -> dict:

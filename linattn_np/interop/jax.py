@@ -22,7 +22,6 @@ Example
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +30,14 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from .. import ops
 from ..arrays import to_native
-from .calls import Operator, on_stream, together
+from ..caches import Cache
+from ..call_cache import exactly
+from ..contract import ContractTypeError
+from ..foreign import is_subclass, of_subclass
+from .calls import Operator, blank, on_stream, outline, together
 
 HOST = 1        # DLPack's kDLCPU
+PRIMITIVES = Cache(most=1 << 26, entries=1024)
 
 
 def differentiable(function):
@@ -42,30 +46,24 @@ def differentiable(function):
 
     def public(*positional, **named):
         declared, arrays, state, arguments = operator.take_apart(positional, named)
+        for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
+            if is_subclass(x):
+                declared.refuse(name, of_subclass(x), ContractTypeError)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
-        results = outline(declared, arrays, state, arguments)
+        results = shapes(declared, arrays, state, arguments)
         compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
         return together(compute(arrays, state), bool(arguments.get("output_final_state")))
 
     return operator.document(public, "JAX arrays")
 
 
-def outline(declared, arrays, state, arguments):
+def shapes(declared, arrays, state, arguments):
     """Shapes and dtypes of o and of the final state's parts, once the call is seen to fit the declaration."""
-    bound = {name: x for name, x in arguments.items() if name != "backend"}
-    arrays, state = jax.tree.map(blank, (arrays, state))
-    problem = declared.bind(arrays, initial_state=state, **bound)
+    arrays, state = jax.tree.map(lambda x: blank(x.shape, x.dtype), (arrays, state))
+    problem, results = outline(declared, arrays, state, arguments)
     if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
         problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
-    o = problem.in_layout(blank(jax.ShapeDtypeStruct(problem.shape(problem.op.out), problem.dtype)), problem.op.out)
-    axes = problem.op.state if problem.output_final_state else ()
-    parts = (blank(jax.ShapeDtypeStruct(problem.shape(part), problem.state_dtype)) for part in axes)
-    return like(o), *(like(x) for x in map(problem.given_state, parts, axes))
-
-
-def blank(x):
-    """A NumPy array of the shape and dtype of `x` in the memory of one number."""
-    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+    return tuple(map(like, results))
 
 
 def like(x):
@@ -73,14 +71,29 @@ def like(x):
 
 
 def static(x):
-    """`x` so that equal arguments are one key: JAX compiles once for each."""
+    """`x` as it cannot be changed any more."""
     return tuple(np.asarray(x).tolist()) if isinstance(x, (list, np.ndarray)) else x
 
 
-@lru_cache(1024)
 def primitive(operator, results, arguments):
+    """`new_primitive`, the same for equal arguments: JAX compiles once for each."""
+    key = operator, results, *((name, told_apart(x)) for name, x in arguments)
+    found = PRIMITIVES.get(key)
+    if found is None:
+        numbers = sum(len(x) for _, x in arguments if isinstance(x, tuple))
+        found = PRIMITIVES.keep(key, new_primitive(operator, results, dict(arguments)), 4096 + 256 * numbers)
+    return found
+
+
+def told_apart(x):
+    """`x` so that only what is the same in every way equals it."""
+    if isinstance(x, tuple):
+        return tuple(map(told_apart, x))
+    return x if x is None or type(x) in (str, bool) else exactly(x) or id(x)
+
+
+def new_primitive(operator, results, arguments):
     """(arrays, initial state's parts or None) -> (o, *final state's parts), for JAX to differentiate."""
-    arguments = dict(arguments)
 
     def forward(context, written, arrays, state):
         with stream_of(context, written):

@@ -59,7 +59,7 @@ class Batch:
 
         ContractError for any of them that does not fit; then nobody has joined.
         """
-        prompts = [np.asarray(list(prompt)) for prompt in prompts]
+        prompts = [tokens_of(prompt) for prompt in prompts]
         how = how if isinstance(how, list) else [how] * len(prompts)
         if not prompts or not all(map(len, prompts)):
             refuse("prompts holds an empty one, expected at least a token in each" if prompts else
@@ -123,3 +123,15 @@ class Batch:
     def parts(self, slot):
         """Views [L, ...] of a slot's row of the pool."""
         return self.pool.att_shift[:, slot], self.pool.wkv[:, slot], self.pool.ffn_shift[:, slot]
+
+
+def tokens_of(prompt):
+    """A prompt's tokens [T], not yet checked against a vocabulary."""
+    try:
+        tokens = np.asarray(list(prompt))
+    except (TypeError, ValueError):             # nothing to go through; or tokens that are sequences themselves
+        tokens = None
+    if tokens is None or tokens.ndim != 1:
+        refuse(f"prompts holds a {type(prompt).__qualname__} that is no sequence of tokens, expected host integers [T]",
+               ContractTypeError)
+    return tokens

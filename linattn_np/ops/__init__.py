@@ -2,7 +2,9 @@
 
 from importlib import import_module
 
+from ..arrays import kind
 from ..declarations import OPERATORS
+from ..wording import shown
 from .gla import GLA, gla
 from .linear_attention import LINEAR_ATTENTION, linear_attention
 from .retention import RETENTION, retention
@@ -19,5 +21,8 @@ def declaration(function, caller: str):
     for op, public in OPS.items():
         if function is public:
             return op
-    raise TypeError(f"{caller}: op is {function!r}, expected one of linattn_np's operators: "
+    given = f"is {shown(function)}"
+    if kind(function) is not None:
+        given = f"is missing, as in {caller}(linattn_np.gla, q, k, v, g): the first argument {given}"
+    raise TypeError(f"{caller}: op {given}, expected one of linattn_np's operators: "
                     + ", ".join(op.name for op in OPS))

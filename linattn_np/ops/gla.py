@@ -20,7 +20,8 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     Parameters
     ----------
     q, k : [B, H, T, K], v : [B, H, T, V]
-        NumPy or CuPy arrays, or anything with ``__dlpack__``; float64, float32, float16 or bfloat16, all the same.
+        NumPy or CuPy arrays, or anything with ``__dlpack__``; float64, float32, float16 or bfloat16, all the same. No
+        subclasses such as masked arrays, and nothing whose gradient would be cut: `linattn_np.interop` differentiates.
         Any strides: slices of a fused buffer are read in place. v may have more heads than q, k and g, a multiple HV
         of H: o is then [B, HV, T, V], states [N, HV, K, V], and value head n goes with head ``n // (HV // H)``. That
         costs no copy of v and o where the heads lie side by side, as with ``layout="bthd"``; states are copied.
@@ -32,7 +33,7 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
         The same for the value channels, with the heads of v: what g is to the keys. With it there is no `materialize`
         and of the modes "recurrent" and, on the host, "chunk"; a GPU goes token by token, without tensor cores.
     scale : float, optional
-        ``K ** -0.5`` by default.
+        ``K ** -0.5`` by default; finite in the dtype that is computed in.
     initial_state : [N, H, K, V], optional
         S_0 of each of the N sequences: N = B, or ``len(cu_seqlens) - 1``.
     output_final_state : bool
@@ -64,7 +65,7 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     backend : "auto", "numpy", "cupy" or "numba"
         "auto" follows the arrays: host arrays run on NumPy, device arrays on CuPy's kernels.
     out : array like the result, optional
-        Where to write o.
+        Where to write o: memory that no other argument shares, and in which no two elements are one.
 
     Returns
     -------
@@ -75,6 +76,18 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     ContractError (a ValueError)
         Shapes, modes or cu_seqlens that do not fit; ContractTypeError (also a TypeError) for dtypes, devices and
         things that are no arrays; NotSupported where no backend can, with every reason. Nothing has run by then.
+    LinattnWarning
+        Arrays that look like [B, T, H, ...] without `layout`, or like decays where their logs are expected.
+
+    Notes
+    -----
+    NaN and inf go where the recurrence takes them, forwards in time: one in k, v, g or a state stays in the state, one
+    in q stays at its token; gradients take those of `do` and `dht` backwards. That holds in every mode on NumPy and
+    Numba, and in "recurrent" on CuPy. CuPy's kernels on tensor cores multiply whole blocks, in which the weight of a
+    later token is 0, and 0 times NaN is NaN. There a NaN or inf in v also reaches the tokens before it in its block:
+    of 16 tokens; of 32 on Hopper with half-precision arrays (64 where a head has one gate, or none); of a chunk in
+    mode "staged". Of gradients, dq, dk and dv may have one in k, q or `do` at the other tokens of its block of up to
+    64, and dg, which is summed up from the end, one in k, v or g at every token of the sequence.
 
     Example
     -------

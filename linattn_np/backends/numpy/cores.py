@@ -1,8 +1,10 @@
 """Work side by side on the machine's cores, by threads that are kept: NumPy lets go of the GIL in its loops."""
 
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Condition
 
 import numpy as np
 
@@ -30,20 +32,64 @@ def in_parallel(task, *items, caller=False):
     share one core for milliseconds, all of a short call. Not for tasks that allocate much: the main thread's heap
     gives freed pages back to the system, the others' keep them.
     """
-    waiting = iter(list(enumerate(zip(*items))))        # taking the next is one step under the GIL
-    results = [None] * len(items[0])
+    shift = Shift(task, zip(*items))
+    threads = min(workers(), len(shift.results))
+    caller = caller or threads < 2
+    try:
+        helpers = [pool().submit(shift.help) for _ in range(threads - caller)]
+        if caller:
+            shift.work()
+        for helper in helpers:
+            helper.result()
+    except BaseException:               # Ctrl-C, or a task that failed: the others write into the caller's arrays
+        shift.end()
+        raise
+    return shift.results
 
-    def work():
+
+class Shift:
+    """Tasks that threads take from one queue. Nobody is at work any more once it has ended."""
+
+    def __init__(self, task, items):
+        self.task, self.todo = task, deque(enumerate(items))
+        self.results = [None] * len(self.todo)
+        self.change, self.at_work, self.ended = Condition(), 0, False
+
+    def work(self):
         with np.errstate(all="ignore"):         # a thread has its own; with it ends the buffers' size too
             np.setbufsize(BUFFER)
-            for i, item in waiting:
-                results[i] = task(*item)
+            while self.todo:
+                try:
+                    i, item = self.todo.popleft()       # one step under the GIL
+                except IndexError:                      # another thread was faster
+                    return
+                self.results[i] = self.task(*item)
 
-    threads = min(workers(), len(results))
-    caller = caller or threads < 2
-    helpers = [pool().submit(work) for _ in range(threads - caller)]
-    if caller:
-        work()
-    for helper in helpers:
-        helper.result()
-    return results
+    def help(self):
+        """`work` in another thread, which the caller can wait for without knowing it."""
+        with self.change:
+            if self.ended:
+                return
+            self.at_work += 1
+        try:
+            self.work()
+        except BaseException:
+            self.todo.clear()           # the call fails: nobody needs the rest
+            raise
+        finally:
+            with self.change:
+                self.at_work -= 1
+                self.change.notify()
+
+    def end(self):
+        """No task is begun after this, and none goes on, however often the waiting is interrupted."""
+        while True:
+            try:
+                self.todo.clear()
+                with self.change:
+                    self.ended = True
+                    while self.at_work:
+                        self.change.wait()
+                return
+            except BaseException:       # another Ctrl-C: what ends the call is the first one
+                continue

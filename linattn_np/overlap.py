@@ -1,0 +1,92 @@
+"""What a call writes is none of what it reads, and no element of it is another one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MOST_PLACES = 64            # of calls alike on a device: the layers of a model
+MOST_WORK = 100_000         # candidates that NumPy may try, in milliseconds: strides can make the question very hard
+
+
+def elements_apart(x) -> bool:
+    """Whether the axes nest, each stepping over all of the next smaller one: so of every slice of an ordinary array."""
+    reach = x.dtype.itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape) if size > 1):
+        if stride < reach:
+            return x.size == 0
+        reach += (size - 1) * stride
+    return True
+
+
+def share(x, y) -> bool:
+    """Whether two arrays on the host share memory, or have strides for which that would take long to tell."""
+    if not np.may_share_memory(x, y):           # their bounds alone
+        return False
+    try:
+        return np.shares_memory(x, y, max_work=MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def keep_apart(problem):
+    """Refuses a call that writes what it reads, or writes one place by two names."""
+    state, out = problem.options.get("state"), problem.out
+    if out is None and state is None:
+        return
+    slots = problem.options.get("slots")
+    if problem.home == "host":
+        compare(problem, state, slots, lambda x: x)
+    elif not seen_before(problem, state, slots):
+        compare(problem, state, slots, seen_from_the_host)
+
+
+def compare(problem, state, slots, seen):
+    """`keep_apart` of arrays that `seen` makes NumPy's."""
+    read = [*problem.arrays.items()]
+    if problem.initial_state is not None:
+        read += [("initial_state", part) for part in problem.initial_state]
+    read += [(name, x) for name, x in (("mask", problem.mask), ("slots", slots)) if x is not None]
+    read = [(name, seen(x)) for name, x in read]
+    if state is not None:
+        state = seen(state)
+        refuse_shared(problem.op, "state", state, read)
+        read.append(("state", state))
+    if problem.out is not None:
+        refuse_shared(problem.op, "out", seen(problem.out), read)
+
+
+def refuse_shared(op, name, written, read):
+    may_share_memory = np.may_share_memory
+    for other, x in read:
+        if may_share_memory(written, x) and share(written, x):
+            op.refuse(name, f"shares memory with {other}")
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+def seen_from_the_host(x):
+    """A NumPy array at the addresses of a device's, never to be read; an array of the host's itself."""
+    return x if isinstance(x, np.ndarray) else np.asarray(Addresses(x))
+
+
+class Addresses:
+    """What NumPy's array interface asks of an array that it only compares."""
+
+    def __init__(self, x):
+        self.__array_interface__ = {"version": 3, "shape": x.shape, "strides": x.strides, "data": (x.data.ptr, True),
+                                    "typestr": f"|V{x.dtype.itemsize}"}
+
+
+def seen_before(problem, state, slots) -> bool:
+    """Whether a call alike had its arrays at the same places and was taken, as in a loop; else it is noted."""
+    if problem.memo is None:
+        return False
+    arrays = [*problem.arrays.values(), problem.out, state, problem.mask, slots, *(problem.initial_state or ())]
+    places = tuple([x.data.ptr for x in arrays if x is not None and type(x) is not np.ndarray])
+    taken = problem.memo.setdefault("apart", set())
+    if places in taken:
+        return True
+    compare(problem, state, slots, seen_from_the_host)
+    if len(taken) >= MOST_PLACES:
+        taken.clear()
+    taken.add(places)
+    return True

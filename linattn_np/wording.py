@@ -1,0 +1,26 @@
+"""What errors say of a value, in one line."""
+
+from __future__ import annotations
+
+import reprlib
+
+WIDTH = 100
+short = reprlib.Repr()
+short.maxstring = short.maxother = short.maxlong = 60
+short.maxlist = short.maxtuple = 6
+
+
+def kind_of(x) -> str:
+    """The type's full name."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def shown(x) -> str:
+    """`x` as Python writes it, shortened to a line; of an array its shape and dtype."""
+    if getattr(x, "shape", ()) and hasattr(x, "dtype"):
+        return f"a {kind_of(x)} {tuple(x.shape)} of {x.dtype}"
+    try:
+        text = " ".join(short.repr(x).split())
+    except Exception:               # a repr of the caller's, or an integer of thousands of digits
+        return f"a {kind_of(x)}"
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."

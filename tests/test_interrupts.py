@@ -1,0 +1,101 @@
+"""Ctrl-C, or a task that fails, ends a call: no thread of its goes on to write into the caller's arrays."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from linattn_np.backends.numpy import cores
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system has no signals for threads")
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch):
+    monkeypatch.setattr(cores, "workers", lambda: 3)
+    cores.pool.cache_clear()
+    yield
+    cores.pool().shutdown()
+    cores.pool.cache_clear()
+
+
+def press_ctrl_c(times=1):
+    for _ in range(times):
+        time.sleep(0.03)            # a thread that is just about to wait would not notice
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+class Tasks:
+    """Slow ones, counted: begun and done."""
+
+    def __init__(self, pause=0.15):
+        self.begun, self.done, self.pause, self.some = [], [], pause, threading.Event()
+
+    def __call__(self, n):
+        self.begun.append(n)
+        if len(self.begun) == 3:
+            self.some.set()
+        if threading.current_thread() is threading.main_thread():
+            for _ in range(50):                 # Python code, which an interrupt can stop
+                time.sleep(self.pause / 50)
+        else:
+            time.sleep(self.pause)
+            self.done.append(n)
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+@pytest.mark.parametrize("caller", [False, True])
+def test_ctrl_c_waits_for_those_at_work(caller, presses):
+    tasks = Tasks()
+    finger = threading.Thread(target=lambda: tasks.some.wait(10) and press_ctrl_c(presses))
+    finger.start()
+    with pytest.raises(KeyboardInterrupt):
+        cores.in_parallel(tasks, range(100), caller=caller)
+    begun, done = list(tasks.begun), list(tasks.done)
+    assert len(done) >= len(begun) - caller and len(begun) < 20         # the main thread's own task was cut short
+    finger.join()
+    time.sleep(2 * tasks.pause)
+    assert tasks.begun == begun and tasks.done == done
+    assert cores.in_parallel(lambda n: n * n, range(5), caller=caller) == [0, 1, 4, 9, 16]
+
+
+@pytest.mark.parametrize("caller", [False, True])
+def test_a_task_that_fails_waits_for_the_others(caller):
+    done = []
+
+    def task(n):
+        if n == 1:
+            raise ZeroDivisionError
+        time.sleep(0.1)
+        done.append(n)
+
+    with pytest.raises(ZeroDivisionError):
+        cores.in_parallel(task, range(50), caller=caller)
+    kept = list(done)
+    time.sleep(0.25)
+    assert done == kept and len(done) < 10
+
+
+def test_out_is_nobodys_after_ctrl_c():
+    """What a call that is dead leaves behind is not written over what comes later."""
+    program = """
+import signal, threading, time, numpy as np
+from linattn_np import gla
+from linattn_np.backends.numpy import cores
+cores.workers = lambda: 3
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 20_000, 32), dtype=np.float32)
+g, out = -np.abs(q), np.empty_like(v)
+for pause in (0.005, 0.02, 0.05, 0.1):
+    threading.Timer(pause, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    try:
+        while True:
+            gla(q, k, v, g, out=out)
+    except KeyboardInterrupt:
+        out[...] = 7.0
+    time.sleep(0.2)
+    assert (out == 7.0).all(), pause
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
