@@ -22,7 +22,7 @@ Example
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from ..arrays import to_native
 from .calls import Operator, on_stream, together
 
 HOST = 1        # DLPack's kDLCPU
+mark_varying = partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary    # JAX before 0.8
 
 
 def differentiable(function):
@@ -43,6 +44,7 @@ def differentiable(function):
     def public(*positional, **named):
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
+        arrays, state = equally_varying((arrays, state))
         results = outline(declared, arrays, state, arguments)
         compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
         return together(compute(arrays, state), bool(arguments.get("output_final_state")))
@@ -61,6 +63,31 @@ def outline(declared, arrays, state, arguments):
     axes = problem.op.state if problem.output_final_state else ()
     parts = (blank(jax.ShapeDtypeStruct(problem.shape(part), problem.state_dtype)) for part in axes)
     return like(o), *(like(x) for x in map(problem.given_state, parts, axes))
+
+
+def equally_varying(arrays):
+    """All of `arrays` varying over the mesh axes of `shard_map` that any of them varies over.
+
+    JAX then sums the gradient of what was the same on every device, as it must be.
+    """
+    return varying(arrays, *jax.tree.leaves(arrays))
+
+
+def varying(results, *inputs):
+    """`results` marked as varying over the mesh axes that `inputs` vary over: a callback's result does not say so."""
+    axes = frozenset().union(*map(manual_axes, inputs))
+
+    def marked(x):
+        missing = axes - manual_axes(x)
+        return mark_varying(x, tuple(sorted(missing))) if missing else x
+
+    return jax.tree.map(marked, results)
+
+
+def manual_axes(x) -> frozenset:
+    """The axes of `shard_map` over which `x` is known to vary; none outside of it."""
+    kind = jax.typeof(x)
+    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())      # JAX before 0.10
 
 
 def blank(x):
@@ -96,13 +123,15 @@ def primitive(operator, results, arguments):
 
     @jax.custom_vjp
     def compute(arrays, state):
-        return buffer_callback(forward, results, vmap_method="sequential")(arrays, state)
+        found = buffer_callback(forward, results, vmap_method="sequential")(arrays, state)
+        return varying(found, *arrays)
 
     def keep(arrays, state):
         return compute(arrays, state), (arrays, state)
 
     def pull(kept, cotangents):
-        return buffer_callback(backward, jax.tree.map(like, kept), vmap_method="sequential")(*kept, *cotangents)
+        found = buffer_callback(backward, jax.tree.map(like, kept), vmap_method="sequential")(*kept, *cotangents)
+        return varying(found, *kept[0])
 
     compute.defvjp(keep, pull)
     return compute
