@@ -1,8 +1,13 @@
 """Sequences and arrays that are cut over ranks or devices, against one that has them all."""
 
 import os
+import re
+import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +20,9 @@ from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
+from linattn_np.contract import ContractError
 from linattn_np.distributed import Disagreement, RankLost, run_threads
+from linattn_np.distributed.nccl import GREETING, Watch
 from linattn_np.ops import OPS
 from linattn_np.ops.gla import TWO_GATES
 
@@ -257,22 +264,251 @@ def test_one_rank_without_segments_is_the_operator(variant, rng):
         assert all(same_bits(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-# -- JAX's shard_map ----------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def sharded_jax():
-    """The lines that tests/sharded_jax.py printed."""
-    pytest.importorskip("jax", reason="jax is not installed")
-    done = subprocess.run([sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+# -- processes --------------------------------------------------------------------------------------------------------
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+
+
+def under_mpi(ranks, *what):
+    """The finished processes of tests/distributed_ranks.py, their words in one output."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    if MPIEXEC is None:
+        pytest.skip("there is no mpiexec")
+    as_root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in mpi_version() else []
+    return subprocess.run([MPIEXEC, *as_root, "-n", str(ranks), sys.executable, "distributed_ranks.py", *what], cwd=HERE,
+                          capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+
+
+def mpi_version():
+    done = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True)
+    return done.stdout + ("Open MPI" if "OpenRTE" in done.stdout else "")
+
+
+def under_torchrun(ranks, *what):
+    """The same with the environment variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    started = [subprocess.Popen([sys.executable, "distributed_ranks.py", *what], cwd=HERE, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT | given | {"RANK": str(rank)})
+               for rank in range(ranks)]
+    try:
+        said = [process.communicate(timeout=60)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [process.returncode for process in started], said
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_operators_under_mpi(ranks):
+    done = under_mpi(ranks, "messages", "operators")
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    lines = done.stdout.splitlines()
+    assert {f"rank {rank} of {ranks}: Mpi" for rank in range(ranks)} <= set(lines)
+    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(lines)
 
 
-@pytest.mark.parametrize("axis", ["batch", "heads"])
-@pytest.mark.parametrize("name", ["gla", "rwkv6", "simple_gla", "retention", "linear_attention"])
-def test_shard_map_gradients(name, axis, sharded_jax):
-    assert f"{name} over {axis}" in sharded_jax
+def test_operators_by_torchruns_variables():
+    codes, said = under_torchrun(3, "messages", "operators")
+    assert codes == [0, 0, 0], said
+    assert [f"rank {rank} of 3: Sockets" in words for rank, words in enumerate(said)] == [True] * 3
+    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(said[0].splitlines())
 
 
-def test_shard_map_gradients_unchecked(sharded_jax):
-    assert "rwkv6 over batch unchecked" in sharded_jax
+DIFFERENT = "gla: scale is 0.5 on rank 1, but 0.25 on ranks 0 and 2"
+
+
+@pytest.mark.mpi
+def test_ranks_that_differ_are_named_under_mpi():
+    done = under_mpi(3, "differ")
+    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == [f"rank {n}: {DIFFERENT}" for n in range(3)]
+
+
+@pytest.mark.mpi
+def test_a_killed_rank_ends_the_others_under_mpi():
+    done = under_mpi(3, "killed")
+    assert done.returncode != 0 and "signal 9" in done.stdout + done.stderr
+
+
+@pytest.mark.mpi
+def test_a_rank_that_hangs_ends_the_others_under_mpi():
+    start = time.monotonic()
+    done = under_mpi(3, "hangs")
+    assert done.returncode != 0 and time.monotonic() - start < 30
+    assert "waited 2 s for all 3 ranks" in done.stdout
+
+
+def test_a_killed_rank_ends_the_others_by_torchruns_variables():
+    codes, said = under_torchrun(3, "killed")
+    assert codes == [3, -9, 3]
+    assert all(re.search("rank 1 has ended|rank [02] has ended", said[rank]) for rank in (0, 2)), said
+
+
+def test_a_rank_that_does_not_come(monkeypatch):
+    with pytest.raises(RankLost, match="rank 0 does not answer at 127.0.0.1:1: "):
+        distributed.Sockets(1, 2, "127.0.0.1", 1, limit_s=0.2)
+    with pytest.raises(RankLost, match="waited 0.2 s for rank 1, 2 to connect"):
+        distributed.Sockets(0, 3, "127.0.0.1", 0, limit_s=0.2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="connect: WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT"):
+        distributed.connect()
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+def refused(change, rng, ranks=3, **options):
+    """What each rank says when `change(rank, arrays, given)` has changed its call."""
+    call = Call("gla", rng, **options)
+
+    def on_rank(comm):
+        arrays = [x[:, :, :50] for x in call.arrays]
+        given = call.given()
+        change(comm.rank, arrays, given)
+        with pytest.raises(ContractError) as raised:
+            distributed.gla(*arrays, comm=comm, **given)
+        return raised.value
+
+    return run_threads(on_rank, ranks, limit_s=10)
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("reverse", True, "reverse is True on rank 2, but False on ranks 0 and 1"),
+    ("mode", "recurrent", "mode is recurrent on rank 2, but auto on ranks 0 and 1"),
+    ("segment_size", 25, "the size of segments is 25 on rank 2, but None on ranks 0 and 1"),
+    ("output_final_state", False, "output_final_state is False on rank 2, but True on ranks 0 and 1"),
+    ("initial_state", None, "initial_state is not given on rank 2, but given on ranks 0 and 1"),
+])
+def test_ranks_that_differ_are_named(name, value, words, rng):
+    def change(rank, arrays, given):
+        if name == "mode":
+            given["mode"] = "auto"
+        if rank == 2:
+            given[name] = value
+
+    found = refused(change, rng)
+    assert all(type(error) is Disagreement and str(error) == f"gla: {words}" for error in found)
+
+
+def test_other_dtypes_and_sizes_are_named(rng):
+    def change(rank, arrays, given):
+        given["initial_state"] = None
+        if rank == 1:
+            arrays[:] = [x[:, :1].astype(np.float32) for x in arrays]
+
+    for error in refused(change, rng):
+        assert "the size of H is 1 on rank 1, but 2 on ranks 0 and 2" in str(error)
+        assert "the dtype of q is float32 on rank 1, but float64 on ranks 0 and 2" in str(error)
+
+
+def test_a_refused_call_ends_all_ranks(rng):
+    def change(rank, arrays, given):
+        if rank == 1:
+            arrays[2] = arrays[2][:, :, :3]
+
+    found = refused(change, rng)
+    words = "gla: v has T=3, but T=50 elsewhere"
+    assert words in str(found[1]) and type(found[1]) is ContractError
+    for error in (found[0], found[2]):
+        assert type(error) is Disagreement and f"rank 1 refused its call: ContractError: {words}" in str(error)
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"cu_seqlens": [0, 100], "initial_state": None}, "packs all sequences into one row, so B must be 1"),
+    ({"segment_size": 20}, r"segment_size is 20, but the ranks have \[50, 50, 50\] tokens"),
+    ({"segment_size": 0}, "segment_size is 0, expected a positive int or None"),
+    ({"mode": "none"}, "mode is 'none', expected one of"),
+    ({"initial_state": np.zeros((1, 2, 6, 5))}, "initial_state is .1, 2, 6, 5., expected .N, H, K, V. = .2, 2, 6, 5."),
+])
+def test_misfits_are_refused(given, words, rng):
+    for error in refused(lambda rank, arrays, all_given: all_given.update(given), rng):
+        assert re.search(words, str(error))
+
+
+def test_sequences_must_end_where_the_tokens_do(rng):
+    for error in refused(lambda rank, arrays, given: given.update(cu_seqlens=[0, 20, 150]), rng, packed=True, states=False,
+                         ranks=2):
+        assert str(error) == "gla: cu_seqlens must run from 0 to T=100, got 0 to 150, the tokens of all ranks: [50, 50]"
+
+
+def test_gradients_that_do_not_fit_end_all_ranks(rng):
+    call = Call("gla", rng)
+
+    def on_rank(comm):
+        parts = [x[:, :, :75] for x in call.arrays]
+        with pytest.raises(ContractError, match="out cannot be given to vjp"):
+            distributed.vjp(distributed.gla, *parts, comm=comm, out=parts[2])
+        _, pullback = distributed.vjp(distributed.gla, *parts, comm=comm)
+        with pytest.raises(ContractError) as raised:
+            pullback(call.do[:, :, :75 - comm.rank])
+        return str(raised.value)
+
+    first, second = run_threads(on_rank, 2, limit_s=10)
+    assert "rank 1 refused its call: ContractError: gla: do is" in first and second.startswith("gla: do is (2, 2, 74, 5)")
+
+
+def test_a_thread_that_ends_ends_the_others(rng):
+    call = Call("gla", rng)
+    ends = []
+
+    def on_rank(comm):
+        if comm.rank == 1:
+            raise KeyError("something else")
+        try:
+            call.on_rank(LENGTHS[3], False, comm)
+        except RankLost as error:
+            ends.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="something else"):
+        run_threads(on_rank, 3)
+    assert ends == ["rank 1 has ended: KeyError: 'something else'"] * 2
+    with pytest.raises(RankLost, match="waited 0.1 s for rank 1"):
+        run_threads(lambda comm: comm.rank or comm.all_gather(np.zeros(1))(), 2, limit_s=0.1)
+
+
+def test_other_libraries_arrays(rng):
+    """JAX arrays go in and come out; arrays on a device need an engine that takes them."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    call = Call("gla", rng, dtype=SINGLE, states=False)
+    wanted, _ = call.by_ranks([75, 75], gradient=False)
+    call.arrays = [jax.numpy.asarray(x) for x in call.arrays]
+    found = run_threads(partial(call.on_rank, [75, 75], False), 2)
+    assert all(isinstance(o, jax.Array) for (o,), _ in found)
+    assert same_bits(np.concatenate([o for (o,), _ in found], axis=2), wanted[0])
+
+
+# -- NCCL -----------------------------------------------------------------------------------------------------------------
+def test_cupy_has_what_the_nccl_engine_calls():
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    assert all(hasattr(cupy.cuda.Stream, name) for name in ("is_capturing", "launch_host_func", "record", "wait_event"))
+    from cupy.cuda import nccl
+    if not nccl.available:
+        pytest.skip("CuPy finds no NCCL")
+    assert all(hasattr(nccl.NcclCommunicator, name) for name in ("allGather", "send", "recv", "abort", "initAll"))
+    greeting = nccl.get_unique_id()
+    assert type(greeting) is bytes and len(greeting) == GREETING
+
+
+def test_what_does_not_arrive_is_aborted(capsys):
+    aborted = threading.Event()
+    watch = Watch(aborted.set, "NCCL, rank 0 of 2", 0.2)
+    watch.arrived(watch.begin())
+    watch.begin()
+    assert aborted.wait(5)
+    with pytest.raises(RankLost, match="NCCL, rank 0 of 2: waited 0.2 s for the other ranks"):
+        watch.check()
+    assert "waited 0.2 s" in capsys.readouterr().err
+
+
+# -- JAX's shard_map ----------------------------------------------------------------------------------------------------
+def test_shard_map():
+    """Results and gradients of arrays that are cut over four devices; JAX makes these of a host when it starts."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    done = subprocess.run([sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=200,
+                          env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
+    wanted = [f"{name} over {axis}" for name in names for axis in ("batch", "heads")]
+    assert done.stdout.splitlines() == [*wanted, "rwkv6 over batch unchecked"]

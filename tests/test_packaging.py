@@ -15,7 +15,7 @@ import linattn_np
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(linattn_np.__file__).parent
 KERNELS = ROOT / "kernels_cu"
-LAZY = {"cupy", "numba", "numba_cuda", "torch", "jax", "scipy", "safetensors"}
+LAZY = {"cupy", "numba", "numba_cuda", "torch", "jax", "scipy", "safetensors", "mpi4py"}
 
 
 # -- the wheel ------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
 
 
 # -- importing ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models", "linattn_np.interop"])
+@pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models", "linattn_np.interop", "linattn_np.distributed"])
 def test_import_is_fast_and_loads_no_array_library(module):
     code = ("import json, sys, time, numpy; start = time.perf_counter()\n"
             f"import {module}\n"
@@ -80,6 +80,12 @@ ROOMS = {
     "autodiff": (["arrays", "dispatch", "grouped", "ops"], []),
     "explanation": (["contract", "dispatch", "ops"], []),
     "layers": (["arrays", "autodiff", "contract", "ops"], ["numpy"]),
+    "distributed": (["distributed", "arrays", "autodiff", "contract", "grouped", "ops", "varlen"], ["numpy"]),
+    "distributed/engine": ([], ["numpy"]),
+    "distributed/mpi": (["distributed.engine"], ["numpy", "mpi4py"]),
+    "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
+    "distributed/startup": (["distributed"], ["numpy", "cupy"]),
+    "distributed/threads": (["distributed"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
     "interop/calls": (["autodiff", "contract", "ops"], ["cupy"]),
     "interop/jax": (["interop.calls", "arrays", "ops"], ["numpy", "jax"]),
