@@ -4,6 +4,7 @@ Prints the name of each case that holds; tests/test_distributed.py runs it.
 """
 
 import os
+from functools import partial
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from reference import assert_close
 
+from linattn_np import ContractError
 from linattn_np.interop import jax as interop
 
 jax.config.update("jax_enable_x64", True)
@@ -52,6 +54,46 @@ def compare(case, found, wanted):
     print(case, flush=True)
 
 
+def over_the_sequence(name, rng, reverse=False, check=True, **options):
+    """Tokens cut over the devices; u and the states, before and after, the same on all."""
+    inputs = draw(name, rng)
+    weights = rng.standard_normal((B, H, T, V)), rng.standard_normal((B, H, K, V))
+    specs = (*(P() if x.shape == (H, K) else P(None, None, "devices") for x in inputs[:-1]), P())
+    call = calls(name, reverse=reverse, **options)
+    along = calls(name, reverse=reverse, axis_name="devices", **options)
+    mapped = jax.shard_map(along, mesh=MESH, in_specs=specs, out_specs=(P(None, None, "devices"), P()), check_vma=check)
+    mapped.count = call.count
+    label = f"{name} over the sequence{' in reverse' if reverse else ''}{'' if check else ' unchecked'}"
+    compare(label, loss(mapped, weights)(*inputs), loss(call, weights)(*inputs))
+
+
+def with_all_options(rng):
+    """The normaliser's pair of states, [B, T, H, ...], grouped value heads and states [N, HV, V, K]; half precision."""
+    q, k = rng.standard_normal((2, B, T, H, K))
+    v, S = rng.standard_normal((B, T, 2 * H, V)), rng.standard_normal((B, 2 * H, V, K))
+    z = np.abs(rng.standard_normal((B, H, K)))
+    options = {"layout": "bthd", "output_final_state": True, "state_v_first": True, "initial_state": (S, z),
+               "feature_map": "elu", "normalize": True}
+    spec = P(None, "devices")
+    mapped = jax.shard_map(partial(interop.linear_attention, **options, axis_name="devices"), mesh=MESH,
+                           in_specs=(spec,) * 3, out_specs=(spec, P()))
+    compare("the normaliser over the sequence", mapped(q, k, v), interop.linear_attention(q, k, v, **options))
+    g, gv = -np.exp(rng.standard_normal((B, T, H, K))), -np.exp(rng.standard_normal((B, T, 2 * H, V)))
+    mapped = jax.shard_map(partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 5,
+                           out_specs=spec)
+    compare("a gate of values over the sequence", mapped(q, k, v, g, gv), interop.gla(q, k, v, g, gv, layout="bthd"))
+    half = [jax.numpy.asarray(x, "bfloat16") for x in (q, k, v, g)]
+    mapped = jax.shard_map(partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 4,
+                           out_specs=spec)
+    assert_close("bfloat16", np.asarray(mapped(*half)), np.asarray(interop.gla(*half, layout="bthd")), "bfloat16")
+    refused = jax.shard_map(partial(interop.gla, cu_seqlens=(0, 6), axis_name="devices"), mesh=MESH,
+                            in_specs=(P(None, None, "devices"),) * 4, out_specs=P(None, None, "devices"))
+    try:
+        refused(*(x.swapaxes(1, 2)[:1] for x in (q, k, v[:, :, :H], g)))
+    except ContractError as error:
+        print(error)
+
+
 def sharded(call, inputs, state, outputs, check=True):
     mapped = jax.shard_map(call, mesh=MESH, in_specs=(*inputs, state), out_specs=(outputs, state), check_vma=check)
     mapped.count = call.count
@@ -74,6 +116,11 @@ def main():
         over_batch_and_heads(name, rng, "batch", P("devices"), True)
         over_batch_and_heads(name, rng, "heads", P(None, "devices"), True)
     over_batch_and_heads("rwkv6", rng, "batch", P("devices"), False)
+    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+        over_the_sequence(name, rng)
+    over_the_sequence("gla", rng, reverse=True)
+    over_the_sequence("rwkv6", rng, check=False)
+    with_all_options(rng)
 
 
 if __name__ == "__main__":

@@ -511,4 +511,9 @@ def test_shard_map():
     assert done.returncode == 0, done.stderr[-3000:]
     names = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
     wanted = [f"{name} over {axis}" for name in names for axis in ("batch", "heads")]
-    assert done.stdout.splitlines() == [*wanted, "rwkv6 over batch unchecked"]
+    wanted += ["rwkv6 over batch unchecked", *(f"{name} over the sequence" for name in names),
+               "gla over the sequence in reverse", "rwkv6 over the sequence unchecked",
+               "the normaliser over the sequence", "a gate of values over the sequence"]
+    *holding, refusal = done.stdout.splitlines()
+    assert holding == wanted
+    assert refusal.startswith("gla: cu_seqlens cannot be combined with axis_name")

@@ -88,7 +88,8 @@ ROOMS = {
     "distributed/threads": (["distributed"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
     "interop/calls": (["autodiff", "contract", "ops"], ["cupy"]),
-    "interop/jax": (["interop.calls", "arrays", "ops"], ["numpy", "jax"]),
+    "interop/jax": (["interop.calls", "interop.jax_axis", "arrays", "ops"], ["numpy", "jax"]),
+    "interop/jax_axis": ([], ["numpy", "jax"]),
     "interop/torch": (["interop.calls", "contract", "ops"], ["torch"]),
     "models": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
@@ -124,7 +125,7 @@ def test_imports_point_downwards(module):
 def test_array_libraries_are_imported_where_they_are_used():
     """Numba's runtime, which only a call reaches, and what is there for one library need it to be imported at all."""
     at_the_top = {module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)}
-    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/torch"}
+    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/jax_axis", "interop/torch"}
     assert not any(name.startswith("linattn_np.interop") for module, found in MODULES.items()
                    if not module.startswith("interop/") for name, _ in found)
 

@@ -9,6 +9,11 @@ Keyword arguments but `initial_state` are static. Shapes, dtypes and options are
 again what it needs of the forward pass. `vmap` computes its elements one after the other: a batch is faster as the
 operators' B. Gradients are reverse-mode and first-order; JAX refuses `jvp` and gradients of gradients.
 
+Under `jax.shard_map` arrays may be cut along batch and heads, and with ``axis_name=`` of a mesh axis along the tokens:
+then the initial and final state are those of the whole sequence, the same on every device of that axis, and only states
+travel, K * V + K floats a head. `cu_seqlens` does not go with it. The backward pass takes two backward passes of the
+operator. (`retention`'s default decays are those of the heads that a device has: name them where heads are cut.)
+
 Example
 -------
 >>> import jax, jax.numpy as jnp
@@ -32,6 +37,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from .. import ops
 from ..arrays import to_native
 from .calls import Operator, on_stream, together
+from .jax_axis import along
 
 HOST = 1        # DLPack's kDLCPU
 mark_varying = partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary    # JAX before 0.8
@@ -39,24 +45,37 @@ mark_varying = partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast")
 
 def differentiable(function):
     """The JAX function that computes what the operator `function` does."""
-    operator = Operator.of(function, without=("out", "mask"))       # keyword arguments are static, which no mask is
+    more = () if function is ops.softmax_attention else ("axis_name",)
+    operator = Operator.of(function, without=("out", "mask"), more=more)    # keyword arguments are static, no mask is
 
-    def public(*positional, **named):
+    def public(*positional, axis_name=None, **named):
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
-        arrays, state = equally_varying((arrays, state))
-        results = outline(declared, arrays, state, arguments)
-        compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
-        return together(compute(arrays, state), bool(arguments.get("output_final_state")))
+
+        def run(arrays, state, arguments):
+            arrays, state = equally_varying((arrays, state and tuple(state)))
+            results = outline(bind(declared, arrays, state, arguments))
+            compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
+            return compute(arrays, state)
+
+        if axis_name is None:
+            results = run(arrays, state, arguments)
+        else:
+            results = along(axis_name, run, bind(declared, arrays, state, arguments), arrays, state, arguments)
+        return together(results, bool(arguments.get("output_final_state")))
 
     return operator.document(public, "JAX arrays")
 
 
-def outline(declared, arrays, state, arguments):
-    """Shapes and dtypes of o and of the final state's parts, once the call is seen to fit the declaration."""
-    bound = {name: x for name, x in arguments.items() if name != "backend"}
+def bind(declared, arrays, state, arguments):
+    """The call as a problem of empty arrays, once it is seen to fit the declaration."""
+    arguments = {name: x for name, x in arguments.items() if name != "backend"}
     arrays, state = jax.tree.map(blank, (arrays, state))
-    problem = declared.bind(arrays, initial_state=state, **bound)
+    return declared.bind(arrays, initial_state=state, **arguments)
+
+
+def outline(problem):
+    """Shapes and dtypes of o and of the final state's parts."""
     if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
         problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
     o = problem.in_layout(blank(jax.ShapeDtypeStruct(problem.shape(problem.op.out), problem.dtype)), problem.op.out)
