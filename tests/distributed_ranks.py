@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 from conftest import DOUBLE, SINGLE
-from reference import same_bits
+from reference import assert_close, same_bits
 from test_distributed import LENGTHS, VARIANTS, Call, flat
 
 from linattn_np import distributed
@@ -96,8 +96,39 @@ def hangs(comm):
         sys.exit(3)
 
 
+def autograd(comm):
+    """torch's gradients of every rank's tokens, u's and the initial state's, against linattn_np.vjp of all of them."""
+    import torch
+
+    from linattn_np.interop import torch as interop
+    call = Call("rwkv6", np.random.default_rng(0))
+    start = sum(LENGTHS[comm.size][:comm.rank])
+    tokens = slice(start, start + LENGTHS[comm.size][comm.rank])
+    inputs = [torch.tensor(x[:, :, tokens] if x.ndim == 4 else x, requires_grad=True) for x in call.arrays]
+    state = torch.tensor(call.state[0], requires_grad=True)
+    o, final = interop.rwkv6(*inputs, initial_state=state, output_final_state=True, comm=comm)
+    loss = (o * torch.tensor(call.do[:, :, tokens])).sum() + (final * torch.tensor(call.dht[0])).sum()
+    found = torch.autograd.grad(loss, [*inputs, state])
+    _, wanted = call.exactly()
+    for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        assert_close(f"gradient {place}", x.numpy(), y[:, :, tokens] if place < 4 else y, DOUBLE, factor=10)
+    with torch.no_grad():
+        again = interop.rwkv6(*inputs, initial_state=state, comm=comm)
+    assert torch.equal(o, again)
+    say(f"autograd on rank {comm.rank}")
+
+
+def torch_group():
+    import torch
+
+    from linattn_np.interop.torch import ProcessGroup
+    torch.distributed.init_process_group("gloo")
+    return ProcessGroup(limit_s=60)
+
+
 if __name__ == "__main__":
-    what = {function.__name__: function for function in (operators, messages, differ, killed, hangs)}
-    engine = distributed.connect(limit_s=2 if sys.argv[1] == "hangs" else 60)
-    for name in sys.argv[1:]:
-        what[name](engine)
+    names = sys.argv[1:]
+    what = {function.__name__: function for function in (operators, messages, differ, killed, hangs, autograd)}
+    comm = torch_group() if "autograd" in names else distributed.connect(limit_s=2 if "hangs" in names else 60)
+    for name in names:
+        what[name](comm)

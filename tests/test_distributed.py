@@ -318,6 +318,14 @@ def test_operators_by_torchruns_variables():
     assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(said[0].splitlines())
 
 
+def test_operators_and_autograd_on_a_process_group_of_torch():
+    pytest.importorskip("torch", reason="torch is not installed")
+    codes, said = under_torchrun(2, "messages", "differ", "autograd")
+    assert codes == [0, 0], said
+    for rank, words in enumerate(said):
+        assert {f"rank {rank} of 2: ProcessGroup", f"autograd on rank {rank}"} <= set(words.splitlines())
+
+
 DIFFERENT = "gla: scale is 0.5 on rank 1, but 0.25 on ranks 0 and 2"
 
 

@@ -90,7 +90,7 @@ ROOMS = {
     "interop/calls": (["autodiff", "contract", "ops"], ["cupy"]),
     "interop/jax": (["interop.calls", "interop.jax_axis", "arrays", "ops"], ["numpy", "jax"]),
     "interop/jax_axis": ([], ["numpy", "jax"]),
-    "interop/torch": (["interop.calls", "contract", "ops"], ["torch"]),
+    "interop/torch": (["interop.calls", "contract", "distributed", "ops"], ["numpy", "torch", "cupy"]),
     "models": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
     "models/cuda_layers": (["models", "ops", "backends.cupy"], ["numpy"]),

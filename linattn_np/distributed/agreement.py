@@ -30,7 +30,7 @@ def agree(comm, name, check):
         error, meaning = refusal, {"refused": f"{type(refusal).__name__}: {refusal}"}
     text = json.dumps(meaning).encode()
     digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
-    header = np.frombuffer(digest + np.array([tokens, len(text)], np.int64).tobytes(), np.uint8)
+    header = np.frombuffer(digest + np.array([tokens, len(text)], np.int64).tobytes(), np.uint8).copy()
     headers = comm.all_gather(header)()
     counts = headers[:, DIGEST:].copy().view(np.int64)
     if (headers[:, :DIGEST] == headers[0, :DIGEST]).all() and error is None:
