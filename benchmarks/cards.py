@@ -9,14 +9,14 @@ A row's figures:
 
     ms          of the slowest rank, the median of several calls, all ranks beginning together. Of a backward pass the
                 pullback's alone
-    one_ms      the same of `linattn_np`'s operator on one rank, with all the others at rest: with as many tokens as a rank
-                has (weak), or with all tokens (strong)
+    one_ms      the same of `linattn_np`'s operator on one rank, the others at rest: with as many tokens as a rank has
+                (weak), or with all tokens (strong)
     efficiency  one_ms / ms (weak), or one_ms / ms / ranks (strong)
     sent        bytes that a rank sends to each other rank in a call
     error       relative, of all ranks' results, or gradients, at 100 tokens a rank, against float64 token by token
 
-Gates are as trained RWKV-6 models have them: a channel's own strength, a median of 0.05 nats a token and one in a hundred
-above 3. Efficiency says something of cards, where every rank has its own; NumPy ranks share the cores of a host.
+Gates are as trained RWKV-6 models have them: a channel's own strength, a median of 0.05 nats a token and one in a
+hundred above 3. Efficiency says something of cards, where every rank has its own; NumPy ranks share a host's cores.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import json
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import devices
@@ -110,10 +111,10 @@ class Bench:
         found = {}
         for kind in ("forward", "backward"):
             if kind == "forward":
-                call = lambda: function(*own, comm=self.comm)               # noqa: E731
+                call = partial(function, *own, comm=self.comm)
             else:
                 o, pullback = distributed.vjp(function, *own, comm=self.comm)
-                call = lambda: pullback(o)                                  # noqa: E731
+                call = partial(pullback, o)
             before = self.comm.sent
             call()
             sent = self.comm.sent - before
@@ -126,10 +127,10 @@ class Bench:
     def one(self, single, op, tokens, kind):
         arrays = self.put(draw(op, np.random.default_rng(0), tokens, self.options.heads, self.options.dim))
         if kind == "forward":
-            call = lambda: single(*arrays)                                  # noqa: E731
+            call = partial(single, *arrays)
         else:
             o, pullback = linattn_np.vjp(single, *arrays)
-            call = lambda: pullback(o)                                      # noqa: E731
+            call = partial(pullback, o)
         call()
         return self.median(call, together=False)
 
@@ -166,7 +167,8 @@ class Bench:
 
 def show(row):
     print(f"{row['op']:17} {row['pass']:9} {row['scaling']:7} {row['ranks']} x {row['tokens']:<8} {row['ms']:9.3f} ms "
-          f"one {row['one_ms']:9.3f} ms  {row['efficiency']:6.1%}  sent {row['sent']:>9,} B  error {row['error']:.1e}", flush=True)
+          f"one {row['one_ms']:9.3f} ms  {row['efficiency']:6.1%}  sent {row['sent']:>9,} B  error {row['error']:.1e}",
+          flush=True)
 
 
 def main():

@@ -1,6 +1,6 @@
 """What a process of a distributed test does: `mpiexec -n 3 python distributed_ranks.py operators`.
 
-test_distributed.py starts it, under mpiexec or with torchrun's environment variables, and reads what it prints.
+test_distributed_engines.py starts it, under mpiexec or with torchrun's environment variables, and reads what it prints.
 """
 
 import os

@@ -1,16 +1,8 @@
-"""Sequences and arrays that are cut over ranks or devices, against one that has them all."""
+"""Sequences that are cut over ranks, against one device that has them all: results, gradients, bits and refusals."""
 
-import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
-import threading
-import time
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,11 +14,9 @@ from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
 from linattn_np.contract import ContractError
 from linattn_np.distributed import Disagreement, RankLost, run_threads
-from linattn_np.distributed.nccl import GREETING, Watch
 from linattn_np.ops import OPS
 from linattn_np.ops.gla import TWO_GATES
 
-HERE = Path(__file__).parent
 VARIANTS = {op.name: (op, {}) for op in OPS if op.name != "softmax_attention"}
 VARIANTS["retention"] = VARIANTS["retention"][0], {"gamma": [0.5, 0.9]}
 VARIANTS["linear_attention-exp"] = VARIANTS["linear_attention"][0], {"feature_map": "exp"}
@@ -35,7 +25,7 @@ VARIANTS["linear_attention-normalized"] = (VARIANTS["linear_attention"][0],
 VARIANTS["gla-gv"] = TWO_GATES, {}
 SIZES = {"B": 2, "H": 2, "K": 6, "V": 5}
 LENGTHS = {1: [150], 2: [101, 49], 3: [40, 0, 110], 4: [33, 64, 1, 52]}
-BOUNDS = [0, 0, 20, 20, 105, 139, 150, 150]         # empty, within a rank, over a rank and over three; they end anywhere
+BOUNDS = [0, 0, 20, 20, 105, 139, 150, 150]         # empty ones, one within a rank, one over a rank, one over three
 
 
 class Call:
@@ -153,7 +143,7 @@ def flat(result):
     return [x for part in result for x in flat(part)] if isinstance(result, (tuple, list)) else [result]
 
 
-# -- the same numbers as one ----------------------------------------------------------------------------------------------
+# -- the same numbers as one ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", LENGTHS)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -167,7 +157,7 @@ def test_results_and_gradients(variant, packed, ranks, rng):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_ways_round(variant, packed, rng):
     """Backwards in time, [B, T, H, ...], states [N, H, V, K]."""
-    more = {"reverse": True, "layout": "bthd"} | ({"state_v_first": True} if "normalized" not in variant else {})
+    more = {"reverse": True, "layout": "bthd", "state_v_first": "normalized" not in variant}
     call = Call(variant, rng, packed=packed, **more)
     call.compare(call.by_ranks(LENGTHS[4]), call.exactly())
 
@@ -206,7 +196,7 @@ def test_other_dtypes(variant, dtype, rng):
 @pytest.mark.parametrize("gate", ["zero", "all-20", "all-1e30", "some-inf", "all-inf", "positive", "by_channel"])
 @pytest.mark.parametrize("variant", ["gla", "rwkv6", "simple_gla"])
 def test_gates_of_every_strength(variant, gate, rng):
-    """Within the limits, or as near as one device: strong gates leave gradients of which little but rounding is left."""
+    """Within the limits, or as near as one device: strong gates leave gradients that are mostly rounding."""
     call = Call(variant, rng, gate=gate, dtype=SINGLE)
     of_all = zip(flat(call.by_ranks(LENGTHS[4])), flat(call.by_one()), flat(call.exactly()), strict=True)
     for number, (x, one, wanted) in enumerate(of_all):
@@ -264,108 +254,7 @@ def test_one_rank_without_segments_is_the_operator(variant, rng):
         assert all(same_bits(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
-MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-
-
-def under_mpi(ranks, *what):
-    """The finished processes of tests/distributed_ranks.py, their words in one output."""
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    if MPIEXEC is None:
-        pytest.skip("there is no mpiexec")
-    as_root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in mpi_version() else []
-    return subprocess.run([MPIEXEC, *as_root, "-n", str(ranks), sys.executable, "distributed_ranks.py", *what], cwd=HERE,
-                          capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
-
-
-def mpi_version():
-    done = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True)
-    return done.stdout + ("Open MPI" if "OpenRTE" in done.stdout else "")
-
-
-def under_torchrun(ranks, *what):
-    """The same with the environment variables that torchrun sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
-    started = [subprocess.Popen([sys.executable, "distributed_ranks.py", *what], cwd=HERE, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT | given | {"RANK": str(rank)})
-               for rank in range(ranks)]
-    try:
-        said = [process.communicate(timeout=60)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [process.returncode for process in started], said
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_operators_under_mpi(ranks):
-    done = under_mpi(ranks, "messages", "operators")
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
-    assert {f"rank {rank} of {ranks}: Mpi" for rank in range(ranks)} <= set(lines)
-    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(lines)
-
-
-def test_operators_by_torchruns_variables():
-    codes, said = under_torchrun(3, "messages", "operators")
-    assert codes == [0, 0, 0], said
-    assert [f"rank {rank} of 3: Sockets" in words for rank, words in enumerate(said)] == [True] * 3
-    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(said[0].splitlines())
-
-
-def test_operators_and_autograd_on_a_process_group_of_torch():
-    pytest.importorskip("torch", reason="torch is not installed")
-    codes, said = under_torchrun(2, "messages", "differ", "autograd")
-    assert codes == [0, 0], said
-    for rank, words in enumerate(said):
-        assert {f"rank {rank} of 2: ProcessGroup", f"autograd on rank {rank}"} <= set(words.splitlines())
-
-
-DIFFERENT = "gla: scale is 0.5 on rank 1, but 0.25 on ranks 0 and 2"
-
-
-@pytest.mark.mpi
-def test_ranks_that_differ_are_named_under_mpi():
-    done = under_mpi(3, "differ")
-    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == [f"rank {n}: {DIFFERENT}" for n in range(3)]
-
-
-@pytest.mark.mpi
-def test_a_killed_rank_ends_the_others_under_mpi():
-    done = under_mpi(3, "killed")
-    assert done.returncode != 0 and "signal 9" in done.stdout + done.stderr
-
-
-@pytest.mark.mpi
-def test_a_rank_that_hangs_ends_the_others_under_mpi():
-    start = time.monotonic()
-    done = under_mpi(3, "hangs")
-    assert done.returncode != 0 and time.monotonic() - start < 30
-    assert "waited 2 s for all 3 ranks" in done.stdout
-
-
-def test_a_killed_rank_ends_the_others_by_torchruns_variables():
-    codes, said = under_torchrun(3, "killed")
-    assert codes == [3, -9, 3]
-    assert all(re.search("rank 1 has ended|rank [02] has ended", said[rank]) for rank in (0, 2)), said
-
-
-def test_a_rank_that_does_not_come(monkeypatch):
-    with pytest.raises(RankLost, match="rank 0 does not answer at 127.0.0.1:1: "):
-        distributed.Sockets(1, 2, "127.0.0.1", 1, limit_s=0.2)
-    with pytest.raises(RankLost, match="waited 0.2 s for rank 1, 2 to connect"):
-        distributed.Sockets(0, 3, "127.0.0.1", 0, limit_s=0.2)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="connect: WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT"):
-        distributed.connect()
-
-
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 def refused(change, rng, ranks=3, **options):
     """What each rank says when `change(rank, arrays, given)` has changed its call."""
     call = Call("gla", rng, **options)
@@ -435,9 +324,12 @@ def test_misfits_are_refused(given, words, rng):
 
 
 def test_sequences_must_end_where_the_tokens_do(rng):
-    for error in refused(lambda rank, arrays, given: given.update(cu_seqlens=[0, 20, 150]), rng, packed=True, states=False,
-                         ranks=2):
-        assert str(error) == "gla: cu_seqlens must run from 0 to T=100, got 0 to 150, the tokens of all ranks: [50, 50]"
+    def change(rank, arrays, given):
+        given["cu_seqlens"] = [0, 20, 150]
+
+    words = "gla: cu_seqlens must run from 0 to T=100, got 0 to 150, the tokens of all ranks: [50, 50]"
+    for error in refused(change, rng, packed=True, states=False, ranks=2):
+        assert str(error) == words
 
 
 def test_gradients_that_do_not_fit_end_all_ranks(rng):
@@ -453,7 +345,8 @@ def test_gradients_that_do_not_fit_end_all_ranks(rng):
         return str(raised.value)
 
     first, second = run_threads(on_rank, 2, limit_s=10)
-    assert "rank 1 refused its call: ContractError: gla: do is" in first and second.startswith("gla: do is (2, 2, 74, 5)")
+    assert "rank 1 refused its call: ContractError: gla: do is" in first
+    assert second.startswith("gla: do is (2, 2, 74, 5)")
 
 
 def test_a_thread_that_ends_ends_the_others(rng):
@@ -485,43 +378,3 @@ def test_other_libraries_arrays(rng):
     found = run_threads(partial(call.on_rank, [75, 75], False), 2)
     assert all(isinstance(o, jax.Array) for (o,), _ in found)
     assert same_bits(np.concatenate([o for (o,), _ in found], axis=2), wanted[0])
-
-
-# -- NCCL -----------------------------------------------------------------------------------------------------------------
-def test_cupy_has_what_the_nccl_engine_calls():
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    assert all(hasattr(cupy.cuda.Stream, name) for name in ("is_capturing", "launch_host_func", "record", "wait_event"))
-    from cupy.cuda import nccl
-    if not nccl.available:
-        pytest.skip("CuPy finds no NCCL")
-    assert all(hasattr(nccl.NcclCommunicator, name) for name in ("allGather", "send", "recv", "abort", "initAll"))
-    greeting = nccl.get_unique_id()
-    assert type(greeting) is bytes and len(greeting) == GREETING
-
-
-def test_what_does_not_arrive_is_aborted(capsys):
-    aborted = threading.Event()
-    watch = Watch(aborted.set, "NCCL, rank 0 of 2", 0.2)
-    watch.arrived(watch.begin())
-    watch.begin()
-    assert aborted.wait(5)
-    with pytest.raises(RankLost, match="NCCL, rank 0 of 2: waited 0.2 s for the other ranks"):
-        watch.check()
-    assert "waited 0.2 s" in capsys.readouterr().err
-
-
-# -- JAX's shard_map ----------------------------------------------------------------------------------------------------
-def test_shard_map():
-    """Results and gradients of arrays that are cut over four devices; JAX makes these of a host when it starts."""
-    pytest.importorskip("jax", reason="jax is not installed")
-    done = subprocess.run([sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=200,
-                          env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
-    wanted = [f"{name} over {axis}" for name in names for axis in ("batch", "heads")]
-    wanted += ["rwkv6 over batch unchecked", *(f"{name} over the sequence" for name in names),
-               "gla over the sequence in reverse", "rwkv6 over the sequence unchecked",
-               "the normaliser over the sequence", "a gate of values over the sequence"]
-    *holding, refusal = done.stdout.splitlines()
-    assert holding == wanted
-    assert refusal.startswith("gla: cu_seqlens cannot be combined with axis_name")

@@ -84,6 +84,7 @@ ROOMS = {
     "distributed/engine": ([], ["numpy"]),
     "distributed/mpi": (["distributed.engine"], ["numpy", "mpi4py"]),
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
+    "distributed/recurrence": (["distributed", "ops", "stages"], ["numpy", "cupy"]),
     "distributed/startup": (["distributed"], ["numpy", "cupy"]),
     "distributed/threads": (["distributed"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),

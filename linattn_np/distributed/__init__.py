@@ -1,9 +1,9 @@
 """The operators on a sequence that is cut over ranks: processes, hosts or cards, each with a part of the tokens.
 
-`connect()` gives a process its engine, which carries the messages; `run_threads` makes ranks of one process. An engine is
-anything with the members of `Engine`: `Mpi` and `Sockets` carry NumPy arrays, `Nccl` CuPy arrays, and
-`linattn_np.interop.torch.ProcessGroup` those of a process group of torch's. JAX has collectives of its own:
-``linattn_np.interop.jax`` takes ``axis_name=`` under `shard_map`.
+`connect()` gives a process its engine, which carries the messages; `run_threads` makes ranks of one process. An engine
+is anything with the members of `Engine`: `Mpi` and `Sockets` carry NumPy arrays, `Nccl` CuPy arrays, and
+`linattn_np.interop.torch.ProcessGroup` both, on a process group of torch.distributed. JAX has collectives of its own:
+the functions of `linattn_np.interop.jax` take ``axis_name=`` under `shard_map`.
 """
 
 from .agreement import Disagreement

@@ -17,8 +17,8 @@ class RankLost(RuntimeError):
 class Engine(Protocol):
     """One rank's end of the wire. Anything with these members will do as `comm=`.
 
-    Every rank calls the same methods in the same order. Arrays are contiguous; what an engine is given it may read until
-    the function that `all_gather` returned has been called. On a device all of it is enqueued: no method waits for it.
+    Every rank calls the same methods in the same order. Arrays are contiguous; an engine may read what it is given
+    until the function that `all_gather` returned has been called. Work on a device is enqueued, and not waited for.
     """
 
     rank: int

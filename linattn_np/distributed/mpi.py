@@ -15,9 +15,9 @@ LONGEST_PAUSE_S = 1e-3
 class Mpi:
     """An `Engine` of NumPy arrays on an mpi4py communicator, COMM_WORLD by default, of which it takes a copy.
 
-    A rank that `mpiexec` sees end badly ends the others. For one that hangs they wait `limit_s` seconds: then they raise
-    `RankLost`, and end the whole job when they end. ``mpiexec -n 4 python -m mpi4py train.py`` ends it at the first
-    exception of any rank, without a wait.
+    A rank that `mpiexec` sees end badly ends the others. For one that hangs they wait `limit_s` seconds: then they
+    raise `RankLost`, and end the whole job when they end. ``mpiexec -n 4 python -m mpi4py train.py`` ends it at the
+    first exception of any rank, without a wait.
     """
 
     homes = ("host",)

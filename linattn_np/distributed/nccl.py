@@ -20,8 +20,8 @@ class Nccl:
     enqueued on the engine's own stream, which waits for the current one and for which the current one waits when the
     result is used: the host never does, and a call can be captured into a CUDA graph.
 
-    NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds the communicator is aborted, with a
-    word on stderr: what has been computed from it is worthless, and the engine's next use raises `RankLost`.
+    NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds the communicator is aborted, and
+    stderr says so: what has been computed from it is worthless, and the engine's next use raises `RankLost`.
     """
 
     homes = ("host", "cuda")

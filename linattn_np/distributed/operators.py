@@ -184,14 +184,14 @@ def forward(function, comm, segment_size, **given):
 def vjp(op, *arrays, **arguments):
     """``(result, pullback)`` of an operator of this module, as `linattn_np.vjp` has them.
 
-        dS_a = diag(exp(g_{a+1} + ... + g_b)) dS_b + dF        for the part of tokens a+1 ... b, from the last to the first
+        dS_a = diag(exp(g_{a+1} + ... + g_b)) dS_b + dF        for the part of tokens a+1 ... b, the last part first
 
     (Yang et al., 2024, section 4.4.) ``pullback(do)`` or ``pullback(do, dht)`` is called on all ranks, each with the
     gradient of its own o, and with that of the whole final state, the same on every rank. It returns the gradients of
     this rank's arrays, then that of the whole `initial_state`, the same on every rank, as is that of rwkv6's u.
 
-    dF is one forward pass backwards in time (for the normaliser and two gates one backward pass), an all-gather of K * V
-    + K floats a head follows, then the backward pass itself.
+    dF is one forward pass backwards in time (for the normaliser and two gates one backward pass). An all-gather of
+    K * V + K floats a head follows, then the backward pass itself.
 
     Example
     -------

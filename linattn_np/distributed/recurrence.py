@@ -7,6 +7,7 @@ dS_in = decay * dS_out + dS_own, where dS_own comes from the segment's own o alo
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -45,8 +46,8 @@ class Recurrence:
     def decay(self, gates, tokens):
         """What multiplies S [rows, heads, K, V] over a segment of so many tokens; None where that is 1."""
         if "gamma" in self.problem.options:
-            return np.power(self.problem.options["gamma"], tokens).astype(self.dtype)[:, None, None].repeat(
-                self.problem.groups, axis=0)
+            factor = np.power(self.problem.options["gamma"], tokens).astype(self.dtype)
+            return as_kind(factor.repeat(self.problem.groups)[:, None, None], self.problem.arrays["q"])
         if not gates:
             return None
         factor = gates[0] if gates[0].ndim == 3 else gates[0][..., None]
@@ -59,16 +60,14 @@ class Recurrence:
             return own
         if decay is None:
             return [before + added for before, added in zip(state, own, strict=True)]
-        if not isinstance(decay, type(own[0])):                 # retention's, which is made on the host
-            decay = as_kind(decay, own[0])
         return [decay * state[0] + own[0]]
 
     def summary(self, arrays, given):
         """The parts of the final state from zero, before the pass that gives o.
 
-        The other way, o from a zero state with (q * decay) S_in added afterwards, reads q and o and writes o again, rounds o
-        twice, and needs a second kernel for every operator. This one costs what a final state costs, and gives the
-        bits of a call with that initial state.
+        The other way, o from a zero state with (q * decay) S_in added afterwards, reads q and o and writes o again,
+        rounds o twice, and needs a second kernel for every operator. This one costs what a final state costs, and gives
+        the bits of a call with that initial state.
         """
         return self.final_state(self.function, arrays, given)
 
@@ -81,7 +80,7 @@ class Recurrence:
 
     @property
     def by_stages(self) -> bool:
-        """On the host, without an o, `gla` and `rwkv6` take a third of their time; a card's fused pass is the faster."""
+        """On the host `gla` and `rwkv6` without an o take a third of their time; a card's fused pass is faster."""
         problem = self.problem
         return (problem.home == "host" and problem.op.name in ("gla", "rwkv6") and problem.groups == 1
                 and problem.mode in ("auto", "chunk"))
@@ -106,20 +105,22 @@ class Recurrence:
             if not problem.op.reads_before_write:
                 with np.errstate(over="ignore"):
                     decay = np.exp(wide(g))
-                    q = (q * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
+                    q = (wide(q) * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
             gates = [g if g.dtype == dtype else g.astype(self.dtype)]
         q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
         operator = ops.gla if problem.op.reads_before_write else self.function
         (dS,) = self.final_state(operator, (q, q, do, *gates), given)
         dS = dS * problem.scale
         if "gamma" in problem.options:          # one decay a head: exact after the sum
-            dS *= as_kind(self.decay((), 1), dS)
+            dS *= self.decay((), 1)
         return [dS]
 
 
 def staged_state(k, v, g, reverse, mask, dtype):
-    """sum_t exp(g_{t+1} + ... + g_T) k_t v_t^T by `linattn_np.stages`, which keep a state every 64 tokens: as much memory
-    as k takes for V = 64."""
+    """sum_t exp(g_{t+1} + ... + g_T) k_t v_t^T by `linattn_np.stages`.
+
+    They keep a state every 64 tokens: as much memory as k takes for V = 64.
+    """
     k, v, g = (x.astype(dtype, copy=False) for x in (k, v, g))
     if mask is not None:
         k, v, g = (np.where(mask[:, None, :, None], x, dtype.type(0)) for x in (k, v, g))
@@ -140,18 +141,24 @@ def total_decay(g, mask, dtype):
         return np.exp(g.sum(axis=2, dtype=np.float64)).astype(dtype)
 
 
-def wide(g):
-    """A half-precision gate in float32."""
-    return g if g.dtype.itemsize > 2 else g.astype(np.float32)
+def wide(x):
+    """A half-precision array in float32."""
+    return x if x.dtype.itemsize > 2 else x.astype(np.float32)
 
 
 def as_kind(x, example):
     """A host array where `example` lives."""
-    there = np.empty_like(example, shape=x.shape, dtype=x.dtype)       # CuPy's for CuPy's
-    if isinstance(there, np.ndarray):
+    if isinstance(example, np.ndarray):
         return x
-    there.set(x)
-    return there
+    return kept_on_device(x.tobytes(), x.shape, x.dtype, example.device.id)
+
+
+@lru_cache(64)
+def kept_on_device(contents, shape, dtype, device):
+    """An array on a CUDA device, sent there once: a copy from the host could not be captured into a graph."""
+    import cupy
+    with cupy.cuda.Device(device):
+        return cupy.asarray(np.frombuffer(contents, dtype).reshape(shape))
 
 
 class Row:

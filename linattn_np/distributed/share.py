@@ -1,8 +1,9 @@
 """One rank's share of a call: its segments, the states that come in, its outputs and its gradients.
 
-Forward: every segment whose sequence goes on computes its summary (see `recurrence`), one all-gather brings the summaries to
-all ranks, each adds up those before its own in the order of the recurrence, and computes its outputs from there. What
-waits for no other rank is computed while the messages are under way. The backward pass is the same in the other direction.
+Forward: every segment whose sequence goes on computes its summary (see `recurrence`), one all-gather brings the
+summaries to all ranks, each adds up those before its own in the order of the recurrence, and computes its outputs from
+there. What waits for no other rank is computed while the messages are under way. The backward pass is the same in the
+other direction.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .recurrence import Recurrence, Row, wide
 Bound = namedtuple("Bound", "problem arrays state mask out bounds")
 COMPUTED = ("mode", "chunk_size", "materialize", "backend")        # said to every call of the operator as it is
 OWN = ("gamma", "feature_map", "normalize")                         # some operators' own
+OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
 
 
 class Share:
@@ -53,13 +55,12 @@ class Share:
     def check(self, inputs):
         """(Bound, this rank's tokens, what all ranks must agree on)."""
         declared, given = self.declared, self.given
-        options = {name: given[name] for name in (*COMPUTED[:3], *OWN, "scale", "layout", "reverse", "out", "state_v_first",
-                                                  "output_final_state", "state_dtype") if name in given}
+        options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
         declared, sizes = problem.op, problem.callers_sizes()
         if problem.home.split(":")[0] not in self.comm.homes:
-            declared.refuse("comm", f"is a {type(self.comm).__name__}, which takes arrays on {', '.join(self.comm.homes)}, "
-                                    f"but these are on {problem.home}")
+            declared.refuse("comm", f"is a {type(self.comm).__name__}, which takes arrays on "
+                                    f"{', '.join(self.comm.homes)}, but these are on {problem.home}")
         if self.size is not None and (type(self.size) is not int or self.size < 1):
             declared.refuse("segment_size", f"is {self.size!r}, expected a positive int or None")
         bounds = self.check_sequences(declared, sizes)
@@ -99,8 +100,8 @@ class Share:
             except ValueError as error:
                 op.refuse("cu_seqlens", f"{error}, the tokens of all ranks: {lengths}")
         if self.size and any(length % self.size for length in lengths[:-1]):
-            op.refuse("segment_size", f"is {self.size}, but the ranks have {lengths} tokens, expected multiples of it on "
-                                      "all but the last, so that cuts do not depend on the ranks")
+            op.refuse("segment_size", f"is {self.size}, but the ranks have {lengths} tokens, expected multiples of it "
+                                      "on all but the last, so that cuts do not depend on the ranks")
 
     @staticmethod
     def count(sizes, bounds):
@@ -113,9 +114,9 @@ class Share:
             return None
         return [part.swapaxes(2, 3) if self.problem.state_v_first and part.ndim == 4 else part for part in parts]
 
-    def place(self, sequence):
-        """The rows of a sequence of the cut in states [N, ...]."""
-        return slice(sequence, sequence + 1) if self.packed else slice(None)
+    def place(self, number):
+        """The rows of a packed sequence in states [N, ...]; a dense batch has them all."""
+        return slice(number, number + 1) if self.packed else slice(None)
 
     def empty(self, shape, dtype=None):
         return np.empty_like(self.arrays[0], shape=shape, dtype=dtype or self.recurrence.dtype, order="C")
@@ -129,11 +130,11 @@ class Share:
             states.append(self.empty(shape))
             states[-1][...] = 0
             for at, piece in enumerate(segment.pieces):
-                rows = slice(at, at + 1) if self.packed else slice(None)
                 if piece is crossing:
-                    states[-1][rows] = known[number]
+                    states[-1][self.place(at)] = known[number]
                 elif parts is not None:
-                    states[-1][rows] = parts[number][self.place(piece.sequence)].astype(self.recurrence.dtype, copy=False)
+                    of_sequence = parts[number][self.place(piece.sequence)]
+                    states[-1][self.place(at)] = of_sequence.astype(self.recurrence.dtype, copy=False)
         return tuple(states) if len(states) > 1 else states[0]
 
     def tokens(self, start, stop, arrays):
@@ -260,8 +261,7 @@ class Share:
                 o = found
             for at, piece in enumerate(segment.pieces):
                 if states is not None and not piece.later:
-                    rows = slice(at, at + 1) if self.packed else slice(None)
-                    final[piece.sequence] = [part[rows] for part in states]
+                    final[piece.sequence] = [part[self.place(at)] for part in states]
         if came_in is None:
             wait()                              # a rank that needs nothing takes part all the same
         result = self.as_caller(o, self.problem.op.out) if self.out is None else self.given["out"]
@@ -306,8 +306,7 @@ class Share:
                 parts = found[-1] if isinstance(found[-1], tuple) else (found[-1],)
                 for at, piece in enumerate(segment.pieces):
                     if not piece.earlier:
-                        rows = slice(at, at + 1) if self.packed else slice(None)
-                        initial[piece.sequence] = [part[rows] for part in parts]
+                        initial[piece.sequence] = [part[self.place(at)] for part in parts]
         if came_in is None:
             wait()
         result = tuple(self.as_caller(self.joined(number, name, gradients), axes)
@@ -328,15 +327,15 @@ class Share:
                 op.refuse("dht", f"has {len(parts)} parts, expected {len(op.state)}")
             dht = self.of_caller(op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first,
                                                   problem.groups))
-        return (do, dht), 0, {"the pass": "backward", "the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
+        meaning = {"the pass": "backward", "the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
+        return (do, dht), 0, meaning
 
     def gradient_summary(self, do, segment, piece, start, stop):
         if self.recurrence.turns_over:
             given = self.common | self.masked(start, stop)
             return self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
         found = self.pulls[segment.index](do[:, :, segment.start:segment.stop])[-1]
-        at = segment.pieces.index(piece)
-        rows = slice(at, at + 1) if self.packed else slice(None)
+        rows = self.place(segment.pieces.index(piece))
         return [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
 
     def joined(self, number, name, gradients):

@@ -17,8 +17,8 @@ RETRY_S = 0.05
 class Sockets:
     """An `Engine` of NumPy arrays between processes of any hosts, each connected to each. Rank 0 listens at `address`.
 
-    It is what cards agree by, and NumPy ranks where there is no MPI. Nothing is encrypted: for networks that are trusted,
-    as NCCL's and MPI's are.
+    Cards agree by it, and NumPy ranks use it where there is no MPI. Nothing is encrypted: it is for networks that are
+    trusted, as those of NCCL and MPI are.
     """
 
     homes = ("host",)

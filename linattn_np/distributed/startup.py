@@ -24,8 +24,8 @@ def connect(device="cpu", *, limit_s=LIMIT_S):
       MASTER_PORT, which torchrun itself listens on. A program of one's own may set them too.
     - Otherwise `Alone`, so that the same program runs by itself.
 
-    With ``device="cuda"`` these carry what the ranks agree by, and `Nccl` the arrays: the n-th rank of a host takes, and
-    makes current, its n-th CUDA device. For one process with several cards see `run_threads`.
+    With ``device="cuda"`` these carry what the ranks agree by, and `Nccl` the arrays: the n-th rank of a host takes its
+    n-th CUDA device, and makes it current. For one process with several cards see `run_threads`.
 
     A rank waits `limit_s` seconds for the others, then raises `RankLost`.
 
@@ -49,7 +49,8 @@ def of_environment(environment, limit_s):
         return Alone()
     absent = [name for name in TORCHRUNS if name not in environment]
     if absent:
-        raise ValueError(f"connect: WORLD_SIZE is set, but not {', '.join(absent)}; torchrun sets {', '.join(TORCHRUNS)}")
+        raise ValueError(f"connect: WORLD_SIZE is set, but not {', '.join(absent)}; torchrun sets all of "
+                         + ", ".join(TORCHRUNS))
     rank, size, address, port = (environment[name] for name in TORCHRUNS)
     return Sockets(int(rank), int(size), address, int(port) + 1, limit_s=limit_s) if int(size) > 1 else Alone()
 
@@ -61,7 +62,8 @@ def on_card(host, limit_s):
     from .nccl import Nccl
     place, count = place_on_host(host), cupy.cuda.runtime.getDeviceCount()
     if place >= count:
-        raise RuntimeError(f"connect: rank {host.rank} is number {place + 1} on its host, which has {count} CUDA devices")
+        raise RuntimeError(f"connect: rank {host.rank} is number {place + 1} on its host, which has {count} "
+                           "CUDA devices")
     cupy.cuda.Device(place).use()
     return Nccl(host, limit_s=limit_s)
 

@@ -1,6 +1,6 @@
 """A sequence whose tokens are cut along a mesh axis of `shard_map`, by JAX's own collectives.
 
-    S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F        for a device's tokens a+1 ... b and their final state from zero, F
+    S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F       for a device's tokens a+1 ... b; F is their final state from zero
 
 Every device computes F, an all-gather brings K * V + K floats a head to all, each adds up those before its own and
 computes its outputs from there. All of it is differentiable as it stands: JAX turns the collectives round.

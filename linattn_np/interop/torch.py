@@ -4,9 +4,9 @@ NumPy computes CPU tensors; the CUDA kernels compute CUDA tensors through CuPy, 
 tensors work on both. The inputs alone are kept for the backward pass, which computes again what it needs of the
 forward pass. Gradients are first-order; torch refuses gradients of gradients, and the transforms of `torch.func`.
 
-With ``comm=ProcessGroup()``, or another engine of `linattn_np.distributed`, the tokens are cut over the ranks of
-torch.distributed, with gradients; `segment_size`, states and errors are as there. What is computed from a final state must
-be computed on all ranks alike, and counts once.
+With ``comm=ProcessGroup()``, or another engine of `linattn_np.distributed`, the tokens are cut over ranks, with
+gradients; `segment_size`, states and errors are as there. What is computed from a final state must be computed on all
+ranks alike, and counts once.
 
 Example
 -------
@@ -111,8 +111,8 @@ def stream_of(tensor):
 class ProcessGroup:
     """An `Engine` of `linattn_np.distributed` on a process group of torch.distributed, all ranks by default.
 
-    Arrays on CUDA go through the group, which must have NCCL for them; what is on the host through a gloo group beside it,
-    which all ranks of the group make together here. Limits of time are the group's own, and `limit_s` of the second.
+    Arrays on CUDA go through the group, which must have NCCL for them; arrays on the host through a gloo group beside
+    it, which all ranks of the group make together here. Time limits are the group's own, and `limit_s` for gloo.
     """
 
     homes = ("host", "cuda")
