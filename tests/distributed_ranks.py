@@ -10,11 +10,12 @@ import time
 from functools import partial
 
 import numpy as np
+import pytest
 from conftest import DOUBLE, SINGLE
 from reference import assert_close, same_bits
 from test_distributed import LENGTHS, VARIANTS, Call, flat
 
-from linattn_np import distributed
+from linattn_np import ContractError, distributed
 
 
 def say(*words):
@@ -115,6 +116,10 @@ def autograd(comm):
     with torch.no_grad():
         again = interop.rwkv6(*inputs, initial_state=state, comm=comm)
     assert torch.equal(o, again)
+    with pytest.raises(ContractError, match="rwkv6: segment_size has no meaning without comm"):
+        interop.rwkv6(*inputs, segment_size=16)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'comm'"):
+        interop.softmax_attention(*inputs[:3], comm=comm)
     say(f"autograd on rank {comm.rank}")
 
 

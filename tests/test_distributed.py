@@ -12,7 +12,7 @@ from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
-from linattn_np.contract import ContractError
+from linattn_np.contract import ContractError, ContractTypeError
 from linattn_np.distributed import Disagreement, RankLost, run_threads
 from linattn_np.ops import OPS
 from linattn_np.ops.gla import TWO_GATES
@@ -81,16 +81,21 @@ class Call:
             given["mask"] = self.mask[:, start:stop]
         return given
 
-    def on_rank(self, lengths, gradient, comm, **more):
-        """(results, gradients) of one rank."""
+    def on_rank(self, lengths, gradient, comm, *, there=lambda x: x, back=lambda x: x, **more):
+        """(results, gradients) of one rank, on the host; `there` and `back` take arrays to where it computes."""
         stop = sum(lengths[:comm.rank + 1])
         start = stop - lengths[comm.rank]
-        arrays = [self.part(x, axes, start, stop) for x, axes in zip(self.arrays, self.op.arrays.values())]
-        function, given = getattr(distributed, self.name), {**self.given(start, stop), "comm": comm, **more}
+        arrays = [there(self.part(x, axes, start, stop)) for x, axes in zip(self.arrays, self.op.arrays.values())]
+        given = {**self.given(start, stop), "comm": comm, **more}
+        for name in {"initial_state", "mask"} & set(given):
+            given[name] = all_of(there, given[name])
+        function = getattr(distributed, self.name)
         if not gradient:
-            return flat(function(*arrays, **given)), ()
+            return list(map(back, flat(function(*arrays, **given)))), ()
         result, pullback = distributed.vjp(function, *arrays, **given)
-        return flat(result), flat(pullback(self.part(self.do, self.op.out, start, stop), *self.cotangents))
+        do = there(self.part(self.do, self.op.out, start, stop))
+        gradients = pullback(do, *(all_of(there, dht) for dht in self.cotangents))
+        return list(map(back, flat(result))), list(map(back, flat(gradients)))
 
     @property
     def cotangents(self):
@@ -137,6 +142,10 @@ class Call:
             for number, (a, b) in enumerate(zip(x, y, strict=True)):
                 assert a.shape == b.shape
                 assert_close(f"{what} {number}", a, b, dtype, factor=factor)
+
+
+def all_of(function, parts):
+    return tuple(map(function, parts)) if isinstance(parts, tuple) else function(parts)
 
 
 def flat(result):
@@ -233,7 +242,28 @@ def test_kernels(backend, operator, rng):
     call.compare(found, call.exactly(), SINGLE)
 
 
-# -- the same bits ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", VARIANTS)
+def test_segments_on_a_card(card, operator, packed, dtype, rng):
+    """All that a card does but the messages."""
+    call = Call(operator, rng, packed=packed, dtype=dtype, layout="bthd")
+    found = call.on_rank([150], True, distributed.Alone(), there=card.asarray, back=card.tohost, segment_size=25)
+    call.compare(found, call.exactly(), dtype, factor=3)
+
+
+@pytest.mark.parametrize("operator", VARIANTS)
+def test_two_cards(card, operator, rng):
+    if card.cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one CUDA device")
+    call = Call(operator, rng, dtype=SINGLE, layout="bthd")
+    found = call.whole(run_threads(partial(call.on_rank, [75, 75], True, there=card.asarray, back=card.tohost,
+                                           segment_size=25), 2, device="cuda", limit_s=60))
+    one = call.on_rank([150], True, distributed.Alone(), there=card.asarray, back=card.tohost, segment_size=25)
+    assert all(same_bits(x, y) for x, y in zip(flat(found), flat(one), strict=True))
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -367,6 +397,20 @@ def test_a_thread_that_ends_ends_the_others(rng):
     assert ends == ["rank 1 has ended: KeyError: 'something else'"] * 2
     with pytest.raises(RankLost, match="waited 0.1 s for rank 1"):
         run_threads(lambda comm: comm.rank or comm.all_gather(np.zeros(1))(), 2, limit_s=0.1)
+
+
+def test_engines_that_do_not_fit(rng):
+    arrays = Call("gla", rng, states=False).arrays
+    with pytest.raises(ContractTypeError, match="gla: comm is a NoneType, expected an engine, such as connect"):
+        distributed.gla(*arrays, comm=None)
+    cards = distributed.Alone()
+    cards.homes = ("cuda",)
+    with pytest.raises(ContractError, match="gla: comm is a Alone, which takes arrays on cuda, but these are on host"):
+        distributed.gla(*arrays, comm=cards)
+    with pytest.raises(TypeError, match="vjp: op is .*, expected one of linattn_np.distributed's operators: gla, rwkv6"):
+        distributed.vjp(linattn_np.gla, *arrays, comm=distributed.Alone())
+    with pytest.raises(ValueError, match="Alone: there is no rank 1"):
+        distributed.Alone().send(arrays[0], 1)
 
 
 def test_other_libraries_arrays(rng):

@@ -1,4 +1,4 @@
-"""What carries distributed calls: processes under mpiexec and torchrun's variables, NCCL, torch's groups, JAX's meshes."""
+"""What carries distributed calls: processes under mpiexec and by torchrun's variables, NCCL, torch's groups, JAX."""
 
 import ctypes
 import json
@@ -26,7 +26,7 @@ from linattn_np.distributed.nccl import GREETING, Watch
 HERE = Path(__file__).parent
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------------------------
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -248,7 +248,7 @@ def test_what_does_not_arrive_is_aborted(capsys):
     assert "waited 0.2 s" in capsys.readouterr().err
 
 
-# -- the benchmark ------------------------------------------------------------------------------------------------------
+# -- the benchmark ----------------------------------------------------------------------------------------------------
 def test_the_benchmark_runs_on_threads(tmp_path):
     sizes = ["--tokens", "40", "--total", "80", "--heads", "2", "--dim", "8"]
     command = [sys.executable, "benchmarks/cards.py", "--threads", "2", *sizes, "--out", str(tmp_path / "rows.json")]

@@ -203,6 +203,8 @@ def test_misfits_are_refused_while_tracing(rng):
         interop.gla(q, k, v, g.astype(np.int32))
     with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
         interop.gla(q, k, v, g, out=v)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'axis_name'"):
+        interop.softmax_attention(q, k, v, axis_name="devices")
 
 
 def test_what_must_be_static(rng):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ class RankLost(RuntimeError):
     """Another rank has ended, or did not answer within the time limit."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """One rank's end of the wire. Anything with these members will do as `comm=`.
 

@@ -15,11 +15,12 @@ import numpy as np
 from .. import varlen
 from ..arrays import contents, from_native, host_array
 from ..autodiff import vjp
-from ..contract import swap_heads
+from ..contract import ContractTypeError, swap_heads
 from ..grouped import callers
 from ..ops import declaration
 from .agreement import agree
 from .cuts import Cut
+from .engine import Engine
 from .recurrence import Recurrence, Row, wide
 
 Bound = namedtuple("Bound", "problem arrays state mask out bounds")
@@ -35,6 +36,9 @@ class Share:
         self.function, self.comm, self.size = function, comm, segment_size
         self.declared, inputs, self.given = declaration(function, "linattn_np.distributed").taken_apart(given)
         self.gradient = gradient
+        if not isinstance(comm, Engine):
+            self.declared.refuse("comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives",
+                                 ContractTypeError)
         bound, lengths = agree(comm, self.declared.name, lambda: self.check(inputs))
         self.problem, self.arrays, self.state, self.mask, self.out, bounds = bound
         self.packed = bounds is not None

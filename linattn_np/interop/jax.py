@@ -48,7 +48,8 @@ def differentiable(function):
     more = () if function is ops.softmax_attention else ("axis_name",)
     operator = Operator.of(function, without=("out", "mask"), more=more)    # keyword arguments are static, no mask is
 
-    def public(*positional, axis_name=None, **named):
+    def public(*positional, **named):
+        axis_name = named.pop("axis_name", None) if more else None
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
 

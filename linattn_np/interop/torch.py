@@ -38,19 +38,23 @@ ON_RANKS = {operator: function for function, operator in distributed.operators.O
 
 def differentiable(function):
     """The torch function that computes what the operator `function` does."""
-    operator = Operator.of(function, more=("comm", "segment_size") if function in ON_RANKS else ())
+    more = ("comm", "segment_size") if function in ON_RANKS else ()
+    operator = Operator.of(function, more=more)
 
-    def public(*positional, comm=None, segment_size=None, **named):
+    def public(*positional, **named):
+        given = {name: named.pop(name) for name in more if name in named}
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
             if not isinstance(x, torch.Tensor):
                 declared.refuse(name, f"is a {type(x).__module__}.{type(x).__qualname__}, expected a torch.Tensor",
                                 ContractTypeError)
-        if comm is None:
-            results = Compute.apply(operator, len(arrays), arguments, *arrays, *(state or ()))
-        else:
-            arguments |= {"comm": comm, "segment_size": segment_size}
+        if given.get("comm") is not None:
+            arguments |= given
             results = ComputeOnRanks.apply(ON_RANKS[function], len(arrays), arguments, *arrays, *(state or ()))
+        elif given.get("segment_size") is not None:
+            declared.refuse("segment_size", "has no meaning without comm")
+        else:
+            results = Compute.apply(operator, len(arrays), arguments, *arrays, *(state or ()))
         return together(results, bool(arguments.get("output_final_state")))
 
     return operator.document(public, "torch tensors")
