@@ -38,6 +38,7 @@ class Nccl:
         self.host, self.communicator = host, communicator
         self.rank, self.size = host.rank, host.size
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.reports = cupy.cuda.Stream(non_blocking=True)      # apart: a message would wait for Python's lock
         self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s)
 
     def all_gather(self, x):
@@ -74,9 +75,11 @@ class Nccl:
         current = self.cupy.cuda.get_current_stream()
         self.stream.wait_event(current.record(self.event()))
         work(self.stream.ptr)
+        done = self.stream.record(self.event())
         if not self.stream.is_capturing():              # a graph runs the stream's work again, but not the watch
-            self.stream.launch_host_func(self.watch.arrived, self.watch.begin())
-        return self.stream.record(self.event())
+            self.reports.wait_event(done)
+            self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
+        return done
 
     def event(self):
         return self.cupy.cuda.Event(disable_timing=True)
