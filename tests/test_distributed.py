@@ -12,7 +12,7 @@ from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
-from linattn_np.contract import ContractError, ContractTypeError
+from linattn_np.contract import ContractError, ContractTypeError, NotSupported
 from linattn_np.distributed import Disagreement, RankLost, run_threads
 from linattn_np.ops import OPS
 from linattn_np.ops.gla import TWO_GATES
@@ -346,6 +346,7 @@ def test_a_refused_call_ends_all_ranks(rng):
     ({"segment_size": 20}, r"segment_size is 20, but the ranks have \[50, 50, 50\] tokens"),
     ({"segment_size": 0}, "segment_size is 0, expected a positive int or None"),
     ({"mode": "none"}, "mode is 'none', expected one of"),
+    ({"backend": "cupy"}, "gla: cupy: the arrays are on the host"),
     ({"initial_state": np.zeros((1, 2, 6, 5))}, "initial_state is .1, 2, 6, 5., expected .N, H, K, V. = .2, 2, 6, 5."),
 ])
 def test_misfits_are_refused(given, words, rng):
@@ -360,6 +361,16 @@ def test_sequences_must_end_where_the_tokens_do(rng):
     words = "gla: cu_seqlens must run from 0 to T=100, got 0 to 150, the tokens of all ranks: [50, 50]"
     for error in refused(change, rng, packed=True, states=False, ranks=2):
         assert str(error) == words
+
+
+def test_a_rank_without_a_backend_ends_all_ranks(rng):
+    def change(rank, arrays, given):
+        if rank == 2:
+            given["backend"] = "cupy"
+
+    found = refused(change, rng)
+    assert all("rank 2 refused its call: NotSupported: gla: cupy: the arrays are" in str(error) for error in found[:2])
+    assert type(found[2]) is NotSupported
 
 
 def test_gradients_that_do_not_fit_end_all_ranks(rng):

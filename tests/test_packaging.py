@@ -80,7 +80,7 @@ ROOMS = {
     "autodiff": (["arrays", "dispatch", "grouped", "ops"], []),
     "explanation": (["contract", "dispatch", "ops"], []),
     "layers": (["arrays", "autodiff", "contract", "ops"], ["numpy"]),
-    "distributed": (["distributed", "arrays", "autodiff", "contract", "grouped", "ops", "stages", "varlen"], ["numpy"]),
+    "distributed": (["distributed", "arrays", "autodiff", "contract", "dispatch", "grouped", "ops", "stages", "varlen"], ["numpy"]),
     "distributed/engine": ([], ["numpy"]),
     "distributed/mpi": (["distributed.engine"], ["numpy", "mpi4py"]),
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),

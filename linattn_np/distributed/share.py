@@ -16,6 +16,7 @@ from .. import varlen
 from ..arrays import contents, from_native, host_array
 from ..autodiff import vjp
 from ..contract import ContractTypeError, swap_heads
+from ..dispatch import choose, in_shares
 from ..grouped import callers
 from ..ops import declaration
 from .agreement import agree
@@ -61,6 +62,7 @@ class Share:
         declared, given = self.declared, self.given
         options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
+        (in_shares if self.gradient else choose)(problem, given["backend"])     # no backend: no rank begins
         declared, sizes = problem.op, problem.callers_sizes()
         if problem.home.split(":")[0] not in self.comm.homes:
             declared.refuse("comm", f"is a {type(self.comm).__name__}, which takes arrays on "
@@ -142,8 +144,10 @@ class Share:
         return tuple(states) if len(states) > 1 else states[0]
 
     def tokens(self, start, stop, arrays):
-        """These tokens of [B, H, T, ...] arrays; of what has no T all of it, and its gradients in single precision at
-        least, as they are added up."""
+        """These tokens of [B, H, T, ...] arrays; of what has no T all of it.
+
+        That is in single precision at least, so that its gradients are, which are added up.
+        """
         return [x[:, :, start:stop] if "T" in axes.split() else wide(x)
                 for x, axes in zip(arrays, self.problem.op.arrays.values())]
 
