@@ -15,7 +15,7 @@ import linattn_np
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(linattn_np.__file__).parent
 KERNELS = ROOT / "kernels_cu"
-LAZY = {"cupy", "numba", "numba_cuda", "torch", "jax", "scipy", "safetensors"}
+LAZY = {"cupy", "numba", "numba_cuda", "torch", "jax", "scipy", "safetensors", "mpi4py"}
 
 
 # -- the wheel ------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
 
 
 # -- importing ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models", "linattn_np.interop"])
+@pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models", "linattn_np.interop", "linattn_np.distributed"])
 def test_import_is_fast_and_loads_no_array_library(module):
     code = ("import json, sys, time, numpy; start = time.perf_counter()\n"
             f"import {module}\n"
@@ -88,11 +88,20 @@ ROOMS = {
     "autodiff": (["arrays", "dispatch", "grouped", "ops"], []),
     "explanation": (["contract", "dispatch", "ops"], []),
     "layers": (["arrays", "autodiff", "contract", "ops"], ["numpy"]),
+    "distributed": (["distributed", "arrays", "autodiff", "contract", "dispatch", "grouped", "ops", "stages", "varlen"], ["numpy"]),
+    "distributed/engine": ([], ["numpy"]),
+    "distributed/mpi": (["distributed.engine"], ["numpy", "mpi4py"]),
+    "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
+    "distributed/recurrence": (["distributed", "ops", "stages"], ["numpy", "cupy"]),
+    "distributed/startup": (["distributed"], ["numpy", "cupy"]),
+    "distributed/threads": (["distributed"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
     "interop/calls": (["autodiff", "contract", "ops"], ["numpy", "cupy"]),
-    "interop/jax": (["interop.calls", "arrays", "caches", "call_cache", "contract", "foreign", "ops"],
+    "interop/jax": (["interop.calls", "interop.jax_axis", "arrays", "caches", "call_cache", "contract", "foreign", "ops"],
                     ["numpy", "jax"]),
-    "interop/torch": (["interop.calls", "interop.torch_transforms", "contract", "ops", "wording"], ["torch"]),
+    "interop/jax_axis": ([], ["numpy", "jax"]),
+    "interop/torch": (["interop.calls", "interop.torch_transforms", "contract", "distributed", "ops", "wording"],
+                      ["numpy", "torch", "cupy"]),
     "interop/torch_transforms": (["interop.calls", "arrays", "ops"], ["numpy", "torch"]),
     "models": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
@@ -129,7 +138,8 @@ def test_imports_point_downwards(module):
 def test_array_libraries_are_imported_where_they_are_used():
     """Numba's runtime, which only a call reaches, and what is there for one library need it to be imported at all."""
     at_the_top = {module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)}
-    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/torch", "interop/torch_transforms"}
+    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/jax_axis", "interop/torch",
+                          "interop/torch_transforms"}
     assert not any(name.startswith("linattn_np.interop") for module, found in MODULES.items()
                    if not module.startswith("interop/") for name, _ in found)
 
