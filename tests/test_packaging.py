@@ -106,7 +106,7 @@ ROOMS = {
     "interop/jax_axis": ([], ["numpy", "jax"]),
     "interop/torch": (["interop.calls", "interop.torch_transforms", "contract", "distributed", "ops", "wording"],
                       ["numpy", "torch", "cupy"]),
-    "interop/torch_transforms": (["interop.calls", "arrays", "ops"], ["numpy", "torch"]),
+    "interop/torch_transforms": (["interop.calls", "arrays", "contract", "ops"], ["numpy", "torch"]),
     "models": ([f"models.{name}" for name in AROUND] + ["contract"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
     "models/training": ([f"models.{name}" for name in AROUND] + ["contract", "models.rwkv6"], ["numpy", "cupy", "safetensors"]),
