@@ -17,14 +17,11 @@ from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simpl
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import source
-from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6_cuda import CudaDecoder
-from linattn_np.declarations import GLA, GLA_VALUE_GATE
-from linattn_np.declarations import LINEAR_ATTENTION
+from linattn_np.declarations import (GLA, GLA_STEP, GLA_VALUE_GATE, LINEAR_ATTENTION, RWKV6_STEP, SIMPLE_GLA,
+                                     SOFTMAX_ATTENTION)
 from linattn_np.declarations import RWKV6 as RWKV6_OP
-from linattn_np.declarations import SIMPLE_GLA
-from linattn_np.declarations import SOFTMAX_ATTENTION
-from linattn_np.declarations import GLA_STEP, RWKV6_STEP
+from linattn_np.models import RWKV6
+from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))

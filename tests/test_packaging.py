@@ -1,6 +1,7 @@
 """What is installed, what an import costs, and that imports point one way only."""
 
 import ast
+import graphlib
 import json
 import shutil
 import subprocess
@@ -66,6 +67,10 @@ def imports(path):
 
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
+# What knows a model by its face alone; a training names one kind as its default.
+AROUND = ("batch", "checkpoint", "checks", "devices", "face", "files", "fused", "products", "sampling", "stored_zip", "text",
+          "tokenizers")
+
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
 ROOMS = {
     "wording": ([], []),
@@ -102,11 +107,14 @@ ROOMS = {
     "interop/jax_axis": ([], ["numpy", "jax"]),
     "interop/torch": (["interop.calls", "interop.torch_transforms", "contract", "distributed", "ops", "wording"],
                       ["numpy", "torch", "cupy"]),
-    "interop/torch_transforms": (["interop.calls", "arrays", "ops"], ["numpy", "torch"]),
-    "models": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
-    "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
-    "models/cuda_layers": (["models", "ops", "backends.cupy"], ["numpy"]),
+    "interop/torch_transforms": (["interop.calls", "arrays", "contract", "ops"], ["numpy", "torch"]),
+    "models": ([f"models.{name}" for name in AROUND] + ["contract"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
+    "models/__init__": (["models"], []),
+    "models/training": ([f"models.{name}" for name in AROUND] + ["contract", "models.rwkv6"], ["numpy", "cupy", "safetensors"]),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv6": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy"]),
+    "models/rwkv6/cuda_decode": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv6/cuda_prefill": (["models", "ops", "backends.cupy"], ["numpy"]),
     "backends/__init__": ([], []),
     "backends/numpy": (["backends.numpy", "arrays", "caches", "contract", "declarations", "two_gates", "varlen"],
                        ["numpy"]),
@@ -133,6 +141,15 @@ def test_imports_point_downwards(module):
                 f"linattn_np/{module}.py imports {name}; its room may import {ours}"
         else:
             assert top in libraries or top in sys.stdlib_module_names, f"linattn_np/{module}.py imports {name}"
+
+
+def test_models_import_in_no_circle():
+    """Functions' imports count as well: what is imported late is still needed."""
+    names = {f"linattn_np.{module}".replace("/", ".").removesuffix(".__init__"): module for module in MODULES
+             if module.startswith("models/")}
+    needs = {module: {names[name] for name, _ in MODULES[module] if name in names} - {module} for module in names.values()}
+    graphlib.TopologicalSorter(needs).prepare()         # CycleError names a circle
+    assert needs["models/batch"] == {"models/checks", "models/face", "models/sampling"}
 
 
 def test_array_libraries_are_imported_where_they_are_used():
