@@ -1,6 +1,5 @@
 """The README and the documentation say what is so: their code runs, the tables match the package."""
 
-import doctest
 import re
 from importlib import import_module
 from pathlib import Path
