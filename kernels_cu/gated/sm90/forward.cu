@@ -1,0 +1,70 @@
+// what      GLA and RWKV-6 forward in one pass on Hopper: producer warps decay, consumer warpgroups multiply. One way
+//           for every gate.
+// math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is
+//           One, a gate [B, H, T] float32 for all channels, of any strides
+// grid      sm90/forward_schedules.cuh. Warps: four for every 64 columns consume; then groups of producers, which take
+//           chunks in turn
+// smem      sm90/forward_storage.cuh
+// barriers  sm90/forward_storage.cuh names them; each role's file says why it waits
+// numerics  S in float32 accumulators; no difference of cumulated gates; the rest is in sm90/forward_producers.cuh
+// source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
+// limits    sm_90a; half data; K and V multiples of 8, K <= BK a launch or block; BK and BV of 64, 128; rows start on
+//           16 bytes. The program of both roles must stay below the 32 KB that instructions have: see the producers
+#include "policy.cuh"
+#include "ptx.cuh"
+#include "sm90/forward_consumers.cuh"
+#include "sm90/forward_producers.cuh"
+#include "sm90/forward_storage.cuh"
+#include "tensor.cuh"
+
+template <int BV> constexpr int CONSUMER_THREADS = BV * 2;
+template <class Schedule, typename T, typename G, int BK, int BV>
+constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV>::GROUPS * ProducerCoord<BK>::THREADS;
+
+template <class Order, class Schedule, typename T, typename G, int BK, int BV>
+__global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
+__launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)
+gated_sm90_forward(const __grid_constant__ ForwardArgs<T, G> args) {
+  using S = Shared<Schedule, T, G, BK, BV>;
+  constexpr int THREADS = ALL_THREADS<Schedule, T, G, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
+  constexpr int MAKING = ProducerCoord<BK>::THREADS;
+  S& s = *reinterpret_cast<S*>(dynamic_smem());
+  const WorkTile work = work_tile<Schedule, BV>(args.shape, blockIdx.x);
+  if (!Schedule::reads && work.sequence % i32(args.of) >= args.needed) return;
+  if (threadIdx.x == 0) {
+    s.work = work;
+    for (int group = 0; group < S::GROUPS; ++group) barrier_init(s.gates[group], 1), barrier_init(s.rows[group], 1);
+    for (int stage = 0; stage < S::STAGES; ++stage) {
+      const bool here = Schedule::CHUNK_RANKS == 1 || stage % Schedule::CHUNK_RANKS == rank_of<Schedule>();
+      barrier_init(s.full[stage], (here ? MAKING : 0) + (Schedule::K_RANKS > 1 || !here ? SENT : 0));
+      barrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
+    }
+    for (int slot = 0; slot < BV / PANEL * S::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
+  }
+  if constexpr (Schedule::reads) {
+    if (Order::reads_before_write)
+      for (int c = threadIdx.x; c < BK; c += THREADS) {
+        const i64 channel = (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0) + c;
+        s.u[c] = channel < args.shape.K ? args.u[work.head * args.shape.K + channel] : 0.f;
+      }
+    // No key after its query.
+    for (int i = threadIdx.x; i < S::STAGES * Schedule::K_RANKS * CHUNK * PANEL; i += THREADS) {
+      auto& A = s.stages[i / (Schedule::K_RANKS * CHUNK * PANEL)].A;
+      A[i / (CHUNK * PANEL) % Schedule::K_RANKS][i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);
+    }
+  }
+  fence_async();
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();     // barriers and zeros stand, the other block's too
+  else __syncthreads();                                         // barriers and zeros stand
+  // Where registers are scarce, consumers get some of the producers'.
+  constexpr int UP = THREADS == 384 && Schedule::K_RANKS > 1 ? 192 : 0, DOWN = 120;
+  if (threadIdx.x < CONSUMERS) {
+    if constexpr (UP) registers_up<UP>();
+    consume(s, args);
+  } else {
+    if constexpr (UP) registers_down<DOWN>();
+    produce<Order>(s, args, threadIdx.x - CONSUMERS);
+  }
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();     // nobody leaves while others copy to it or arrive
+}
