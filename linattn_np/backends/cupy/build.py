@@ -41,7 +41,7 @@ class Kernel:
 
     @property
     def name(self):
-        return self.file.rsplit("/", 1)[-1]
+        return self.file.replace("/", "_") if self.file.startswith("gated/") else self.file.rsplit("/", 1)[-1]
 
     @property
     def expression(self):

@@ -156,10 +156,6 @@ def chunk(problem, device, o, initial, final):
                  vectors=int(in_pieces(problem, device)))
     elif P == 1:
         on_warpgroups(problem, device, kernels, arrays, o, initial, final, place(problem, device))
-    elif "Resumed" in kernels[0].template:
-        later, alone = tiles.in_two(kernels[0], blocks_of(problem, kernels[0]), problem.spans.lengths)
-        where = place(problem, device, problem.spans.segments(P, tiles.WARPGROUP_CHUNK, later))
-        on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, alone=int(alone))
     else:
         in_segments(problem, device, kernels, P, arrays, o, initial, final)
 
@@ -176,18 +172,19 @@ def one_pass_kernels(problem, device) -> tuple[tuple[tiles.Kernel, ...], int, in
 
     def of_pass(only, V):
         if one:
+            only = {"SinglePass": "Whole", "SegmentState": "Summary"}[only]
             return tiles.warpgroup_one_gate(only, gate(problem).dtype, K, V)
-        return tiles.warpgroup_forward("Gla" if only == "Summary" else policy, T, G, K, V, only)
+        return tiles.warpgroup_forward("Gla" if only == "SegmentState" else policy, T, G, K, V, only)
 
-    whole = of_pass("Whole", min(V, widest)) if K <= BK else of_pass("Joined", V)
+    whole = of_pass("SinglePass", min(V, widest)) if K <= BK else of_pass("ClusterSplitK", V)
+    if K <= BK and G is not tiles.ONE and tiles.split_columns(N * H, V, longest):
+        whole = of_pass("ClusterSplitV", V)
     columns = int(whole.template[-1])
     blocks = blocks_of(problem, whole)
-    if K <= BK and not one and tiles.in_two(whole, blocks, problem.spans.lengths):
-        return (of_pass("Resumed", min(V, widest)),), columns, 2
     P = tiles.segments(blocks, longest, tiles.room(whole))
     if P == 1:
         return (whole,), columns, 1
-    return (*ceil_div(K, BK) * (of_pass("Summary", V),), tiles.scan_segments(), whole), columns, P
+    return (*ceil_div(K, BK) * (of_pass("SegmentState", V),), tiles.scan_segments(), whole), columns, P
 
 
 def blocks_of(problem, kernel) -> int:
@@ -230,7 +227,7 @@ def in_segments(problem, device, kernels, P, arrays, o, initial, final):
     on_warpgroups(problem, device, (whole,), arrays, o, starts, None, where)
 
 
-def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, of=1, needed=1, alone=0):
+def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, decays=None, of=1, needed=1):
     """Hopper's kernels on the sequences or segments that `where` names, a launch for every BK channels that one takes."""
     if warpgroup_one_gate.computes(problem):
         return warpgroup_one_gate.outputs(problem, device, *kernels, arrays, o, initial, final, where,
@@ -246,7 +243,7 @@ def on_warpgroups(problem, device, kernels, arrays, o, initial, final, where, de
     for n, kernel in enumerate(kernels):
         fields = pack(**rows(device, o=o), **one_rows, u=pointer(device, u), initial=pointer(device, initial),
                       final=pointer(device, final), **where.shape, scale=problem.scale, decays=decays,
-                      channel=n * BK, of=of, needed=needed, alone=alone)
+                      channel=n * BK, of=of, needed=needed)
         device.launch(kernel, B * H * where.shape["count"] * tiles.blocks(kernel, V), with_maps(maps, fields), tiles.shared_bytes(kernel))
 
 

@@ -14,15 +14,15 @@ THREADS = 128           # of every kernel but chunk_forward, which has a warp fo
 STAGE_COLUMNS = 64      # columns of V a block of the tiled stages
 CHUNK_COLUMNS = (64, 128)           # BV of chunk_forward: blocks that share a head repeat its scores, so the wider
                                     # one where V needs it: 2.68 to 2.21 ms at 4,4096,64,128 on an H200
-TOKENS = {"chunk_forward": {"chunk": 16}, "warpgroup_forward": {"chunk": 32, "sub_chunk": 8},    # at a time
+TOKENS = {"chunk_forward": {"chunk": 16}, "gated_sm90_forward": {"chunk": 32, "sub_chunk": 8},    # at a time
           "warpgroup_one_gate": {"chunk": 64}}
 WARPGROUP_CHUNK, PANEL = 32, 64     # tokens of warpgroup_forward's chunks, columns of V a warpgroup
 WARPGROUP_TILES = (64, 128)         # BK and BV of warpgroup_forward
 ONE = "One"                         # to warpgroup_forward, the type of a gate that all channels of a token share, float32
 MULTIPROCESSORS = 132               # of a Hopper card
-LATER = 64              # tokens, where a sequence's second half begins: its block goes through some of the first's too
-LOOK, START = 64, 256   # tokens that take as long as a block's look at the gates before a cut, and its start behind one
+MULTIPROCESSOR_SHARED, RESERVED = 228 * 1024, 1024      # bytes of its shared memory, and what a block costs besides
 SEGMENT = 128                      # tokens that are worth a pass of their own
+PART_START, MOST_PARTS = 256, 16   # tokens that take as long as a part's start and state; parts a segment
 KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
                         # the gates' gradient is a sum over as many tokens at most, which float32 carries without loss
 BACKWARD_CHANNELS = 64              # of K a block of the backward sweeps; they hold all columns of V
@@ -51,13 +51,22 @@ def chunk_forward(policy, T, G, K, V) -> Kernel:
     return Kernel("chunk/chunk_forward", (policy, CTYPES[T], CTYPES[G], str(channels(K)), str(BV)), 2 * BV)
 
 
-def warpgroup_forward(policy, T, G, K, V, only="Whole") -> Kernel:
-    """`only`: "Joined" of more channels than a tile has, "Resumed" of sequences in two, "Summary" of segments. `G` may be
-    `ONE`."""
-    cluster = 2 if only == "Joined" else 1              # blocks that share producers
-    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64 * cluster]
-    return Kernel("chunk/warpgroup_forward", (policy, only, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)),
-                  2 * BV + 2 * BK // cluster, "sm_90a", cluster)
+def warpgroup_forward(policy, T, G, K, V, schedule="SinglePass") -> Kernel:
+    """`schedule`: "ClusterSplitK" of more channels than a tile has, "ClusterSplitV" for few heads, "SegmentState" of
+    segments. `G` may be `ONE`, but in ClusterSplitV."""
+    cluster = 2 if schedule.startswith("Cluster") else 1        # blocks that share producers
+    BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64 * cluster and schedule != "ClusterSplitV"]
+    return Kernel("gated/sm90/forward", (policy, schedule, CTYPES[T], CTYPES.get(G, G), str(BK), str(BV)),
+                  2 * BV + producer_groups(schedule, T, G, BK) * BK, "sm_90a", cluster)
+
+
+def producer_groups(schedule, T, G, BK) -> int:
+    """Of warpgroup_forward: two, but for ClusterSplitK, where the other block helps, and where shared memory has room
+    for one: of float32 gates, float16 data and ClusterSplitV it holds one beside two groups."""
+    if schedule == "SegmentState":
+        return 2
+    more = (G is not ONE and np.dtype(G).itemsize == 4) + (T != BFLOAT16) + (schedule == "ClusterSplitV")
+    return 1 if schedule == "ClusterSplitK" or BK == 128 and more > 1 else 2
 
 
 def warpgroup_one_gate(only, G, K, V) -> Kernel:
@@ -74,15 +83,26 @@ def narrow_blocks(heads, V, longest) -> bool:
     return blocks <= MULTIPROCESSORS and segments(blocks, longest) == 1
 
 
+def split_columns(heads, V, longest) -> bool:
+    """Whether two blocks of a cluster share a head's columns of V, and what producers make of it: where the card holds
+    them all, and sequences need not be cut in more than two. gla's milliseconds so / in segments alone, gates as trained
+    models have them: 4,2048,16,128 .069/.101, 2,16384,16,128 .330/.346; in four and eight segments, 1,32768,16,128
+    .367/.346."""
+    blocks = 2 * heads * -(-V // (2 * PANEL))
+    return V > PANEL and blocks <= MULTIPROCESSORS and segments(blocks, longest) <= 2
+
+
 def blocks(kernel, V) -> int:
     """Blocks of a sequence and head: one for every BV columns, in whole clusters."""
     return -(-V // (int(kernel.template[-1]) * kernel.cluster)) * kernel.cluster
 
 
 def room(kernel) -> int:
-    """How many of a kernel's blocks fit on the card at once: shared memory holds two of the smallest."""
+    """How many of a kernel's blocks fit on the card at once: of the smallest tiles two a multiprocessor where shared
+    memory holds them."""
     BK, BV = (int(size) for size in kernel.template[-2:])
-    return MULTIPROCESSORS * (2 if BK + BV == 128 else 1)
+    two = BK + BV == 128 and 2 * (shared_bytes(kernel) + RESERVED) <= MULTIPROCESSOR_SHARED
+    return MULTIPROCESSORS * (2 if two else 1)
 
 
 def segments(blocks, longest, most=MULTIPROCESSORS) -> int:
@@ -90,45 +110,15 @@ def segments(blocks, longest, most=MULTIPROCESSORS) -> int:
     return max(1, min(most // max(blocks, 1), longest // SEGMENT))
 
 
-def halves(kernel, blocks, longest) -> bool:
-    """Whether sequences are cut in two, and the second half's block makes the state between by itself, instead of a pass that
-    summarises segments. gla's milliseconds in halves / segments, and both with weak gates, where nothing is forgotten:
-    1,4096,64,128 .121/.142, .175/.166; 1,16384,64,128 .423/.444, .645/.549. Where two blocks share a multiprocessor,
-    segments are quarters: 1,2048,64,64 .040/.049, .059/.059; 4096 .068/.071, .111/.096; 8192 .127/.119, .210/.164."""
-    if segments(blocks, longest, room(kernel)) == 2:
-        return longest <= 8192
-    return segments(blocks, longest) == 2 and longest < 4096
-
-
-def tail(kernel, blocks, lengths) -> int:
-    """Tokens at the ends of sequences of one length that get blocks of their own, on what the other blocks' last wave leaves
-    idle: as many as make those that follow one another there take as long as one of the others. 0 where that gains less
-    than a 20th, or than twice what the look costs where gates do not forget. At 1,8192,96,128 it is 1872 tokens, and gla
-    takes 0.333 ms for 0.416."""
-    longest, idle = int(lengths.max()), -blocks % room(kernel)
-    if not idle or lengths.min() < longest:
-        return 0
-    each = -(-blocks // idle)
-    tokens = (longest + LOOK - each * START) // (each + 1)
-    return tokens if tokens - LOOK > max(2 * LOOK, longest // 20) else 0
-
-
-def in_two(kernel, blocks, lengths) -> tuple[int, bool] | None:
-    """Of sequences that are cut in two: where, in tokens behind their middle, and what becomes of a second part where gates do
-    not forget: its block goes through the first half as well, or, for a tail, the first part's block goes on to the end."""
-    longest = int(lengths.max())
-    if halves(kernel, blocks, longest):
-        return LATER, False
-    tokens = tail(kernel, blocks, lengths) if segments(blocks, longest, room(kernel)) == 1 else 0
-    middle = -(-longest // (2 * WARPGROUP_CHUNK)) * WARPGROUP_CHUNK
-    return ((longest - tokens) // WARPGROUP_CHUNK * WARPGROUP_CHUNK - middle, True) if tokens else None
-
-
 def parts(summary, heads, V, P, longest, final) -> int:
-    """Into how many parts each of P segments is cut for the pass that summarises them, so that those whose state is needed,
-    all but the last without a final state, fill the card: at 4,2048,16,128 one part leaves half of it idle."""
+    """Into how many parts each of P segments is cut for the pass that summarises them: what takes the least time for the
+    waves of blocks that summarise those whose state is needed, all but the last without a final state."""
     blocks = heads * -(-V // int(summary.template[-1])) * (P if final else P - 1)
-    return max(1, min(room(summary) // blocks, longest // P // SEGMENT))
+
+    def time(R):
+        return -(-blocks * R // room(summary)) * (longest / P / R + PART_START)
+
+    return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=time)
 
 
 def scan_segments() -> Kernel:
@@ -328,12 +318,18 @@ def shared_bytes(kernel: Kernel) -> int:
             BK, BV = int(BK), int(BV)
             floats = 3 * 16 * (BK + 8) + 16 * (BV + 8) + 16 * (16 + 4) + 2 * BK
             return 4 * floats + 16 * (2 * BK * size[T] + BK * size[G] + BV * size[T])
-        case "warpgroup_forward", (*_, T, G, BK, BV):
-            BK, BV, half, gate, groups = int(BK), int(BV), size[T], size.get(G, 0), 2 // kernel.cluster
-            handed = 1024 * -(-kernel.cluster * (32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK) // 1024)
-            slots = BV // 64 * (4 if gate <= 2 else 3)
-            group = 32 * BK * (2 * half + gate) + 64 * (BK + 8) * 4 + 4 * BK * 4 + 33 * 4 + 8
-            used = 2 * handed + slots * 32 * 64 * half + groups * group + 4 * BK + BK // 8 + 48 + 8 * (5 + slots)
+        case "gated_sm90_forward", (_, schedule, T, G, BK, BV):
+            BK, BV, half, gate, coarse = int(BK), int(BV), size[T], size.get(G, 0), T == "bf16"
+            ranks, wide, reads = 1 + (schedule == "ClusterSplitK"), 2 if coarse else 4, schedule != "SegmentState"
+            middle = wide if ranks == 1 else 4
+            groups = (kernel.threads - 2 * BV) // BK
+            stages = max(2, groups * (1 + (schedule == "ClusterSplitV")))
+            stage = ranks * (32 * BK * (half + reads * wide) + reads * 32 * 64 * half + 4 * BK) + reads * 2 * 32 * 4
+            stage = 1024 * -(-stage // 1024)
+            slots = BV // 64 * (2 if reads and not coarse else 4 if gate <= 2 else 3)
+            scores = 2 * 32 * (BK * (middle + half) + 32) if reads else 64        # an empty one takes room too
+            group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
+            used = stages * stage + slots * 32 * 64 * half + groups * group + 4 * BK + 40 + 8 * (slots + 2 * stages)
             return 1024 * -(-used // 1024)
         case "warpgroup_one_gate", (*_, BK, BV):
             BK, BV = int(BK), int(BV)
@@ -432,11 +428,15 @@ def kernels():
             yield two_gates(only, T, G, K)
     for T, V in product(half, WARPGROUP_TILES):
         for G, p in ((T, POLICIES[0]), (single, POLICIES[0]), (ONE, POLICIES[0]), (T, POLICIES[1]), (single, POLICIES[1])):
-            yield warpgroup_forward(p, T, G, CHANNELS[-1], 2 * V, "Joined")
-            for K, only in product(WARPGROUP_TILES, ("Whole", "Resumed", "Summary")):
-                own = only == "Summary" or (T, G) != (BFLOAT16, ONE)    # else warpgroup_one_gate computes it
-                if own and (only != "Summary" or p == POLICIES[0]):
-                    yield warpgroup_forward(p, T, G, K, V, only)
+            yield warpgroup_forward(p, T, G, CHANNELS[-1], 2 * V, "ClusterSplitK")
+            for K, schedule in product(WARPGROUP_TILES, ("SinglePass", "ClusterSplitV", "SegmentState")):
+                own = schedule == "SegmentState" or (T, G) != (BFLOAT16, ONE)       # else warpgroup_one_gate computes it
+                if schedule == "ClusterSplitV" and (V == PANEL or G is ONE):
+                    continue
+                if schedule == "SegmentState" and p != POLICIES[0]:
+                    continue
+                if own:
+                    yield warpgroup_forward(p, T, G, K, V, schedule)
     for T in half:
         yield feature_map(None, single, T)
     for (T, Y), phi in product(pairs, FEATURE_MAPS):
