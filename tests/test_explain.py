@@ -112,7 +112,7 @@ def test_the_kernels_of_a_mode_are_launched(device, mode, dtype):
 def test_hopper_has_a_kernel_of_its_own(device):
     """For half data whose rows are whole pieces of 16 bytes; the other one takes what is left."""
     from linattn_np.backends.cupy import plans
-    own = "warpgroup_forward" if device.capability == 90 else "chunk_forward"
+    own = "gated_sm90_forward" if device.capability == 90 else "chunk_forward"
     for sizes, dtype, name in ((SIXTEEN, BFLOAT16, own), (SIXTEEN, np.float16, own), (SIXTEEN, np.float32, "chunk_forward"),
                                ({**SIXTEEN, "V": 12}, BFLOAT16, "chunk_forward"),
                                ({**SIXTEEN, "K": 136}, BFLOAT16, own)):
