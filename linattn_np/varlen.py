@@ -46,11 +46,10 @@ class Spans:
         start = self.bounds[sequence] + (np.arange(offsets[-1]) - offsets[sequence]) * chunk
         return np.stack([start, np.minimum(start + chunk, self.bounds[sequence + 1])], axis=1)
 
-    def segments(self, count: int, aligned: int, later: int = 0) -> Spans:
-        """Every sequence cut into `count` ranges of as many tokens, a multiple of `aligned`; the last ones may be empty.
-        All but the first begin `later` tokens on."""
+    def segments(self, count: int, aligned: int) -> Spans:
+        """Every sequence cut into `count` ranges of as many tokens, a multiple of `aligned`; the last ones may be empty."""
         length = -(-self.lengths // (count * aligned)) * aligned
-        starts = self.bounds[:-1, None] + np.arange(count) * length[:, None] + later * (np.arange(count) > 0)
+        starts = self.bounds[:-1, None] + np.arange(count) * length[:, None]
         starts = np.minimum(starts, self.bounds[1:, None])
         return Spans(np.append(starts.ravel(), self.bounds[-1]))
 

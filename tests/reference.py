@@ -41,7 +41,14 @@ def by_channel(rng, shape):
     return -(10.0 ** channels) * rng.uniform(0.5, 1, shape)
 
 
+def trained(rng, shape):
+    """As trained RWKV-6 models have them: medians of the channels from weak to ordinary, and a heavy tail over the tokens."""
+    medians = np.linspace(-4.2, -2.5, shape[3]) if len(shape) > 3 else -3.3
+    return -np.exp(medians + 2 * rng.standard_normal(shape))
+
+
 GATES = {
+    "trained": trained,
     "logsigmoid": lambda rng, shape: logsigmoid(rng.standard_normal(shape)),
     "weak": lambda rng, shape: logsigmoid(rng.standard_normal(shape)) / 16,
     "zero": lambda rng, shape: np.zeros(shape),
@@ -149,9 +156,9 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
 # (whole tensor, worst row) by dtype, finest first. The whole-tensor ones are what the project promises for half and
 # single precision. Measured over all cases of test_contract: float64 1.4e-15 and 1.2e-14; float32 5e-7 and 2e-6 in the
 # CUDA kernels, 2.4e-6 and 2.2e-5 in NumPy's factored blocks; float16 3.6e-4 and 1e-3; bfloat16 1.9e-3 and 3.1e-3
-# where products take tf32, 2.4e-3 and 1.3e-2 where scores and keys are rounded to bfloat16 (Hopper): a row that cancels
-# to a tenth carries ten times the error.
-LIMITS = {"float64": (1e-13, 1e-12), "float32": (2e-5, 1e-4), "float16": (2e-3, 4e-3), "bfloat16": (6e-3, 2e-2)}
+# where products take tf32, 3.3e-3 and 2.5e-2 where all their operands are bfloat16 (Hopper, 6,000 rows a gate): a row
+# that cancels to a tenth carries ten times the error.
+LIMITS = {"float64": (1e-13, 1e-12), "float32": (2e-5, 1e-4), "float16": (2e-3, 4e-3), "bfloat16": (6e-3, 4e-2)}
 
 
 def rms(x, **axes):

@@ -35,10 +35,9 @@ OPERATORS = (                           # B H T K V, dtype, gates, the gates' dt
     ((1, 1, 133, 200, 256), BFLOAT16, "logsigmoid", None, {}),          # two joined blocks that share out registers
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # in segments, here and below
     ((1, 1, 1100, 256, 64), BFLOAT16, "logsigmoid", None, {}),
-    ((1, 70, 900, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # of more tokens than are looked at
-    ((1, 46, 600, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # in halves
-    ((1, 67, 1100, 128, 64), BFLOAT16, "logsigmoid", None, {}),         # with tails, that start afresh
-    ((1, 67, 1100, 128, 64), BFLOAT16, "weak", None, {}),               # and that do not
+    ((1, 66, 200, 128, 128), BFLOAT16, "trained", None, {}),            # columns of V over a cluster, here and below
+    ((1, 32, 600, 64, 136), HALF, "trained", SINGLE, {}),
+    ((1, 67, 133, 128, 128), HALF, "trained", None, {}),                # many heads in the finer type
     ((1, 1, 70, 20, 9), BFLOAT16, "logsigmoid", None, {}),              # no whole pieces: the kernel of every card
     ((1, 2, 70, 64, 64), SINGLE, "some-1e30", None, {}),
     ((1, 1, 133, 20, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),

@@ -163,6 +163,13 @@ __device__ __forceinline__ unsigned char* dynamic_smem() {
   return smem;
 }
 
+// Stores 8 bytes to shared memory where `wanted`: one instruction, where a compiler would branch around it.
+__device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %0, 0;\n@wanted st.shared.v2.u32 [%1], {%2, %3};\n}" ::"r"(int(wanted)),
+               "r"(u32(__cvta_generic_to_shared(to))), "r"(x.x), "r"(x.y)
+               : "memory");
+}
+
 // Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {

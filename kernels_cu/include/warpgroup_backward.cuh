@@ -2,7 +2,7 @@
 // math      e_i the sum of the gates from the chunk's middle to token i (before the middle: the negative sum of those
 //           behind i), so that q_i 2^(e_i - e_j) k_j is a product of two factors. Where |e| stays under FAR they are mild.
 // limits    sm_90a; bfloat16
-#include "policy.cuh"
+#include "read_order.cuh"
 
 constexpr int CHUNK = 32;
 constexpr float FAR = 54;       // nats: float32 and bfloat16 end at 88

@@ -186,6 +186,11 @@ inline float warp_sum(float x, emulator::Where where = emulator::here()) {
 inline unsigned char* dynamic_smem() { return emulator::shared_memory; }
 
 // The destination holds poison until the wait, so that reading it too early shows.
+inline void store_if(bool wanted, void* to, uint2 x, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(!wanted || emulator::in_shared(to, 8), "store_if to a place not aligned or not in shared memory (%s:%d)", where.file, where.line);
+  if (wanted) *static_cast<uint2*>(to) = x;
+}
+
 template <int BYTES>
 void cp_async(void* smem_dst, const void* gmem_src, bool valid, emulator::Where where = emulator::here()) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");

@@ -64,11 +64,14 @@ def gated_on_hopper():
         for G in (T, SINGLE, *[gated.SCALAR] * (order == "AfterWrite")):
             for V in gated.TILES:
                 yield gated.GatedForwardSm90.fitting(order, gated.CLUSTER_SPLIT_K, T, G, 256, 2 * V)
-            for schedule, (K, V) in product((gated.SINGLE_PASS, gated.SPLIT_SEQUENCE, gated.SEGMENT_STATE), WIDTHS):
-                state = schedule == gated.SEGMENT_STATE
-                sums_are_enough = (T, G) == (BFLOAT16, gated.SCALAR) and not state
-                if not sums_are_enough and not (state and order == "BeforeWrite"):
-                    yield gated.GatedForwardSm90.fitting(order, schedule, T, G, K, V)
+            for K, V in WIDTHS:
+                if order == "AfterWrite":
+                    yield gated.GatedForwardSm90.fitting(order, gated.SEGMENT_STATE, T, G, K, V)
+                if (T, G) != (BFLOAT16, gated.SCALAR):  # that is `WeightedSums`
+                    yield gated.GatedForwardSm90.fitting(order, gated.SINGLE_PASS, T, G, K, V)
+            for K in gated.TILES:
+                if G != gated.SCALAR:
+                    yield gated.GatedForwardSm90.fitting(order, gated.CLUSTER_SPLIT_V, T, G, K, gated.TILES[-1])
     for cls, order, G, (K, V) in product(
         (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90),
         READ_ORDERS,

@@ -10,10 +10,10 @@ from . import gated_vjp, stages, tuning
 from .instances import (
     CHANNELS,
     CLUSTER_SPLIT_K,
+    CLUSTER_SPLIT_V,
     PANEL,
     SEGMENT_STATE,
     SINGLE_PASS,
-    SPLIT_SEQUENCE,
     TILES,
     GatedForward,
     GatedForwardSm90,
@@ -136,7 +136,7 @@ def staged(draft, problem, o, final):
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
 class OnHopper:
-    """The forward pass by Hopper's kernel, whose sequences are whole, in two, or in segments."""
+    """The forward pass by Hopper's kernel, whose sequences are whole or in segments."""
 
     def __init__(self, draft, problem, device, arrays, o):
         self.draft, self.problem, self.device = draft, problem, device
@@ -159,23 +159,27 @@ class OnHopper:
 
     @property
     def schedule(self):
-        """That of uncut sequences: more channels than a block has are two blocks' work."""
-        return SINGLE_PASS if self.problem.sizes["K"] <= TILES[-1] else CLUSTER_SPLIT_K
+        """That of uncut sequences: more channels than a block has are two blocks' work, and so may be columns."""
+        if self.problem.sizes["K"] > TILES[-1]:
+            return CLUSTER_SPLIT_K
+        return CLUSTER_SPLIT_V if self.split_columns() else SINGLE_PASS
+
+    def split_columns(self) -> bool:
+        N, H, V = self.problem.shape("N H V")
+        return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device)
 
     def run(self, final) -> dict:
         """Everything from the caller's arrays to `o` and `final`; the sizes of what runs."""
         problem, whole = self.problem, self.kernel(self.schedule)
         N, H, V = problem.shape("N H V")
-        initial, lengths = self.draft.initial(problem), problem.spans.lengths
-        cut = tuning.forward_cut(whole, N * H * tuning.grid(whole, V), lengths, self.device)
-        if cut.segments == 1:
+        initial, longest = self.draft.initial(problem), int(problem.spans.lengths.max())
+        blocks = N * H * tuning.grid(whole, V)
+        P = tuning.segments(blocks, longest, tuning.resident_blocks(whole, self.device))
+        if P == 1:
             self.launch(whole, self.draft.shape(problem), initial, final)
-        elif cut.later is not None:
-            spans = problem.spans.segments(2, whole.CHUNK, cut.later)
-            self.launch(self.kernel(SPLIT_SEQUENCE), self.draft.shape(problem, spans), initial, final, alone=cut.alone)
-        else:
-            self.in_segments(whole, cut.segments, initial, final)
-        return whole.tiles | ({"segments": cut.segments} if cut.segments > 1 else {})
+            return whole.tiles
+        self.in_segments(whole, P, initial, final)
+        return whole.tiles | {"segments": P}
 
     def in_segments(self, whole, P, initial, final):
         """What each part of P segments leaves behind, then the states between segments, then all segments at once."""
@@ -207,7 +211,7 @@ class OnHopper:
         )
         self.launch(whole, shape, starts, None)
 
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, alone=False):
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""
         B, H, V = self.problem.shape("B H V")
         arrays = self.inputs_of(kernel)
@@ -225,7 +229,6 @@ class OnHopper:
             channel=channel,
             of=of,
             needed=needed,
-            alone=alone,
         )
 
     def inputs_of(self, kernel) -> dict:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ...arrays import BFLOAT16
 from .arguments import integers, maps, pointers, reals, rows, shape, structs
 from .kernel import Kernel, padded
 
@@ -205,15 +206,15 @@ class ScanBothWays(Kernel):
 TILES = (64, 128)  # BK and BV of Hopper's kernels
 PANEL = 64  # columns of V a warpgroup
 SCALAR = "One"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
-# The schedules of GatedForwardSm90, as the kernel names them: a sequence in one pass, in two halves at once, one with
-# a cluster of two blocks that split K, and the state of a segment alone.
-SINGLE_PASS, SPLIT_SEQUENCE, CLUSTER_SPLIT_K, SEGMENT_STATE = "Whole", "Resumed", "Joined", "Summary"
+# The schedules of GatedForwardSm90: a sequence in one pass by one block, by a cluster of two blocks that split K or V,
+# and the state of a segment alone.
+SINGLE_PASS, SEGMENT_STATE = "SinglePass", "SegmentState"
+CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 
 
 @dataclass(frozen=True)
 class GatedForwardSm90(Kernel):
     file = "gated/sm90/forward"
-    entry = "warpgroup_forward"
     arguments = (
         *maps("q k g v o_boxes"),
         *rows("o one"),
@@ -221,9 +222,9 @@ class GatedForwardSm90(Kernel):
         *shape,
         *reals("scale"),
         *pointers("decays"),
-        *integers("channel of needed alone"),
+        *integers("channel of needed"),
     )
-    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}::blocks>",)
+    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 32
     read_order: str
@@ -235,26 +236,49 @@ class GatedForwardSm90(Kernel):
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, K, V):
-        joined = 2 if schedule == CLUSTER_SPLIT_K else 1
-        return cls(read_order, schedule, dtype, gate, TILES[K > 64], TILES[V > 64 * joined])
+        columns = {CLUSTER_SPLIT_K: TILES[V > 128], CLUSTER_SPLIT_V: PANEL}
+        return cls(read_order, schedule, dtype, gate, TILES[K > 64], columns.get(schedule, TILES[V > 64]))
 
     @property
     def cluster(self):
-        return 2 if self.schedule == CLUSTER_SPLIT_K else 1
+        return 2 if self.schedule in (CLUSTER_SPLIT_K, CLUSTER_SPLIT_V) else 1
+
+    @property
+    def reads(self):
+        return self.schedule != SEGMENT_STATE
+
+    @property
+    def gate_bytes(self):
+        return 0 if self.gate == SCALAR else self.gate.itemsize
+
+    @property
+    def producer_groups(self):
+        """Two, but for CLUSTER_SPLIT_K, where the other block helps, and where shared memory has room for one: of float32
+        gates, float16 data and CLUSTER_SPLIT_V it holds one beside two groups."""
+        if self.schedule == CLUSTER_SPLIT_K:
+            return 1
+        more = (self.gate_bytes == 4) + (self.dtype != BFLOAT16) + (self.schedule == CLUSTER_SPLIT_V)
+        return 1 if self.reads and self.BK == 128 and more > 1 else 2
 
     @property
     def threads(self):
-        return 2 * self.BV + 2 * self.BK // self.cluster
+        return 2 * self.BV + self.producer_groups * self.BK
 
     @property
     def shared_bytes(self):
-        BK, BV, half, gate = self.BK, self.BV, self.dtype.itemsize, 0 if self.gate == SCALAR else self.gate.itemsize
-        handed = padded(self.cluster * (32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK), 1024)
-        slots, groups = BV // 64 * (4 if gate <= 2 else 3), 2 // self.cluster
-        group = 32 * BK * (2 * half + gate) + 64 * (BK + 8) * 4 + 4 * BK * 4 + 33 * 4 + 8
-        return padded(
-            2 * handed + slots * 32 * 64 * half + groups * group + 4 * BK + BK // 8 + 48 + 8 * (5 + slots), 1024
-        )
+        BK, half, gate, groups = self.BK, self.dtype.itemsize, self.gate_bytes, self.producer_groups
+        reads, coarse = self.reads, self.dtype == BFLOAT16
+        ranks, wide = 1 + (self.schedule == CLUSTER_SPLIT_K), 2 if coarse else 4
+        middle = wide if ranks == 1 else 4
+        stages = max(2, groups * (1 + (self.schedule == CLUSTER_SPLIT_V)))
+        direct = 2 * self.CHUNK * 4 if reads else 0
+        operands = 32 * BK * half + reads * (32 * BK * wide + 32 * PANEL * half) + 4 * BK
+        stage = padded(ranks * operands + direct, 1024)
+        slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
+        scores = 2 * 32 * (BK * (middle + half) + 32) if reads else 128  # an empty struct takes what it is aligned to
+        group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
+        used = stages * stage + slots * 32 * PANEL * half + groups * group + 4 * BK + 32 + 8 * (slots + 2 * stages)
+        return padded(used, 1024)
 
     @property
     def resident(self):

@@ -17,8 +17,8 @@ from .instances import (
     FEATURE_MAPS,
     PANEL,
     SCALAR,
+    SEGMENT_STATE,
     SINGLE_PASS,
-    SPLIT_SEQUENCE,
     SWEEPS_AT_ONCE,
     TILES,
     Divide,
@@ -267,9 +267,12 @@ def sums_are_enough(gla) -> bool:
 class Narrow(gated.OnHopper):
     """Hopper's forward pass under a scalar decay, where narrow blocks may spare a cut."""
 
+    def split_columns(self):
+        return False  # producers have one gate a token: clusters would spare little
+
     def width(self, schedule):
         N, H, V = self.problem.shape("N H V")
-        if schedule not in (SINGLE_PASS, SPLIT_SEQUENCE):
+        if schedule != SINGLE_PASS:
             return V
         longest = int(self.problem.spans.lengths.max())
         return min(V, TILES[not tuning.narrow_blocks(N * H, V, longest, self.device)])
@@ -292,7 +295,8 @@ class BySums(Narrow):
     """By sums of values weighted by decayed products of queries with keys."""
 
     def kernel(self, schedule):
-        return WeightedSums.fitting(schedule, self.gate, self.problem.sizes["K"], self.width(schedule))
+        what = {SINGLE_PASS: "Whole", SEGMENT_STATE: "Summary"}[schedule]
+        return WeightedSums.fitting(what, self.gate, self.problem.sizes["K"], self.width(schedule))
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         sums = weighted_sum((self.q, self.k, self.v, self.o), initial, final, read=self.problem.scale, write=1.0)

@@ -37,12 +37,17 @@ def root() -> Path:
     raise FileNotFoundError(f"kernels_cu stands neither in {package} nor in {package.parent}")
 
 
+def header(name) -> Path:
+    """The file of an include: a name in `kernels_cu/include`, or a path under `kernels_cu`."""
+    return root() / (name if "/" in name else f"include/{name}")
+
+
 def text(file, include=None) -> str:
     """The text of `file` with our own includes pasted in, each once.
 
     CuPy's disk cache does not see what a header holds; a pasted header changes the text and so the key.
     `#line` keeps the compiler's messages on the true file. `include` maps an include's name to the file to
-    take instead of `kernels_cu/include/<name>`. `file` may also be an absolute path without `.cu`.
+    take instead of that of `header`. `file` may also be an absolute path without `.cu`.
     """
     replaced = include or {}
     pasted = set()
@@ -56,7 +61,7 @@ def text(file, include=None) -> str:
             body = ""
             if name not in pasted:
                 pasted.add(name)
-                body = paste(replaced.get(name, root() / "include" / name))
+                body = paste(replaced.get(name) or header(name))
             return f'{body}\n#line {next_line} "{path.as_posix()}"'
 
         return f'#line 1 "{path.as_posix()}"\n' + _INCLUDE.sub(expand, source)

@@ -1,19 +1,16 @@
-"""How work is cut so that it fills a card: segments, halves and tails of sequences, each choice with its reason.
+"""How work is cut so that it fills a card: segments of sequences and columns of V, each choice with its reason.
 
 `device` says how many multiprocessors the card has, and how much shared memory each of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .instances import CLUSTER_SPLIT_K, TILES, GatedForwardSm90, WeightedSums
+from .instances import PANEL, TILES, WeightedSums
 from .plan import ceil_div
 
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
-LATER = 64  # tokens, where a sequence's second half begins: its block goes through some of the first's too
-LOOK, START = 64, 256  # tokens that take as long as a block's look at the gates before a cut, and its start behind one
 SEGMENT = 128  # tokens that are worth a pass of their own
+PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
 
 def grid(kernel, V) -> int:
@@ -32,66 +29,24 @@ def segments(blocks, longest, most) -> int:
     return max(1, min(most // max(blocks, 1), longest // SEGMENT))
 
 
-def halves(kernel, blocks, longest, device) -> bool:
-    """Whether sequences are cut in two, and the second half's block makes the state between by itself, instead of a
-    pass that summarises segments. gla's milliseconds in halves / segments, and both with weak gates, where nothing
-    is forgotten: 1,4096,64,128 .121/.142, .175/.166; 1,16384,64,128 .423/.444, .645/.549. Where two blocks share a
-    multiprocessor, segments are quarters: 1,2048,64,64 .040/.049, .059/.059; 4096 .068/.071, .111/.096; 8192
-    .127/.119, .210/.164."""
-    if segments(blocks, longest, resident_blocks(kernel, device)) == 2:
-        return longest <= 8192
-    return segments(blocks, longest, device.multiprocessors) == 2 and longest < 4096
-
-
-def tail(kernel, blocks, lengths, device) -> int:
-    """Tokens at the ends of sequences of one length that get blocks of their own, on what the other blocks' last
-    wave leaves idle: as many as make those that follow one another there take as long as one of the others. 0 where
-    that gains less than a 20th, or than twice what the look costs where gates do not forget. At 1,8192,96,128 it is
-    1872 tokens, and gla takes 0.333 ms for 0.416."""
-    longest, idle = int(lengths.max()), -blocks % resident_blocks(kernel, device)
-    if not idle or lengths.min() < longest:
-        return 0
-    each = ceil_div(blocks, idle)
-    tokens = (longest + LOOK - each * START) // (each + 1)
-    return tokens if tokens - LOOK > max(2 * LOOK, longest // 20) else 0
-
-
-def in_two(kernel, blocks, lengths, device) -> tuple[int, bool] | None:
-    """Of sequences that are cut in two: where, in tokens behind their middle, and what becomes of a second part
-    where gates do not forget: its block goes through the first half as well, or, for a tail, the first part's block
-    goes on to the end."""
-    longest, chunk = int(lengths.max()), GatedForwardSm90.CHUNK
-    if halves(kernel, blocks, longest, device):
-        return LATER, False
-    uncut = segments(blocks, longest, resident_blocks(kernel, device)) == 1
-    tokens = tail(kernel, blocks, lengths, device) if uncut else 0
-    middle = ceil_div(longest, 2 * chunk) * chunk
-    return ((longest - tokens) // chunk * chunk - middle, True) if tokens else None
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a forward pass cuts its sequences: into `segments`, or in two parts, the second `later` tokens behind the
-    middle."""
-
-    segments: int = 1
-    later: int | None = None
-    alone: bool = False  # whether the first part's block goes on to the end where gates do not forget
-
-
-def forward_cut(kernel, blocks, lengths, device) -> Cut:
-    """That of a Hopper kernel which takes `blocks` blocks for uncut sequences."""
-    if isinstance(kernel, GatedForwardSm90) and kernel.schedule != CLUSTER_SPLIT_K:
-        if found := in_two(kernel, blocks, lengths, device):
-            return Cut(2, *found)
-    return Cut(segments(blocks, int(lengths.max()), resident_blocks(kernel, device)))
+def split_columns(heads, V, longest, device) -> bool:
+    """Whether two blocks of a cluster share a head's columns of V, and what producers make of it: where the card holds
+    them all, and sequences need not be cut in more than two. gla's milliseconds so / in segments alone, with gates as
+    trained models have them: 4,2048,16,128 .069/.101, 2,16384,16,128 .330/.346; in four and eight segments,
+    1,32768,16,128 .367/.346."""
+    blocks, most = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
+    return V > PANEL and blocks <= most and segments(blocks, longest, most) <= 2
 
 
 def parts(summary, heads, V, P, longest, final, device) -> int:
-    """Into how many parts each of P segments is cut for the pass that summarises them, so that those whose state is
-    needed, all but the last without a final state, fill the card: at 4,2048,16,128 one part leaves half of it idle."""
-    blocks = heads * ceil_div(V, summary.BV) * (P if final else P - 1)
-    return max(1, min(resident_blocks(summary, device) // blocks, longest // P // SEGMENT))
+    """Into how many parts each of P segments is cut for the pass that summarises them: what takes the least time for
+    the waves of blocks that summarise those whose state is needed, all but the last without a final state."""
+    blocks, at_once = heads * ceil_div(V, summary.BV) * (P if final else P - 1), resident_blocks(summary, device)
+
+    def time(R):
+        return ceil_div(blocks * R, at_once) * (longest / P / R + PART_START)
+
+    return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=time)
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:

@@ -1,0 +1,220 @@
+// what      The consumer warpgroups of Hopper's forward kernel: they hold 64 columns of the state each, transposed, in
+//           registers.
+// math      o = A v + (q decayed) S, with scale in A and q, S <- diag(decay) S + (k decayed)^T v, all of it transposed
+// barriers  of a warpgroup, a chunk: o stands; where the chunk is the last, also: rows behind the sequence's end are 0
+// numerics  S in float32; read in bfloat16, or tf32 beside float16
+// limits    sm_90a
+#include "gated/sm90/forward_storage.cuh"
+
+// Calls f(value, pointer to it) for every value of the transposed state that this lane holds and that exists.
+template <int BK, typename P, class F>
+__device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& shape, i64 channel, i64 column, F f) {
+  const int t = threadIdx.x & 3;
+  column += 16 * int(threadIdx.x / 32 % 4) + (threadIdx.x >> 2 & 7);
+  P* row = state + (channel + 2 * t) * shape.V + column;
+#pragma unroll
+  for (int n = 0; n < BK / 8; ++n) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      if (channel + 8 * n + 2 * t + (x & 1) < shape.K && column + 8 * (x >> 1) < shape.V)
+        f(S[4 * n + x], row + (x & 1) * shape.V + 8 * (x >> 1));
+    row += 8 * shape.V;
+    __syncwarp();       // else all addresses are made at once, and there are no registers for that
+  }
+}
+
+template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays) {
+  const float one = decays[0];          // of all channels, where W is 1
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n) {
+    float2 decay = {one, one};
+    if (W > 1) decay = *reinterpret_cast<const float2*>(&decays[8 * n + 2 * (threadIdx.x & 3)]);
+    S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+  }
+}
+
+// o = A v, under way.
+template <bool TWO, typename T, int BK, int K_RANKS>
+__device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4],
+                                            const OperandStage<true, T, BK, K_RANKS>& in) {
+#pragma unroll
+  for (int rank = 0; rank < K_RANKS; ++rank) {
+    const u64 A = wgmma_tile(in.A[rank], 16, 1024);
+#pragma unroll
+    for (int piece = 0; piece < (TWO ? 4 : 2); ++piece)
+      wgmma<T, CHUNK, false>(o, v[piece % 2], A + piece * 32 / 16, rank + piece > 0);
+  }
+}
+
+// How the state is read: operands of DEPTH channels.
+template <typename T> struct StateOperand {     // tf32
+  static constexpr int DEPTH = 8;
+  using Format = tf32;
+  // In the order of `put_state_query`.
+  static __device__ __forceinline__ void copy(u32 (&a)[4], const float* S, int tile) {
+    const int swap = tile / 4 % 2 * 2;
+    a[0 + swap] = copy_of(S[0]), a[1 + swap] = copy_of(S[2]), a[2 - swap] = copy_of(S[1]), a[3 - swap] = copy_of(S[3]);
+  }
+};
+template <> struct StateOperand<bf16> {
+  static constexpr int DEPTH = 16;
+  using Format = bf16;
+  static __device__ __forceinline__ void copy(u32 (&a)[4], const float* S, int) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) a[x] = pack<bf16>(S[2 * x], S[2 * x + 1]), forget(reinterpret_cast<int&>(a[x]));
+  }
+};
+
+// o = A v + (q decayed) S, under way; S <- diag(decay) S. The state is read in parts of PART operands: while a part's
+// copy is multiplied the next one is copied.
+template <bool TWO, int W, int PART, typename T, int BK, int K_RANKS>
+__device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[K_RANKS * BK / 2],
+                                                      const u32 (&v)[2][4],
+                                                      const OperandStage<true, T, BK, K_RANKS>& in) {
+  using Copy = StateOperand<T>;
+  constexpr int DEPTH = Copy::DEPTH, PARTS = K_RANKS * BK / DEPTH / PART, ACROSS = 4;   // operands a panel
+  u32 a[2][PART][4];
+  const auto copy = [&](int part) {
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+      const int tile = part * PART + n;
+      float(&mine)[DEPTH / 2] = *reinterpret_cast<float(*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
+      Copy::copy(a[part & 1][n], mine, tile);
+      decay_state<W>(mine, in.decay[0] + tile * DEPTH);
+    }
+  };
+  const auto multiply = [&](int part) {
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+      const int tile = part * PART + n;
+      const u64 q = wgmma_tile(in.q[0][tile / ACROSS], 16, 1024) + tile % ACROSS * 32 / 16;
+      wgmma<typename Copy::Format, CHUNK, false>(o, a[part & 1][n], q, true);
+    }
+    wgmma_commit();
+  };
+  copy(0);
+  if constexpr (PARTS > 1) copy(1);
+  wgmma_fence();
+  read_scores<TWO>(o, v, in);
+  multiply(0);
+  if constexpr (PARTS > 1) multiply(1);
+#pragma unroll
+  for (int part = 2; part < PARTS; ++part) {
+    wgmma_wait<1>();
+    copy(part);
+    wgmma_fence();
+    multiply(part);
+  }
+}
+
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const ForwardArgs<T, G>& args) {
+  using Storage = Shared<Schedule, T, G, BK, BV>;
+  constexpr int K_RANKS = Schedule::K_RANKS, AHEAD = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
+  constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;     // where registers are plenty, few parts
+  const int warpgroup = threadIdx.x / 128;
+  int thread = threadIdx.x % 128;
+  const WorkTile& at = s.work;
+  const i32 first = at.column + warpgroup * PANEL;
+  const int tokens = at.tokens;
+
+  float S[K_RANKS * BK / 2] = {};
+  if (args.initial)
+    each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first,
+                       [](float& x, const float* from) { x = *from; });
+
+  // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
+  const auto each_piece = [&](auto f) {
+#pragma unroll
+    for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
+  };
+  const auto fetch = [&](int chunk) {           // by one thread of the warpgroup
+    const int slot = chunk % AHEAD;
+    Barrier& loaded = s.values[warpgroup][slot];
+    barrier_expect(loaded, sizeof s.v[0][0]);
+    tensor_load(s.v[warpgroup][slot], args.v, loaded, first, at.start + chunk * CHUNK, at.head, at.batch);
+  };
+  // Where this lane's row begins of the four 8x8 matrices that are 16 tokens of this warp's 16 columns.
+  const auto matrix_row = [&](T* tile, int token) {
+    return swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1));
+  };
+
+  if (thread == 0)
+    for (int chunk = 0; chunk < AHEAD && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
+  for (int chunk = 0; chunk * CHUNK < tokens; ++chunk) {
+    const int token = chunk * CHUNK;
+    const int stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);      // uniform, and so are tiles' addresses
+    const bool partial = token + CHUNK > tokens;
+    auto& in = s.stages[stage];
+    forget(thread);                             // addresses are cheaper made anew than held in registers
+    float o[16];
+    barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
+    u32 v[2][4];
+    T* const tile = s.v[warpgroup][chunk % AHEAD][0];
+    if (partial) {                              // tokens behind the end may be anything, and 0 times that NaN
+      each_piece([&](int row, int piece) {
+        if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(tile, row, piece)) = {0, 0, 0, 0};
+      });
+      barrier_sync(VALUES + warpgroup, 128);    // they are zero
+    }
+    ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
+    ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
+    barrier_wait(s.full[stage], chunk / STAGES & 1);
+    forget(thread);
+
+    if constexpr (Schedule::reads)
+      read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
+    else
+      decay_state<W>(S, in.decay[0]);
+    wgmma_keep(S);
+    wgmma_fence();
+    const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
+    wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
+    wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
+    wgmma_commit();
+
+    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);      // every warp has read v
+    if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) { // meanwhile v takes the place of the last o
+      tensor_store_wait();
+      fetch(chunk + AHEAD - 1);
+    }
+    __syncwarp();
+    if constexpr (Schedule::reads) {            // o takes the place of v
+      wgmma_wait<1>();
+      wgmma_keep(o);
+      forget(thread);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* x = o + 8 * half;
+        const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
+        stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
+      }
+    }
+    wgmma_wait<0>();
+    wgmma_keep(S);
+    if (thread % 32 == 0) {
+      const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();     // made
+      if (here) barrier_arrive(s.empty[stage]);
+      if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
+    }
+    if constexpr (Schedule::reads) {
+      fence_async();
+      barrier_sync(VALUES + warpgroup, 128);    // o stands
+      if (partial) {
+        T* const to = args.o.row(at.batch, at.head, at.start + token) + first;
+        const i64 columns = args.shape.V - first;
+        each_piece([&](int row, int piece) {
+          if (token + row < tokens && 8 * piece < columns)
+            *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
+                *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
+        });
+      } else if (thread == 0) {
+        tensor_store(args.o_boxes, tile, first, at.start + token, at.head, at.batch);
+      }
+    }
+  }
+  tensor_store_wait();
+  if (args.final)
+    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first,
+                       [](float& x, float* to) { *to = x; });
+}
