@@ -25,7 +25,8 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 class Kernel:
     """One instantiation of one `__global__` template.
 
-    `file` is the path under `kernels_cu` without `.cu`; its last part is the name of the `__global__`.
+    `file` is the path under `kernels_cu` without `.cu`; its last part is the name of the `__global__`, of those in `gated` all
+    parts, joined by underscores.
     `arch` names the only target that has its instructions, as "sm_90a"; without one it runs on every card.
     `cluster` blocks run together, as its `__cluster_dims__` say.
 
@@ -41,7 +42,7 @@ class Kernel:
 
     @property
     def name(self):
-        return self.file.rsplit("/", 1)[-1]
+        return self.file.replace("/", "_") if self.file.startswith("gated/") else self.file.rsplit("/", 1)[-1]
 
     @property
     def expression(self):
@@ -62,8 +63,8 @@ def text(file, include=None) -> str:
     """The whole program of `file`: its `.cu` with our own includes pasted in, each once.
 
     CuPy's disk cache does not see what a header holds; a pasted header changes the text and so the key.
-    `#line` keeps the compiler's messages on the true file. `include` maps an include's name to the file to
-    take instead of `kernels_cu/include/<name>`. `file` may also be an absolute path without `.cu`.
+    `#line` keeps the compiler's messages on the true file. An include is a name in `kernels_cu/include`, or a path
+    under `kernels_cu`; `include` maps it to the file to take instead. `file` may also be an absolute path without `.cu`.
     """
     replaced = include or {}
     pasted = set()
@@ -77,7 +78,7 @@ def text(file, include=None) -> str:
             body = ""
             if name not in pasted:
                 pasted.add(name)
-                body = paste(replaced.get(name, root() / "include" / name))
+                body = paste(replaced.get(name, root() / (name if "/" in name else f"include/{name}")))
             return f'{body}\n#line {next_line} "{path.as_posix()}"'
 
         return f'#line 1 "{path.as_posix()}"\n' + _INCLUDE.sub(expand, source)

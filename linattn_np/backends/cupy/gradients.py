@@ -1,8 +1,7 @@
 """Gradients of gla and rwkv6: one sweep forwards in time for dq and du, one backwards for dk, dg and dh0, one for dv.
 
-No state is kept but one every `tiles.KEPT` tokens. On Hopper two sweeps of its own keep none; they are for gates that
-are mild, and leave the (sequences, heads) where any is not to those three. Two more are for a gate that all channels share,
-however strong. `device` is where, as in `plans`.
+No state is kept but one every `tiles.KEPT` tokens. On Hopper two sweeps of its own keep none, and two more are for a gate that
+all channels share; both for any gate. `device` is where, as in `plans`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from .build import pack, with_maps
 from .operands import (FLOAT32, bonus, ceil_div, contiguous, gate, has_rows, in_rows, inputs, mappable, one_gate, place,
                        pointer, rows)
 
-INT32 = np.dtype(np.int32)
-
-
 def unsupported(problem) -> str | None:
     """Why there is no backward of a forward that these kernels compute; None where there is one or none is asked for."""
     if problem.gradient and problem.sizes["V"] > tiles.CHANNELS[-1]:
@@ -34,27 +30,29 @@ def sweeps(problem, device) -> tuple[tiles.Kernel, ...]:
 
 
 def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
-    """What comes before Hopper's own sweeps, these, those for any gates, what sums du: the one place that chooses."""
+    """What comes before Hopper's own sweeps, these, or those for every card, what sums du: the one place that chooses."""
     policy, T, G = tiles.policy(problem.op), problem.dtype, tiles.ONE if one_gate(problem) else gate(problem).dtype
     K, V = problem.shape("K V")
     P, before, own = segments(problem, device), (), ()
     if P and not wants_gate(problem):
         own = warpgroup_one_gate.gradient_kernels(problem, longest(problem))
     elif P:
-        own = tuple(tiles.warpgroup_backward(what, policy, G, K, V) for what in ("queries", "keys"))
+        own = tuple(tiles.warpgroup_backward(what, policy, T, G, K, V) for what in ("queries", "keys"))
     if P > 1:
-        before = (tiles.warpgroup_backward("segments", policy, G, K, V), *(P > 2) * (tiles.scan_both_ways(),))
+        before = (tiles.warpgroup_backward("segments", policy, T, G, K, V), *(P > 2) * (tiles.scan_both_ways(),))
     if G is tiles.ONE:
         return before, own, (), ()
-    general = (tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
-               tiles.chunk_backward_values(policy, T, G, K, V))
+    general = () if P else (tiles.chunk_backward_queries(policy, T, G, V), tiles.chunk_backward_keys(policy, T, G, V),
+                            tiles.chunk_backward_values(policy, T, G, K, V))
     return before, own, general, (tiles.bonus_gradient(problem["u"].dtype),) if "u" in problem.arrays else ()
 
 
 def segments(problem, device) -> int:
     """Into how many Hopper's own sweeps cut a sequence; 0 where they do not run."""
     N, H, K, V = problem.shape("N H K V")
-    if device.capability != 90 or problem.dtype != BFLOAT16 or max(K, V) > tiles.WARPGROUP_TILES[-1]:
+    if device.capability != 90 or problem.dtype == FLOAT32 or max(K, V) > tiles.WARPGROUP_TILES[-1]:
+        return 0
+    if one_gate(problem) and problem.dtype != BFLOAT16:
         return 0
     if not mappable(problem, device):
         return 0
@@ -106,38 +104,37 @@ def pullback(problem, device, do, dht):
 
 def under_any_gates(problem, device, arrays, gradients, dht, dh0):
     """(du,) where there is a bonus."""
-    P, strong = segments(problem, device), None
+    P = segments(problem, device)
     N, H, K = problem.shape("N H K")
     before, own, general, last = chosen(problem, device)
-    shares = device.empty((N * P + N, H, K), FLOAT32) if last else None         # of du: of segments, then of sequences
+    shares = device.empty((N * max(P, 1), H, K), FLOAT32) if last else None     # of du: of segments, or of sequences
     if own:
-        strong = in_mild_chunks(problem, device, before, own, P, arrays, gradients, dht, dh0, shares)
-    in_chunks(problem, device, general, arrays, gradients, dht, dh0, None if shares is None else shares[N * P:], strong)
+        on_warpgroups(problem, device, before, own, P, arrays, gradients, dht, dh0, shares)
+    else:
+        in_chunks(problem, device, general, arrays, gradients, dht, dh0, shares)
     if not last:
         return ()
     (kernel,), du = last, device.empty((H, K), problem["u"].dtype)
-    args = pack(shares=device.pointer(shares), strong=pointer(device, strong), du=device.pointer(du), N=N, P=P, H=H, K=K)
+    args = pack(shares=device.pointer(shares), du=device.pointer(du), N=len(shares), H=H, K=K)
     device.launch(kernel, ceil_div(8 * H * K, kernel.threads), args)
     return (du,)
 
 
-def in_mild_chunks(problem, device, before, own, P, arrays, gradients, dht, dh0, du):
-    """Hopper's own sweeps; which (sequences, heads) they leave undone, int32 [N, H]."""
+def on_warpgroups(problem, device, before, own, P, arrays, gradients, dht, dh0, du):
+    """Hopper's own sweeps; the first leaves in dg what the second needs."""
     queries, keys = own
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K = problem.shape("B N H T K")
     warpgroups, u = OnWarpgroups(problem, device, P), bonus(problem)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
-    strong = (device.empty if before else device.zeros)((N, H), INT32)          # what comes before clears it
     ends = device.empty((N * P, H, K), FLOAT32)
     sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + warpgroups.where.shape["count"], K), FLOAT32)
     if before:
-        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do, g=g), {}, initial, dht, strong=strong)
+        initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do, g=g), {}, initial, dht)
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
-                      sums=sums, du=du, strong=strong)
+                      sums=sums, du=du)
     warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg), u=u, dht=dht, ends=ends,
-                      sums=sums, strong=strong, dh0=dh0)
-    return strong
+                      sums=sums, dh0=dh0)
 
 
 def under_one_gate(problem, device, arrays, gradients, dht, dh0):
@@ -184,20 +181,20 @@ class OnWarpgroups:
                       **self.where.shape, scale=self.problem.scale, P=self.P)
         self.device.launch(kernel, directions * N * self.P * H, with_maps(maps, fields), tiles.shared_bytes(kernel))
 
-    def between_segments(self, kernels, mapped, others, initial, dht, **cleared):
+    def between_segments(self, kernels, mapped, others, initial, dht):
         """The state at every segment's start, the gradient of that at its end."""
         (summary, *scans), device, P = kernels, self.device, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = device.empty((2, N * P, H, K, V), FLOAT32), device.empty((2, N * P, H, K), FLOAT32)
-        self.launch(summary, mapped, others, directions=2, initial=initial, dht=dht, states=states, decays=decays, **cleared)
+        self.launch(summary, mapped, others, directions=2, initial=initial, dht=dht, states=states, decays=decays)
         for scan in scans:
             args = pack(states=device.pointer(states), decays=device.pointer(decays), N=N, P=P, H=H, K=K, V=V)
             device.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), args)
         return states
 
 
-def in_chunks(problem, device, kernels, arrays, gradients, dht, dh0, du, strong):
-    """The sweeps for any gates, of all (sequences, heads) or of those that are not 0 in `strong`."""
+def in_chunks(problem, device, kernels, arrays, gradients, dht, dh0, du):
+    """The sweeps for every card."""
     queries, keys, values = kernels
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     N, H, T, V = problem.shape("N H T V")
@@ -205,8 +202,7 @@ def in_chunks(problem, device, kernels, arrays, gradients, dht, dh0, du, strong)
     u, initial = bonus(problem), problem.initial_state and contiguous(problem.initial_state[0])
     kept = device.empty(kept_shape(problem, where.shape["NC"]), FLOAT32)
     weight = dg if dg.dtype == FLOAT32 else device.empty_like(dg, dg.shape, FLOAT32)
-    ends = dict(**where.shape, scale=problem.scale, vectors=int(all(in_pieces(x, device) for x in (*arrays, *gradients))),
-                strong=pointer(device, strong))
+    ends = dict(**where.shape, scale=problem.scale, vectors=int(all(in_pieces(x, device) for x in (*arrays, *gradients))))
     blocks = N * H * ceil_div(problem.sizes["K"], tiles.BACKWARD_CHANNELS)
     args = pack(**rows(device, q=q, k=k, v=v, do=do, g=g, dq=dq, weight=weight), u=pointer(device, u),
                 initial=pointer(device, initial), kept=device.pointer(kept), du=pointer(device, du), **ends)
@@ -247,15 +243,15 @@ def scratch(problem, device) -> int:
     P = segments(problem, device)
     if one_gate(problem):
         elements = N * P * H * wants_gate(problem)
+    elif P:
+        elements = N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
     else:
         chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
         elements = math.prod(kept_shape(problem, chunks))
         if gate(problem).dtype != FLOAT32:
             elements += gate(problem).size
-        if P:
-            elements += N * H + N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
     if "u" in problem.arrays:
-        elements += (N * P + N) * H * K
+        elements += N * max(P, 1) * H * K
     if P > 1:
         elements += 2 * N * P * H * K * (V + 1)
     return FLOAT32.itemsize * elements

@@ -148,13 +148,14 @@ def chunk_backward_values(policy, T, G, K, V) -> Kernel:
     return Kernel("chunk/chunk_backward_values", (policy, CTYPES[T], CTYPES[G], str(channels(K)), str(BV)), 2 * BV)
 
 
-def warpgroup_backward(what, policy, G, K, V) -> Kernel:
-    """`what`: the sweep, or "segments" before both; bfloat16 alone, whose range holds factors of mild gates. `G` may be `ONE`."""
+def warpgroup_backward(what, policy, T, G, K, V) -> Kernel:
+    """`what`: the sweep, or "segments" before both. `G` may be `ONE`, for bfloat16 alone, whose range holds what is scaled by
+    decays."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
     threads = 2 * BK + (32 if what == "segments" else 128)
     if G is ONE:
         return Kernel(f"chunk/warpgroup_backward_one_{what}", (str(BK), str(BV)), threads, "sm_90a")
-    return Kernel(f"chunk/warpgroup_backward_{what}", (policy, CTYPES[G], str(BK), str(BV)), threads, "sm_90a")
+    return Kernel(f"gated/sm90/backward_{what}", (policy, CTYPES[T], CTYPES[G], str(BK), str(BV)), threads, "sm_90a")
 
 
 def scan_both_ways() -> Kernel:
@@ -357,15 +358,15 @@ def shared_bytes(kernel: Kernel) -> int:
             return 2 * int(D) * (2 * 128 + 4 * 32) + 4 * 128 + 128
         case "softmax_dkdv", (_, D):
             return 2 * int(D) * (2 * 64 + 4 * 64) + 4 * 4 * 64 + 128
-        case ("warpgroup_backward_segments" | "warpgroup_backward_queries" | "warpgroup_backward_keys"), (_, G, BK, BV):
+        case ("gated_sm90_backward_segments" | "gated_sm90_backward_queries" | "gated_sm90_backward_keys"), (*_, G, BK, BV):
             BK, BV, gate = int(BK), int(BV), size[G]
             stages, channels, gates, columns, pairs, rest = {           # tiles of [32, BK] and [32, BV] a stage
-                "warpgroup_backward_segments": (4 if gate == 2 else 3, 1, 1, 1, 0, 0),
-                "warpgroup_backward_queries": (3, 2, 1, 2, 32 * 128 + 4 * 32, 0),
-                "warpgroup_backward_keys": (3 if gate == 2 else 2, 2, 2, 2, 32 * 128 + 4 * 32,
-                                            2 * BK * BV + 2 * 32 * 2 * BK + 32 * 128 + 8 * BK + 40),
+                "gated_sm90_backward_segments": (4 if gate == 2 else 3, 1, 1, 1, 0, 0),
+                "gated_sm90_backward_queries": (3, 2, 1, 2, 32 * 32 * 4, 0),
+                "gated_sm90_backward_keys": (3 if gate == 2 else 2, 2, 2, 2, 32 * 32 * 4,
+                                             2 * BK * BV + 32 * BK * (4 + 2 * 2) + 32 * 32 * 4 + 4 * 33 * BK // 16 + 40),
             }[kernel.name]
-            stage = 1024 * -(-(32 * (2 * channels * BK + gates * gate * BK + 2 * columns * BV) + pairs) // 1024)
+            stage = 32 * (2 * channels * BK + gates * gate * BK + 2 * columns * BV) + pairs
             return 1024 * -(-(stages * stage + rest + 8 * (3 * stages + 2)) // 1024)
         case ("warpgroup_backward_one_segments" | "warpgroup_backward_one_queries" | "warpgroup_backward_one_keys"), (BK, BV):
             BK, BV = int(BK), int(BV)
@@ -453,10 +454,10 @@ def kernels():
     yield warpgroup_one_gate("Keys", single, *2 * WARPGROUP_TILES[-1:])
     yield scan_segments()
     yield scan_both_ways()
-    for what, G, p, K, V in product(("segments", "queries", "keys"), (BFLOAT16, single), POLICIES, WARPGROUP_TILES, WARPGROUP_TILES):
-        yield warpgroup_backward(what, p, G, K, V)
+    for what, (T, G), p, K, V in product(("segments", "queries", "keys"), pairs[1:], POLICIES, WARPGROUP_TILES, WARPGROUP_TILES):
+        yield warpgroup_backward(what, p, T, G, K, V)
     for what, K, V in product(("segments", "queries", "keys"), WARPGROUP_TILES, WARPGROUP_TILES):
-        yield warpgroup_backward(what, POLICIES[0], ONE, K, V)
+        yield warpgroup_backward(what, POLICIES[0], BFLOAT16, ONE, K, V)
     for name, T, D in product(ATTENTION_TILES, ATTENTION_DTYPES, ATTENTION_COLUMNS):
         yield softmax(name, T, D, D)
     for T in CTYPES:

@@ -1,0 +1,450 @@
+// what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives dk,
+//           dv, dg and dh0.
+// math      per chunk of 32, with the decays of decays.cuh: A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for j <= i (RWKV-6:
+//           j < i, and A_ii = scale sum q u k);
+//           dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j scale do_j . v_j);  dv_j = sum_i A_ij do_i + (L_j k_j) C
+//           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, S the state before the chunk and C that behind it;
+//           C <- D C + scale sum_i E_i q_i do_i^T
+// shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
+//           weight, sums, ends: as backward_queries leaves them; weight may be dg itself
+// grid      as backward_queries
+// smem      Stage: a chunk's tokens, and its results in place of them; Shared: what meets in the chunk, A, and C for dv
+// barriers  full, done: as backward_queries; pairs: dA stands; operands: so do the decayed queries and keys; scores: so does A
+// numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away. Where a chunk
+//           forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
+// source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
+// limits    as backward_queries
+#include "gated/sm90/states.cuh"
+#include "backward_tokens.cuh"
+
+template <typename T, typename G> struct BackwardKeysArgs {
+  TensorMap q, k, v, do_, g, weight, dk, dv, dg;        // boxes of a chunk's tokens and 128 bytes, swizzled
+  Rows<const T> q_rows, k_rows, v_rows, do_rows;
+  Rows<const G> g_rows, weight_rows;
+  Rows<T> dk_rows, dv_rows;
+  Rows<G> dg_rows;
+  const float *u, *dht;                         // null where there is none
+  const float *ends, *sums;
+  float* dh0;                                   // or null
+  Shape shape;
+  double scale;
+  i64 P;                                        // segments a sequence
+};
+
+template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
+  Tile<T, BK> q, k;                             // q: then half of the queries within, then dk; k: then the keys that C meets
+  Tile<G, BK> g, weight;                        // g: then the other half of the queries within, then dg
+  Tile<T, BV> v, do_;                           // v: then dv
+  Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
+};
+
+template <typename T, typename G, int BK, int BV> struct Shared {
+  static constexpr int STAGES = sizeof(G) == 2 ? 3 : 2;
+  Stage<T, G, BK, BV> stages[STAGES];
+  T C[BK / 64][BV][64];                         // [column of V, channel], swizzled
+  Tile<float, BK> keys_within;                  // laid out by within_at
+  Tile<T, BK> by8, by16;                        // Meeting: queries and keys have different sub-chunks
+  float A[CHUNK][CHUNK];                        // [key, query], queries by column_of, swizzled
+  float own[BK / 16][CHUNK];                    // RWKV-6: a token's score with itself, every warp's share
+  float largest[BK / 16];                       // of C, every warp's share
+  Place place;                                  // here, since registers are scarce
+  Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, scores;
+};
+constexpr int CONSUMERS_BARRIER = 1;
+constexpr float FORGOTTEN = 0x1p-20f;           // a decay over a chunk, about what rounding leaves of the sums
+
+// Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second token, lie in
+// different banks.
+__device__ __forceinline__ float* within_at(float (&panel)[CHUNK][32], int row, int c) {
+  return &panel[row][(c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 4 + c % 4];
+}
+// Where A has a query: as a product in tf32 takes the operand that has 2t at depth t of a sub-chunk, and 2t + 1 at t + 4.
+__device__ __forceinline__ int column_of(int query) { return query / 8 * 8 + query % 8 / 2 + query % 2 * 4; }
+__device__ __forceinline__ float& score_at(float (&A)[CHUNK][CHUNK], int query, int key) {
+  const int column = column_of(query);
+  return swizzled(A[0], key, column / 4)[column % 4];
+}
+
+// The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any more.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, int panel))[CHUNK][32] {
+  return *reinterpret_cast<float(*)[CHUNK][32]>(panel % 2 ? (void*)own_panels(stage.g, panel / 2) : (void*)&stage.q[panel / 2]);
+}
+
+// Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
+template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
+  int iteration = 0;
+#pragma unroll 1
+  for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
+}
+
+// ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays ----------
+
+// D[query, key] = a b^T for a warp's 8 queries, twice.
+template <typename T, int PANELS>
+__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64], T (&b)[PANELS][CHUNK][64],
+                                              int warp, int lane) {
+  const int row = 8 * warp + (lane & 7), piece = lane >> 4;
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel) {            // one after the other: registers are scarce
+    u32 x[4][4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], swizzled(a[panel][0], row, 2 * c + piece));
+    const u64 keys = wgmma_tile(b[panel], 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(d, x[c], keys + c * 32 / 16, panel || c);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_keep(d);
+  }
+}
+
+// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in, int warp, int lane) {
+  const int row = 8 * warp + (lane >> 2), t = lane & 3;
+  float other[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] = 0.f;
+#pragma unroll 4
+  for (int c = 0; c < BK / 16; ++c) {           // a lane's 4 channels are two of depth 8
+    const float4 q = *reinterpret_cast<const float4*>(within_at(queries_within(in, c / 2), row, c % 2 * 16 + 4 * t));
+    const float4 k = *reinterpret_cast<const float4*>(within_at(s.keys_within[c / 2], row, c % 2 * 16 + 4 * t));
+    const u32 a[4] = {__float_as_uint(q.x), 0, __float_as_uint(q.y), 0}, b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)};
+    const u32 more_a[4] = {__float_as_uint(q.z), 0, __float_as_uint(q.w), 0};
+    const u32 more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
+    mma_tf32(d, a, b);
+    mma_tf32(other, more_a, more_b);
+  }
+  for (int i = 0; i < 2; ++i) d[i] += other[i];
+}
+
+// D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
+template <typename T, int PANELS>
+__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen, int keys, int lane) {
+  float other[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] = 0.f;
+#pragma unroll 2
+  for (int c = 0; c < PANELS * 2; ++c) {        // 32 channels
+    u32 a[4], b[4];
+    ldmatrix_x4(b, swizzled(x[c / 2][0], keys + (lane & 7), c % 2 * 4 + (lane >> 3)));
+    ldmatrix_x4(a, swizzled(x[c / 2][0], queries + (lane & (sixteen ? 15 : 7)), c % 2 * 4 + (lane >> 4)));
+    const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+    multiply(d, a, first, T{});
+    ldmatrix_x4(a, swizzled(x[c / 2][0], queries + (lane & (sixteen ? 15 : 7)), c % 2 * 4 + 2 + (lane >> 4)));
+    multiply(other, a, second, T{});
+  }
+  for (int i = 0; i < 4; ++i) d[i] += other[i];
+}
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const BackwardKeysArgs<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
+  const Place& at = s.place;
+  const i64 K = args.shape.K, V = args.shape.V;
+  const float scale = float(args.scale);
+  const int warp = threadIdx.x / 32 % 4;
+  int lane = threadIdx.x & 31;
+  const auto fetch = [&](int iteration) {
+    if (iteration * CHUNK >= at.tokens) return;
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    fetch_chunk(s.full[iteration % STAGES], at, ((at.tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
+      if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
+      if (warp == 1) f(in.v, args.v, args.v_rows, V), f(in.do_, args.do_, args.do_rows, V);
+      if (warp == 2) f(in.g, args.g, args.g_rows, K);
+      if (warp == 3) f(in.weight, args.weight, args.weight_rows, K);
+    });
+  };
+  const auto store = [&](int iteration, int token) {
+    Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+    store_chunk(at, token, [&](auto f) {
+      if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
+      if (warp == 1) f(out.v, args.dv, args.dv_rows, V);
+      if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
+    });
+  };
+  const auto gradients = [&](int iteration) {   // of the scores: dA
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    const int i = 8 * warp + (lane >> 2);
+    float d[CHUNK / 2];
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
+    multiply_rows(d, in.do_, in.v, warp, lane);
+#pragma unroll
+    for (int n = 0; n < SUBCHUNKS; ++n) {
+      const auto value = [&](int j, float x) {
+        if (Policy::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
+        return j < i || (j == i && !Policy::reads_before_write) ? scale * x : 0.f;
+      };
+      const int j = 8 * n + 2 * (lane & 3);
+      if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};
+    }
+    barrier_arrive(s.pairs[iteration % STAGES]);
+  };
+  const auto scores = [&](Stage<T, G, BK, BV>& in) {        // A; each warp as much as the others
+    const int i = 8 * warp + (lane >> 2), j = 8 * warp + 2 * (lane & 3);
+    const bool sixteen = warp % 2 == 0;
+    const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
+    float d[4], own = 0.f;
+    multiply_within(d, s, in, warp, lane);
+    if (Policy::reads_before_write)
+      for (int other = 0; other < BK / 16; ++other) own += s.own[other][i];
+#pragma unroll
+    for (int p = 0; p < 2; ++p)
+      score_at(s.A, i, j + p) = j + p < i ? scale * d[p] : j + p > i ? 0.f : Policy::reads_before_write ? own : scale * d[p];
+    multiply_across(d, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+      if (p < 2 || sixteen)
+        score_at(s.A, queries + (lane >> 2) + p / 2 * 8, keys + 2 * (lane & 3) + p % 2) = scale * d[p];
+    fence_async();
+    barrier_arrive(s.scores);
+  };
+  for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
+  __syncwarp();
+  if (at.tokens) gradients(0);
+  each_chunk(at.tokens, [&](int iteration, int token) {
+    forget(lane);                               // addresses are cheaper made anew than held in registers
+    barrier_wait(s.operands, iteration & 1);    // the decayed queries and keys stand
+    scores(s.stages[iteration % STAGES]);
+    if (token) gradients(iteration + 1);
+    store(iteration, token);
+    fetch(iteration + STAGES);                  // each warp what takes the place of what it has stored
+    __syncwarp();
+  });
+}
+
+// ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
+
+// Scores of tokens with themselves over this warp's channels, from q and k as they are.
+template <typename T>
+__device__ __forceinline__ void put_own(float* to, const Operand& q, const Operand& k, const float (&by)[2]) {
+  float x[8] = {};
+  each_pair([&](int n, int h) {
+    const float2 query = unpack<T>(pair_of(q, n, h)), key = unpack<T>(pair_of(k, n, h));
+    x[2 * n] = fmaf(query.x * by[h], key.x, x[2 * n]);
+    x[2 * n + 1] = fmaf(query.y * by[h], key.y, x[2 * n + 1]);
+  });
+  put_token_sums(to, x);
+}
+
+// A warp's 16 channels of what meets within sub-chunks.
+__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const Chunk& x) {
+  const int thread = opaque(threadIdx.x), c = thread / 32 % 2 * 16 + (thread >> 2 & 7), token = 2 * (thread & 3);
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *within_at(panel, 8 * n + token + i % 2, c + i / 2 * 8) = x[n][i];
+}
+
+// Queries and keys that meet across sub-chunks, each where it has rows.
+template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Meeting& q, const Meeting& k) {
+  Operand x;
+  each_pair([&](int n, int h) {
+    const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
+    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+  });
+  store_operand(by8, x);
+  each_pair([&](int n, int h) {
+    const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
+    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+  });
+  store_operand(by16, x);
+}
+
+// The largest magnitude of all of C, from every warp's share.
+template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
+  float x = shares[0];
+  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
+  return x;
+}
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardKeysArgs<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
+  const Place at = place_of(args.shape, blockIdx.x);
+  const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
+  const int channel = warp * 16 + (lane >> 2);
+  const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
+  const float scale = float(args.scale);
+  const bool inside[2] = {channel < K, channel + 8 < K};
+  const Counts<Policy, G> counts;
+
+  float C[BV / 2], u[2] = {}, end[2] = {};      // end: sum_v S C behind the chunk at hand
+  load_state<BV>(C, args.dht ? args.dht + state : nullptr, args.shape, channel);
+  for (int h = 0; h < 2; ++h) {
+    if (Policy::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
+    if (args.dht && inside[h]) end[h] = args.ends[at.pair * K + channel + 8 * h];
+  }
+
+  each_chunk(at.tokens, [&](int iteration, int token) {
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    float sum[2] = {};
+    for (int h = 0; h < 2; ++h)
+      if (inside[h]) sum[h] = args.sums[(at.chunk + token / CHUNK) * K + channel + 8 * h];
+    if (NARROW<T>) {
+      float largest = fmaxf(largest_of<BV>(C, 0), largest_of<BV>(C, 1));
+      for (int distance = 4; distance < 32; distance *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+      s.largest[warp] = largest;
+    }
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
+    Gates<G> gates;
+    Operand q, k, queries, keys;
+    gates.load(own_panels(in.g, warpgroup));
+    load_operand(q, in.q[warpgroup]);
+    load_operand(k, in.k[warpgroup]);
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // the last chunk's C has been read, and this one's q and g
+    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest)) : Scale{1.f, 1.f};
+    Values from_state;
+    const float up[2] = {range.up, range.up};
+    start_read<T, BV>(from_state, C, up, in.v, [&](int part, const u32(&columns)[4]) {
+      stmatrix_x4_trans(matrix_row(s.C[warpgroup][0], 16 * part), columns);
+    });
+
+    Chunk near, far;
+    SubChunkDecays decays;
+    Meeting read, met;
+    if (Policy::reads_before_write) {
+      const float by[2] = {scale * u[0], scale * u[1]};
+      put_own<T>(s.own[warp], q, k, by);
+    }
+    decays_of(decays, gates, counts.all);
+    decays_of<true>(near, gates, counts.read);
+    decays_of<false>(far, gates, counts.start);
+    decay_queries<T>(read, queries, q, near, far, decays, scale);
+    decays_of<true>(near, gates, counts.written, -1.f);
+    decays_of<false>(far, gates, counts.end);
+    decay_keys<T>(met, keys, k, near, far, decays);
+    put_within(queries_within(in, warp / 2), read.within);
+    put_within(s.keys_within[warp / 2], met.within);
+    put_across(s.by8[warpgroup], s.by16[warpgroup], read, met);
+    store_operand(in.k[warpgroup], keys);
+    fence_async();
+    barrier_arrive(s.operands);
+
+    Meeting sums;
+    barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands
+    sum_over_queries(sums, read, in.dA);
+    decay_state<BV>(C, decays.all);
+    wgmma_fence();
+    start_write<T, BV>(C, queries, in.do_);
+    wgmma_commit();
+    wgmma_wait<1>();
+    wgmma_keep(from_state);
+
+    Chunk dk, dg;
+    each_pair([&](int n, int h) {
+      const float2 key = unpack<T>(pair_of(keys, n, h));
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        const int i = 2 * h + p;
+        const float x = range.down * from_state[4 * n + i];
+        float across = decays.behind[n][h] * x;
+        if (n % 2 == 0) across += sums.by8[n / 2][i];
+        if (n == 0) across = fmaf(decays.own[1][h], sums.by16[0][i], across);
+        if (n == 1) across += sums.by16[1][i];
+        dk[n][i] = fmaf(near[n][i], sums.within[n][i], far[n][i] * across);
+        dg[n][i] = (p ? key.y : key.x) * x;
+      }
+    });
+    if (Policy::reads_before_write)
+      each_pair([&](int n, int h) {
+        const float2 query = unpack<T>(pair_of(q, n, h));
+        dk[n][2 * h] = fmaf(u[h] * own_at(in.dA, 8 * n + 2 * t), query.x, dk[n][2 * h]);
+        dk[n][2 * h + 1] = fmaf(u[h] * own_at(in.dA, 8 * n + 2 * t + 1), query.y, dk[n][2 * h + 1]);
+      });
+    float before[2] = {};                       // of keys; then sum_v S C before the chunk, decayed
+    sum_before(dg, before);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      before[h] = decays.all[h] < FORGOTTEN ? 0.f : end[h] - before[h];
+      end[h] = before[h] + sum[h];
+    }
+    Chunk weight;
+    load_chunk(weight, own_panels(in.weight, warpgroup));
+#pragma unroll
+    for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dg[n][i] += weight[n][i] + before[i / 2];
+    barrier_wait(s.scores, iteration & 1);      // A stands, and the queries within have been read
+    store_chunk_values(own_panels(in.g, warpgroup), dg);
+    store_chunk_values(&in.q[warpgroup], dk);
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand, and v has been read
+#pragma unroll 1
+    for (int panel = warpgroup; panel < BV / 64; panel += CONSUMERS / 128) {
+      Values dv;
+      u32 columns[BK / 16][4], tokens[SUBCHUNKS][4];
+      Operand gradient;
+      const int row = 64 * panel + warp % 4 * 16 + (lane & 7) + (lane >> 3 & 1) * 8;
+#pragma unroll
+      for (int c = 0; c < BK / 16; ++c) ldmatrix_x4(columns[c], swizzled(s.C[c / 4][0], row, c % 4 * 2 + (lane >> 4)));
+      load_operand(gradient, in.do_[panel]);
+      each_pair([&](int n, int h) {             // as columns of A have queries
+        const float2 two = unpack<T>(pair_of(gradient, n, h));
+        tokens[n][h] = __float_as_uint(two.x), tokens[n][2 + h] = __float_as_uint(two.y);
+      });
+      wgmma_fence();
+#pragma unroll
+      for (int c = 0; c < BK / 16; ++c)
+        wgmma<T, CHUNK, false>(dv, columns[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
+      if (NARROW<T>) {
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_keep(dv);
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; ++i) dv[i] *= range.down;
+        wgmma_fence();
+      }
+#pragma unroll
+      for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, tokens[n], wgmma_tile(s.A, 16, 1024) + n * 32 / 16, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_keep(dv);
+      Chunk result;
+#pragma unroll
+      for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[i];
+      store_chunk_values(&in.v[panel], result);
+    }
+    wgmma_wait<0>();
+    wgmma_keep(C);
+    fence_async();
+    barrier_arrive(s.done[iteration % STAGES]);
+  });
+  if (args.dh0 && at.sequence % args.P == 0) {
+    float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
+    each_of_state<BV>(C, first, args.shape, channel, [&](float& x, float& y, float* to) {
+      *reinterpret_cast<float2*>(to) = {x, y};
+    });
+  }
+}
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
+gated_sm90_backward_keys(const __grid_constant__ BackwardKeysArgs<T, G> args) {
+  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
+  if (threadIdx.x == 0) {
+    s.place = place_of(args.shape, blockIdx.x);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(s.full[stage], 128);
+      barrier_init(s.pairs[stage], 128);
+      barrier_init(s.done[stage], CONSUMERS);
+    }
+    barrier_init(s.operands, CONSUMERS);
+    barrier_init(s.scores, 128);
+  }
+  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128) s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
+  fence_async();
+  __syncthreads();  // the barriers and zeros stand
+  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
+  if (threadIdx.x < CONSUMERS) {
+    if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 216>();
+    consume<Policy>(s, args);
+    return;
+  }
+  if constexpr (TIGHT) registers_down<72>();
+  multiply_tokens<Policy>(s, args);
+}

@@ -1,0 +1,262 @@
+// what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for the
+//           second sweep what a chunk's queries have in dg.
+// math      per chunk of 32, with the decays of decays.cuh: dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);
+//           dq_i = sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);  S <- D S + sum_j L_j k_j v_j^T
+//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of q_i dq_i (RWKV-6:
+//           i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
+// shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K] float32
+//           weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends: sum_v S_T dht
+// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
+//           three warps multiply tokens, and one moves chunks
+// smem      Stage: a chunk's tokens, and its results in place of them
+// barriers  full: the tokens are there; pairs: so is dA; done: so are the results
+// numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in `weight`, of the
+//           same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The state: states.cuh
+// source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
+// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+#include "gated/sm90/states.cuh"
+#include "backward_tokens.cuh"
+
+template <typename T, typename G> struct BackwardQueriesArgs {
+  TensorMap q, k, v, do_, g, dq, weight;        // boxes of a chunk's tokens and 128 bytes, swizzled
+  Rows<const T> q_rows, k_rows, v_rows, do_rows;
+  Rows<const G> g_rows;
+  Rows<T> dq_rows;
+  Rows<G> weight_rows;
+  const float *u, *initial, *dht;               // null where there is none
+  float *ends, *sums, *du;
+  Shape shape;
+  double scale;
+};
+
+template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
+  Tile<T, BK> q, k;                             // q: then dq
+  Tile<G, BK> g;                                // then weight
+  Tile<T, BV> v, do_;
+  Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
+};
+
+constexpr int STAGES = 3;
+template <typename T, typename G, int BK, int BV> struct Shared {
+  Stage<T, G, BK, BV> stages[STAGES];
+  Barrier full[STAGES], pairs[STAGES], done[STAGES];
+};
+
+// ---- a warp that moves chunks --------------------------------------------------------------------------------------
+
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const BackwardQueriesArgs<T, G>& args) {
+  const Place at = place_of(args.shape, blockIdx.x);
+  const i64 K = args.shape.K, V = args.shape.V;
+#pragma unroll 1
+  for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+    if (iteration >= 0) {
+      Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+      barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+      store_chunk(at, iteration * CHUNK, [&](auto f) {
+        f(out.q, args.dq, args.dq_rows, K);
+        f(out.g, args.weight, args.weight_rows, K);
+      });
+    }
+    const int next = iteration + STAGES;
+    if (next * CHUNK >= at.tokens) continue;
+    Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
+    fetch_chunk(s.full[next % STAGES], at, next * CHUNK, [&](auto f) {
+      f(in.do_, args.do_, args.do_rows, V);
+      f(in.v, args.v, args.v_rows, V);
+      f(in.g, args.g, args.g_rows, K);
+      f(in.k, args.k, args.k_rows, K);
+      f(in.q, args.q, args.q_rows, K);
+    });
+  }
+}
+
+// ---- three warps that multiply tokens --------------------------------------------------------------------------------
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tokens, float scale, int block, int lane) {
+#pragma unroll 1
+  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
+    forget(lane);                               // addresses are cheaper made anew than held in registers
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
+    float d[2][4];
+    pair_products(d, in.do_, in.v, block, lane);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 8 * n + 2 * (lane & 3);
+        const auto value = [&](int j, float x) {
+          if (Policy::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
+          return j < i || (j == i && !Policy::reads_before_write) ? scale * x : 0.f;
+        };
+        *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[n][2 * half]), value(j + 1, d[n][2 * half + 1])};
+      }
+    barrier_arrive(s.pairs[iteration % STAGES]);
+  }
+}
+
+// ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
+
+// dq of a chunk's own pairs in `dq`, and in x and `reading` the difference and the queries' side of their q dq - k dk. far: decays from the
+// start; `keys` and `queries`: what the states have of them.
+template <class Policy, typename T, typename G>
+__device__ __forceinline__ void meet_pairs(Chunk& dq, Chunk& x, Chunk& reading, Chunk& far, Operand& queries, Operand& keys,
+                                           SubChunkDecays& d, const Gates<G>& gates, const Counts<Policy, G>& counts, Pairs& dA,
+                                           const Operand& q, const Operand& k, float scale) {
+  Chunk near, near_keys, to_end;
+  Meeting met, read, sums;
+  decays_of(d, gates, counts.all);
+  decays_of<true>(near_keys, gates, counts.written, -1.f);
+  decays_of<false>(to_end, gates, counts.end);
+  decay_keys<T>(met, keys, k, near_keys, to_end, d);
+  decays_of<true>(near, gates, counts.read);
+  decays_of<false>(far, gates, counts.start);
+  decay_queries<T>(read, queries, q, near, far, d, scale);
+
+  sum_over_keys(sums, met, dA);
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      reading[n][i] = read.within[n][i] * sums.within[n][i];
+      dq[n][i] = near[n][i] * sums.within[n][i];
+      float across = 0.f;
+      if (n == 3) across = d.own[2][i / 2] * sums.by16[1][i], reading[n][i] = fmaf(read.by16[1][i], sums.by16[1][i], reading[n][i]);
+      if (n == 2) across = sums.by16[0][i], reading[n][i] = fmaf(read.by16[0][i], sums.by16[0][i], reading[n][i]);
+      if (n % 2) across += sums.by8[n / 2][i], reading[n][i] = fmaf(read.by8[n / 2][i], sums.by8[n / 2][i], reading[n][i]);
+      if (n) dq[n][i] = fmaf(far[n][i], across, dq[n][i]);
+    }
+  sum_over_queries(sums, read, dA);
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[n][i] = fmaf(-met.within[n][i], sums.within[n][i], reading[n][i]);
+      if (n % 2 == 0) x[n][i] = fmaf(-met.by8[n / 2][i], sums.by8[n / 2][i], x[n][i]);
+      if (n < 2) x[n][i] = fmaf(-met.by16[n][i], sums.by16[n][i], x[n][i]);
+    }
+}
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQueriesArgs<T, G>& args) {
+  const Place at = place_of(args.shape, blockIdx.x);
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3;
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2);
+  const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
+  const float scale = float(args.scale);
+  const bool inside[2] = {channel < K, channel + 8 < K};
+  const Counts<Policy, G> counts;
+
+  float S[BV / 2], u[2] = {}, du[2] = {};
+  load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
+  if (Policy::reads_before_write)
+    for (int h = 0; h < 2; ++h)
+      if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
+
+#pragma unroll 1
+  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    const u32 phase = iteration / STAGES & 1;
+    float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
+    if (NARROW<T>)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const Scale range = to_range(largest_of<BV>(S, h));
+        up[h] = range.up, down[h] = range.down;
+      }
+    barrier_wait(s.full[iteration % STAGES], phase);  // the tokens are there
+    Values from_state;
+    start_read<T, BV>(from_state, S, up, in.do_, [](int, const u32(&)[4]) {});
+
+    Gates<G> gates;
+    Operand q, k, queries, keys;
+    Chunk dq, x, reading, far;
+    SubChunkDecays decays;
+    gates.load(own_panels(in.g, warpgroup));
+    load_operand(k, in.k[warpgroup]);
+    load_operand(q, in.q[warpgroup]);
+    barrier_wait(s.pairs[iteration % STAGES], phase);  // dA stands
+    meet_pairs<Policy, T>(dq, x, reading, far, queries, keys, decays, gates, counts, in.dA, q, k, scale);
+
+    decay_state<BV>(S, decays.all);
+    wgmma_fence();
+    start_write<T, BV>(S, keys, in.v);
+    wgmma_commit();
+    wgmma_wait<1>();
+    wgmma_keep(from_state);
+
+    if (Policy::reads_before_write)             // the present token
+      each_pair([&](int n, int h) {
+        const float2 key = unpack<T>(pair_of(k, n, h)), query = unpack<T>(pair_of(q, n, h));
+        const float first = own_at(in.dA, 8 * n + 2 * t) * key.x, second = own_at(in.dA, 8 * n + 2 * t + 1) * key.y;
+        du[h] += query.x * first + query.y * second;
+        dq[n][2 * h] = fmaf(u[h], first, dq[n][2 * h]);
+        dq[n][2 * h + 1] = fmaf(u[h], second, dq[n][2 * h + 1]);
+      });
+    each_pair([&](int n, int h) {
+      const float2 query = unpack<T>(pair_of(queries, n, h));
+      const float by = scale * decays.before[n][h] * down[h];
+      float &first = from_state[4 * n + 2 * h], &second = from_state[4 * n + 2 * h + 1];
+      dq[n][2 * h] = fmaf(by * far[n][2 * h], first, dq[n][2 * h]);
+      dq[n][2 * h + 1] = fmaf(by * far[n][2 * h + 1], second, dq[n][2 * h + 1]);
+      first *= down[h] * query.x, second *= down[h] * query.y;
+      x[n][2 * h] += first, x[n][2 * h + 1] += second;
+      reading[n][2 * h] += first, reading[n][2 * h + 1] += second;
+    });
+    float sum[2];
+    sum_from(x, sum);
+    if (Policy::reads_before_write)
+      each_pair([&](int n, int h) { x[n][2 * h] -= reading[n][2 * h], x[n][2 * h + 1] -= reading[n][2 * h + 1]; });
+    __syncwarp();                               // all lanes have read the warp's channels of q and g
+    store_chunk_values(&in.q[warpgroup], dq);
+    store_chunk_values(own_panels(in.g, warpgroup), x);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (t == 0 && inside[h]) args.sums[(at.chunk + iteration) * K + channel + 8 * h] = sum[h];
+    wgmma_wait<0>();
+    wgmma_keep(S);
+    fence_async();
+    barrier_arrive(s.done[iteration % STAGES]);
+  }
+
+  float end[2] = {};
+  if (args.dht)
+    each_of_state<BV>(S, args.dht + state, args.shape, channel, [&](float& x, float& y, const float* from) {
+      const float2 two = *reinterpret_cast<const float2*>(from);
+      end[&x - S >> 1 & 1] += x * two.x + y * two.y;
+    });
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float whole = channel_sum(end[h]), all = channel_sum(du[h]);
+    if (t || !inside[h]) continue;
+    if (args.dht) args.ends[at.pair * K + channel + 8 * h] = whole;
+    if (Policy::reads_before_write) args.du[at.pair * K + channel + 8 * h] = all;
+  }
+}
+
+template <class Policy, typename T, typename G, int BK, int BV>
+__global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
+gated_sm90_backward_queries(const __grid_constant__ BackwardQueriesArgs<T, G> args) {
+  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  constexpr int CONSUMERS = 2 * BK;
+  if (threadIdx.x == 0)
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(s.full[stage], 32);
+      barrier_init(s.pairs[stage], 3 * 32);
+      barrier_init(s.done[stage], CONSUMERS);
+    }
+  fence_async();
+  __syncthreads();  // the barriers stand
+  constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
+  if (threadIdx.x < CONSUMERS) {
+    if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 216>();
+    consume<Policy>(s, args);
+    return;
+  }
+  if constexpr (TIGHT) registers_down<BK == 64 ? 64 : 72>();
+  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = place_of(args.shape, blockIdx.x).tokens;
+  if (warp < 3) multiply_tokens<Policy>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
+  else move(s, args);
+}

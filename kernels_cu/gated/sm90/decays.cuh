@@ -1,0 +1,311 @@
+// what      Queries and keys of a chunk times their decays, for the Hopper backward of GLA and RWKV-6.
+// math      g the gates, in sub-chunks of 8 tokens; a query i meets a key j < i by way of one of three factorisations:
+//             in a sub-chunk           from its middle m, between tokens 3 and 4: q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
+//             across sub-chunks        q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g behind j to the end of its
+//                                      sub-chunk): sub-chunks 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by 16, the
+//                                      decay of a whole sub-chunk between where there is one)
+//             across chunks            likewise from the chunk's start and to its end
+//           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
+// numerics  Exponents across sub-chunks are sums of the gates as they are, of what lies between and never a difference, so a
+//           reset lets nothing through. In a sub-chunk a gate counts as LEAST at least: 4 tokens of it are 80 nats, and
+//           float32 ends at 88. What that lets through is 2e-9 of a token, to its own sub-chunk.
+//           Sums are products with 0, 1 and -1 times log2 e, which is two numbers of the gate's type; float32 gates are two
+//           bfloat16 numbers.
+#include "policy.cuh"
+#include "ptx.cuh"
+
+constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;
+
+#include "warpgroup.cuh"
+
+// A sub-chunk's values: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk's are four such.
+using SubChunk = float[4];
+using Chunk = SubChunk[SUBCHUNKS];
+
+template <typename T> __device__ __forceinline__ float2 unpack(u32 two);
+template <> __device__ __forceinline__ float2 unpack<bf16>(u32 two) { return {low(two), high(two)}; }
+template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
+  return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
+}
+
+__device__ __forceinline__ float to_tf32_value(float x) { return __uint_as_float(to_tf32(x)); }
+
+// Calls f(n, h) for all pairs of neighbouring tokens that this lane has: of sub-chunk n and channel g + 8h.
+template <class F> __device__ __forceinline__ void each_pair(F f) {
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) f(n, h);
+}
+
+// An operand's register that holds them.
+template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
+
+// 16-bit values of a warp's 16 channels, from and to a tile's panel of its warpgroup's 64.
+template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64]) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], matrix_row(panel[0], 16 * s));
+}
+template <typename T> __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Operand& x) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(matrix_row(panel[0], 16 * s), x[s]);
+}
+
+// The same as float32, of a tile of 16-bit values or of float32.
+template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64]) {
+  Operand two;
+  load_operand(two, *panels);
+  each_pair([&](int n, int h) {
+    const float2 pair = unpack<T>(pair_of(two, n, h));
+    x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
+  });
+}
+template <typename T> __device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x) {
+  Operand two;
+  each_pair([&](int n, int h) { pair_of(two, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
+  store_operand(*panels, two);
+}
+__device__ __forceinline__ void load_chunk(Chunk& x, float (*panels)[CHUNK][32]) {
+  each_float(panels, [&](int at, float& value) { x[at / 4][at % 4] = value; });
+}
+__device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], const Chunk& x) {
+  each_float(panels, [&](int at, float& value) { value = x[at / 4][at % 4]; });
+}
+
+// ---- sums of gates ------------------------------------------------------------------------------------------------
+
+constexpr float LEAST = -20.f;                  // nats
+constexpr float NOTHING = -256.f;               // nats: 2^ of it is 0; a product with 0 of what is infinite would be NaN
+
+// In which format gates are summed, and there: two of LEAST and of NOTHING, and what stands for 1 in the two halves of a product.
+template <typename G> struct GateFormat;
+template <> struct GateFormat<bf16> {
+  using Type = bf16;
+  static constexpr u32 LEAST_TWO = 0xc1a0c1a0u, NOTHING_TWO = 0xc380c380u, ONE[2] = {0x3fb9u, 0xbb2cu};      // log2 e
+};
+template <> struct GateFormat<f16> {
+  using Type = f16;
+  static constexpr u32 LEAST_TWO = 0xcd00cd00u, NOTHING_TWO = 0xdc00dc00u, ONE[2] = {0x3dc5u, 0x0d1eu};      // log2 e
+};
+template <> struct GateFormat<float> {
+  using Type = bf16;
+  static constexpr u32 ONE[2] = {0x3f80u, 0x3f80u};
+};
+
+// A chunk's gates of this lane's channels: no less than NOTHING; float32 ones times log2 e.
+template <typename G> struct Gates {
+  Operand x;
+
+  __device__ __forceinline__ void load(G (*panels)[CHUNK][64]) {
+    load_operand(x, *panels);
+    each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), GateFormat<G>::NOTHING_TWO); });
+  }
+  // Sub-chunk n as an operand A; NEAR: no less than LEAST.
+  template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      a[h] = a[2 + h] = NEAR ? at_least<G>(pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : pair_of(x, n, h);
+  }
+};
+template <> struct Gates<float> {
+  Chunk x;
+
+  __device__ __forceinline__ void load(float (*panels)[CHUNK][32]) {
+    load_chunk(x, panels);
+    each_pair([&](int n, int h) {
+      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], NOTHING);
+    });
+  }
+  template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float first = NEAR ? at_least(x[n][2 * h], LOG2E * LEAST) : x[n][2 * h];
+      const float second = NEAR ? at_least(x[n][2 * h + 1], LOG2E * LEAST) : x[n][2 * h + 1];
+      a[h] = pack<bf16>(first, second);
+      a[2 + h] = remainder_of(a[h], first, second);
+    }
+  }
+};
+
+// What tokens of a sub-chunk count in a sum for its token i, as an operand B: sign(token, i) of -1, 0, 1.
+template <typename G, class F> __device__ __forceinline__ void counts(u32 (&b)[2], F sign) {
+  const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    b[half] = 0;
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int s = sign(token + p, i);
+      const u32 one = GateFormat<G>::ONE[half];
+      b[half] |= (s > 0 ? one : s < 0 ? one ^ 0x8000u : 0u) << 16 * p;
+    }
+  }
+}
+template <class Policy, typename G> struct Counts {
+  u32 read[2], written[2], start[2], end[2], all[2];
+
+  __device__ __forceinline__ Counts() {
+    const auto from_middle = [](int token, int i) { return token > 3 ? token <= i : token > i ? -1 : 0; };
+    counts<G>(read, [&](int token, int i) { return from_middle(token, i - Policy::reads_before_write); });
+    counts<G>(written, from_middle);
+    counts<G>(start, [](int token, int i) { return token <= i - Policy::reads_before_write; });
+    counts<G>(end, [](int token, int i) { return token > i; });
+    counts<G>(all, [](int, int) { return 1; });
+  }
+};
+
+__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) { mma_bf16(d, a, b); }
+__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], f16) { mma_f16(d, a, b); }
+
+// f(n, sums) of every sub-chunk: log2 of the decays.
+template <bool NEAR, typename G, class F>
+__device__ __forceinline__ void sum_gates(const Gates<G>& g, const u32 (&b)[2], F f) {
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n) {
+    u32 a[4];
+    SubChunk d = {};
+    g.template operand<NEAR>(a, n);
+    multiply_gates(d, a, b, typename GateFormat<G>::Type{});
+    f(n, d);
+  }
+}
+template <bool NEAR, typename G>
+__device__ __forceinline__ void decays_of(Chunk& to, const Gates<G>& g, const u32 (&b)[2], float sign = 1.f) {
+  sum_gates<NEAR>(g, b, [&](int n, const SubChunk& sum) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sign * sum[i]);
+  });
+}
+
+// Decays of whole sub-chunks, of this lane's two channels: one's, of those before and behind it, of all.
+struct SubChunkDecays {
+  float own[SUBCHUNKS][2], before[SUBCHUNKS][2], behind[SUBCHUNKS][2], all[2];
+};
+template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g, const u32 (&b)[2]) {
+  sum_gates<false>(g, b, [&](int n, const SubChunk& sum) {
+    for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
+  });
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    d.before[0][h] = d.behind[3][h] = 1.f;
+    d.before[1][h] = d.own[0][h], d.before[2][h] = d.own[0][h] * d.own[1][h], d.before[3][h] = d.before[2][h] * d.own[2][h];
+    d.behind[2][h] = d.own[3][h], d.behind[1][h] = d.own[2][h] * d.own[3][h], d.behind[0][h] = d.own[1][h] * d.behind[1][h];
+    d.all[h] = d.before[2][h] * d.behind[1][h];
+  }
+}
+
+// ---- operands --------------------------------------------------------------------------------------------------------
+
+// A chunk's queries or keys for products with tokens that they meet in their sub-chunk, and across by 8 and by 16; or sums of such
+// products, of the other side's operands. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3, of
+// keys 0 and 1.
+struct Meeting {
+  Chunk within;
+  SubChunk by8[2], by16[2];
+};
+
+// Operands in tf32, and `state`, what meets the state before the chunk, in T. near: decays from the middle, far: from the start.
+template <typename T>
+__device__ __forceinline__ void decay_queries(Meeting& to, Operand& state, const Operand& q, const Chunk& near, const Chunk& far,
+                                              const SubChunkDecays& d, float scale) {
+  each_pair([&](int n, int h) {
+    const float2 two = unpack<T>(pair_of(q, n, h));
+    const float by = scale * d.before[n][h];
+    float x[2] = {two.x, two.y};
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int at = 2 * h + p;
+      to.within[n][at] = to_tf32_value(x[p] * near[n][at]);
+      x[p] *= far[n][at];
+      if (n % 2) to.by8[n / 2][at] = to_tf32_value(x[p]);
+      if (n == 2) to.by16[0][at] = to_tf32_value(x[p]);
+      if (n == 3) to.by16[1][at] = to_tf32_value(d.own[2][h] * x[p]);
+    }
+    pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
+  });
+}
+
+// The same of keys; far: decays to the end, and `state` is what the state behind the chunk has of them.
+template <typename T>
+__device__ __forceinline__ void decay_keys(Meeting& to, Operand& state, const Operand& k, const Chunk& near, const Chunk& far,
+                                           const SubChunkDecays& d) {
+  each_pair([&](int n, int h) {
+    const float2 two = unpack<T>(pair_of(k, n, h));
+    float x[2] = {two.x, two.y};
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int at = 2 * h + p;
+      to.within[n][at] = to_tf32_value(x[p] * near[n][at]);
+      x[p] *= far[n][at];
+      if (n % 2 == 0) to.by8[n / 2][at] = to_tf32_value(x[p]);
+      if (n == 0) to.by16[0][at] = to_tf32_value(d.own[1][h] * x[p]);
+      if (n == 1) to.by16[1][at] = to_tf32_value(x[p]);
+    }
+    pair_of(state, n, h) = pack<T>(d.behind[n][h] * x[0], d.behind[n][h] * x[1]);
+  });
+}
+
+// `state` alone, for who carries only the state.
+template <typename T>
+__device__ __forceinline__ void decay_to_state(Operand& x, const Chunk& far, const float (&by)[SUBCHUNKS][2], float scale = 1.f) {
+  each_pair([&](int n, int h) {
+    const float2 two = unpack<T>(pair_of(x, n, h));
+    const float rest = scale * by[n][h];
+    pair_of(x, n, h) = pack<T>(rest * (two.x * far[n][2 * h]), rest * (two.y * far[n][2 * h + 1]));
+  });
+}
+
+// ---- pairs of tokens -------------------------------------------------------------------------------------------------
+
+// Values of all pairs [query, key] in float32, none with a key behind its query: where one lies so that eight rows of two keys, and
+// eight keys of every second query, lie in different banks.
+using Pairs = float[CHUNK][CHUNK];
+__device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) {
+  return x[query][key ^ 8 * ((query & 3) ^ (query >> 2 & 1))];
+}
+// A value of every token besides, where no pair is.
+__device__ __forceinline__ float& own_at(Pairs& x, int token) { return pair_at(x, token % 8, 24 + token / 8); }
+
+// d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t and 2t + 1 at t + 4.
+__device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {
+  const u32 a[4] = {__float_as_uint(x[0]), __float_as_uint(x[2]), __float_as_uint(x[1]), __float_as_uint(x[3])};
+  mma_tf32(d, a, b);
+}
+
+// Sums over keys, for queries: to_i = sum_j pairs_ij k_j.
+__device__ __forceinline__ void sum_over_keys(Meeting& to, const Meeting& k, Pairs& pairs) {
+  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
+  const auto add = [&](SubChunk& d, const SubChunk& x, int queries, int keys) {
+    const float2 two = *reinterpret_cast<const float2*>(&pair_at(pairs, 8 * queries + g, 8 * keys + 2 * t));
+    const u32 b[2] = {to_tf32(two.x), to_tf32(two.y)};
+    multiply_pairs(d, x, b);
+  };
+  to = {};
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n) add(to.within[n], k.within[n], n, n);
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    add(to.by8[x], k.by8[x], 2 * x + 1, 2 * x);
+    add(to.by16[x], k.by16[0], 2 + x, 0);
+    add(to.by16[x], k.by16[1], 2 + x, 1);
+  }
+}
+
+// Sums over queries, for keys: to_j = sum_i pairs_ij q_i.
+__device__ __forceinline__ void sum_over_queries(Meeting& to, const Meeting& q, Pairs& pairs) {
+  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
+  const auto add = [&](SubChunk& d, const SubChunk& x, int queries, int keys) {
+    u32 b[2];
+    for (int p = 0; p < 2; ++p) b[p] = to_tf32(pair_at(pairs, 8 * queries + 2 * t + p, 8 * keys + g));
+    multiply_pairs(d, x, b);
+  };
+  to = {};
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n) add(to.within[n], q.within[n], n, n);
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    add(to.by8[x], q.by8[x], 2 * x + 1, 2 * x);
+    add(to.by16[x], q.by16[0], 2, x);
+    add(to.by16[x], q.by16[1], 3, x);
+  }
+}
