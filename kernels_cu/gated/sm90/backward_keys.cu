@@ -43,7 +43,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   T C[BK / 64][BV][64];                         // [column of V, channel], swizzled
   Tile<float, BK> keys_within;                  // laid out by within_at
-  Tile<T, BK> by8, by16;                        // Meeting: queries and keys have different sub-chunks
+  Tile<T, BK> by8, by16;                        // Across: queries and keys have different sub-chunks
   float A[CHUNK][CHUNK];                        // [key, query], queries by column_of, swizzled
   float own[BK / 16][CHUNK];                    // RWKV-6: a token's score with itself, every warp's share
   float largest[BK / 16];                       // of C, every warp's share
@@ -230,17 +230,23 @@ __device__ __forceinline__ void put_own(float* to, const Operand& q, const Opera
   put_token_sums(to, x);
 }
 
-// A warp's 16 channels of what meets within sub-chunks.
-__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const Chunk& x) {
+// Calls f(value, where it is) for a warp's 16 channels of what meets within sub-chunks.
+template <class F> __device__ __forceinline__ void each_within(float (&panel)[CHUNK][32], F f) {
   const int thread = opaque(threadIdx.x), c = thread / 32 % 2 * 16 + (thread >> 2 & 7), token = 2 * (thread & 3);
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) *within_at(panel, 8 * n + token + i % 2, c + i / 2 * 8) = x[n][i];
+    for (int i = 0; i < 4; ++i) f(n, i, *within_at(panel, 8 * n + token + i % 2, c + i / 2 * 8));
+}
+__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const Chunk& x) {
+  each_within(panel, [&](int n, int i, float& to) { to = x[n][i]; });
+}
+__device__ __forceinline__ void load_within(Chunk& x, float (&panel)[CHUNK][32]) {
+  each_within(panel, [&](int n, int i, float& from) { x[n][i] = from; });
 }
 
 // Queries and keys that meet across sub-chunks, each where it has rows.
-template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Meeting& q, const Meeting& k) {
+template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k) {
   Operand x;
   each_pair([&](int n, int h) {
     const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
@@ -306,29 +312,47 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
 
     Chunk near, far;
     SubChunkDecays decays;
-    Meeting read, met;
+    Chunk within, sums_within;
+    Across read, met, sums;
     if (Policy::reads_before_write) {
       const float by[2] = {scale * u[0], scale * u[1]};
       put_own<T>(s.own[warp], q, k, by);
     }
-    decays_of(decays, gates, counts.all);
-    decays_of<true>(near, gates, counts.read);
-    decays_of<false>(far, gates, counts.start);
-    decay_queries<T>(read, queries, q, near, far, decays, scale);
-    decays_of<true>(near, gates, counts.written, -1.f);
-    decays_of<false>(far, gates, counts.end);
-    decay_keys<T>(met, keys, k, near, far, decays);
-    put_within(queries_within(in, warp / 2), read.within);
-    put_within(s.keys_within[warp / 2], met.within);
+    decays_of(decays, gates);
+    queries_from_middle(near, gates, counts);
+    decays_from_start(far, gates, counts);
+    decay_within<T>(within, q, near);
+    __syncwarp();
+    decay_queries<T>(read, queries, q, far, decays, scale);
+    keys_from_middle(near, gates, counts);
+    decays_to_end(far, gates, counts);
+    put_within(queries_within(in, warp / 2), within);
+    __syncwarp();                               // else all is made at once: there are no registers for that
+    decay_within<T>(within, k, near);
+    decay_keys<T>(met, keys, k, far, decays);
+    put_within(s.keys_within[warp / 2], within);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met);
     store_operand(in.k[warpgroup], keys);
     fence_async();
     barrier_arrive(s.operands);
 
-    Meeting sums;
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands
-    sum_over_queries(sums, read, in.dA);
-    decay_state<BV>(C, decays.all);
+    const PairReader dA(in.dA);
+    sums = {};
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      dA.add_queries(sums.by8[x], read.by8[x], 2 * x + 1, 2 * x);
+      dA.add_queries(sums.by16[x], read.by16[0], 2, x);
+      dA.add_queries(sums.by16[x], read.by16[1], 3, x);
+    }
+    __syncwarp();
+    load_within(within, queries_within(in, warp / 2));
+#pragma unroll
+    for (int n = 0; n < SUBCHUNKS; ++n) {
+      for (int i = 0; i < 4; ++i) sums_within[n][i] = 0.f;
+      dA.add_queries(sums_within[n], within[n], n, n);
+    }
+    decay_state<BV>(C, decays);
     wgmma_fence();
     start_write<T, BV>(C, queries, in.do_);
     wgmma_commit();
@@ -342,11 +366,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
       for (int p = 0; p < 2; ++p) {
         const int i = 2 * h + p;
         const float x = range.down * from_state[4 * n + i];
-        float across = decays.behind[n][h] * x;
+        float across = decays.behind(n, h) * x;
         if (n % 2 == 0) across += sums.by8[n / 2][i];
         if (n == 0) across = fmaf(decays.own[1][h], sums.by16[0][i], across);
         if (n == 1) across += sums.by16[1][i];
-        dk[n][i] = fmaf(near[n][i], sums.within[n][i], far[n][i] * across);
+        dk[n][i] = fmaf(near[n][i], sums_within[n][i], far[n][i] * across);
         dg[n][i] = (p ? key.y : key.x) * x;
       }
     });
@@ -360,7 +384,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     sum_before(dg, before);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      before[h] = decays.all[h] < FORGOTTEN ? 0.f : end[h] - before[h];
+      before[h] = decays.all(h) < FORGOTTEN ? 0.f : end[h] - before[h];
       end[h] = before[h] + sum[h];
     }
     Chunk weight;

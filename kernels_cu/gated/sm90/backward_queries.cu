@@ -99,64 +99,108 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
 
 // ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
 
-// dq of a chunk's own pairs in `dq`, and in x and `reading` the difference and the queries' side of their q dq - k dk. far: decays from the
-// start; `keys` and `queries`: what the states have of them.
-template <class Policy, typename T, typename G>
-__device__ __forceinline__ void meet_pairs(Chunk& dq, Chunk& x, Chunk& reading, Chunk& far, Operand& queries, Operand& keys,
-                                           SubChunkDecays& d, const Gates<G>& gates, const Counts<Policy, G>& counts, Pairs& dA,
-                                           const Operand& q, const Operand& k, float scale) {
-  Chunk near, near_keys, to_end;
-  Meeting met, read, sums;
-  decays_of(d, gates, counts.all);
-  decays_of<true>(near_keys, gates, counts.written, -1.f);
-  decays_of<false>(to_end, gates, counts.end);
-  decay_keys<T>(met, keys, k, near_keys, to_end, d);
-  decays_of<true>(near, gates, counts.read);
-  decays_of<false>(far, gates, counts.start);
-  decay_queries<T>(read, queries, q, near, far, d, scale);
+// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk, for RWKV-6 q dq too.
+struct Gradients {
+  Chunk dq, weight, reading;
+};
 
-  sum_over_keys(sums, met, dA);
+template <class Policy, typename T, typename G>
+__device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
+                                            const Counts<Policy, G>& counts, const PairReader& dA) {
+  Gates<G> gates;
+  Operand x;
+  Chunk near, queries, keys;
+  gates.load(g);
+  load_operand(x, k);
+  keys_from_middle(near, gates, counts);
+  decay_within<T>(keys, x, near);
+  __syncwarp();                                 // else all is made at once: there are no registers for that
+  load_operand(x, q);
+  queries_from_middle(near, gates, counts);
+  decay_within<T>(queries, x, near);
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n)
+  for (int n = 0; n < SUBCHUNKS; ++n) {
+    SubChunk over_keys = {}, over_queries = {};
+    dA.add_keys(over_keys, keys[n], n, n);
+    dA.add_queries(over_queries, queries[n], n, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      reading[n][i] = read.within[n][i] * sums.within[n][i];
-      dq[n][i] = near[n][i] * sums.within[n][i];
-      float across = 0.f;
-      if (n == 3) across = d.own[2][i / 2] * sums.by16[1][i], reading[n][i] = fmaf(read.by16[1][i], sums.by16[1][i], reading[n][i]);
-      if (n == 2) across = sums.by16[0][i], reading[n][i] = fmaf(read.by16[0][i], sums.by16[0][i], reading[n][i]);
-      if (n % 2) across += sums.by8[n / 2][i], reading[n][i] = fmaf(read.by8[n / 2][i], sums.by8[n / 2][i], reading[n][i]);
-      if (n) dq[n][i] = fmaf(far[n][i], across, dq[n][i]);
+      const float reading = queries[n][i] * over_keys[i];
+      d.dq[n][i] = near[n][i] * over_keys[i];
+      if (Policy::reads_before_write) d.reading[n][i] = reading;
+      d.weight[n][i] = fmaf(-keys[n][i], over_queries[i], reading);
     }
-  sum_over_queries(sums, read, dA);
+  }
+  __syncwarp();
+}
+
+// far: decays of queries from the start of a sub-chunk; `queries` and `keys`: what the states have of them.
+template <class Policy, typename T, typename G>
+__device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys, SubChunkDecays& decays,
+                                            G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
+                                            const Counts<Policy, G>& counts, const PairReader& dA, float scale) {
+  Gates<G> gates;
+  Across read, met;
+  gates.load(g);
+  decays_of(decays, gates);
+  load_operand(keys, k);
+  decays_to_end(far, gates, counts);
+  decay_keys<T>(met, keys, keys, far, decays);
+  __syncwarp();
+  load_operand(queries, q);
+  decays_from_start(far, gates, counts);
+  decay_queries<T>(read, queries, queries, far, decays, scale);
+  const auto add = [&](int n, int i, float query, float over_keys) {
+    if (Policy::reads_before_write) d.reading[n][i] = fmaf(query, over_keys, d.reading[n][i]);
+    d.weight[n][i] = fmaf(query, over_keys, d.weight[n][i]);
+  };
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n)
+  for (int x = 0; x < 2; ++x) {
+    SubChunk by8 = {}, by16 = {};
+    dA.add_keys(by8, met.by8[x], 2 * x + 1, 2 * x);
+    dA.add_keys(by16, met.by16[0], 2 + x, 0);
+    dA.add_keys(by16, met.by16[1], 2 + x, 1);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[n][i] = fmaf(-met.within[n][i], sums.within[n][i], reading[n][i]);
-      if (n % 2 == 0) x[n][i] = fmaf(-met.by8[n / 2][i], sums.by8[n / 2][i], x[n][i]);
-      if (n < 2) x[n][i] = fmaf(-met.by16[n][i], sums.by16[n][i], x[n][i]);
+      add(2 * x + 1, i, read.by8[x][i], by8[i]);
+      add(2 + x, i, read.by16[x][i], by16[i]);
+      d.dq[2 * x + 1][i] = fmaf(far[2 * x + 1][i], by8[i], d.dq[2 * x + 1][i]);
+      d.dq[2 + x][i] = fmaf(far[2 + x][i], x ? decays.own[2][i / 2] * by16[i] : by16[i], d.dq[2 + x][i]);
     }
+  }
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    SubChunk by8 = {}, by16 = {};
+    dA.add_queries(by8, read.by8[x], 2 * x + 1, 2 * x);
+    dA.add_queries(by16, read.by16[0], 2, x);
+    dA.add_queries(by16, read.by16[1], 3, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d.weight[2 * x][i] = fmaf(-met.by8[x][i], by8[i], d.weight[2 * x][i]);
+      d.weight[x][i] = fmaf(-met.by16[x][i], by16[i], d.weight[x][i]);
+    }
+  }
+  __syncwarp();
 }
 
 template <class Policy, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQueriesArgs<T, G>& args) {
   const Place at = place_of(args.shape, blockIdx.x);
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3;
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2);
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = float(args.scale);
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<Policy, G> counts;
 
-  float S[BV / 2], u[2] = {}, du[2] = {};
+  float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * K + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
   if (Policy::reads_before_write)
     for (int h = 0; h < 2; ++h)
       if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
 
 #pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const u32 phase = iteration / STAGES & 1;
     float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
@@ -170,51 +214,61 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     Values from_state;
     start_read<T, BV>(from_state, S, up, in.do_, [](int, const u32(&)[4]) {});
 
-    Gates<G> gates;
-    Operand q, k, queries, keys;
-    Chunk dq, x, reading, far;
+    Operand queries, keys;
+    Chunk far;
+    Gradients found;
     SubChunkDecays decays;
-    gates.load(own_panels(in.g, warpgroup));
-    load_operand(k, in.k[warpgroup]);
-    load_operand(q, in.q[warpgroup]);
+    const auto g_panels = own_panels(in.g, warpgroup);
+    T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     barrier_wait(s.pairs[iteration % STAGES], phase);  // dA stands
-    meet_pairs<Policy, T>(dq, x, reading, far, queries, keys, decays, gates, counts, in.dA, q, k, scale);
+    const PairReader dA(in.dA);
+    meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA);
+    meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale);
 
-    decay_state<BV>(S, decays.all);
+    wgmma_wait<0>();
+    wgmma_keep(from_state);
+    decay_state<BV>(S, decays);
     wgmma_fence();
     start_write<T, BV>(S, keys, in.v);
     wgmma_commit();
-    wgmma_wait<1>();
-    wgmma_keep(from_state);
 
-    if (Policy::reads_before_write)             // the present token
+    if (Policy::reads_before_write) {           // the present token
+      Operand q, k;
+      load_operand(q, q_panel);
+      load_operand(k, k_panel);
       each_pair([&](int n, int h) {
         const float2 key = unpack<T>(pair_of(k, n, h)), query = unpack<T>(pair_of(q, n, h));
         const float first = own_at(in.dA, 8 * n + 2 * t) * key.x, second = own_at(in.dA, 8 * n + 2 * t + 1) * key.y;
         du[h] += query.x * first + query.y * second;
-        dq[n][2 * h] = fmaf(u[h], first, dq[n][2 * h]);
-        dq[n][2 * h + 1] = fmaf(u[h], second, dq[n][2 * h + 1]);
+        found.dq[n][2 * h] = fmaf(u[h], first, found.dq[n][2 * h]);
+        found.dq[n][2 * h + 1] = fmaf(u[h], second, found.dq[n][2 * h + 1]);
       });
+    }
     each_pair([&](int n, int h) {
       const float2 query = unpack<T>(pair_of(queries, n, h));
-      const float by = scale * decays.before[n][h] * down[h];
-      float &first = from_state[4 * n + 2 * h], &second = from_state[4 * n + 2 * h + 1];
-      dq[n][2 * h] = fmaf(by * far[n][2 * h], first, dq[n][2 * h]);
-      dq[n][2 * h + 1] = fmaf(by * far[n][2 * h + 1], second, dq[n][2 * h + 1]);
-      first *= down[h] * query.x, second *= down[h] * query.y;
-      x[n][2 * h] += first, x[n][2 * h + 1] += second;
-      reading[n][2 * h] += first, reading[n][2 * h + 1] += second;
+      const float by = scale * decays.before(n, h) * down[h];
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        const int i = 2 * h + p;
+        const float x = from_state[4 * n + i], reading = down[h] * (p ? query.y : query.x) * x;
+        found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
+        found.weight[n][i] += reading;
+        if (Policy::reads_before_write) found.reading[n][i] += reading;
+      }
     });
     float sum[2];
-    sum_from(x, sum);
+    sum_from(found.weight, sum);
     if (Policy::reads_before_write)
-      each_pair([&](int n, int h) { x[n][2 * h] -= reading[n][2 * h], x[n][2 * h + 1] -= reading[n][2 * h + 1]; });
+#pragma unroll
+      for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.reading[n][i];
     __syncwarp();                               // all lanes have read the warp's channels of q and g
-    store_chunk_values(&in.q[warpgroup], dq);
-    store_chunk_values(own_panels(in.g, warpgroup), x);
+    store_chunk_values(&q_panel, found.dq);
+    store_chunk_values(g_panels, found.weight);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (t == 0 && inside[h]) args.sums[(at.chunk + iteration) * K + channel + 8 * h] = sum[h];
+      if (t == 0 && inside[h]) sums[8 * h] = sum[h];
     wgmma_wait<0>();
     wgmma_keep(S);
     fence_async();

@@ -73,14 +73,20 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardS
     SubChunkDecays decays;
     gates.load(own_panels(in.g, warpgroup));
     load_operand(x, in.x[warpgroup]);
-    decays_of(decays, gates, counts.all);
-    decays_of<false>(far, gates, BACKWARDS ? counts.start : counts.end);
-    decay_to_state<T>(x, far, BACKWARDS ? decays.before : decays.behind, BACKWARDS ? float(args.scale) : 1.f);
-    decay_state<BV>(S, decays.all);
+    decays_of(decays, gates);
+    Across nowhere;
+    if (BACKWARDS) {
+      decays_from_start(far, gates, counts);
+      decay_queries<T>(nowhere, x, x, far, decays, float(args.scale));
+    } else {
+      decays_to_end(far, gates, counts);
+      decay_keys<T>(nowhere, x, x, far, decays);
+    }
+    decay_state<BV>(S, decays);
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
     wgmma_commit();
-    for (int h = 0; h < 2; ++h) all[h] *= decays.all[h];
+    for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     wgmma_wait<0>();
     wgmma_keep(S);
     barrier_arrive(s.done[iteration % STAGES]);

@@ -127,30 +127,31 @@ template <> struct Gates<float> {
   }
 };
 
-// What tokens of a sub-chunk count in a sum for its token i, as an operand B: sign(token, i) of -1, 0, 1.
-template <typename G, class F> __device__ __forceinline__ void counts(u32 (&b)[2], F sign) {
-  const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    b[half] = 0;
-#pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      const int s = sign(token + p, i);
-      const u32 one = GateFormat<G>::ONE[half];
-      b[half] |= (s > 0 ? one : s < 0 ? one ^ 0x8000u : 0u) << 16 * p;
-    }
-  }
-}
+// What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, as an operand B; made of masks where it is used, since
+// registers are scarce.
 template <class Policy, typename G> struct Counts {
-  u32 read[2], written[2], start[2], end[2], all[2];
+  int written, read, early;                     // whether two tokens are up to i, up to where i reads, and before the middle
 
   __device__ __forceinline__ Counts() {
-    const auto from_middle = [](int token, int i) { return token > 3 ? token <= i : token > i ? -1 : 0; };
-    counts<G>(read, [&](int token, int i) { return from_middle(token, i - Policy::reads_before_write); });
-    counts<G>(written, from_middle);
-    counts<G>(start, [](int token, int i) { return token <= i - Policy::reads_before_write; });
-    counts<G>(end, [](int token, int i) { return token > i; });
-    counts<G>(all, [](int, int) { return 1; });
+    const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
+    const auto up_to = [&](int i) { return (token <= i ? 0xffff : 0) | (token < i ? 0xffff0000 : 0); };
+    written = up_to(i), read = up_to(i - Policy::reads_before_write), early = token < BC / 2 ? -1 : 0;
+  }
+  template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) b[half] = of(GateFormat<G>::ONE[half] * 0x10001u);
+  }
+  __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask) const {
+    mask = opaque(mask);
+    make(b, [&](u32 one) { return (mask ^ early) & (one ^ (early & 0x80008000u)); });
+  }
+  __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
+    const int mask = opaque(read);
+    make(b, [&](u32 one) { return mask & one; });
+  }
+  __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
+    const int mask = opaque(written);
+    make(b, [&](u32 one) { return ~mask & one; });
   }
 };
 
@@ -170,56 +171,86 @@ __device__ __forceinline__ void sum_gates(const Gates<G>& g, const u32 (&b)[2], 
   }
 }
 template <bool NEAR, typename G>
-__device__ __forceinline__ void decays_of(Chunk& to, const Gates<G>& g, const u32 (&b)[2], float sign = 1.f) {
+__device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G>& g, const u32 (&b)[2], float sign) {
   sum_gates<NEAR>(g, b, [&](int n, const SubChunk& sum) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sign * sum[i]);
   });
 }
 
-// Decays of whole sub-chunks, of this lane's two channels: one's, of those before and behind it, of all.
+// Factors of queries and of keys that meet in a sub-chunk; and across: from its start, and to its end.
+template <class Policy, typename G>
+__device__ __forceinline__ void queries_from_middle(Chunk& to, const Gates<G>& g, const Counts<Policy, G>& counts) {
+  u32 b[2];
+  counts.from_middle(b, counts.read);
+  exponentiate<true>(to, g, b, 1.f);
+}
+template <class Policy, typename G>
+__device__ __forceinline__ void keys_from_middle(Chunk& to, const Gates<G>& g, const Counts<Policy, G>& counts) {
+  u32 b[2];
+  counts.from_middle(b, counts.written);
+  exponentiate<true>(to, g, b, -1.f);
+}
+template <class Policy, typename G>
+__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G>& g, const Counts<Policy, G>& counts) {
+  u32 b[2];
+  counts.from_start(b);
+  exponentiate<false>(to, g, b, 1.f);
+}
+template <class Policy, typename G>
+__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G>& g, const Counts<Policy, G>& counts) {
+  u32 b[2];
+  counts.to_end(b);
+  exponentiate<false>(to, g, b, 1.f);
+}
+
+// Decays of whole sub-chunks, of this lane's two channels.
 struct SubChunkDecays {
-  float own[SUBCHUNKS][2], before[SUBCHUNKS][2], behind[SUBCHUNKS][2], all[2];
+  float own[SUBCHUNKS][2];
+
+  __device__ __forceinline__ float before(int n, int h) const {      // of those before sub-chunk n
+    return n == 0 ? 1.f : n == 1 ? own[0][h] : n == 2 ? own[0][h] * own[1][h] : own[0][h] * own[1][h] * own[2][h];
+  }
+  __device__ __forceinline__ float behind(int n, int h) const {
+    return n == 3 ? 1.f : n == 2 ? own[3][h] : n == 1 ? own[2][h] * own[3][h] : own[1][h] * (own[2][h] * own[3][h]);
+  }
+  __device__ __forceinline__ float all(int h) const { return own[0][h] * own[1][h] * (own[2][h] * own[3][h]); }
 };
-template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g, const u32 (&b)[2]) {
+template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g) {
+  const u32 b[2] = {GateFormat<G>::ONE[0] * 0x10001u, GateFormat<G>::ONE[1] * 0x10001u};
   sum_gates<false>(g, b, [&](int n, const SubChunk& sum) {
     for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
   });
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    d.before[0][h] = d.behind[3][h] = 1.f;
-    d.before[1][h] = d.own[0][h], d.before[2][h] = d.own[0][h] * d.own[1][h], d.before[3][h] = d.before[2][h] * d.own[2][h];
-    d.behind[2][h] = d.own[3][h], d.behind[1][h] = d.own[2][h] * d.own[3][h], d.behind[0][h] = d.own[1][h] * d.behind[1][h];
-    d.all[h] = d.before[2][h] * d.behind[1][h];
-  }
 }
 
 // ---- operands --------------------------------------------------------------------------------------------------------
 
-// A chunk's queries or keys for products with tokens that they meet in their sub-chunk, and across by 8 and by 16; or sums of such
-// products, of the other side's operands. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3, of
-// keys 0 and 1.
-struct Meeting {
-  Chunk within;
+// What meets in its sub-chunk, in tf32: x times decays from the middle.
+template <typename T> __device__ __forceinline__ void decay_within(Chunk& to, const Operand& x, const Chunk& near) {
+  each_pair([&](int n, int h) {
+    const float2 two = unpack<T>(pair_of(x, n, h));
+    to[n][2 * h] = to_tf32_value(two.x * near[n][2 * h]), to[n][2 * h + 1] = to_tf32_value(two.y * near[n][2 * h + 1]);
+  });
+}
+
+// What meets across sub-chunks, in tf32. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3, of
+// keys 0 and 1. Or sums of products with such, of the other side.
+struct Across {
   SubChunk by8[2], by16[2];
 };
 
-// Operands in tf32, and `state`, what meets the state before the chunk, in T. near: decays from the middle, far: from the start.
+// And `state`, in T: what meets the state before the chunk. far: decays from the start of a sub-chunk.
 template <typename T>
-__device__ __forceinline__ void decay_queries(Meeting& to, Operand& state, const Operand& q, const Chunk& near, const Chunk& far,
-                                              const SubChunkDecays& d, float scale) {
+__device__ __forceinline__ void decay_queries(Across& to, Operand& state, const Operand& q, const Chunk& far, const SubChunkDecays& d,
+                                              float scale) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(q, n, h));
-    const float by = scale * d.before[n][h];
-    float x[2] = {two.x, two.y};
+    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale * d.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const int at = 2 * h + p;
-      to.within[n][at] = to_tf32_value(x[p] * near[n][at]);
-      x[p] *= far[n][at];
-      if (n % 2) to.by8[n / 2][at] = to_tf32_value(x[p]);
-      if (n == 2) to.by16[0][at] = to_tf32_value(x[p]);
-      if (n == 3) to.by16[1][at] = to_tf32_value(d.own[2][h] * x[p]);
+      if (n % 2) to.by8[n / 2][2 * h + p] = to_tf32_value(x[p]);
+      if (n == 2) to.by16[0][2 * h + p] = to_tf32_value(x[p]);
+      if (n == 3) to.by16[1][2 * h + p] = to_tf32_value(d.own[2][h] * x[p]);
     }
     pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
   });
@@ -227,31 +258,17 @@ __device__ __forceinline__ void decay_queries(Meeting& to, Operand& state, const
 
 // The same of keys; far: decays to the end, and `state` is what the state behind the chunk has of them.
 template <typename T>
-__device__ __forceinline__ void decay_keys(Meeting& to, Operand& state, const Operand& k, const Chunk& near, const Chunk& far,
-                                           const SubChunkDecays& d) {
+__device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Operand& k, const Chunk& far, const SubChunkDecays& d) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(k, n, h));
-    float x[2] = {two.x, two.y};
+    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = d.behind(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const int at = 2 * h + p;
-      to.within[n][at] = to_tf32_value(x[p] * near[n][at]);
-      x[p] *= far[n][at];
-      if (n % 2 == 0) to.by8[n / 2][at] = to_tf32_value(x[p]);
-      if (n == 0) to.by16[0][at] = to_tf32_value(d.own[1][h] * x[p]);
-      if (n == 1) to.by16[1][at] = to_tf32_value(x[p]);
+      if (n % 2 == 0) to.by8[n / 2][2 * h + p] = to_tf32_value(x[p]);
+      if (n == 0) to.by16[0][2 * h + p] = to_tf32_value(d.own[1][h] * x[p]);
+      if (n == 1) to.by16[1][2 * h + p] = to_tf32_value(x[p]);
     }
-    pair_of(state, n, h) = pack<T>(d.behind[n][h] * x[0], d.behind[n][h] * x[1]);
-  });
-}
-
-// `state` alone, for who carries only the state.
-template <typename T>
-__device__ __forceinline__ void decay_to_state(Operand& x, const Chunk& far, const float (&by)[SUBCHUNKS][2], float scale = 1.f) {
-  each_pair([&](int n, int h) {
-    const float2 two = unpack<T>(pair_of(x, n, h));
-    const float rest = scale * by[n][h];
-    pair_of(x, n, h) = pack<T>(rest * (two.x * far[n][2 * h]), rest * (two.y * far[n][2 * h + 1]));
+    pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
   });
 }
 
@@ -272,40 +289,25 @@ __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, c
   mma_tf32(d, a, b);
 }
 
-// Sums over keys, for queries: to_i = sum_j pairs_ij k_j.
-__device__ __forceinline__ void sum_over_keys(Meeting& to, const Meeting& k, Pairs& pairs) {
-  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
-  const auto add = [&](SubChunk& d, const SubChunk& x, int queries, int keys) {
-    const float2 two = *reinterpret_cast<const float2*>(&pair_at(pairs, 8 * queries + g, 8 * keys + 2 * t));
-    const u32 b[2] = {to_tf32(two.x), to_tf32(two.y)};
-    multiply_pairs(d, x, b);
-  };
-  to = {};
-#pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n) add(to.within[n], k.within[n], n, n);
-#pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    add(to.by8[x], k.by8[x], 2 * x + 1, 2 * x);
-    add(to.by16[x], k.by16[0], 2 + x, 0);
-    add(to.by16[x], k.by16[1], 2 + x, 1);
-  }
-}
+// A lane's place in the pairs of a sub-chunk's queries and keys, from which those of others are an XOR and a sum away.
+struct PairReader {
+  const float* pairs;
+  int row, column;                              // query g with key 2t; query 2t with key g
 
-// Sums over queries, for keys: to_j = sum_i pairs_ij q_i.
-__device__ __forceinline__ void sum_over_queries(Meeting& to, const Meeting& q, Pairs& pairs) {
-  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
-  const auto add = [&](SubChunk& d, const SubChunk& x, int queries, int keys) {
-    u32 b[2];
-    for (int p = 0; p < 2; ++p) b[p] = to_tf32(pair_at(pairs, 8 * queries + 2 * t + p, 8 * keys + g));
-    multiply_pairs(d, x, b);
-  };
-  to = {};
-#pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n) add(to.within[n], q.within[n], n, n);
-#pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    add(to.by8[x], q.by8[x], 2 * x + 1, 2 * x);
-    add(to.by16[x], q.by16[0], 2, x);
-    add(to.by16[x], q.by16[1], 3, x);
+  __device__ __forceinline__ PairReader(Pairs& x) : pairs(&x[0][0]) {
+    const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
+    row = int(&pair_at(x, g, 2 * t) - pairs), column = int(&pair_at(x, 2 * t, g) - pairs);
   }
-}
+  // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
+  __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {
+    const float2 two = *reinterpret_cast<const float2*>(pairs + (row ^ 8 * keys) + 8 * CHUNK * queries);
+    const u32 b[2] = {to_tf32(two.x), to_tf32(two.y)};
+    multiply_pairs(to, k, b);
+  }
+  // Sums over queries, for keys: to_j += sum_i pairs_ij q_i.
+  __device__ __forceinline__ void add_queries(SubChunk& to, const SubChunk& q, int queries, int keys) const {
+    const float* from = pairs + 8 * CHUNK * queries;
+    const u32 b[2] = {to_tf32(from[column ^ 8 * keys]), to_tf32(from[(column ^ 8 * (keys ^ 1)) + CHUNK])};
+    multiply_pairs(to, q, b);
+  }
+};

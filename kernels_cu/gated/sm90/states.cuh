@@ -31,9 +31,7 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
                                            T (&tokens)[BV / 64][CHUNK][64], F f) {
   constexpr int PART = 2, PARTS = BV / 16 / PART;
   u32 first[2][PART][4], rest[2][PART][4];
-#pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
-    if (part >= 2) wgmma_wait<1>();             // the registers of the part before the last are free
+  const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const float* from = S + 8 * (part * PART + n);
@@ -48,7 +46,8 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
       }
       f(part * PART + n, first[part & 1][n]);
     }
-    wgmma_fence();
+  };
+  const auto multiply = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
@@ -57,6 +56,18 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
       wgmma<T, CHUNK, false>(x, rest[part & 1][n], b, true);
     }
     wgmma_commit();
+  };
+  copy(0);
+  copy(1);
+  wgmma_fence();
+  multiply(0);
+  multiply(1);
+#pragma unroll
+  for (int part = 2; part < PARTS; ++part) {
+    wgmma_wait<1>();                            // the registers of the part before the last are free
+    copy(part);
+    wgmma_fence();
+    multiply(part);
   }
 }
 
@@ -68,7 +79,8 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-template <int BV> __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const float (&by)[2]) {
+template <int BV> __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDecays& d) {
+  const float by[2] = {d.all(0), d.all(1)};
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
 }
