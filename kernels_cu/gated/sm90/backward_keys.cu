@@ -176,7 +176,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const B
     for (int n = 0; n < SUBCHUNKS; ++n) {
       const auto value = [&](int j, float x) {
         if (Policy::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
-        return j < i || (j == i && !Policy::reads_before_write) ? scale * x : 0.f;
+        return j < i || (j == i && !Policy::reads_before_write) ? pair_value(scale * x) : 0.f;
       };
       const int j = 8 * n + 2 * (lane & 3);
       if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};

@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
         const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 8 * n + 2 * (lane & 3);
         const auto value = [&](int j, float x) {
           if (Policy::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
-          return j < i || (j == i && !Policy::reads_before_write) ? scale * x : 0.f;
+          return j < i || (j == i && !Policy::reads_before_write) ? pair_value(scale * x) : 0.f;
         };
         *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[n][2 * half]), value(j + 1, d[n][2 * half + 1])};
       }
