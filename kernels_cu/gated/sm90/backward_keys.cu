@@ -6,10 +6,10 @@
 //           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, S the state before the chunk and C that behind it;
 //           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
-//           weight, sums, ends: as backward_queries leaves them; weight may be dg itself
+//           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
 // grid      as backward_queries
 // smem      Stage: a chunk's tokens, and its results in place of them; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, done: as backward_queries; pairs: dA stands; operands: so do the decayed queries and keys; scores: so does A
+// barriers  full, done: as backward_queries; pairs: dA stands; operands: so do the decayed queries and keys, and C has read v; scores: so does A
 // numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away. Where a chunk
 //           forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
@@ -24,7 +24,7 @@ template <typename T, typename G> struct BackwardKeysArgs {
   Rows<T> dk_rows, dv_rows;
   Rows<G> dg_rows;
   const float *u, *dht;                         // null where there is none
-  const float *ends, *sums;
+  const float *ends, *sums, *kept;
   float* dh0;                                   // or null
   Shape shape;
   double scale;
@@ -39,9 +39,10 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
-  static constexpr int STAGES = sizeof(G) == 2 ? 3 : 2;
+  static constexpr int STAGES = 2;
   Stage<T, G, BK, BV> stages[STAGES];
   T C[BK / 64][BV][64];                         // [column of V, channel], swizzled
+  ReadTile<BV> read;                            // v of the next chunk, for products with C
   Tile<float, BK> keys_within;                  // laid out by within_at
   Tile<T, BK> by8, by16;                        // Across: queries and keys have different sub-chunks
   float A[CHUNK][CHUNK];                        // [key, query], queries by column_of, swizzled
@@ -64,6 +65,8 @@ __device__ __forceinline__ float& score_at(float (&A)[CHUNK][CHUNK], int query, 
   const int column = column_of(query);
   return swizzled(A[0], key, column / 4)[column % 4];
 }
+
+__device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
 // The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any more.
 template <typename T, typename G, int BK, int BV>
@@ -181,24 +184,27 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const B
       const int j = 8 * n + 2 * (lane & 3);
       if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};
     }
+    put_read_tile<T, BV>(s.read, in.v, threadIdx.x % 128, 128);
+    fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
   const auto scores = [&](Stage<T, G, BK, BV>& in) {        // A; each warp as much as the others
     const int i = 8 * warp + (lane >> 2), j = 8 * warp + 2 * (lane & 3);
     const bool sixteen = warp % 2 == 0;
     const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
+    const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
     float d[4], own = 0.f;
     multiply_within(d, s, in, warp, lane);
     if (Policy::reads_before_write)
       for (int other = 0; other < BK / 16; ++other) own += s.own[other][i];
 #pragma unroll
     for (int p = 0; p < 2; ++p)
-      score_at(s.A, i, j + p) = j + p < i ? scale * d[p] : j + p > i ? 0.f : Policy::reads_before_write ? own : scale * d[p];
+      score_at(s.A, i, j + p) = score_value(j + p < i ? to_scores * d[p] : j + p > i ? 0.f : Policy::reads_before_write ? own : to_scores * d[p]);
     multiply_across(d, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
 #pragma unroll
     for (int p = 0; p < 4; ++p)
       if (p < 2 || sixteen)
-        score_at(s.A, queries + (lane >> 2) + p / 2 * 8, keys + 2 * (lane & 3) + p % 2) = scale * d[p];
+        score_at(s.A, queries + (lane >> 2) + p / 2 * 8, keys + 2 * (lane & 3) + p % 2) = score_value(scale * d[p]);
     fence_async();
     barrier_arrive(s.scores);
   };
@@ -260,6 +266,20 @@ template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK]
   store_operand(by16, x);
 }
 
+// C for dv, transposed and rounded to T.
+template <typename T, int BV> __device__ __forceinline__ void put_state(T (&to)[BV][64], const float (&C)[BV / 2], float up) {
+#pragma unroll
+  for (int part = 0; part < BV / 16; ++part) {
+    u32 columns[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float a = C[8 * part + 2 * m], b = C[8 * part + 2 * m + 1];
+      columns[m] = NARROW<T> ? pack<T>(up * a, up * b) : pack<T>(a, b);
+    }
+    stmatrix_x4_trans(matrix_row(to[0], 16 * part), columns);
+  }
+}
+
 // The largest magnitude of all of C, from every warp's share.
 template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
   float x = shares[0];
@@ -287,6 +307,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
 
   each_chunk(at.tokens, [&](int iteration, int token) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    const int next = token + CHUNK;
+    if (next % KEPT == 0 && next < at.tokens) { // begin anew
+      float x[2] = {};
+      each_of_state<BV>(C, args.kept + kept_at(args.shape, at, next), args.shape, channel, [&](float& a, float& b, const float* from) {
+        const float2 two = *reinterpret_cast<const float2*>(from);
+        x[&a - C >> 1 & 1] += a * two.x + b * two.y;
+      });
+      for (int h = 0; h < 2; ++h) end[h] = channel_sum(x[h]);
+    }
     float sum[2] = {};
     for (int h = 0; h < 2; ++h)
       if (inside[h]) sum[h] = args.sums[(at.chunk + token / CHUNK) * K + channel + 8 * h];
@@ -304,11 +333,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     load_operand(k, in.k[warpgroup]);
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // the last chunk's C has been read, and this one's q and g
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest)) : Scale{1.f, 1.f};
+    barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
     Values from_state;
-    const float up[2] = {range.up, range.up};
-    start_read<T, BV>(from_state, C, up, in.v, [&](int part, const u32(&columns)[4]) {
-      stmatrix_x4_trans(matrix_row(s.C[warpgroup][0], 16 * part), columns);
-    });
+    start_read<BV>(from_state, C, s.read);
 
     Chunk near, far;
     SubChunkDecays decays;
@@ -333,10 +360,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     put_within(s.keys_within[warp / 2], within);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met);
     store_operand(in.k[warpgroup], keys);
+    wgmma_wait<0>();
+    wgmma_keep(from_state);
     fence_async();
-    barrier_arrive(s.operands);
+    barrier_arrive(s.operands);                 // and v for C has been read
 
-    barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands
+    put_state<T, BV>(s.C[warpgroup], C, range.up);
     const PairReader dA(in.dA);
     sums = {};
 #pragma unroll
@@ -356,8 +385,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     wgmma_fence();
     start_write<T, BV>(C, queries, in.do_);
     wgmma_commit();
-    wgmma_wait<1>();
-    wgmma_keep(from_state);
 
     Chunk dk, dg;
     each_pair([&](int n, int h) {
@@ -365,7 +392,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         const int i = 2 * h + p;
-        const float x = range.down * from_state[4 * n + i];
+        const float x = from_state[4 * n + i];
         float across = decays.behind(n, h) * x;
         if (n % 2 == 0) across += sums.by8[n / 2][i];
         if (n == 0) across = fmaf(decays.own[1][h], sums.by16[0][i], across);

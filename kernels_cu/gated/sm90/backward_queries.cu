@@ -5,11 +5,12 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of q_i dq_i (RWKV-6:
 //           i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K] float32
-//           weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends: sum_v S_T dht
+//           weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends: sum_v S_T dht;
+//           kept [B, H, T / KEPT + 1, K, V] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
-// barriers  full: the tokens are there; pairs: so is dA; done: so are the results
+// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results
 // numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in `weight`, of the
 //           same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
@@ -24,7 +25,7 @@ template <typename T, typename G> struct BackwardQueriesArgs {
   Rows<T> dq_rows;
   Rows<G> weight_rows;
   const float *u, *initial, *dht;               // null where there is none
-  float *ends, *sums, *du;
+  float *ends, *sums, *du, *kept;
   Shape shape;
   double scale;
 };
@@ -33,6 +34,7 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Tile<T, BK> q, k;                             // q: then dq
   Tile<G, BK> g;                                // then weight
   Tile<T, BV> v, do_;
+  ReadTile<BV> read;                            // do for products with the state
   Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
 };
 
@@ -93,6 +95,8 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
         };
         *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[n][2 * half]), value(j + 1, d[n][2 * half + 1])};
       }
+    put_read_tile<T, BV>(in.read, in.do_, 32 * block + lane, 3 * 32);
+    fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   }
 }
@@ -203,16 +207,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const u32 phase = iteration / STAGES & 1;
-    float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
-    if (NARROW<T>)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const Scale range = to_range(largest_of<BV>(S, h));
-        up[h] = range.up, down[h] = range.down;
-      }
     barrier_wait(s.full[iteration % STAGES], phase);  // the tokens are there
+    barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
     Values from_state;
-    start_read<T, BV>(from_state, S, up, in.do_, [](int, const u32(&)[4]) {});
+    start_read<BV>(from_state, S, in.read);
 
     Operand queries, keys;
     Chunk far;
@@ -220,7 +218,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     SubChunkDecays decays;
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
-    barrier_wait(s.pairs[iteration % STAGES], phase);  // dA stands
     const PairReader dA(in.dA);
     meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA);
     meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale);
@@ -246,11 +243,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     }
     each_pair([&](int n, int h) {
       const float2 query = unpack<T>(pair_of(queries, n, h));
-      const float by = scale * decays.before(n, h) * down[h];
+      const float by = scale * decays.before(n, h);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         const int i = 2 * h + p;
-        const float x = from_state[4 * n + i], reading = down[h] * (p ? query.y : query.x) * x;
+        const float x = from_state[4 * n + i], reading = (p ? query.y : query.x) * x;
         found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
         found.weight[n][i] += reading;
         if (Policy::reads_before_write) found.reading[n][i] += reading;
@@ -273,6 +270,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     wgmma_keep(S);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
+    const int next = (iteration + 1) * CHUNK;
+    if (next % KEPT == 0 && next < tokens)
+      each_of_state<BV>(S, args.kept + kept_at(args.shape, place_of(args.shape, blockIdx.x), next), args.shape, channel,
+                        [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   }
 
   float end[2] = {};

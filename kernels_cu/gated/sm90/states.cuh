@@ -1,8 +1,15 @@
 // what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and sums over
 //           a chunk's tokens.
-// numerics  A state is read as the sum of two numbers of T. The gate's gradient is a sum over all tokens, in which the rounding
-//           of a state would add up from chunk to chunk. float16 has little range: there a state is read times a power of 2.
+// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient from chunk to
+//           chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
 #include "gated/sm90/decays.cuh"
+
+constexpr int KEPT = 1024;                      // tokens
+
+// Where the state before a sequence's token, a multiple of KEPT behind its start, is among those kept.
+__device__ __forceinline__ i64 kept_at(const Shape& shape, const Place& at, int token) {
+  return ((i64(at.batch) * shape.H + at.head) * (shape.T / KEPT + 1) + at.start / KEPT + token / KEPT) * shape.K * shape.V;
+}
 
 template <typename T> constexpr bool NARROW = false;
 template <> constexpr bool NARROW<f16> = true;
@@ -25,35 +32,39 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// x[channel, token] = S tokens^T, of NARROW types diag(by) S tokens^T, under way; the first numbers of 16 columns go to f(columns / 16, numbers) too.
-template <typename T, int BV, class F>
-__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], const float (&by)[2],
-                                           T (&tokens)[BV / 64][CHUNK][64], F f) {
-  constexpr int PART = 2, PARTS = BV / 16 / PART;
-  u32 first[2][PART][4], rest[2][PART][4];
+// A chunk's tokens as start_read takes them: of every 8 columns the even ones, then the odd ones, in float32.
+template <int BV> using ReadTile = Tile<float, BV>;
+
+// Writes such a tile from one as it came; thread `first` of `threads`.
+template <typename T, int BV>
+__device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int first, int threads) {
+#pragma unroll 1
+  for (int at = first; at < CHUNK * BV / 8; at += threads) {
+    const int row = at / (BV / 8), piece = at % (BV / 8);
+    const uint4 x = *reinterpret_cast<const uint4*>(swizzled(from[piece / 8][0], row, piece % 8));
+    const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
+    float(&panel)[CHUNK][32] = to[piece / 4];
+    *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2)) = {a.x, b.x, c.x, d.x};
+    *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2 + 1)) = {a.y, b.y, c.y, d.y};
+  }
+}
+
+// x[channel, token] = S tokens^T in tf32, under way.
+template <int BV> __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
+  constexpr int PART = 4, PARTS = BV / 8 / PART;
+  u32 columns[2][PART][4];                      // products under way hold theirs, and S has them in another order
   const auto copy = [&](int part) {
 #pragma unroll
-    for (int n = 0; n < PART; ++n) {
-      const float* from = S + 8 * (part * PART + n);
+    for (int n = 0; n < PART; ++n)
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float a = NARROW<T> ? from[2 * m] * by[m & 1] : from[2 * m];
-        const float b = NARROW<T> ? from[2 * m + 1] * by[m & 1] : from[2 * m + 1];
-        const u32 two = pack<T>(a, b);
-        const float2 rounded = unpack<T>(two);
-        first[part & 1][n][m] = two;
-        rest[part & 1][n][m] = pack<T>(a - rounded.x, b - rounded.y);
-      }
-      f(part * PART + n, first[part & 1][n]);
-    }
+      for (int m = 0; m < 4; ++m)
+        columns[part & 1][n][m] = __float_as_uint(CUT * S[4 * (part * PART + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
   };
   const auto multiply = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      const u64 b = wgmma_tile(tokens[tile / 4], 16, 1024) + tile % 4 * 32 / 16;
-      wgmma<T, CHUNK, false>(x, first[part & 1][n], b, tile > 0);
-      wgmma<T, CHUNK, false>(x, rest[part & 1][n], b, true);
+      wgmma<tf32, CHUNK, false>(x, columns[part & 1][n], wgmma_tile(tokens[tile / 4], 16, 1024) + tile % 4 * 32 / 16, tile > 0);
     }
     wgmma_commit();
   };

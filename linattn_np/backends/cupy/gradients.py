@@ -124,17 +124,18 @@ def on_warpgroups(problem, device, before, own, P, arrays, gradients, dht, dh0, 
     """Hopper's own sweeps; the first leaves in dg what the second needs."""
     queries, keys = own
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
-    B, N, H, T, K = problem.shape("B N H T K")
+    B, N, H, T, K, V = problem.shape("B N H T K V")
     warpgroups, u = OnWarpgroups(problem, device, P), bonus(problem)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
     ends = device.empty((N * P, H, K), FLOAT32)
     sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + warpgroups.where.shape["count"], K), FLOAT32)
+    kept = device.empty((B, H, T // tiles.WARPGROUP_KEPT + 1, K, V), FLOAT32)
     if before:
         initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do, g=g), {}, initial, dht)
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
-                      sums=sums, du=du)
+                      sums=sums, du=du, kept=kept)
     warpgroups.launch(keys, dict(q=q, k=k, v=v, do=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg), u=u, dht=dht, ends=ends,
-                      sums=sums, dh0=dh0)
+                      sums=sums, kept=kept, dh0=dh0)
 
 
 def under_one_gate(problem, device, arrays, gradients, dht, dh0):
@@ -245,6 +246,7 @@ def scratch(problem, device) -> int:
         elements = N * P * H * wants_gate(problem)
     elif P:
         elements = N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
+        elements += B * H * (T // tiles.WARPGROUP_KEPT + 1) * K * V
     else:
         chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
         elements = math.prod(kept_shape(problem, chunks))
