@@ -24,7 +24,8 @@ template <typename T, typename G> struct BackwardKeysArgs {
   Rows<T> dk_rows, dv_rows;
   Rows<G> dg_rows;
   const float *u, *dht;                         // null where there is none
-  const float *ends, *sums, *kept;
+  const float *ends, *sums;
+  float* kept;
   float* dh0;                                   // or null
   Shape shape;
   double scale;
@@ -236,19 +237,11 @@ __device__ __forceinline__ void put_own(float* to, const Operand& q, const Opera
   put_token_sums(to, x);
 }
 
-// Calls f(value, where it is) for a warp's 16 channels of what meets within sub-chunks.
-template <class F> __device__ __forceinline__ void each_within(float (&panel)[CHUNK][32], F f) {
+// A warp's 16 channels of what meets in sub-chunk n.
+__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const SubChunk& x, int n) {
   const int thread = opaque(threadIdx.x), c = thread / 32 % 2 * 16 + (thread >> 2 & 7), token = 2 * (thread & 3);
 #pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) f(n, i, *within_at(panel, 8 * n + token + i % 2, c + i / 2 * 8));
-}
-__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const Chunk& x) {
-  each_within(panel, [&](int n, int i, float& to) { to = x[n][i]; });
-}
-__device__ __forceinline__ void load_within(Chunk& x, float (&panel)[CHUNK][32]) {
-  each_within(panel, [&](int n, int i, float& from) { x[n][i] = from; });
+  for (int i = 0; i < 4; ++i) *within_at(panel, 8 * n + token + i % 2, c + i / 2 * 8) = x[i];
 }
 
 // Queries and keys that meet across sub-chunks, each where it has rows.
@@ -309,12 +302,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int next = token + CHUNK;
     if (next % KEPT == 0 && next < at.tokens) { // begin anew
-      float x[2] = {};
-      each_of_state<BV>(C, args.kept + kept_at(args.shape, at, next), args.shape, channel, [&](float& a, float& b, const float* from) {
-        const float2 two = *reinterpret_cast<const float2*>(from);
-        x[&a - C >> 1 & 1] += a * two.x + b * two.y;
-      });
-      for (int h = 0; h < 2; ++h) end[h] = channel_sum(x[h]);
+      const float4* from = kept_at<BK, BV>(args.kept, args.shape, at, next);
+      end[0] = end[1] = 0.f;
+#pragma unroll
+      for (int n = 0; n < BV / 8; ++n) {
+        const float4 S = from[n * 2 * BK];
+        end[0] += S.x * C[4 * n] + S.y * C[4 * n + 1], end[1] += S.z * C[4 * n + 2] + S.w * C[4 * n + 3];
+      }
+      for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
     }
     float sum[2] = {};
     for (int h = 0; h < 2; ++h)
@@ -337,27 +332,31 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     Values from_state;
     start_read<BV>(from_state, C, s.read);
 
-    Chunk near, far;
+    Chunk dk, dg, far;
     SubChunkDecays decays;
-    Chunk within, sums_within;
-    Across read, met, sums;
+    Across read, met;
+    const PairReader dA(in.dA);
     if (Policy::reads_before_write) {
       const float by[2] = {scale * u[0], scale * u[1]};
       put_own<T>(s.own[warp], q, k, by);
     }
-    decays_of(decays, gates);
-    queries_from_middle(near, gates, counts);
-    decays_from_start(far, gates, counts);
-    decay_within<T>(within, q, near);
-    __syncwarp();
-    decay_queries<T>(read, queries, q, far, decays, scale);
-    keys_from_middle(near, gates, counts);
-    decays_to_end(far, gates, counts);
-    put_within(queries_within(in, warp / 2), within);
+#pragma unroll
+    for (int n = 0; n < SUBCHUNKS; ++n) {
+      SubChunk within, keys_within, near_queries, near, sum = {};
+      decay_within<false, Policy, T>(within, keys_within, near_queries, near, q, k, gates, counts, n);
+      put_within(queries_within(in, warp / 2), within, n);
+      put_within(s.keys_within[warp / 2], keys_within, n);
+      dA.add_queries(sum, within, n, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dk[n][i] = near[i] * sum[i];
+    }
     __syncwarp();                               // else all is made at once: there are no registers for that
-    decay_within<T>(within, k, near);
-    decay_keys<T>(met, keys, k, far, decays);
-    put_within(s.keys_within[warp / 2], within);
+    decays_of(decays, gates);
+    decays_from_start(far, gates, counts);
+    decay_queries<false, T>(read, queries, q, far, decays, scale);
+    __syncwarp();
+    decays_to_end(far, gates, counts);
+    decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met);
     store_operand(in.k[warpgroup], keys);
     wgmma_wait<0>();
@@ -366,39 +365,30 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     barrier_arrive(s.operands);                 // and v for C has been read
 
     put_state<T, BV>(s.C[warpgroup], C, range.up);
-    const PairReader dA(in.dA);
-    sums = {};
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      dA.add_queries(sums.by8[x], read.by8[x], 2 * x + 1, 2 * x);
-      dA.add_queries(sums.by16[x], read.by16[0], 2, x);
-      dA.add_queries(sums.by16[x], read.by16[1], 3, x);
-    }
-    __syncwarp();
-    load_within(within, queries_within(in, warp / 2));
+      SubChunk by8 = {}, by16 = {};
+      dA.add_queries(by8, read.by8[x], 2 * x + 1, 2 * x);
+      dA.add_queries(by16, read.by16[0], 2, x);
+      dA.add_queries(by16, read.by16[1], 3, x);
 #pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n) {
-      for (int i = 0; i < 4; ++i) sums_within[n][i] = 0.f;
-      dA.add_queries(sums_within[n], within[n], n, n);
+      for (int i = 0; i < 4; ++i) {
+        dk[2 * x][i] = fmaf(far[2 * x][i], by8[i], dk[2 * x][i]);
+        dk[x][i] = fmaf(far[x][i], x ? by16[i] : decays.own[1][i / 2] * by16[i], dk[x][i]);
+      }
     }
     decay_state<BV>(C, decays);
     wgmma_fence();
     start_write<T, BV>(C, queries, in.do_);
     wgmma_commit();
 
-    Chunk dk, dg;
     each_pair([&](int n, int h) {
       const float2 key = unpack<T>(pair_of(keys, n, h));
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        const int i = 2 * h + p;
-        const float x = from_state[4 * n + i];
-        float across = decays.behind(n, h) * x;
-        if (n % 2 == 0) across += sums.by8[n / 2][i];
-        if (n == 0) across = fmaf(decays.own[1][h], sums.by16[0][i], across);
-        if (n == 1) across += sums.by16[1][i];
-        dk[n][i] = fmaf(near[n][i], sums_within[n][i], far[n][i] * across);
-        dg[n][i] = (p ? key.y : key.x) * x;
+        const float x = from_state[4 * n + 2 * h + p];
+        dk[n][2 * h + p] = fmaf(far[n][2 * h + p] * decays.behind(n, h), x, dk[n][2 * h + p]);
+        dg[n][2 * h + p] = (p ? key.y : key.x) * x;
       }
     });
     if (Policy::reads_before_write)
@@ -407,8 +397,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
         dk[n][2 * h] = fmaf(u[h] * own_at(in.dA, 8 * n + 2 * t), query.x, dk[n][2 * h]);
         dk[n][2 * h + 1] = fmaf(u[h] * own_at(in.dA, 8 * n + 2 * t + 1), query.y, dk[n][2 * h + 1]);
       });
-    float before[2] = {};                       // of keys; then sum_v S C before the chunk, decayed
-    sum_before(dg, before);
+    float before[2];                            // of keys; then sum_v S C before the chunk, decayed
+    sum_tokens<false>(dg, before);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       before[h] = decays.all(h) < FORGOTTEN ? 0.f : end[h] - before[h];

@@ -6,7 +6,7 @@
 //           i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K] float32
 //           weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends: sum_v S_T dht;
-//           kept [B, H, T / KEPT + 1, K, V] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
+//           kept [B, H, T / KEPT + 1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
@@ -112,30 +112,25 @@ template <class Policy, typename T, typename G>
 __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
                                             const Counts<Policy, G>& counts, const PairReader& dA) {
   Gates<G> gates;
-  Operand x;
-  Chunk near, queries, keys;
+  Operand query, key;
   gates.load(g);
-  load_operand(x, k);
-  keys_from_middle(near, gates, counts);
-  decay_within<T>(keys, x, near);
-  __syncwarp();                                 // else all is made at once: there are no registers for that
-  load_operand(x, q);
-  queries_from_middle(near, gates, counts);
-  decay_within<T>(queries, x, near);
+  load_operand(query, q);
+  load_operand(key, k);
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    SubChunk over_keys = {}, over_queries = {};
-    dA.add_keys(over_keys, keys[n], n, n);
-    dA.add_queries(over_queries, queries[n], n, n);
+    SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
+    decay_within<true, Policy, T>(queries, keys, near, near_keys, query, key, gates, counts, n);
+    dA.add_keys(over_keys, keys, n, n);
+    dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float reading = queries[n][i] * over_keys[i];
-      d.dq[n][i] = near[n][i] * over_keys[i];
+      const float reading = queries[i] * over_keys[i];
+      d.dq[n][i] = near[i] * over_keys[i];
       if (Policy::reads_before_write) d.reading[n][i] = reading;
-      d.weight[n][i] = fmaf(-keys[n][i], over_queries[i], reading);
+      d.weight[n][i] = fmaf(-keys[i], over_queries[i], reading);
     }
   }
-  __syncwarp();
+  __syncwarp();                                 // else all is made at once: there are no registers for that
 }
 
 // far: decays of queries from the start of a sub-chunk; `queries` and `keys`: what the states have of them.
@@ -149,11 +144,11 @@ __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& q
   decays_of(decays, gates);
   load_operand(keys, k);
   decays_to_end(far, gates, counts);
-  decay_keys<T>(met, keys, keys, far, decays);
+  decay_keys<true, T>(met, keys, keys, far, decays);
   __syncwarp();
   load_operand(queries, q);
   decays_from_start(far, gates, counts);
-  decay_queries<T>(read, queries, queries, far, decays, scale);
+  decay_queries<true, T>(read, queries, queries, far, decays, scale);
   const auto add = [&](int n, int i, float query, float over_keys) {
     if (Policy::reads_before_write) d.reading[n][i] = fmaf(query, over_keys, d.reading[n][i]);
     d.weight[n][i] = fmaf(query, over_keys, d.weight[n][i]);
@@ -254,7 +249,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
       }
     });
     float sum[2];
-    sum_from(found.weight, sum);
+    sum_tokens<true>(found.weight, sum);
     if (Policy::reads_before_write)
 #pragma unroll
       for (int n = 0; n < SUBCHUNKS; ++n)
@@ -271,9 +266,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     const int next = (iteration + 1) * CHUNK;
-    if (next % KEPT == 0 && next < tokens)
-      each_of_state<BV>(S, args.kept + kept_at(args.shape, place_of(args.shape, blockIdx.x), next), args.shape, channel,
-                        [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
+    if (next % KEPT == 0 && next < tokens) {
+      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
+#pragma unroll
+      for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
+    }
   }
 
   float end[2] = {};

@@ -77,10 +77,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardS
     Across nowhere;
     if (BACKWARDS) {
       decays_from_start(far, gates, counts);
-      decay_queries<T>(nowhere, x, x, far, decays, float(args.scale));
+      decay_queries<false, T>(nowhere, x, x, far, decays, float(args.scale));
     } else {
       decays_to_end(far, gates, counts);
-      decay_keys<T>(nowhere, x, x, far, decays);
+      decay_keys<false, T>(nowhere, x, x, far, decays);
     }
     decay_state<BV>(S, decays);
     wgmma_fence();

@@ -180,19 +180,7 @@ __device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G>& g, const
   });
 }
 
-// Factors of queries and of keys that meet in a sub-chunk; and across: from its start, and to its end.
-template <class Policy, typename G>
-__device__ __forceinline__ void queries_from_middle(Chunk& to, const Gates<G>& g, const Counts<Policy, G>& counts) {
-  u32 b[2];
-  counts.from_middle(b, counts.read);
-  exponentiate<true>(to, g, b, 1.f);
-}
-template <class Policy, typename G>
-__device__ __forceinline__ void keys_from_middle(Chunk& to, const Gates<G>& g, const Counts<Policy, G>& counts) {
-  u32 b[2];
-  counts.from_middle(b, counts.written);
-  exponentiate<true>(to, g, b, -1.f);
-}
+// Factors of queries from the start of a sub-chunk, and of keys to its end.
 template <class Policy, typename G>
 __device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G>& g, const Counts<Policy, G>& counts) {
   u32 b[2];
@@ -227,12 +215,35 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
 
 // ---- operands --------------------------------------------------------------------------------------------------------
 
-// What meets in its sub-chunk, in tf32: x times decays from the middle.
-template <typename T> __device__ __forceinline__ void decay_within(Chunk& to, const Operand& x, const Chunk& near) {
-  each_pair([&](int n, int h) {
-    const float2 two = unpack<T>(pair_of(x, n, h));
-    to[n][2 * h] = cut_off(two.x * near[n][2 * h]), to[n][2 * h + 1] = cut_off(two.y * near[n][2 * h + 1]);
-  });
+// What a product in tf32 reads of x where it is used besides: EXACT; or x.
+template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
+
+// What meets in sub-chunk n: times decays from the middle, those of queries in `near_queries` and those of keys in `near_keys` too.
+template <bool EXACT, class Policy, typename T, typename G>
+__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, SubChunk& near_queries, SubChunk& near_keys,
+                                             const Operand& q, const Operand& k, const Gates<G>& gates, const Counts<Policy, G>& counts,
+                                             int n) {
+  u32 a[4], b[2];
+  SubChunk read = {}, written = {};
+  gates.template operand<true>(a, n);
+  counts.from_middle(b, counts.written);
+  multiply_gates(written, a, b, typename GateFormat<G>::Type{});
+  if (Policy::reads_before_write) {
+    counts.from_middle(b, counts.read);
+    multiply_gates(read, a, b, typename GateFormat<G>::Type{});
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float2 query = unpack<T>(pair_of(q, n, h)), key = unpack<T>(pair_of(k, n, h));
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int i = 2 * h + p;
+      near_queries[i] = exp2_approx(Policy::reads_before_write ? read[i] : written[i]);
+      near_keys[i] = exp2_approx(-written[i]);
+      queries[i] = operand_value<EXACT>((p ? query.y : query.x) * near_queries[i]);
+      keys[i] = operand_value<EXACT>((p ? key.y : key.x) * near_keys[i]);
+    }
+  }
 }
 
 // What meets across sub-chunks, in tf32. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3, of
@@ -242,7 +253,7 @@ struct Across {
 };
 
 // And `state`, in T: what meets the state before the chunk. far: decays from the start of a sub-chunk.
-template <typename T>
+template <bool EXACT, typename T>
 __device__ __forceinline__ void decay_queries(Across& to, Operand& state, const Operand& q, const Chunk& far, const SubChunkDecays& d,
                                               float scale) {
   each_pair([&](int n, int h) {
@@ -250,25 +261,25 @@ __device__ __forceinline__ void decay_queries(Across& to, Operand& state, const 
     const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale * d.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      if (n % 2) to.by8[n / 2][2 * h + p] = cut_off(x[p]);
-      if (n == 2) to.by16[0][2 * h + p] = cut_off(x[p]);
-      if (n == 3) to.by16[1][2 * h + p] = cut_off(d.own[2][h] * x[p]);
+      if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
+      if (n == 2) to.by16[0][2 * h + p] = operand_value<EXACT>(x[p]);
+      if (n == 3) to.by16[1][2 * h + p] = operand_value<EXACT>(d.own[2][h] * x[p]);
     }
     pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
   });
 }
 
 // The same of keys; far: decays to the end, and `state` is what the state behind the chunk has of them.
-template <typename T>
+template <bool EXACT, typename T>
 __device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Operand& k, const Chunk& far, const SubChunkDecays& d) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(k, n, h));
     const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = d.behind(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      if (n % 2 == 0) to.by8[n / 2][2 * h + p] = cut_off(x[p]);
-      if (n == 0) to.by16[0][2 * h + p] = cut_off(d.own[1][h] * x[p]);
-      if (n == 1) to.by16[1][2 * h + p] = cut_off(x[p]);
+      if (n % 2 == 0) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
+      if (n == 0) to.by16[0][2 * h + p] = operand_value<EXACT>(d.own[1][h] * x[p]);
+      if (n == 1) to.by16[1][2 * h + p] = operand_value<EXACT>(x[p]);
     }
     pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
   });

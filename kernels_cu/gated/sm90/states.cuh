@@ -6,9 +6,11 @@
 
 constexpr int KEPT = 1024;                      // tokens
 
-// Where the state before a sequence's token, a multiple of KEPT behind its start, is among those kept.
-__device__ __forceinline__ i64 kept_at(const Shape& shape, const Place& at, int token) {
-  return ((i64(at.batch) * shape.H + at.head) * (shape.T / KEPT + 1) + at.start / KEPT + token / KEPT) * shape.K * shape.V;
+// A lane's first values of a state that is kept, the others THREADS apart: of that before a sequence's token, a multiple of KEPT
+// behind its start.
+template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept, const Shape& shape, const Place& at, int token) {
+  const i64 slot = (i64(at.batch) * shape.H + at.head) * (shape.T / KEPT + 1) + at.start / KEPT + token / KEPT;
+  return reinterpret_cast<float4*>(kept + slot * (BK * BV)) + threadIdx.x;
 }
 
 template <typename T> constexpr bool NARROW = false;
@@ -96,38 +98,24 @@ template <int BV> __device__ __forceinline__ void decay_state(float (&S)[BV / 2]
   for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
 }
 
-// Each token's sum over itself and those behind it in the chunk; `all` over all of them.
-__device__ __forceinline__ void sum_from(Chunk& x, float (&all)[2]) {
-  const int t = threadIdx.x & 3;
-  all[0] = all[1] = 0.f;
+// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: BEHIND: from i on; otherwise
+// before i. all: over all of them.
+template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
+  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
+  const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
+  const u32 some[2] = {token >= i == BEHIND ? one : 0, token + 1 >= i == BEHIND ? one : 0};
+  SubChunk sum = {};
 #pragma unroll
-  for (int n = SUBCHUNKS - 1; n >= 0; --n)
+  for (int step = 0; step < SUBCHUNKS; ++step) {
+    SubChunk &at = x[BEHIND ? SUBCHUNKS - 1 - step : step], first, rest;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float &first = x[n][2 * h], &second = x[n][2 * h + 1];
-      const float own = first + second, other = __shfl_xor_sync(0xffffffffu, own, 1), two = own + other;
-      const float others = __shfl_xor_sync(0xffffffffu, two, 2);
-      second += all[h] + (t & 1 ? 0.f : other) + (t & 2 ? 0.f : others);
-      first += second;
-      all[h] += two + others;
-    }
-}
-
-// Each token's sum over those before it in the chunk, from `all` on; `all` goes on by all of them.
-__device__ __forceinline__ void sum_before(Chunk& x, float (&all)[2]) {
-  const int t = threadIdx.x & 3;
-#pragma unroll
-  for (int n = 0; n < SUBCHUNKS; ++n)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float &first = x[n][2 * h], &second = x[n][2 * h + 1];
-      const float own = first + second, other = __shfl_xor_sync(0xffffffffu, own, 1), two = own + other;
-      const float others = __shfl_xor_sync(0xffffffffu, two, 2);
-      const float before = all[h] + (t & 1 ? other : 0.f) + (t & 2 ? others : 0.f);
-      second = before + first;
-      first = before;
-      all[h] += two + others;
-    }
+    for (int m = 0; m < 4; ++m) first[m] = cut_off(at[m]), rest[m] = at[m] - first[m], at[m] = sum[m];
+    multiply_pairs(at, first, some);
+    multiply_pairs(at, rest, some);
+    multiply_pairs(sum, first, ones);
+    multiply_pairs(sum, rest, ones);
+  }
+  all[0] = sum[0], all[1] = sum[2];
 }
 
 // The state that a block starts from: given, or zeros.

@@ -124,12 +124,12 @@ def on_warpgroups(problem, device, before, own, P, arrays, gradients, dht, dh0, 
     """Hopper's own sweeps; the first leaves in dg what the second needs."""
     queries, keys = own
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
-    B, N, H, T, K, V = problem.shape("B N H T K V")
+    B, N, H, T, K = problem.shape("B N H T K")
     warpgroups, u = OnWarpgroups(problem, device, P), bonus(problem)
     do, initial, dht = warpgroups.described(do), warpgroups.initial, warpgroups.aligned(dht)
     ends = device.empty((N * P, H, K), FLOAT32)
     sums = device.empty((B, H, T // tiles.WARPGROUP_CHUNK + warpgroups.where.shape["count"], K), FLOAT32)
-    kept = device.empty((B, H, T // tiles.WARPGROUP_KEPT + 1, K, V), FLOAT32)
+    kept = device.empty((B, H, T // tiles.WARPGROUP_KEPT + 1, *(int(size) for size in keys.template[-2:])), FLOAT32)
     if before:
         initial, dht = warpgroups.between_segments(before, dict(q=q, k=k, v=v, do=do, g=g), {}, initial, dht)
     warpgroups.launch(queries, dict(q=q, k=k, v=v, do=do, g=g, dq=dq, weight=dg), u=u, initial=initial, dht=dht, ends=ends,
@@ -246,7 +246,7 @@ def scratch(problem, device) -> int:
         elements = N * P * H * wants_gate(problem)
     elif P:
         elements = N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
-        elements += B * H * (T // tiles.WARPGROUP_KEPT + 1) * K * V
+        elements += B * H * (T // tiles.WARPGROUP_KEPT + 1) * math.prod(tiles.WARPGROUP_TILES[size > 64] for size in (K, V))
     else:
         chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
         elements = math.prod(kept_shape(problem, chunks))
