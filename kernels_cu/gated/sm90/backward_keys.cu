@@ -237,30 +237,30 @@ __device__ __forceinline__ void put_own(float* to, const Operand& q, const Opera
   put_token_sums(to, x);
 }
 
-// A warp's 16 channels of what meets in sub-chunk n.
-__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const SubChunk& x, int n) {
-  const int thread = opaque(threadIdx.x), c = thread / 32 % 2 * 16 + (thread >> 2 & 7), token = 2 * (thread & 3);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) *within_at(panel, 8 * n + token + i % 2, c + i / 2 * 8) = x[i];
+// A warp's 16 channels of what meets in sub-chunk n; `at`: where this lane's first value of sub-chunk 0 is. Its others are an XOR away,
+// and the next token a row further.
+__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const SubChunk& x, int at, int n) {
+  float* to = &panel[8 * n][0];
+  to[at] = x[0], to[(at ^ 16) + 32] = x[1], to[at ^ 8] = x[2], to[(at ^ 24) + 32] = x[3];
 }
 
 // Queries and keys that meet across sub-chunks, each where it has rows.
-template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k) {
+template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k, int at) {
   Operand x;
   each_pair([&](int n, int h) {
     const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
     pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
-  store_operand(by8, x);
+  store_operand(by8, x, at);
   each_pair([&](int n, int h) {
     const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
     pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
-  store_operand(by16, x);
+  store_operand(by16, x, at);
 }
 
 // C for dv, transposed and rounded to T.
-template <typename T, int BV> __device__ __forceinline__ void put_state(T (&to)[BV][64], const float (&C)[BV / 2], float up) {
+template <typename T, int BV> __device__ __forceinline__ void put_state(T (&to)[BV][64], const float (&C)[BV / 2], float up, int at) {
 #pragma unroll
   for (int part = 0; part < BV / 16; ++part) {
     u32 columns[4];
@@ -269,7 +269,7 @@ template <typename T, int BV> __device__ __forceinline__ void put_state(T (&to)[
       const float a = C[8 * part + 2 * m], b = C[8 * part + 2 * m + 1];
       columns[m] = NARROW<T> ? pack<T>(up * a, up * b) : pack<T>(a, b);
     }
-    stmatrix_x4_trans(matrix_row(to[0], 16 * part), columns);
+    stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
   }
 }
 
@@ -285,7 +285,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   const Place at = place_of(args.shape, blockIdx.x);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
-  const int channel = warp * 16 + (lane >> 2);
+  const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = float(args.scale);
   const bool inside[2] = {channel < K, channel + 8 < K};
@@ -323,9 +323,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
     Gates<G> gates;
     Operand q, k, queries, keys;
-    gates.load(own_panels(in.g, warpgroup));
-    load_operand(q, in.q[warpgroup]);
-    load_operand(k, in.k[warpgroup]);
+    gates.load(own_panels(in.g, warpgroup), offset);
+    load_operand(q, in.q[warpgroup], offset);
+    load_operand(k, in.k[warpgroup], offset);
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // the last chunk's C has been read, and this one's q and g
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest)) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
@@ -336,6 +336,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     SubChunkDecays decays;
     Across read, met;
     const PairReader dA(in.dA);
+    const int within_offset = int(within_at(s.keys_within[0], 2 * t, warp % 2 * 16 + (lane >> 2)) - &s.keys_within[0][0][0]);
     if (Policy::reads_before_write) {
       const float by[2] = {scale * u[0], scale * u[1]};
       put_own<T>(s.own[warp], q, k, by);
@@ -344,8 +345,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     for (int n = 0; n < SUBCHUNKS; ++n) {
       SubChunk within, keys_within, near_queries, near, sum = {};
       decay_within<false, Policy, T>(within, keys_within, near_queries, near, q, k, gates, counts, n);
-      put_within(queries_within(in, warp / 2), within, n);
-      put_within(s.keys_within[warp / 2], keys_within, n);
+      put_within(queries_within(in, warp / 2), within, within_offset, n);
+      put_within(s.keys_within[warp / 2], keys_within, within_offset, n);
       dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = near[i] * sum[i];
@@ -357,14 +358,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     __syncwarp();
     decays_to_end(far, gates, counts);
     decay_keys<false, T>(met, keys, k, far, decays);
-    put_across(s.by8[warpgroup], s.by16[warpgroup], read, met);
-    store_operand(in.k[warpgroup], keys);
+    put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
+    store_operand(in.k[warpgroup], keys, offset);
     wgmma_wait<0>();
     wgmma_keep(from_state);
     fence_async();
     barrier_arrive(s.operands);                 // and v for C has been read
 
-    put_state<T, BV>(s.C[warpgroup], C, range.up);
+    put_state<T, BV>(s.C[warpgroup], C, range.up, offset);
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       SubChunk by8 = {}, by16 = {};
@@ -405,14 +406,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
       end[h] = before[h] + sum[h];
     }
     Chunk weight;
-    load_chunk(weight, own_panels(in.weight, warpgroup));
+    load_chunk(weight, own_panels(in.weight, warpgroup), offset);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) dg[n][i] += weight[n][i] + before[i / 2];
     barrier_wait(s.scores, iteration & 1);      // A stands, and the queries within have been read
-    store_chunk_values(own_panels(in.g, warpgroup), dg);
-    store_chunk_values(&in.q[warpgroup], dk);
+    store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
+    store_chunk_values(&in.q[warpgroup], dk, offset);
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand, and v has been read
 #pragma unroll 1
     for (int panel = warpgroup; panel < BV / 64; panel += CONSUMERS / 128) {
@@ -422,15 +423,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
       const int row = 64 * panel + warp % 4 * 16 + (lane & 7) + (lane >> 3 & 1) * 8;
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c) ldmatrix_x4(columns[c], swizzled(s.C[c / 4][0], row, c % 4 * 2 + (lane >> 4)));
-      load_operand(gradient, in.do_[panel]);
+      load_operand(gradient, in.do_[panel], offset);
       each_pair([&](int n, int h) {             // as columns of A have queries
         const float2 two = unpack<T>(pair_of(gradient, n, h));
         tokens[n][h] = __float_as_uint(two.x), tokens[n][2 + h] = __float_as_uint(two.y);
       });
+      const u64 keys_tile = wgmma_tile(in.k, 16, 1024), scores_tile = wgmma_tile(s.A, 16, 1024);
       wgmma_fence();
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c)
-        wgmma<T, CHUNK, false>(dv, columns[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
+        wgmma<T, CHUNK, false>(dv, columns[c], keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
       if (NARROW<T>) {
         wgmma_commit();
         wgmma_wait<0>();
@@ -440,14 +442,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
         wgmma_fence();
       }
 #pragma unroll
-      for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, tokens[n], wgmma_tile(s.A, 16, 1024) + n * 32 / 16, true);
+      for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, tokens[n], scores_tile + n * 32 / 16, true);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_keep(dv);
       Chunk result;
 #pragma unroll
       for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[i];
-      store_chunk_values(&in.v[panel], result);
+      store_chunk_values(&in.v[panel], result, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(C);

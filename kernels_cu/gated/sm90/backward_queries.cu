@@ -110,12 +110,12 @@ struct Gradients {
 
 template <class Policy, typename T, typename G>
 __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                            const Counts<Policy, G>& counts, const PairReader& dA) {
+                                            const Counts<Policy, G>& counts, const PairReader& dA, int at) {
   Gates<G> gates;
   Operand query, key;
-  gates.load(g);
-  load_operand(query, q);
-  load_operand(key, k);
+  gates.load(g, at);
+  load_operand(query, q, at);
+  load_operand(key, k, at);
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
@@ -137,16 +137,16 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
 template <class Policy, typename T, typename G>
 __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys, SubChunkDecays& decays,
                                             G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                            const Counts<Policy, G>& counts, const PairReader& dA, float scale) {
+                                            const Counts<Policy, G>& counts, const PairReader& dA, float scale, int at) {
   Gates<G> gates;
   Across read, met;
-  gates.load(g);
+  gates.load(g, at);
   decays_of(decays, gates);
-  load_operand(keys, k);
+  load_operand(keys, k, at);
   decays_to_end(far, gates, counts);
   decay_keys<true, T>(met, keys, keys, far, decays);
   __syncwarp();
-  load_operand(queries, q);
+  load_operand(queries, q, at);
   decays_from_start(far, gates, counts);
   decay_queries<true, T>(read, queries, queries, far, decays, scale);
   const auto add = [&](int n, int i, float query, float over_keys) {
@@ -186,7 +186,7 @@ template <class Policy, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQueriesArgs<T, G>& args) {
   const Place at = place_of(args.shape, blockIdx.x);
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2);
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = float(args.scale);
   const bool inside[2] = {channel < K, channel + 8 < K};
@@ -214,8 +214,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
-    meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA);
-    meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale);
+    meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA, offset);
+    meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, offset);
 
     wgmma_wait<0>();
     wgmma_keep(from_state);
@@ -226,8 +226,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
 
     if (Policy::reads_before_write) {           // the present token
       Operand q, k;
-      load_operand(q, q_panel);
-      load_operand(k, k_panel);
+      load_operand(q, q_panel, offset);
+      load_operand(k, k_panel, offset);
       each_pair([&](int n, int h) {
         const float2 key = unpack<T>(pair_of(k, n, h)), query = unpack<T>(pair_of(q, n, h));
         const float first = own_at(in.dA, 8 * n + 2 * t) * key.x, second = own_at(in.dA, 8 * n + 2 * t + 1) * key.y;
@@ -256,8 +256,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
 #pragma unroll
         for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.reading[n][i];
     __syncwarp();                               // all lanes have read the warp's channels of q and g
-    store_chunk_values(&q_panel, found.dq);
-    store_chunk_values(g_panels, found.weight);
+    store_chunk_values(&q_panel, found.dq, offset);
+    store_chunk_values(g_panels, found.weight, offset);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (t == 0 && inside[h]) sums[8 * h] = sum[h];

@@ -60,6 +60,7 @@ template <class Policy, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardSegmentsArgs<T, G>& args, const Place& at) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
+  const int offset = lane_offset();
   const Counts<Policy, G> counts;
   float S[BV / 2] = {}, all[2] = {1.f, 1.f};
   start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel);
@@ -71,8 +72,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardS
     Operand x;
     Chunk far;
     SubChunkDecays decays;
-    gates.load(own_panels(in.g, warpgroup));
-    load_operand(x, in.x[warpgroup]);
+    gates.load(own_panels(in.g, warpgroup), offset);
+    load_operand(x, in.x[warpgroup], offset);
     decays_of(decays, gates);
     Across nowhere;
     if (BACKWARDS) {

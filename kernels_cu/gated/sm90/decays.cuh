@@ -43,34 +43,40 @@ template <class F> __device__ __forceinline__ void each_pair(F f) {
 // An operand's register that holds them.
 template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
 
-// 16-bit values of a warp's 16 channels, from and to a tile's panel of its warpgroup's 64.
-template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64]) {
-#pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], matrix_row(panel[0], 16 * s));
+// Where a lane's rows of a panel begin, in bytes, as ldmatrix and stmatrix take a warp's 16 of its 64 columns: 16 rows every 2048.
+__device__ __forceinline__ int lane_offset() {
+  const int thread = threadIdx.x, row = (thread & 7) + (thread >> 4 & 1) * 8;
+  return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
 }
-template <typename T> __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Operand& x) {
+
+// 16-bit values of a warp's 16 channels, from and to a tile's panel of its warpgroup's 64; `at` is lane_offset().
+template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int at) {
 #pragma unroll
-  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(matrix_row(panel[0], 16 * s), x[s]);
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + at + 2048 * s);
+}
+template <typename T> __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Operand& x, int at) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(reinterpret_cast<char*>(panel) + at + 2048 * s, x[s]);
 }
 
 // The same as float32, of a tile of 16-bit values or of float32.
-template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64]) {
+template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int at) {
   Operand two;
-  load_operand(two, *panels);
+  load_operand(two, *panels, at);
   each_pair([&](int n, int h) {
     const float2 pair = unpack<T>(pair_of(two, n, h));
     x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
   });
 }
-template <typename T> __device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x) {
+template <typename T> __device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int at) {
   Operand two;
   each_pair([&](int n, int h) { pair_of(two, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
-  store_operand(*panels, two);
+  store_operand(*panels, two, at);
 }
-__device__ __forceinline__ void load_chunk(Chunk& x, float (*panels)[CHUNK][32]) {
+__device__ __forceinline__ void load_chunk(Chunk& x, float (*panels)[CHUNK][32], int) {
   each_float(panels, [&](int at, float& value) { x[at / 4][at % 4] = value; });
 }
-__device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], const Chunk& x) {
+__device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], const Chunk& x, int) {
   each_float(panels, [&](int at, float& value) { value = x[at / 4][at % 4]; });
 }
 
@@ -98,8 +104,8 @@ template <> struct GateFormat<float> {
 template <typename G> struct Gates {
   Operand x;
 
-  __device__ __forceinline__ void load(G (*panels)[CHUNK][64]) {
-    load_operand(x, *panels);
+  __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
+    load_operand(x, *panels, at);
     each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), GateFormat<G>::NOTHING_TWO); });
   }
   // Sub-chunk n as an operand A; NEAR: no less than LEAST.
@@ -112,8 +118,8 @@ template <typename G> struct Gates {
 template <> struct Gates<float> {
   Chunk x;
 
-  __device__ __forceinline__ void load(float (*panels)[CHUNK][32]) {
-    load_chunk(x, panels);
+  __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
+    load_chunk(x, panels, at);
     each_pair([&](int n, int h) {
       for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], NOTHING);
     });

@@ -62,11 +62,12 @@ template <int BV> __device__ __forceinline__ void start_read(Values& x, const fl
       for (int m = 0; m < 4; ++m)
         columns[part & 1][n][m] = __float_as_uint(CUT * S[4 * (part * PART + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
   };
+  const u64 b = wgmma_tile(tokens, 16, 1024);
   const auto multiply = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      wgmma<tf32, CHUNK, false>(x, columns[part & 1][n], wgmma_tile(tokens[tile / 4], 16, 1024) + tile % 4 * 32 / 16, tile > 0);
+      wgmma<tf32, CHUNK, false>(x, columns[part & 1][n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, tile > 0);
     }
     wgmma_commit();
   };
