@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const B
       for (int other = 0; other < BK / 16; ++other) own += s.own[other][i];
 #pragma unroll
     for (int p = 0; p < 2; ++p)
-      score_at(s.A, i, j + p) = score_value(j + p < i ? to_scores * d[p] : j + p > i ? 0.f : Policy::reads_before_write ? own : to_scores * d[p]);
+      score_at(s.A, i, j + p) = score_value(j + p < i ? to_scores * d[p] : j + p > i ? 0.f : Policy::reads_before_write ? scale * own : to_scores * d[p]);
     multiply_across(d, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
 #pragma unroll
     for (int p = 0; p < 4; ++p)
@@ -224,18 +224,6 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const B
 }
 
 // ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
-
-// Scores of tokens with themselves over this warp's channels, from q and k as they are.
-template <typename T>
-__device__ __forceinline__ void put_own(float* to, const Operand& q, const Operand& k, const float (&by)[2]) {
-  float x[8] = {};
-  each_pair([&](int n, int h) {
-    const float2 query = unpack<T>(pair_of(q, n, h)), key = unpack<T>(pair_of(k, n, h));
-    x[2 * n] = fmaf(query.x * by[h], key.x, x[2 * n]);
-    x[2 * n + 1] = fmaf(query.y * by[h], key.y, x[2 * n + 1]);
-  });
-  put_token_sums(to, x);
-}
 
 // A warp's 16 channels of what meets in sub-chunk n; `at`: where this lane's first value of sub-chunk 0 is. Its others are an XOR away,
 // and the next token a row further.
@@ -337,20 +325,26 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     Across read, met;
     const PairReader dA(in.dA);
     const int within_offset = int(within_at(s.keys_within[0], 2 * t, warp % 2 * 16 + (lane >> 2)) - &s.keys_within[0][0][0]);
-    if (Policy::reads_before_write) {
-      const float by[2] = {scale * u[0], scale * u[1]};
-      put_own<T>(s.own[warp], q, k, by);
-    }
+    float scores[8] = {};                       // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       SubChunk within, keys_within, near_queries, near, sum = {};
-      decay_within<false, Policy, T>(within, keys_within, near_queries, near, q, k, gates, counts, n);
+      float present[4] = {}, own[2];
+      if (Policy::reads_before_write)
+        for (int p = 0; p < 2; ++p) own[p] = own_at(in.dA, 8 * n + 2 * t + p);
+      decay_within<false, Policy, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, [&](int i, float query, float key) {
+        if (!Policy::reads_before_write) return;
+        const float x = u[i / 2] * query;
+        scores[2 * n + i % 2] = fmaf(x, key, scores[2 * n + i % 2]);
+        present[i] = own[i % 2] * x;
+      });
       put_within(queries_within(in, warp / 2), within, within_offset, n);
       put_within(s.keys_within[warp / 2], keys_within, within_offset, n);
       dA.add_queries(sum, within, n, n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dk[n][i] = near[i] * sum[i];
+      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
     }
+    if (Policy::reads_before_write) put_token_sums(s.own[warp], scores);
     __syncwarp();                               // else all is made at once: there are no registers for that
     decays_of(decays, gates);
     decays_from_start(far, gates, counts);
@@ -392,12 +386,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
         dg[n][2 * h + p] = (p ? key.y : key.x) * x;
       }
     });
-    if (Policy::reads_before_write)
-      each_pair([&](int n, int h) {
-        const float2 query = unpack<T>(pair_of(q, n, h));
-        dk[n][2 * h] = fmaf(u[h] * own_at(in.dA, 8 * n + 2 * t), query.x, dk[n][2 * h]);
-        dk[n][2 * h + 1] = fmaf(u[h] * own_at(in.dA, 8 * n + 2 * t + 1), query.y, dk[n][2 * h + 1]);
-      });
     float before[2];                            // of keys; then sum_v S C before the chunk, decayed
     sum_tokens<false>(dg, before);
 #pragma unroll

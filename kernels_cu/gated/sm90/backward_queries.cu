@@ -110,7 +110,8 @@ struct Gradients {
 
 template <class Policy, typename T, typename G>
 __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                            const Counts<Policy, G>& counts, const PairReader& dA, int at) {
+                                            const Counts<Policy, G>& counts, const PairReader& dA, Pairs& pairs,
+                                            const float (&u)[2], float (&du)[2], int at) {
   Gates<G> gates;
   Operand query, key;
   gates.load(g, at);
@@ -119,13 +120,21 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
-    decay_within<true, Policy, T>(queries, keys, near, near_keys, query, key, gates, counts, n);
+    float present[4] = {}, own[2];              // of tokens with themselves
+    if (Policy::reads_before_write)
+      for (int p = 0; p < 2; ++p) own[p] = own_at(pairs, 8 * n + 2 * (threadIdx.x & 3) + p);
+    decay_within<true, Policy, T>(queries, keys, near, near_keys, query, key, gates, counts, n, [&](int i, float q, float k) {
+      if (!Policy::reads_before_write) return;
+      const float x = own[i % 2] * k;
+      du[i / 2] = fmaf(q, x, du[i / 2]);
+      present[i] = u[i / 2] * x;
+    });
     dA.add_keys(over_keys, keys, n, n);
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float reading = queries[i] * over_keys[i];
-      d.dq[n][i] = near[i] * over_keys[i];
+      d.dq[n][i] = fmaf(near[i], over_keys[i], present[i]);
       if (Policy::reads_before_write) d.reading[n][i] = reading;
       d.weight[n][i] = fmaf(-keys[i], over_queries[i], reading);
     }
@@ -214,7 +223,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
-    meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA, offset);
+    meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset);
     meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, offset);
 
     wgmma_wait<0>();
@@ -224,18 +233,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     start_write<T, BV>(S, keys, in.v);
     wgmma_commit();
 
-    if (Policy::reads_before_write) {           // the present token
-      Operand q, k;
-      load_operand(q, q_panel, offset);
-      load_operand(k, k_panel, offset);
-      each_pair([&](int n, int h) {
-        const float2 key = unpack<T>(pair_of(k, n, h)), query = unpack<T>(pair_of(q, n, h));
-        const float first = own_at(in.dA, 8 * n + 2 * t) * key.x, second = own_at(in.dA, 8 * n + 2 * t + 1) * key.y;
-        du[h] += query.x * first + query.y * second;
-        found.dq[n][2 * h] = fmaf(u[h], first, found.dq[n][2 * h]);
-        found.dq[n][2 * h + 1] = fmaf(u[h], second, found.dq[n][2 * h + 1]);
-      });
-    }
     each_pair([&](int n, int h) {
       const float2 query = unpack<T>(pair_of(queries, n, h));
       const float by = scale * decays.before(n, h);

@@ -225,10 +225,11 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
 // What meets in sub-chunk n: times decays from the middle, those of queries in `near_queries` and those of keys in `near_keys` too.
-template <bool EXACT, class Policy, typename T, typename G>
+// Calls f(i, query, key) for values as they come.
+template <bool EXACT, class Policy, typename T, typename G, class F>
 __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, SubChunk& near_queries, SubChunk& near_keys,
                                              const Operand& q, const Operand& k, const Gates<G>& gates, const Counts<Policy, G>& counts,
-                                             int n) {
+                                             int n, F f) {
   u32 a[4], b[2];
   SubChunk read = {}, written = {};
   gates.template operand<true>(a, n);
@@ -244,6 +245,7 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
+      f(i, p ? query.y : query.x, p ? key.y : key.x);
       near_queries[i] = exp2_approx(Policy::reads_before_write ? read[i] : written[i]);
       near_keys[i] = exp2_approx(-written[i]);
       queries[i] = operand_value<EXACT>((p ? query.y : query.x) * near_queries[i]);
