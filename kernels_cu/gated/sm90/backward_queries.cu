@@ -239,10 +239,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         const int i = 2 * h + p;
-        const float x = from_state[4 * n + i], reading = (p ? query.y : query.x) * x;
+        const float x = from_state[4 * n + i], q = p ? query.y : query.x;
         found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
-        found.weight[n][i] += reading;
-        if (Policy::reads_before_write) found.reading[n][i] += reading;
+        found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
+        if (Policy::reads_before_write) found.reading[n][i] = fmaf(q, x, found.reading[n][i]);
       }
     });
     float sum[2];
@@ -300,11 +300,11 @@ gated_sm90_backward_queries(const __grid_constant__ BackwardQueriesArgs<T, G> ar
   __syncthreads();  // the barriers stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 216>();
+    if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 232>();
     consume<Policy>(s, args);
     return;
   }
-  if constexpr (TIGHT) registers_down<BK == 64 ? 64 : 72>();
+  if constexpr (TIGHT) registers_down<BK == 64 ? 64 : 40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = place_of(args.shape, blockIdx.x).tokens;
   if (warp < 3) multiply_tokens<Policy>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
   else move(s, args);
