@@ -1,17 +1,17 @@
-// what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives dk,
-//           dv, dg and dh0.
-// math      per chunk of 32, with the decays of decays.cuh: A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for j <= i (RWKV-6:
-//           j < i, and A_ii = scale sum q u k);
-//           dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j scale do_j . v_j);  dv_j = sum_i A_ij do_i + (L_j k_j) C
-//           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, S the state before the chunk and C that behind it;
-//           C <- D C + scale sum_i E_i q_i do_i^T
+// what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives
+//           dk, dv, dg and dh0.
+// math      per chunk of 32, with the decays of decays.cuh: A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for j
+//           <= i (RWKV-6: j < i, and A_ii = scale sum q u k); dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j
+//           scale do_j . v_j);  dv_j = sum_i A_ij do_i + (L_j k_j) C dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D
+//           sum_v S C, S the state before the chunk and C that behind it; C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
 // grid      as backward_queries
 // smem      Stage: a chunk's tokens, and its results in place of them; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, done: as backward_queries; pairs: dA stands; operands: so do the decayed queries and keys, and C has read v; scores: so does A
-// numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away. Where a chunk
-//           forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
+// barriers  full, done: as backward_queries; pairs: dA stands; operands: so do the decayed queries and keys, and C has
+//           read v; scores: so does A
+// numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
+//           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
 #include "gated/sm90/states.cuh"
@@ -33,7 +33,7 @@ template <typename T, typename G> struct BackwardKeysArgs {
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<T, BK> q, k;                             // q: then half of the queries within, then dk; k: then the keys that C meets
+  Tile<T, BK> q, k;                             // q: half of the queries within, then dk; k: then what C has of them
   Tile<G, BK> g, weight;                        // g: then the other half of the queries within, then dg
   Tile<T, BV> v, do_;                           // v: then dv
   Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
@@ -55,12 +55,13 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float FORGOTTEN = 0x1p-20f;           // a decay over a chunk, about what rounding leaves of the sums
 
-// Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second token, lie in
-// different banks.
+// Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
+// token, lie in different banks.
 __device__ __forceinline__ float* within_at(float (&panel)[CHUNK][32], int row, int c) {
   return &panel[row][(c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 4 + c % 4];
 }
-// Where A has a query: as a product in tf32 takes the operand that has 2t at depth t of a sub-chunk, and 2t + 1 at t + 4.
+// Where A has a query: as a product in tf32 takes the operand that has 2t at depth t of a sub-chunk, and 2t + 1 at t +
+// 4.
 __device__ __forceinline__ int column_of(int query) { return query / 8 * 8 + query % 8 / 2 + query % 2 * 4; }
 __device__ __forceinline__ float& score_at(float (&A)[CHUNK][CHUNK], int query, int key) {
   const int column = column_of(query);
@@ -69,10 +70,12 @@ __device__ __forceinline__ float& score_at(float (&A)[CHUNK][CHUNK], int query, 
 
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
-// The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any more.
+// The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any
+// more.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, int panel))[CHUNK][32] {
-  return *reinterpret_cast<float(*)[CHUNK][32]>(panel % 2 ? (void*)own_panels(stage.g, panel / 2) : (void*)&stage.q[panel / 2]);
+  void* const place = panel % 2 ? (void*)own_panels(stage.g, panel / 2) : (void*)&stage.q[panel / 2];
+  return *reinterpret_cast<float(*)[CHUNK][32]>(place);
 }
 
 // Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
@@ -82,12 +85,12 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
 }
 
-// ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays ----------
+// ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays --------
 
 // D[query, key] = a b^T for a warp's 8 queries, twice.
 template <typename T, int PANELS>
-__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64], T (&b)[PANELS][CHUNK][64],
-                                              int warp, int lane) {
+__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
+                                              T (&b)[PANELS][CHUNK][64], int warp, int lane) {
   const int row = 8 * warp + (lane & 7), piece = lane >> 4;
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {            // one after the other: registers are scarce
@@ -106,7 +109,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
 
 // D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in, int warp, int lane) {
+__device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
+                                                int warp, int lane) {
   const int row = 8 * warp + (lane >> 2), t = lane & 3;
   float other[4] = {};
 #pragma unroll
@@ -115,7 +119,8 @@ __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, 
   for (int c = 0; c < BK / 16; ++c) {           // a lane's 4 channels are two of depth 8
     const float4 q = *reinterpret_cast<const float4*>(within_at(queries_within(in, c / 2), row, c % 2 * 16 + 4 * t));
     const float4 k = *reinterpret_cast<const float4*>(within_at(s.keys_within[c / 2], row, c % 2 * 16 + 4 * t));
-    const u32 a[4] = {__float_as_uint(q.x), 0, __float_as_uint(q.y), 0}, b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)};
+    const u32 a[4] = {__float_as_uint(q.x), 0, __float_as_uint(q.y), 0};
+    const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)};
     const u32 more_a[4] = {__float_as_uint(q.z), 0, __float_as_uint(q.w), 0};
     const u32 more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
     mma_tf32(d, a, b);
@@ -126,7 +131,8 @@ __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, 
 
 // D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
 template <typename T, int PANELS>
-__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen, int keys, int lane) {
+__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen,
+                                                int keys, int lane) {
   float other[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
@@ -183,7 +189,8 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const B
         return j < i || (j == i && !Policy::reads_before_write) ? pair_value(scale * x) : 0.f;
       };
       const int j = 8 * n + 2 * (lane & 3);
-      if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};
+      const float2 two = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};
+      if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = two;
     }
     put_read_tile<T, BV>(s.read, in.v, threadIdx.x % 128, 128);
     fence_async();
@@ -199,8 +206,10 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const B
     if (Policy::reads_before_write)
       for (int other = 0; other < BK / 16; ++other) own += s.own[other][i];
 #pragma unroll
-    for (int p = 0; p < 2; ++p)
-      score_at(s.A, i, j + p) = score_value(j + p < i ? to_scores * d[p] : j + p > i ? 0.f : Policy::reads_before_write ? scale * own : to_scores * d[p]);
+    for (int p = 0; p < 2; ++p) {
+      const float present = Policy::reads_before_write ? scale * own : to_scores * d[p];
+      score_at(s.A, i, j + p) = score_value(j + p < i ? to_scores * d[p] : j + p > i ? 0.f : present);
+    }
     multiply_across(d, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
 #pragma unroll
     for (int p = 0; p < 4; ++p)
@@ -223,17 +232,19 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const B
   });
 }
 
-// ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
+// ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A warp's 16 channels of what meets in sub-chunk n; `at`: where this lane's first value of sub-chunk 0 is. Its others are an XOR away,
-// and the next token a row further.
+// A warp's 16 channels of what meets in sub-chunk n; `at`: where this lane's first value of sub-chunk 0 is. Its others
+// are an XOR away, and the next token a row further.
 __device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const SubChunk& x, int at, int n) {
   float* to = &panel[8 * n][0];
   to[at] = x[0], to[(at ^ 16) + 32] = x[1], to[at ^ 8] = x[2], to[(at ^ 24) + 32] = x[3];
 }
 
 // Queries and keys that meet across sub-chunks, each where it has rows.
-template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k, int at) {
+template <typename T>
+__device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
+                                           int at) {
   Operand x;
   each_pair([&](int n, int h) {
     const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
@@ -248,7 +259,8 @@ template <typename T> __device__ __forceinline__ void put_across(T (&by8)[CHUNK]
 }
 
 // C for dv, transposed and rounded to T.
-template <typename T, int BV> __device__ __forceinline__ void put_state(T (&to)[BV][64], const float (&C)[BV / 2], float up, int at) {
+template <typename T, int BV>
+__device__ __forceinline__ void put_state(T (&to)[BV][64], const float (&C)[BV / 2], float up, int at) {
 #pragma unroll
   for (int part = 0; part < BV / 16; ++part) {
     u32 columns[4];
@@ -324,7 +336,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     SubChunkDecays decays;
     Across read, met;
     const PairReader dA(in.dA);
-    const int within_offset = int(within_at(s.keys_within[0], 2 * t, warp % 2 * 16 + (lane >> 2)) - &s.keys_within[0][0][0]);
+    float(&first)[CHUNK][32] = s.keys_within[0];
+    const int within_offset = int(within_at(first, 2 * t, warp % 2 * 16 + (lane >> 2)) - &first[0][0]);
     float scores[8] = {};                       // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
@@ -332,12 +345,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
       float present[4] = {}, own[2];
       if (Policy::reads_before_write)
         for (int p = 0; p < 2; ++p) own[p] = own_at(in.dA, 8 * n + 2 * t + p);
-      decay_within<false, Policy, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, [&](int i, float query, float key) {
+      const auto meet_itself = [&](int i, float query, float key) {
         if (!Policy::reads_before_write) return;
         const float x = u[i / 2] * query;
         scores[2 * n + i % 2] = fmaf(x, key, scores[2 * n + i % 2]);
         present[i] = own[i % 2] * x;
-      });
+      };
+      decay_within<false, Policy, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, meet_itself);
       put_within(queries_within(in, warp / 2), within, within_offset, n);
       put_within(s.keys_within[warp / 2], keys_within, within_offset, n);
       dA.add_queries(sum, within, n, n);
@@ -467,7 +481,8 @@ gated_sm90_backward_keys(const __grid_constant__ BackwardKeysArgs<T, G> args) {
     barrier_init(s.operands, CONSUMERS);
     barrier_init(s.scores, 128);
   }
-  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128) s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
+  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128)
+    s.A[i / CHUNK][i % CHUNK] = 0.f;            // no key behind its query
   fence_async();
   __syncthreads();  // the barriers and zeros stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers

@@ -1,18 +1,20 @@
-// what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for the
-//           second sweep what a chunk's queries have in dg.
-// math      per chunk of 32, with the decays of decays.cuh: dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);
-//           dq_i = sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);  S <- D S + sum_j L_j k_j v_j^T
-//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of q_i dq_i (RWKV-6:
-//           i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
-// shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K] float32
-//           weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends: sum_v S_T dht;
-//           kept [B, H, T / KEPT + 1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
+// what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for
+//           the second sweep what a chunk's queries have in dg.
+// math      per chunk of 32, with the decays of decays.cuh: dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i); dq_i =
+//           sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);  S <- D S + sum_j L_j k_j v_j^T
+//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of q_i
+//           dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
+// shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
+//           float32 weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends:
+//           sum_v S_T dht; kept [B, H, T / KEPT + 1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a
+//           sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
 // barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results
-// numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in `weight`, of the
-//           same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The state: states.cuh
+// numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
+//           `weight`, of the same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The
+//           state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
 #include "gated/sm90/states.cuh"
@@ -73,7 +75,7 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const BackwardQuer
   }
 }
 
-// ---- three warps that multiply tokens --------------------------------------------------------------------------------
+// ---- three warps that multiply tokens -------------------------------------------------------------------------------
 
 template <class Policy, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tokens, float scale, int block, int lane) {
@@ -93,7 +95,8 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
           if (Policy::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
           return j < i || (j == i && !Policy::reads_before_write) ? pair_value(scale * x) : 0.f;
         };
-        *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = {value(j, d[n][2 * half]), value(j + 1, d[n][2 * half + 1])};
+        const float2 two = {value(j, d[n][2 * half]), value(j + 1, d[n][2 * half + 1])};
+        *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = two;
       }
     put_read_tile<T, BV>(in.read, in.do_, 32 * block + lane, 3 * 32);
     fence_async();
@@ -101,9 +104,10 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
   }
 }
 
-// ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
+// ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk, for RWKV-6 q dq too.
+// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk, for RWKV-6 q dq
+// too.
 struct Gradients {
   Chunk dq, weight, reading;
 };
@@ -123,12 +127,13 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
     float present[4] = {}, own[2];              // of tokens with themselves
     if (Policy::reads_before_write)
       for (int p = 0; p < 2; ++p) own[p] = own_at(pairs, 8 * n + 2 * (threadIdx.x & 3) + p);
-    decay_within<true, Policy, T>(queries, keys, near, near_keys, query, key, gates, counts, n, [&](int i, float q, float k) {
+    const auto meet_itself = [&](int i, float q, float k) {
       if (!Policy::reads_before_write) return;
       const float x = own[i % 2] * k;
       du[i / 2] = fmaf(q, x, du[i / 2]);
       present[i] = u[i / 2] * x;
-    });
+    };
+    decay_within<true, Policy, T>(queries, keys, near, near_keys, query, key, gates, counts, n, meet_itself);
     dA.add_keys(over_keys, keys, n, n);
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
@@ -144,9 +149,10 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
 
 // far: decays of queries from the start of a sub-chunk; `queries` and `keys`: what the states have of them.
 template <class Policy, typename T, typename G>
-__device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys, SubChunkDecays& decays,
-                                            G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                            const Counts<Policy, G>& counts, const PairReader& dA, float scale, int at) {
+__device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys,
+                                            SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
+                                            T (&k)[CHUNK][64], const Counts<Policy, G>& counts, const PairReader& dA,
+                                            float scale, int at) {
   Gates<G> gates;
   Across read, met;
   gates.load(g, at);

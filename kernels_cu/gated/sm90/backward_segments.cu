@@ -1,12 +1,13 @@
-// what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: what each leaves behind in the state after
-//           it, and in the gradient of the state before it.
-// math      per chunk of 32, with the decays of decays.cuh: S <- D S + sum_j L_j k_j v_j^T; backwards C <- D C + scale sum_i E_i q_i do_i^T
-// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C, that a
-//           segment starts from: of a sequence's P segments the first in either direction from the given one [N / P, H, K, V],
-//           the second from what that leaves, and the others from what the one before leaves by itself: scan_both_ways.cu
-//           joins them. Nobody needs what the last leaves
-// grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp that
-//           moves chunks
+// what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: what each leaves behind in the state
+//           after it, and in the gradient of the state before it.
+// math      per chunk of 32, with the decays of decays.cuh: S <- D S + sum_j L_j k_j v_j^T; backwards C <- D C + scale
+//           sum_i E_i q_i do_i^T
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C,
+//           that a segment starts from: of a sequence's P segments the first in either direction from the given one [N
+//           / P, H, K, V], the second from what that leaves, and the others from what the one before leaves by itself:
+//           scan_both_ways.cu joins them. Nobody needs what the last leaves
+// grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp
+//           that moves chunks
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens are there; done: they have been read
 // numerics  as the sweeps
@@ -57,7 +58,8 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const BackwardSegm
 }
 
 template <class Policy, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardSegmentsArgs<T, G>& args, const Place& at) {
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardSegmentsArgs<T, G>& args,
+                                        const Place& at) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
   const int offset = lane_offset();

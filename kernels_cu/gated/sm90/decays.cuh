@@ -1,15 +1,14 @@
 // what      Queries and keys of a chunk times their decays, for the Hopper backward of GLA and RWKV-6.
 // math      g the gates, in sub-chunks of 8 tokens; a query i meets a key j < i by way of one of three factorisations:
-//             in a sub-chunk           from its middle m, between tokens 3 and 4: q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
-//             across sub-chunks        q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g behind j to the end of its
-//                                      sub-chunk): sub-chunks 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by 16, the
-//                                      decay of a whole sub-chunk between where there is one)
-//             across chunks            likewise from the chunk's start and to its end
-//           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
-// numerics  Exponents across sub-chunks are sums of the gates as they are, of what lies between and never a difference, so a
-//           reset lets nothing through. In a sub-chunk a gate counts as LEAST at least: 4 tokens of it are 80 nats, and
-//           float32 ends at 88. What that lets through is 2e-9 of a token, to its own sub-chunk.
-//           Sums are products with 0, 1 and -1 times log2 e, which is two numbers of the gate's type; float32 gates are two
+//           in a sub-chunk           from its middle m, between tokens 3 and 4: q_i e^(sum_{m..i} g), k_j
+//           e^(-sum_{m..j} g) across sub-chunks        q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of
+//           g behind j to the end of its sub-chunk): sub-chunks 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by
+//           16, the decay of a whole sub-chunk between where there is one) across chunks            likewise from the
+//           chunk's start and to its end RWKV-6 reads before it writes: its queries' sums end at token i - 1.
+// numerics  Exponents across sub-chunks are sums of the gates as they are, of what lies between and never a difference,
+//           so a reset lets nothing through. In a sub-chunk a gate counts as LEAST at least: 4 tokens of it are 80
+//           nats, and float32 ends at 88. What that lets through is 2e-9 of a token, to its own sub-chunk. Sums are
+//           products with 0, 1 and -1 times log2 e, which is two numbers of the gate's type; float32 gates are two
 //           bfloat16 numbers.
 #include "policy.cuh"
 #include "ptx.cuh"
@@ -18,7 +17,8 @@ constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;
 
 #include "warpgroup.cuh"
 
-// A sub-chunk's values: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk's are four such.
+// A sub-chunk's values: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk's are
+// four such.
 using SubChunk = float[4];
 using Chunk = SubChunk[SUBCHUNKS];
 
@@ -43,7 +43,8 @@ template <class F> __device__ __forceinline__ void each_pair(F f) {
 // An operand's register that holds them.
 template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
 
-// Where a lane's rows of a panel begin, in bytes, as ldmatrix and stmatrix take a warp's 16 of its 64 columns: 16 rows every 2048.
+// Where a lane's rows of a panel begin, in bytes, as ldmatrix and stmatrix take a warp's 16 of its 64 columns: 16 rows
+// every 2048.
 __device__ __forceinline__ int lane_offset() {
   const int thread = threadIdx.x, row = (thread & 7) + (thread >> 4 & 1) * 8;
   return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
@@ -68,7 +69,8 @@ template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*p
     x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
   });
 }
-template <typename T> __device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int at) {
+template <typename T>
+__device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int at) {
   Operand two;
   each_pair([&](int n, int h) { pair_of(two, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
   store_operand(*panels, two, at);
@@ -83,9 +85,10 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
 constexpr float LEAST = -20.f;                  // nats
-constexpr float NOTHING = -256.f;               // nats: 2^ of it is 0; a product with 0 of what is infinite would be NaN
+constexpr float NOTHING = -256.f;               // nats: e^ of it is 0. 0 times what is infinite would be NaN
 
-// In which format gates are summed, and there: two of LEAST and of NOTHING, and what stands for 1 in the two halves of a product.
+// In which format gates are summed, and there: two of LEAST and of NOTHING, and what stands for 1 in the two halves of
+// a product.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
@@ -135,10 +138,10 @@ template <> struct Gates<float> {
   }
 };
 
-// What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, as an operand B; made of masks where it is used, since
-// registers are scarce.
+// What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, as an operand B; made of masks where it is
+// used, since registers are scarce.
 template <class Policy, typename G> struct Counts {
-  int written, read, early;                     // whether two tokens are up to i, up to where i reads, and before the middle
+  int written, read, early;                     // whether two tokens are up to i; to where i reads; before the middle
 
   __device__ __forceinline__ Counts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
@@ -163,8 +166,12 @@ template <class Policy, typename G> struct Counts {
   }
 };
 
-__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) { mma_bf16(d, a, b); }
-__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], f16) { mma_f16(d, a, b); }
+__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) {
+  mma_bf16(d, a, b);
+}
+__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], f16) {
+  mma_f16(d, a, b);
+}
 
 // f(n, sums) of every sub-chunk: log2 of the decays.
 template <bool NEAR, typename G, class F>
@@ -219,17 +226,17 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
   });
 }
 
-// ---- operands --------------------------------------------------------------------------------------------------------
+// ---- operands -------------------------------------------------------------------------------------------------------
 
 // What a product in tf32 reads of x where it is used besides: EXACT; or x.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
-// What meets in sub-chunk n: times decays from the middle, those of queries in `near_queries` and those of keys in `near_keys` too.
-// Calls f(i, query, key) for values as they come.
+// What meets in sub-chunk n: times decays from the middle, those of queries in `near_queries` and those of keys in
+// `near_keys` too. Calls f(i, query, key) for values as they come.
 template <bool EXACT, class Policy, typename T, typename G, class F>
-__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, SubChunk& near_queries, SubChunk& near_keys,
-                                             const Operand& q, const Operand& k, const Gates<G>& gates, const Counts<Policy, G>& counts,
-                                             int n, F f) {
+__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, SubChunk& near_queries,
+                                             SubChunk& near_keys, const Operand& q, const Operand& k,
+                                             const Gates<G>& gates, const Counts<Policy, G>& counts, int n, F f) {
   u32 a[4], b[2];
   SubChunk read = {}, written = {};
   gates.template operand<true>(a, n);
@@ -254,16 +261,16 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
   }
 }
 
-// What meets across sub-chunks, in tf32. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3, of
-// keys 0 and 1. Or sums of products with such, of the other side.
+// What meets across sub-chunks, in tf32. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3,
+// of keys 0 and 1. Or sums of products with such, of the other side.
 struct Across {
   SubChunk by8[2], by16[2];
 };
 
 // And `state`, in T: what meets the state before the chunk. far: decays from the start of a sub-chunk.
 template <bool EXACT, typename T>
-__device__ __forceinline__ void decay_queries(Across& to, Operand& state, const Operand& q, const Chunk& far, const SubChunkDecays& d,
-                                              float scale) {
+__device__ __forceinline__ void decay_queries(Across& to, Operand& state, const Operand& q, const Chunk& far,
+                                              const SubChunkDecays& d, float scale) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(q, n, h));
     const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale * d.before(n, h);
@@ -279,7 +286,8 @@ __device__ __forceinline__ void decay_queries(Across& to, Operand& state, const 
 
 // The same of keys; far: decays to the end, and `state` is what the state behind the chunk has of them.
 template <bool EXACT, typename T>
-__device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Operand& k, const Chunk& far, const SubChunkDecays& d) {
+__device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Operand& k, const Chunk& far,
+                                           const SubChunkDecays& d) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(k, n, h));
     const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = d.behind(n, h);
@@ -293,10 +301,10 @@ __device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Ope
   });
 }
 
-// ---- pairs of tokens -------------------------------------------------------------------------------------------------
+// ---- pairs of tokens ------------------------------------------------------------------------------------------------
 
-// Values of all pairs [query, key] in tf32, none with a key behind its query: where one lies so that eight rows of two keys, and
-// eight keys of every second query, lie in different banks.
+// Values of all pairs [query, key] in tf32, none with a key behind its query: where one lies so that eight rows of two
+// keys, and eight keys of every second query, lie in different banks.
 using Pairs = float[CHUNK][CHUNK];
 __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) {
   return x[query][key ^ 8 * ((query & 3) ^ (query >> 2 & 1))];
@@ -330,7 +338,8 @@ struct PairReader {
   // Sums over queries, for keys: to_j += sum_i pairs_ij q_i.
   __device__ __forceinline__ void add_queries(SubChunk& to, const SubChunk& q, int queries, int keys) const {
     const float* from = pairs + 8 * CHUNK * queries;
-    const u32 b[2] = {__float_as_uint(from[column ^ 8 * keys]), __float_as_uint(from[(column ^ 8 * (keys ^ 1)) + CHUNK])};
+    const float first = from[column ^ 8 * keys], second = from[(column ^ 8 * (keys ^ 1)) + CHUNK];
+    const u32 b[2] = {__float_as_uint(first), __float_as_uint(second)};
     multiply_pairs(to, q, b);
   }
 };

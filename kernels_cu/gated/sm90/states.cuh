@@ -1,14 +1,15 @@
-// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and sums over
-//           a chunk's tokens.
-// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient from chunk to
-//           chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
+// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
+//           sums over a chunk's tokens.
+// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient
+//           from chunk to chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
 #include "gated/sm90/decays.cuh"
 
 constexpr int KEPT = 1024;                      // tokens
 
-// A lane's first values of a state that is kept, the others THREADS apart: of that before a sequence's token, a multiple of KEPT
-// behind its start.
-template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept, const Shape& shape, const Place& at, int token) {
+// A lane's first values of a state that is kept, the others THREADS apart: of that before a sequence's token, a
+// multiple of KEPT behind its start.
+template <int BK, int BV>
+__device__ __forceinline__ float4* kept_at(float* kept, const Shape& shape, const Place& at, int token) {
   const i64 slot = (i64(at.batch) * shape.H + at.head) * (shape.T / KEPT + 1) + at.start / KEPT + token / KEPT;
   return reinterpret_cast<float4*>(kept + slot * (BK * BV)) + threadIdx.x;
 }
@@ -52,7 +53,8 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
 }
 
 // x[channel, token] = S tokens^T in tf32, under way.
-template <int BV> __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
+template <int BV>
+__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
   constexpr int PART = 4, PARTS = BV / 8 / PART;
   u32 columns[2][PART][4];                      // products under way hold theirs, and S has them in another order
   const auto copy = [&](int part) {
@@ -99,8 +101,8 @@ template <int BV> __device__ __forceinline__ void decay_state(float (&S)[BV / 2]
   for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
 }
 
-// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: BEHIND: from i on; otherwise
-// before i. all: over all of them.
+// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: BEHIND: from
+// i on; otherwise before i. all: over all of them.
 template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
@@ -120,7 +122,8 @@ template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, floa
 }
 
 // The state that a block starts from: given, or zeros.
-template <int BV> __device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* given, const Shape& shape, int channel) {
+template <int BV>
+__device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* given, const Shape& shape, int channel) {
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
   if (given)

@@ -25,8 +25,8 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 class Kernel:
     """One instantiation of one `__global__` template.
 
-    `file` is the path under `kernels_cu` without `.cu`; its last part is the name of the `__global__`, of those in `gated` all
-    parts, joined by underscores.
+    `file` is the path under `kernels_cu` without `.cu`; its last part is the name of the `__global__`, of those in
+    `gated` all parts, joined by underscores.
     `arch` names the only target that has its instructions, as "sm_90a"; without one it runs on every card.
     `cluster` blocks run together, as its `__cluster_dims__` say.
 
@@ -64,7 +64,8 @@ def text(file, include=None) -> str:
 
     CuPy's disk cache does not see what a header holds; a pasted header changes the text and so the key.
     `#line` keeps the compiler's messages on the true file. An include is a name in `kernels_cu/include`, or a path
-    under `kernels_cu`; `include` maps it to the file to take instead. `file` may also be an absolute path without `.cu`.
+    under `kernels_cu`; `include` maps it to the file to take instead. `file` may also be an absolute path without
+    `.cu`.
     """
     replaced = include or {}
     pasted = set()

@@ -1,7 +1,7 @@
 """Gradients of gla and rwkv6: one sweep forwards in time for dq and du, one backwards for dk, dg and dh0, one for dv.
 
-No state is kept but one every `tiles.KEPT` tokens. On Hopper two sweeps of its own keep none, and two more are for a gate that
-all channels share; both for any gate. `device` is where, as in `plans`.
+No state is kept but one every `tiles.KEPT` tokens. On Hopper two sweeps of its own keep one every `tiles.WARPGROUP_KEPT`,
+and two more are for a gate that all channels share; both for any gate. `device` is where, as in `plans`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sweeps(problem, device) -> tuple[tiles.Kernel, ...]:
 
 
 def chosen(problem, device) -> tuple[tuple[tiles.Kernel, ...], ...]:
-    """What comes before Hopper's own sweeps, these, or those for every card, what sums du: the one place that chooses."""
+    """What comes before Hopper's own sweeps, these, or those for every card, what sums du: the only choice."""
     policy, T, G = tiles.policy(problem.op), problem.dtype, tiles.ONE if one_gate(problem) else gate(problem).dtype
     K, V = problem.shape("K V")
     P, before, own = segments(problem, device), (), ()
@@ -203,7 +203,8 @@ def in_chunks(problem, device, kernels, arrays, gradients, dht, dh0, du):
     u, initial = bonus(problem), problem.initial_state and contiguous(problem.initial_state[0])
     kept = device.empty(kept_shape(problem, where.shape["NC"]), FLOAT32)
     weight = dg if dg.dtype == FLOAT32 else device.empty_like(dg, dg.shape, FLOAT32)
-    ends = dict(**where.shape, scale=problem.scale, vectors=int(all(in_pieces(x, device) for x in (*arrays, *gradients))))
+    vectors = int(all(in_pieces(x, device) for x in (*arrays, *gradients)))
+    ends = dict(**where.shape, scale=problem.scale, vectors=vectors)
     blocks = N * H * ceil_div(problem.sizes["K"], tiles.BACKWARD_CHANNELS)
     args = pack(**rows(device, q=q, k=k, v=v, do=do, g=g, dq=dq, weight=weight), u=pointer(device, u),
                 initial=pointer(device, initial), kept=device.pointer(kept), du=pointer(device, du), **ends)
@@ -246,7 +247,8 @@ def scratch(problem, device) -> int:
         elements = N * P * H * wants_gate(problem)
     elif P:
         elements = N * P * H * K + B * H * (T // tiles.WARPGROUP_CHUNK + problem.spans.count * P) * K
-        elements += B * H * (T // tiles.WARPGROUP_KEPT + 1) * math.prod(tiles.WARPGROUP_TILES[size > 64] for size in (K, V))
+        tile = math.prod(tiles.WARPGROUP_TILES[size > 64] for size in (K, V))
+        elements += B * H * (T // tiles.WARPGROUP_KEPT + 1) * tile
     else:
         chunks = int(problem.spans.chunk_bounds(tiles.KEPT)[-1])
         elements = math.prod(kept_shape(problem, chunks))

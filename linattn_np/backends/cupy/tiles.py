@@ -23,8 +23,8 @@ MULTIPROCESSORS = 132               # of a Hopper card
 LATER = 64              # tokens, where a sequence's second half begins: its block goes through some of the first's too
 LOOK, START = 64, 256   # tokens that take as long as a block's look at the gates before a cut, and its start behind one
 SEGMENT = 128                      # tokens that are worth a pass of their own
-WARPGROUP_KEPT = 1024   # tokens between the states that Hopper's own sweeps keep: what is cut off of those they read adds up in the
-                        # gates' gradient from one to the next
+WARPGROUP_KEPT = 1024   # tokens between the states that Hopper's own sweeps keep: what is cut off of those they read adds
+                        # up in the gates' gradient from one to the next
 KEPT = 256              # tokens between the states that the backward keeps: a quarter of bfloat16's inputs at K = V = 128;
                         # the gates' gradient is a sum over as many tokens at most, which float32 carries without loss
 BACKWARD_CHANNELS = 64              # of K a block of the backward sweeps; they hold all columns of V
@@ -151,8 +151,7 @@ def chunk_backward_values(policy, T, G, K, V) -> Kernel:
 
 
 def warpgroup_backward(what, policy, T, G, K, V) -> Kernel:
-    """`what`: the sweep, or "segments" before both. `G` may be `ONE`, for bfloat16 alone, whose range holds what is scaled by
-    decays."""
+    """`what`: the sweep, or "segments" before both. `G` may be `ONE`, for bfloat16 alone."""
     BK, BV = WARPGROUP_TILES[K > 64], WARPGROUP_TILES[V > 64]
     threads = 2 * BK + (32 if what == "segments" else 128)
     if G is ONE:
@@ -360,13 +359,15 @@ def shared_bytes(kernel: Kernel) -> int:
             return 2 * int(D) * (2 * 128 + 4 * 32) + 4 * 128 + 128
         case "softmax_dkdv", (_, D):
             return 2 * int(D) * (2 * 64 + 4 * 64) + 4 * 4 * 64 + 128
-        case ("gated_sm90_backward_segments" | "gated_sm90_backward_queries" | "gated_sm90_backward_keys"), (*_, G, BK, BV):
+        case ("gated_sm90_backward_segments" | "gated_sm90_backward_queries" | "gated_sm90_backward_keys"), _:
+            *_, G, BK, BV = kernel.template
             BK, BV, gate = int(BK), int(BV), size[G]
             stages, channels, gates, columns, pairs, rest = {           # tiles of [32, BK] and [32, BV] a stage
                 "gated_sm90_backward_segments": (4 if gate == 2 else 3, 1, 1, 1, 0, 0),
                 "gated_sm90_backward_queries": (3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * BV, 0),
                 "gated_sm90_backward_keys": (2, 2, 2, 2, 32 * 32 * 4,
-                                             2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 33 * BK // 16 + 40),
+                                             2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 33 * BK // 16
+                                             + 40),
             }[kernel.name]
             stage = 32 * (2 * channels * BK + gates * gate * BK + 2 * columns * BV) + pairs
             return 1024 * -(-(stages * stage + rest + 8 * (3 * stages + 2)) // 1024)
@@ -456,7 +457,7 @@ def kernels():
     yield warpgroup_one_gate("Keys", single, *2 * WARPGROUP_TILES[-1:])
     yield scan_segments()
     yield scan_both_ways()
-    for what, (T, G), p, K, V in product(("segments", "queries", "keys"), pairs[1:], POLICIES, WARPGROUP_TILES, WARPGROUP_TILES):
+    for what, (T, G), p, K, V in product(("segments", "queries", "keys"), pairs[1:], POLICIES, *2 * (WARPGROUP_TILES,)):
         yield warpgroup_backward(what, p, T, G, K, V)
     for what, K, V in product(("segments", "queries", "keys"), WARPGROUP_TILES, WARPGROUP_TILES):
         yield warpgroup_backward(what, POLICIES[0], BFLOAT16, ONE, K, V)
