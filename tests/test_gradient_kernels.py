@@ -60,7 +60,7 @@ CASES = {
     "kept-all-20-f16": Case(T=530, K=64, V=64, H=1, dtype="float16", gate="all-20", dht=False),
     **{f"gate-{gate}": Case(gate=gate) for gate in GATES},
     **{f"gate-{gate}-bf16": Case(gate=gate, dtype="bfloat16", K=64, V=64, H=1) for gate in HALF_GATES},
-    **{f"gate-{gate}-f16": Case(gate=gate, dtype="float16", K=64, V=64, H=1) for gate in HALF_GATES},
+    **{f"gate-{gate}-f16": Case(gate=gate, dtype="float16", K=64, V=64, H=1) for gate in HALF_GATES if gate != "all-20"},
     "gate32-bf16": Case(dtype="bfloat16", gate_dtype="float32", gate="some-1e30", K=64, V=64),
     "gate32-f16": Case(dtype="float16", gate_dtype="float32", V=60),
     "initial-bf16": Case(dtype="bfloat16", initial="bfloat16", K=64, V=64, H=1),
@@ -138,8 +138,8 @@ class Call:
             own = SINGLE.name if gradient.dtype == DOUBLE else gradient.dtype.name
             coarser = max(self.case.dtype, own, key=list(LIMITS).index)
             if name not in DECAYS:
-                # on Hopper rows of dv are sums by scores rounded to bfloat16, which cancel
-                assert_close(f"{what}: d{name}", gradient, exact, coarser, rows=4 if coarser == "bfloat16" else 1)
+                # on Hopper rows of dv are sums by scores in tf32, and by states rounded to bfloat16, which cancel
+                assert_close(f"{what}: d{name}", gradient, exact, coarser, rows=4 if coarser.endswith("float16") else 1)
                 continue
             # a difference of cumulated q dq and k dk, of which a strong decay leaves no more than their rounding
             size = max(rms(exact), rms(double(self.arrays[0]) * wanted[0]))
@@ -178,8 +178,10 @@ def test_no_gate_is_special(op, backend, gate, dtype, gate_dtype, rng):
     whole = {"bfloat16": 4e-3, "float16": 2e-3}[dtype]
     for name, x, exact in zip(call.names, found, wanted, strict=True):
         x, size = double(x), rms(exact)
-        if name == "g":                         # all of a gate's gradient may be far below what its sums are made of
-            size = max(size, 1e-3 * rms(double(call.arrays[0]) * wanted[0]))
+        if name in DECAYS:                      # all of it may be far below what its sums are made of, of which digits are lost
+            size = max(size, rms(double(call.arrays[0]) * wanted[0]))
+        if name == "initial_state":             # float16 has nothing below 6e-8
+            size = max(size, 1e-3)
         error = rms(x - exact) / size
         assert error <= whole, f"{gate}: d{name} is off by {error:.1e}"
         rows = rms(x - exact, axis=-1) / (rms(exact, axis=-1) + 0.1 * size)

@@ -1,7 +1,9 @@
-// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
-//           sums over a chunk's tokens.
-// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient
-//           from chunk to chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
+// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and sums
+//           over a chunk's tokens.
+// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient from
+//           chunk to chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
+//           What a chunk adds to a state is a product in T: in float16 a query or key whose decays leave less than 6e-8 of it
+//           is lost to the state. For dv in float16 C is read times a power of 2 that takes it into that range.
 #include "gated/sm90/decays.cuh"
 
 constexpr int KEPT = 1024;                      // tokens
