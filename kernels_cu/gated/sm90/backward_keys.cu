@@ -362,7 +362,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     __syncwarp();                               // else all is made at once: there are no registers for that
     decays_of(decays, gates);
     decays_from_start(far, gates, counts);
-    decay_queries<false, T>(read, queries, q, far, decays, scale);
+    const QueryScale reach = scale_of_queries<Policy, T>(far);
+    decay_queries<false, T>(read, queries, q, far, decays, {scale * reach.up[0], scale * reach.up[1]});
     __syncwarp();
     decays_to_end(far, gates, counts);
     decay_keys<false, T>(met, keys, k, far, decays);
@@ -386,7 +387,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
         dk[x][i] = fmaf(far[x][i], x ? by16[i] : decays.own[1][i / 2] * by16[i], dk[x][i]);
       }
     }
-    decay_state<BV>(C, decays);
+    decay_state<BV>(C, decays, reach.up[0], reach.up[1]);
     wgmma_fence();
     start_write<T, BV>(C, queries, in.do_);
     wgmma_commit();
@@ -455,6 +456,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardK
     }
     wgmma_wait<0>();
     wgmma_keep(C);
+    scale_down<Policy, T, BV>(C, reach);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
   });

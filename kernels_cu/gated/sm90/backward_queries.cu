@@ -152,7 +152,7 @@ template <class Policy, typename T, typename G>
 __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                             T (&k)[CHUNK][64], const Counts<Policy, G>& counts, const PairReader& dA,
-                                            float scale, int at) {
+                                            float scale, QueryScale& range, int at) {
   Gates<G> gates;
   Across read, met;
   gates.load(g, at);
@@ -163,7 +163,8 @@ __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& q
   __syncwarp();
   load_operand(queries, q, at);
   decays_from_start(far, gates, counts);
-  decay_queries<true, T>(read, queries, queries, far, decays, scale);
+  range = scale_of_queries<Policy, T>(far);
+  decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
   const auto add = [&](int n, int i, float query, float over_keys) {
     if (Policy::reads_before_write) d.reading[n][i] = fmaf(query, over_keys, d.reading[n][i]);
     d.weight[n][i] = fmaf(query, over_keys, d.weight[n][i]);
@@ -226,11 +227,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     Chunk far;
     Gradients found;
     SubChunkDecays decays;
+    QueryScale range;
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
     meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset);
-    meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, offset);
+    meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range, offset);
 
     wgmma_wait<0>();
     wgmma_keep(from_state);
@@ -245,7 +247,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         const int i = 2 * h + p;
-        const float x = from_state[4 * n + i], q = p ? query.y : query.x;
+        const float x = from_state[4 * n + i], q = range.down[h] * (p ? query.y : query.x);
         found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
         found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
         if (Policy::reads_before_write) found.reading[n][i] = fmaf(q, x, found.reading[n][i]);

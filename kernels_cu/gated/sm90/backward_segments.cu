@@ -78,20 +78,23 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardS
     load_operand(x, in.x[warpgroup], offset);
     decays_of(decays, gates);
     Across nowhere;
+    QueryScale range = {{1.f, 1.f}, {1.f, 1.f}};
     if (BACKWARDS) {
       decays_from_start(far, gates, counts);
-      decay_queries<false, T>(nowhere, x, x, far, decays, float(args.scale));
+      range = scale_of_queries<Policy, T>(far);
+      decay_queries<false, T>(nowhere, x, x, far, decays, {float(args.scale) * range.up[0], float(args.scale) * range.up[1]});
     } else {
       decays_to_end(far, gates, counts);
       decay_keys<false, T>(nowhere, x, x, far, decays);
     }
-    decay_state<BV>(S, decays);
+    decay_state<BV>(S, decays, range.up[0], range.up[1]);
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
     wgmma_commit();
     for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     wgmma_wait<0>();
     wgmma_keep(S);
+    if (BACKWARDS) scale_down<Policy, T, BV>(S, range);
     barrier_arrive(s.done[iteration % STAGES]);
   }
   const i64 slot = slot_of(at, BACKWARDS), K = args.shape.K, next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);

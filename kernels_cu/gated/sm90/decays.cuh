@@ -270,10 +270,10 @@ struct Across {
 // And `state`, in T: what meets the state before the chunk. far: decays from the start of a sub-chunk.
 template <bool EXACT, typename T>
 __device__ __forceinline__ void decay_queries(Across& to, Operand& state, const Operand& q, const Chunk& far,
-                                              const SubChunkDecays& d, float scale) {
+                                              const SubChunkDecays& d, const float (&scale)[2]) {
   each_pair([&](int n, int h) {
     const float2 two = unpack<T>(pair_of(q, n, h));
-    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale * d.before(n, h);
+    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale[h] * d.before(n, h);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
