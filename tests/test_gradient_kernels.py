@@ -171,14 +171,14 @@ def test_strong_gates_of_one_head(op, backend, T, rng):
 @pytest.mark.parametrize("gate_dtype", [None, "float32"])
 @pytest.mark.parametrize("gate", LAWFUL_GATES)
 def test_no_gate_is_special(op, backend, gate, dtype, gate_dtype, rng):
-    """The same limits whatever the gates: of all values, and of every row; large values before resets reach nobody behind them."""
+    """The same limits whatever the gates: of all values, and of every row."""
     call = Call(op, Case(T=150, K=64, V=64, H=1, dtype=dtype, gate=gate, gate_dtype=gate_dtype, dht=False), rng)
     _, found = call.on(backend)
     _, wanted = call.exact
     whole = {"bfloat16": 4e-3, "float16": 2e-3}[dtype]
     for name, x, exact in zip(call.names, found, wanted, strict=True):
         x, size = double(x), rms(exact)
-        if name in DECAYS:                      # all of it may be far below what its sums are made of, of which digits are lost
+        if name in DECAYS:                      # all of it may be far below what its sums are made of
             size = max(size, rms(double(call.arrays[0]) * wanted[0]))
         error = rms(x - exact) / size
         assert error <= whole, f"{gate}: d{name} is off by {error:.1e}"

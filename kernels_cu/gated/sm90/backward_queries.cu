@@ -232,7 +232,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardQ
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
     meet_within<Policy>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset);
-    meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range, offset);
+    meet_across<Policy>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
+                        offset);
 
     wgmma_wait<0>();
     wgmma_keep(from_state);

@@ -82,7 +82,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const BackwardS
     if (BACKWARDS) {
       decays_from_start(far, gates, counts);
       range = scale_of_queries<Policy, T>(far);
-      decay_queries<false, T>(nowhere, x, x, far, decays, {float(args.scale) * range.up[0], float(args.scale) * range.up[1]});
+      const float scale = float(args.scale);
+      decay_queries<false, T>(nowhere, x, x, far, decays, {scale * range.up[0], scale * range.up[1]});
     } else {
       decays_to_end(far, gates, counts);
       decay_keys<false, T>(nowhere, x, x, far, decays);

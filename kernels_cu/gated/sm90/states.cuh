@@ -1,9 +1,10 @@
-// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and sums
-//           over a chunk's tokens.
-// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient from
-//           chunk to chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
-//           What a chunk adds to a state is a product in T. float16 has nothing below 6e-8: there queries that meet a state go
-//           into products times a power of 2, by the chunk's first gate, and so does C for dv, by its largest value.
+// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
+//           sums over a chunk's tokens.
+// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient
+//           from chunk to chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
+//           What a chunk adds to a state is a product in T. float16 has nothing below 6e-8: there queries that meet a
+//           state go into products times a power of 2, by the chunk's first gate, and so does C for dv, by its largest
+//           value.
 #include "gated/sm90/decays.cuh"
 
 constexpr int KEPT = 1024;                      // tokens
@@ -28,8 +29,9 @@ __device__ __forceinline__ Scale to_range(float largest) {
   return {__uint_as_float(u32(267 - exponent) << 23), __uint_as_float(u32(exponent - 13) << 23)};
 }
 
-// Of two channels: what takes queries that a chunk's first gate has decayed, and what a state has of them, back into the range
-// of a NARROW type, and its inverse. far: decays from the start of a sub-chunk. RWKV-6's first query is not decayed.
+// Of two channels: what takes queries that a chunk's first gate has decayed, and what a state has of them, back into
+// the range of a NARROW type, and its inverse. far: decays from the start of a sub-chunk. RWKV-6's first query is not
+// decayed.
 struct QueryScale {
   float up[2], down[2];
 };
@@ -38,7 +40,8 @@ template <class Policy, typename T> __device__ __forceinline__ QueryScale scale_
   if (NARROW<T> && !Policy::reads_before_write)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int exponent = max(int(__float_as_uint(__shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28)) >> 23), 27);
+      const float first = __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
+      const int exponent = max(int(__float_as_uint(first) >> 23), 27);
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
     }
   return s;
@@ -121,7 +124,8 @@ __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x
 
 // S <- diag(up) D S.
 template <int BV>
-__device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDecays& d, float up0 = 1.f, float up1 = 1.f) {
+__device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDecays& d, float up0 = 1.f,
+                                            float up1 = 1.f) {
   const float by[2] = {up0 * d.all(0), up1 * d.all(1)};
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
