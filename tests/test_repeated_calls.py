@@ -272,7 +272,7 @@ def pull_problem(op, dtype, seed, *, start=False, dht=False, **options):
 @pytest.mark.parametrize("case", PULLS)
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
 def test_a_recorded_pullback_does_what_the_plan_does(op, case, dtype, capability, monkeypatch):
-    """Gates of one head too strong for Hopper's own sweeps, then of none, then of another: nothing of a call is left over."""
+    """Strong gates of one head, then of none, then of another: nothing of a call is left over."""
     monkeypatch.setattr(tuning, "SEGMENT", 48)
     on, calls = device(capability), [pull_problem(op, dtype, seed, **PULLS[case]) for seed in range(4)]
     for (problem, *_), head in zip(calls, (1, None, 0, None)):

@@ -28,7 +28,6 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
-  const i32* strong;  // [N, H]: 0 where others have done the work; null where nobody has
 };
 
 template <class ReadOrder, typename T, typename G, int BV>
@@ -39,7 +38,6 @@ __global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>)
   const Shape& shape = args.shape;
   const int tiles = int((shape.K + BK - 1) / BK), tile = blockIdx.x % tiles, h = blockIdx.x / tiles % int(shape.H);
   const int n = blockIdx.x / tiles / int(shape.H), b = n / int(shape.count);
-  if (args.strong && !args.strong[n * int(shape.H) + h]) return;
   const Span span = tokens_of(shape, n % int(shape.count));
   const i64 state_at = ((i64(n) * shape.H + h) * shape.K + tile * BK) * shape.V;
   const float scale = float(args.scale);

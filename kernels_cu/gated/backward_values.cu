@@ -25,7 +25,6 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
-  const i32* strong;  // [N, H]: 0 where others have done the work; null where nobody has
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(16) Incoming {
@@ -55,7 +54,6 @@ __global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1)
   const Shape& shape = args.shape;
   const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
   const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
-  if (args.strong && !args.strong[n * shape.H + h]) return;
   const Span span = tokens_of(shape, n % shape.count);
   const i64 state_at = (n * shape.H + h) * shape.K * shape.V;
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;

@@ -82,6 +82,28 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// The larger of x and `least`; NaN stays NaN.
+__device__ __forceinline__ float at_least(float x, float least) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
+  return y;
+}
+
+// The same of two values of T side by side.
+template <typename T> __device__ __forceinline__ u32 at_least(u32 x, u32 least);
+
+template <> __device__ __forceinline__ u32 at_least<bf16>(u32 x, u32 least) {
+  u32 y;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(least));
+  return y;
+}
+
+template <> __device__ __forceinline__ u32 at_least<f16>(u32 x, u32 least) {
+  u32 y;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(least));
+  return y;
+}
+
 // Lets the compiler forget where x comes from, so that it holds no register with what it could make of it.
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
 

@@ -61,6 +61,13 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0 : y;
 }
 
+inline float at_least(float x, float least) { return x < least ? least : x; }
+
+template <typename T> u32 at_least(u32 x, u32 least) {
+  const auto of = [&](int shift) { return at_least(to_float(T{u16(x >> shift)}), to_float(T{u16(least >> shift)})); };
+  return pack<T>(of(0), of(16));
+}
+
 inline void forget(int&) {}
 
 inline u32 copy_of(float x) { return __float_as_uint(x); }

@@ -1,352 +1,478 @@
-// what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives dk,
-//           dv, dg and dh0.
-// math      per chunk of 32, decays from its middle (warpgroup_backward.cuh): q^ = scale q E (RWKV-6: E of token i - 1), k^ = k / E,
-//           C_mid = diag(late) C;  A = q^ k^^T, dA = do v^T, for j <= i (RWKV-6: j < i, and scale sum r u k for j = i)
-//           dk = (dA^T q^ + v C_mid^T) / E (RWKV-6: + scale u q dA_tt);  dv = A^T do + k^ C_mid
-//           dg_t = x + sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j in the chunk (RWKV-6: i > t), own parts left out on both
-//           sides, with q dq = weight + q^ (dA k^), and x = sum_v S C at the chunk's end; C <- diag(early) (C_mid + q^^T do)
+// what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives
+//           dk, dv, dg and dh0.
+// math      per chunk of 32, with the decays of decays.cuh: A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for j
+//           <= i (RWKV-6: j < i, and A_ii = scale sum q u k); dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j
+//           scale do_j . v_j);  dv_j = sum_i A_ij do_i + (L_j k_j) C dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D
+//           sum_v S C, S the state before the chunk and C that behind it; C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
-//           weight, sums, ends, strong: as warpgroup_backward_queries leaves them; weight may be dg itself. Where gates are
-//           not mild nothing is written: others compute that head
-// grid      as warpgroup_backward_queries
-// smem      Stage: a chunk's tokens, and its results in place of them; Shared::C: C_mid for dv
-// barriers  full, done: as warpgroup_backward_queries; pairs: dA stands; operands: q^, k^ do; scores: A does
-// numerics  as warpgroup_backward_queries; dg in float32 from weights of its own type and sums of chunks in float32
+//           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
+// grid      as backward_queries
+// smem      Stage: a chunk's tokens, and its results in place of them; Shared: what meets in the chunk, A, and C for dv
+// barriers  full, done: as backward_queries; pairs: dA stands; operands: so do the decayed queries and keys, and C has
+//           read v; scores: so does A
+// numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
+//           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    as warpgroup_backward_queries
-#include "warpgroup_backward.cuh"
+// limits    as backward_queries
+#include "gated/sm90/states.cuh"
+#include "backward_tokens.cuh"
 
-template <typename G> struct WarpgroupBackwardKeysArgs {
+template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, weight, dk, dv, dg;        // boxes of a chunk's tokens and 128 bytes, swizzled
-  Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
+  Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows, weight_rows;
-  Rows<bf16> dk_rows, dv_rows;
+  Rows<T> dk_rows, dv_rows;
   Rows<G> dg_rows;
   const float *u, *dht;                         // null where there is none
   const float *ends, *sums;
-  const i32* strong;
+  float* kept;
   float* dh0;                                   // or null
   Shape shape;
   double scale;
   i64 P;                                        // segments a sequence
 };
 
-template <typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<bf16, BK> q, k;                          // then q^ and k^, q: then dk
-  Tile<G, BK> g, weight;                        // g: then dg
-  Tile<bf16, BV> v, do_;                        // v: then dv
-  bf16 dA[CHUNK][64];                           // [query, key], and 32 columns on what rounding left over
-  float own[CHUNK];                             // dA of a token with itself
+template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
+  Tile<T, BK> q, k;                             // q: half of the queries within, then dk; k: then what C has of them
+  Tile<G, BK> g, weight;                        // g: then the other half of the queries within, then dg
+  Tile<T, BV> v, do_;                           // v: then dv
+  Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
 };
 
-template <typename G, int BK, int BV> struct Shared {
-  static constexpr int STAGES = sizeof(G) == 2 ? 3 : 2;
-  Stage<G, BK, BV> stages[STAGES];
-  bf16 C[BK / 64][BV][64];                      // [column of V, channel], swizzled
-  Tile<bf16, BK> q_rest, k_rest;                // what rounding left over of q^ and k^
-  bf16 A[CHUNK][64];                            // as dA
+template <typename T, typename G, int BK, int BV> struct Shared {
+  static constexpr int STAGES = 2;
+  Stage<T, G, BK, BV> stages[STAGES];
+  T C[BK / 64][BV][64];                         // [column of V, channel], swizzled
+  ReadTile<BV> read;                            // v of the next chunk, for products with C
+  Tile<float, BK> keys_within;                  // laid out by within_at
+  Tile<T, BK> by8, by16;                        // Across: queries and keys have different sub-chunks
+  float A[CHUNK][CHUNK];                        // [key, query], queries by column_of, swizzled
   float own[BK / 16][CHUNK];                    // RWKV-6: a token's score with itself, every warp's share
+  float largest[BK / 16];                       // of C, every warp's share
   Place place;                                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
+constexpr float FORGOTTEN = 0x1p-20f;           // a decay over a chunk, about what rounding leaves of the sums
 
-// Whether gates of this block's head are not mild.
-template <typename G> __device__ __forceinline__ bool done_elsewhere(const WarpgroupBackwardKeysArgs<G>& args) {
-  const u32 H = u32(args.shape.H);
-  return args.strong[blockIdx.x / H / u32(args.P) * H + blockIdx.x % H];
+// Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
+// token, lie in different banks.
+__device__ __forceinline__ float* within_at(float (&panel)[CHUNK][32], int row, int c) {
+  return &panel[row][(c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 4 + c % 4];
+}
+// Where A has a query: as a product in tf32 takes the operand that has 2t at depth t of a sub-chunk, and 2t + 1 at t +
+// 4.
+__device__ __forceinline__ int column_of(int query) { return query / 8 * 8 + query % 8 / 2 + query % 2 * 4; }
+__device__ __forceinline__ float& score_at(float (&A)[CHUNK][CHUNK], int query, int key) {
+  const int column = column_of(query);
+  return swizzled(A[0], key, column / 4)[column % 4];
 }
 
-// Calls f(turn, first token of the chunk) for the chunks from the last to the first.
+__device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
+
+// The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any
+// more.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, int panel))[CHUNK][32] {
+  void* const place = panel % 2 ? (void*)own_panels(stage.g, panel / 2) : (void*)&stage.q[panel / 2];
+  return *reinterpret_cast<float(*)[CHUNK][32]>(place);
+}
+
+// Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
 template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
-  int turn = 0;
+  int iteration = 0;
 #pragma unroll 1
-  for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(turn++, token);
+  for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
 }
 
-// ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays ----------
+// ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays --------
 
-// D[query, key] = a b^T + a more^T for a warp's 8 queries, and in its other 8 rows the same of a_rest. MORE: with `more`.
-template <bool MORE, int PANELS>
-__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], bf16 (&a)[PANELS][CHUNK][64], bf16 (&a_rest)[PANELS][CHUNK][64],
-                                              bf16 (&b)[PANELS][CHUNK][64], bf16 (&more)[PANELS][CHUNK][64], int warp, int lane) {
+// D[query, key] = a b^T for a warp's 8 queries, twice.
+template <typename T, int PANELS>
+__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
+                                              T (&b)[PANELS][CHUNK][64], int warp, int lane) {
   const int row = 8 * warp + (lane & 7), piece = lane >> 4;
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {            // one after the other: registers are scarce
     u32 x[4][4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], swizzled((lane & 8 ? a_rest : a)[panel][0], row, 2 * c + piece));
-    const u64 keys = wgmma_tile(b[panel], 16, 1024), others = wgmma_tile(more[panel], 16, 1024);
+    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], swizzled(a[panel][0], row, 2 * c + piece));
+    const u64 keys = wgmma_tile(b[panel], 16, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      wgmma<bf16, CHUNK, false>(d, x[c], keys + c * 32 / 16, panel || c);
-      if (MORE) wgmma<bf16, CHUNK, false>(d, x[c], others + c * 32 / 16, true);
-    }
+    for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(d, x[c], keys + c * 32 / 16, panel || c);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(d);
   }
 }
 
-// Stores the first 8 rows or, of BOTH, their sum with the others, with f(query, key, value) for each, as that of two bfloat16
-// numbers, the second 32 columns on.
-template <bool BOTH, class F>
-__device__ __forceinline__ void put_rows(bf16 (&tile)[CHUNK][64], const float (&d)[CHUNK / 2], int warp, int lane, F f) {
-  const int i = 8 * warp + (lane >> 2), t = lane & 3;
+// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
+                                                int warp, int lane) {
+  const int row = 8 * warp + (lane >> 2), t = lane & 3;
+  float other[4] = {};
 #pragma unroll
-  for (int n = 0; n < CHUNK / 8; ++n) {
-    const float x = f(i, 8 * n + 2 * t, BOTH ? d[4 * n] + d[4 * n + 2] : d[4 * n]);
-    const float y = f(i, 8 * n + 2 * t + 1, BOTH ? d[4 * n + 1] + d[4 * n + 3] : d[4 * n + 1]);
-    const u32 rounded = pack<bf16>(x, y);
-    reinterpret_cast<u32*>(swizzled(tile[0], i, n))[t] = rounded;
-    reinterpret_cast<u32*>(swizzled(tile[0], i, n + 4))[t] = remainder_of(rounded, x, y);
+  for (int i = 0; i < 4; ++i) d[i] = 0.f;
+#pragma unroll 4
+  for (int c = 0; c < BK / 16; ++c) {           // a lane's 4 channels are two of depth 8
+    const float4 q = *reinterpret_cast<const float4*>(within_at(queries_within(in, c / 2), row, c % 2 * 16 + 4 * t));
+    const float4 k = *reinterpret_cast<const float4*>(within_at(s.keys_within[c / 2], row, c % 2 * 16 + 4 * t));
+    const u32 a[4] = {__float_as_uint(q.x), 0, __float_as_uint(q.y), 0};
+    const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)};
+    const u32 more_a[4] = {__float_as_uint(q.z), 0, __float_as_uint(q.w), 0};
+    const u32 more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
+    mma_tf32(d, a, b);
+    mma_tf32(other, more_a, more_b);
   }
+  for (int i = 0; i < 2; ++i) d[i] += other[i];
 }
 
-template <class Policy, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, const WarpgroupBackwardKeysArgs<G>& args) {
-  constexpr int STAGES = Shared<G, BK, BV>::STAGES;
+// D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
+template <typename T, int PANELS>
+__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen,
+                                                int keys, int lane) {
+  float other[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] = 0.f;
+#pragma unroll 2
+  for (int c = 0; c < PANELS * 2; ++c) {        // 32 channels
+    u32 a[4], b[4];
+    ldmatrix_x4(b, swizzled(x[c / 2][0], keys + (lane & 7), c % 2 * 4 + (lane >> 3)));
+    ldmatrix_x4(a, swizzled(x[c / 2][0], queries + (lane & (sixteen ? 15 : 7)), c % 2 * 4 + (lane >> 4)));
+    const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+    multiply(d, a, first, T{});
+    ldmatrix_x4(a, swizzled(x[c / 2][0], queries + (lane & (sixteen ? 15 : 7)), c % 2 * 4 + 2 + (lane >> 4)));
+    multiply(other, a, second, T{});
+  }
+  for (int i = 0; i < 4; ++i) d[i] += other[i];
+}
+
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const Place& at = s.place;
   const i64 K = args.shape.K, V = args.shape.V;
+  const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
-  const auto announce = [&](Barrier& b) {
-    fence_async();
-    barrier_arrive(b);
-  };
-  const auto fetch = [&](int turn) {
-    if (turn * CHUNK >= at.tokens) return;
-    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
-    fetch_chunk(s.full[turn % STAGES], at, ((at.tokens - 1) / CHUNK - turn) * CHUNK, [&](auto f) {
+  const auto fetch = [&](int iteration) {
+    if (iteration * CHUNK >= at.tokens) return;
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    fetch_chunk(s.full[iteration % STAGES], at, ((at.tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
       if (warp == 1) f(in.v, args.v, args.v_rows, V), f(in.do_, args.do_, args.do_rows, V);
       if (warp == 2) f(in.g, args.g, args.g_rows, K);
       if (warp == 3) f(in.weight, args.weight, args.weight_rows, K);
     });
   };
-  const auto store = [&](int turn, int token) {
-    Stage<G, BK, BV>& out = s.stages[turn % STAGES];
-    barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
+  const auto store = [&](int iteration, int token) {
+    Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
     store_chunk(at, token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
       if (warp == 1) f(out.v, args.dv, args.dv_rows, V);
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
     });
   };
-  const auto gradients = [&](int turn) {        // of the scores: dA
-    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
+  const auto gradients = [&](int iteration) {   // of the scores: dA
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    const int i = 8 * warp + (lane >> 2);
     float d[CHUNK / 2];
-    barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
-    multiply_rows<false>(d, in.do_, in.do_, in.v, in.v, warp, lane);
-    put_rows<false>(in.dA, d, warp, lane, [&](int i, int j, float y) {
-      if (Policy::reads_before_write && i == j) in.own[i] = y;
-      return j < i || (j == i && !Policy::reads_before_write) ? y : 0.f;
-    });
-    announce(s.pairs[turn % STAGES]);
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
+    multiply_rows(d, in.do_, in.v, warp, lane);
+#pragma unroll
+    for (int n = 0; n < SUBCHUNKS; ++n) {
+      const auto value = [&](int j, float x) {
+        if (ReadOrder::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
+        return j < i || (j == i && !ReadOrder::reads_before_write) ? pair_value(scale * x) : 0.f;
+      };
+      const int j = 8 * n + 2 * (lane & 3);
+      const float2 two = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};
+      if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = two;
+    }
+    put_read_tile<T, BV>(s.read, in.v, threadIdx.x % 128, 128);
+    fence_async();
+    barrier_arrive(s.pairs[iteration % STAGES]);
   };
-  for (int turn = 0; turn < STAGES; ++turn) fetch(turn);
+  const auto scores = [&](Stage<T, G, BK, BV>& in) {        // A; each warp as much as the others
+    const int i = 8 * warp + (lane >> 2), j = 8 * warp + 2 * (lane & 3);
+    const bool sixteen = warp % 2 == 0;
+    const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
+    const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
+    float d[4], own = 0.f;
+    multiply_within(d, s, in, warp, lane);
+    if (ReadOrder::reads_before_write)
+      for (int other = 0; other < BK / 16; ++other) own += s.own[other][i];
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const float present = ReadOrder::reads_before_write ? scale * own : to_scores * d[p];
+      score_at(s.A, i, j + p) = score_value(j + p < i ? to_scores * d[p] : j + p > i ? 0.f : present);
+    }
+    multiply_across(d, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
+#pragma unroll
+    for (int p = 0; p < 4; ++p)
+      if (p < 2 || sixteen)
+        score_at(s.A, queries + (lane >> 2) + p / 2 * 8, keys + 2 * (lane & 3) + p % 2) = score_value(scale * d[p]);
+    fence_async();
+    barrier_arrive(s.scores);
+  };
+  for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
   if (at.tokens) gradients(0);
-  each_chunk(at.tokens, [&](int turn, int token) {
+  each_chunk(at.tokens, [&](int iteration, int token) {
     forget(lane);                               // addresses are cheaper made anew than held in registers
-    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
-    float d[CHUNK / 2], own = 0.f;              // q^ k^^T, of the numbers that rounding left over too
-    barrier_wait(s.operands, turn & 1);
-    multiply_rows<true>(d, in.q, s.q_rest, in.k, s.k_rest, warp, lane);
-    if (Policy::reads_before_write)
-      for (int other = 0; other < BK / 16; ++other) own += s.own[other][8 * warp + (lane >> 2)];
-    put_rows<true>(s.A, d, warp, lane, [&](int i, int j, float x) {
-      return j < i ? x : j > i ? 0.f : Policy::reads_before_write ? own : x;
-    });
-    announce(s.scores);
-    if (token) gradients(turn + 1);
-    store(turn, token);
-    fetch(turn + STAGES);                       // each warp what takes the place of what it has stored
+    barrier_wait(s.operands, iteration & 1);    // the decayed queries and keys stand
+    scores(s.stages[iteration % STAGES]);
+    if (token) gradients(iteration + 1);
+    store(iteration, token);
+    fetch(iteration + STAGES);                  // each warp what takes the place of what it has stored
     __syncwarp();
   });
 }
 
-// ---- warpgroups with 64 channels each ---------------------------------------------------------------------------------
+// ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// Over a channel's four lanes: what comes behind this lane's value, and the sum of all.
-__device__ __forceinline__ void sums_behind(float x, float& behind, float& all) {
-  const int t = threadIdx.x & 3;
-  const float other = __shfl_xor_sync(0xffffffffu, x, 1), two = x + other, others = __shfl_xor_sync(0xffffffffu, two, 2);
-  behind = (t & 1 ? 0.f : other) + (t & 2 ? 0.f : others);
-  all = two + others;
+// A warp's 16 channels of what meets in sub-chunk n; `at`: where this lane's first value of sub-chunk 0 is. Its others
+// are an XOR away, and the next token a row further.
+__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const SubChunk& x, int at, int n) {
+  float* to = &panel[8 * n][0];
+  to[at] = x[0], to[(at ^ 16) + 32] = x[1], to[at ^ 8] = x[2], to[(at ^ 24) + 32] = x[3];
 }
 
-// Scores of tokens with themselves over this warp's channels, from q (with scale) and k as they are.
-__device__ __forceinline__ void put_own(float* to, const u32 (&q)[2][4], const u32 (&k)[2][4], const float (&u)[2]) {
-  float x[8] = {};
-  each_two([&](int i, int s, int m) {
-    const float by = u[m & 1];
-    x[i / 4 * 2] = fmaf(low(q[s][m]) * by, low(k[s][m]), x[i / 4 * 2]);
-    x[i / 4 * 2 + 1] = fmaf(high(q[s][m]) * by, high(k[s][m]), x[i / 4 * 2 + 1]);
+// Queries and keys that meet across sub-chunks, each where it has rows.
+template <typename T>
+__device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
+                                           int at) {
+  Operand x;
+  each_pair([&](int n, int h) {
+    const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
+    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
   });
-  put_token_sums(to, x);
+  store_operand(by8, x, at);
+  each_pair([&](int n, int h) {
+    const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
+    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+  });
+  store_operand(by16, x, at);
 }
 
-// x times factors, in registers and in its tile; and what rounding leaves over of that.
-__device__ __forceinline__ void hand_over(u32 (&x)[2][4], bf16 (&tile)[CHUNK][64], bf16 (&rest)[CHUNK][64], const float (&by)[16]) {
-  u32 left[2][4];
-  each_two([&](int, int s, int m) { left[s][m] = x[s][m]; });
-  decayed(x, by);
-  left_over(left, x, by);
-  store_channels(tile, x);
-  store_channels(rest, left);
+// C for dv, transposed and rounded to T.
+template <typename T, int BV>
+__device__ __forceinline__ void put_state(T (&to)[BV][64], const float (&C)[BV / 2], float up, int at) {
+#pragma unroll
+  for (int part = 0; part < BV / 16; ++part) {
+    u32 columns[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float a = C[8 * part + 2 * m], b = C[8 * part + 2 * m + 1];
+      columns[m] = NARROW<T> ? pack<T>(up * a, up * b) : pack<T>(a, b);
+    }
+    stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
+  }
 }
 
-template <class Policy, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBackwardKeysArgs<G>& args) {
-  constexpr int STAGES = Shared<G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
+// The largest magnitude of all of C, from every warp's share.
+template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
+  float x = shares[0];
+  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
+  return x;
+}
+
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   const Place at = place_of(args.shape, blockIdx.x);
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3;
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2);
+  const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
+  const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = float(args.scale);
   const bool inside[2] = {channel < K, channel + 8 < K};
-  if (done_elsewhere(args)) return;
+  const Counts<ReadOrder, G> counts;
 
-  float C[BV / 2] = {}, early[2] = {1.f, 1.f}, u[2] = {}, end[2] = {};
-  if (args.dht)
-    each_of_state<BV>(C, args.dht + state, args.shape, channel, [](float& x, float& y, const float* from) {
-      const float2 two = *reinterpret_cast<const float2*>(from);
-      x = two.x, y = two.y;
-    });
+  float C[BV / 2], u[2] = {}, end[2] = {};      // end: sum_v S C behind the chunk at hand
+  load_state<BV>(C, args.dht ? args.dht + state : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
-    if (Policy::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
+    if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
     if (args.dht && inside[h]) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
-  each_chunk(at.tokens, [&](int turn, int token) {
-    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
-    bf16(&k_tile)[CHUNK][64] = in.k[warpgroup], (&q_tile)[CHUNK][64] = in.q[warpgroup];
+  each_chunk(at.tokens, [&](int iteration, int token) {
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    const int next = token + CHUNK;
+    if (next % KEPT == 0 && next < at.tokens) { // begin anew
+      const float4* from = kept_at<BK, BV>(args.kept, args.shape, at, next);
+      end[0] = end[1] = 0.f;
+#pragma unroll
+      for (int n = 0; n < BV / 8; ++n) {
+        const float4 S = from[n * 2 * BK];
+        end[0] += S.x * C[4 * n] + S.y * C[4 * n + 1], end[1] += S.z * C[4 * n + 2] + S.w * C[4 * n + 3];
+      }
+      for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
+    }
     float sum[2] = {};
     for (int h = 0; h < 2; ++h)
       if (inside[h]) sum[h] = args.sums[(at.chunk + token / CHUNK) * K + channel + 8 * h];
-    barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
-    Decays decay;
-    decays_of<Policy>(decay, own_panels(in.g, warpgroup), scale);
-    u32 q[2][4], k[2][4], raw[2][4];
-    load_channels(q, q_tile);
-    load_channels(k, k_tile);
-    if (Policy::reads_before_write) {
-      const float by[2] = {scale * u[0], scale * u[1]};
-      put_own(s.own[threadIdx.x / 32], q, k, by);
-      each_two([&](int, int x, int m) { raw[x][m] = q[x][m]; });
+    if (NARROW<T>) {
+      float largest = fmaxf(largest_of<BV>(C, 0), largest_of<BV>(C, 1));
+      for (int distance = 4; distance < 32; distance *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+      s.largest[warp] = largest;
     }
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
+    Gates<G> gates;
+    Operand q, k, queries, keys;
+    gates.load(own_panels(in.g, warpgroup), offset);
+    load_operand(q, in.q[warpgroup], offset);
+    load_operand(k, in.k[warpgroup], offset);
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // the last chunk's C has been read, and this one's q and g
+    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest)) : Scale{1.f, 1.f};
+    barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
+    Values from_state;
+    start_read<BV>(from_state, C, s.read);
+
+    Chunk dk, dg, far;
+    SubChunkDecays decays;
+    Across read, met;
+    const PairReader dA(in.dA);
+    float(&first)[CHUNK][32] = s.keys_within[0];
+    const int within_offset = int(within_at(first, 2 * t, warp % 2 * 16 + (lane >> 2)) - &first[0][0]);
+    float scores[8] = {};                       // RWKV-6: of tokens with themselves, over this warp's channels
+#pragma unroll
+    for (int n = 0; n < SUBCHUNKS; ++n) {
+      SubChunk within, keys_within, near_queries, near, sum = {};
+      float present[4] = {}, own[2];
+      if (ReadOrder::reads_before_write)
+        for (int p = 0; p < 2; ++p) own[p] = own_at(in.dA, 8 * n + 2 * t + p);
+      const auto meet_itself = [&](int i, float query, float key) {
+        if (!ReadOrder::reads_before_write) return;
+        const float x = u[i / 2] * query;
+        scores[2 * n + i % 2] = fmaf(x, key, scores[2 * n + i % 2]);
+        present[i] = own[i % 2] * x;
+      };
+      decay_within<false, ReadOrder, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, meet_itself);
+      put_within(queries_within(in, warp / 2), within, within_offset, n);
+      put_within(s.keys_within[warp / 2], keys_within, within_offset, n);
+      dA.add_queries(sum, within, n, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
+    }
+    if (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
+    __syncwarp();                               // else all is made at once: there are no registers for that
+    decays_of(decays, gates);
+    decays_from_start(far, gates, counts);
+    const QueryScale reach = scale_of_queries<ReadOrder, T>(far);
+    decay_queries<false, T>(read, queries, q, far, decays, {scale * reach.up[0], scale * reach.up[1]});
     __syncwarp();
-    hand_over(q, q_tile, s.q_rest[warpgroup], decay.q);
-    hand_over(k, k_tile, s.k_rest[warpgroup], decay.k);
-    fence_async();
-    barrier_arrive(s.operands);
-
-    float dk[16], dq[16];
-    const float by[2] = {early[0] * decay.late[0], early[1] * decay.late[1]};
-    early[0] = decay.early[0], early[1] = decay.early[1];
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);         // the last chunk's C has been read
-    read_state<BV>(dk, C, by, in.v, [&](int part, const u32(&columns)[4], const u32(&)[4]) {
-      stmatrix_x4_trans(matrix_row(s.C[warpgroup][0], 16 * part), columns);
-    });
+    decays_to_end(far, gates, counts);
+    decay_keys<false, T>(met, keys, k, far, decays);
+    put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
+    store_operand(in.k[warpgroup], keys, offset);
     wgmma_wait<0>();
-    u32 q_rest[2][4], k_rest[2][4];
-    load_channels(q_rest, s.q_rest[warpgroup]);
-    load_channels(k_rest, s.k_rest[warpgroup]);
-    barrier_wait(s.pairs[turn % STAGES], turn / STAGES & 1);
-    wgmma_fence();
-    multiply_pairs<true>(dk, q, in.dA, true);
-    multiply_pairs<true, true>(dk, q, in.dA, true);
-    multiply_pairs<true>(dk, q_rest, in.dA, true);
-    multiply_pairs<false>(dq, k, in.dA, false);
-    multiply_pairs<false, true>(dq, k, in.dA, true);
-    multiply_pairs<false>(dq, k_rest, in.dA, true);
-    wgmma_commit();
-    wgmma_keep(C);
-    wgmma_fence();
-    write_state<BV>(C, q, in.do_);
-    write_state<BV>(C, q_rest, in.do_);
-    wgmma_commit();
-    wgmma_wait<1>();
-    wgmma_keep(dk);
-    wgmma_keep(dq);
+    wgmma_keep(from_state);
+    fence_async();
+    barrier_arrive(s.operands);                 // and v for C has been read
 
-    float weight[16];                                   // then dg
-    load_values(weight, own_panels(in.weight, warpgroup));
-    float behind[2] = {end[0], end[1]}, total[2] = {};
+    put_state<T, BV>(s.C[warpgroup], C, range.up, offset);
 #pragma unroll
-    for (int n = 3; n >= 0; --n)
+    for (int x = 0; x < 2; ++x) {
+      SubChunk by8 = {}, by16 = {};
+      dA.add_queries(by8, read.by8[x], 2 * x + 1, 2 * x);
+      dA.add_queries(by16, read.by16[0], 2, x);
+      dA.add_queries(by16, read.by16[1], 3, x);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int i = 4 * n + 2 * h, x = n / 2, m = n % 2 * 2 + h;
-        float &first = weight[i], &second = weight[i + 1];
-        float from_first = (low(q[x][m]) + low(q_rest[x][m])) * dq[i];
-        float from_second = (high(q[x][m]) + high(q_rest[x][m])) * dq[i + 1];
-        const float to_first = (low(k[x][m]) + low(k_rest[x][m])) * dk[i];
-        const float to_second = (high(k[x][m]) + high(k_rest[x][m])) * dk[i + 1];
-        total[h] += from_first - to_first + (from_second - to_second);
-        from_first += first, from_second += second;
-        first = from_first - to_first, second = from_second - to_second;
-        float next, all;
-        sums_behind(first + second, next, all);
-        second += behind[h] + next;
-        first += second;
-        if (Policy::reads_before_write) first -= from_first, second -= from_second;
-        behind[h] += all;
+      for (int i = 0; i < 4; ++i) {
+        dk[2 * x][i] = fmaf(far[2 * x][i], by8[i], dk[2 * x][i]);
+        dk[x][i] = fmaf(far[x][i], x ? by16[i] : decays.own[1][i / 2] * by16[i], dk[x][i]);
       }
+    }
+    decay_state<BV>(C, decays, reach.up[0], reach.up[1]);
+    wgmma_fence();
+    start_write<T, BV>(C, queries, in.do_);
+    wgmma_commit();
+
+    each_pair([&](int n, int h) {
+      const float2 key = unpack<T>(pair_of(keys, n, h));
 #pragma unroll
-    for (int h = 0; h < 2; ++h) end[h] += sum[h] + channel_sum(total[h]);
+      for (int p = 0; p < 2; ++p) {
+        const float x = from_state[4 * n + 2 * h + p];
+        dk[n][2 * h + p] = fmaf(far[n][2 * h + p] * decays.behind(n, h), x, dk[n][2 * h + p]);
+        dg[n][2 * h + p] = (p ? key.y : key.x) * x;
+      }
+    });
+    float before[2];                            // of keys; then sum_v S C before the chunk, decayed
+    sum_tokens<false>(dg, before);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) dk[i] *= decay.k[i];
-    if (Policy::reads_before_write)
-      each_two([&](int i, int x, int m) {
-        const float2 own = *reinterpret_cast<const float2*>(&in.own[i / 4 * 8 + 2 * t]);
-        dk[i] = fmaf(scale * u[m & 1] * own.x, low(raw[x][m]), dk[i]);
-        dk[i + 1] = fmaf(scale * u[m & 1] * own.y, high(raw[x][m]), dk[i + 1]);
-      });
-    store_values(own_panels(in.g, warpgroup), weight);
-    barrier_wait(s.scores, turn & 1);
-    store_values(&q_tile, dk);
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);         // C stands, and v has been read
+    for (int h = 0; h < 2; ++h) {
+      before[h] = decays.all(h) < FORGOTTEN ? 0.f : end[h] - before[h];
+      end[h] = before[h] + sum[h];
+    }
+    Chunk weight;
+    load_chunk(weight, own_panels(in.weight, warpgroup), offset);
+#pragma unroll
+    for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dg[n][i] += weight[n][i] + before[i / 2];
+    barrier_wait(s.scores, iteration & 1);      // A stands, and the queries within have been read
+    store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
+    store_chunk_values(&in.q[warpgroup], dk, offset);
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand, and v has been read
 #pragma unroll 1
     for (int panel = warpgroup; panel < BV / 64; panel += CONSUMERS / 128) {
-      float dv[16];
-      u32 columns[BK / 16][4], gradient[2][4];
-      const int row = 64 * panel + threadIdx.x / 32 % 4 * 16 + (lane & 7) + (lane >> 3 & 1) * 8;
+      Values dv;
+      u32 columns[BK / 16][4], tokens[SUBCHUNKS][4];
+      Operand gradient;
+      const int row = 64 * panel + warp % 4 * 16 + (lane & 7) + (lane >> 3 & 1) * 8;
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c) ldmatrix_x4(columns[c], swizzled(s.C[c / 4][0], row, c % 4 * 2 + (lane >> 4)));
-      load_channels(gradient, in.do_[panel]);
+      load_operand(gradient, in.do_[panel], offset);
+      each_pair([&](int n, int h) {             // as columns of A have queries
+        const float2 two = unpack<T>(pair_of(gradient, n, h));
+        tokens[n][h] = __float_as_uint(two.x), tokens[n][2 + h] = __float_as_uint(two.y);
+      });
+      const u64 keys_tile = wgmma_tile(in.k, 16, 1024), scores_tile = wgmma_tile(s.A, 16, 1024);
       wgmma_fence();
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c)
-        wgmma<bf16, CHUNK, false>(dv, columns[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
-      multiply_pairs<true>(dv, gradient, s.A, true);
-      multiply_pairs<true, true>(dv, gradient, s.A, true);
+        wgmma<T, CHUNK, false>(dv, columns[c], keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
+      if (NARROW<T>) {
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_keep(dv);
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; ++i) dv[i] *= range.down;
+        wgmma_fence();
+      }
+#pragma unroll
+      for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, tokens[n], scores_tile + n * 32 / 16, true);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_keep(dv);
-      store_values(&in.v[panel], dv);
+      Chunk result;
+#pragma unroll
+      for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[i];
+      store_chunk_values(&in.v[panel], result, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(C);
+    scale_down<ReadOrder, T, BV>(C, reach);
     fence_async();
-    barrier_arrive(s.done[turn % STAGES]);
+    barrier_arrive(s.done[iteration % STAGES]);
   });
   if (args.dh0 && at.sequence % args.P == 0) {
     float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
     each_of_state<BV>(C, first, args.shape, channel, [&](float& x, float& y, float* to) {
-      const float by = early[&x - C >> 1 & 1];
-      *reinterpret_cast<float2*>(to) = {by * x, by * y};
+      *reinterpret_cast<float2*>(to) = {x, y};
     });
   }
 }
 
-template <class Policy, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
-warpgroup_backward_keys(const __grid_constant__ WarpgroupBackwardKeysArgs<G> args) {
-  Shared<G, BK, BV>& s = *reinterpret_cast<Shared<G, BK, BV>*>(dynamic_smem());
-  constexpr int STAGES = Shared<G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
+gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
+  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
     s.place = place_of(args.shape, blockIdx.x);
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -357,15 +483,16 @@ warpgroup_backward_keys(const __grid_constant__ WarpgroupBackwardKeysArgs<G> arg
     barrier_init(s.operands, CONSUMERS);
     barrier_init(s.scores, 128);
   }
+  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128)
+    s.A[i / CHUNK][i % CHUNK] = 0.f;            // no key behind its query
   fence_async();
-  __syncthreads();
+  __syncthreads();  // the barriers and zeros stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 216>();
-    consume<Policy>(s, args);
+    consume<ReadOrder>(s, args);
     return;
   }
   if constexpr (TIGHT) registers_down<72>();
-  if (done_elsewhere(args)) return;             // not before: the others wait for the registers
-  multiply_tokens<Policy>(s, args);
+  multiply_tokens<ReadOrder>(s, args);
 }

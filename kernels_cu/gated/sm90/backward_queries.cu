@@ -1,183 +1,284 @@
-// what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for the
-//           second sweep the share of q dq that states have in it.
-// math      per chunk of 32, decays from its middle (warpgroup_backward.cuh): k^ = k / E, S_mid = diag(early) S;
-//           dq = scale E (dA k^ + do S_mid^T), dA_ij = do_i . v_j for j <= i   (RWKV-6: E of token i - 1, j < i, and
-//           scale u k dA_tt); S <- diag(late) (S_mid + k^^T v); du = scale sum_t q_t k_t dA_tt
-// shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K] float32
-//           weight: q do S^T, in the type of g; sums [chunk, K]: their sum over a chunk, in float32
-//           ends: sum_v S_T dht; strong [N / P, H]: 1 where gates are not mild, and then all else is of no use
+// what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for
+//           the second sweep what a chunk's queries have in dg.
+// math      per chunk of 32, with the decays of decays.cuh: dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i); dq_i =
+//           sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);  S <- D S + sum_j L_j k_j v_j^T
+//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of q_i
+//           dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
+// shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
+//           float32 weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends:
+//           sum_v S_T dht; kept [B, H, T / KEPT + 1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a
+//           sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
-// barriers  full: the tokens are there; pairs: so is dA; done: so are the results
-// numerics  products of bfloat16 numbers in float32; the state as two of them, because dg is a sum over all tokens
+// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results
+// numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
+//           `weight`, of the same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The
+//           state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    sm_90a; bfloat16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "warpgroup_backward.cuh"
+// limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+#include "gated/sm90/states.cuh"
+#include "backward_tokens.cuh"
 
-template <typename G> struct WarpgroupBackwardQueriesArgs {
+template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, dq, weight;        // boxes of a chunk's tokens and 128 bytes, swizzled
-  Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
+  Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows;
-  Rows<bf16> dq_rows;
+  Rows<T> dq_rows;
   Rows<G> weight_rows;
   const float *u, *initial, *dht;               // null where there is none
-  float *ends, *sums, *du;
-  i32* strong;
+  float *ends, *sums, *du, *kept;
   Shape shape;
   double scale;
-  i64 P;                                        // segments a sequence
 };
 
-template <typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<bf16, BK> q, k;                          // q: then dq
+template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
+  Tile<T, BK> q, k;                             // q: then dq
   Tile<G, BK> g;                                // then weight
-  Tile<bf16, BV> v, do_;
-  bf16 dA[CHUNK][64];                           // [query, key], and 32 columns on what rounding left over
-  float own[CHUNK];                             // dA of a token with itself
+  Tile<T, BV> v, do_;
+  ReadTile<BV> read;                            // do for products with the state
+  Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
 };
 
 constexpr int STAGES = 3;
-template <typename G, int BK, int BV> struct Shared {
-  Stage<G, BK, BV> stages[STAGES];
+template <typename T, typename G, int BK, int BV> struct Shared {
+  Stage<T, G, BK, BV> stages[STAGES];
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
 };
 
-template <typename G, int BK, int BV>
-__device__ __forceinline__ void move(Shared<G, BK, BV>& s, const WarpgroupBackwardQueriesArgs<G>& args) {
+// ---- a warp that moves chunks --------------------------------------------------------------------------------------
+
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   const Place at = place_of(args.shape, blockIdx.x);
   const i64 K = args.shape.K, V = args.shape.V;
 #pragma unroll 1
-  for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
-    if (turn >= 0) {
-      Stage<G, BK, BV>& out = s.stages[turn % STAGES];
-      barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
-      store_chunk(at, turn * CHUNK, [&](auto f) {
+  for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+    if (iteration >= 0) {
+      Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+      barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+      store_chunk(at, iteration * CHUNK, [&](auto f) {
         f(out.q, args.dq, args.dq_rows, K);
         f(out.g, args.weight, args.weight_rows, K);
       });
     }
-    const int next = turn + STAGES;
+    const int next = iteration + STAGES;
     if (next * CHUNK >= at.tokens) continue;
-    Stage<G, BK, BV>& in = s.stages[next % STAGES];
+    Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
     fetch_chunk(s.full[next % STAGES], at, next * CHUNK, [&](auto f) {
-      f(in.g, args.g, args.g_rows, K);
-      f(in.k, args.k, args.k_rows, K);
       f(in.do_, args.do_, args.do_rows, V);
       f(in.v, args.v, args.v_rows, V);
+      f(in.g, args.g, args.g_rows, K);
+      f(in.k, args.k, args.k_rows, K);
       f(in.q, args.q, args.q_rows, K);
     });
   }
 }
 
-template <class Policy, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<G, BK, BV>& s, int tokens, int block, int lane) {
+// ---- three warps that multiply tokens -------------------------------------------------------------------------------
+
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tokens, float scale, int block, int lane) {
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < tokens; ++turn) {
+  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
     forget(lane);                               // addresses are cheaper made anew than held in registers
-    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
-    barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     float d[2][4];
     pair_products(d, in.do_, in.v, block, lane);
-    put_pairs(in.dA, d, block, lane, [&](int i, int j, float x) {
-      if (Policy::reads_before_write && i == j) in.own[i] = x;
-      return j < i || (j == i && !Policy::reads_before_write) ? x : 0.f;
-    });
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 8 * n + 2 * (lane & 3);
+        const auto value = [&](int j, float x) {
+          if (ReadOrder::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
+          return j < i || (j == i && !ReadOrder::reads_before_write) ? pair_value(scale * x) : 0.f;
+        };
+        const float2 two = {value(j, d[n][2 * half]), value(j + 1, d[n][2 * half + 1])};
+        *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = two;
+      }
+    put_read_tile<T, BV>(in.read, in.do_, 32 * block + lane, 3 * 32);
     fence_async();
-    barrier_arrive(s.pairs[turn % STAGES]);
+    barrier_arrive(s.pairs[iteration % STAGES]);
   }
 }
 
-template <class Policy, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBackwardQueriesArgs<G>& args) {
+// ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
+
+// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk, for RWKV-6 q dq
+// too.
+struct Gradients {
+  Chunk dq, weight, reading;
+};
+
+template <class ReadOrder, typename T, typename G>
+__device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
+                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
+                                            const float (&u)[2], float (&du)[2], int at) {
+  Gates<G> gates;
+  Operand query, key;
+  gates.load(g, at);
+  load_operand(query, q, at);
+  load_operand(key, k, at);
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n) {
+    SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
+    float present[4] = {}, own[2];              // of tokens with themselves
+    if (ReadOrder::reads_before_write)
+      for (int p = 0; p < 2; ++p) own[p] = own_at(pairs, 8 * n + 2 * (threadIdx.x & 3) + p);
+    const auto meet_itself = [&](int i, float q, float k) {
+      if (!ReadOrder::reads_before_write) return;
+      const float x = own[i % 2] * k;
+      du[i / 2] = fmaf(q, x, du[i / 2]);
+      present[i] = u[i / 2] * x;
+    };
+    decay_within<true, ReadOrder, T>(queries, keys, near, near_keys, query, key, gates, counts, n, meet_itself);
+    dA.add_keys(over_keys, keys, n, n);
+    dA.add_queries(over_queries, queries, n, n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float reading = queries[i] * over_keys[i];
+      d.dq[n][i] = fmaf(near[i], over_keys[i], present[i]);
+      if (ReadOrder::reads_before_write) d.reading[n][i] = reading;
+      d.weight[n][i] = fmaf(-keys[i], over_queries[i], reading);
+    }
+  }
+  __syncwarp();                                 // else all is made at once: there are no registers for that
+}
+
+// far: decays of queries from the start of a sub-chunk; `queries` and `keys`: what the states have of them.
+template <class ReadOrder, typename T, typename G>
+__device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys,
+                                            SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
+                                            T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
+                                            float scale, QueryScale& range, int at) {
+  Gates<G> gates;
+  Across read, met;
+  gates.load(g, at);
+  decays_of(decays, gates);
+  load_operand(keys, k, at);
+  decays_to_end(far, gates, counts);
+  decay_keys<true, T>(met, keys, keys, far, decays);
+  __syncwarp();
+  load_operand(queries, q, at);
+  decays_from_start(far, gates, counts);
+  range = scale_of_queries<ReadOrder, T>(far);
+  decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
+  const auto add = [&](int n, int i, float query, float over_keys) {
+    if (ReadOrder::reads_before_write) d.reading[n][i] = fmaf(query, over_keys, d.reading[n][i]);
+    d.weight[n][i] = fmaf(query, over_keys, d.weight[n][i]);
+  };
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    SubChunk by8 = {}, by16 = {};
+    dA.add_keys(by8, met.by8[x], 2 * x + 1, 2 * x);
+    dA.add_keys(by16, met.by16[0], 2 + x, 0);
+    dA.add_keys(by16, met.by16[1], 2 + x, 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      add(2 * x + 1, i, read.by8[x][i], by8[i]);
+      add(2 + x, i, read.by16[x][i], by16[i]);
+      d.dq[2 * x + 1][i] = fmaf(far[2 * x + 1][i], by8[i], d.dq[2 * x + 1][i]);
+      d.dq[2 + x][i] = fmaf(far[2 + x][i], x ? decays.own[2][i / 2] * by16[i] : by16[i], d.dq[2 + x][i]);
+    }
+  }
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    SubChunk by8 = {}, by16 = {};
+    dA.add_queries(by8, read.by8[x], 2 * x + 1, 2 * x);
+    dA.add_queries(by16, read.by16[0], 2, x);
+    dA.add_queries(by16, read.by16[1], 3, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d.weight[2 * x][i] = fmaf(-met.by8[x][i], by8[i], d.weight[2 * x][i]);
+      d.weight[x][i] = fmaf(-met.by16[x][i], by16[i], d.weight[x][i]);
+    }
+  }
+  __syncwarp();
+}
+
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   const Place at = place_of(args.shape, blockIdx.x);
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3;
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2);
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = float(args.scale);
   const bool inside[2] = {channel < K, channel + 8 < K};
+  const Counts<ReadOrder, G> counts;
 
-  float S[BV / 2] = {}, late[2] = {1.f, 1.f}, u[2] = {}, du[2] = {};
-  if (args.initial)
-    each_of_state<BV>(S, args.initial + state, args.shape, channel, [](float& x, float& y, const float* from) {
-      const float2 two = *reinterpret_cast<const float2*>(from);
-      x = two.x, y = two.y;
-    });
-  if (Policy::reads_before_write)
+  float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * K + channel;
+  load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
+  if (ReadOrder::reads_before_write)
     for (int h = 0; h < 2; ++h)
       if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
 
-  bool mild = true;
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
-    Stage<G, BK, BV>& in = s.stages[turn % STAGES];
-    bf16(&k_tile)[CHUNK][64] = in.k[warpgroup], (&q_tile)[CHUNK][64] = in.q[warpgroup];
-    const u32 phase = turn / STAGES & 1;
-    barrier_wait(s.full[turn % STAGES], phase);
-    Decays decay;
-    mild &= decays_of<Policy>(decay, own_panels(in.g, warpgroup), scale);
-    u32 k[2][4], rest[2][4];
-    load_channels(k, k_tile);
-    each_two([&](int, int x, int m) { rest[x][m] = k[x][m]; });
-    decayed(k, decay.k);
-    left_over(rest, k, decay.k);
+  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K) {
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    const u32 phase = iteration / STAGES & 1;
+    barrier_wait(s.full[iteration % STAGES], phase);  // the tokens are there
+    barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
+    Values from_state;
+    start_read<BV>(from_state, S, in.read);
 
-    float from_state[16], from_pairs[16];
-    barrier_wait(s.pairs[turn % STAGES], phase);
-    wgmma_fence();
-    multiply_pairs<false>(from_pairs, k, in.dA, false);
-    multiply_pairs<false, true>(from_pairs, k, in.dA, true);
-    multiply_pairs<false>(from_pairs, rest, in.dA, true);
-    wgmma_commit();
-    wgmma_wait<1>();                            // says that the state's products have ended
-    const float by[2] = {late[0] * decay.early[0], late[1] * decay.early[1]};
-    late[0] = decay.late[0], late[1] = decay.late[1];
-    read_state<BV>(from_state, S, by, in.do_, [](int, const u32(&)[4], const u32(&)[4]) {});
-    wgmma_keep(S);
-    wgmma_fence();
-    write_state<BV>(S, k, in.v);
-    write_state<BV>(S, rest, in.v);
-    wgmma_commit();
-    wgmma_wait<1>();
+    Operand queries, keys;
+    Chunk far;
+    Gradients found;
+    SubChunkDecays decays;
+    QueryScale range;
+    const auto g_panels = own_panels(in.g, warpgroup);
+    T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
+    const PairReader dA(in.dA);
+    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset);
+    meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
+                        offset);
+
+    wgmma_wait<0>();
     wgmma_keep(from_state);
-    wgmma_keep(from_pairs);
+    decay_state<BV>(S, decays);
+    wgmma_fence();
+    start_write<T, BV>(S, keys, in.v);
+    wgmma_commit();
 
-    u32 q[2][4];
-    float sum[2] = {};
-    load_channels(q, q_tile);
-    if (Policy::reads_before_write) {           // the present token
-      u32 raw[2][4];
-      load_channels(raw, k_tile);
-      each_two([&](int i, int x, int m) {
-        const float2 own = *reinterpret_cast<const float2*>(&in.own[i / 4 * 8 + 2 * t]);
-        const float first = scale * own.x * low(raw[x][m]), second = scale * own.y * high(raw[x][m]);
-        const int h = m & 1;
-        du[h] += low(q[x][m]) * first + high(q[x][m]) * second;
-        from_pairs[i] = fmaf(decay.q[i], from_pairs[i] + from_state[i], u[h] * first);
-        from_pairs[i + 1] = fmaf(decay.q[i + 1], from_pairs[i + 1] + from_state[i + 1], u[h] * second);
-      });
-    } else {
+    each_pair([&](int n, int h) {
+      const float2 query = unpack<T>(pair_of(queries, n, h));
+      const float by = scale * decays.before(n, h);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) from_pairs[i] = decay.q[i] * (from_pairs[i] + from_state[i]);
-    }
-    each_two([&](int i, int x, int m) {
-      from_state[i] *= decay.q[i] * low(q[x][m]), from_state[i + 1] *= decay.q[i + 1] * high(q[x][m]);
-      sum[m & 1] += from_state[i] + from_state[i + 1];
+      for (int p = 0; p < 2; ++p) {
+        const int i = 2 * h + p;
+        const float x = from_state[4 * n + i], q = range.down[h] * (p ? query.y : query.x);
+        found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
+        found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
+        if (ReadOrder::reads_before_write) found.reading[n][i] = fmaf(q, x, found.reading[n][i]);
+      }
     });
-    __syncwarp();
-    store_values(&q_tile, from_pairs);
-    store_values(own_panels(in.g, warpgroup), from_state);
+    float sum[2];
+    sum_tokens<true>(found.weight, sum);
+    if (ReadOrder::reads_before_write)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float whole = channel_sum(sum[h]);
-      if (t == 0 && inside[h]) args.sums[(at.chunk + turn) * K + channel + 8 * h] = whole;
-    }
+      for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.reading[n][i];
+    __syncwarp();                               // all lanes have read the warp's channels of q and g
+    store_chunk_values(&q_panel, found.dq, offset);
+    store_chunk_values(g_panels, found.weight, offset);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (t == 0 && inside[h]) sums[8 * h] = sum[h];
     wgmma_wait<0>();
     wgmma_keep(S);
     fence_async();
-    barrier_arrive(s.done[turn % STAGES]);
+    barrier_arrive(s.done[iteration % STAGES]);
+    const int next = (iteration + 1) * CHUNK;
+    if (next % KEPT == 0 && next < tokens) {
+      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
+#pragma unroll
+      for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
+    }
   }
-  if (!mild) args.strong[at.sequence / args.P * args.shape.H + at.head] = 1;
+
   float end[2] = {};
   if (args.dht)
     each_of_state<BV>(S, args.dht + state, args.shape, channel, [&](float& x, float& y, const float* from) {
@@ -186,17 +287,17 @@ __device__ __forceinline__ void consume(Shared<G, BK, BV>& s, const WarpgroupBac
     });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float whole = channel_sum(late[h] * end[h]), all = channel_sum(du[h]);
+    const float whole = channel_sum(end[h]), all = channel_sum(du[h]);
     if (t || !inside[h]) continue;
     if (args.dht) args.ends[at.pair * K + channel + 8 * h] = whole;
-    if (Policy::reads_before_write) args.du[at.pair * K + channel + 8 * h] = all;
+    if (ReadOrder::reads_before_write) args.du[at.pair * K + channel + 8 * h] = all;
   }
 }
 
-template <class Policy, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
-warpgroup_backward_queries(const __grid_constant__ WarpgroupBackwardQueriesArgs<G> args) {
-  Shared<G, BK, BV>& s = *reinterpret_cast<Shared<G, BK, BV>*>(dynamic_smem());
+gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
+  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -204,18 +305,16 @@ warpgroup_backward_queries(const __grid_constant__ WarpgroupBackwardQueriesArgs<
       barrier_init(s.pairs[stage], 3 * 32);
       barrier_init(s.done[stage], CONSUMERS);
     }
-  for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += CONSUMERS + 128)       // no key behind its query
-    reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].dA)[i % (CHUNK * 32)] = 0;
   fence_async();
-  __syncthreads();
+  __syncthreads();  // the barriers stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 216>();
-    consume<Policy>(s, args);
+    if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 232>();
+    consume<ReadOrder>(s, args);
     return;
   }
-  if constexpr (TIGHT) registers_down<BK == 64 ? 64 : 72>();
-  const int warp = (threadIdx.x - CONSUMERS) / 32;
-  if (warp < 3) multiply_tokens<Policy>(s, place_of(args.shape, blockIdx.x).tokens, warp, threadIdx.x & 31);
+  if constexpr (TIGHT) registers_down<BK == 64 ? 64 : 40>();
+  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = place_of(args.shape, blockIdx.x).tokens;
+  if (warp < 3) multiply_tokens<ReadOrder>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
   else move(s, args);
 }

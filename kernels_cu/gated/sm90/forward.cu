@@ -25,7 +25,7 @@ constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
 __launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)
-gated_sm90_forward(const __grid_constant__ ForwardArgs<T, G> args) {
+gated_sm90_forward(const __grid_constant__ Args<T, G> args) {
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int THREADS = ALL_THREADS<Schedule, T, G, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
   constexpr int MAKING = ProducerCoord<BK>::THREADS;

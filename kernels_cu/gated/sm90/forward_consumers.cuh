@@ -108,7 +108,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
 }
 
 template <class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const ForwardArgs<T, G>& args) {
+__device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   constexpr int K_RANKS = Schedule::K_RANKS, AHEAD = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
   constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;     // where registers are plenty, few parts

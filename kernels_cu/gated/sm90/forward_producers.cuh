@@ -369,7 +369,7 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
 }
 
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const ForwardArgs<T, G>& args, int thread) {
+__device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int thread) {
   using P = ProducerCoord<BK>;
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;

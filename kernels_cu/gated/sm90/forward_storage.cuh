@@ -30,7 +30,7 @@ template <typename T> struct MiddleOf<1, T> { using type = Wide<T>; };
 // between two blocks' channels must not leave the rounding of both.
 template <class Schedule, typename T> constexpr bool TWO_NUMBERS = COARSE<T> || Schedule::K_RANKS > 1;
 
-template <typename T, typename G> struct ForwardArgs {
+template <typename T, typename G> struct Args {
   TensorMap q, k, g;         // boxes of a chunk's tokens and BK channels
   TensorMap v, o_boxes;      // boxes of a chunk's tokens and PANEL columns, swizzled
   Rows<T> o;

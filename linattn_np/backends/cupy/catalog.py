@@ -72,13 +72,9 @@ def gated_on_hopper():
             for K in gated.TILES:
                 if G != gated.SCALAR:
                     yield gated.GatedForwardSm90.fitting(order, gated.CLUSTER_SPLIT_V, T, G, K, gated.TILES[-1])
-    for cls, order, G, (K, V) in product(
-        (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90),
-        READ_ORDERS,
-        (BFLOAT16, SINGLE),
-        WIDTHS,
-    ):
-        yield cls.fitting(order, G, K, V)
+    backward = (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90)
+    for cls, order, (T, G), (K, V) in product(backward, READ_ORDERS, GATES[1:], WIDTHS):
+        yield cls.fitting(order, T, G, K, V)
 
 
 def scalar_decays():

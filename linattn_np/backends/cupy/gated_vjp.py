@@ -1,15 +1,11 @@
-"""Gradients of the gated family: one kernel forwards in time for dq and du, one backwards for dk, dg and dh0, one for
-dv.
+"""Gradients of the gated family: one kernel forwards in time for dq and du, one backwards for dk, dg and dh0, and on
+cards before Hopper one for dv.
 
-No state is kept but one every `CHECKPOINT_EVERY` tokens. Two kernels of Hopper's own keep none; they are for gates
-that are mild, and leave the (sequences, heads) where any is not to those three.
+No state is kept but one every `CHECKPOINT_EVERY` tokens.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from ...arrays import BFLOAT16
 from . import tuning
 from .instances import (
     CHANNELS,
@@ -21,6 +17,7 @@ from .instances import (
     GatedBackwardQueries,
     GatedBackwardQueriesSm90,
     GatedBackwardSegmentsSm90,
+    GatedBackwardSm90,
     GatedBackwardValues,
     ScanBothWays,
     channels,
@@ -28,8 +25,6 @@ from .instances import (
     read_order,
 )
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
-
-INT32 = np.dtype(np.int32)
 
 
 def unsupported(problem) -> str | None:
@@ -44,28 +39,21 @@ def plan_vjp(problem, device, do, dht, saved=()):
     """(gradients in the order of the arrays, that of the initial state or None)."""
     draft = Draft()
     q, k, v, g = draft.inputs(problem)
-    do, dht = (
-        draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do"),
-        cotangent(draft, dht),
-    )
+    do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
+    dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
-    dh0 = gradient_of_state(draft, problem)
     P, bonus = segments(problem, device), problem.arrays.get("u")
     N, H, K = problem.shape("N H K")
-    shares, strong = None, None  # of du: of segments, then of sequences
-    if bonus is not None:
-        shares = draft.empty((N * P + N, H, K), FLOAT32)
-    tiles = None
+    shares = None if bonus is None else draft.empty((N * max(P, 1), H, K), FLOAT32)  # of du: of sequences or segments
     if P:
-        strong, tiles = mild(draft, problem, P, arrays, gradients, dht, dh0, shares)
-    every_gate = any_gates(draft, problem, arrays, gradients, dht, dh0, shares and shares[N * P :], strong)
+        tiles = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, shares)
+    else:
+        tiles = on_every_card(draft, problem, arrays, gradients, dht, dh0, shares)
     if bonus is not None:
         du, kernel = draft.empty((H, K), bonus.dtype), BonusGradient(bonus.dtype)
-        draft.launch(
-            kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, strong=strong, du=du, N=N, P=P, H=H, K=K
-        )
+        draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, du=du, N=shares.shape[0], H=H, K=K)
         gradients = (*gradients, du)
-    return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles or every_gate)
+    return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
 
 
 def cotangent(draft, dht):
@@ -83,9 +71,8 @@ def stored(draft, problem, dh0):
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------
-def any_gates(draft, problem, arrays, gradients, dht, dh0, du, strong) -> dict:
-    """The kernels for any gates, of all (sequences, heads) or of those that are not 0 in `strong`; the sizes of what
-    runs."""
+def on_every_card(draft, problem, arrays, gradients, dht, dh0, du) -> dict:
+    """The kernels for every card; the sizes of what runs."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     N, H, K, V = problem.shape("N H K V")
     order, every = read_order(problem.op), GatedBackward.CHECKPOINT_EVERY
@@ -96,7 +83,7 @@ def any_gates(draft, problem, arrays, gradients, dht, dh0, du, strong) -> dict:
     blocks = ceil_div(K, queries.BK)
     kept = draft.empty((*problem.shape("B H"), shape.NC, blocks * queries.BK, queries.BV), FLOAT32)
     weight = dg if dg.dtype == FLOAT32 else draft.like(dg, FLOAT32)
-    both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients), "strong": strong, "u": u}
+    both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients), "u": u}
     draft.launch(
         queries,
         N * H * blocks,
@@ -135,12 +122,8 @@ def any_gates(draft, problem, arrays, gradients, dht, dh0, du, strong) -> dict:
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
 def fits_hopper(problem, device, arrays) -> bool:
     """Whether Hopper's own backward kernels can read a problem's arrays."""
-    return (
-        device.capability == 90
-        and problem.dtype == BFLOAT16
-        and max(problem.shape("K V")) <= TILES[-1]
-        and mappable_in_rows(arrays)
-    )
+    narrow = max(problem.shape("K V")) <= TILES[-1]
+    return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_in_rows(arrays)
 
 
 def segments(problem, device) -> int:
@@ -151,45 +134,26 @@ def segments(problem, device) -> int:
     return tuning.segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def mild(draft, problem, P, arrays, gradients, dht, dh0, du):
-    """Hopper's own kernels: (which (sequences, heads) they leave undone, int32 [N, H]; the sizes of what runs)."""
+def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du) -> dict:
+    """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
+    runs."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    on_hopper = OnHopper(draft, problem, P, GatedBackwardQueriesSm90.CHUNK)
-    do, initial, dht = draft.mapped(do, "do"), on_hopper.initial, draft.aligned(dht, "dht")
-    order, u = read_order(problem.op), draft.bonus(problem)
-    strong = draft.zeros((N, H), INT32) if P == 1 else draft.empty((N, H), INT32)  # what comes before clears it
+    launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK)
+    do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
+    u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
+    queries, keys = GatedBackwardQueriesSm90.fitting(*instance), GatedBackwardKeysSm90.fitting(*instance)
     ends = draft.empty((N * P, H, K), FLOAT32)
-    sums = draft.empty((B, H, T // GatedBackwardQueriesSm90.CHUNK + on_hopper.shape.count, K), FLOAT32)
+    sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K), FLOAT32)
+    kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
+    read = {"q": q, "k": k, "v": v, "do_": do, "g": g}
     if P > 1:
-        summary = GatedBackwardSegmentsSm90.fitting(order, g.dtype, K, V)
-        initial, dht = on_hopper.between_segments(
-            summary, dict(q=q, k=k, v=v, do_=do, g=g), initial, dht, strong=strong
-        )
-    queries = GatedBackwardQueriesSm90.fitting(order, g.dtype, K, V)
-    on_hopper.launch(
-        queries,
-        dict(q=q, k=k, v=v, do_=do, g=g, dq=dq, weight=dg),
-        u=u,
-        initial=initial,
-        dht=dht,
-        ends=ends,
-        sums=sums,
-        du=du,
-        strong=strong,
-    )
-    keys = GatedBackwardKeysSm90.fitting(order, g.dtype, K, V)
-    on_hopper.launch(
-        keys,
-        dict(q=q, k=k, v=v, do_=do, g=g, weight=dg, dk=dk, dv=dv, dg=dg),
-        u=u,
-        dht=dht,
-        ends=ends,
-        sums=sums,
-        strong=strong,
-        dh0=dh0,
-    )
-    return strong, keys.tiles | ({"segments": P} if P > 1 else {})
+        summary = GatedBackwardSegmentsSm90.fitting(*instance)
+        initial, dht = launches.between_segments(summary, read, initial, dht)
+    both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept}
+    launches.launch(queries, read | {"dq": dq, "weight": dg}, initial=initial, du=du, **both)
+    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, P=P, **both)
+    return keys.tiles | ({"segments": P} if P > 1 else {})
 
 
 class OnHopper:
@@ -213,7 +177,6 @@ class OnHopper:
             **more,
             shape=self.shape,
             scale=self.problem.scale,
-            P=self.P,
         )
 
     def between_segments(self, summary, mapped, initial, dht, **more):
@@ -221,7 +184,7 @@ class OnHopper:
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
-        self.launch(summary, mapped, directions=2, initial=initial, dht=dht, states=states, decays=decays, **more)
+        self.launch(summary, mapped, directions=2, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
         if P > 2:
             scan = ScanBothWays()
             draft.launch(

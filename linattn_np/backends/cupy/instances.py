@@ -139,7 +139,6 @@ class GatedBackwardQueries(GatedBackward):
         *shape,
         *reals("scale"),
         *integers("vectors"),
-        *pointers("strong"),
     )
     shared = ("SubChunk<{BV}>", "Incoming<{dtype}, {gate}, {BV}>")
 
@@ -152,7 +151,6 @@ class GatedBackwardKeys(GatedBackward):
         *shape,
         *reals("scale"),
         *integers("vectors"),
-        *pointers("strong"),
     )
     shared = ("SubChunk<{BV}>", "IncomingWeights<{dtype}, {gate}, {BV}>")
 
@@ -168,7 +166,6 @@ class GatedBackwardValues(Kernel):
         *shape,
         *reals("scale"),
         *integers("vectors"),
-        *pointers("strong"),
     )
     shared = ("SubChunk<{BK}, {BV}>", "Incoming<{dtype}, {gate}, {BK}, {BV}>")
     read_order: str
@@ -289,21 +286,29 @@ class GatedForwardSm90(Kernel):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
 
 
+def tensor_rows(names):
+    """Arrays by tensor copies, and by rows for what these do not reach."""
+    return (*maps(names), *rows(" ".join(f"{name.removesuffix('_')}_rows" for name in names.split())))
+
+
 @dataclass(frozen=True)
 class GatedBackwardSm90(Kernel):
-    """Hopper's own backward kernels, in bfloat16 alone, whose range holds factors of mild gates."""
+    """Hopper's own backward kernels, for any gates."""
 
     arch = SM90
+    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     CHUNK: ClassVar[int] = 32
-    arrays: ClassVar[str] = ""  # that are read and written by tensor copies
+    CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between the states that are kept: what is cut off of those that are
+    # read adds up in the gates' gradient from one to the next
     read_order: str
+    dtype: np.dtype
     gate: np.dtype
     BK: int
     BV: int
 
     @classmethod
-    def fitting(cls, read_order, gate, K, V):
-        return cls(read_order, gate, TILES[K > 64], TILES[V > 64])
+    def fitting(cls, read_order, dtype, gate, K, V):
+        return cls(read_order, dtype, gate, TILES[K > 64], TILES[V > 64])
 
     @property
     def threads(self):
@@ -311,68 +316,57 @@ class GatedBackwardSm90(Kernel):
 
     @property
     def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
+        sizes = {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
+        return sizes | {"checkpoint every": self.CHECKPOINT_EVERY}
 
     def ring(self, stages, channels, gates, columns, pairs, rest):
         """Shared memory of so many stages, each of so many tiles of tokens by channels, gates and columns, and what
         is beside."""
-        stage = padded(
-            32 * (2 * channels * self.BK + gates * self.gate.itemsize * self.BK + 2 * columns * self.BV) + pairs, 1024
-        )
+        gate = gates * self.gate.itemsize
+        stage = 32 * (2 * channels * self.BK + gate * self.BK + 2 * columns * self.BV) + pairs
         return padded(stages * stage + rest + 8 * (3 * stages + 2), 1024)
-
-
-def tensor_rows(names):
-    """Arrays by tensor copies, and by rows for what these do not reach."""
-    return (*maps(names), *rows(" ".join(f"{name.removesuffix('_')}_rows" for name in names.split())))
 
 
 class GatedBackwardQueriesSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_queries"
-    entry = "warpgroup_backward_queries"
     arguments = (
         *tensor_rows("q k v do_ g dq weight"),
-        *pointers("u initial dht ends sums du strong"),
+        *pointers("u initial dht ends sums du kept"),
         *shape,
         *reals("scale"),
-        *integers("P"),
     )
-    shared = ("Shared<{gate}, {BK}, {BV}>",)
 
     @property
     def shared_bytes(self):
-        return self.ring(3, 2, 1, 2, 32 * 128 + 4 * 32, 0)
+        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, 0)
 
 
 class GatedBackwardKeysSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_keys"
-    entry = "warpgroup_backward_keys"
     arguments = (
         *tensor_rows("q k v do_ g weight dk dv dg"),
-        *pointers("u dht ends sums strong dh0"),
+        *pointers("u dht ends sums kept dh0"),
         *shape,
         *reals("scale"),
         *integers("P"),
     )
-    shared = ("Shared<{gate}, {BK}, {BV}>",)
 
     @property
     def shared_bytes(self):
-        rest = 2 * self.BK * self.BV + 2 * 32 * 2 * self.BK + 32 * 128 + 8 * self.BK + 40
-        return self.ring(3 if self.gate.itemsize == 2 else 2, 2, 2, 2, 32 * 128 + 4 * 32, rest)
+        BK, BV = self.BK, self.BV
+        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 33 * BK // 16 + 40
+        return self.ring(2, 2, 2, 2, 32 * 32 * 4, rest)
 
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     file = "gated/sm90/backward_segments"
-    entry = "warpgroup_backward_segments"
     arguments = (
         *tensor_rows("q k v do_ g"),
-        *pointers("initial dht states decays strong"),
+        *pointers("initial dht states decays"),
         *shape,
         *reals("scale"),
         *integers("P"),
     )
-    shared = ("Shared<{gate}, {BK}, {BV}>",)
 
     @property
     def threads(self):
@@ -565,7 +559,7 @@ class GateGradient(Kernel):
 @dataclass(frozen=True)
 class BonusGradient(Kernel):
     file = "elementwise/bonus_gradient"
-    arguments = (*pointers("shares strong du"), *integers("N P H K"))
+    arguments = (*pointers("shares du"), *integers("N H K"))
     threads = 128
     bonus: np.dtype
 

@@ -341,7 +341,7 @@ SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 def plan_gla_vjp(draft, gla, device, do, dht, reason):
     """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the
     gate."""
-    if not gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"]):
+    if gla.dtype != BFLOAT16 or not gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"]):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
     own = Draft()
     gla = in_float32(own, gla)
@@ -379,10 +379,10 @@ def with_gate(own, gla, device, arrays, found, dht, dh0):
     ends = None if dht is None else own.empty((N * P, H), FLOAT32)
     read = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
     on_hopper.launch(
-        queries, read | {"dq": found["dq"]}, g=arrays["g"], initial=initial, dht=dht, ends=ends, weights=dg
+        queries, read | {"dq": found["dq"]}, g=arrays["g"], initial=initial, dht=dht, ends=ends, weights=dg, P=P
     )
     on_hopper.launch(
-        keys, read | {"dk": found["dk"], "dv": found["dv"]}, g=arrays["g"], dht=dht, ends=ends, dg=dg, dh0=dh0
+        keys, read | {"dk": found["dk"], "dv": found["dv"]}, g=arrays["g"], dht=dht, ends=ends, dg=dg, dh0=dh0, P=P
     )
     return dg, keys.tiles | ({"segments": P} if P > 1 else {})
 

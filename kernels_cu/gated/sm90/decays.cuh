@@ -1,0 +1,345 @@
+// what      Queries and keys of a chunk times their decays, for the Hopper backward of GLA and RWKV-6.
+// math      g the gates, in sub-chunks of 8 tokens; a query i meets a key j < i by way of one of three factorisations:
+//           in a sub-chunk           from its middle m, between tokens 3 and 4: q_i e^(sum_{m..i} g), k_j
+//           e^(-sum_{m..j} g) across sub-chunks        q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of
+//           g behind j to the end of its sub-chunk): sub-chunks 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by
+//           16, the decay of a whole sub-chunk between where there is one) across chunks            likewise from the
+//           chunk's start and to its end RWKV-6 reads before it writes: its queries' sums end at token i - 1.
+// numerics  Exponents across sub-chunks are sums of the gates as they are, of what lies between and never a difference,
+//           so a reset lets nothing through. In a sub-chunk a gate counts as LEAST at least: 4 tokens of it are 80
+//           nats, and float32 ends at 88. What that lets through is 2e-9 of a token, to its own sub-chunk. Sums are
+//           products with 0, 1 and -1 times log2 e, which is two numbers of the gate's type; float32 gates are two
+//           bfloat16 numbers.
+#include "read_order.cuh"
+#include "ptx.cuh"
+
+constexpr int CHUNK = 32, BC = 8, SUBCHUNKS = CHUNK / BC;
+
+#include "warpgroup.cuh"
+
+// A sub-chunk's values: x[2h + p] is channel g + 8h of token 2t + p, with g = lane / 4, t = lane % 4. A chunk's are
+// four such.
+using SubChunk = float[4];
+using Chunk = SubChunk[SUBCHUNKS];
+
+template <typename T> __device__ __forceinline__ float2 unpack(u32 two);
+template <> __device__ __forceinline__ float2 unpack<bf16>(u32 two) { return {low(two), high(two)}; }
+template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
+  return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
+}
+
+// What a product in tf32 reads of x: cut off, since rounding takes four instructions.
+__device__ __forceinline__ float cut_off(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+constexpr float CUT = 1.f + 0.7213f / 2048;     // makes up for what that takes away, on average over all fractions
+
+// Calls f(n, h) for all pairs of neighbouring tokens that this lane has: of sub-chunk n and channel g + 8h.
+template <class F> __device__ __forceinline__ void each_pair(F f) {
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) f(n, h);
+}
+
+// An operand's register that holds them.
+template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
+
+// Where a lane's rows of a panel begin, in bytes, as ldmatrix and stmatrix take a warp's 16 of its 64 columns: 16 rows
+// every 2048.
+__device__ __forceinline__ int lane_offset() {
+  const int thread = threadIdx.x, row = (thread & 7) + (thread >> 4 & 1) * 8;
+  return row * 128 + ((thread / 32 % 4 * 2 + (thread >> 3 & 1)) ^ (row & 7)) * 16;
+}
+
+// 16-bit values of a warp's 16 channels, from and to a tile's panel of its warpgroup's 64; `at` is lane_offset().
+template <typename T> __device__ __forceinline__ void load_operand(Operand& x, T (&panel)[CHUNK][64], int at) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) ldmatrix_x4_trans(x[s], reinterpret_cast<char*>(panel) + at + 2048 * s);
+}
+template <typename T> __device__ __forceinline__ void store_operand(T (&panel)[CHUNK][64], const Operand& x, int at) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) stmatrix_x4_trans(reinterpret_cast<char*>(panel) + at + 2048 * s, x[s]);
+}
+
+// The same as float32, of a tile of 16-bit values or of float32.
+template <typename T> __device__ __forceinline__ void load_chunk(Chunk& x, T (*panels)[CHUNK][64], int at) {
+  Operand two;
+  load_operand(two, *panels, at);
+  each_pair([&](int n, int h) {
+    const float2 pair = unpack<T>(pair_of(two, n, h));
+    x[n][2 * h] = pair.x, x[n][2 * h + 1] = pair.y;
+  });
+}
+template <typename T>
+__device__ __forceinline__ void store_chunk_values(T (*panels)[CHUNK][64], const Chunk& x, int at) {
+  Operand two;
+  each_pair([&](int n, int h) { pair_of(two, n, h) = pack<T>(x[n][2 * h], x[n][2 * h + 1]); });
+  store_operand(*panels, two, at);
+}
+__device__ __forceinline__ void load_chunk(Chunk& x, float (*panels)[CHUNK][32], int) {
+  each_float(panels, [&](int at, float& value) { x[at / 4][at % 4] = value; });
+}
+__device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], const Chunk& x, int) {
+  each_float(panels, [&](int at, float& value) { value = x[at / 4][at % 4]; });
+}
+
+// ---- sums of gates ------------------------------------------------------------------------------------------------
+
+constexpr float LEAST = -20.f;                  // nats
+constexpr float NOTHING = -256.f;               // nats: e^ of it is 0. 0 times what is infinite would be NaN
+
+// In which format gates are summed, and there: two of LEAST and of NOTHING, and what stands for 1 in the two halves of
+// a product.
+template <typename G> struct GateFormat;
+template <> struct GateFormat<bf16> {
+  using Type = bf16;
+  static constexpr u32 LEAST_TWO = 0xc1a0c1a0u, NOTHING_TWO = 0xc380c380u, ONE[2] = {0x3fb9u, 0xbb2cu};      // log2 e
+};
+template <> struct GateFormat<f16> {
+  using Type = f16;
+  static constexpr u32 LEAST_TWO = 0xcd00cd00u, NOTHING_TWO = 0xdc00dc00u, ONE[2] = {0x3dc5u, 0x0d1eu};      // log2 e
+};
+template <> struct GateFormat<float> {
+  using Type = bf16;
+  static constexpr u32 ONE[2] = {0x3f80u, 0x3f80u};
+};
+
+// A chunk's gates of this lane's channels: no less than NOTHING; float32 ones times log2 e.
+template <typename G> struct Gates {
+  Operand x;
+
+  __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
+    load_operand(x, *panels, at);
+    each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), GateFormat<G>::NOTHING_TWO); });
+  }
+  // Sub-chunk n as an operand A; NEAR: no less than LEAST.
+  template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      a[h] = a[2 + h] = NEAR ? at_least<G>(pair_of(x, n, h), GateFormat<G>::LEAST_TWO) : pair_of(x, n, h);
+  }
+};
+template <> struct Gates<float> {
+  Chunk x;
+
+  __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
+    load_chunk(x, panels, at);
+    each_pair([&](int n, int h) {
+      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], NOTHING);
+    });
+  }
+  template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float first = NEAR ? at_least(x[n][2 * h], LOG2E * LEAST) : x[n][2 * h];
+      const float second = NEAR ? at_least(x[n][2 * h + 1], LOG2E * LEAST) : x[n][2 * h + 1];
+      a[h] = pack<bf16>(first, second);
+      a[2 + h] = remainder_of(a[h], first, second);
+    }
+  }
+};
+
+// What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, as an operand B; made of masks where it is
+// used, since registers are scarce.
+template <class ReadOrder, typename G> struct Counts {
+  int written, read, early;                     // whether two tokens are up to i; to where i reads; before the middle
+
+  __device__ __forceinline__ Counts() {
+    const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
+    const auto up_to = [&](int i) { return (token <= i ? 0xffff : 0) | (token < i ? 0xffff0000 : 0); };
+    written = up_to(i), read = up_to(i - ReadOrder::reads_before_write), early = token < BC / 2 ? -1 : 0;
+  }
+  template <class F> static __device__ __forceinline__ void make(u32 (&b)[2], F of) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) b[half] = of(GateFormat<G>::ONE[half] * 0x10001u);
+  }
+  __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask) const {
+    mask = opaque(mask);
+    make(b, [&](u32 one) { return (mask ^ early) & (one ^ (early & 0x80008000u)); });
+  }
+  __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
+    const int mask = opaque(read);
+    make(b, [&](u32 one) { return mask & one; });
+  }
+  __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
+    const int mask = opaque(written);
+    make(b, [&](u32 one) { return ~mask & one; });
+  }
+};
+
+__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], bf16) {
+  mma_bf16(d, a, b);
+}
+__device__ __forceinline__ void multiply_gates(SubChunk& d, const u32 (&a)[4], const u32 (&b)[2], f16) {
+  mma_f16(d, a, b);
+}
+
+// f(n, sums) of every sub-chunk: log2 of the decays.
+template <bool NEAR, typename G, class F>
+__device__ __forceinline__ void sum_gates(const Gates<G>& g, const u32 (&b)[2], F f) {
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n) {
+    u32 a[4];
+    SubChunk d = {};
+    g.template operand<NEAR>(a, n);
+    multiply_gates(d, a, b, typename GateFormat<G>::Type{});
+    f(n, d);
+  }
+}
+template <bool NEAR, typename G>
+__device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G>& g, const u32 (&b)[2], float sign) {
+  sum_gates<NEAR>(g, b, [&](int n, const SubChunk& sum) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[n][i] = exp2_approx(sign * sum[i]);
+  });
+}
+
+// Factors of queries from the start of a sub-chunk, and of keys to its end.
+template <class ReadOrder, typename G>
+__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G>& g, const Counts<ReadOrder, G>& counts) {
+  u32 b[2];
+  counts.from_start(b);
+  exponentiate<false>(to, g, b, 1.f);
+}
+template <class ReadOrder, typename G>
+__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G>& g, const Counts<ReadOrder, G>& counts) {
+  u32 b[2];
+  counts.to_end(b);
+  exponentiate<false>(to, g, b, 1.f);
+}
+
+// Decays of whole sub-chunks, of this lane's two channels.
+struct SubChunkDecays {
+  float own[SUBCHUNKS][2];
+
+  __device__ __forceinline__ float before(int n, int h) const {      // of those before sub-chunk n
+    return n == 0 ? 1.f : n == 1 ? own[0][h] : n == 2 ? own[0][h] * own[1][h] : own[0][h] * own[1][h] * own[2][h];
+  }
+  __device__ __forceinline__ float behind(int n, int h) const {
+    return n == 3 ? 1.f : n == 2 ? own[3][h] : n == 1 ? own[2][h] * own[3][h] : own[1][h] * (own[2][h] * own[3][h]);
+  }
+  __device__ __forceinline__ float all(int h) const { return own[0][h] * own[1][h] * (own[2][h] * own[3][h]); }
+};
+template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& d, const Gates<G>& g) {
+  const u32 b[2] = {GateFormat<G>::ONE[0] * 0x10001u, GateFormat<G>::ONE[1] * 0x10001u};
+  sum_gates<false>(g, b, [&](int n, const SubChunk& sum) {
+    for (int h = 0; h < 2; ++h) d.own[n][h] = exp2_approx(sum[2 * h]);
+  });
+}
+
+// ---- operands -------------------------------------------------------------------------------------------------------
+
+// What a product in tf32 reads of x where it is used besides: EXACT; or x.
+template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
+
+// What meets in sub-chunk n: times decays from the middle, those of queries in `near_queries` and those of keys in
+// `near_keys` too. Calls f(i, query, key) for values as they come.
+template <bool EXACT, class ReadOrder, typename T, typename G, class F>
+__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, SubChunk& near_queries,
+                                             SubChunk& near_keys, const Operand& q, const Operand& k,
+                                             const Gates<G>& gates, const Counts<ReadOrder, G>& counts, int n, F f) {
+  u32 a[4], b[2];
+  SubChunk read = {}, written = {};
+  gates.template operand<true>(a, n);
+  counts.from_middle(b, counts.written);
+  multiply_gates(written, a, b, typename GateFormat<G>::Type{});
+  if (ReadOrder::reads_before_write) {
+    counts.from_middle(b, counts.read);
+    multiply_gates(read, a, b, typename GateFormat<G>::Type{});
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float2 query = unpack<T>(pair_of(q, n, h)), key = unpack<T>(pair_of(k, n, h));
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int i = 2 * h + p;
+      f(i, p ? query.y : query.x, p ? key.y : key.x);
+      near_queries[i] = exp2_approx(ReadOrder::reads_before_write ? read[i] : written[i]);
+      near_keys[i] = exp2_approx(-written[i]);
+      queries[i] = operand_value<EXACT>((p ? query.y : query.x) * near_queries[i]);
+      keys[i] = operand_value<EXACT>((p ? key.y : key.x) * near_keys[i]);
+    }
+  }
+}
+
+// What meets across sub-chunks, in tf32. by8: of queries sub-chunks 1 and 3, of keys 0 and 2; by16: of queries 2 and 3,
+// of keys 0 and 1. Or sums of products with such, of the other side.
+struct Across {
+  SubChunk by8[2], by16[2];
+};
+
+// And `state`, in T: what meets the state before the chunk. far: decays from the start of a sub-chunk.
+template <bool EXACT, typename T>
+__device__ __forceinline__ void decay_queries(Across& to, Operand& state, const Operand& q, const Chunk& far,
+                                              const SubChunkDecays& d, const float (&scale)[2]) {
+  each_pair([&](int n, int h) {
+    const float2 two = unpack<T>(pair_of(q, n, h));
+    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = scale[h] * d.before(n, h);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      if (n % 2) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
+      if (n == 2) to.by16[0][2 * h + p] = operand_value<EXACT>(x[p]);
+      if (n == 3) to.by16[1][2 * h + p] = operand_value<EXACT>(d.own[2][h] * x[p]);
+    }
+    pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
+  });
+}
+
+// The same of keys; far: decays to the end, and `state` is what the state behind the chunk has of them.
+template <bool EXACT, typename T>
+__device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Operand& k, const Chunk& far,
+                                           const SubChunkDecays& d) {
+  each_pair([&](int n, int h) {
+    const float2 two = unpack<T>(pair_of(k, n, h));
+    const float x[2] = {two.x * far[n][2 * h], two.y * far[n][2 * h + 1]}, by = d.behind(n, h);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      if (n % 2 == 0) to.by8[n / 2][2 * h + p] = operand_value<EXACT>(x[p]);
+      if (n == 0) to.by16[0][2 * h + p] = operand_value<EXACT>(d.own[1][h] * x[p]);
+      if (n == 1) to.by16[1][2 * h + p] = operand_value<EXACT>(x[p]);
+    }
+    pair_of(state, n, h) = pack<T>(by * x[0], by * x[1]);
+  });
+}
+
+// ---- pairs of tokens ------------------------------------------------------------------------------------------------
+
+// Values of all pairs [query, key] in tf32, none with a key behind its query: where one lies so that eight rows of two
+// keys, and eight keys of every second query, lie in different banks.
+using Pairs = float[CHUNK][CHUNK];
+__device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) {
+  return x[query][key ^ 8 * ((query & 3) ^ (query >> 2 & 1))];
+}
+// A value of a pair for products with what was cut off.
+__device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(CUT * x)); }
+// A value of every token besides, in float32, where no pair is.
+__device__ __forceinline__ float& own_at(Pairs& x, int token) { return pair_at(x, token % 8, 24 + token / 8); }
+
+// d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t and 2t + 1 at t + 4.
+__device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {
+  const u32 a[4] = {__float_as_uint(x[0]), __float_as_uint(x[2]), __float_as_uint(x[1]), __float_as_uint(x[3])};
+  mma_tf32(d, a, b);
+}
+
+// A lane's place in the pairs of a sub-chunk's queries and keys, from which those of others are an XOR and a sum away.
+struct PairReader {
+  const float* pairs;
+  int row, column;                              // query g with key 2t; query 2t with key g
+
+  __device__ __forceinline__ PairReader(Pairs& x) : pairs(&x[0][0]) {
+    const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
+    row = int(&pair_at(x, g, 2 * t) - pairs), column = int(&pair_at(x, 2 * t, g) - pairs);
+  }
+  // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
+  __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {
+    const float2 two = *reinterpret_cast<const float2*>(pairs + (row ^ 8 * keys) + 8 * CHUNK * queries);
+    const u32 b[2] = {__float_as_uint(two.x), __float_as_uint(two.y)};
+    multiply_pairs(to, k, b);
+  }
+  // Sums over queries, for keys: to_j += sum_i pairs_ij q_i.
+  __device__ __forceinline__ void add_queries(SubChunk& to, const SubChunk& q, int queries, int keys) const {
+    const float* from = pairs + 8 * CHUNK * queries;
+    const float first = from[column ^ 8 * keys], second = from[(column ^ 8 * (keys ^ 1)) + CHUNK];
+    const u32 b[2] = {__float_as_uint(first), __float_as_uint(second)};
+    multiply_pairs(to, q, b);
+  }
+};

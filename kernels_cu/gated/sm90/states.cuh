@@ -1,0 +1,164 @@
+// what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
+//           sums over a chunk's tokens.
+// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient
+//           from chunk to chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
+//           What a chunk adds to a state is a product in T. float16 has nothing below 6e-8: there queries that meet a
+//           state go into products times a power of 2, by the chunk's first gate, and so does C for dv, by its largest
+//           value.
+#include "gated/sm90/decays.cuh"
+
+constexpr int KEPT = 1024;                      // tokens
+
+// A lane's first values of a state that is kept, the others THREADS apart: of that before a sequence's token, a
+// multiple of KEPT behind its start.
+template <int BK, int BV>
+__device__ __forceinline__ float4* kept_at(float* kept, const Shape& shape, const Place& at, int token) {
+  const i64 slot = (i64(at.batch) * shape.H + at.head) * (shape.T / KEPT + 1) + at.start / KEPT + token / KEPT;
+  return reinterpret_cast<float4*>(kept + slot * (BK * BV)) + threadIdx.x;
+}
+
+template <typename T> constexpr bool NARROW = false;
+template <> constexpr bool NARROW<f16> = true;
+
+// 2^x that takes `largest` to float16's upper end, and 2^-x.
+struct Scale {
+  float up, down;
+};
+__device__ __forceinline__ Scale to_range(float largest) {
+  const int exponent = max(int(__float_as_uint(largest) >> 23), 14);
+  return {__uint_as_float(u32(267 - exponent) << 23), __uint_as_float(u32(exponent - 13) << 23)};
+}
+
+// Of two channels: what takes queries that a chunk's first gate has decayed, and what a state has of them, back into
+// the range of a NARROW type, and its inverse. far: decays from the start of a sub-chunk. RWKV-6's first query is not
+// decayed.
+struct QueryScale {
+  float up[2], down[2];
+};
+template <class ReadOrder, typename T> __device__ __forceinline__ QueryScale scale_of_queries(const Chunk& far) {
+  QueryScale s = {{1.f, 1.f}, {1.f, 1.f}};
+  if (NARROW<T> && !ReadOrder::reads_before_write)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float first = __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
+      const int exponent = max(int(__float_as_uint(first) >> 23), 27);
+      s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
+    }
+  return s;
+}
+template <class ReadOrder, typename T, int BV>
+__device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
+  if (NARROW<T> && !ReadOrder::reads_before_write)
+#pragma unroll
+    for (int i = 0; i < BV / 2; ++i) S[i] *= s.down[i >> 1 & 1];
+}
+
+// The largest magnitude of a channel, over its four lanes.
+template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[BV / 2], int h) {
+  float x = 0.f;
+#pragma unroll
+  for (int n = 0; n < BV / 8; ++n) x = fmaxf(x, fmaxf(fabsf(S[4 * n + 2 * h]), fabsf(S[4 * n + 2 * h + 1])));
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// A chunk's tokens as start_read takes them: of every 8 columns the even ones, then the odd ones, in float32.
+template <int BV> using ReadTile = Tile<float, BV>;
+
+// Writes such a tile from one as it came; thread `first` of `threads`.
+template <typename T, int BV>
+__device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int first, int threads) {
+#pragma unroll 1
+  for (int at = first; at < CHUNK * BV / 8; at += threads) {
+    const int row = at / (BV / 8), piece = at % (BV / 8);
+    const uint4 x = *reinterpret_cast<const uint4*>(swizzled(from[piece / 8][0], row, piece % 8));
+    const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
+    float(&panel)[CHUNK][32] = to[piece / 4];
+    *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2)) = {a.x, b.x, c.x, d.x};
+    *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2 + 1)) = {a.y, b.y, c.y, d.y};
+  }
+}
+
+// x[channel, token] = S tokens^T in tf32, under way.
+template <int BV>
+__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
+  constexpr int PART = 4, PARTS = BV / 8 / PART;
+  u32 columns[2][PART][4];                      // products under way hold theirs, and S has them in another order
+  const auto copy = [&](int part) {
+#pragma unroll
+    for (int n = 0; n < PART; ++n)
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+        columns[part & 1][n][m] = __float_as_uint(CUT * S[4 * (part * PART + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
+  };
+  const u64 b = wgmma_tile(tokens, 16, 1024);
+  const auto multiply = [&](int part) {
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+      const int tile = part * PART + n;
+      wgmma<tf32, CHUNK, false>(x, columns[part & 1][n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, tile > 0);
+    }
+    wgmma_commit();
+  };
+  copy(0);
+  copy(1);
+  wgmma_fence();
+  multiply(0);
+  multiply(1);
+#pragma unroll
+  for (int part = 2; part < PARTS; ++part) {
+    wgmma_wait<1>();                            // the registers of the part before the last are free
+    copy(part);
+    wgmma_fence();
+    multiply(part);
+  }
+}
+
+// S += x^T tokens, under way; x the warp's channels.
+template <typename T, int BV>
+__device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x, T (&tokens)[BV / 64][CHUNK][64]) {
+  const u64 b = wgmma_tile(tokens, CHUNK * 128, 1024);
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) wgmma<T, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
+}
+
+// S <- diag(up) D S.
+template <int BV>
+__device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDecays& d, float up0 = 1.f,
+                                            float up1 = 1.f) {
+  const float by[2] = {up0 * d.all(0), up1 * d.all(1)};
+#pragma unroll
+  for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
+}
+
+// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: BEHIND: from
+// i on; otherwise before i. all: over all of them.
+template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
+  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
+  const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
+  const u32 some[2] = {token >= i == BEHIND ? one : 0, token + 1 >= i == BEHIND ? one : 0};
+  SubChunk sum = {};
+#pragma unroll
+  for (int step = 0; step < SUBCHUNKS; ++step) {
+    SubChunk &at = x[BEHIND ? SUBCHUNKS - 1 - step : step], first, rest;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) first[m] = cut_off(at[m]), rest[m] = at[m] - first[m], at[m] = sum[m];
+    multiply_pairs(at, first, some);
+    multiply_pairs(at, rest, some);
+    multiply_pairs(sum, first, ones);
+    multiply_pairs(sum, rest, ones);
+  }
+  all[0] = sum[0], all[1] = sum[2];
+}
+
+// The state that a block starts from: given, or zeros.
+template <int BV>
+__device__ __forceinline__ void load_state(float (&S)[BV / 2], const float* given, const Shape& shape, int channel) {
+#pragma unroll
+  for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
+  if (given)
+    each_of_state<BV>(S, given, shape, channel, [](float& x, float& y, const float* from) {
+      const float2 two = *reinterpret_cast<const float2*>(from);
+      x = two.x, y = two.y;
+    });
+}

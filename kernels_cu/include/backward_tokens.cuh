@@ -1,0 +1,89 @@
+// what      What every Hopper backward shares beside warpgroup.cuh: products of tokens, sums over the lanes that share a
+//           channel, and segments of sequences. CHUNK, the tokens of a chunk, is the including kernel's.
+// limits    sm_90a
+#include "warpgroup.cuh"
+
+// ---- products of tokens with tokens: a warp ------------------------------------------------------------------
+
+// The three 16 x 16 blocks of 32 x 32 pairs with no key behind its query.
+__device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
+__device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
+
+// The operands of a block's products: 16 channels from 8 c on of 16 rows of a and of b.
+template <typename T, int PANELS>
+__device__ __forceinline__ void load_queries(u32 (&x)[4], T (&a)[PANELS][CHUNK][64], int block, int c, int lane) {
+  ldmatrix_x4(x, swizzled(a[c / 8][0], queries_of(block) + (lane & 15), c % 8 + (lane >> 4)));
+}
+template <typename T, int PANELS>
+__device__ __forceinline__ void load_keys(u32 (&y)[2][2], T (&b)[PANELS][CHUNK][64], int block, int c, int lane) {
+  u32 two[4];
+  ldmatrix_x4(two, swizzled(b[c / 8][0], keys_of(block) + (lane & 7) + (lane >> 4) * 8, c % 8 + (lane >> 3 & 1)));
+  y[0][0] = two[0], y[0][1] = two[1], y[1][0] = two[2], y[1][1] = two[3];
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], bf16) { mma_bf16(d, x, y); }
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], f16) { mma_f16(d, x, y); }
+
+// D[queries, keys] = a b^T, a block.
+template <typename T, int PANELS>
+__device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][CHUNK][64], T (&b)[PANELS][CHUNK][64],
+                                              int block, int lane) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = 0.f;
+#pragma unroll 4
+  for (int c = 0; c < PANELS * 8; c += 2) {
+    u32 x[4], y[2][2];
+    load_queries(x, a, block, c, lane);
+    load_keys(y, b, block, c, lane);
+    multiply(d[0], x, y[0], T{});
+    multiply(d[1], x, y[1], T{});
+  }
+}
+
+// ---- channels -----------------------------------------------------------------------------------------------
+
+// The sum over the four lanes of a channel.
+__device__ __forceinline__ float channel_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Sums over the warp's channels of x[2n + p], which is this lane's share of token 8n + 2t + p.
+__device__ __forceinline__ void put_token_sums(float* to, float (&x)[8]) {
+  const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {     // lane g ends with value g
+    const bool upper = g & half;
+#pragma unroll
+    for (int n = 0; n < half; ++n) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], 4 * half);
+      x[n] = (upper ? x[n + half] : x[n]) + other;
+    }
+  }
+  to[g / 2 * 8 + 2 * t + g % 2] = x[0];
+}
+
+// ---- segments of sequences, P each, in either direction ---------------------------------------------------------
+
+__device__ __forceinline__ bool is_first(const Place& at, i64 P, bool backwards) {
+  return at.sequence % P == (backwards ? P - 1 : 0);
+}
+__device__ __forceinline__ bool is_last(const Place& at, i64 P, bool backwards) { return is_first(at, P, !backwards); }
+
+// Where among the states that segments of both directions start from this one's is.
+__device__ __forceinline__ i64 slot_of(const Place& at, bool backwards) { return (backwards ? gridDim.x / 2 : 0) + at.pair; }
+
+// The first segment starts from the given state, or from zeros, and puts it among the others.
+template <int BV>
+__device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape, const Place& at,
+                                      i64 P, bool backwards, int channel) {
+  if (!is_first(at, P, backwards)) return;
+  const i64 size = shape.K * shape.V;
+  if (given)
+    each_of_state<BV>(S, given + (at.sequence / P * shape.H + at.head) * size, shape, channel, [](float& x, float& y, const float* from) {
+      const float2 two = *reinterpret_cast<const float2*>(from);
+      x = two.x, y = two.y;
+    });
+  each_of_state<BV>(S, states + slot_of(at, backwards) * size, shape, channel, [](float& x, float& y, float* to) {
+    *reinterpret_cast<float2*>(to) = {x, y};
+  });
+}

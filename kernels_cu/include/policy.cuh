@@ -1,2 +1,0 @@
-// what      The names by which the Hopper kernels of `gated` include the read order.
-#include "read_order.cuh"
