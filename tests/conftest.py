@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import reference
 
 from linattn_np import dispatch
 from linattn_np.arrays import BFLOAT16
@@ -33,6 +34,8 @@ class Backend:
     gates_choose_the_route = False      # by chunk, so that a later gate of a chunk may move an earlier token's last bit
     sizes = ("tiny", "small")           # of the cases that run in reasonable time
     device = None                       # what launches kernels of our own, where there is such a thing
+    rows = {}                           # reference.ROWS here
+    gradient_rows = {"bfloat16": 4}     # the same of gradients: sums by rounded scores, which cancel
 
     def __init__(self, name):
         self.name = name
@@ -54,6 +57,10 @@ class Backend:
 class Numpy(Backend):
     gradients = True
     gates_choose_the_route = True
+
+
+# Kernels of Hopper's own round all operands of scores to bfloat16; their gradients in float16 have scores in tf32.
+HOPPER_ROWS, HOPPER_GRADIENT_ROWS = {"bfloat16": 2}, {"bfloat16": 4, "float16": 4}
 
 
 class Kernels(Backend):
@@ -111,6 +118,7 @@ class Hopper(Emulated):
     """The same as a card of compute capability 9.0 computes it."""
 
     capability = 90
+    rows, gradient_rows = HOPPER_ROWS, HOPPER_GRADIENT_ROWS
 
 
 class OnCard:
@@ -142,6 +150,8 @@ class Cupy(OnCard, Kernels):
         super().__init__(name)
         from linattn_np.backends.cupy.device import CupyDevice
         self.device = CupyDevice()
+        if self.device.capability == 90:
+            self.rows, self.gradient_rows = HOPPER_ROWS, HOPPER_GRADIENT_ROWS
 
 
 class NumbaKernels(Backend):
@@ -216,6 +226,15 @@ def with_variants(metafunc, fixture, names):
 def backends():
     """Backend objects by name, made when first asked for; one that cannot be made fails its tests."""
     return {}
+
+
+@pytest.fixture(autouse=True)
+def rows_of_the_backend(request, backends, monkeypatch):
+    """What `reference.assert_close` allows, on the backend that the test asks for."""
+    for asked in {"backend", "card", "device"} & set(request.fixturenames):
+        name = request.node.callspec.params.get(asked)
+        if name in CLASSES:
+            monkeypatch.setattr(reference, "ROWS", made(name, backends).rows)
 
 
 @pytest.fixture

@@ -62,8 +62,6 @@ GATES = {
     "some-inf": scattered(-np.inf, 20),
     "all-inf": lambda rng, shape: np.full(shape, -np.inf),
     "positive": lambda rng, shape: rng.uniform(0, 0.02, shape),
-    # log(-g) of trained models: close to normal, its mean from channel to channel
-    "trained": lambda rng, shape: -np.exp(np.linspace(-4.2, -2.5, shape[-1]) + 2 * rng.standard_normal(shape)),
 }
 
 
@@ -158,9 +156,17 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
 # (whole tensor, worst row) by dtype, finest first. The whole-tensor ones are what the project promises for half and
 # single precision. Measured over all cases of test_contract: float64 1.4e-15 and 1.2e-14; float32 5e-7 and 2e-6 in the
 # CUDA kernels, 2.4e-6 and 2.2e-5 in NumPy's factored blocks; float16 3.6e-4 and 1e-3; bfloat16 1.9e-3 and 3.1e-3
-# where products take tf32, 3.3e-3 and 2.5e-2 where all their operands are bfloat16 (Hopper, 6,000 rows a gate): a row
-# that cancels to a tenth carries ten times the error.
-LIMITS = {"float64": (1e-13, 1e-12), "float32": (2e-5, 1e-4), "float16": (2e-3, 4e-3), "bfloat16": (6e-3, 4e-2)}
+# where products take tf32. Where all operands are bfloat16, on Hopper, 3.3e-3 and 2.5e-2 over 6,000 rows a gate: a row
+# that cancels to a tenth carries ten times the error, so conftest gives that backend's rows a factor.
+LIMITS = {"float64": (1e-13, 1e-12), "float32": (2e-5, 1e-4), "float16": (2e-3, 4e-3), "bfloat16": (6e-3, 2e-2)}
+ROWS = {}       # by dtype, how many times its limit a row may be off on the backend that a test runs on: conftest sets it
+
+
+def limits(dtype, rows=1):
+    """(whole tensor, worst row), the latter `rows` times or what the backend needs."""
+    name = np.dtype(dtype).name
+    whole, row = LIMITS[name]
+    return whole, max(rows, ROWS.get(name, 1)) * row
 
 
 def rms(x, **axes):
@@ -184,12 +190,11 @@ def errors(x, wanted):
 
 
 def assert_close(what, x, wanted, dtype, *, factor=1, rows=1):
-    """Both figures within the limits of `dtype`, that of the worst row times `rows`; NaN anywhere fails."""
-    found = errors(x, wanted)
-    whole, row = LIMITS[np.dtype(dtype).name]
-    limits = factor * whole, factor * rows * row
-    assert all(f <= limit for f, limit in zip(found, limits)), (
-        f"{what}: whole tensor {found[0]:.2e} (limit {limits[0]:.1e}), worst row {found[1]:.2e} (limit {limits[1]:.1e})")
+    """Both figures within `limits`, times `factor`; NaN anywhere fails."""
+    found, (whole, row) = errors(x, wanted), limits(dtype, rows)
+    assert found[0] <= factor * whole and found[1] <= factor * row, (
+        f"{what}: whole tensor {found[0]:.2e} (limit {factor * whole:.1e}), "
+        f"worst row {found[1]:.2e} (limit {factor * row:.1e})")
 
 
 def same_bits(x, y):

@@ -3,7 +3,7 @@
 import numpy as np
 import planned
 import pytest
-from reference import LIMITS, assert_close, double, draw, errors, exact, rms
+from reference import assert_close, double, draw, errors, exact, limits, rms
 
 import linattn_np
 from linattn_np.arrays import BFLOAT16
@@ -58,11 +58,11 @@ def test_gates_that_nobody_sees_change_nothing(backend, rng, op, K, gate):
 @pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_errors_are_of_one_class(backend, rng, op, K, gate):
-    """Whole and row by row, whatever the gates: half of what other tests allow."""
+    """Whole and row by row, whatever the gates; the whole to less than other tests allow."""
     needs_half_data(backend, op)
     arrays = draw(op, rng, {"B": 1, "H": 2, "T": 6 * CHUNK, "K": K, "V": 64}, BFLOAT16, gate)
     found = errors(run(backend, op, dict(zip(op.arrays, arrays))), exact(OPS[op], arrays)[0])
-    assert found[0] <= 4e-3 and found[1] <= 4e-2
+    assert found[0] <= 4e-3 and found[1] <= limits(BFLOAT16)[1]
 
 
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
@@ -121,6 +121,6 @@ def test_scores_may_cancel_between_the_channels(backend, rng, gate):
     wanted, _ = exact(linattn_np.gla, list(arrays.values()))
     apart, _ = exact(linattn_np.gla, [q[..., :128], k[..., :128], v, g[..., :128]], scale=256 ** -0.5)
     o = run(backend, GLA, arrays)
-    whole, row = LIMITS["bfloat16"]
+    whole, row = limits(BFLOAT16)
     assert errors(o, wanted)[0] <= whole
     assert (rms(double(o) - wanted, axis=-1) <= row * np.maximum(rms(wanted, axis=-1), rms(apart, axis=-1))).all()
