@@ -5,11 +5,11 @@
 //           dg_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j + sum_v S C   (RWKV-6: i > t), own parts left out on both
 //           sides; S a kept state and C its gradient, so that the sums never reach over more than `chunk` tokens
 // shapes    q k g dk dg [B, H, T, K], v do [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
-//           weight, kept: as chunk_backward_queries leaves them; weight may be dg itself
+//           weight, kept: as gated_backward_queries leaves them; weight may be dg itself
 // grid      a block for every (sequence, head, 64 channels), sequence slowest; two threads for every column of V
 // smem      SubChunk: the 16 tokens at hand as floats; Incoming: the 16 before them as they come from memory
 // barriers  five a sub-chunk: tiles arrived | spread | parts of dA and of C v stand | dA stands | decayed queries stand
-// numerics  as chunk_backward_queries
+// numerics  as gated_backward_queries
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    V <= BV; BV of 64, 128, 256
 #include "backward.cuh"

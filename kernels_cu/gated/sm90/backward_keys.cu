@@ -1,9 +1,11 @@
 // what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives
 //           dk, dv, dg and dh0.
-// math      per chunk of 32, with the decays of decays.cuh: A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for j
-//           <= i (RWKV-6: j < i, and A_ii = scale sum q u k); dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j
-//           scale do_j . v_j);  dv_j = sum_i A_ij do_i + (L_j k_j) C dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D
-//           sum_v S C, S the state before the chunk and C that behind it; C <- D C + scale sum_i E_i q_i do_i^T
+// math      per chunk of 32, with the decays of decays.cuh:  A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for
+//           j <= i (RWKV-6: j < i, and A_ii = scale sum q u k);
+//           dk_j = sum_i dA_ij D_ij q_i + L_j C v_j (RWKV-6: + u q_j scale do_j . v_j);
+//           dv_j = sum_i A_ij do_i + (L_j k_j) C;
+//           dg_t = weight_t + sum_{j<t} k_j L_j C v_j + D sum_v S C, S the state before the chunk and C that behind it;
+//           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
 // grid      as backward_queries

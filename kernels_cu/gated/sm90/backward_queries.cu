@@ -1,11 +1,12 @@
 // what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for
 //           the second sweep what a chunk's queries have in dg.
-// math      per chunk of 32, with the decays of decays.cuh: dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i); dq_i =
-//           sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);  S <- D S + sum_j L_j k_j v_j^T
-//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of q_i
-//           dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
+// math      per chunk of 32, with the decays of decays.cuh:  dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);
+//           dq_i = sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);
+//           S <- D S + sum_j L_j k_j v_j^T
+//           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
+//           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32 weight: in the type of g; sums [chunk, K]: the state's share over a whole chunk, in float32; ends:
+//           float32; weight: in the type of g; sums [chunk, K] float32: the state's share over a whole chunk; ends:
 //           sum_v S_T dht; kept [B, H, T / KEPT + 1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a
 //           sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which

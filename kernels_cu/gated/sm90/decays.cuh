@@ -1,10 +1,12 @@
 // what      Queries and keys of a chunk times their decays, for the Hopper backward of GLA and RWKV-6.
 // math      g the gates, in sub-chunks of 8 tokens; a query i meets a key j < i by way of one of three factorisations:
-//           in a sub-chunk           from its middle m, between tokens 3 and 4: q_i e^(sum_{m..i} g), k_j
-//           e^(-sum_{m..j} g) across sub-chunks        q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of
-//           g behind j to the end of its sub-chunk): sub-chunks 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by
-//           16, the decay of a whole sub-chunk between where there is one) across chunks            likewise from the
-//           chunk's start and to its end RWKV-6 reads before it writes: its queries' sums end at token i - 1.
+//           in a sub-chunk        from its middle m, between tokens 3 and 4:
+//                                 q_i e^(sum_{m..i} g), k_j e^(-sum_{m..j} g)
+//           across sub-chunks     q_i e^(sum of g from the start of its sub-chunk), k_j e^(sum of g behind j to the end
+//                                 of its sub-chunk): 1 with 0 and 3 with 2 (by 8), 2 and 3 with 0 and 1 (by 16, the
+//                                 decay of a whole sub-chunk between where there is one)
+//           across chunks         likewise from the chunk's start and to its end
+//           RWKV-6 reads before it writes: its queries' sums end at token i - 1.
 // numerics  Exponents across sub-chunks are sums of the gates as they are, of what lies between and never a difference,
 //           so a reset lets nothing through. In a sub-chunk a gate counts as LEAST at least: 4 tokens of it are 80
 //           nats, and float32 ends at 88. What that lets through is 2e-9 of a token, to its own sub-chunk. Sums are

@@ -3,7 +3,7 @@
 // math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E and
 //           L as warpgroup_backward_one_queries has them
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
-//           warpgroup_backward_segments has them
+//           gated_sm90_backward_segments has them
 // grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp that
 //           moves chunks and makes their decays
 // smem      Stage: a chunk's tokens

@@ -250,8 +250,8 @@ class GatedForwardSm90(Kernel):
 
     @property
     def producer_groups(self):
-        """Two, but for CLUSTER_SPLIT_K, where the other block helps, and where shared memory has room for one: of float32
-        gates, float16 data and CLUSTER_SPLIT_V it holds one beside two groups."""
+        """Two, but for CLUSTER_SPLIT_K, where the other block helps, and where shared memory has room for one: beside
+        two groups it holds one of float32 gates, float16 data and CLUSTER_SPLIT_V."""
         if self.schedule == CLUSTER_SPLIT_K:
             return 1
         more = (self.gate_bytes == 4) + (self.dtype != BFLOAT16) + (self.schedule == CLUSTER_SPLIT_V)
