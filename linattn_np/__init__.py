@@ -2,8 +2,8 @@
 
 from . import layers, stages
 from .autodiff import vjp
-from .contract import ContractError, ContractTypeError, NotSupported
 from .doubts import LinattnWarning
+from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain
 from .ops import (OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention)
 

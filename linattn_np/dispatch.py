@@ -15,7 +15,10 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from .contract import NotSupported, Op, Problem
+from .contract import Op
+from .errors import NotSupported
+from .problem import Problem
+from .views import in_kind, split_value_heads, states_to_caller, to_caller, with_output
 
 ORDER = ("numpy", "cupy", "numba")
 
@@ -52,7 +55,7 @@ def in_shares(problem: Problem, backend: str = "auto") -> tuple[str, list[Proble
     refusal = None
     for count in range(1, problem.groups + 1):
         if problem.groups % count == 0:
-            shares = problem.shares(count)
+            shares = split_value_heads(problem, count)
             try:
                 return choose(shares[0], backend), shares
             except NotSupported as error:
@@ -63,15 +66,15 @@ def in_shares(problem: Problem, backend: str = "auto") -> tuple[str, list[Proble
 def call(op: Op, arrays, *, backend="auto", **arguments):
     """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
     problem = op.bind(arrays, **arguments)
-    o, final_state = backend_module(choose(problem, backend)).run(problem.with_room())
-    o = handed_out(problem, problem.in_layout(o, op.out), arguments.get("out"))
-    return (o, problem.states_as_caller(final_state)) if problem.output_final_state else o
+    o, final_state = backend_module(choose(problem, backend)).run(with_output(problem))
+    o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
+    return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
 
 
 def handed_out(problem: Problem, o, out):
     """`o` in the caller's kind of array, or in `out`, where a backend could not write it itself."""
     if out is None:
-        return problem.as_caller(o)
+        return in_kind(problem, o)
     if problem.out is None:
         out[...] = o
     return out

@@ -6,9 +6,10 @@ import inspect
 import math
 from dataclasses import dataclass, field
 
-from .contract import NotSupported, Problem
 from .dispatch import backend_module, in_shares, reasons_against
+from .errors import NotSupported
 from .ops import declaration
+from .problem import Problem
 
 
 def explain(op, *arrays, backend="auto", gradient=False, **arguments) -> Explanation:
@@ -75,7 +76,7 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
 
 def copies(problem: Problem) -> list[str]:
     """Those made before a backend sees the arrays."""
-    found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.refolded]
+    found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
     return found + ([f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else [])
 
 

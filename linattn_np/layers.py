@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from . import arrays as array_kinds
+from .arguments import is_int, is_real
 from .autodiff import vjp
-from .contract import ContractError, ContractTypeError, is_int, is_real
+from .errors import ContractError, ContractTypeError
 from .ops import gla, gla_step
 
 NORMS = ("g_norm_swish_gate.weight", "g_norm.weight")       # two names of one weight

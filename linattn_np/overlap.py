@@ -28,20 +28,30 @@ def share(x, y) -> bool:
         return True
 
 
-def keep_apart(problem):
-    """Refuses a call that writes what it reads, or writes one place by two names."""
+def check_aliasing(problem, addresses):
+    """Refuses a call that writes what it reads, or writes one place by two names.
+
+    `addresses` are those of its arrays on a device: calls alike whose arrays lie at the same places pass alike.
+    """
     state, out = problem.options.get("state"), problem.out
     if out is None and state is None:
         return
     slots = problem.options.get("slots")
     if problem.home == "host":
         compare(problem, state, slots, lambda x: x)
-    elif not seen_before(problem, state, slots):
+    elif problem.memo is None:
         compare(problem, state, slots, seen_from_the_host)
+    else:
+        passed, places = problem.memo.setdefault("apart", set()), tuple(addresses)
+        if places not in passed:
+            compare(problem, state, slots, seen_from_the_host)
+            if len(passed) >= MOST_PLACES:
+                passed.clear()
+            passed.add(places)
 
 
 def compare(problem, state, slots, seen):
-    """`keep_apart` of arrays that `seen` makes NumPy's."""
+    """`check_aliasing` of arrays that `seen` makes NumPy's."""
     read = [*problem.arrays.items()]
     if problem.initial_state is not None:
         read += [("initial_state", part) for part in problem.initial_state]
@@ -74,19 +84,3 @@ class Addresses:
     def __init__(self, x):
         self.__array_interface__ = {"version": 3, "shape": x.shape, "strides": x.strides, "data": (x.data.ptr, True),
                                     "typestr": f"|V{x.dtype.itemsize}"}
-
-
-def seen_before(problem, state, slots) -> bool:
-    """Whether a call alike had its arrays at the same places and was taken, as in a loop; else it is noted."""
-    if problem.memo is None:
-        return False
-    arrays = [*problem.arrays.values(), problem.out, state, problem.mask, slots, *(problem.initial_state or ())]
-    places = tuple([x.data.ptr for x in arrays if x is not None and type(x) is not np.ndarray])
-    taken = problem.memo.setdefault("apart", set())
-    if places in taken:
-        return True
-    compare(problem, state, slots, seen_from_the_host)
-    if len(taken) >= MOST_PLACES:
-        taken.clear()
-    taken.add(places)
-    return True

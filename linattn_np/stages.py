@@ -20,19 +20,22 @@ from __future__ import annotations
 
 from .contract import CHUNK, Op
 from .dispatch import backend_module, choose
+from .views import in_kind, to_caller
 
 
 class Stage(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
 
-    def bind(self, inputs, *, chunk_size=CHUNK, **arguments):
-        problem = super().bind(inputs, mode="staged", chunk_size=chunk_size, **arguments)
-        chunks = len(problem.spans.chunks(problem.chunk_size))
-        for axis, wanted in (("C", problem.chunk_size), ("NC", chunks)):
-            if problem.sizes.setdefault(axis, wanted) != wanted:
+    def check(self, inputs, *, chunk_size=CHUNK, **arguments):
+        if chunk_size is None:
+            self.refuse("chunk_size", "is None, expected a positive multiple of 16")
+        problem = super().check(inputs, mode="staged", chunk_size=chunk_size, **arguments)
+        settled = {"C": problem.chunk_size, "NC": len(problem.spans.chunks(problem.chunk_size))}
+        for axis, wanted in settled.items():
+            if problem.sizes.get(axis, wanted) != wanted:
                 name = next(n for n, axes in self.arrays.items() if axis in axes.split())
                 self.refuse(name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}")
-        return problem
+        return problem.but(sizes={**problem.sizes, **settled})
 
 
 CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())
@@ -67,7 +70,7 @@ def chunk_cumsum(g, *, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend
     (array([-1., -2., -3.]), array([-2., -1.,  0.]))
     """
     problem, (b, e) = run_stage(CHUNK_CUMSUM, (g,), backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
-    return tuple(problem.as_caller(problem.in_layout(x, "B H T K")) for x in (b, e))
+    return tuple(in_kind(problem, to_caller(problem, x, "B H T K")) for x in (b, e))
 
 
 def gated_qk(q, k, b, e, *, exclusive=False, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend="auto"):
@@ -85,7 +88,7 @@ def gated_qk(q, k, b, e, *, exclusive=False, chunk_size=CHUNK, cu_seqlens=None, 
     """
     problem, (qg, kg) = run_stage(GATED_QK, (q, k, b, e), backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
                                   layout=layout, exclusive=GATED_QK.flag("exclusive", exclusive))
-    return tuple(problem.as_caller(problem.in_layout(x, "B H T K")) for x in (qg, kg))
+    return tuple(in_kind(problem, to_caller(problem, x, "B H T K")) for x in (qg, kg))
 
 
 def inter_chunk(kg, v, b, *, initial_state=None, output_final_state=False, state_dtype=None, chunk_size=CHUNK,
@@ -104,8 +107,8 @@ def inter_chunk(kg, v, b, *, initial_state=None, output_final_state=False, state
     problem, (h, final_state) = run_stage(
         INTER_CHUNK, (kg, v, b), backend, initial_state=initial_state, output_final_state=output_final_state,
         state_dtype=state_dtype, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
-    h = problem.as_caller(h)
-    return (h, problem.as_caller(final_state[0])) if output_final_state else h
+    h = in_kind(problem, h)
+    return (h, in_kind(problem, final_state[0])) if output_final_state else h
 
 
 def intra_chunk(q, k, g, *, u=None, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend="auto"):
@@ -128,7 +131,7 @@ def intra_chunk(q, k, g, *, u=None, chunk_size=CHUNK, cu_seqlens=None, layout="b
     """
     op, arrays = (INTRA_CHUNK, (q, k, g)) if u is None else (INTRA_CHUNK_BONUS, (q, k, g, u))
     problem, A = run_stage(op, arrays, backend, chunk_size=chunk_size, cu_seqlens=cu_seqlens, layout=layout)
-    return problem.as_caller(problem.in_layout(A, "B H T C"))
+    return in_kind(problem, to_caller(problem, A, "B H T C"))
 
 
 def combine(qg, h, A, v, *, scale=None, chunk_size=CHUNK, cu_seqlens=None, layout="bhtd", backend="auto", out=None):
@@ -152,4 +155,4 @@ def combine(qg, h, A, v, *, scale=None, chunk_size=CHUNK, cu_seqlens=None, layou
     """
     problem, o = run_stage(COMBINE, (qg, h, A, v), backend, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens,
                            layout=layout, out=out)
-    return out if out is not None else problem.as_caller(problem.in_layout(o, "B H T V"))
+    return out if out is not None else in_kind(problem, to_caller(problem, o, "B H T V"))

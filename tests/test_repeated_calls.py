@@ -18,6 +18,7 @@ from linattn_np.ops.gla import GLA
 from linattn_np.ops.retention import RETENTION
 from linattn_np.ops.rwkv6 import RWKV6
 from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
+from linattn_np.views import with_output
 
 SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8}
 
@@ -304,12 +305,12 @@ def test_pullbacks_of_other_gradients_share_nothing(monkeypatch):
     problem, do, dht = pull_problem(GLA, np.float32, 50, T=41, dht=True, reverse=True)
     strided = np.concatenate([do, do], axis=-1)[..., :16]
     wanted = flat(plans.pullback(problem, on, do, None))
-    for given in (problem, problem.with_room()):
+    for given in (problem, with_output(problem)):
         for x in (do, strided):
             found = flat(recording.pullback(given, on, x, None))
             assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
     recording.pullback(problem, on, do, dht)
-    recording.run(problem.with_room(), on)
+    recording.run(with_output(problem), on)
     assert len(problem.memo["recordings"]) == 4
     recording.pullback(problem, on, do.astype(np.float64), dht)
     assert list(problem.memo["recordings"].values())[4] is None             # it is copied

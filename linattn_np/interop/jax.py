@@ -32,7 +32,7 @@ from .. import ops
 from ..arrays import to_native
 from ..caches import Cache
 from ..call_cache import exactly
-from ..contract import ContractTypeError
+from ..errors import ContractTypeError
 from ..foreign import is_subclass, of_subclass
 from .calls import Operator, blank, on_stream, outline, together
 

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..contract import ContractTypeError
+from ..errors import ContractTypeError
 from ..wording import kind_of
 from .calls import Operator, together
 from .torch_transforms import compute, stream_of, watching

@@ -3,8 +3,9 @@
 import numpy as np
 
 from ..arrays import host_array
-from ..contract import ContractTypeError, Op
+from ..contract import Op
 from ..dispatch import call
+from ..errors import ContractTypeError
 from ..wording import kind_of, shown
 
 
@@ -13,8 +14,7 @@ class Retention(Op):
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
-        problem.options["gamma"] = self.gamma(gamma, problem.sizes["H"])
-        return problem
+        return problem.but(options={**problem.options, "gamma": self.gamma(gamma, problem.sizes["H"])})
 
     def gamma(self, gamma, heads) -> np.ndarray:
         """[H] float64 on the host."""

@@ -3,8 +3,10 @@
 import numpy as np
 
 from .. import arrays
-from ..contract import ContractTypeError, Op
+from ..contract import Op
 from ..dispatch import backend_module, choose
+from ..errors import ContractTypeError
+from ..views import in_kind
 from ..wording import kind_of, shown
 
 
@@ -18,8 +20,8 @@ class Step(Op):
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home)
         self.writable("state", state, problem.home)
-        problem.options.update(state=state, slots=self.slots(slots, B, pool["N"], problem.home))
-        return problem
+        slots = self.slots(slots, B, pool["N"], problem.home)
+        return problem.but(options={"state": state, "slots": slots})
 
     def pool_size(self, state) -> int:
         shape = getattr(state, "shape", ())
@@ -110,4 +112,4 @@ def rwkv6_step(r, k, v, w, u, state, *, slots=None, scale=None, backend="auto", 
 def step(op, arrays, state, slots, scale, backend, out):
     problem = op.bind(arrays, state=state, slots=slots, scale=scale, out=out)
     o = backend_module(choose(problem, backend)).run(problem)
-    return out if out is not None else problem.as_caller(o)
+    return out if out is not None else in_kind(problem, o)
