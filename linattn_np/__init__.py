@@ -11,3 +11,8 @@ __version__ = "0.1.0"
 __all__ = ["gla", "rwkv6", "simple_gla", "retention", "linear_attention", "softmax_attention", "gla_step",
            "rwkv6_step", "vjp", "explain", "layers", "stages", "OPS", "Explanation", "ContractError",
            "ContractTypeError", "NotSupported", "LinattnWarning"]
+
+
+def __dir__():
+    """The public names alone; modules are imported by their own."""
+    return [*__all__, "__doc__", "__version__"]

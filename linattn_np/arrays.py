@@ -13,7 +13,7 @@ import numpy as np
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)
 
-DEVICE_ARRAYS = []
+DEVICE_ARRAYS: list[type] = []
 
 _DLPACK_HOST = (1, 3)       # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = (2, 13)      # kDLCUDA, kDLCUDAManaged

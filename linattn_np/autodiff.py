@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 from .dispatch import backend_module, in_shares
 from .grouped import added, beside, callers, cotangents, has_columns
 from .ops import declaration
+from .typing import Array, Backend, Pullback
 from .views import (array_to_backend, callers_sizes, in_kind, state_to_backend, states_to_caller, to_caller,
                     with_output)
 
 
-def vjp(op, *arrays, backend="auto", **arguments):
+def vjp(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto",
+        **arguments: Any) -> tuple[Any, Pullback]:
     """``(result, pullback)`` of an operator: JAX's convention.
 
     `result` is what ``op(*arrays, **arguments)`` returns. ``pullback(do)``, or ``pullback(do, dht)`` with the gradient

@@ -23,7 +23,7 @@ def call_key(op, inputs, arguments):
     The key is all that its checks can see, hashable: calls alike pass or fail alike. None where it cannot tell. With
     the addresses of a device's arrays, in the order of the call, it tells whether their memory overlaps.
     """
-    addresses: list[int] = []
+    addresses = []
     seen = [array_kinds.signature(x, addresses) for x in inputs]
     for name, x in arguments.items():
         kind = type(x)
@@ -69,6 +69,9 @@ def without_arrays(problem: Problem) -> Problem:
     """What calls alike have in common; keeps no memory of the caller's alive."""
     options = {name: None if name == "state" or array_kinds.kind(x) == "cupy" else x
                for name, x in problem.options.items()}
+    for x in options.values():
+        if isinstance(x, np.ndarray):
+            x.flags.writeable = False
     return problem.but(arrays={}, initial_state=None, out=None, mask=None, example=None, options=options)
 
 

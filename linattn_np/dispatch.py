@@ -52,15 +52,15 @@ def choose(problem: Problem, backend: str = "auto") -> str:
 
 def in_shares(problem: Problem, backend: str = "auto") -> tuple[str, list[Problem]]:
     """The backend's name, and the problem in as few shares of its grouped value heads as that takes; mostly it is one."""
-    refusal = None
+    refusals: list[NotSupported] = []
     for count in range(1, problem.groups + 1):
         if problem.groups % count == 0:
             shares = split_value_heads(problem, count)
             try:
                 return choose(shares[0], backend), shares
             except NotSupported as error:
-                refusal = refusal or error
-    raise refusal
+                refusals.append(error)
+    raise refusals[0]
 
 
 def call(op: Op, arrays, *, backend="auto", **arguments):

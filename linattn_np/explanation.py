@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .dispatch import backend_module, in_shares, reasons_against
 from .errors import NotSupported
 from .ops import declaration
 from .problem import Problem
+from .typing import Array, Backend
 
 
-def explain(op, *arrays, backend="auto", gradient=False, **arguments) -> Explanation:
+def explain(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", gradient: bool = False,
+            **arguments: Any) -> Explanation:
     """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
 
     With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes.

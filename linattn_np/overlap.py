@@ -23,7 +23,7 @@ def share(x, y) -> bool:
     if not np.may_share_memory(x, y):           # their bounds alone
         return False
     try:
-        return np.shares_memory(x, y, max_work=MOST_WORK)
+        return np.shares_memory(x, y, max_work=MOST_WORK)       # type: ignore[arg-type]  # NumPy's types know two
     except np.exceptions.TooHardError:
         return True
 

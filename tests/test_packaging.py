@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -33,8 +34,28 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "linattn_np").rglob("*.py")}
     kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
-    assert held == modules | kernels
+    assert held == modules | kernels | {"linattn_np/py.typed"}
     assert any(name.endswith(".cu") for name in kernels) and any(name.endswith(".cuh") for name in kernels)
+
+
+def test_source_distribution_can_test_itself(tmp_path):
+    """It holds the whole tree: tests with their data, examples, benchmarks, documentation."""
+    pytest.importorskip("setuptools", minversion="77", reason="the build needs setuptools 77 or newer")
+    source = tmp_path / "source"
+    made_later = shutil.ignore_patterns("__pycache__", "_build", "pages", "sg_execution_times.rst", ".*_cache")
+    for name in ("linattn_np", "kernels_cu", "tests", "benchmarks", "examples", "docs"):
+        shutil.copytree(ROOT / name, source / name, ignore=made_later)
+    (source / ".ci").mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md",
+                 ".ci/run"):
+        shutil.copy(ROOT / name, source / name)
+    wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    build = "import setuptools.build_meta as backend; backend.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    with tarfile.open(tmp_path / f"linattn_np-{linattn_np.__version__}.tar.gz") as archive:
+        held = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    assert wanted <= held, f"not in the source distribution: {sorted(wanted - held)}"
+    assert {name for name in held - wanted if ".egg-info/" not in name} == {"PKG-INFO"}
 
 
 # -- importing ------------------------------------------------------------------------------------------------------
@@ -74,6 +95,7 @@ ROOMS = {
     "caches": ([], []),
     "varlen": (["arrays", "wording"], ["numpy"]),
     "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
+    "typing": ([], ["numpy"]),
     "grouped": ([], ["numpy"]),
     "masked": ([], ["numpy"]),
     "two_gates": ([], []),
@@ -87,16 +109,16 @@ ROOMS = {
     "contract": (["arguments", "arrays", "call_cache", "doubts", "errors", "grouped", "layouts", "overlap", "problem",
                   "varlen", "views", "wording"], ["numpy"]),
     "dispatch": (["contract", "errors", "problem", "views"], []),
-    "ops": (["ops", "arrays", "contract", "dispatch", "errors", "views", "wording"], ["numpy"]),
-    "stages": (["contract", "dispatch", "views"], []),
-    "autodiff": (["arrays", "dispatch", "grouped", "ops", "views"], []),
-    "explanation": (["dispatch", "errors", "ops", "problem"], []),
-    "layers": (["arguments", "arrays", "autodiff", "errors", "ops"], ["numpy"]),
+    "ops": (["ops", "arrays", "contract", "dispatch", "errors", "views", "wording", "typing"], ["numpy"]),
+    "stages": (["contract", "dispatch", "views", "typing"], ["numpy"]),
+    "autodiff": (["arrays", "dispatch", "grouped", "ops", "views", "typing"], []),
+    "explanation": (["dispatch", "errors", "ops", "problem", "typing"], []),
+    "layers": (["arguments", "arrays", "autodiff", "errors", "ops", "typing"], ["numpy"]),
     "interop/__init__": ([], []),
     "interop/calls": (["autodiff", "contract", "ops", "views"], ["numpy", "cupy"]),
-    "interop/jax": (["interop.calls", "arrays", "caches", "call_cache", "errors", "foreign", "ops"],
+    "interop/jax": (["interop.calls", "arrays", "caches", "call_cache", "errors", "foreign", "ops", "typing"],
                     ["numpy", "jax"]),
-    "interop/torch": (["interop.calls", "interop.torch_transforms", "errors", "ops", "wording"], ["torch"]),
+    "interop/torch": (["interop.calls", "interop.torch_transforms", "errors", "ops", "wording", "typing"], ["torch"]),
     "interop/torch_transforms": (["interop.calls", "arrays", "ops"], ["numpy", "torch"]),
     "models": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/rwkv6_cuda": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),

@@ -52,7 +52,8 @@ class Operator:
 
     def taking(self, count: int) -> Op:
         """The declaration of a call with so many arrays."""
-        return self.declared if count == len(self.declared.arrays) else self.declared.with_more
+        more = self.declared.with_more
+        return self.declared if more is None or count == len(self.declared.arrays) else more
 
     def run(self, arrays, state, arguments) -> list:
         """[o, *parts of the final state], where one is asked for."""

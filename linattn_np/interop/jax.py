@@ -34,13 +34,14 @@ from ..caches import Cache
 from ..call_cache import exactly
 from ..errors import ContractTypeError
 from ..foreign import is_subclass, of_subclass
+from ..typing import F
 from .calls import Operator, blank, on_stream, outline, together
 
 HOST = 1        # DLPack's kDLCPU
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
 
 
-def differentiable(function):
+def differentiable(function: F) -> F:
     """The JAX function that computes what the operator `function` does."""
     operator = Operator.of(function, without=("out", "mask"))       # keyword arguments are static, which no mask is
 

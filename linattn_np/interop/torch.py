@@ -25,12 +25,13 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..errors import ContractTypeError
+from ..typing import F
 from ..wording import kind_of
 from .calls import Operator, together
 from .torch_transforms import compute, stream_of, watching
 
 
-def differentiable(function):
+def differentiable(function: F) -> F:
     """The torch function that computes what the operator `function` does."""
     operator = Operator.of(function)
 

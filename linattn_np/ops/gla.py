@@ -1,7 +1,12 @@
 """Gated linear attention."""
 
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
 from ..contract import Op
 from ..dispatch import call
+from ..typing import A, Array, MaskedOptions, State
 
 
 class TwoGates(Op):
@@ -16,6 +21,21 @@ class TwoGates(Op):
 ARRAYS = {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T K"}
 TWO_GATES = TwoGates("gla with gv", ARRAYS | {"gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk"))
 GLA = Op("gla", ARRAYS, gates=("g",), with_more=TWO_GATES)
+
+
+@overload
+def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: Literal[False] = False,
+        **options: Unpack[MaskedOptions]) -> A: ...
+
+
+@overload
+def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: Literal[True],
+        **options: Unpack[MaskedOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: bool,
+        **options: Unpack[MaskedOptions]) -> A | tuple[A, State]: ...
 
 
 def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,

@@ -1,9 +1,13 @@
 """Linear attention with feature maps and the normaliser."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Literal, Unpack, overload
 
 from ..contract import Op
 from ..dispatch import call
+from ..typing import A, Array, MaskedOptions, State
 
 FEATURE_MAPS = (None, "elu", "relu", "exp")
 
@@ -20,6 +24,26 @@ class LinearAttention(Op):
 
 LINEAR_ATTENTION = LinearAttention("linear_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})
 NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
+
+
+class LinearAttentionOptions(MaskedOptions, total=False):
+    feature_map: Literal["elu", "relu", "exp"] | None
+    normalize: bool
+
+
+@overload
+def linear_attention(q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False,
+                     **options: Unpack[LinearAttentionOptions]) -> A: ...
+
+
+@overload
+def linear_attention(q: A, k: Array, v: Array, *, output_final_state: Literal[True],
+                     **options: Unpack[LinearAttentionOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def linear_attention(q: A, k: Array, v: Array, *, output_final_state: bool,
+                     **options: Unpack[LinearAttentionOptions]) -> A | tuple[A, State]: ...
 
 
 def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, initial_state=None,

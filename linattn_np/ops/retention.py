@@ -1,11 +1,17 @@
 """RetNet's retention."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Unpack, overload
+
 import numpy as np
 
 from ..arrays import host_array
 from ..contract import Op
 from ..dispatch import call
 from ..errors import ContractTypeError
+from ..typing import A, Array, Options, State
 from ..wording import kind_of, shown
 
 
@@ -34,6 +40,25 @@ class Retention(Op):
 
 
 RETENTION = Retention("retention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})
+
+
+class RetentionOptions(Options, total=False):
+    gamma: float | Sequence[float] | np.ndarray | None
+
+
+@overload
+def retention(q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False,
+              **options: Unpack[RetentionOptions]) -> A: ...
+
+
+@overload
+def retention(q: A, k: Array, v: Array, *, output_final_state: Literal[True],
+              **options: Unpack[RetentionOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def retention(q: A, k: Array, v: Array, *, output_final_state: bool,
+              **options: Unpack[RetentionOptions]) -> A | tuple[A, State]: ...
 
 
 def retention(q, k, v, *, gamma=None, scale=None, initial_state=None, output_final_state=False,

@@ -1,10 +1,30 @@
 """RWKV-6's time mixing."""
 
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
 from ..contract import Op
 from ..dispatch import call
+from ..typing import A, Array, MaskedOptions, State
 
 RWKV6 = Op("rwkv6", {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T K", "u": "H K"},
            gates=("w", "u"), reads_before_write=True)
+
+
+@overload
+def rwkv6(r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: Literal[False] = False,
+          **options: Unpack[MaskedOptions]) -> A: ...
+
+
+@overload
+def rwkv6(r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: Literal[True],
+          **options: Unpack[MaskedOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def rwkv6(r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: bool,
+          **options: Unpack[MaskedOptions]) -> A | tuple[A, State]: ...
 
 
 def rwkv6(r, k, v, w, u, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,

@@ -1,11 +1,14 @@
 """One token for B sequences, the state updated in place: what decoding calls."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from .. import arrays
 from ..contract import Op
 from ..dispatch import backend_module, choose
 from ..errors import ContractTypeError
+from ..typing import A, Array, Backend, Integers
 from ..views import in_kind
 from ..wording import kind_of, shown
 
@@ -57,7 +60,8 @@ RWKV6_STEP = Step("rwkv6_step", {"r": "B H K", "k": "B H K", "v": "B H V", "w": 
                   gates=("w", "u"), modes=("recurrent",), reads_before_write=True)
 
 
-def gla_step(q, k, v, g, state, *, slots=None, scale=None, backend="auto", out=None):
+def gla_step(q: A, k: Array, v: Array, g: Array, state: Array, *, slots: Integers | None = None,
+             scale: float | None = None, backend: Backend = "auto", out: Array | None = None) -> A:
     """One token of `gla` for B sequences; `state` is updated in place.
 
         S <- diag(exp g) S + k v^T,     o = scale * q^T S           (Yang et al., 2024, eq. 3)
@@ -92,7 +96,8 @@ def gla_step(q, k, v, g, state, *, slots=None, scale=None, backend="auto", out=N
     return step(GLA_STEP, (q, k, v, g), state, slots, scale, backend, out)
 
 
-def rwkv6_step(r, k, v, w, u, state, *, slots=None, scale=None, backend="auto", out=None):
+def rwkv6_step(r: A, k: Array, v: Array, w: Array, u: Array, state: Array, *, slots: Integers | None = None,
+               scale: float | None = None, backend: Backend = "auto", out: Array | None = None) -> A:
     """One token of `rwkv6` for B sequences; `state` is updated in place.
 
         o = scale * r^T (S + diag(u) k v^T),    S <- diag(exp w) S + k v^T      (Peng et al., 2024, eq. 18-19)
