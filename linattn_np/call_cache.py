@@ -23,23 +23,30 @@ def call_key(op, inputs, arguments):
     The key is all that its checks can see, hashable: calls alike pass or fail alike. None where it cannot tell. With
     the addresses of a device's arrays, in the order of the call, it tells whether their memory overlaps.
     """
-    addresses = []
-    seen = [array_kinds.signature(x, addresses) for x in inputs]
+    signature, addresses = array_kinds.signature, []
+    seen = [signature(x, addresses) for x in inputs]
+    if None in seen:
+        return None, addresses
     for name, x in arguments.items():
-        kind = type(x)
         if x is None:
             seen.append(())
-        elif kind is str or kind is bool:       # True is no (int, 1)
+            continue
+        kind = type(x)
+        if kind is str or kind is bool:         # True is no (int, 1)
             seen.append(x)
-        elif name in ARRAYS:
-            seen.append(array_kinds.signature(x, addresses))
+            continue
+        if name in ARRAYS:
+            found = signature(x, addresses)
         elif name in INTEGERS:
-            seen.append(array_kinds.contents(x, "iu") or array_kinds.signature(x, addresses))
+            found = array_kinds.contents(x, "iu") or signature(x, addresses)
         elif name in DECAYS and kind is not float:
-            seen.append(array_kinds.contents(x, "iuf"))
+            found = array_kinds.contents(x, "iuf")
         else:
-            seen.append(exactly(x))
-    return None if None in seen else (op, *arguments, *seen), addresses
+            found = exactly(x)
+        if found is None:
+            return None, addresses
+        seen.append(found)
+    return (op, *arguments, *seen), addresses
 
 
 def exactly(x):
@@ -82,9 +89,9 @@ def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
     if layout != "bhtd":
         arrays = {name: swap_heads(x, op.arrays[name], layout) for name, x in arrays.items()}
         out = None if out is None else swap_heads(out, op.out, layout)
-    options = problem.options
-    if "state" in options:
-        slots = options["slots"]
+    if "state" in problem.options:          # a step's
+        slots = problem.options["slots"]
         options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
+        return problem.but(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
     return problem.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
-                       example=inputs[0], options=options, mask=arguments.get("mask"), memo=memo)
+                       example=inputs[0], mask=arguments.get("mask"), memo=memo)

@@ -37,32 +37,34 @@ def check_aliasing(problem, addresses):
     if out is None and state is None:
         return
     slots = problem.options.get("slots")
-    if problem.home == "host":
-        compare(problem, state, slots, lambda x: x)
-    elif problem.memo is None:
-        compare(problem, state, slots, seen_from_the_host)
+    if problem.home == "host" or problem.memo is None:
+        compare(problem, state, slots)
     else:
         passed, places = problem.memo.setdefault("apart", set()), tuple(addresses)
         if places not in passed:
-            compare(problem, state, slots, seen_from_the_host)
+            compare(problem, state, slots)
             if len(passed) >= MOST_PLACES:
                 passed.clear()
             passed.add(places)
 
 
-def compare(problem, state, slots, seen):
-    """`check_aliasing` of arrays that `seen` makes NumPy's."""
-    read = [*problem.arrays.items()]
+def compare(problem, state, slots):
+    """`check_aliasing` without a memory; of a device's arrays by their addresses alone."""
+    read, out = [*problem.arrays.items()], problem.out
     if problem.initial_state is not None:
         read += [("initial_state", part) for part in problem.initial_state]
-    read += [(name, x) for name, x in (("mask", problem.mask), ("slots", slots)) if x is not None]
-    read = [(name, seen(x)) for name, x in read]
+    if problem.mask is not None:
+        read.append(("mask", problem.mask))
+    if slots is not None:
+        read.append(("slots", slots))
+    if problem.home != "host":
+        read = [(name, seen_from_the_host(x)) for name, x in read]
+        state, out = (None if x is None else seen_from_the_host(x) for x in (state, out))
     if state is not None:
-        state = seen(state)
         refuse_shared(problem.op, "state", state, read)
         read.append(("state", state))
-    if problem.out is not None:
-        refuse_shared(problem.op, "out", seen(problem.out), read)
+    if out is not None:
+        refuse_shared(problem.op, "out", out, read)
 
 
 def refuse_shared(op, name, written, read):

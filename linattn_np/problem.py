@@ -13,6 +13,9 @@ from .arguments import Declaration
 from .varlen import Spans
 
 
+MAPPINGS = ("arrays", "sizes", "options")       # nobody can write to these any more
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """One checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in.
@@ -49,12 +52,15 @@ class Problem:
     memo: dict | None = None                # what backends remember for calls like this one, None where none is known
 
     def __post_init__(self):
-        vars(self).update(read_only(vars(self)))
+        vars(self).update({name: MappingProxyType(getattr(self, name)) for name in MAPPINGS})
 
     def but(self, **fields) -> Problem:
         """This problem with other `fields`: `dataclasses.replace` in a tenth of its time."""
+        for name in MAPPINGS:
+            if name in fields:
+                fields[name] = MappingProxyType(fields[name])
         problem = object.__new__(Problem)
-        vars(problem).update(vars(self), **read_only(fields))
+        object.__setattr__(problem, "__dict__", vars(self) | fields)
         return problem
 
     def __getitem__(self, name: str):
@@ -66,14 +72,6 @@ class Problem:
 
     def shape(self, axes: str) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in axes.split())
-
-
-def read_only(fields: dict) -> dict:
-    """`fields`, whose dicts nobody can write to any more."""
-    for name in ("arrays", "sizes", "options"):
-        if name in fields:
-            fields[name] = MappingProxyType(fields[name])
-    return fields
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
