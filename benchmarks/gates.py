@@ -51,7 +51,8 @@ def model_gates(tokens):
     """[layers * heads, T, K]"""
     from unittest import mock
 
-    from linattn_np.models import RWKV6, rwkv6 as layers
+    from linattn_np.models import RWKV6
+    from linattn_np.models.rwkv6 import numpy_layers as layers
 
     kept, operator = [], layers.rwkv6
 

@@ -227,7 +227,7 @@ def show(name, found):
 
 def fla_weights(weights, L):
     """`weights` under fla's names: its mixes are in the order r w k v g, its LoRAs the weights of Linear layers."""
-    from linattn_np.models.names import FLA, FLA_BLOCK, FLA_ORDER
+    from linattn_np.models.rwkv6.names import FLA, FLA_BLOCK, FLA_ORDER
 
     found = {its_name: weights[name] for name, (its_name, _) in FLA.items()}
     for i in range(L):

@@ -1,6 +1,6 @@
 """Random RWKV-6 parameters of about a trained model's size, for the benchmarks."""
 
-from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 
 
 def shapes(L, D, V=65536, N=64, A=32, W=64):

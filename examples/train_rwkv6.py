@@ -17,8 +17,8 @@ from pathlib import Path
 from rwkv6_decode import Parser, bar, say, status, whole
 
 from linattn_np import NotSupported
+from linattn_np.models.devices import check_device
 from linattn_np.models.files import same_file
-from linattn_np.models.rwkv6 import layers_on
 from linattn_np.models.training import Settings, Training
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
@@ -106,7 +106,7 @@ def device_of(wanted) -> str:
         device, message = "cpu", ""
     else:
         try:
-            layers_on("cuda")
+            check_device("Training", "cuda")
             device, message = "cuda", ""
         except NotSupported as why:
             if wanted == "cuda":

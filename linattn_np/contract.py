@@ -62,6 +62,7 @@ class Op(Declaration):
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
+        state_v_first = self.flag("state_v_first", state_v_first)       # before it is asked: an array is no answer
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
         out = self.output(out, sizes, dtype, layout, home, groups)
         mask = self.mask(mask, sizes, home, cu_seqlens)
@@ -71,7 +72,7 @@ class Op(Declaration):
         problem = Problem(
             op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans,
             varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse),
-            state_v_first=self.flag("state_v_first", state_v_first), mode=mode, chunk_size=chunk_size,
+            state_v_first=state_v_first, mode=mode, chunk_size=chunk_size,
             materialize=materialize, scale=self.scale(scale, sizes, dtype), initial_state=initial_state,
             output_final_state=self.flag("output_final_state", output_final_state), state_dtype=state_dtype,
             out=out, options=options, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient,

@@ -17,7 +17,7 @@ from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simpl
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import build
 from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6_cuda import CudaDecoder
+from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 from linattn_np.ops.gla import GLA, TWO_GATES
 from linattn_np.ops.linear_attention import LINEAR_ATTENTION
 from linattn_np.ops.rwkv6 import RWKV6 as RWKV6_OP

@@ -9,8 +9,8 @@ from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import tiles
 from linattn_np.backends.cupy.build import pack
 from linattn_np.models import RWKV6
-from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
-from linattn_np.models.rwkv6_cuda import CudaDecoder, parts
+from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
 SMALL = {"V": 50, "D": 64, "H": 4, "N": 16, "A": 8, "W": 8, "F": 224}
 SIZES = {
@@ -68,7 +68,7 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
     for t in range(tokens.shape[1]):
         wanted, _ = model.forward(tokens[:, t:t + 1], wanted_state)
         close(found[:, t], wanted[:, 0], LIMIT)
-    for part, wanted_part in zip(parts(state), parts(wanted_state)):
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, LIMIT)
 
 
@@ -104,13 +104,13 @@ def test_slots_choose_rows_of_a_pool(device, B, rng):
     decoder = CudaDecoder(weights, np.float32, B, device)
     rows, slots = decoder.initial_state(), rng.permutation(B + 3)[:B]
     pool = decoder.initial_state(B + 3)
-    for part in parts(pool):
+    for part in pool.arrays:
         part[...] = 7
         part[:, slots] = 0
     wanted = decoded(decoder, device, tokens, rows)
     np.testing.assert_array_equal(decoded(decoder, device, tokens, pool, slots), wanted)
     others = np.setdiff1d(np.arange(B + 3), slots)
-    for part, wanted_part in zip(parts(pool), parts(rows)):
+    for part, wanted_part in zip(pool.arrays, rows.arrays):
         np.testing.assert_array_equal(host(part[:, slots]), host(wanted_part))
         assert (host(part)[:, others] == 7).all()
 

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
                  for path in (ROOT / "linattn_np").rglob("*.py") if "numba" not in path.parts)
 
-NEEDED = {f"linattn_np.interop.{library}": library for library in ("jax", "torch")}
-NEEDED["linattn_np.interop.torch_transforms"] = "torch"
+NEEDED = {f"linattn_np.interop.{module}": module.split("_")[0]
+          for module in ("jax", "jax_axis", "torch", "torch_transforms")}
 
 
 @pytest.mark.parametrize("module", MODULES)

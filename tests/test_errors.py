@@ -82,6 +82,8 @@ WRONG_CALLS = {
     "reverse-none": (gla, {"reverse": None}, ContractTypeError, ["reverse is None", "True or False"]),
     "output_final_state": (gla, {"output_final_state": "no"}, ContractTypeError, ["output_final_state is 'no'"]),
     "state_v_first": (gla, {"state_v_first": zeros(2)}, ContractTypeError, ["state_v_first is a numpy.ndarray (2,)"]),
+    "state_v_first-state": (gla, {"state_v_first": zeros(2), "initial_state": zeros(B, H, K, V)}, ContractTypeError,
+                            ["state_v_first is a numpy.ndarray (2,)"]),
     "normalize": (linear_attention, {"normalize": "no"}, ContractTypeError, ["normalize is 'no'", "True or False"]),
     "causal": (softmax_attention, {"causal": 0}, ContractTypeError, ["causal is 0", "True or False"]),
     "materialize-number": (gla, {"materialize": 0}, ContractError, ["materialize is 0", "True, False or None"]),

@@ -119,6 +119,9 @@ def test_a_sequence_goes_on_from_a_state(austen):
     (lambda batch: batch.join([], Sampling()), "prompts is empty"),
     (lambda batch: batch.join([b"a"], [Sampling()] * 2), "1 prompts come with 2 ways of sampling"),
     (lambda batch: batch.join([b"a", b""], Sampling()), "prompts holds an empty one"),
+    (lambda batch: batch.join([b"a", 7], Sampling()), "prompts holds a int that is no sequence of tokens"),
+    (lambda batch: batch.join([[[1, 2], [3]]], Sampling()), "prompts holds a list that is no sequence of tokens"),
+    (lambda batch: batch.join([[[1, 2]]], Sampling()), "prompts holds a list that is no sequence of tokens"),
     (lambda batch: batch.leave(0), "slot is 0, expected one in use: none is"),
 ])
 def test_what_a_batch_refuses(austen, change, complaint):

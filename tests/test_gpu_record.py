@@ -12,7 +12,7 @@ import pytest
 import sanitized
 
 from linattn_np.backends.cupy import tiles
-from linattn_np.models import cuda_layers, rwkv6, rwkv6_cuda
+from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
 
 TREE = {
     "kernels_cu/include/tile.cuh": "header",
@@ -126,8 +126,8 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
     hopper, older, launched = conftest.made("hopper", backends), conftest.made("emulated", backends), set()
     for backend in (hopper, older):
         monkeypatch.setattr(backend.device, "launch", lambda kernel, *_, **__: launched.add(kernel))
-    monkeypatch.setattr(rwkv6, "layers_on", lambda _: cuda_layers.CudaLayers)
-    monkeypatch.setattr(rwkv6_cuda, "current_device", lambda: hopper.device)
+    monkeypatch.setattr(model, "layers_on", lambda _: cuda_layers.CudaLayers)
+    monkeypatch.setattr(cuda_decode, "current_device", lambda: hopper.device)
     with np.errstate(all="ignore"):
         for _ in sanitized.calls(rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device):
             pass

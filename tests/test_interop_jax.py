@@ -206,6 +206,8 @@ def test_misfits_are_refused_while_tracing(rng):
         interop.gla(q, k, v, g.astype(np.int32))
     with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
         interop.gla(q, k, v, g, out=v)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'axis_name'"):
+        interop.softmax_attention(q, k, v, axis_name="devices")
 
 
 def test_masked_arrays_are_refused(rng):

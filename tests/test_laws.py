@@ -153,6 +153,22 @@ def test_the_future_changes_no_bit_of_the_past(subject, gate):
         assert same_bits(after[:, :, :same], before[:, :, :same]), f"tokens before {at} changed"
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_not_finite_stays_out_of_the_past(subject, poison):
+    """On tensor cores, out of earlier blocks: a weight of 0 within one meets every value of the block."""
+    arrays = subject.draw()
+    before = subject(arrays)
+    for which, (name, axes) in enumerate(subject.op.arrays.items()):
+        for at in subject.cuts if "T" in axes.split() else ():
+            other = [x.copy() for x in arrays]
+            other[which][:, :, at] = poison
+            after = subject(other)
+            on_tensor_cores = subject.backend.device is not None and subject.mode != "recurrent" and name == "v"
+            first = at // CHUNK * CHUNK if on_tensor_cores else at
+            assert_close(f"tokens before {first}", after[:, :, :first], before[:, :, :first], np.float32)
+            assert np.isnan(after[:, :, at]).all() or np.isinf(after[:, :, at]).any() or name in subject.op.gates, name
+
+
 def test_linear_in_v(subject):
     first, second = subject.draw(), subject.draw()
     q, k, v, *rest = first

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from linattn_np.models import names
 from linattn_np.models.checkpoint import CheckpointError
+from linattn_np.models.rwkv6 import names
 
 SIZES = {"1": 1, "5": 5, "V": 11, "D": 16, "H": 2, "N": 8, "5A": 15, "A": 3, "W": 4, "F": 24}
 LAYERS = 3

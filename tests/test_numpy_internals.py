@@ -42,7 +42,7 @@ def gated(q, k, g, exclusive):
     decay = np.empty((*g.shape[:-2], g.shape[-1]))
     with np.errstate(all="ignore"):
         known = scores.Gates(g, scratch)
-        return (*scores.gated_scores(q, k, known, exclusive, decay, scratch), decay, known)
+        return (*scores.gated_scores(q, k, known, exclusive, decay, scratch, keep=True), decay, known)
 
 
 KINDS = ["weak", "strong", "resets", "mixed", "positive", "forget", "tall"]
@@ -73,16 +73,19 @@ def test_each_gate_takes_its_route():
         assert not known[kind].any_weak
 
 
-def test_gradient_of_scores_is_their_transpose():
+def test_gradients_of_scores_are_their_transpose():
     for kind, g in gates((4, 32, 6)).items():
         for exclusive in (False, True):
-            q, k, dq, dk = rng.standard_normal((4, 4, 32, 6))
+            q, k, dq, dk, dqg, dkg = rng.standard_normal((6, 4, 32, 6))
             dA = np.tril(rng.standard_normal((4, 32, 32)), -1)
+            known = gated(q, k, g, exclusive)[-1]
             with np.errstate(all="ignore"):
-                gq, gk = scores.gated_scores_vjp(q, k, scores.Gates(g, Scratch(g.dtype)), dA, exclusive)
-            for direction, gradient, A in ((dq, gq, literal_scores(dq, k, g, exclusive)),
-                                           (dk, gk, literal_scores(q, dk, g, exclusive))):
-                np.testing.assert_allclose((direction * gradient).sum((1, 2)), (dA * A).sum((1, 2)), rtol=1e-9,
+                gq, gk, _ = scores.gated_scores_vjp(q, k, known, exclusive, dA, dqg.copy(), dkg.copy(),
+                                                    np.zeros((4, 6)), Scratch(g.dtype))
+            of_q, of_k = gated(dq, k, g, exclusive), gated(q, dk, g, exclusive)
+            for direction, gradient, A, x, dx in ((dq, gq, of_q[2], of_q[0], dqg), (dk, gk, of_k[2], of_k[1], dkg)):
+                forward = (dA * A).sum((1, 2)) + (dx * x).sum((1, 2))
+                np.testing.assert_allclose((direction * gradient).sum((1, 2)), forward, rtol=1e-9,
                                            atol=1e-11 * max(1.0, np.abs(A).max()), err_msg=kind)
 
 

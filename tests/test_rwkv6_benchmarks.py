@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linattn_np.models.names import official
+from linattn_np.models.rwkv6.names import official
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -36,9 +36,9 @@ def test_a_faster_peer_is_named_with_its_factor(load, measured):
     assert "No peer that was measured is faster." in " ".join(speeds.on_a_gpu(measured).split())
 
 
-def test_the_readme_keeps_what_is_around_its_tables(load):
-    speeds = load("rwkv6_table")
-    assert speeds.parts(f"before\n{speeds.BEGIN}old\n{speeds.END}after\n") == ("before\n", "old\n", "after\n")
+def test_the_page_keeps_what_is_around_its_tables(load):
+    begin, end = (speeds := load("rwkv6_table")).BEGIN, speeds.END
+    assert speeds.between(f"before\n{begin}old\n{end}after\n", begin, end, "new\n") == f"before\n{begin}new\n{end}after\n"
 
 
 def test_fla_gets_the_same_weights(load, rng):

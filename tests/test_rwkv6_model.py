@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.models import RWKV6, checkpoint
-from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 from linattn_np.models.sampling import Sampling
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, synthetic
 
-from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint, cuda_layers, rwkv6, rwkv6_cuda
-from linattn_np.models.rwkv6_cuda import parts
+from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
+from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 HALF = np.dtype(np.float16)
@@ -28,10 +28,10 @@ def on_cuda(device, monkeypatch):
         return decoder.logits
 
     if "Emulated" in type(device).__name__:
-        monkeypatch.setattr(rwkv6, "layers_on", lambda _: cuda_layers.CudaLayers)
-        monkeypatch.setattr(rwkv6_cuda, "current_device", lambda: device)
-        monkeypatch.setattr(rwkv6_cuda.CudaDecoder, "capture", capture)
-        monkeypatch.setattr(rwkv6_cuda.CudaDecoder, "replay", replay)
+        monkeypatch.setattr(model, "layers_on", lambda _: cuda_layers.CudaLayers)
+        monkeypatch.setattr(cuda_decode, "current_device", lambda: device)
+        monkeypatch.setattr(cuda_decode.CudaDecoder, "capture", capture)
+        monkeypatch.setattr(cuda_decode.CudaDecoder, "replay", replay)
     return lambda weights, dtype=None, **how: RWKV6(weights, "cuda", dtype, **how)
 
 
@@ -57,7 +57,7 @@ def test_logits_and_states_are_the_cpus(on_cuda, lengths, dtype, rng):
     wanted, wanted_state = in_calls(RWKV6(weights), tokens, lengths)
     limit = 1e-5 if set(lengths) == {1} else tolerance(dtype)
     close(found, wanted, limit)
-    for part, wanted_part in zip(parts(state), parts(wanted_state)):
+    for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, limit)
 
 
@@ -91,7 +91,7 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
     weights, bounds, slots = synthetic(rng, SMALL, dtype), [0, 3, 4, 9], [4, 0, 2]
     model, reference = on_cuda(weights, dtype), RWKV6(weights)
     pool, wanted_pool = model.initial_state(5), reference.initial_state(5)
-    for part in (*parts(pool), *parts(wanted_pool)):
+    for part in (*pool.arrays, *wanted_pool.arrays):
         part[:, [1, 3]] = 7
     packed, column = rng.integers(0, SMALL["V"], (1, 9)), rng.integers(0, SMALL["V"], (3, 1))
     for tokens, how in ((packed, {"cu_seqlens": bounds, "last": True}), (column, {}),
@@ -100,7 +100,7 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
         wanted, _ = reference.forward(tokens, wanted_pool, slots=slots, **how)
         assert found.shape == wanted.shape
         close(model.to_host(found), wanted, tolerance(dtype))
-    for part, wanted in zip(parts(pool), parts(wanted_pool)):
+    for part, wanted in zip(pool.arrays, wanted_pool.arrays):
         assert (host(part)[:, [1, 3]] == 7).all()
         close(host(part), wanted, tolerance(dtype))
 
@@ -143,7 +143,7 @@ def calls(on_cuda, monkeypatch):
     done = []
 
     def noted(name):
-        original = getattr(rwkv6_cuda.CudaDecoder, name)
+        original = getattr(cuda_decode.CudaDecoder, name)
 
         def method(decoder, *arguments):
             done.append(f"{name} {decoder.batch}")
@@ -151,7 +151,7 @@ def calls(on_cuda, monkeypatch):
         return method
 
     for name in ("step", "capture", "replay"):
-        monkeypatch.setattr(rwkv6_cuda.CudaDecoder, name, noted(name))
+        monkeypatch.setattr(cuda_decode.CudaDecoder, name, noted(name))
     return done
 
 

@@ -12,7 +12,7 @@ import pytest
 from literal_rwkv6 import logits_of
 
 from linattn_np.models import RWKV6
-from linattn_np.models.names import BLOCK, EMBEDDING, HEAD
+from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 
 torch = pytest.importorskip("torch", reason="the rwkv package computes with torch")
 peer_model = pytest.importorskip("rwkv.model", reason="the rwkv package is what the logits are compared with")

@@ -21,11 +21,12 @@ from safetensors.numpy import load_file, save_file
 
 import linattn_np
 from linattn_np.contract import ContractError
-from linattn_np.models import RWKV6, rwkv6_vjp, training
+from linattn_np.models import RWKV6, training
 from linattn_np.models.checkpoint import CheckpointError
-from linattn_np.models.names import declared
-from linattn_np.models.parameters import Layout, in_block, is_matrix, sizes_of
 from linattn_np.models.products import CudaProducts, HostProducts
+from linattn_np.models.rwkv6 import grad
+from linattn_np.models.rwkv6.names import declared, in_block
+from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
 from linattn_np.models.training import Settings, Text, Training
 
 TRAIN = Path(__file__).parents[1] / "examples" / "train_rwkv6.py"
@@ -43,15 +44,15 @@ def model(rng):
     return layout, layout.initial(0) + 0.1 * rng.standard_normal(layout.size), rng.integers(0, V, (3, 20))
 
 
-def value_and_gradient(layout, vector, tokens, drop=rwkv6_vjp.keep, products=HostProducts(), matrices=None):
+def value_and_gradient(layout, vector, tokens, drop=training.keep, products=HostProducts(), matrices=None):
     gradient = np.full(layout.size, np.nan, vector.dtype)
-    value, pull = rwkv6_vjp.loss(layout.tree(vector, matrices), tokens, products, drop)
+    value, pull = grad.loss(layout.tree(vector, matrices), tokens, products, drop)
     pull(layout.tree(gradient))
     return float(value), gradient
 
 
-def slope(layout, vector, tokens, direction, drop=lambda: rwkv6_vjp.keep, h=1e-6):
-    ends = [rwkv6_vjp.loss(layout.tree(vector + step * direction), tokens, HostProducts(), drop())[0]
+def slope(layout, vector, tokens, direction, drop=lambda: training.keep, h=1e-6):
+    ends = [grad.loss(layout.tree(vector + step * direction), tokens, HostProducts(), drop())[0]
             for step in (h, -h)]
     return (ends[0] - ends[1]) / (2 * h)
 
@@ -128,8 +129,8 @@ def test_the_card_computes_the_same_gradients(card, wide):
     for dtype, limit in (("float32", 1e-5), ("bfloat16", 1e-2)):
         products, single = CudaProducts(dtype), card.asarray(vector.astype(np.float32))
         gradient = card.cupy.full(layout.size, np.nan, np.float32)
-        value, pull = rwkv6_vjp.loss(layout.tree(single, products.cast(single[:layout.matrices])), card.asarray(tokens),
-                                     products, rwkv6_vjp.keep)
+        value, pull = grad.loss(layout.tree(single, products.cast(single[:layout.matrices])), card.asarray(tokens),
+                                     products, training.keep)
         pull(layout.tree(gradient))
         close(float(value), card.tohost(gradient), *value_and_gradient(layout, vector, tokens), limit)
 
@@ -178,7 +179,7 @@ def test_a_tree_is_views_of_every_element():
     layout = Layout(sizes_of(layers=2, width=16, head_size=8))
     vector = np.zeros(layout.size)
     tree = layout.tree(vector)
-    arrays = [array for part in (tree, *tree.blocks) for array in vars(part).values() if isinstance(array, np.ndarray)]
+    arrays = [array for part in (tree, *tree.layers) for array in vars(part).values() if isinstance(array, np.ndarray)]
     for array in arrays:
         array += 1
     assert (vector == 1).all()
@@ -391,7 +392,7 @@ def test_a_loss_that_is_lost_is_not_saved(command, tmp_path):
 def test_cuda_without_cupy_is_said_so(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     code, line = command("--device", "cuda")
-    assert code == 2 and "RWKV6: device 'cuda' cannot be used: " in line
+    assert code == 2 and "Training: device 'cuda' cannot be used: " in line
 
 
 def test_settings_of_numpy_are_those_of_python(tmp_path):

@@ -30,9 +30,11 @@ class Operator:
     signature: inspect.Signature
 
     @classmethod
-    def of(cls, function, without=("out",)) -> Operator:
+    def of(cls, function, without=("out",), more=()) -> Operator:
+        """`without` some of its keyword arguments, and with `more`, which are None unless they are given."""
         signature = inspect.signature(function)
         accepted = [parameter for name, parameter in signature.parameters.items() if name not in without]
+        accepted += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
         return cls(function, declaration(function, "interop"), signature.replace(parameters=accepted))
 
     def document(self, public, kind: str):

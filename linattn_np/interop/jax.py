@@ -9,6 +9,11 @@ Keyword arguments but `initial_state` are static. Shapes, dtypes and options are
 again what it needs of the forward pass. `vmap` computes its elements one after the other: a batch is faster as the
 operators' B. Gradients are reverse-mode and first-order; JAX refuses `jvp` and gradients of gradients.
 
+Under `jax.shard_map` arrays may be cut along batch and heads, and with ``axis_name=`` of a mesh axis along the tokens:
+then the initial and final state are those of the whole sequence, the same on every device of that axis, and only states
+travel, K * V + K floats a head. `cu_seqlens` does not go with it. The backward pass takes two backward passes of the
+operator. (`retention`'s default decays are those of the heads that a device has: name them where heads are cut.)
+
 Example
 -------
 >>> import jax, jax.numpy as jnp
@@ -22,6 +27,7 @@ Example
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,35 +42,79 @@ from ..errors import ContractTypeError
 from ..foreign import is_subclass, of_subclass
 from ..typing import F
 from .calls import Operator, blank, on_stream, outline, together
+from .jax_axis import along
 
 HOST = 1        # DLPack's kDLCPU
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
+mark_varying = partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary    # JAX before 0.8
 
 
 def differentiable(function: F) -> F:
     """The JAX function that computes what the operator `function` does."""
-    operator = Operator.of(function, without=("out", "mask"))       # keyword arguments are static, which no mask is
+    more = () if function is ops.softmax_attention else ("axis_name",)
+    operator = Operator.of(function, without=("out", "mask"), more=more)    # keyword arguments are static, no mask is
 
     def public(*positional, **named):
+        axis_name = named.pop("axis_name", None) if more else None
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
             if is_subclass(x):
                 declared.refuse(name, of_subclass(x), ContractTypeError)
         arrays, state = jax.tree.map(jnp.asarray, (arrays, state))
-        results = shapes(declared, arrays, state, arguments)
-        compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
-        return together(compute(arrays, state), bool(arguments.get("output_final_state")))
+
+        def run(arrays, state, arguments):
+            arrays, state = equally_varying((arrays, state and tuple(state)))
+            results = shapes(declared, arrays, state, arguments)
+            compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
+            return compute(arrays, state)
+
+        if axis_name is None:
+            results = run(arrays, state, arguments)
+        else:
+            problem, _ = on_blanks(declared, arrays, state, arguments)
+            results = along(axis_name, run, problem, arrays, state, arguments)
+        return together(results, bool(arguments.get("output_final_state")))
 
     return operator.document(public, "JAX arrays")
 
 
+def on_blanks(declared, arrays, state, arguments):
+    """`outline` of a call on arrays of which only shapes and dtypes are known."""
+    arrays, state = jax.tree.map(lambda x: blank(x.shape, x.dtype), (arrays, state))
+    return outline(declared, arrays, state, arguments)
+
+
 def shapes(declared, arrays, state, arguments):
     """Shapes and dtypes of o and of the final state's parts, once the call is seen to fit the declaration."""
-    arrays, state = jax.tree.map(lambda x: blank(x.shape, x.dtype), (arrays, state))
-    problem, results = outline(declared, arrays, state, arguments)
+    problem, results = on_blanks(declared, arrays, state, arguments)
     if jax.dtypes.canonicalize_dtype(problem.state_dtype) != problem.state_dtype:
         problem.op.refuse("state_dtype", f"is {problem.state_dtype}, which JAX has with jax_enable_x64 alone")
     return tuple(map(like, results))
+
+
+def equally_varying(arrays):
+    """All of `arrays` varying over the mesh axes of `shard_map` that any of them varies over.
+
+    JAX then sums the gradient of what was the same on every device, as it must be.
+    """
+    return varying(arrays, *jax.tree.leaves(arrays))
+
+
+def varying(results, *inputs):
+    """`results` marked as varying over the mesh axes that `inputs` vary over: a callback's result does not say so."""
+    axes = frozenset().union(*map(manual_axes, inputs))
+
+    def marked(x):
+        missing = axes - manual_axes(x)
+        return mark_varying(x, tuple(sorted(missing))) if missing else x
+
+    return jax.tree.map(marked, results)
+
+
+def manual_axes(x) -> frozenset:
+    """The axes of `shard_map` over which `x` is known to vary; none outside of it."""
+    kind = jax.typeof(x)
+    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())      # JAX before 0.10
 
 
 def like(x):
@@ -110,13 +160,15 @@ def new_primitive(operator, results, arguments):
 
     @jax.custom_vjp
     def compute(arrays, state):
-        return buffer_callback(forward, results, vmap_method="sequential")(arrays, state)
+        found = buffer_callback(forward, results, vmap_method="sequential")(arrays, state)
+        return varying(found, *arrays)
 
     def keep(arrays, state):
         return compute(arrays, state), (arrays, state)
 
     def pull(kept, cotangents):
-        return buffer_callback(backward, jax.tree.map(like, kept), vmap_method="sequential")(*kept, *cotangents)
+        found = buffer_callback(backward, jax.tree.map(like, kept), vmap_method="sequential")(*kept, *cotangents)
+        return varying(found, *kept[0])
 
     compute.defvjp(keep, pull)
     return compute

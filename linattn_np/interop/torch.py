@@ -6,6 +6,10 @@ forward pass. Gradients are first-order; torch refuses gradients of gradients. `
 `torch.func` see each call as one operator of torch's; `vmap` computes its elements one after the other: a batch is
 faster as the operators' B.
 
+With ``comm=ProcessGroup()``, or another engine of `linattn_np.distributed`, the tokens are cut over ranks, with
+gradients; `segment_size`, states and errors are as there. What is computed from a final state must be computed on all
+ranks alike, and counts once.
+
 Example
 -------
 >>> import torch
@@ -20,28 +24,40 @@ torch.Size([1, 2, 50, 8])
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import ops
+from .. import distributed, ops
 from ..errors import ContractTypeError
 from ..typing import F
 from ..wording import kind_of
-from .calls import Operator, together
+from .calls import Operator, flat, initial, together
 from .torch_transforms import compute, stream_of, watching
+
+ON_RANKS = {operator: function for function, operator in distributed.operators.OPERATORS.items()}
 
 
 def differentiable(function: F) -> F:
     """The torch function that computes what the operator `function` does."""
-    operator = Operator.of(function)
+    more = ("comm", "segment_size") if function in ON_RANKS else ()
+    operator = Operator.of(function, more=more)
 
     def public(*positional, **named):
+        given = {name: named.pop(name) for name in more if name in named}
         declared, arrays, state, arguments = operator.take_apart(positional, named)
         for name, x in [*zip(declared.arrays, arrays), *(("initial_state", x) for x in state or ())]:
             if not isinstance(x, torch.Tensor):
                 declared.refuse(name, f"is a {kind_of(x)}, expected a torch.Tensor", ContractTypeError)
         tensors = *arrays, *(state or ())
-        if watching(tensors):
+        if given.get("comm") is not None:
+            results = ComputeOnRanks.apply(ON_RANKS[function], len(arrays), arguments | given, *tensors)
+        elif given.get("segment_size") is not None:
+            declared.refuse("segment_size", "has no meaning without comm")
+        elif watching(tensors):
             results = compute(operator.declared.name, arrays, state, arguments)
         else:
             results = Compute.apply(operator, len(arrays), arguments, *tensors)
@@ -70,9 +86,90 @@ class Compute(torch.autograd.Function):
             return None, None, None, *operator.gradients(arrays, state, context.arguments, do, dht)
 
 
+class ComputeOnRanks(torch.autograd.Function):
+    """The same with a function of linattn_np.distributed, whose pullback is kept: the ranks compute nothing twice."""
+
+    @staticmethod
+    def forward(context, function, count, arguments, *tensors):
+        arrays, state = parted(count, tensors)
+        given = {**arguments, **initial(state)}
+        with stream_of(tensors[0]):
+            if not any(context.needs_input_grad):
+                return tuple(flat(function(*arrays, **given)))
+            result, context.pullback = distributed.vjp(function, *arrays, **given)
+            return tuple(flat(result))
+
+    @staticmethod
+    @once_differentiable
+    def backward(context, do, *dht):
+        with stream_of(do):
+            return None, None, None, *flat(context.pullback(do, dht or None))
+
+
 def parted(count, tensors):
     """(`count` arrays, parts of the initial state or None)."""
     return tensors[:count], tensors[count:] or None
+
+
+class ProcessGroup:
+    """An `Engine` of `linattn_np.distributed` on a process group of torch.distributed, all ranks by default.
+
+    Arrays on CUDA go through the group, which must have NCCL for them; arrays on the host through a gloo group beside
+    it, which all ranks of the group make together here. Time limits are the group's own, and `limit_s` for gloo.
+    """
+
+    homes = ("host", "cuda")
+
+    def __init__(self, group=None, *, limit_s=distributed.engine.LIMIT_S):
+        self.torch = torch.distributed
+        self.group = self.torch.group.WORLD if group is None else group
+        self.rank, self.size = self.torch.get_rank(self.group), self.torch.get_world_size(self.group)
+        self.host = self.torch.new_group(self.torch.get_process_group_ranks(self.group), backend="gloo",
+                                         timeout=timedelta(seconds=limit_s), use_local_synchronization=True)
+
+    def all_gather(self, x):
+        gathered = np.empty_like(x, shape=(self.size, *x.shape))        # CuPy's for CuPy's
+        with on_current_stream(x), self.reporting():
+            work = self.torch.all_gather([as_tensor(part) for part in gathered], as_tensor(x), self.group_of(x),
+                                         async_op=True)
+
+        def wait():
+            with on_current_stream(x), self.reporting():
+                work.wait()
+            return gathered
+
+        return wait
+
+    def send(self, x, to):
+        with on_current_stream(x), self.reporting():
+            self.torch.send(as_tensor(x), self.torch.get_global_rank(self.group, to), self.group_of(x))
+
+    def recv(self, x, source):
+        with on_current_stream(x), self.reporting():
+            self.torch.recv(as_tensor(x), self.torch.get_global_rank(self.group, source), self.group_of(x))
+
+    def group_of(self, x):
+        return self.host if isinstance(x, np.ndarray) else self.group
+
+    @contextmanager
+    def reporting(self):
+        try:
+            yield
+        except RuntimeError as error:           # gloo's and NCCL's, a time limit too
+            raise distributed.RankLost(f"rank {self.rank} of {self.size} lost the others: {error}") from error
+
+
+def as_tensor(x):
+    """A contiguous NumPy or CuPy array's bytes."""
+    return torch.from_dlpack(x.reshape(-1).view(np.uint8))
+
+
+def on_current_stream(x):
+    """torch enqueues on CuPy's current stream; nothing for host arrays."""
+    if isinstance(x, np.ndarray):
+        return nullcontext()
+    import cupy
+    return torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr, x.device.id))
 
 
 gla = differentiable(ops.gla)

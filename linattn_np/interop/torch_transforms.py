@@ -32,7 +32,8 @@ def compute(name, arrays, state, arguments):
     """[o, *final state's parts] of the operator `name`, for torch to compile, differentiate and map."""
     rest = dict(arguments)
     tensors, mask = [*arrays, *(state or ())], rest.pop("mask", None)
-    call = repr((name, len(arrays), mask is not None, [(key, plain(x)) for key, x in rest.items()]))
+    given = len(arrays), len(state or ()), mask is not None
+    call = repr((name, given, [(key, plain(x)) for key, x in rest.items()]))
     return Transformed.apply(call, *tensors, *(() if mask is None else (mask,)))
 
 
@@ -45,11 +46,17 @@ def plain(x):
 
 def taken_apart(tensors, call):
     """(operator, arrays, initial state's parts or None, everything else) of a call."""
-    name, count, masked, arguments = ast.literal_eval(call)
-    tensors, arguments = list(tensors), dict(arguments)
+    name, (arrays, parts, masked), arguments = ast.literal_eval(call)
+    arguments = dict(arguments)
     if masked:
-        arguments["mask"] = tensors.pop()
-    return operator_named(name), tensors[:count], tensors[count:] or None, arguments
+        arguments["mask"] = tensors[arrays + parts]
+    return operator_named(name), tensors[:arrays], tensors[arrays:arrays + parts] or None, arguments
+
+
+def split(given, call):
+    """(a call's tensors, the cotangents behind them)."""
+    _, counts, _ = ast.literal_eval(call)
+    return given[:sum(counts)], given[sum(counts):]
 
 
 @cache
@@ -85,16 +92,16 @@ def blank_of(x):
 
 # -- its gradient, which has none -------------------------------------------------------------------------------------
 @torch.library.custom_op("linattn_np::backward", mutates_args=())
-def backward(tensors: list[torch.Tensor], cotangents: list[torch.Tensor], call: str) -> list[torch.Tensor]:
+def backward(given: list[torch.Tensor], call: str) -> list[torch.Tensor]:
+    tensors, (do, *dht) = split(given, call)
     operator, arrays, state, arguments = taken_apart(tensors, call)
-    do, *dht = cotangents
     with torch.no_grad(), stream_of(do):
         return [x.contiguous() for x in operator.gradients(arrays, state, arguments, do, dht)]
 
 
 @backward.register_fake
-def shapes_backward(tensors, cotangents, call):
-    _, arrays, state, _ = taken_apart(tensors, call)
+def shapes_backward(given, call):
+    _, arrays, state, _ = taken_apart(split(given, call)[0], call)
     return [x.new_empty(x.shape) for x in (*arrays, *(state or ()))]
 
 
@@ -116,18 +123,18 @@ class Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         tensors = list(ctx.saved_tensors)
-        found = Gradients.apply(ctx.call, len(tensors), *tensors, *cotangents)
+        found = Gradients.apply(ctx.call, *tensors, *cotangents)
         return None, *found, *[None] * (len(tensors) - len(found))
 
 
 class Gradients(torch.autograd.Function):
-    """(call, how many tensors, *tensors, *cotangents) -> their gradients, which have none."""
+    """(call, *tensors, *cotangents) -> the tensors' gradients, which have none."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call, count, *given):
-        return tuple(backward(list(given[:count]), list(given[count:]), call))
+    def forward(call, *given):
+        return tuple(backward(list(given), call))
 
     @staticmethod
     def setup_context(ctx, inputs, output):

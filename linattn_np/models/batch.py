@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..contract import ContractTypeError
+from ..contract import ContractError, ContractTypeError
 from .checks import whole
-from .rwkv6 import RWKV6, State, refuse
+from .face import Model, State
 from .sampling import Sampler, Sampling
 
 
@@ -42,10 +42,13 @@ class Batch:
     3
     """
 
-    def __init__(self, model: RWKV6, slots: int):
+    def __init__(self, model: Model, slots: int):
         whole("Batch", "slots", slots, 1)
         self.model, self.pool = model, model.initial_state(slots)
         self.slots, self.sequences = slots, {}
+
+    def __repr__(self):
+        return f"Batch({self.model!r}, {len(self.sequences)} of {self.slots} slots in use)"
 
     @property
     def free(self) -> int:
@@ -59,7 +62,7 @@ class Batch:
 
         ContractError for any of them that does not fit; then nobody has joined.
         """
-        prompts = [np.asarray(list(prompt)) for prompt in prompts]
+        prompts = [tokens_of(prompt) for prompt in prompts]
         how = how if isinstance(how, list) else [how] * len(prompts)
         if not prompts or not all(map(len, prompts)):
             refuse("prompts holds an empty one, expected at least a token in each" if prompts else
@@ -77,8 +80,7 @@ class Batch:
         states = [fresh] * len(prompts) if states is None else [self.model.on_device(state, rows=1) for state in states]
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][:len(prompts)]
         for slot, state in zip(slots, states):
-            for row, start in zip(self.parts(slot), (state.att_shift, state.wkv, state.ffn_shift)):
-                row[:] = start[:, 0]
+            self.pool.put(slot, state)
         bounds = np.cumsum([0, *map(len, prompts)])
         logits, _ = self.model.forward(tokens, self.pool, cu_seqlens=bounds, slots=slots, last=True)
         self.sequences |= {slot: Sequence(slot, sampler, row)
@@ -87,7 +89,7 @@ class Batch:
 
     def complaint(self, slot: int) -> str | None:
         """Why the next `step` cannot draw for the sequence in `slot`, as its logits are NaN or infinite; or None."""
-        sequence = self.sequences[self.taken(slot)]
+        sequence = self.sequences[self.used(slot)]
         return sequence.sampler.complaint(sequence.logits)
 
     def step(self) -> dict[int, int]:
@@ -108,18 +110,29 @@ class Batch:
         return drawn
 
     def state(self, slot: int) -> State:
-        """A copy of one sequence's state, as `RWKV6.forward` takes it with one sequence."""
-        return State(*(row[:, None].copy() for row in self.parts(self.taken(slot))))
+        """A copy of one sequence's state, as the model's `forward` takes it with one sequence."""
+        return self.pool.row(self.used(slot)).copy()
 
     def leave(self, slot: int):
         """Gives a sequence's slot back."""
-        del self.sequences[self.taken(slot)]
+        del self.sequences[self.used(slot)]
 
-    def taken(self, slot):
+    def used(self, slot):
         if slot not in self.sequences:
             refuse(f"slot is {slot!r}, expected one in use: {', '.join(map(str, self.sequences)) or 'none is'}")
         return slot
 
-    def parts(self, slot):
-        """Views [L, ...] of a slot's row of the pool."""
-        return self.pool.att_shift[:, slot], self.pool.wkv[:, slot], self.pool.ffn_shift[:, slot]
+def tokens_of(prompt):
+    """A prompt's tokens [T], not yet checked against a vocabulary."""
+    try:
+        tokens = np.asarray(list(prompt))
+    except (TypeError, ValueError):             # nothing to go through; or tokens that are sequences themselves
+        tokens = None
+    if tokens is None or tokens.ndim != 1:
+        refuse(f"prompts holds a {type(prompt).__qualname__} that is no sequence of tokens, expected host integers [T]",
+               ContractTypeError)
+    return tokens
+
+
+def refuse(complaint: str, error=ContractError):
+    raise error(f"Batch: {complaint}")

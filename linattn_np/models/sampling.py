@@ -20,13 +20,23 @@ def moderate(x):
 class Sampling:
     """What decides the next token.
 
-    temperature : 0 takes the likeliest token, 1 the model's distribution, more flattens it.
-    top_k : draw from so many of the likeliest tokens; 0 is all.
-    top_p : draw from the likeliest tokens that together hold this much probability.
-    presence, frequency : subtracted from the logit of a token that was drawn before: once, and times its count
-        (OpenAI's presence and frequency penalties). The counts fade by the factor `fading` with every token.
-    seed : equal seeds draw equal tokens; None is another draw every time.
-    vocabulary : draw from ids below it; a model may have logits for more than its tokenizer knows. None is all.
+    Parameters
+    ----------
+    temperature : float
+        0 takes the likeliest token, 1 the model's distribution, more flattens it.
+    top_k : int
+        Draw from so many of the likeliest tokens; 0 is all.
+    top_p : float
+        Draw from the likeliest tokens that together hold this much probability.
+    presence, frequency : float
+        Subtracted from the logit of a token that was drawn before: once, and times its count (OpenAI's presence and
+        frequency penalties).
+    fading : float
+        The factor by which the counts fade with every token.
+    seed : int, or what else `numpy.random.default_rng` takes
+        Equal seeds draw equal tokens; None is another draw every time.
+    vocabulary : int, optional
+        Draw from ids below it; a model may have logits for more than its tokenizer knows.
 
     Example
     -------

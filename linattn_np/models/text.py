@@ -9,7 +9,7 @@ from itertools import islice
 from ..contract import ContractError, ContractTypeError
 from .batch import Batch
 from .checks import whole
-from .rwkv6 import RWKV6, State
+from .face import Model, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
 
@@ -86,7 +86,7 @@ class Request:
     state: State | None = None
 
 
-def complete(model: RWKV6, tokenizer: Tokenizer, requests: Iterable[Request], slots: int) -> Iterator[tuple]:
+def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], slots: int) -> Iterator[tuple]:
     """``(number of the request, its text, its `Text`)`` of every request, in the order in which they are done.
 
     Up to `slots` are written side by side; the next one joins as soon as another is done. A request that cannot be
@@ -94,7 +94,7 @@ def complete(model: RWKV6, tokenizer: Tokenizer, requests: Iterable[Request], sl
 
     Example
     -------
-    >>> from linattn_np.models import Bytes
+    >>> from linattn_np.models import RWKV6, Bytes
     >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
     >>> requests = [Request(prompt, Sampling(temperature=0), stop=[" "]) for prompt in (b"Miss Woodh", b"Mr. Darc")]
     >>> sorted((number, text) for number, text, _ in complete(model, Bytes(), requests, slots=2))
@@ -138,7 +138,7 @@ def begun(model, tokenizer, request):
     return text, request.how, *read(model, request.prompt, request.state)
 
 
-def read(model: RWKV6, prompt: Sequence[int], state: State | None = None,
+def read(model: Model, prompt: Sequence[int], state: State | None = None,
          progress: Callable[[int], object] = lambda done: None) -> tuple[Sequence[int], State]:
     """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before."""
     model.checked([list(prompt)])

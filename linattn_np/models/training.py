@@ -18,11 +18,12 @@ import numpy as np
 from ..contract import ContractError
 from . import checkpoint
 from .checks import real, whole
+from .devices import check_device, on_host
+from .face import Trainable
 from .files import FileError, json_object, replaced
-from .parameters import Layout, sizes_of
+from .fused import fused, of
 from .products import CudaProducts, HostProducts
-from .rwkv6 import layers_on
-from .rwkv6_vjp import fused, keep, loss, of
+from .rwkv6 import RWKV6
 
 HELD_OUT = 0.05             # of the text, its end
 MAX_BYTES = 1 << 24         # of a step, far more than any machine has the memory for
@@ -87,6 +88,8 @@ class Training:
     settings : Settings
     device : "cpu" or "cuda"
     dtype : of the matrices in products, on CUDA; their sums, the weights and everything else are float32
+    kind : a class with the face of `Trainable`
+        What is trained.
 
     Example
     -------
@@ -97,10 +100,11 @@ class Training:
     (1.0, True, True)
     """
 
-    def __init__(self, text: bytes, settings: Settings, device: str = "cpu", dtype="bfloat16"):
-        layers_on(device)
-        self.settings, self.device = settings, device
-        self.layout = Layout(sizes_of(settings.layers, settings.width, settings.head_size))
+    def __init__(self, text: bytes, settings: Settings, device: str = "cpu", dtype="bfloat16",
+                 kind: type[Trainable] = RWKV6):
+        check_device("Training", device)
+        self.settings, self.device, self.loss = settings, device, kind.loss
+        self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
         if device == "cuda":
             import cupy
@@ -111,6 +115,10 @@ class Training:
         self.weights = self.xp.asarray(self.layout.initial(settings.seed))
         self.first, self.second, self.gradient = (self.xp.zeros_like(self.weights) for _ in range(3))
         self.to = self.layout.tree(self.gradient)
+
+    def __repr__(self):
+        return (f"Training({self.layout.size:,} parameters, {self.products.dtype} on {self.device}, "
+                f"{self.done:.0%} done)")
 
     @property
     def done(self) -> float:
@@ -130,7 +138,7 @@ class Training:
         self.count_time()
         rate, decay = self.learning_rate(), self.settings.weight_decay
         tokens = self.xp.asarray(self.text.batch(self.step_number))
-        value, pull = loss(self.tree(), tokens, self.products, self.drop())
+        value, pull = self.loss(self.tree(), tokens, self.products, self.drop())
         pull(self.to)
         self.step_number += 1
         xp, steps = self.xp, self.step_number
@@ -169,7 +177,7 @@ class Training:
         """Nats a byte of the held-out end, read in rows of `context` bytes, each from an empty state."""
         tree, nats, count = self.tree(), 0.0, 0
         for tokens in self.text.held_out():
-            value, _ = loss(tree, self.xp.asarray(tokens), self.products, keep)
+            value, _ = self.loss(tree, self.xp.asarray(tokens), self.products, keep)
             predicted = tokens[:, 1:].size
             nats, count = nats + float(value) * predicted, count + predicted
         return nats / count
@@ -178,28 +186,26 @@ class Training:
     def save(self, path):
         """All that `restore` needs, in one file, which is there whole or not at all."""
         about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
-        vectors = {name: self.on_host(getattr(self, name)) for name in VECTORS}
+        vectors = {name: on_host(getattr(self, name)) for name in VECTORS}
         write(path, {**vectors, "settings": about, "text": self.text.fingerprint,
                      "step": np.array([self.step_number]), "seconds": np.array([self.seconds])})
 
     def save_model(self, path):
-        """The weights under their official names, as `RWKV6.from_file` reads them; matrices in the dtype of products."""
-        named = self.layout.named(self.on_host(self.weights))
+        """The weights under the model's names for files; matrices in the dtype of products."""
+        named = self.layout.named(on_host(self.weights))
         write(path, {name: array.astype(self.products.dtype) if array.squeeze().ndim > 1 else array
                      for name, array in named.items()})
 
-    def on_host(self, array):
-        return array if self.xp is np else array.get()
-
     @classmethod
-    def restore(cls, path, text: bytes, device: str = "cpu", dtype="bfloat16") -> Training:
+    def restore(cls, path, text: bytes, device: str = "cpu", dtype="bfloat16",
+                kind: type[Trainable] = RWKV6) -> Training:
         """A training as `save` left it; CheckpointError for a file that holds none, or one of another text."""
         stored = checkpoint.read(path)
         try:
-            settings = checked(stored)
+            settings = checked(stored, kind)
         except ContractError as error:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
-        self = cls(text, settings, device, dtype)
+        self = cls(text, settings, device, dtype, kind)
         if bytes(stored["text"]) != bytes(self.text.fingerprint):
             raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this")
         for name in VECTORS:
@@ -252,6 +258,11 @@ def order_of(seed, epoch, rows, context):
     return int(rng.integers(context)), rng.permutation(rows)
 
 
+def keep(x):
+    """Drops nothing."""
+    return x, lambda dy: dy
+
+
 def dropout(rng, rate, x):
     kept, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
     return masked(x, kept, scale), lambda dy: masked(dy, kept, scale)
@@ -281,7 +292,7 @@ def write(path, arrays):
         file.write(content)
 
 
-def checked(stored) -> Settings:
+def checked(stored, kind) -> Settings:
     """The settings of a checkpoint, once all that it holds fits them."""
     kinds = {**dict.fromkeys(VECTORS, np.float32), "settings": np.uint8, "text": np.uint8, "step": np.int64,
              "seconds": np.float64}
@@ -289,7 +300,8 @@ def checked(stored) -> Settings:
         refuse(f"holds {', '.join(sorted(stored)[:9])}, expected a training: {', '.join(sorted(kinds))}")
     for name, dtype in kinds.items():
         if stored[name].dtype != dtype or stored[name].ndim != 1:
-            refuse(f"has {name} in {stored[name].dtype} with {stored[name].ndim} axes, expected {np.dtype(dtype)} with one")
+            refuse(f"has {name} in {stored[name].dtype} with {stored[name].ndim} axes, "
+                   f"expected {np.dtype(dtype)} with one")
     try:
         about = json_object(stored["settings"].tobytes())
     except FileError as error:
@@ -299,7 +311,7 @@ def checked(stored) -> Settings:
     settings, size = Settings(**about), len(stored["weights"])
     if settings.layers * settings.width > size:             # before a table of so many layers is made
         refuse(f"has {size} weights for {settings.layers} layers of {settings.width}")
-    wanted = Layout(sizes_of(settings.layers, settings.width, settings.head_size)).size
+    wanted = kind.trainable(settings.layers, settings.width, settings.head_size).size
     for name, count in (*((name, wanted) for name in VECTORS), ("text", 32), ("step", 1), ("seconds", 1)):
         if len(stored[name]) != count:
             refuse(f"has {len(stored[name])} elements of {name}, expected {count}")

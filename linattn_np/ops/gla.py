@@ -113,6 +113,16 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     LinattnWarning
         Arrays that look like [B, T, H, ...] without `layout`, or like decays where their logs are expected.
 
+    Notes
+    -----
+    NaN and inf go where the recurrence takes them, forwards in time: one in k, v, g or a state stays in the state, one
+    in q stays at its token; gradients take those of `do` and `dht` backwards. That holds in every mode on NumPy and
+    Numba, and in "recurrent" on CuPy. CuPy's kernels on tensor cores multiply whole blocks, in which the weight of a
+    later token is 0, and 0 times NaN is NaN. There a NaN or inf in v also reaches the tokens before it in its block:
+    of 16 tokens; of 32 on Hopper with half-precision arrays (64 where a head has one gate, or none); of a chunk in
+    mode "staged". Of gradients, dq, dk and dv may have one in k, q or `do` at the other tokens of its block of up to
+    64, and dg, which is summed up from the end, one in k, v or g at every token of the sequence.
+
     Example
     -------
     >>> import numpy as np, linattn_np

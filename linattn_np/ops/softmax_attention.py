@@ -39,8 +39,9 @@ def softmax_attention(q: A, k: Array, v: Array, *, causal: bool = True, scale: f
     chunk_size : int, optional
         The tile on the CPU, a multiple of 16; the CUDA kernels have tiles of their own.
 
-    q, k, v, scale, layout, backend, out, the result and the errors are those of `gla`. The CUDA kernels take float16 and
-    bfloat16, and K and V up to 128; others raise `NotSupported`.
+    q, k, v, scale, layout, backend, out, the result and the errors are those of `gla`. The CUDA kernels take float16
+    and bfloat16, and K and V up to 128; others raise `NotSupported`. Their blocks, in which a NaN in v reaches tokens before
+    it, have up to 128 queries; one in k or v makes NaN of all gradients of k.
 
     Example
     -------

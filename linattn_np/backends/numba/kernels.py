@@ -331,7 +331,8 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
         cuda.syncthreads()                                  # both tiles are complete
         for m in range(INNER):
             for r in range(ROWS_EACH):
-                r_o[r] += s_left[first + r, m] * s_right[m, col]
+                if j0 + m <= first_row + first + r:         # or its zero weight would meet a NaN that is yet to come
+                    r_o[r] += s_left[first + r, m] * s_right[m, col]
         cuda.syncthreads()                                  # both tiles have been read
 
     for r in range(ROWS_EACH):

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from ...contract import SUB_CHUNK
 from . import (chunked, chunking, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla,
                softmax_attention, staged, two_gates)
 
@@ -114,8 +113,10 @@ def as_inputs(problem, found):
     """Gradients in the dtype and memory order of what they are gradients of."""
     results = []
     for gradient, x in zip(found, problem.arrays.values(), strict=True):
-        results.append(np.empty_like(x, shape=x.shape))
-        results[-1][...] = gradient
+        if gradient.dtype != x.dtype or gradient.strides != x.strides:
+            gradient, ready = np.empty_like(x, shape=x.shape), gradient
+            gradient[...] = ready
+        results.append(gradient)
     return results
 
 
@@ -147,4 +148,4 @@ def tiles(problem, mode):
         return {}
     if problem.op.name == "softmax_attention":
         return {"chunk": problem.chunk_size or softmax_attention.TILE}
-    return {"chunk": problem.chunk_size or chunking.CHUNK, "sub_chunk": SUB_CHUNK}
+    return {"chunk": problem.chunk_size or chunking.CHUNK}

@@ -10,10 +10,11 @@ from itertools import product
 
 import numpy as np
 
+from . import by_token
 from .chunking import Chunking
 from .cores import in_parallel, workers
 from .packing import Scratch, Segment, row_blocks, thread_scratch
-from .scores import Gates, blas_ready, chunk_decays, gated_scores, gated_scores_vjp, mask_future
+from .scores import LEAST, Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
 
 SEGMENT_ELEMENTS = 1 << 18      # of one of a segment's arrays: long calls for the threads, short ones for the cache
 MATERIALIZED_BYTES = 1 << 30    # above this, keeping every chunk's state must be asked for
@@ -21,13 +22,30 @@ MATERIALIZED_BYTES = 1 << 30    # above this, keeping every chunk's state must b
 
 def run(member, o, states=None):
     """Fills o [B, H, T, V], returns the final state [N, H, K, V]; `states` [B, H, NC, K, V] receives one a chunk."""
-    sweep = Sweep(member)
-    final = member.initial_state()
+    return forward(Sweep(member), o, states)
+
+
+def forward(sweep, o, states):
+    final = sweep.member.initial_state()
     if sweep.materialize:
-        materialized(sweep, o, final, states)
+        done = materialized(sweep, o, final, states)
     else:
-        in_parallel(lambda rows: streamed(sweep, rows, o, final, states), sweep.blocks, caller=True)
+        done = in_parallel(lambda rows: streamed(sweep, rows, o, final, states), sweep.blocks, caller=True)
+    undone = [rows for rows, well in zip(sweep.blocks, done) if not well or not sweep.finite_states(final, rows)]
+    if undone:
+        redo(sweep, undone, o, final, states)
     return final
+
+
+def mend(member, o, final):
+    """Has o and the final state of another chunked form redone where they are not finite."""
+    sweep = Sweep(member)
+    redo(sweep, sweep.blocks, o, final, None)
+
+
+def redo(sweep, blocks, o, final, states):
+    initial = sweep.member.initial_state()
+    in_parallel(lambda rows: carefully(sweep, rows, o, initial, final, states), blocks)
 
 
 class Sweep:
@@ -49,6 +67,20 @@ class Sweep:
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
 
+    @property
+    def single_chunks(self):
+        """[(chunk, its segment)]."""
+        return [(c, Segment(self.chunking.table[c:c + 1], self.chunking.size)) for c in range(self.chunking.count)]
+
+    def finite_states(self, states, rows):
+        """Whether a block of rows is finite in states [N, H, K, V]."""
+        return by_token.is_finite(self.of_rows(states, rows))
+
+    def of_rows(self, states, rows):
+        """A block of rows in states [N, H, K, V]: a view [B, sequences, H, K, V]."""
+        S = self.chunking.sequences
+        return states.reshape(len(states) // S, S, *states.shape[1:])[rows[0], :, rows[1]]
+
     def states(self, block, chunks, scratch):
         """Room for h [B, H, n + 1, K, V] and the chunks' decays [B, H, n, K or 1] of a block of rows."""
         h = scratch("h", (chunks + 1, *block, self.K, self.V))      # chunk by chunk in memory, as they are scanned
@@ -57,8 +89,8 @@ class Sweep:
 
 
 def streamed(sweep, rows, o, final, states):
-    """All segments of a block of rows, one after the other, carrying the state."""
-    block, scratch, carried = o[rows].shape[:2], thread_scratch(sweep.dtype), None
+    """All segments of a block of rows, one after the other, carrying the state; whether o is finite."""
+    block, scratch, carried, finite = o[rows].shape[:2], thread_scratch(sweep.dtype), None, True
     for first, segment in sweep.segments:
         n = segment.count
         h, decay = sweep.states(block, n, scratch)
@@ -69,11 +101,15 @@ def streamed(sweep, rows, o, final, states):
         carried = h[:, :, n].copy()
         if states is not None:
             states[rows][:, :, first:first + n] = h[:, :, :n]
-        read_out(sweep, rows, segment, *inside, h, o, scratch)
+        finite &= read_out(sweep, rows, segment, *inside, h, o, scratch)
+    return finite
 
 
 def materialized(sweep, o, final, states):
-    """Every chunk's state kept: all segments side by side, then the states in order, then all outputs."""
+    """Every chunk's state kept: all segments side by side, then the states in order, then all outputs.
+
+    Whether o is finite, by blocks of rows.
+    """
     h, decay = sweep.states(o.shape[:2], sweep.chunking.count, Scratch(sweep.dtype))
 
     def part(rows, first, segment):
@@ -85,7 +121,36 @@ def materialized(sweep, o, final, states):
     in_parallel(lambda rows: sweep.chunking.scan(rows, 0, decay[rows], h[rows], final), sweep.blocks)
     if states is not None:
         states[:] = h[:, :, :-1]
-    in_parallel(lambda part, inside: read_out(sweep, *part[:2], *inside, part[2], o, part[4]), parts, inside)
+    finite = in_parallel(lambda part, inside: read_out(sweep, *part[:2], *inside, part[2], o, part[4]), parts, inside)
+    return [all(finite[at:at + len(sweep.segments)]) for at in range(0, len(parts), len(sweep.segments))]
+
+
+def carefully(sweep, rows, o, initial, final, states):
+    """As `streamed`, but chunk by chunk, and token by token those that products cannot do."""
+    member, carried = sweep.member, None
+    for c, segment in sweep.single_chunks:
+        inputs = [segment.pack(x[rows], sweep.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
+        h, decay = sweep.states(o[rows].shape[:2], 1, Scratch(sweep.dtype))
+        qg, A, v = (x[:, :, 0] for x in within_chunks(sweep, rows, segment, h, decay, thread_scratch(sweep.dtype)))
+        if (s := sweep.chunking.begins.get(c)) is not None:
+            carried = sweep.of_rows(initial, rows)[:, s]
+        if states is not None:
+            states[rows][:, :, c] = carried
+        after = decay[:, :, 0, :, None] * carried + h[:, :, 1]
+        found = member.scale * (qg @ carried + A @ v)
+        at = np.nonzero(by_token.to_redo((found, after), inputs, (carried,)))
+        if at[0].size:
+            how = rows_of_bonus(member, rows, at), member.scale, member.exclusive
+            found[at], after[at] = by_token.forward(*(x[at] for x in inputs), *how, carried[at])
+        segment.unpack_into(o[rows], found[:, :, None])
+        carried = after
+        if (s := sweep.chunking.ends.get(c)) is not None:
+            sweep.of_rows(final, rows)[:, s] = after
+
+
+def rows_of_bonus(member, rows, at):
+    """u [m, K] of the heads of the rows `at`, or None."""
+    return None if member.u is None else member.bonus(rows)[at[1], 0, 0]
 
 
 def within_chunks(sweep, rows, segment, h, decay, scratch):
@@ -101,7 +166,7 @@ def within_chunks(sweep, rows, segment, h, decay, scratch):
 
 
 def read_out(sweep, rows, segment, qg, A, v, h, o, scratch):
-    """o = scale (qg h + A v), in the room of kg and b, which have served."""
+    """o = scale (qg h + A v), in the room of kg and b, which have served; whether it is finite."""
     within = np.matmul(A, v, out=scratch("kg", v.shape))
     in_place = segment.view(o[rows], sweep.dtype)
     part = scratch("b", v.shape) if in_place is None else in_place
@@ -110,11 +175,7 @@ def read_out(sweep, rows, segment, qg, A, v, h, o, scratch):
     part *= sweep.member.scale
     if in_place is None:
         segment.unpack_into(o[rows], part)
-
-
-def diagonal(A):
-    """The diagonals of [..., C, C] as a writable view [..., C]."""
-    return np.einsum("...ii->...i", A)
+    return by_token.is_finite(part)
 
 
 def put_bonus(A, q, k, u):
@@ -129,11 +190,13 @@ def vjp(member, o):
     sweep = Sweep(member)
     B, H = member.k.shape[:2]
     states = np.empty((B, H, sweep.chunking.count, sweep.K, sweep.V), sweep.dtype)
-    final = run(member, o, states)
+    final = forward(sweep, o, states)
 
     def pull(do, dstates):
-        gradients = Gradients(sweep)
-        in_parallel(lambda rows: backward(sweep, rows, do, states, dstates, gradients), sweep.blocks)
+        gradients, of_final = Gradients(sweep), dstates.copy()
+        done = in_parallel(lambda rows: backward(sweep, rows, do, states, dstates, gradients), sweep.blocks)
+        undone = [rows for rows, well in zip(sweep.blocks, done) if not well or not sweep.finite_states(dstates, rows)]
+        in_parallel(lambda rows: backward_carefully(sweep, rows, do, states, of_final, dstates, gradients), undone)
         du = None if member.u is None else gradients.du.sum((0, 2))
         return (gradients.dq, gradients.dk, gradients.dv, gradients.dg, du), dstates
 
@@ -145,70 +208,111 @@ class Gradients:
 
     def __init__(self, sweep):
         member = sweep.member
-        self.dq, self.dk, self.dv, self.dg = (np.empty(x.shape, sweep.dtype)
+        self.dq, self.dk, self.dv, self.dg = (np.empty_like(x, sweep.dtype, shape=x.shape)
                                               for x in (member.q, member.k, member.v, member.g))
         if member.u is not None:                # one a chunk, so that no cut changes the order of the sum
             self.du = np.empty((*member.k.shape[:2], sweep.chunking.count, sweep.K), sweep.dtype)
 
-
-def backward(sweep, rows, do, states, dstates, gradients):
-    """All segments of a block of rows, last first, carrying the state's gradient."""
-    member, carried = sweep.member, None
-    for first, segment in reversed(sweep.segments):
-        chunks = slice(first, first + segment.count)
-        inputs = (segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g))
-        do_scaled = segment.pack(do[rows], sweep.dtype) * member.scale
-        carried, du, *rest = segment_vjp(sweep, rows, first, *inputs, do_scaled, states[rows][:, :, chunks], carried,
-                                         dstates)
-        for gradient, part in zip((gradients.dq, gradients.dk, gradients.dv, gradients.dg), rest):
+    def put(self, rows, segment, first, du, *parts):
+        for gradient, part in zip((self.dq, self.dk, self.dv, self.dg), parts, strict=True):
             segment.unpack_into(gradient[rows], part)
         if du is not None:
-            gradients.du[rows][:, :, chunks] = du
+            self.du[rows][:, :, first:first + segment.count] = du
 
 
-def segment_vjp(sweep, rows, first, q, k, v, g, do, h, carried, dstates):
-    """(dh before the segment, du a chunk, dq, dk, dv, dg) from do (scaled) and dh behind the segment."""
-    member, scratch = sweep.member, thread_scratch(sweep.dtype)
-    gates, decay = Gates(g, scratch), scratch("decay", (*g.shape[:-2], g.shape[-1]))
-    qg, kg, A = gated_scores(q, k, gates, member.exclusive, decay, scratch)
-    u = member.bonus(rows)
-    if u is not None:
-        put_bonus(A, q, k, u)
-
-    dh = np.empty((*h.shape[:2], h.shape[2] + 1, *h.shape[3:]), q.dtype)
-    np.matmul(qg.swapaxes(-1, -2), do, out=dh[:, :, :-1])
-    if carried is not None:
-        dh[:, :, -1] = carried
-    sweep.chunking.scan_back(rows, first, decay, dh, dstates)
-    after = dh[:, :, 1:]
-
-    dv = A.swapaxes(-1, -2) @ do + kg @ after
-    dA = do @ v.swapaxes(-1, -2)
-    own = diagonal(dA).copy()[..., None]                # of A_ii: the token's own weight, which no gate touches
-    mask_future(dA, exclusive=True)
-    dq, dk = gated_scores_vjp(q, k, gates, dA, member.exclusive)
-    dqg, dkg = do @ h.swapaxes(-1, -2), v @ after.swapaxes(-1, -2)
-    dg = gate_gradient(member, q * dq + qg * dqg, k * dk, kg * dkg, decay, np.vecdot(h, after))
-
-    query, key = chunk_decays(gates, member.exclusive)
-    dq += dqg * query + own * (k if u is None else u * k)
-    dk += dkg * key + own * (q if u is None else u * q)
-    du = None if u is None else (own * q * k).sum(-2)
-    return dh[:, :, 0], du, dq, dk, dv, dg
+def backward(sweep, rows, do, states, dstates, gradients):
+    """All segments of a block of rows, last first, carrying the state's gradient; whether all is finite."""
+    carried, finite = None, True
+    for first, segment in reversed(sweep.segments):
+        scratch = thread_scratch(sweep.dtype)
+        arrays, h = inputs_of(sweep, rows, first, segment, do, states, scratch)
+        products = ChunkProducts(sweep.member, rows, *arrays, scratch)
+        dh = products.dh()
+        if carried is not None:
+            dh[:, :, -1] = carried
+        sweep.chunking.scan_back(rows, first, products.decay, dh, dstates)
+        found = products.vjp(h, dh)
+        gradients.put(rows, segment, first, *found)
+        finite &= by_token.is_finite(*found[1:])
+        carried = dh[:, :, 0].copy()
+    return finite
 
 
-def gate_gradient(member, queries, keys, stored, decay, states):
-    """dg_t: every weight that holds g_t, counted at its query, its key, or as what the chunk stores.
+def inputs_of(sweep, rows, first, segment, do, states, scratch):
+    """((q, k, v, g, do scaled) of a segment's chunks, the states before them)."""
+    member = sweep.member
+    arrays = [segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g)]
+    do = segment.pack(do[rows], sweep.dtype)
+    arrays.append(np.multiply(do, member.scale, out=scratch("do", do.shape)))
+    return arrays, states[rows][:, :, first:first + segment.count]
 
-    dg_t = sum_{i >= t} q dq - sum_{j >= t} k dk (both without A_ii; i > t where the read comes before the write)
-           + sum_{j < t} kg dkg + decay sum_v h dh'
-    """
-    if member.constant_gate:
-        return np.zeros_like(queries[..., :1])
-    if member.g.shape[-1] == 1:
-        queries, keys, stored, states = (x.sum(-1, keepdims=True) for x in (queries, keys, stored, states))
-    C = queries.shape[-2]
-    behind = np.tri(C, dtype=queries.dtype).T
-    before = np.tri(C, k=-1, dtype=queries.dtype)
-    dg = before.T @ (queries - keys) - keys if member.exclusive else behind @ (queries - keys)
-    return dg + before @ stored + (decay * states)[..., None, :]
+
+class ChunkProducts:
+    """The backward pass within chunks [B, H, n, C, .], as products."""
+
+    def __init__(self, member, rows, q, k, v, g, do, scratch):
+        self.exclusive, self.constant, self.u = member.exclusive, member.constant_gate, member.bonus(rows)
+        self.q, self.k, self.v, self.do, self.scratch = q, k, v, do, scratch
+        self.gates = Gates(g, scratch, None if self.constant else LEAST)
+        self.decay = scratch("decay", (*g.shape[:-2], g.shape[-1]))
+        self.qg, self.kg, self.A = gated_scores(q, k, self.gates, self.exclusive, self.decay, scratch, keep=True)
+        if self.u is not None:
+            put_bonus(self.A, q, k, self.u)
+
+    def dh(self):
+        """Gradients of the states [B, H, n + 1, K, V]: of each chunk's, what it adds; the last one's is to be set."""
+        *rows, n, _, K = self.q.shape
+        dh = self.scratch("dh", (*rows, n + 1, K, self.v.shape[-1]))
+        np.matmul(self.qg.swapaxes(-1, -2), self.do, out=dh[:, :, :-1])
+        return dh
+
+    def vjp(self, h, dh):
+        """(du a chunk, dq, dk, dv, dg) from the states before the chunks and the gradients of all states."""
+        q, k, v, u, do, after = self.q, self.k, self.v, self.u, self.do, dh[:, :, 1:]
+        scratch, product = self.scratch, self.scratch.product
+        dv = product("dv", self.A.swapaxes(-1, -2), do)
+        dv += product("dkg", self.kg, after)
+        dA = product("dA", do, v.swapaxes(-1, -2))
+        own = diagonal(dA).copy()[..., None]            # of A_ii: the token's own weight, which no gate touches
+        mask_future(dA, exclusive=True)
+        dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, after.swapaxes(-1, -2))
+        dq, dk, dg = gated_scores_vjp(q, k, self.gates, self.exclusive, dA, dqg, dkg, self.flow(h, after), scratch)
+        for gradient, other in ((dq, k), (dk, q)):
+            weighted = np.multiply(own, other, out=scratch("dqg", other.shape))
+            gradient += weighted if u is None else np.multiply(u, weighted, out=weighted)
+        du = None if u is None else (own * q * k).sum(-2)
+        return du, dq, dk, dv, dg
+
+    def flow(self, h, after):
+        """What flows across whole chunks: of the states before them to those behind them, [B, H, n, K or 1]."""
+        flow = self.decay * np.vecdot(h, after)
+        return flow.sum(-1, keepdims=True) if self.decay.shape[-1] == 1 else flow
+
+
+def backward_carefully(sweep, rows, do, states, of_final, of_initial, gradients):
+    """As `backward`, but chunk by chunk, and token by token those that products cannot do."""
+    member, chunking, carried = sweep.member, sweep.chunking, None
+    for c, segment in reversed(sweep.single_chunks):
+        scratch = thread_scratch(sweep.dtype)
+        (q, k, v, g, do_scaled), h = inputs_of(sweep, rows, c, segment, do, states, scratch)
+        products = ChunkProducts(member, rows, q, k, v, g, do_scaled, scratch)
+        if (s := chunking.ends.get(c)) is not None:
+            carried = sweep.of_rows(of_final, rows)[:, s]
+        dh = products.dh()
+        dh[:, :, 1] = carried
+        dh[:, :, 0] += products.decay[:, :, 0, :, None] * carried
+        du, *found = products.vjp(h, dh)
+        found = [dh[:, :, 0], *(x[:, :, 0] for x in found)]
+        inputs = [x[:, :, 0] for x in (q, k, v, g, do_scaled)]
+        at = np.nonzero(by_token.to_redo(found, inputs, (h, carried)))
+        if at[0].size:
+            u = rows_of_bonus(member, rows, at)
+            redone = by_token.backward(*(x[at] for x in inputs), u, member.exclusive, h[:, :, 0][at], carried[at])
+            if u is not None:
+                du[:, :, 0][at] = redone[1]
+            for x, new in zip(found, (redone[0], *redone[2:]), strict=True):
+                x[at] = new
+        carried = found[0].copy()
+        gradients.put(rows, segment, c, du, *(x[:, :, None] for x in found[1:]))
+        if (s := chunking.begins.get(c)) is not None:
+            sweep.of_rows(of_initial, rows)[:, s] = carried

@@ -93,6 +93,10 @@ class Scratch:
             self.buffers[name] = np.empty(size, self.dtype)
         return self.buffers[name][:size].reshape(shape)
 
+    def product(self, name, x, y):
+        """x @ y."""
+        return np.matmul(x, y, out=self(name, (*y.shape[:-2], x.shape[-2], y.shape[-1])))
+
 
 KEPT_BYTES = 1 << 24            # of one array between calls: more than a segment has
 of_thread = threading.local()

@@ -8,7 +8,8 @@ along. Memory is one block of rows of A, never T x T.
 
 import numpy as np
 
-from .chunked import put_bonus
+from .by_token import is_finite
+from .chunked import mend, put_bonus
 from .chunking import Chunking
 from .packing import Scratch, Segment
 from .scores import Gates, gated_scores
@@ -25,6 +26,8 @@ def run(member, o):
         state = chunking.of_sequence(final, np.s_[:, :], s)
         state[:] = sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
     whole.unpack_into(o, packed)
+    if not is_finite(packed, final):
+        mend(member, o, final)
     return final
 
 

@@ -4,73 +4,89 @@
 
 `exclusive` (RWKV-6): the sum in A ends at i - 1, j < i and d_i = b_{i-1}. Two routes, chosen chunk by chunk:
 
-- *factored*: gates so weak over the chunk that both exp(b_i) and exp(-b_j) are harmless. Then A is one product,
-  (q exp d) (k / exp b)^T. A chunk in which large q, k or gradients overflow all the same is redone stepwise.
-- *stepwise* otherwise: sub-chunks of 16. Between them every exponent is a sum of gates, taken along as the reference
-  point moves; within one, factored again where that block allows it, else decays multiplied up one token at a time.
+- *factored*: gates so weak that decays to and from the chunk's middle are harmless. Then A is one product,
+  (q_i exp(c_i)) (k_j exp(-c_j))^T, with c the sums of gates from the middle.
+- *halved* otherwise: blocks of 2, 4, 8, ... tokens. Queries of a block's second half meet the keys of its first, the
+  ones decayed from where the halves meet, the others to it; then both are decayed on to the whole block. Every factor
+  is a product of decays, and no gate is special. (Yang et al., 2024, section 4.3, secondary chunking, all the way.)
 
-(Secondary chunking: Yang et al., 2024, section 4.3.)
+Large q, k or growing gates may still leave a dtype's range. Then results are not finite, and `by_token` does the chunk.
+
+The gate's gradient is what flows across its token. By halves these are sums in which nothing cancels. Factored, the
+pairs of query and key that lie behind the token are added and taken away again; what that leaves behind is rounding of
+their size, so chunks with a gate below LEAST, which makes the flow itself small, go by halves.
 """
+
+from functools import wraps
 
 import numpy as np
 
 from ...caches import Cache
-from ...contract import SUB_CHUNK
-from .packing import Scratch
 
 CONSTANTS = Cache(most=1 << 24, entries=64)
-LIMIT = 60.0                # nats: exp(60) = 1e26 leaves float32 room for keys up to 1e12
+LIMIT = 30.0                # nats from the middle: exp(30) = 1e13 leaves float32 room for values from 1e-25 to 1e25
+LEAST = -5.0                # nats of one gate: exp(-5) leaves its gradient four digits in float32, and mostly five
 
 
 class Gates:
-    """The log decays [..., C, K or 1] of a stack of chunks, and which chunks are too strong to be factored."""
+    """The log decays [..., C, K or 1] of a stack of chunks, and which chunks are too strong to be factored.
 
-    def __init__(self, g, scratch):
+    Chunks with a gate below `least` count as strong too.
+    """
+
+    def __init__(self, g, scratch, least=None):
         self.g = g = blas_ready(g)
-        b = np.matmul(triangle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))   # where g is infinite this is NaN, and so not weak
-        self.strong = None
-        if not within_limit(b, None).all():
-            flat = b.reshape(*b.shape[:-2], -1)
-            self.strong = np.nonzero(~within_limit(flat, -1))
-        self.any_weak = self.strong is None or len(self.strong[0]) < flat[..., 0].size
-        self.decay = np.exp(b, out=b) if self.any_weak else None
-
-    def drop_overflown(self, *results):
-        """Has chunks count as strong where one of the factored `results` [..., D] is not finite."""
-        overflown = np.isnan(sum(np.vecdot(x, zeros(x.shape[-1], x.dtype)) for x in results))   # 0 * inf
-        if overflown.any():
-            if self.strong is not None:
-                overflown[self.strong] = True
-            self.strong = np.nonzero(overflown)
+        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))      # NaN, so not weak, of -inf
+        self.strong, self.halves = None, None
+        if not is_weak(c, g, least, None).all():
+            flat = [x.reshape(*x.shape[:-2], -1) for x in (c, g)]
+            self.strong = np.nonzero(~is_weak(*flat, least, -1))
+        self.any_weak = self.strong is None or len(self.strong[0]) < flat[0][..., 0].size
+        if self.any_weak:
+            self.start = np.exp(g[..., :1, :] - c[..., :1, :])      # of the chunk's tokens up to its middle
+            self.decay = np.exp(c, out=c)
 
 
-def zeros(size, dtype):
-    return kept(np.zeros, size, dtype=dtype)
+def is_weak(c, g, least, axis):
+    weak = (c.max(axis, initial=0) <= LIMIT) & (c.min(axis, initial=0) >= -LIMIT)
+    return weak if least is None else weak & (g.min(axis, initial=0) >= least)
 
 
+def constant(make):
+    """`make`, with its arrays kept by their arguments: a short segment would spend as long on them as on a product."""
+    @wraps(make)
+    def kept(*arguments):
+        key = make, *arguments
+        found = CONSTANTS.get(key)
+        if found is None:
+            found = make(*arguments)
+            if found.nbytes <= CONSTANTS.most:
+                found = CONSTANTS.keep(key, found, found.nbytes)
+        return found
+    return kept
+
+
+@constant
 def triangle(size, dtype, k=0):
     """Ones on and below diagonal k."""
-    return kept(np.tri, size, k=k, dtype=dtype)
+    return np.tri(size, k=k, dtype=dtype)
 
 
-def kept(make, size, **options):
-    """`make(size, **options)`, which a short segment would spend as long on as on a product."""
-    key = make, size, *options.values()
-    found = CONSTANTS.get(key)
-    if found is None:
-        found = make(size, **options)
-        if found.nbytes <= CONSTANTS.most:
-            found = CONSTANTS.keep(key, found, found.nbytes)
-    return found
-
-
-def within_limit(b, axis):
-    return (b.max(axis, initial=0) <= LIMIT) & (b.min(axis, initial=0) >= -LIMIT)
+@constant
+def from_middle(size, dtype):
+    """What makes of gates their sums from the middle token to each: of those after it, less those up to it."""
+    sums = np.tri(size, dtype=dtype)
+    return sums - sums[size // 2 - 1]
 
 
 def blas_ready(x):
     """x itself where matmul can hand it to BLAS, else a copy."""
     return x if x.strides[-1] == x.itemsize and x.strides[-2] >= x.shape[-1] * x.itemsize else np.ascontiguousarray(x)
+
+
+def diagonal(A):
+    """The diagonals of [..., C, C] as a writable view [..., C]."""
+    return np.einsum("...ii->...i", A)
 
 
 def mask_future(A, exclusive):
@@ -80,14 +96,15 @@ def mask_future(A, exclusive):
     np.bitwise_and(A.view(bits), keep, out=A.view(bits))
 
 
-def gated_scores(q, k, gates, exclusive, decay, scratch):
-    """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]."""
+def gated_scores(q, k, gates, exclusive, decay, scratch, keep=False):
+    """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]. `keep` for the gradients."""
     qg, kg, A = scratch("qg", q.shape), scratch("kg", k.shape), scratch("A", (*q.shape[:-1], q.shape[-2]))
     if gates.any_weak:
         factored(q, k, gates, exclusive, qg, kg, A, decay)
     if gates.strong is not None:
         at = gates.strong
-        qg[at], kg[at], A[at], decay[at] = stepwise(q[at], k[at], gates.g[at], exclusive)
+        gates.halves = halves = Halves(q[at], k[at], gates.g[at], exclusive, keep)
+        qg[at], kg[at], A[at], decay[at] = halves.q, halves.k, halves.A, halves.decay[:, 0]
     return qg, kg, A
 
 
@@ -96,15 +113,12 @@ def factored(q, k, gates, exclusive, qg, kg, A, decay):
     E = gates.decay
     decay_query(q, E, exclusive, out=qg)
     np.divide(k, E, out=kg)
-    factored_product(qg, kg, gates, exclusive, A)
-    decay[...] = E[..., -1, :]
-    kg *= E[..., -1:, :]
-
-
-def factored_product(qg, kg, gates, exclusive, A):
     np.matmul(qg, kg.swapaxes(-1, -2), out=A)
-    gates.drop_overflown(A[..., -1, :], A[..., 0])  # the last query met all keys, the first key all queries
     mask_future(A, exclusive)
+    after = slice(exclusive, None)                  # reading before the write, the first query is as it was
+    qg[..., after, :] *= gates.start
+    kg *= E[..., -1:, :]
+    np.multiply(gates.start, E[..., -1:, :], out=decay[..., None, :])
 
 
 def decay_query(q, E, exclusive, out=None):
@@ -117,31 +131,6 @@ def decay_query(q, E, exclusive, out=None):
     return out
 
 
-def stepwise(q, k, g, exclusive):
-    """Any gates, m chunks: qg, kg [m, C, K], A [m, C, C], decay [m, K or 1]."""
-    m, C, K = q.shape
-    S = C // SUB_CHUNK
-    b, e = prefix_suffix_sums(subchunks(g))
-    decays = np.exp(b)
-    E = decays[:, :, -1:]                       # [m, S, 1, K] of a whole sub-chunk
-    qs, ks = decay_query(subchunks(q), decays, exclusive), subchunks(k) * np.exp(e)
-    A = np.zeros((m, S, SUB_CHUNK, S, SUB_CHUNK), q.dtype)
-    diagonal = diagonal_blocks(*map(subchunks, (q, k, g)), exclusive)
-    decay = np.ones_like(E[:, 0])
-    for i in range(S):                          # ks: keys decayed to the end of sub-chunk i - 1
-        scores = qs[:, i] @ ks[:, :i].reshape(m, -1, K).swapaxes(1, 2)
-        A[:, i, :, :i] = scores.reshape(m, SUB_CHUNK, i, SUB_CHUNK)
-        A[:, i, :, i] = diagonal[:, i]
-        qs[:, i] *= decay
-        ks[:, :i] *= E[:, i:i + 1]
-        decay *= E[:, i]
-    return qs.reshape(q.shape), ks.reshape(q.shape), A.reshape(m, C, C), decay[:, 0]
-
-
-def subchunks(x):
-    return x.reshape(x.shape[0], -1, SUB_CHUNK, x.shape[-1])
-
-
 def prefix_suffix_sums(g):
     """b_i = g_1 + ... + g_i and e_j = g_{j+1} + ... + g_C along axis -2: sums only, so -inf stays exact."""
     b, e = np.array(g, order="C"), np.zeros(g.shape, g.dtype)
@@ -151,111 +140,136 @@ def prefix_suffix_sums(g):
     return b, e
 
 
-def diagonal_blocks(q, k, g, exclusive):
-    """A within sub-chunks [m, S, 16, 16]."""
-    gates = Gates(g, Scratch(g.dtype))
-    A = np.empty((*q.shape[:-1], q.shape[-2]), q.dtype)
-    if gates.any_weak:
-        factored_product(decay_query(q, gates.decay, exclusive), k / gates.decay, gates, exclusive, A)
-    if gates.strong is not None:
-        at = gates.strong
-        A[at] = running_product(q[at], k[at], np.exp(g[at]), exclusive)
-    return A
-
-
-def running_product(q, k, decay, exclusive):
-    """A [m, 16, 16] one diagonal at a time: w_j = k_j exp(g_{j+1}) ... exp(g_{j+offset})."""
-    m, C, _ = q.shape
-    A, w = np.zeros((m, C * C), q.dtype), k
-    if not exclusive:
-        A[:, ::C + 1] = np.vecdot(q, k)
-    for offset in range(1, C):
-        w = w[:, :C - offset]
-        decayed = w * decay[:, offset:]
-        A[:, offset * C::C + 1] = np.vecdot(q[:, offset:], w if exclusive else decayed)
-        w = decayed
-    return A.reshape(m, C, C)
-
-
 # -- backward ---------------------------------------------------------------------------------------------------------
 
-def gated_scores_vjp(q, k, gates, dA, exclusive):
-    """Gradients of q and k [..., C, K] in A; dA [..., C, C] is 0 on and above the diagonal."""
-    dq, dk = np.empty(q.shape, q.dtype), np.empty(k.shape, k.dtype)
+def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
+    """Gradients (dq, dk, dg) of A, qg and kg [..., C, .]; dA [..., C, C] is 0 on and above the diagonal.
+
+    `through` [..., K or 1] is what flows across the whole chunk, of the state before it to the one behind it.
+    Needs `gates` as `gated_scores` has left them, told to keep; overwrites dqg and dkg.
+    """
+    dq, dk, dg = scratch("dq", q.shape), scratch("dk", k.shape), scratch("dg", gates.g.shape)
+    at = gates.strong
+    if at is not None:
+        found = gates.halves.vjp(dA[at], dqg[at], dkg[at], through[at])
     if gates.any_weak:
-        factored_vjp(q, k, gates, dA, exclusive, dq, dk)
-    if gates.strong is not None:
-        at = gates.strong
-        dq[at], dk[at] = stepwise_vjp(q[at], k[at], gates.g[at], dA[at], exclusive)
-    return dq, dk
+        factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg)
+    if at is not None:
+        dq[at], dk[at], dg[at] = found
+    return dq, dk, dg
 
 
-def factored_vjp(q, k, gates, dA, exclusive, dq, dk):
-    E = gates.decay
-    decay_query(dA @ (k / E), E, exclusive, out=dq)
-    np.matmul(dA.swapaxes(-1, -2), decay_query(q, E, exclusive), out=dk)
+def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
+    """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
+              + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
+    """
+    E, C = gates.decay, q.shape[-2]
+    keys, queries = np.divide(k, E, out=scratch("keys", k.shape)), scratch("queries", q.shape)
+    decay_query(q, E, exclusive, out=queries)
+    after = slice(int(exclusive), None)                 # the queries that come after the first token's gate
+    dqg[..., after, :] *= gates.start
+    read = np.multiply(queries, dqg, out=scratch("read", q.shape))
+    of_query = scratch.product("of_query", dA, keys)
+    dqg += of_query
+    decay_query(dqg, E, exclusive, out=dq)
+    of_key = scratch.product("of_key", dA.swapaxes(-1, -2), queries)
+    dkg *= E[..., -1:, :]
+    np.add(of_key, dkg, out=dk)
     dk /= E
-    gates.drop_overflown(*(x.reshape(*x.shape[:-2], -1) for x in (dq, dk)))
+
+    of_query *= queries
+    of_key *= keys
+    dkg *= keys
+    of_query, of_key, read, stored = (channels_of(gates.g, x) for x in (of_query, of_key, read, dkg))
+    pairs = np.subtract(of_query, of_key, out=scratch("queries", of_key.shape))
+    np.matmul(nearer_end(C, q.dtype, exclusive), pairs, out=dg)
+    if exclusive:
+        dg[..., :C // 2, :] -= of_query[..., :C // 2, :]
+        dg[..., C // 2:, :] -= of_key[..., C // 2:, :]
+    dg += scratch.product("queries", triangle(C, q.dtype, -int(exclusive)).T, read)
+    dg += scratch.product("queries", triangle(C, q.dtype, -1), stored)
+    dg += through[..., None, :]
 
 
-def stepwise_vjp(q, k, g, dA, exclusive):
-    m, C, K = q.shape
-    S = C // SUB_CHUNK
-    b, e = prefix_suffix_sums(subchunks(g))
-    decays, to_end = np.exp(b), np.exp(e)
-    E = decays[:, :, -1:]
-    qs, ks = decay_query(subchunks(q), decays, exclusive), subchunks(k) * to_end
-    dA = dA.reshape(m, S, SUB_CHUNK, C)
-    dqs, dks = np.zeros_like(qs), np.zeros_like(ks)
-    for i in range(1, S):
-        dqs[:, i] = dA[:, i, :, :i * SUB_CHUNK] @ ks[:, :i].reshape(m, -1, K)
-        ks[:, :i] *= E[:, i:i + 1]
-    for i in reversed(range(1, S)):             # and back: dks stands where ks stood in step i
-        dks[:, :i] *= E[:, i:i + 1]
-        scores = dA[:, i, :, :i * SUB_CHUNK].swapaxes(1, 2) @ qs[:, i]
-        dks[:, :i] += scores.reshape(m, i, SUB_CHUNK, K)
-    own = np.stack([dA[:, i, :, i * SUB_CHUNK:(i + 1) * SUB_CHUNK] for i in range(S)], axis=1)
-    dq, dk = diagonal_blocks_vjp(*map(subchunks, (q, k, g)), own, exclusive)
-    dq += decay_query(dqs, decays, exclusive)
-    dk += dks * to_end
-    return dq.reshape(q.shape), dk.reshape(k.shape)
+@constant
+def nearer_end(size, dtype, exclusive):
+    """Sums from a token (or behind it) to a chunk's end, or less those before it, the fewer: all of them sum to 0."""
+    half, sums = size // 2, np.tri(size, k=-int(exclusive), dtype=dtype).T
+    sums[:half] = -np.tri(half, size, k=-1, dtype=dtype)
+    return sums
 
 
-def diagonal_blocks_vjp(q, k, g, dA, exclusive):
-    gates = Gates(g, Scratch(g.dtype))
-    dq, dk = np.empty(q.shape, q.dtype), np.empty(k.shape, k.dtype)
-    if gates.any_weak:
-        factored_vjp(q, k, gates, dA, exclusive, dq, dk)
-    if gates.strong is not None:
-        at = gates.strong
-        dq[at], dk[at] = running_product_vjp(q[at], k[at], np.exp(g[at]), dA[at], exclusive)
-    return dq, dk
+def channels_of(g, x):
+    """x summed over channels, where they share a gate."""
+    return x.sum(-1, keepdims=True) if g.shape[-1] == 1 else x
 
 
-def running_product_vjp(q, k, decay, dA, exclusive):
-    m, C, _ = q.shape
-    dA = dA.reshape(m, C * C)
-    dq, dk = np.zeros_like(q), np.zeros_like(k)
-    w = np.ones_like(decay)
-    for offset in range(1, C):
-        w = w[:, :C - offset]
-        decayed = w * decay[:, offset:]
-        d = dA[:, offset * C::C + 1, None] * (w if exclusive else decayed)
-        dq[:, offset:] += d * k[:, :C - offset]
-        dk[:, :C - offset] += d * q[:, offset:]
-        w = decayed
-    return dq, dk
+# -- by halves --------------------------------------------------------------------------------------------------------
+
+def doubling(C):
+    """(blocks, tokens of the first half, of the second), from pairs of tokens up to the whole chunk."""
+    size = 1
+    while C % (2 * size) == 0:
+        yield C // (2 * size), size, size
+        size *= 2
+    for first in range(size, C, size):
+        yield 1, first, size
 
 
-def chunk_decays(gates, exclusive):
-    """exp(d_i) and exp(e_j) over the chunk [..., C, K or 1]: what takes q to its start and k to its end."""
-    ones = np.ones_like(gates.g)
-    query, key = np.empty_like(ones), np.empty_like(ones)
-    if gates.any_weak:
-        decay_query(ones, gates.decay, exclusive, out=query)
-        np.divide(gates.decay[..., -1:, :], gates.decay, out=key)
-    if gates.strong is not None:
-        at = gates.strong
-        b, e = prefix_suffix_sums(gates.g[at])
-        query[at], key[at] = decay_query(ones[at], np.exp(b), exclusive), np.exp(e)
-    return query, key
+def halves_of(x, level):
+    """Views [m, blocks, tokens, D] of x [m, C, D]."""
+    blocks, first, second = level
+    x = x[:, :blocks * (first + second)].reshape(len(x), blocks, first + second, x.shape[-1])
+    return x[:, :, :first], x[:, :, first:]
+
+
+def square_of(A, level):
+    """The second halves' queries and the first halves' keys: a view [m, blocks, tokens, tokens] of A [m, C, C]."""
+    blocks, first, second = level
+    size, C = first + second, blocks * (first + second)
+    A = A[:, :C, :C].reshape(len(A), blocks, size, blocks, size)
+    return np.einsum("mbibj->mbij", A)[:, :, first:, :first]
+
+
+class Halves:
+    """Any gates, m chunks [m, C, K]: qg and kg as `q` and `k`, A [m, C, C], decay [m, 1, K or 1]."""
+
+    def __init__(self, q, k, g, exclusive, keep):
+        m, C, _ = q.shape
+        decay = np.exp(g)
+        self.of_query = None if exclusive else decay                # a token's own gate comes before its read, or after
+        self.q, self.k = q.copy() if exclusive else q * decay, k.copy()
+        self.A, self.levels = np.zeros((m, C, C), q.dtype), []
+        self.own = self.q.copy() if keep and not exclusive else None
+        if not exclusive:
+            diagonal(self.A)[...] = np.vecdot(q, k)
+        for level in doubling(C):
+            n = level[0]
+            merged = decay[:, :2 * n].reshape(m, n, 2, 1, -1)
+            first, second = merged[:, :, 0], merged[:, :, 1]
+            queries, keys = halves_of(self.q, level)[1], halves_of(self.k, level)[0]
+            square_of(self.A, level)[...] = queries @ keys.swapaxes(-1, -2)
+            if keep:
+                self.levels.append((level, first, second, queries.copy(), keys.copy()))
+            queries *= first
+            keys *= second
+            decay = np.concatenate([(first * second)[:, :, 0], decay[:, 2 * n:]], axis=1)
+        self.decay = decay
+
+    def vjp(self, dA, dqg, dkg, through):
+        """(dq, dk, dg): the loop above backwards. `flow` [m, blocks, K or 1] is what crosses a whole block."""
+        dq, dk, flow = dqg.copy(), dkg.copy(), through[:, None]
+        for level, first, second, queries, keys in reversed(self.levels):
+            n, square = level[0], square_of(dA, level)
+            dqueries, dkeys = halves_of(dq, level)[1], halves_of(dk, level)[0]
+            dqueries *= first
+            dkeys *= second
+            across = np.stack([(queries * dqueries).sum(2), (keys * dkeys).sum(2)], axis=2)
+            across = flow[:, :n, None] + channels_of(flow, across)
+            flow = np.concatenate([across.reshape(len(dq), 2 * n, -1), flow[:, n:]], axis=1)
+            dqueries += square @ keys
+            dkeys += square.swapaxes(-1, -2) @ queries
+        if self.own is not None:
+            flow = flow + channels_of(flow, self.own * dq)
+            dq *= self.of_query
+        return dq, dk, flow

@@ -5,6 +5,8 @@
 
 import numpy as np
 
+from .by_token import product_over
+
 TILE = 256                      # queries and keys at once; the scores of one tile are all that exists of T x T
 
 
@@ -39,23 +41,33 @@ def tiles(problem):
             yield rows, [slice(j, min(j + tile, seen)) for j in range(start, seen, tile)]
 
 
-def tile_scores(problem, q, k, rows, keys):
-    """q k^T [B, H, rows, keys], -inf where the key lies behind the query."""
-    s = q @ k[:, :, keys].swapaxes(-1, -2)
+def seen_pairs(problem, rows, keys):
+    """Which queries see which keys [rows, keys], or None where all do."""
     if problem.options["causal"] and keys.stop > rows.start:
-        future = np.arange(keys.start, keys.stop) > np.arange(rows.start, rows.stop)[:, None]
-        np.copyto(s, -np.inf, where=future)
+        return np.arange(keys.start, keys.stop) <= np.arange(rows.start, rows.stop)[:, None]
+
+
+def only(s, seen, fill):
+    """s [B, H, rows, keys] itself, `fill` where the key is not seen."""
+    if seen is not None:
+        np.copyto(s, fill, where=~seen)
     return s
+
+
+def product(W, x, seen):
+    """W @ x, of which nothing unseen is part, NaN neither."""
+    return W @ x if seen is None else product_over(W, x, seen)
 
 
 def attend(problem, q, k, v, rows, keys):
     """One tile of queries over its keys: the running maximum m, sum l and weighted values o."""
     o, l, m = 0, 0, np.full((*q.shape[:-1], 1), -np.inf, q.dtype)
     for tile in keys:
-        s = tile_scores(problem, q, k, rows, tile)
+        seen = seen_pairs(problem, rows, tile)
+        s = only(q @ k[:, :, tile].swapaxes(-1, -2), seen, -np.inf)
         higher = np.maximum(m, s.max(-1, keepdims=True))
         p, kept = np.exp(s - higher), np.exp(m - higher)
-        o, l, m = kept * o + p @ v[:, :, tile], kept * l + p.sum(-1, keepdims=True), higher
+        o, l, m = kept * o + product(p, v[:, :, tile], seen), kept * l + p.sum(-1, keepdims=True), higher
     return o / l, (m + np.log(l))[..., 0]
 
 
@@ -72,11 +84,15 @@ def vjp(problem, o):
         own = np.vecdot(do, precise)[..., None]
         for rows, keys in tiles(problem):
             for tile in keys:
-                p = np.exp(tile_scores(problem, q[:, :, rows], k, rows, tile) - L[:, :, rows, None])
-                ds = p * (do[:, :, rows] @ v[:, :, tile].swapaxes(-1, -2) - own[:, :, rows])
-                dq[:, :, rows] += ds @ k[:, :, tile]
-                dk[:, :, tile] += ds.swapaxes(-1, -2) @ q[:, :, rows]
-                dv[:, :, tile] += p.swapaxes(-1, -2) @ do[:, :, rows]
+                seen = seen_pairs(problem, rows, tile)
+                turned = None if seen is None else seen.T
+                scores = q[:, :, rows] @ k[:, :, tile].swapaxes(-1, -2)
+                p = only(np.exp(scores - L[:, :, rows, None]), seen, 0)
+                ds = do[:, :, rows] @ v[:, :, tile].swapaxes(-1, -2) - own[:, :, rows]
+                ds = p * only(ds, seen, 0)
+                dq[:, :, rows] += product(ds, k[:, :, tile], seen)
+                dk[:, :, tile] += product(ds.swapaxes(-1, -2), q[:, :, rows], turned)
+                dv[:, :, tile] += product(p.swapaxes(-1, -2), do[:, :, rows], turned)
         return [problem.scale * dq, dk, dv], None
 
     return (), pull

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .chunked import put_bonus
+from .by_token import is_finite, product_over
+from .chunked import mend, put_bonus
 from .chunking import Chunking
 from .packing import Scratch, Segment
 from .scores import Gates, decay_query, gated_scores, prefix_suffix_sums
@@ -20,6 +21,8 @@ def run(member, o):
     A = scores(q, k, g, member.bonus(np.s_[:, :]), member.exclusive)
     packed = read(qg, h, A, v, member.scale)
     whole.unpack_into(o, packed)
+    if not is_finite(packed, final):
+        mend(member, o, final)
     return final
 
 
@@ -45,7 +48,7 @@ def scores(q, k, g, u, exclusive):
 
 
 def read(qg, h, A, v, scale):
-    return scale * (qg @ h + A @ v)
+    return scale * (qg @ h + product_over(A, v, np.tri(A.shape[-1], dtype=bool)))
 
 
 # -- the public stages ------------------------------------------------------------------------------------------------

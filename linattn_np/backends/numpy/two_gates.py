@@ -16,6 +16,7 @@ from ...contract import SUB_CHUNK
 from ...two_gates import gradients
 from ...varlen import dense
 from . import chunked, chunking
+from .by_token import is_finite
 from .family import Member
 from .recurrent import cast_inputs, cast_states, outer, read, read_vjp, write, write_vjp
 
@@ -54,10 +55,39 @@ def vjp(problem, o):
 
     def pull(do, dht):
         (dht,) = cast_states(dht, problem)
-        found, dh0 = gradients(machine, arrays, apart, last, start, do.astype(problem.compute_dtype), dht)
+        do = do.astype(problem.compute_dtype)
+        found, dh0 = gradients(machine, arrays, apart, last, start, do, dht)
+        if not is_finite(dh0, *found):
+            found, dh0 = by_token(problem, arrays, start, do, dht)
         return found, (dh0,)
 
     return (machine.with_last(last, *arrays[1:3]),), pull
+
+
+def by_token(problem, arrays, start, do, dht):
+    """(gradients of the arrays, of the initial states) by the recurrence: of what is not finite, or overflows above."""
+    found, dh0, count = [np.empty_like(x) for x in arrays], dht.copy(), problem.spans.count
+
+    def walk_on(S, tokens):
+        """The states [B, H, K, V] before these tokens, and behind the last."""
+        states = [S]
+        for t in tokens:
+            states.append(step(problem, (states[-1],), *(x[:, :, t] for x in arrays))[0][0])
+        return states
+
+    for s, span in enumerate(problem.spans):
+        pieces, kept = [range(*span)[at:at + chunking.CHUNK] for at in range(0, span[1] - span[0], chunking.CHUNK)], []
+        S, dS = start[s::count], dh0[s::count]
+        for piece in pieces:
+            kept.append(S)
+            S = walk_on(S, piece)[-1]
+        for piece, S in reversed(list(zip(pieces, kept))):
+            for t, before in reversed(list(zip(piece, walk_on(S, piece)))):
+                (dS,), *parts = step_vjp(problem, (before,), *(x[:, :, t] for x in arrays), (dS,), do[:, :, t])
+                for gradient, part in zip(found, parts, strict=True):
+                    gradient[:, :, t] = part
+        dh0[s::count] = dS
+    return found, dh0
 
 
 class Machine:
@@ -147,14 +177,15 @@ def move_on(problem, S, q, k, v, g, gv, sums, o, scale, apart):
     """Fills o; the state [B, H, K, V] behind these tokens."""
     if sums is None:
         return one_by_one(S, q, k, v, np.exp(g), np.exp(gv), o, scale, apart)
-    S *= np.exp(gv[:, :, 0, None])
-    grown = np.exp(sums)
-    piece = problem.but(spans=dense(q.shape[2]), sizes=problem.sizes | {"N": len(q)}, initial_state=(S,))
+    grown, started = np.exp(sums), S * np.exp(gv[:, :, 0, None])
+    piece = problem.but(spans=dense(q.shape[2]), sizes=problem.sizes | {"N": len(q)}, initial_state=(started,))
     member = Member(piece, q * np.exp(g) if apart else q, k, v / grown, g, scale=scale)
     member.exclusive = apart
-    S = chunked.run(member, o)
+    final = chunked.run(member, o) * grown[:, :, -1:]
     o *= grown
-    return S * grown[:, :, -1:]
+    if is_finite(o, final):
+        return final
+    return one_by_one(S, q, k, v, np.exp(g), np.exp(gv), o, scale, apart)
 
 
 def one_by_one(S, q, k, v, decay, value_decay, o, scale, apart):

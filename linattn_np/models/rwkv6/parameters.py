@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ..contract import ContractError
-from .names import declared
+from . import weights as table
+from .checks import refuse
+from .names import declared, in_block
+from .weights import LAYER, MODEL
 
 # Matrices come first in the vector, as weight decay and rounding are theirs alone; those that one product takes as a
 # stack lie side by side in its order, as do the mixes.
-MATRICES = ("att.key.weight", "att.value.weight", "att.receptance.weight", "att.gate.weight", "att.output.weight",
-            "ffn.key.weight", "ffn.receptance.weight", "ffn.value.weight", "att.time_maa_w1", "att.time_maa_w2",
-            "att.time_decay_w1", "att.time_decay_w2", "emb.weight", "head.weight")
+MATRICES = [name for weight in (*LAYER.values(), *MODEL.values()) if weight.matrix for name in weight.names]
 
 # What the first outputs of a layer are scaled by: at first the residual passes everything by.
 SCALES = {"att.output.weight": 0, "ffn.value.weight": 0, "ffn.receptance.weight": 0, "att.key.weight": 0.1,
@@ -28,9 +28,9 @@ def sizes_of(layers: int, width: int, head_size: int, vocabulary: int = 256) -> 
     """
     for name, size in (("layers", layers), ("width", width), ("head_size", head_size)):
         if size < 1:
-            raise ContractError(f"RWKV6: {name} is {size}, expected at least 1")
+            refuse(f"{name} is {size}, expected at least 1")
     if width % head_size:
-        raise ContractError(f"RWKV6: width {width} is no multiple of the head size {head_size}")
+        refuse(f"width {width} is no multiple of the head size {head_size}")
     A, W = max(8, width // 8), max(8, width // 4)
     return {"1": 1, "5": 5, "L": layers, "D": width, "H": width // head_size, "N": head_size, "V": vocabulary,
             "F": width * 7 // 2, "A": A, "5A": 5 * A, "W": W}
@@ -62,44 +62,21 @@ class Layout:
         return {name: views[name] for name in self.axes}
 
     def tree(self, vector, matrices=None) -> SimpleNamespace:
-        """Views of `vector`, and of `matrices` instead where it is given, as the model's pieces take them.
+        """Views of `vector`, and of `matrices` instead where it is given, as `weights` has them, with `layers`.
 
         A matrix is [K, M], for products x W; those that meet several inputs side by side are stacks of such.
         """
-        matrices = vector if matrices is None else matrices
-
-        def one(*names):
+        def array_of(field, weight, names):
             """The named parameters, neighbours in the vector, as one array; a stack if there are several."""
-            whose = matrices if is_matrix(names[0]) else vector
+            whose = matrices if weight.matrix and matrices is not None else vector
             first, last = self.spans[names[0]][0], self.spans[names[-1]][1]
             shape = tuple(self.sizes[axis] for axis in self.axes[names[0]].split() if axis != "1")
-            return whose[first:last].reshape(len(names), *shape)[slice(None) if names[1:] else 0]
+            stack = whose[first:last].reshape(len(names), *shape)[slice(None) if names[1:] else 0]
+            return stack if not weight.matrix or weight.inputs_first or field == "embedding" else stack.swapaxes(-1, -2)
 
-        def affine(norm):
-            return one(f"{norm}.weight", f"{norm}.bias")
-
-        def block(name):
-            att, ffn = f"{name}.att", f"{name}.ffn"
-
-            def transposed(*names):
-                return one(*(f"{name}.weight" for name in names)).swapaxes(-1, -2)
-
-            return SimpleNamespace(
-                ln1=affine(f"{name}.ln1"), ln2=affine(f"{name}.ln2"), ln_x=affine(f"{att}.ln_x"),       # [2, D]
-                maa_x=one(f"{att}.time_maa_x"),
-                maa=one(*(f"{att}.time_maa_{x}" for x in "wkvrg"))[:, None, None],                      # [5, 1, 1, D]
-                maa_down=one(f"{att}.time_maa_w1"), maa_up=one(f"{att}.time_maa_w2"),
-                decay=one(f"{att}.time_decay"), bonus=one(f"{att}.time_faaaa"),
-                decay_down=one(f"{att}.time_decay_w1"), decay_up=one(f"{att}.time_decay_w2"),
-                kvrg=transposed(*(f"{att}.{x}" for x in ("key", "value", "receptance", "gate"))),
-                output=transposed(f"{att}.output"),
-                ffn_maa=one(f"{ffn}.time_maa_k", f"{ffn}.time_maa_r")[:, None, None],                   # [2, 1, 1, D]
-                ffn_key=transposed(f"{ffn}.key"), ffn_receptance=transposed(f"{ffn}.receptance"),
-                ffn_value=transposed(f"{ffn}.value"))
-
-        return SimpleNamespace(
-            embedding=one("emb.weight")[None], ln0=affine("blocks.0.ln0"), ln_out=affine("ln_out"),
-            head=one("head.weight").T, blocks=[block(f"blocks.{i}") for i in range(self.sizes["L"])])
+        tree = table.whole(array_of)
+        tree.layers = [table.layer(f"blocks.{i}.", array_of) for i in range(self.sizes["L"])]
+        return tree
 
     def initial(self, seed) -> np.ndarray:
         """A float32 vector to start from (Peng et al., "Eagle and Finch", 2024, appendix on initialisation)."""
@@ -107,10 +84,6 @@ class Layout:
         for name, array in self.named(vector).items():
             array[...] = initial(name, array.shape, self.sizes, rng)
         return vector
-
-
-def in_block(name):
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def is_matrix(name):

@@ -14,15 +14,20 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ..arrays import BFLOAT16
-from ..backends.cupy import tiles
-from ..backends.cupy.build import pack
-from ..contract import ContractTypeError
-from .rwkv6 import GROUP_NORM_EPS, LAYER_NORM_EPS, STATE, State, check_state, parameters, refuse
+from ...arrays import BFLOAT16
+from ...backends.cupy import tiles
+from ...backends.cupy.build import pack
+from ...contract import ContractTypeError
+from . import weights as table
+from .checks import refuse
+from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
+from .names import parameters
+from .state import STATE, State, check_state
 
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
 MOST = {"D": 8192, "N": 256, "W": 512}      # what the kernels keep in registers and shared memory
+AS_STORED = ("embedding", "maa_up", "decay_up")        # which kernels read row by row, as files have them
 WRITE, ADD, RELU_SQUARED = range(3)         # matvec's `Finish`
 PHASES = 7              # of a layer in decode_step
 PHASE_BLOCKS = 16       # that share a phase where each is a launch of its own
@@ -67,10 +72,9 @@ class CudaDecoder:
         if self.dtype not in DTYPES:
             refuse(f"dtype is {self.dtype}, expected {', '.join(map(str, DTYPES))}", ContractTypeError)
         load = partial(stacked, device, weights, loaded)
-        self.embedding, self.head = load(self.dtype, ["emb.weight"])[0], load(
-            self.dtype, ["head.weight"], rows=tiles.DECODE_ROWS)[0]
-        self.ln0, self.ln_out = load(FLOAT32, affine("blocks.0.ln0"))[0], load(FLOAT32, affine("ln_out"))[0]
-        self.all_layers = all_layers(partial(load, blocks=sizes["L"]), self.dtype)
+        whole = table.whole(lambda *weight: array_of(load, self.dtype, *weight)[0])
+        self.embedding, self.head, self.ln0, self.ln_out = whole.embedding, whole.head, whole.ln0, whole.ln_out
+        self.all_layers = table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.dtype))
         self.layers = [SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
                        for i in range(sizes["L"])]
         self.make_room(batch)
@@ -141,7 +145,7 @@ class CudaDecoder:
         import cupy
 
         zeros = self.device.zeros
-        small = State(*(zeros((1, self.batch, *array.shape[2:]), FLOAT32) for array in parts(state)))
+        small = State(*(zeros((1, self.batch, *array.shape[2:]), FLOAT32) for array in state.arrays))
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
         with stream:                        # every kernel is loaded before the graph: one layer has them all
@@ -161,7 +165,7 @@ class CudaDecoder:
 
     def bind(self, tokens, state, slots, greedy):
         """The launches of a step on these arrays, made anew only where an array is another."""
-        arrays = (tokens, *parts(state), *(() if slots is None else (slots,)))
+        arrays = (tokens, *state.arrays, *(() if slots is None else (slots,)))
         bound = (greedy, *((self.device.pointer(array), array.shape) for array in arrays))
         if bound != self.bound:
             self.check(tokens, state, slots)
@@ -299,32 +303,20 @@ class Step:
         return None if array is None else self.at(array)
 
 
-def all_layers(load, dtype):
-    """The layers' weights on the device, [L, n, ...]: stacked where one product or kernel takes several."""
-    def affine_of(norm):
-        return load(FLOAT32, affine(norm))
-
-    def matrix(*names, transposed=False):
-        return load(dtype, names, transposed, tiles.DECODE_ROWS)
-
-    return SimpleNamespace(
-        ln1=affine_of("ln1"), ln2=affine_of("ln2"), ln_x=affine_of("att.ln_x"),
-        maa_x=load(FLOAT32, ["att.time_maa_x"]), maa=load(FLOAT32, [f"att.time_maa_{x}" for x in "wkvrg"]),
-        maa_down=matrix("att.time_maa_w1", transposed=True),                            # [L, 1, 5 A, D]
-        maa_up=load(dtype, ["att.time_maa_w2"]),
-        decay=load(FLOAT32, ["att.time_decay"]), bonus=load(FLOAT32, ["att.time_faaaa"]),
-        decay_down=matrix("att.time_decay_w1", transposed=True),                        # [L, 1, W, D]
-        decay_up=load(dtype, ["att.time_decay_w2"]),
-        kvrg=matrix(*(f"att.{x}.weight" for x in ("key", "value", "receptance", "gate"))),
-        output=matrix("att.output.weight"), ffn_maa=load(FLOAT32, ["ffn.time_maa_k", "ffn.time_maa_r"]),
-        ffn_key=matrix("ffn.key.weight"), ffn_receptance=matrix("ffn.receptance.weight"),
-        ffn_value=matrix("ffn.value.weight"))
+def array_of(load, dtype, field, weight, names):
+    """A weight on the device; matrices that products take are (out, in), with rows to spare."""
+    if not weight.matrix:
+        return load(FLOAT32, names)
+    if field in AS_STORED:
+        return load(dtype, names)
+    return load(dtype, names, weight.inputs_first, tiles.DECODE_ROWS)
 
 
 def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
     """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
 
-    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read tiles of so many.
+    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read
+    tiles of so many.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shape = weights[prefixes[0] + names[0]].shape
@@ -339,19 +331,11 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
     return stack
 
 
-def affine(norm):
-    return f"{norm}.weight", f"{norm}.bias"
-
-
-def parts(state):
-    return state.att_shift, state.wkv, state.ffn_shift
-
-
 def multiply(w):
     """What computes y = x w^T, or adds it to y, where `w` lives."""
     if isinstance(w, np.ndarray):
         return multiply_on_host
-    from ..backends.cupy import blas
+    from ...backends.cupy import blas
     return blas.handle(w.device.id).matmul
 
 
@@ -378,5 +362,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def current_device():
-    from ..backends.cupy.overlap import best_device
+    from ...backends.cupy.overlap import best_device
     return best_device()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .checkpoint import refuse, shown
+from ...arrays import FLOATS
+from ...contract import ContractTypeError
+from ..checkpoint import refuse as refuse_file
+from ..checks import shown
+from .checks import refuse
 
 # Every parameter and its axes; an axis gets its size where it is first named. D n_embd, V vocabulary,
 # H heads, N head size, A and W the ranks of the mix and decay LoRA, F the channel mix's width. Linear weights
@@ -106,7 +110,8 @@ def official(weights: Mapping) -> dict:
 
     Example
     -------
-    >>> from linattn_np.models import checkpoint, names
+    >>> from linattn_np.models import checkpoint
+    >>> from linattn_np.models.rwkv6 import names
     >>> weights = names.official(checkpoint.read("examples/data/austen-x060/model.safetensors"))
     >>> list(weights)[:2], weights["blocks.0.att.time_maa_w2"].shape
     (['emb.weight', 'blocks.0.ln0.weight'], (5, 32, 256))
@@ -121,10 +126,38 @@ def official(weights: Mapping) -> dict:
     missing = [name for name in wanted if name not in weights]
     left_over = [name for name in weights if name not in wanted]
     if missing or left_over:
-        refuse(" and ".join(f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
-                            for what, names in (("lacks", missing), ("has an unknown", left_over)) if names),
-               f"the parameters of RWKV-6 x060 with {layers} blocks")
+        refuse_file(" and ".join(f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
+                                 for what, names in (("lacks", missing), ("has an unknown", left_over)) if names),
+                    f"the parameters of RWKV-6 x060 with {layers} blocks")
     return {name: made(weights, *origins[name], name) for name in origins}
+
+
+def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
+    """`weights` under their official names, and the model's sizes, once every shape fits the others."""
+    weights = official(weights)
+    layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    sizes = {"1": 1, "5": 5, "L": layers}
+    for name, axes in declared(layers, tuned="blocks.0.att.time_state" in weights).items():
+        axes, shape = axes.split(), tuple(weights[name].shape)
+        if len(shape) == len(axes):
+            for axis, size in zip(axes, shape):
+                sizes.setdefault(axis, size)
+        wanted = tuple(sizes.get(axis, axis) for axis in axes)
+        if shape != wanted:
+            refuse(f"{name} is {shape}, expected [{', '.join(axes)}] = {wanted}")
+        if weights[name].dtype not in FLOATS:
+            refuse(f"{name} has dtype {weights[name].dtype}, expected floats", ContractTypeError)
+    if sizes["H"] * sizes["N"] != sizes["D"]:
+        refuse(f"att.time_faaaa has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
+    if 5 * sizes["A"] != sizes["5A"]:
+        refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} "
+               "as att.time_maa_w2 has it")
+    return weights, sizes
+
+
+def in_block(name: str) -> str:
+    """A name without its block's prefix."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def declared(layers, tuned=False) -> dict[str, str]:
@@ -160,7 +193,7 @@ def made(weights, its_name, make, name):
     try:
         return make(weights[its_name])
     except (ValueError, IndexError):
-        refuse(f"{shown(its_name)} is {weights[its_name].shape}", f"what {name} can be made of")
+        refuse_file(f"{shown(its_name)} is {weights[its_name].shape}", f"what {name} can be made of")
 
 
 def refuse_other_versions(weights):
@@ -169,4 +202,4 @@ def refuse_other_versions(weights):
         if version == "RWKV-5" and not any("ln_x" in other for other in weights):
             version = "RWKV-4"
         if version:
-            refuse(f"{shown(name)} belongs to {version}", "the parameters of RWKV-6 x060")
+            refuse_file(f"{shown(name)} belongs to {version}", "the parameters of RWKV-6 x060")

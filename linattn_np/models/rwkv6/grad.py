@@ -7,14 +7,25 @@ where the gradients of the piece's weights go, that returns the gradient of the 
 
 from __future__ import annotations
 
-import sys
-from functools import cache, wraps
-
 import numpy as np
 
-from ..autodiff import vjp
-from ..ops import rwkv6
-from .rwkv6 import GROUP_NORM_EPS, LAYER_NORM_EPS
+from ...autodiff import vjp
+from ...ops import rwkv6
+from ..fused import fused, of
+from . import math
+from .math import (
+    GROUP_NORM_EPS,
+    LAYER_NORM_EPS,
+    affine,
+    beside,
+    gated,
+    lerp,
+    log_decay,
+    relu_squared,
+    sigmoid,
+    sigmoid_gate,
+    tanh,
+)
 
 
 def loss(weights, tokens, products, drop):
@@ -29,9 +40,9 @@ def loss(weights, tokens, products, drop):
     pulls = []
     x, pull_embedding = embedding(weights, read, products)
     x, pull_drop = drop(x)
-    for i, block in enumerate(weights.blocks):
+    for i, layer in enumerate(weights.layers):
         for mix in (time_mix, channel_mix):
-            x, pull = residual(mix, block, x, products, drop)
+            x, pull = mix(layer, x, products, drop)
             pulls.append((pull, i))
     normed, pull_norm = layer_norm(x, weights.ln_out)
     logits, pull_head = linear(normed, weights.head, products)
@@ -41,107 +52,125 @@ def loss(weights, tokens, products, drop):
         dx = pull_norm(pull_head(pull_value(), gradients.head), gradients.ln_out)
         while pulls:                                    # what a layer keeps is free once it has been pulled back
             pull_layer, i = pulls.pop()
-            dx = pull_layer(dx, gradients.blocks[i])
+            dx = pull_layer(dx, gradients.layers[i])
         pull_embedding(pull_drop(dx), gradients)
 
     return value, pull
 
 
-def residual(mix, block, x, products, drop):
-    """x + drop(mix(x))."""
-    change, pull_mix = mix(block, x, products)
-    change, pull_drop = drop(change)
-    return x + change, lambda dy, to: dy + pull_mix(pull_drop(dy), to)
-
-
-def keep(x):
-    """Drops nothing."""
-    return x, lambda dy: dy
-
-
 # -- the two mixes ----------------------------------------------------------------------------------------------------
-def time_mix(block, x, products):
-    B, T, D = x.shape
-    H, N = block.bonus.shape
-    x, pull_norm = layer_norm(x, block.ln1)
-    d, pull_shift = token_shift(x)
-    mixed, pull_mixes = data_mixes(block, x, d, products)                       # five: w k v r g
-    kvrg, pull_kvrg = linear(mixed[1:], block.kvrg, products)
-    low, pull_low = low_rank(mixed[0], block.decay_down, block.decay_up, products)
-    w = log_decay(block.decay, low)
-    k, v, r = (array.reshape(B, T, H, N) for array in products.cast(kvrg[:3]))
-    o, pull_operator = vjp(rwkv6, r, k, v, w.reshape(B, T, H, N), products.cast(block.bonus), scale=1.0, layout="bthd")
-    normed, pull_group = normalize(o.astype(x.dtype, copy=False), GROUP_NORM_EPS)
-    normed, gate = normed.reshape(x.shape), kvrg[3]
-    y, pull_output = linear(gated(normed, *block.ln_x, gate), block.output, products)
+class Recorded:
+    """`math.Pieces` that keep their pullbacks; one object a mix."""
+
+    def __init__(self, products, drop):
+        self.products, self.drop, self.pulls = products, drop, {}
+
+    def shift_mix(self, layer, norm, maa, x, shift):
+        xx, self.pull_norm = layer_norm(x, getattr(layer, norm))
+        self.d, self.pull_shift = token_shift(xx)
+        return lerp(xx, self.d, beside(getattr(layer, maa), x)), xx, self.d
+
+    def product(self, layer, name, x):
+        y, self.pulls[name] = linear(x, getattr(layer, name), self.products)
+        return y
+
+    def data_mix(self, layer, low, xx, d):
+        self.low = tanh(low).reshape(*low.shape[:2], 5, -1)
+        self.m = self.product(layer, "maa_up", self.low.transpose(2, 0, 1, 3))
+        self.m += beside(layer.maa, xx)
+        return lerp(xx, d, self.m)
+
+    def log_decay(self, layer, low):
+        self.decay_low = tanh(low)
+        self.w = log_decay(layer.decay, self.product(layer, "decay_up", self.decay_low))
+        return self.w
+
+    def recurrence(self, layer, kvr, w, wkv):
+        heads, cast = (*w.shape[:2], *layer.bonus.shape), self.products.cast
+        k, v, r = cast(kvr).reshape(3, *heads)
+        o, self.pull_recurrence = vjp(rwkv6, r, k, v, w.reshape(heads), cast(layer.bonus), scale=1.0, layout="bthd")
+        return o
+
+    def gated_norm(self, layer, o, gate):
+        self.o, self.gate = o, gate
+        normed, self.pull_group = normalize(o.astype(gate.dtype, copy=False), GROUP_NORM_EPS)
+        self.normed = normed.reshape(gate.shape)
+        return gated(self.normed, *layer.ln_x, gate)
+
+    def relu_squared(self, x):
+        self.hidden = x
+        return relu_squared(x)
+
+    def add_product(self, layer, name, x, y):
+        return self.add(x, self.product(layer, name, y))
+
+    def add_gated(self, x, gate, value):
+        self.gate, self.value = gate, value
+        return self.add(x, sigmoid_gate(gate, value))
+
+    def add(self, x, change):
+        change, self.pull_drop = self.drop(change)
+        return x + change
+
+
+def time_mix(layer, x, products, drop):
+    do = Recorded(products, drop)
 
     def pull(dy, to):
-        daffine, dgate = gated_vjp(pull_output(dy, to.output), normed, *block.ln_x, gate)
+        """The gradient of x; those of the layer's weights go to `to`."""
+        pulls, normed, gate, d = do.pulls, do.normed, do.gate, do.d
+        daffine, dgate = gated_vjp(pulls["output"](do.pull_drop(dy), to.output), normed, *layer.ln_x, gate)
         to.ln_x[0], to.ln_x[1] = total(daffine * normed), total(daffine)
-        do = pull_group((daffine * block.ln_x[0]).reshape(o.shape))
-        dr, dk, dv, dw, du = pull_operator(do.astype(o.dtype, copy=False))
+        doutput = do.pull_group((daffine * layer.ln_x[0]).reshape(do.o.shape))
+        dr, dk, dv, dw, du = do.pull_recurrence(doutput.astype(do.o.dtype, copy=False))
         to.bonus[...] = du
-        dlow = dw.reshape(x.shape) * w                                          # w is its own derivative
+        dlow = dw.reshape(dy.shape) * do.w                                      # w is its own derivative
         to.decay[...] = total(dlow)
-        dkvrg = of(dy).empty(kvrg.shape, dr.dtype)
+        dlow = tanh_vjp(pulls["decay_up"](dlow, to.decay_up), do.decay_low)
+        dmixed_w = pulls["decay_down"](dlow, to.decay_down)
+        dkvrg = of(dy).empty((4, *dy.shape), dr.dtype)
         for place, gradient in zip(dkvrg, (dk, dv, dr, dgate)):
-            place[...] = gradient.reshape(x.shape)
-        dx, dd = pull_mixes(pull_low(dlow, to.decay_down, to.decay_up), pull_kvrg(dkvrg, to.kvrg), to)
-        return pull_norm(dx + pull_shift(dd), to.ln1)
-
-    return y, pull
-
-
-def data_mixes(block, x, d, products):
-    """x + d (maa + m), with m = tanh((x + d maa_x) maa_w1) maa_w2 for each of the five."""
-    down, pull_down = linear(lerp(x, d, block.maa_x), block.maa_down, products)
-    low = tanh(down).reshape(*x.shape[:2], 5, -1)
-    m, pull_up = linear(low.transpose(2, 0, 1, 3), block.maa_up, products)
-    m += block.maa
-
-    def pull(dmixed_w, dmixed_kvrg, to):
-        """``(dx, dd)``."""
-        dm = of(m).empty(m.shape, m.dtype)
+            place[...] = gradient.reshape(dy.shape)
+        dmixed = pulls["kvrg"](dkvrg, to.kvrg)
+        dm = of(do.m).empty(do.m.shape, do.m.dtype)
         np.multiply(dmixed_w, d, out=dm[0])
-        np.multiply(dmixed_kvrg, d, out=dm[1:])
-        to.maa[:, 0, 0] = total(dm)
-        dlow = pull_up(dm, to.maa_up).transpose(1, 2, 0, 3)
-        dmixed_x = pull_down(tanh_vjp(dlow, low).reshape(down.shape), to.maa_down)
+        np.multiply(dmixed, d, out=dm[1:])
+        to.maa[...] = total(dm)
+        dlow = pulls["maa_up"](dm, to.maa_up).transpose(1, 2, 0, 3)
+        dlow = tanh_vjp(dlow, do.low)
+        dmixed_x = pulls["maa_down"](dlow.reshape(*dlow.shape[:2], -1), to.maa_down)
         to.maa_x[...] = total(dmixed_x * d)
-        return mixes_vjp(dmixed_x, dmixed_w, *dmixed_kvrg, block.maa_x, *m)
+        dx, dd = mixes_vjp(dmixed_x, dmixed_w, *dmixed, layer.maa_x, *do.m)
+        return dy + do.pull_norm(dx + do.pull_shift(dd), to.ln1)
 
-    return lerp(x, d, m), pull
+    return math.time_mix(do, layer, x, None, None), pull
 
 
-def channel_mix(block, x, products):
-    x, pull_norm = layer_norm(x, block.ln2)
-    d, pull_shift = token_shift(x)
-    mixed_k, mixed_r = lerp(x, d, block.ffn_maa)
-    hidden, pull_key = linear(mixed_k, block.ffn_key, products)
-    value, pull_value = linear(relu_squared(hidden), block.ffn_value, products)
-    gate, pull_receptance = linear(mixed_r, block.ffn_receptance, products)
+def channel_mix(layer, x, products, drop):
+    do = Recorded(products, drop)
 
     def pull(dy, to):
-        dgate, dvalue = sigmoid_gate_vjp(dy, gate, value)
-        dhidden = relu_squared_vjp(pull_value(dvalue, to.ffn_value), hidden)
-        dk, dr = pull_key(dhidden, to.ffn_key), pull_receptance(dgate, to.ffn_receptance)
-        to.ffn_maa[0, 0, 0], to.ffn_maa[1, 0, 0] = total(dk * d), total(dr * d)
-        dx, dd = two_mixes_vjp(dk, dr, *block.ffn_maa)
-        return pull_norm(dx + pull_shift(dd), to.ln2)
+        pulls, d = do.pulls, do.d
+        dgate, dvalue = sigmoid_gate_vjp(do.pull_drop(dy), do.gate, do.value)
+        dhidden = relu_squared_vjp(pulls["ffn_value"](dvalue, to.ffn_value), do.hidden)
+        dk, dr = pulls["ffn_key"](dhidden, to.ffn_key), pulls["ffn_receptance"](dgate, to.ffn_receptance)
+        to.ffn_maa[0], to.ffn_maa[1] = total(dk * d), total(dr * d)
+        dx, dd = two_mixes_vjp(dk, dr, *layer.ffn_maa)
+        return dy + do.pull_norm(dx + do.pull_shift(dd), to.ln2)
 
-    return sigmoid_gate(gate, value), pull
+    return math.channel_mix(do, layer, x, None), pull
 
 
 # -- pieces with weights ----------------------------------------------------------------------------------------------
 def embedding(weights, tokens, products):
     """LN(emb; ln0) of each token."""
-    V, D = weights.embedding.shape[1:]
-    table, pull_norm = layer_norm(weights.embedding.astype(weights.ln0.dtype, copy=False), weights.ln0)
+    V, D = weights.embedding.shape
+    table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0)
 
     def pull(dx, to):
         hot = (tokens.reshape(-1, 1) == of(dx).arange(V)).astype(dx.dtype)      # a sum in one order, without atomics
         dtable = products.matmul(products.cast(hot).T, products.cast(dx).reshape(-1, D))
-        to.embedding[...] = pull_norm(dtable[None], to.ln0)
+        to.embedding[...] = pull_norm(dtable[None], to.ln0)[0]
 
     return table[0][tokens], pull
 
@@ -157,14 +186,6 @@ def linear(x, w, products):
         return products.matmul(dy, w.swapaxes(-1, -2)).reshape(x.shape)
 
     return y.reshape(*x.shape[:-1], w.shape[-1]), pull
-
-
-def low_rank(x, down, up, products):
-    """tanh(x down) up."""
-    low, pull_down = linear(x, down, products)
-    low = tanh(low)
-    y, pull_up = linear(low, up, products)
-    return y, lambda dy, to_down, to_up: pull_down(tanh_vjp(pull_up(dy, to_up), low), to_down)
 
 
 def layer_norm(x, weight_and_bias):
@@ -218,35 +239,7 @@ def total(x):
     return x.sum(-2).sum(-2)
 
 
-def of(x):
-    """The library of an array, NumPy or CuPy."""
-    return np if isinstance(x, np.ndarray) else sys.modules["cupy"]
-
-
-# -- elementwise ------------------------------------------------------------------------------------------------------
-def fused(function):
-    """An elementwise `function` that is one launch where the arrays are CuPy's."""
-    @wraps(function)
-    def call(*arrays):
-        return (function if of(arrays[0]) is np else on_cupy(function))(*arrays)
-    return call
-
-
-@cache
-def on_cupy(function):
-    name = f"rwkv6_{function.__name__}"             # its own could be one of CUDA's, as tanh is
-    return sys.modules["cupy"].fuse(kernel_name=name)(function)
-
-
-def sigmoid(x):
-    return 0.5 * of(x).tanh(0.5 * x) + 0.5          # 1 / (1 + exp(-x)) without its overflow
-
-
-@fused
-def tanh(x):
-    return of(x).tanh(x)
-
-
+# -- elementwise -------------------------------------------------------------------------------------------------------
 @fused
 def tanh_vjp(dy, y):
     return dy * (1 - y * y)
@@ -263,16 +256,6 @@ def normalize_vjp(dy, y, scale, mean, projection):
 
 
 @fused
-def affine(x, weight, bias):
-    return x * weight + bias
-
-
-@fused
-def lerp(x, d, share):
-    return x + d * share
-
-
-@fused
 def mixes_vjp(dx, dw, dk, dv, dr, dg, mx, mw, mk, mv, mr, mg):
     """``(dx, dd)`` of the six x + d m."""
     return dx + dw + dk + dv + dr + dg, dx * mx + dw * mw + dk * mk + dv * mv + dr * mr + dg * mg
@@ -284,17 +267,6 @@ def two_mixes_vjp(dk, dr, mk, mr):
 
 
 @fused
-def log_decay(base, low):
-    return -of(low).exp(base + low)
-
-
-@fused
-def gated(x, weight, bias, gate):
-    """(x weight + bias) silu(gate)."""
-    return (x * weight + bias) * gate * sigmoid(gate)
-
-
-@fused
 def gated_vjp(dy, x, weight, bias, gate):
     """The gradients of x weight + bias, and of the gate."""
     opening = sigmoid(gate)
@@ -303,19 +275,8 @@ def gated_vjp(dy, x, weight, bias, gate):
 
 
 @fused
-def relu_squared(x):
-    x = of(x).maximum(x, 0)
-    return x * x
-
-
-@fused
 def relu_squared_vjp(dy, x):
     return 2 * dy * of(x).maximum(x, 0)
-
-
-@fused
-def sigmoid_gate(gate, value):
-    return sigmoid(gate) * value
 
 
 @fused

@@ -1,0 +1,205 @@
+"""Times the operators on sequences that are cut over ranks, against one rank's own: weak and strong scaling.
+
+    mpiexec -n 4 python benchmarks/cards.py --device cuda [--out benchmarks/results/cards.json]
+    torchrun --nproc-per-node 4 benchmarks/cards.py --device cuda
+    python benchmarks/cards.py --threads 4 --device cuda                            one process with four cards
+    mpiexec -n 2 python benchmarks/cards.py --tokens 2048 --total 4096 --dim 32     NumPy ranks
+
+A row's figures:
+
+    ms          of the slowest rank, the median of several calls, all ranks beginning together. Of a backward pass the
+                pullback's alone
+    one_ms      the same of `linattn_np`'s operator on one rank, the others at rest: with as many tokens as a rank has
+                (weak), or with all tokens (strong)
+    efficiency  one_ms / ms (weak), or one_ms / ms / ranks (strong)
+    sent        bytes that a rank sends to each other rank in a call
+    error       relative, of all ranks' results, or gradients, at 100 tokens a rank, against float64 token by token
+
+Gates are as trained RWKV-6 models have them: a channel's own strength, a median of 0.05 nats a token and one in a
+hundred above 3. Efficiency says something of cards, where every rank has its own; NumPy ranks share a host's cores.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import devices
+import numpy as np
+
+import linattn_np
+from linattn_np import distributed
+from linattn_np.arrays import BFLOAT16
+
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
+OPERATORS = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
+SAMPLES = 5
+CHECKED = 100           # tokens a rank
+
+
+class Counted:
+    """An engine that counts what it sends."""
+
+    def __init__(self, comm):
+        self.comm, self.sent = comm, 0
+        self.rank, self.size, self.homes = comm.rank, comm.size, comm.homes
+
+    def all_gather(self, x):
+        self.sent += x.nbytes
+        return self.comm.all_gather(x)
+
+    def send(self, x, to):
+        self.comm.send(x, to)
+
+    def recv(self, x, source):
+        self.comm.recv(x, source)
+
+    def together(self, number):
+        """The numbers of all ranks, once all are here."""
+        return self.comm.all_gather(np.array([float(number)]))().ravel()
+
+
+def trained(rng, shape):
+    """Log decays of such a spread, most of it between channels."""
+    channels, tokens = rng.standard_normal((*shape[:2], 1, *shape[3:])), rng.standard_normal(shape)
+    return -0.05 * np.exp(1.76 * (0.9 * channels + np.sqrt(1 - 0.9 ** 2) * tokens))
+
+
+def draw(op, rng, tokens, heads, dim):
+    """Arrays of a call in float32, [B, T, H, ...] as models have them, in views [B, H, T, ...]."""
+    def normal(*shape):
+        return rng.standard_normal((1, tokens, heads, *shape), dtype=np.float32).swapaxes(1, 2)
+
+    arrays = [normal(dim), normal(dim), normal(dim)]
+    if op in ("gla", "rwkv6", "simple_gla"):
+        shape = (1, heads, tokens, dim)[:3 if op == "simple_gla" else 4]
+        arrays.append(trained(rng, shape).astype(np.float32))
+    return [*arrays, rng.standard_normal((heads, dim), dtype=np.float32)] if op == "rwkv6" else arrays
+
+
+class Bench:
+    def __init__(self, comm, options):
+        self.comm, self.options = Counted(comm), options
+        self.device = devices.Cpu() if options.device == "cpu" else devices.Gpu()
+        self.dtype = DTYPES[options.dtype]
+
+    def put(self, arrays):
+        return [self.device.xp.asarray(x.astype(self.dtype)) for x in arrays]
+
+    def rows(self):
+        for op in self.options.ops:
+            errors = self.errors(op)
+            for scaling, tokens, of_one in (("weak", self.options.tokens, self.options.tokens),
+                                            ("strong", self.options.total // self.comm.size, self.options.total)):
+                times = self.times(op, tokens, of_one)
+                for kind, (ms, one_ms, sent) in times.items():
+                    shared = self.comm.size if scaling == "strong" else 1
+                    yield {"op": op, "pass": kind, "scaling": scaling, "ranks": self.comm.size, "tokens": tokens,
+                           "H": self.options.heads, "D": self.options.dim, "dtype": self.options.dtype, "ms": ms,
+                           "one_ms": one_ms, "efficiency": one_ms / ms / shared, "sent": sent, "error": errors[kind]}
+
+    def times(self, op, tokens, of_one):
+        """{pass: (ms on all ranks, ms on one, bytes sent)}."""
+        rng = np.random.default_rng(self.comm.rank)
+        own = self.put(draw(op, rng, tokens, self.options.heads, self.options.dim))
+        if op == "rwkv6":           # u is everyone's
+            own[4] = self.put([np.ones(own[4].shape)])[0]
+        function, single = getattr(distributed, op), getattr(linattn_np, op)
+        found = {}
+        for kind in ("forward", "backward"):
+            if kind == "forward":
+                call = partial(function, *own, comm=self.comm)
+            else:
+                o, pullback = distributed.vjp(function, *own, comm=self.comm)
+                call = partial(pullback, o)
+            before = self.comm.sent
+            call()
+            sent = self.comm.sent - before
+            ms = self.comm.together(self.median(call)).max()
+            self.comm.together(0)
+            one_ms = self.one(single, op, of_one, kind) if self.comm.rank == 0 else 0.0
+            found[kind] = float(ms), float(self.comm.together(one_ms)[0]), sent
+        return found
+
+    def one(self, single, op, tokens, kind):
+        arrays = self.put(draw(op, np.random.default_rng(0), tokens, self.options.heads, self.options.dim))
+        if kind == "forward":
+            call = partial(single, *arrays)
+        else:
+            o, pullback = linattn_np.vjp(single, *arrays)
+            call = partial(pullback, o)
+        call()
+        return self.median(call, together=False)
+
+    def median(self, call, together=True):
+        times = []
+        for _ in range(SAMPLES):
+            self.device.wait()
+            if together:
+                self.comm.together(0)
+            start = time.perf_counter()
+            call()
+            self.device.wait()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times)
+
+    def errors(self, op):
+        """{pass: the largest relative error of any rank}."""
+        whole = draw(op, np.random.default_rng(0), CHECKED * self.comm.size, self.options.heads, self.options.dim)
+        part = slice(CHECKED * self.comm.rank, CHECKED * (self.comm.rank + 1))
+        own = self.put([x[:, :, part] if x.ndim > 2 else x for x in whole])
+        o, pullback = distributed.vjp(getattr(distributed, op), *own, comm=self.comm)
+        exact = [np.asarray(x.astype(self.dtype), np.float64) for x in whole]
+        wanted, exact_pullback = linattn_np.vjp(getattr(linattn_np, op), *exact, mode="recurrent")
+        do = np.cos(np.arange(wanted.size)).reshape(wanted.shape)
+        found, gradients = pullback(self.put([do[:, :, part]])[0]), exact_pullback(
+            np.asarray(do.astype(self.dtype), np.float64))
+        backward = max(self.error(x, y[:, :, part] if y.ndim > 2 else y) for x, y in zip(found, gradients))
+        return {"forward": float(self.comm.together(self.error(o, wanted[:, :, part])).max()),
+                "backward": float(self.comm.together(backward).max())}
+
+    def error(self, x, wanted):
+        return np.linalg.norm(np.asarray(self.device.host(x), np.float64) - wanted) / np.linalg.norm(wanted)
+
+
+def show(row):
+    print(f"{row['op']:17} {row['pass']:9} {row['scaling']:7} {row['ranks']} x {row['tokens']:<8} {row['ms']:9.3f} ms "
+          f"one {row['one_ms']:9.3f} ms  {row['efficiency']:6.1%}  sent {row['sent']:>9,} B  error {row['error']:.1e}",
+          flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, help="ranks that are threads of this process, on a card each")
+    parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=["gla", "rwkv6"])
+    parser.add_argument("--tokens", type=int, default=131_072, help="a rank, for weak scaling")
+    parser.add_argument("--total", type=int, default=1_048_576, help="of all ranks, for strong scaling")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=128, help="K and V")
+    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on cards, float32 on the CPU by default")
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+
+    def work(comm):
+        rows = []
+        for row in Bench(comm, options).rows():
+            rows.append(row)
+            if comm.rank == 0:
+                show(row)
+        if comm.rank == 0 and options.out:
+            meta = devices.current().meta() | {"engine": type(comm).__name__, "cores": os.cpu_count()}
+            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+
+    if options.threads:
+        distributed.run_threads(work, options.threads, device=options.device)
+    else:
+        work(distributed.connect(options.device))
+
+
+if __name__ == "__main__":
+    main()

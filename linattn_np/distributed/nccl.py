@@ -1,0 +1,131 @@
+"""Cards: CuPy arrays over NCCL, on a stream of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+
+from .engine import LIMIT_S, RankLost
+
+GREETING = 128      # bytes of NCCL's unique id, by which its ranks find each other
+
+
+class Nccl:
+    """An `Engine` of CuPy arrays through `cupy.cuda.nccl`, for the current device, beside an engine of host arrays.
+
+    `host`, such as an `Mpi` or a `Sockets`, carries what the ranks agree by, and NCCL's first greeting. Messages are
+    enqueued on the engine's own stream, which waits for the current one and for which the current one waits when the
+    result is used: the host never does, and a call can be captured into a CUDA graph.
+
+    NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds the communicator is aborted, and
+    stderr says so: what has been computed from it is worthless, and the engine's next use raises `RankLost`.
+    """
+
+    homes = ("host", "cuda")
+
+    def __init__(self, host, *, communicator=None, limit_s=LIMIT_S):
+        import cupy
+        from cupy.cuda import nccl
+        if not nccl.available:
+            raise RuntimeError("CuPy finds no NCCL; pip install nvidia-nccl-cu13, or -cu12 with cupy-cuda12x")
+        if communicator is None:
+            greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
+            communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
+        self.cupy, self.byte = cupy, nccl.NCCL_UINT8
+        self.host, self.communicator = host, communicator
+        self.rank, self.size = host.rank, host.size
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.reports = cupy.cuda.Stream(non_blocking=True)      # apart: a message would wait for Python's lock
+        self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s)
+
+    def all_gather(self, x):
+        if isinstance(x, np.ndarray):
+            return self.host.all_gather(x)
+        gathered, read = self.cupy.empty((self.size, *x.shape), x.dtype), [x]       # x lives until NCCL has read it
+        done = self.enqueue(lambda stream: self.communicator.allGather(
+            x.data.ptr, gathered.data.ptr, x.nbytes, self.byte, stream))
+
+        def wait():
+            self.watch.check()
+            self.join(done)
+            read.clear()
+            return gathered
+
+        return wait
+
+    def send(self, x, to):
+        if isinstance(x, np.ndarray):
+            return self.host.send(x, to)
+        self.join(self.enqueue(lambda stream: self.communicator.send(x.data.ptr, x.nbytes, self.byte, to, stream)))
+
+    def recv(self, x, source):
+        if isinstance(x, np.ndarray):
+            return self.host.recv(x, source)
+        self.join(self.enqueue(lambda stream: self.communicator.recv(x.data.ptr, x.nbytes, self.byte, source, stream)))
+
+    def join(self, done):
+        self.cupy.cuda.get_current_stream().wait_event(done)
+
+    def enqueue(self, work):
+        """An event that is over when `work`, begun after all that the current stream holds, is."""
+        self.watch.check()
+        current = self.cupy.cuda.get_current_stream()
+        self.stream.wait_event(current.record(self.event()))
+        work(self.stream.ptr)
+        done = self.stream.record(self.event())
+        if not self.stream.is_capturing():              # a graph runs the stream's work again, but not the watch
+            self.reports.wait_event(done)
+            self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
+        return done
+
+    def event(self):
+        return self.cupy.cuda.Event(disable_timing=True)
+
+
+def of_one_process(ends, limit_s):
+    """The engines of one process with a card for each of `ends`, engines of its threads: rank r on device r."""
+    import cupy
+    from cupy.cuda import nccl
+    count = cupy.cuda.runtime.getDeviceCount()
+    if count < len(ends):
+        raise RuntimeError(f"{len(ends)} ranks want as many CUDA devices, there are {count}")
+    engines = []
+    for end, communicator in zip(ends, nccl.NcclCommunicator.initAll(len(ends))):
+        with cupy.cuda.Device(end.rank):
+            engines.append(Nccl(end, communicator=communicator, limit_s=limit_s))
+    return engines
+
+
+class Watch:
+    """Calls `abort` once something that was begun has not arrived in time."""
+
+    def __init__(self, abort, name, limit_s):
+        self.abort, self.name, self.limit_s = abort, name, limit_s
+        self.deadlines, self.lost, self.thread = {}, None, None
+        self.count = 0
+
+    def begin(self):
+        self.count += 1
+        self.deadlines[self.count] = time.monotonic() + self.limit_s
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.look, daemon=True)
+            self.thread.start()
+        return self.count
+
+    def arrived(self, number):
+        del self.deadlines[number]
+
+    def check(self):
+        if self.lost:
+            raise RankLost(self.lost)
+
+    def look(self):
+        while self.lost is None:
+            time.sleep(min(1.0, self.limit_s / 4))
+            if any(deadline < time.monotonic() for deadline in list(self.deadlines.values())):
+                self.lost = f"{self.name}: waited {self.limit_s:g} s for the other ranks; one has ended or hangs"
+                print(f"linattn_np.distributed: {self.lost}", file=sys.stderr, flush=True)
+                self.abort()

@@ -1,0 +1,177 @@
+"""What a segment does to the state that comes in, for every operator: S_out = decay * S_in + S_own.
+
+S_own is the segment's final state from zero, decay the product of its tokens' decays. The gradient runs the other way,
+dS_in = decay * dS_out + dS_own, where dS_own comes from the segment's own o alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from .. import ops, stages
+
+
+class Recurrence:
+    """The arithmetic of states for one call; its problem tells sizes, dtypes and options."""
+
+    def __init__(self, function, problem):
+        self.function, self.problem, self.dtype = function, problem, problem.compute_dtype
+        sizes = problem.callers_sizes()
+        self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}        # by what an array's columns are
+        self.K, self.V = sizes["K"], sizes["V"]
+
+    def state_shapes(self, rows):
+        """Of every part of so many sequences' states."""
+        S = (rows, self.heads["V"], self.K, self.V)
+        return [S, (rows, self.heads["K"], self.K)][:len(self.problem.op.state)]
+
+    def gate_shapes(self, rows):
+        """Of the decays that a segment tells the others: none where all know them."""
+        axes = {name: self.problem.op.arrays[name].split() for name in self.problem.op.gates if name != "u"}
+        return [(rows, self.heads["V" if "V" in of else "K"], *(getattr(self, axis) for axis in of[3:]))
+                for of in axes.values()]
+
+    def gates(self, arrays, mask):
+        """exp of the sums over tokens: [rows, heads, channels], or [rows, heads] for a gate a head.
+
+        Summed in float64: a million weak gates would lose digits in float32.
+        """
+        named = dict(zip(self.problem.op.arrays, arrays))
+        return [total_decay(named[name], mask, self.dtype) for name in self.problem.op.gates if name != "u"]
+
+    def decay(self, gates, tokens):
+        """What multiplies S [rows, heads, K, V] over a segment of so many tokens; None where that is 1."""
+        if "gamma" in self.problem.options:
+            factor = np.power(self.problem.options["gamma"], tokens).astype(self.dtype)
+            return as_kind(factor.repeat(self.problem.groups)[:, None, None], self.problem.arrays["q"])
+        if not gates:
+            return None
+        factor = gates[0] if gates[0].ndim == 3 else gates[0][..., None]
+        factor = factor.repeat(self.problem.groups, axis=1)[..., None]
+        return factor if len(gates) < 2 else factor * gates[1][:, :, None]
+
+    def carry(self, state, own, decay):
+        """decay * state + own; a normaliser does not decay, nor does the S beside it."""
+        if state is None:
+            return own
+        if decay is None:
+            return [before + added for before, added in zip(state, own, strict=True)]
+        return [decay * state[0] + own[0]]
+
+    def summary(self, arrays, given):
+        """The parts of the final state from zero, before the pass that gives o.
+
+        The other way, o from a zero state with (q * decay) S_in added afterwards, reads q and o and writes o again,
+        rounds o twice, and needs a second kernel for every operator. This one costs what a final state costs, and gives
+        the bits of a call with that initial state.
+        """
+        return self.final_state(self.function, arrays, given)
+
+    def final_state(self, function, arrays, given):
+        """The final state from zero: of the operator itself, whose o is not used, or by stages."""
+        if self.by_stages and given["backend"] in ("auto", "numpy"):
+            return [staged_state(*arrays[1:4], given["reverse"], given.get("mask"), self.dtype)]
+        final = function(*arrays, output_final_state=True, state_dtype=self.dtype, **given)[1]
+        return list(final) if isinstance(final, tuple) else [final]
+
+    @property
+    def by_stages(self) -> bool:
+        """On the host `gla` and `rwkv6` without an o take a third of their time; a card's fused pass is faster."""
+        problem = self.problem
+        return (problem.home == "host" and problem.op.name in ("gla", "rwkv6") and problem.groups == 1
+                and problem.mode in ("auto", "chunk"))
+
+    @property
+    def turns_over(self) -> bool:
+        """Whether dS_own is the state of an operator that runs backwards: not through a division or two gates."""
+        return len(self.problem.op.state) == 1 and len(self.gate_shapes(0)) < 2
+
+    def gradient_summary(self, arrays, do, given):
+        """dS_own = scale * sum_t exp(g_1 + ... + g_t) q_t do_t^T, for RWKV-6 without g_t itself.
+
+        It is the final state of the same recurrence from the last token to the first, with q for k and do for v; what
+        a token's own gate does to its read goes into q. A forward pass, a third of the work of a backward one.
+        """
+        problem = self.problem
+        q, gates = arrays[0], arrays[3:4]
+        dtype = q.dtype if do.dtype == q.dtype else self.dtype          # a gradient may be finer than its result
+        given = given | {"reverse": not given["reverse"]}
+        if problem.op.gates:
+            g = gates[0]
+            if not problem.op.reads_before_write:
+                with np.errstate(over="ignore"):
+                    decay = np.exp(wide(g))
+                    q = (wide(q) * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
+            gates = [g if g.dtype == dtype else g.astype(self.dtype)]
+        q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
+        operator = ops.gla if problem.op.reads_before_write else self.function
+        (dS,) = self.final_state(operator, (q, q, do, *gates), given)
+        dS = dS * problem.scale
+        if "gamma" in problem.options:          # one decay a head: exact after the sum
+            dS *= self.decay((), 1)
+        return [dS]
+
+
+def staged_state(k, v, g, reverse, mask, dtype):
+    """sum_t exp(g_{t+1} + ... + g_T) k_t v_t^T by `linattn_np.stages`.
+
+    They keep a state every 64 tokens: as much memory as k takes for V = 64.
+    """
+    k, v, g = (x.astype(dtype, copy=False) for x in (k, v, g))
+    if mask is not None:
+        k, v, g = (np.where(mask[:, None, :, None], x, dtype.type(0)) for x in (k, v, g))
+    if reverse:
+        k, v, g = (x[:, :, ::-1] for x in (k, v, g))
+    b, e = stages.chunk_cumsum(g)
+    with np.errstate(all="ignore"):
+        kg = k * np.exp(e)
+    return stages.inter_chunk(kg, v, b, output_final_state=True)[1]
+
+
+def total_decay(g, mask, dtype):
+    g = wide(g)
+    if mask is not None:                        # padding keeps the state, whatever stands there
+        kept = mask[:, None] if g.ndim == 3 else mask[:, None, :, None]
+        g = np.where(kept, g, np.zeros_like(g))
+    with np.errstate(all="ignore"):
+        return np.exp(g.sum(axis=2, dtype=np.float64)).astype(dtype)
+
+
+def wide(x):
+    """A half-precision array in float32."""
+    return x if x.dtype.itemsize > 2 else x.astype(np.float32)
+
+
+def as_kind(x, example):
+    """A host array where `example` lives."""
+    if isinstance(example, np.ndarray):
+        return x
+    return kept_on_device(x.tobytes(), x.shape, x.dtype, example.device.id)
+
+
+@lru_cache(64)
+def kept_on_device(contents, shape, dtype, device):
+    """An array on a CUDA device, sent there once: a copy from the host could not be captured into a graph."""
+    import cupy
+    with cupy.cuda.Device(device):
+        return cupy.asarray(np.frombuffer(contents, dtype).reshape(shape))
+
+
+class Row:
+    """Arrays of given shapes in one row of a message."""
+
+    def __init__(self, shapes):
+        *starts, self.length = accumulate(map(math.prod, shapes), initial=0)
+        self.places = [(slice(start, start + math.prod(shape)), shape) for start, shape in zip(starts, shapes)]
+        self.shapes = shapes
+
+    def put(self, row, arrays):
+        for x, (place, _) in zip(arrays, self.places, strict=True):
+            row[place] = x.reshape(-1)
+
+    def parts(self, row):
+        return [row[place].reshape(shape) for place, shape in self.places]

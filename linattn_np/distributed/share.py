@@ -1,0 +1,365 @@
+"""One rank's share of a call: its segments, the states that come in, its outputs and its gradients.
+
+Forward: every segment whose sequence goes on computes its summary (see `recurrence`), one all-gather brings the
+summaries to all ranks, each adds up those before its own in the order of the recurrence, and computes its outputs from
+there. What waits for no other rank is computed while the messages are under way. The backward pass is the same in the
+other direction.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+
+from .. import varlen
+from ..arrays import contents, from_native, host_array
+from ..autodiff import vjp
+from ..contract import ContractTypeError, swap_heads
+from ..dispatch import choose, in_shares
+from ..grouped import callers
+from ..ops import declaration
+from .agreement import agree
+from .cuts import Cut
+from .engine import Engine
+from .recurrence import Recurrence, Row, wide
+
+Bound = namedtuple("Bound", "problem arrays state mask out bounds")
+COMPUTED = ("mode", "chunk_size", "materialize", "backend")        # said to every call of the operator as it is
+OWN = ("gamma", "feature_map", "normalize")                         # some operators' own
+OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
+
+
+class Share:
+    """`function` is the operator of linattn_np, `given` all its arguments by name, `comm` an `Engine`."""
+
+    def __init__(self, function, given, comm, segment_size, gradient=False):
+        self.function, self.comm, self.size = function, comm, segment_size
+        self.declared, inputs, self.given = declaration(function, "linattn_np.distributed").taken_apart(given)
+        self.gradient = gradient
+        if not isinstance(comm, Engine):
+            self.declared.refuse("comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives",
+                                 ContractTypeError)
+        bound, lengths = agree(comm, self.declared.name, lambda: self.check(inputs))
+        self.problem, self.arrays, self.state, self.mask, self.out, bounds = bound
+        self.packed = bounds is not None
+        self.check_lengths(lengths, bounds)
+        self.cut = Cut(lengths, [0, sum(lengths)] if bounds is None else bounds.tolist(), self.reverse, segment_size)
+        self.own = self.cut.of(comm.rank)
+        self.recurrence = Recurrence(function, self.problem)
+        self.rows = 1 if self.packed else self.problem.sizes["B"]       # of states for each sequence of the cut
+        self.sequences = len(bounds) - 1 if self.packed else 1
+        self.common = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
+        self.common |= {"scale": self.problem.scale, "reverse": self.reverse}
+
+    @property
+    def reverse(self):
+        return self.problem.reverse
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+    def check(self, inputs):
+        """(Bound, this rank's tokens, what all ranks must agree on)."""
+        declared, given = self.declared, self.given
+        options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
+        problem = declared.bind(inputs, gradient=self.gradient, **options)
+        (in_shares if self.gradient else choose)(problem, given["backend"])     # no backend: no rank begins
+        declared, sizes = problem.op, problem.callers_sizes()
+        if problem.home.split(":")[0] not in self.comm.homes:
+            declared.refuse("comm", f"is a {type(self.comm).__name__}, which takes arrays on "
+                                    f"{', '.join(self.comm.homes)}, but these are on {problem.home}")
+        if self.size is not None and (type(self.size) is not int or self.size < 1):
+            declared.refuse("segment_size", f"is {self.size!r}, expected a positive int or None")
+        bounds = self.check_sequences(declared, sizes)
+        mask = declared.mask(given.get("mask"), sizes, problem.home, given["cu_seqlens"])
+        native = [declared.native(name, x)[0] for name, x in zip(declared.arrays, inputs)]
+        arrays = [swap_heads(x, axes, problem.layout) for x, axes in zip(native, declared.arrays.values())]
+        out = given.get("out")
+        state = declared.initial_state(given["initial_state"], sizes | {"N": self.count(sizes, bounds)}, problem.home,
+                                       problem.state_v_first, problem.groups)
+        meaning = {"the operator": declared.name, "a gradient": self.gradient, "the size of segments": self.size}
+        meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {"the heads of v": arrays[2].shape[1]}
+        meaning |= {f"the dtype of {name}": x.dtype for name, x in zip(declared.arrays, arrays)}
+        meaning |= {"the arrays' home": problem.home.split(":")[0], "scale": problem.scale, "reverse": problem.reverse,
+                    "initial_state": "given" if state else "not given",
+                    "output_final_state": problem.output_final_state,
+                    "cu_seqlens": None if bounds is None else bounds.tolist()}
+        meaning |= {name: given[name] for name in (*COMPUTED, "feature_map", "normalize") if name in given}
+        if "gamma" in problem.options:
+            meaning["gamma"] = problem.options["gamma"].tolist()
+        out = None if out is None else swap_heads(out, declared.out, problem.layout)
+        return Bound(problem, arrays, state, mask, out, bounds), sizes["T"], meaning
+
+    def check_sequences(self, declared, sizes):
+        """The checked cu_seqlens [N + 1], or None. Their end is checked once all lengths are known."""
+        given = self.given["cu_seqlens"]
+        if given is None:
+            return None
+        last = host_array(given) if contents(given, "iu") else None
+        total = int(last[-1]) if last is not None and last.ndim == 1 and last.size else 0
+        return declared.spans(given, sizes | {"T": total}).bounds
+
+    def check_lengths(self, lengths, bounds):
+        op, total = self.problem.op, sum(lengths)
+        if bounds is not None:
+            try:
+                varlen.parse(bounds, total)
+            except ValueError as error:
+                op.refuse("cu_seqlens", f"{error}, the tokens of all ranks: {lengths}")
+        if self.size and any(length % self.size for length in lengths[:-1]):
+            op.refuse("segment_size", f"is {self.size}, but the ranks have {lengths} tokens, expected multiples of it "
+                                      "on all but the last, so that cuts do not depend on the ranks")
+
+    @staticmethod
+    def count(sizes, bounds):
+        return sizes["B"] if bounds is None else len(bounds) - 1
+
+    # -- states -------------------------------------------------------------------------------------------------------
+    def of_caller(self, parts):
+        """States [N, ...] from the caller's order of axes, or into it; a view, its own inverse."""
+        if parts is None:
+            return None
+        return [part.swapaxes(2, 3) if self.problem.state_v_first and part.ndim == 4 else part for part in parts]
+
+    def place(self, number):
+        """The rows of a packed sequence in states [N, ...]; a dense batch has them all."""
+        return slice(number, number + 1) if self.packed else slice(None)
+
+    def empty(self, shape, dtype=None):
+        return np.empty_like(self.arrays[0], shape=shape, dtype=dtype or self.recurrence.dtype, order="C")
+
+    def states_of(self, segment, crossing, known, parts):
+        """What a call of the segment takes as states: `known` of the sequence that crosses, else rows of `parts`."""
+        if crossing is None and parts is None:
+            return None
+        states = []
+        for number, shape in enumerate(self.recurrence.state_shapes(self.rows * (len(segment.pieces) or 1))):
+            states.append(self.empty(shape))
+            states[-1][...] = 0
+            for at, piece in enumerate(segment.pieces):
+                if piece is crossing:
+                    states[-1][self.place(at)] = known[number]
+                elif parts is not None:
+                    of_sequence = parts[number][self.place(piece.sequence)]
+                    states[-1][self.place(at)] = of_sequence.astype(self.recurrence.dtype, copy=False)
+        return tuple(states) if len(states) > 1 else states[0]
+
+    def tokens(self, start, stop, arrays):
+        """These tokens of [B, H, T, ...] arrays; of what has no T all of it.
+
+        That is in single precision at least, so that its gradients are, which are added up.
+        """
+        return [x[:, :, start:stop] if "T" in axes.split() else wide(x)
+                for x, axes in zip(arrays, self.problem.op.arrays.values())]
+
+    def masked(self, start, stop):
+        return {} if self.mask is None else {"mask": self.mask[:, start:stop]}
+
+    def call_of(self, segment):
+        """(arrays, arguments) of the operator for a segment, without states."""
+        given = self.common | self.masked(segment.start, segment.stop)
+        if self.packed:
+            given["cu_seqlens"] = [0, *(piece.stop for piece in segment.pieces)] if segment.pieces else [0, 0]
+        return self.tokens(segment.start, segment.stop, self.arrays), given
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+    def exchange(self, mine, row, count):
+        """Sends this rank's messages {slot: arrays}, of `count` slots on each rank.
+
+        The function that comes back waits for all ranks', and gives a function of (rank, slot) that gives the arrays.
+        """
+        message = self.empty((count, row.length))
+        message[...] = 0
+        for slot, arrays in mine.items():
+            row.put(message[slot], arrays)
+        wait = self.comm.all_gather(message)
+
+        def messages():
+            gathered = wait()
+            return lambda rank, slot: row.parts(gathered[rank, slot])
+
+        return messages
+
+    def crossing(self, backwards, summary):
+        """A function that waits for the others and gives {own segment's index: the state that comes into it}."""
+        if not self.cut.crosses:
+            return dict
+        recurrence = self.recurrence
+        row = Row([*recurrence.state_shapes(self.rows), *recurrence.gate_shapes(self.rows)])
+        mine = {}
+        for segment in self.own:
+            piece = segment.incoming if backwards else segment.outgoing
+            if piece is not None:
+                start, stop = segment.start + piece.start, segment.start + piece.stop
+                gates = recurrence.gates(self.tokens(start, stop, self.arrays), self.masked(start, stop).get("mask"))
+                mine[segment.slot] = [*summary(segment, piece, start, stop), *gates]
+        wait = self.exchange(mine, row, self.cut.slots)
+        return lambda: self.carried(backwards, wait())
+
+    def carried(self, backwards, messages):
+        """The state that comes into each own segment, added up in the order of the recurrence."""
+        edge = self.dht if backwards else self.state
+        count = len(self.problem.op.state)
+        found, state = {}, None
+        for segment in self.cut.running(backwards):
+            arrives, leaves = segment.incoming, segment.outgoing
+            if backwards:
+                arrives, leaves = leaves, arrives
+            if arrives is not None and segment.rank == self.comm.rank:
+                found[segment.index] = state
+            if leaves is None:
+                continue
+            if arrives is not leaves:               # the sequence begins here
+                state = None
+                if edge is not None:
+                    state = [x[self.place(leaves.sequence)].astype(self.recurrence.dtype) for x in edge]
+            parts = messages(segment.rank, segment.slot)
+            decay = self.recurrence.decay(parts[count:], leaves.stop - leaves.start)
+            with np.errstate(all="ignore"):
+                state = self.recurrence.carry(state, parts[:count], decay)
+        return found
+
+    def shared(self, found, backwards):
+        """States [N, ...] of all sequences from those that each rank has found: {sequence: parts}."""
+        owners = self.cut.owners(backwards)
+        places, filled = {}, [0] * self.comm.size
+        for segment, piece in owners:
+            places[piece.sequence] = segment.rank, filled[segment.rank]
+            filled[segment.rank] += 1
+        row = Row(self.recurrence.state_shapes(self.rows))
+        edge = self.dht if backwards else self.state
+        whole = [self.empty((self.rows * self.sequences, *shape[1:])) for shape in row.shapes]
+        for n, states in enumerate(whole):          # of a sequence without tokens the state passes through
+            states[...] = 0 if edge is None else edge[n].astype(self.recurrence.dtype, copy=False)
+        if not places:
+            return whole
+        messages = self.exchange({places[sequence][1]: parts for sequence, parts in found.items()}, row, max(filled))()
+        for sequence, place in places.items():
+            for states, part in zip(whole, messages(*place)):
+                states[self.place(sequence)] = part
+        return whole
+
+    def handed_out(self, parts, dtypes):
+        """States [N, ...] as the caller has them."""
+        parts = [part.astype(dtype, copy=False) for part, dtype in zip(self.of_caller(parts), dtypes)]
+        parts = tuple(from_native(part, self.problem.kind, self.problem.example) for part in parts)
+        return parts if len(parts) > 1 else parts[0]
+
+    def as_caller(self, x, axes):
+        return from_native(swap_heads(x, axes, self.problem.layout), self.problem.kind, self.problem.example)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+    def forward(self):
+        """o, or (o, final state), of this rank's tokens."""
+        if self.state is not None:
+            self.state = self.of_caller(self.state)
+        wait = self.crossing(False, lambda segment, piece, start, stop: self.recurrence.summary(
+            self.tokens(start, stop, self.arrays), self.common | self.masked(start, stop)))
+        o = self.out if self.out is not None else self.room() if len(self.own) > 1 else None
+        final, self.pulls, came_in = {}, {}, None
+        for segment in sorted(self.own, key=lambda segment: segment.incoming is not None):
+            if segment.incoming is not None and came_in is None:
+                came_in = wait()
+            arrays, given = self.call_of(segment)
+            known = None if segment.incoming is None else came_in[segment.index]
+            given["initial_state"] = self.states_of(segment, segment.incoming, known, self.state)
+            if self.problem.output_final_state:
+                given |= {"output_final_state": True, "state_dtype": self.recurrence.dtype}
+            found, states = self.compute(segment, arrays, given, o)
+            if o is None:
+                o = found
+            for at, piece in enumerate(segment.pieces):
+                if states is not None and not piece.later:
+                    final[piece.sequence] = [part[self.place(at)] for part in states]
+        if came_in is None:
+            wait()                              # a rank that needs nothing takes part all the same
+        result = self.as_caller(o, self.problem.op.out) if self.out is None else self.given["out"]
+        if not self.problem.output_final_state:
+            return result
+        dtypes = [self.problem.state_dtype] * len(self.problem.op.state)
+        return result, self.handed_out(self.shared(final, False), dtypes)
+
+    def compute(self, segment, arrays, given, o):
+        """(o, the final state's parts or None) of a segment; its o goes into `o` where there is one."""
+        if self.gradient:
+            result, self.pulls[segment.index] = vjp(self.function, *arrays, **given)
+        elif o is None:
+            result = self.function(*arrays, **given)
+        else:
+            result = self.function(*arrays, **given, out=o[:, :, segment.start:segment.stop])
+        found, states = result if self.problem.output_final_state else (result, None)
+        if self.gradient and o is not None:
+            o[:, :, segment.start:segment.stop] = found
+        return found, states if states is None or isinstance(states, tuple) else (states,)
+
+    def room(self):
+        """For o, in the memory order of q."""
+        B, HV, T, V = self.arrays[2].shape
+        return np.empty_like(self.arrays[0], shape=(B, HV, T, V))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+    def pullback(self, do, dht=None):
+        """Gradients of this rank's arrays, then those of the whole initial state; see `vjp`."""
+        op = self.problem.op
+        (do, self.dht), _ = agree(self.comm, op.name, lambda: self.check_gradients(do, dht))
+        wait = self.crossing(True, lambda *place: self.gradient_summary(do, *place))
+        gradients, initial, came_in = {}, {}, None
+        for segment in sorted(self.own, key=lambda segment: segment.outgoing is not None):
+            if segment.outgoing is not None and came_in is None:
+                came_in = wait()
+            known = None if segment.outgoing is None else came_in[segment.index]
+            states = self.states_of(segment, segment.outgoing, known, self.dht)
+            found = self.pulls[segment.index](do[:, :, segment.start:segment.stop], states)
+            gradients[segment.index] = found[:len(op.arrays)]
+            if self.state is not None and segment.pieces:
+                parts = found[-1] if isinstance(found[-1], tuple) else (found[-1],)
+                for at, piece in enumerate(segment.pieces):
+                    if not piece.earlier:
+                        initial[piece.sequence] = [part[self.place(at)] for part in parts]
+        if came_in is None:
+            wait()
+        result = tuple(self.as_caller(self.joined(number, name, gradients), axes)
+                       for number, (name, axes) in enumerate(op.arrays.items()))
+        if self.state is None:
+            return result
+        return *result, self.handed_out(self.shared(initial, True), [part.dtype for part in self.state])
+
+    def check_gradients(self, do, dht):
+        """((do, dht) as this module has them, 0, what all ranks must agree on)."""
+        problem, op = self.problem, self.problem.op
+        sizes = problem.callers_sizes() | {"N": self.rows * self.sequences}
+        view = op.logical("do", op.native("do", do)[0], op.out, problem.layout)
+        do = op.placed("do", view, callers(op.out, problem.groups), sizes, problem.home)
+        if dht is not None:
+            parts = dht if isinstance(dht, tuple) else (dht,)
+            if len(parts) != len(op.state):
+                op.refuse("dht", f"has {len(parts)} parts, expected {len(op.state)}")
+            dht = self.of_caller(op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first,
+                                                  problem.groups))
+        meaning = {"the pass": "backward", "the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
+        return (do, dht), 0, meaning
+
+    def gradient_summary(self, do, segment, piece, start, stop):
+        if self.recurrence.turns_over:
+            given = self.common | self.masked(start, stop)
+            return self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
+        found = self.pulls[segment.index](do[:, :, segment.start:segment.stop])[-1]
+        rows = self.place(segment.pieces.index(piece))
+        return [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
+
+    def joined(self, number, name, gradients):
+        """An array's gradient from those of the own segments; of what all tokens share the sum over all ranks."""
+        x = self.arrays[number]
+        if "T" not in self.problem.op.arrays[name].split():
+            return self.summed(x, {segment.slot: [gradients[segment.index][number]] for segment in self.own})
+        if len(self.own) == 1:
+            return gradients[self.own[0].index][number]
+        whole = np.empty_like(x)
+        for segment in self.own:
+            whole[:, :, segment.start:segment.stop] = gradients[segment.index][number]
+        return whole
+
+    def summed(self, x, mine):
+        """The sum over all segments, in their order."""
+        messages = self.exchange(mine, Row([x.shape]), self.cut.slots)()
+        total = sum(messages(segment.rank, segment.slot)[0] for segment in self.cut.segments)
+        return total.astype(x.dtype)

@@ -1,0 +1,70 @@
+"""A sequence whose tokens are cut along a mesh axis of `shard_map`, by JAX's own collectives.
+
+    S_b = diag(exp(g_{a+1} + ... + g_b)) S_a + F       for a device's tokens a+1 ... b; F is their final state from zero
+
+Every device computes F, an all-gather brings K * V + K floats a head to all, each adds up those before its own and
+computes its outputs from there. All of it is differentiable as it stands: JAX turns the collectives round.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def along(axis_name, run, problem, arrays, state, arguments):
+    """[o, *final state's parts] of this device's tokens, the states those of the whole sequence, alike on all devices.
+
+    `run(arrays, state, arguments)` is the operator on this device's tokens; `problem` one call of it, checked.
+    """
+    if problem.varlen:
+        problem.op.refuse("cu_seqlens", "cannot be combined with axis_name, as sequences would end elsewhere on every "
+                                        "device; linattn_np.distributed takes it")
+    dtype, v_first = problem.compute_dtype, problem.state_v_first
+    plain = {**arguments, "state_v_first": False, "state_dtype": dtype}
+    _, *own = run(arrays, None, {**plain, "output_final_state": True})
+    decay = decay_of(problem, arrays)
+    own, decay = jax.lax.all_gather((own, decay), axis_name)
+    place, count = jax.lax.axis_index(axis_name), own[0].shape[0]
+    start = [jnp.zeros_like(part[0]) for part in own]
+    if state is not None:
+        start = [turned(part, v_first).astype(dtype) for part in state]
+    before = start
+    for device in reversed(range(count)) if problem.reverse else range(count):
+        earlier = device > place if problem.reverse else device < place
+        factor = 1 if decay is None else decay[device]
+        before = [jnp.where(earlier, factor * x + part[device], x) for x, part in zip(before, own)]
+    o, *final = run(arrays, before, plain)
+    last = place == (0 if problem.reverse else count - 1)
+    return o, *(jax.lax.psum(jnp.where(last, turned(part, v_first), 0), axis_name).astype(problem.state_dtype)
+                for part in final)
+
+
+def turned(state, v_first):
+    return state.swapaxes(2, 3) if v_first and state.ndim == 4 else state
+
+
+def decay_of(problem, arrays):
+    """What multiplies S [B, HV, K, V] over this device's tokens; None where that is 1."""
+    if "gamma" in problem.options:
+        gamma = np.power(problem.options["gamma"], problem.sizes["T"]).repeat(problem.groups)
+        return jnp.asarray(gamma, problem.compute_dtype)[:, None, None]
+    tokens = 1 if problem.layout == "bthd" else 2
+    named = zip(problem.op.arrays, arrays)
+    sums = [jnp.exp(total(g.astype(problem.compute_dtype), tokens)) for name, g in named
+            if name in problem.op.gates and name != "u"]
+    if not sums:
+        return None
+    factor = sums[0] if sums[0].ndim == 3 else sums[0][..., None]
+    factor = jnp.repeat(factor, problem.groups, axis=1)[..., None]
+    return factor if len(sums) < 2 else factor * sums[1][:, :, None]
+
+
+def total(g, axis):
+    """The sum over an axis by halves: one after the other a million weak gates would lose digits in float32."""
+    while g.shape[axis] > 1:
+        half = g.shape[axis] // 2
+        first, second, odd = jnp.split(g, (half, 2 * half), axis=axis)
+        g = jnp.concatenate([first + second, odd], axis=axis)
+    return g.sum(axis=axis)

@@ -1,0 +1,65 @@
+"""What the rooms around a model know of it: batches, text and training take every model with these faces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+
+class State(Protocol):
+    """What sequences carry from token to token: one row each, of a pool or of as many sequences as there are."""
+
+    def copy(self) -> Self: ...
+
+    def row(self, slot: int) -> Self:
+        """One row, as the state of one sequence; views."""
+
+    def put(self, slot: int, state: Self) -> None:
+        """Replaces one row by the state of one sequence."""
+
+
+class Model(Protocol):
+    """A language model that reads and writes."""
+
+    sizes: dict[str, int]               # "V" is the vocabulary's
+
+    def checked(self, tokens) -> Any:
+        """`tokens` [B, T] as host integers of the vocabulary, or ContractError."""
+
+    def initial_state(self, batch: int = 1) -> State: ...
+
+    def forward(self, tokens, state: State | None = None, *, cu_seqlens=None, slots=None, last: bool = False) -> tuple:
+        """``(logits, state)``, as `RWKV6.forward` has them; `state` is updated in place."""
+
+    def on_device(self, state: State, rows: int | None = None) -> State:
+        """`state` where the model computes, or ContractError where it is not one of this model's."""
+
+    def to_host(self, array) -> Any:
+        """Logits as NumPy's."""
+
+
+class Layout(Protocol):
+    """A model's parameters in one vector, matrices first."""
+
+    size: int
+    matrices: int                       # where the matrices end
+
+    def initial(self, seed: int) -> Any:
+        """A float32 vector to start from."""
+
+    def named(self, vector) -> dict:
+        """Views of `vector` under the names that checkpoints have."""
+
+    def tree(self, vector, matrices=None) -> Any:
+        """Views of `vector`, and of `matrices` instead where it is given, as the model's `loss` takes them."""
+
+
+class Trainable(Protocol):
+    """A kind of model that can be trained."""
+
+    @staticmethod
+    def trainable(layers: int, width: int, head_size: int) -> Layout: ...
+
+    @staticmethod
+    def loss(weights, tokens, products, drop) -> tuple[Any, Callable]:
+        """``(mean cross entropy in nats, its pullback)`` of a `Layout.tree`, as `rwkv6.grad.loss` has them."""

@@ -1,0 +1,83 @@
+"""RWKV-6's layers on the GPU: prompts all tokens at once, steps by `CudaDecoder`, both with one set of weights."""
+
+from __future__ import annotations
+
+from . import weights as table
+from .checks import one_of
+from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
+from .cuda_prefill import Prompt
+
+KEPT = 8        # batch sizes whose buffers and graph are kept
+
+
+class CudaLayers:
+    """With float32, float16 or bfloat16 matrices, everything else in float32."""
+
+    def __init__(self, weights, sizes, dtype, loaded):
+        self.dtype = dtype_of(weights, dtype)
+        decoder = CudaDecoder(weights, self.dtype, loaded=loaded)
+        self.device, self.steps = decoder.device, {1: Steps(decoder)}
+        self.zeros, self.asarray = self.device.zeros, self.device.upload
+        self.Array = type(self.zeros((0,), FLOAT32))
+        self.tuned = [self.asarray(array.astype(FLOAT32)) for array in table.tuned(weights)]
+        for array in table.tuned(weights):
+            loaded(array)
+
+    def __repr__(self):
+        decoder = next(reversed(self.steps.values())).decoder
+        return f"CudaLayers({decoder.sizes['L']} layers, {self.dtype})"
+
+    def logits(self, tokens, state, rows, last):
+        """[B * T, V], or [N, V] of each sequence's last token; all host integers."""
+        if rows.single:
+            return self.steps_of(len(tokens))(tokens, state, rows.slots)
+        latest = next(reversed(self.steps.values()))
+        return Prompt(latest.decoder, tokens, rows).logits(state, last)
+
+    def steps_of(self, batch) -> Steps:
+        """Those of `batch` sequences, for which the ones that were not wanted for longest make room."""
+        steps = self.steps.pop(batch, None)
+        if steps is None:
+            latest = next(reversed(self.steps.values()))
+            steps = Steps(latest.decoder.resized(batch))
+        self.steps[batch] = steps
+        if len(self.steps) > KEPT:
+            del self.steps[next(iter(self.steps))]
+        return steps
+
+
+class Steps:
+    """The steps of one number of sequences: captured in a graph as soon as the same state comes again.
+
+    The latest state stays alive with it: the graph has its address.
+    """
+
+    def __init__(self, decoder):
+        self.decoder, self.arrays, self.captured = decoder, (), False
+        self.tokens, self.slots = decoder.device.empty((2, decoder.batch), INT64)
+
+    def __call__(self, tokens, state, slots):
+        """Logits [B, V], for the caller to keep; `tokens` and `slots` are on the host."""
+        self.tokens[...] = self.decoder.device.upload(tokens)
+        if slots is not None:
+            self.slots[...] = self.decoder.device.upload(slots)
+            slots = self.slots
+        return self.run(state, slots).copy()
+
+    def run(self, state, slots):
+        arrays = *state.arrays, slots
+        if not self.arrays or any(new is not old for new, old in zip(arrays, self.arrays)):
+            self.arrays, self.captured = arrays, False
+            return self.decoder.step(self.tokens, state, slots)
+        if not self.captured:
+            self.decoder.capture(self.tokens, state, slots)
+            self.captured = True
+        return self.decoder.replay()
+
+
+def dtype_of(weights, dtype):
+    """`dtype`, or the weights' own if that is a half-precision one."""
+    if dtype is not None:
+        return one_of(dtype, DTYPES)
+    own = weights["head.weight"].dtype
+    return own if own in DTYPES else FLOAT32

@@ -1,0 +1,258 @@
+"""The RWKV-6 language model on NumPy or CuPy arrays: the prompt in chunks, then token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from ... import varlen
+from ...contract import ContractError, ContractTypeError, NotSupported
+from .. import checkpoint
+from ..devices import check_device, on_host
+from ..sampling import Sampling
+from .checks import refuse
+from .names import parameters
+from .parameters import Layout, sizes_of
+from .state import STATE, Rows, State, check_state
+
+
+class RWKV6:
+    """An RWKV-6 language model (Peng et al., "Eagle and Finch", 2024, sections 3 and 4).
+
+        x = LN(emb[token]; ln0)
+        every layer, with xx = LN(x; ln1) and the token shift d = xx_{t-1} - xx_t:
+            m  = tanh((xx + d maa_x) maa_w1) maa_w2                                  one m for each of w k v r g
+            xw = xx + d (maa_w + m_w), and xk, xv, xr, xg likewise
+            r = W_r xr,   k = W_k xk,   v = W_v xv,   g = silu(W_g xg)
+            w = -exp(time_decay + tanh(xw decay_w1) decay_w2)                        the log of the decay
+            o = r^T (S + diag(u) k v^T),   S <- diag(exp w) S + k v^T                `linattn_np.rwkv6`, scale 1
+            x = x + W_o (GroupNorm_H(o; ln_x) g)
+        with xx = LN(x; ln2) and d again:
+            x = x + sigmoid(W_r' (xx + d maa_r)) (W_v' relu(W_k' (xx + d maa_k))^2)
+        logits = head LN(x; ln_out)
+
+    Parameters
+    ----------
+    weights : mapping from names ("blocks.0.att.time_maa_x", ... or those of Hugging Face or fla) to host arrays
+        Any float dtype. All sizes come from names and shapes. A tuned `time_state` is where sequences start.
+    device : "cpu" or "cuda"
+        Where the weights, and with them every array of the model, live: NumPy or CuPy.
+    dtype : float32 on the CPU, where NumPy multiplies nothing else fast; float32, float16 or bfloat16 on CUDA
+        Of the matrices there; norms, mixes and decays are float32, and so are the state and every sum. By default
+        that of `weights` if they are in half precision, as decoding takes as long as the matrices take to be read
+        and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide.
+        What meets a half-precision matrix is rounded to its dtype, but not in steps of up to eight sequences.
+    progress : function of (bytes of the weights that are on the device, bytes in all)
+        Called while they are loaded.
+
+    Raises
+    ------
+    ContractError
+        A parameter that is missing, of another shape or of another version of RWKV, with what was wanted; a
+        `dtype` that `device` does not take; on CUDA, sizes beyond the kernels'.
+    NotSupported
+        `device` cannot be had, with the reason.
+
+    Example
+    -------
+    >>> from linattn_np.models import RWKV6
+    >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+    >>> logits, state = model.forward([list(b"Elizabeth Benne")])
+    >>> logits.shape, chr(logits[0, -1].argmax())
+    ((1, 15, 256), 't')
+    >>> logits, state = model.forward([[ord("t")]], state)
+    >>> chr(logits[0, -1].argmax())
+    ' '
+    """
+
+    def __init__(self, weights: Mapping, device: str = "cpu", dtype=None,
+                 progress: Callable[[int, int], object] | None = None):
+        weights, self.sizes = parameters(weights)
+        self.device = device
+        self.layers = layers_on(device)(weights, self.sizes, dtype, counted(weights, progress or (lambda *_: None)))
+
+    def __repr__(self):
+        return "RWKV6({L} layers, {D} channels, {H} heads of {N}, {V:,} tokens, ".format(**self.sizes) + (
+            f"{self.layers.dtype} on {self.device})")
+
+    @staticmethod
+    def trainable(layers: int, width: int, head_size: int) -> Layout:
+        """The parameters of a byte-level model of this size, to be trained."""
+        return Layout(sizes_of(layers, width, head_size))
+
+    @staticmethod
+    def loss(weights, tokens, products, drop):
+        """The loss of a trainable model and its pullback, as `grad.loss` has them."""
+        from .grad import loss
+        return loss(weights, tokens, products, drop)
+
+    @classmethod
+    def from_file(cls, path, device: str = "cpu", dtype=None,
+                  progress: Callable[[int, int], object] | None = None) -> RWKV6:
+        """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
+
+        path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
+            `model.safetensors.index.json` of a sharded one, or a folder of Hugging Face with one of these; with the
+            official, Hugging Face's or fla's names.
+        """
+        weights = checkpoint.read(path)
+        try:
+            return cls(weights, device, dtype, progress)
+        except NotSupported:
+            raise
+        except ContractError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+    def initial_state(self, batch: int = 1) -> State:
+        """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
+        L, D, H, N = (self.sizes[axis] for axis in "LDHN")
+        zeros = self.layers.zeros
+        state = State(*(zeros((L, batch, *axes), np.float32) for axes in ((D,), (H, N, N), (D,))))
+        for wkv, start in zip(state.wkv, self.layers.tuned):        # [H, N, N] of each layer, or none
+            wkv[...] = start
+        return state
+
+    def forward(self, tokens, state: State | None = None, *, cu_seqlens=None, slots=None, last: bool = False):
+        """The logits of the next tokens, and the state after `tokens`.
+
+        T tokens in one call, or in any number of calls, give the same logits: a call with T > 1 runs
+        `linattn_np.rwkv6` in chunks, with T = 1 `linattn_np.rwkv6_step` or, on CUDA, a `CudaDecoder`, whose step is
+        captured in a graph as soon as the same state comes with the same number of sequences again.
+
+        Parameters
+        ----------
+        tokens : integers [B, T], on the host
+        state : State, optional
+            Of B sequences; it is updated in place and handed back, so that the next call goes on where this one
+            ended. Without one the sequences start here.
+        cu_seqlens : integers [N + 1], optional
+            Prompts of different lengths packed into one row, B = 1: sequence n is tokens
+            ``cu_seqlens[n]:cu_seqlens[n + 1]``, none of them empty. The state has N rows.
+        slots : integers [N], optional
+            The row of `state`, then a pool of any size, that each of the sequences has; all different.
+        last : bool
+            Logits after each sequence's last token alone.
+
+        Returns
+        -------
+        logits : float32 [B, T, V], or [N, V] with `last`
+        state : State
+
+        Raises
+        ------
+        ContractError
+            Tokens outside the vocabulary, or a state, bounds or slots that do not fit; nothing has changed then.
+        """
+        tokens = self.checked(tokens)
+        rows = self.rows(tokens, cu_seqlens, slots)
+        if state is None and slots is not None:
+            refuse("slots needs a state to be rows of")
+        state = self.initial_state(len(rows.first)) if state is None else self.updatable(state, rows)
+        logits = self.layers.logits(tokens.ravel(), state, rows, last)
+        return (logits if last else logits.reshape(*tokens.shape, -1)), state
+
+    def generate(self, prompt, *, seed=None, **how) -> Iterator[int]:
+        """Tokens that continue `prompt` (host integers [T]), one by one and without end.
+
+        `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.
+
+        Example
+        -------
+        >>> from itertools import islice
+        >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+        >>> bytes(islice(model.generate(b"Captain Went", temperature=0), 5))
+        b'worth'
+        """
+        sampler = Sampling(seed=seed, **how).sampler()
+        return self.stream(self.checked([list(prompt)]), sampler)
+
+    def stream(self, tokens, sampler):
+        state = self.initial_state()
+        while True:
+            logits, state = self.forward(tokens, state, last=True)
+            token = sampler(self.to_host(logits)[0])
+            yield token
+            tokens = [[token]]
+
+    def to_host(self, array):
+        return on_host(array)
+
+    def on_device(self, state: State, rows: int | None = None) -> State:
+        """`state` where this model computes; it must be one of this model's, with `rows` rows (None: any number)."""
+        check_state(state, self.state_sizes(rows))
+        return State(*(self.layers.asarray(getattr(state, name)) for name in STATE))
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+    def checked(self, tokens):
+        """`tokens` as int64 [B, T] on the host, each within the vocabulary."""
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            lengths = [len(row) for row in tokens]
+            refuse(f"tokens is ragged, with rows of {lengths} tokens; expected [B, T]")
+        if ids.ndim != 2 or not ids.size:
+            refuse(f"tokens is {ids.shape}, expected [B, T] with at least one token")
+        if ids.dtype.kind not in "iu":
+            refuse(f"tokens has dtype {ids.dtype}, expected integers", ContractTypeError)
+        V = self.sizes["V"]
+        if not (0 <= ids.min() and ids.max() < V):
+            refuse(f"tokens runs from {ids.min()} to {ids.max()}, but the vocabulary has {V} tokens")
+        return ids.astype(np.int64)
+
+    def rows(self, tokens, cu_seqlens, slots) -> Rows:
+        B, T = tokens.shape
+        bounds = np.arange(B + 1) * T
+        if cu_seqlens is not None:
+            if B != 1:
+                refuse(f"cu_seqlens packs all prompts into one row, so B must be 1, got B={B}")
+            try:
+                bounds = varlen.parse(cu_seqlens, T).bounds
+            except ValueError as error:
+                refuse(f"cu_seqlens {error}")
+            if (np.diff(bounds) == 0).any():
+                refuse(f"cu_seqlens has an empty prompt at index {int(np.argmin(np.diff(bounds)))}")
+        if slots is None:
+            return Rows(bounds, None)
+        slots = np.asarray(slots)
+        if slots.shape != (len(bounds) - 1,) or slots.dtype.kind not in "iu":
+            refuse(f"slots is {slots.shape} {slots.dtype}, expected integers [N] = ({len(bounds) - 1},)")
+        if len(np.unique(slots)) < len(slots):
+            refuse("slots names a row twice; two sequences cannot update one state")
+        return Rows(bounds, slots.astype(np.int64))
+
+    def updatable(self, state, rows):
+        """`state`, once it is one of this model's, on its device, with a row for each of the call's sequences."""
+        check_state(state, self.state_sizes(len(rows.first) if rows.slots is None else None), (self.layers.Array,))
+        for name in STATE:
+            if not getattr(getattr(state, name).flags, "writeable", True):
+                refuse(f"state.{name} is read-only, expected an array to update: `copy` gives one")
+        P = state.wkv.shape[1]
+        if rows.slots is not None and not (0 <= rows.slots.min() and rows.slots.max() < P):
+            refuse(f"slots runs from {rows.slots.min()} to {rows.slots.max()}, but the state has {P} rows")
+        return state
+
+    def state_sizes(self, rows):
+        """The sizes of a state's axes, of the rows only where they are given."""
+        return {axis: self.sizes[axis] for axis in "LDHN"} | ({} if rows is None else {"B": rows})
+
+
+def layers_on(device) -> type:
+    """What runs the layers there; NotSupported says why the GPU cannot be used."""
+    check_device("RWKV6", device)
+    if device == "cpu":
+        from .numpy_layers import NumpyLayers
+        return NumpyLayers
+    from .cuda_layers import CudaLayers
+    return CudaLayers
+
+
+def counted(weights, progress):
+    """A function to call with every array that is loaded: tells `progress` the bytes so far, and those in all."""
+    done, total = 0, sum(array.nbytes for array in weights.values())
+
+    def loaded(array):
+        nonlocal done
+        done += array.nbytes
+        progress(done, total)
+    return loaded

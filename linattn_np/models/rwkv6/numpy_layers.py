@@ -1,0 +1,118 @@
+"""RWKV-6's layers in NumPy and float32, on rows of tokens [T, D]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...ops import rwkv6, rwkv6_step
+from ..devices import on_host
+from . import math, weights as table
+from .checks import one_of
+from .state import Rows
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class NumpyLayers:
+    """Weights and what computes with them; matrices are functions from x to x W^T."""
+
+    device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
+
+    def __init__(self, weights, sizes, dtype, loaded):
+        self.dtype = one_of(dtype or FLOAT32, [FLOAT32], " on the CPU, where NumPy multiplies nothing else fast")
+        array_of = partial(loaded_array, weights, loaded)
+        self.whole = table.whole(array_of)
+        self.layers = [table.layer(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
+        self.tuned = [array.astype(FLOAT32) for array in table.tuned(weights)]
+        for array in table.tuned(weights):
+            loaded(array)
+
+    def __repr__(self):
+        return f"NumpyLayers({len(self.layers)} layers, {self.dtype})"
+
+    def logits(self, tokens, state, rows, last):
+        """[T, V], or [N, V] of each sequence's last token."""
+        do, whole = Pieces(rows), self.whole
+        x = math.layer_norm(whole.embedding[tokens], whole.ln0)
+        for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
+            x = math.time_mix(do, layer, x, att_shift, wkv)
+            x = math.channel_mix(do, layer, x, ffn_shift)
+        return whole.head(math.layer_norm(x[rows.last] if last else x, whole.ln_out))
+
+
+def loaded_array(weights, loaded, field, weight, names):
+    """A weight in float32; for a matrix, but for the embedding, the product with it."""
+    array = table.stacked(weights, names).astype(FLOAT32)
+    for name in names:
+        loaded(weights[name])
+    if not weight.matrix or field == "embedding":
+        return array
+    return product(array.swapaxes(-1, -2) if weight.inputs_first else array)
+
+
+def product(w):
+    """The function from x [..., K] to x W^T [..., M], for w [..., M, K]."""
+    transposed = w.swapaxes(-1, -2)
+    return lambda x: x @ transposed
+
+
+@dataclass
+class Pieces:
+    """`math.Pieces` on NumPy arrays; `shift` [P, D] and `wkv` [P, H, N, N] are updated in place."""
+
+    rows: Rows
+
+    def shift_mix(self, layer, norm, maa, x, shift):
+        xx = math.layer_norm(x, getattr(layer, norm))
+        d = token_shift(xx, shift, self.rows)
+        return xx + d * math.beside(getattr(layer, maa), x), xx, d
+
+    def product(self, layer, name, x):
+        return getattr(layer, name)(x)
+
+    def data_mix(self, layer, low, xx, d):
+        low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)                  # [5, T, A]
+        return xx + d * (math.beside(layer.maa, xx) + layer.maa_up(low))
+
+    def log_decay(self, layer, low):
+        return math.log_decay(layer.decay, layer.decay_up(np.tanh(low)))
+
+    def recurrence(self, layer, kvr, w, wkv):
+        rows = self.rows
+        k, v, r, w = (array.reshape(len(array), *layer.bonus.shape) for array in (*kvr, w))
+        if rows.single:
+            return rwkv6_step(r, k, v, w, layer.bonus, wkv, scale=1.0, slots=rows.slots)
+        o, wkv[rows.states] = rwkv6(r[None], k[None], v[None], w[None], layer.bonus, scale=1.0, layout="bthd",
+                                    cu_seqlens=rows.bounds, initial_state=wkv[rows.states], output_final_state=True)
+        return o[0]
+
+    def gated_norm(self, layer, o, gate):
+        return math.gated(math.normalize(o, math.GROUP_NORM_EPS).reshape(gate.shape), *layer.ln_x, gate)
+
+    def relu_squared(self, x):
+        return math.relu_squared(x)
+
+    def add_product(self, layer, name, x, y):
+        x += self.product(layer, name, y)
+        return x
+
+    def add_gated(self, x, gate, value):
+        x += math.sigmoid_gate(gate, value)
+        return x
+
+
+def token_shift(x, shift, rows):
+    """x_{t-1} - x_t within every sequence of x [T, D]; `shift` [P, D] has each one's x_{-1}, afterwards its last."""
+    if rows.single:
+        before = shift[rows.states] - x
+        shift[rows.states] = x
+        return before
+    before = np.empty_like(x)
+    before[1:] = x[:-1]
+    before[rows.first] = shift[rows.states]
+    shift[rows.states] = x[rows.last]
+    before -= x
+    return before

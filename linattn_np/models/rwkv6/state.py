@@ -1,0 +1,124 @@
+"""What RWKV-6's sequences carry from token to token, and which of a call's tokens are whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...contract import ContractError, ContractTypeError
+from .. import stored_zip
+from ..checks import shown
+from ..devices import on_host
+from ..files import mapped, replaced
+from .checks import refuse
+
+
+@dataclass
+class State:
+    """What B sequences carry from token to token, or a pool of P such rows; `RWKV6.forward` updates it in place.
+
+    Example
+    -------
+    >>> import tempfile
+    >>> from linattn_np.models import RWKV6, State
+    >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+    >>> _, state = model.forward([list(b"a long prompt")])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state.save(f"{folder}/prompt.npz")
+    ...     again = State.load(f"{folder}/prompt.npz")
+    >>> bool((again.wkv == state.wkv).all())
+    True
+    """
+
+    att_shift: np.ndarray       # [L, B, D], the last input of each time mix
+    wkv: np.ndarray             # [L, B, H, N, N], the recurrent state, key by value
+    ffn_shift: np.ndarray       # [L, B, D], the last input of each channel mix
+
+    @property
+    def arrays(self):
+        """The three arrays, on the host or on the device."""
+        return self.att_shift, self.wkv, self.ffn_shift
+
+    def copy(self) -> State:
+        return State(*(array.copy() for array in self.arrays))
+
+    def row(self, slot: int) -> State:
+        """One row, as the state of one sequence: views of this state's arrays."""
+        return State(*(array[:, slot:slot + 1] for array in self.arrays))
+
+    def put(self, slot: int, state: State):
+        """Replaces one row by the state of one sequence."""
+        for array, new in zip(self.arrays, state.arrays):
+            array[:, slot] = new[:, 0]
+
+    def save(self, path):
+        """Writes a `.npz` file, whole or not at all, in host memory's bits: `load` gives the same numbers back."""
+        check_state(self, {})
+        arrays = {name: on_host(getattr(self, name)) for name in STATE}
+        with replaced(path) as file:
+            np.savez(file, **arrays)
+
+    @classmethod
+    def load(cls, path) -> State:
+        """The state in a file of `save`, on the host; `RWKV6.on_device` moves it to a model's device.
+
+        ContractError for every other file, OSError for one that cannot be read.
+        """
+        try:
+            data = mapped(path, "what State.save has written")
+            if data[:4] != b"PK\3\4":
+                refuse(f"starts with {data[:8]!r}, expected what State.save has written")
+            places = stored_zip.directory(data)
+            if places.keys() != {f"{name}.npy" for name in STATE}:
+                found = ", ".join(sorted(name.removesuffix(".npy") for name in places))
+                refuse(f"holds {shown(found)[1:-1] or 'nothing'}, expected {', '.join(sorted(STATE))}")
+            state = cls(*(stored_zip.floats(data, places[f"{name}.npy"], name) for name in STATE))
+            check_state(state, {})
+            return state
+        except ContractError as error:
+            why = str(error).removeprefix("RWKV6: ")
+            raise ContractError(f"RWKV6: {path} is no saved state, or a damaged one: {why}") from None
+
+
+# The axes of a state's parts: L layers, B sequences (or rows of a pool), D channels, H heads of N.
+STATE = {"att_shift": "L B D", "wkv": "L B H N N", "ffn_shift": "L B D"}
+
+
+def check_state(state, sizes, kinds=None):
+    """Wherever a state enters: float32 arrays whose axes fit each other and `sizes`, of one of `kinds` (None: any).
+
+    An axis that `sizes` lacks gets its size where it is first met. ContractError names what does not fit.
+    """
+    if not isinstance(state, State):
+        refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
+    sizes = dict(sizes)
+    for name, axes in STATE.items():
+        found, axes = getattr(state, name), axes.split()
+        # A mask, or the products of a matrix, would be lost: a subclass of NumPy's array means something of its own.
+        if isinstance(found, np.ndarray) and type(found) not in (np.ndarray, np.memmap) or not hasattr(found, "dtype"):
+            refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected a plain array",
+                   ContractTypeError)
+        if kinds is not None and type(found) not in kinds:
+            refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected one of the "
+                   "model's device: `on_device` moves it", ContractTypeError)
+        if found.dtype != np.float32:
+            refuse(f"state.{name} has dtype {found.dtype}, expected float32", ContractTypeError)
+        if len(found.shape) == len(axes):
+            for axis, size in zip(axes, found.shape):
+                sizes.setdefault(axis, size)
+        wanted = tuple(sizes.get(axis, axis) for axis in axes)
+        if tuple(found.shape) != wanted:
+            refuse(f"state.{name} is {tuple(found.shape)}, expected {wanted}")
+    if sizes["H"] * sizes["N"] != sizes["D"]:
+        refuse(f"state.wkv has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
+
+
+class Rows:
+    """Where a call's sequences lie among its rows of tokens, and which rows of the state are theirs."""
+
+    def __init__(self, bounds, slots):
+        self.bounds, self.slots = bounds, slots                     # host: [N + 1]; [N] or None
+        self.first, self.last = bounds[:-1], bounds[1:] - 1
+        self.single = len(self.first) == bounds[-1]                 # a token each: a step
+        self.states = slice(None) if slots is None else slots       # what a state is indexed with

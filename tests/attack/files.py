@@ -1,0 +1,310 @@
+"""Files that were damaged or made to hurt: read, or refused in our words, in bounded time and memory."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import struct
+import sys
+import tempfile
+import zipfile
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from unittest import mock
+
+import hostile
+import numpy as np
+from attack.harness import Fault, Refused, holds_for, require
+from hypothesis import strategies as st
+from reference import same_bits
+
+from linattn_np import ContractError
+from linattn_np.models import RWKV6, State, World, checkpoint, tokenizers
+
+ROOT = Path(__file__).parents[2]
+AUSTEN = ROOT / "examples" / "data" / "austen-x060" / "model.safetensors"
+ON_HOST = ("numpy",)
+SMALL = 64 << 20
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Edit:
+    """One change of some bytes; `at` is a share of the file, so that it means something in any file."""
+
+    kind: str               # "flip", "put", "insert", "cut", "end", "double"
+    at: float
+    data: bytes = b""
+    size: int = 1
+
+    def __call__(self, text: bytes) -> bytes:
+        at = min(int(self.at * len(text)), max(len(text) - 1, 0))
+        if self.kind == "flip":
+            return text[:at] + bytes([text[at] ^ (1 << self.size % 8)]) + text[at + 1:] if text else text
+        if self.kind == "put":
+            return text[:at] + self.data + text[at + len(self.data):]
+        if self.kind == "insert":
+            return text[:at] + self.data + text[at:]
+        if self.kind == "cut":
+            return text[:at] + text[at + self.size:]
+        if self.kind == "end":
+            return text[:at]
+        return text[:at] + text[at:at + self.size] * 2 + text[at + self.size:]
+
+
+NUMBERS = [struct.pack(f"<{kind}", n) for kind, n in (
+    ("B", 0), ("B", 255), ("H", 0xFFFF), ("I", 0xFFFFFFFF), ("I", 0x7FFFFFFF), ("I", 1 << 31), ("Q", (1 << 64) - 1),
+    ("q", -1), ("Q", 1 << 62), ("Q", 1 << 40), ("I", 1 << 24))]
+EDITS = st.builds(
+    Edit, st.sampled_from(("flip", "flip", "put", "put", "insert", "cut", "end", "double")),
+    st.floats(0, 1, exclude_max=True), st.one_of(st.sampled_from(NUMBERS), st.binary(max_size=6)), st.integers(1, 200))
+JSON_VALUES = st.one_of(
+    st.none(), st.booleans(), st.sampled_from((0, -1, 1, 1 << 31, 1 << 63, 1 << 64, 10 ** 400, 0.5, 1e308, float("nan"),
+                                               float("inf"), "", "F32", "F4", "a" * 2000, [], {}, [[]], [-1], [1 << 62],
+                                               [1] * 100_000, [1 << 40, 1 << 40], [0, 1 << 62], [48, 0], [0, 48])),
+    st.lists(st.integers(-2, 50), max_size=4), st.text(max_size=5))
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A sound file of a kind, and what was done to its bytes and, where it has one, its JSON."""
+
+    kind: str
+    edits: tuple = ()
+    fields: tuple = ()          # ((tensor or None, field or None, value), ...)
+
+
+KINDS = ("safetensors", "zip", "older", "index")
+FILES = st.builds(
+    Damaged, st.sampled_from(KINDS), st.lists(EDITS, max_size=3).map(tuple),
+    st.lists(st.tuples(st.sampled_from((*hostile.GOOD, "__metadata__", "x", None)),
+                       st.sampled_from(("dtype", "shape", "data_offsets", "more", None)), JSON_VALUES),
+             max_size=2).map(tuple))
+
+
+def write(folder, damaged) -> Path:
+    """The file, with shards beside it where it is an index."""
+    weights = hostile.GOOD
+    if damaged.kind == "index":
+        for n, (name, x) in enumerate(weights.items()):
+            (folder / f"{n}.safetensors").write_bytes(hostile.good_safetensors({name: x}))
+        text = json.dumps(changed({"metadata": {}, "weight_map": {
+            name: f"{n}.safetensors" for n, name in enumerate(weights)}}, damaged.fields)).encode()
+        path = folder / "model.safetensors.index.json"
+    elif damaged.kind == "safetensors":
+        whole = hostile.good_safetensors(weights)
+        size = struct.unpack("<Q", whole[:8])[0]
+        header = changed(json.loads(whole[8:8 + size]), damaged.fields)
+        text, path = hostile.safetensors(header, whole[8 + size:]), folder / "model.safetensors"
+    else:
+        text = hostile.zipped_pth(weights) if damaged.kind == "zip" else hostile.older_pth(weights)
+        path = folder / "model.pth"
+    for edit in damaged.edits:
+        text = edit(text)
+    path.write_bytes(text)
+    return path
+
+
+def changed(tree, fields):
+    for name, field, value in fields:
+        inner = tree.get("weight_map", tree)
+        if name is None:
+            inner.clear()
+        elif field is None or not isinstance(inner.get(name), dict):
+            inner[name] = value
+        else:
+            inner[name][field] = value
+    return tree
+
+
+@holds_for(lambda machine: FILES, machines=ON_HOST, memory=SMALL, seconds=1.0)
+def checkpoints(damaged, machine):
+    """Read or refused; what is read lies in the file, and in a zip, which has sums, it is what was written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder), damaged)
+        size = sum(file.stat().st_size for file in Path(folder).iterdir())
+        try:
+            weights = checkpoint.read(path)
+        except ContractError as error:
+            raise Refused from error
+        require(sum(x.nbytes for x in weights.values()) <= 8 * size, "checkpoints: more than the file holds")
+        for x in weights.values():
+            x.tobytes()
+        if damaged.kind == "zip" or not damaged.edits and not damaged.fields:
+            same = weights.keys() == hostile.GOOD.keys() and all(
+                same_bits(np.asarray(x), hostile.GOOD[name]) for name, x in weights.items())
+            require(same, "checkpoints: damaged weights load", damaged.kind)
+
+
+# -- saved states ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Npz:
+    """A saved state: members as (dtype, shape) that the header claims and numbers that are there, and its damage."""
+
+    compressed: bool = False
+    members: tuple = ()         # ((name, dtype, shape, numbers), ...) beyond or instead of the sound ones
+    edits: tuple = ()
+
+
+SHAPES = st.sampled_from(((2, 1, 4), (2, 1, 2, 2, 2), (0,), (), (1 << 40,), (1 << 62, 4), (-1,), (2,) * 70, (3, 3)))
+HEADERS = ("<f4", ">f4", "<f8", "<i4", "|O", "<U9", "|V8", "<c8", "<M8[s]", "[('a', '<f4')]", "junk")
+MEMBERS = st.tuples(st.sampled_from(("att_shift", "wkv", "ffn_shift", "more", "", "../x")), st.sampled_from(HEADERS),
+                    SHAPES, st.sampled_from((0, 8, 16, 1 << 25)))
+STATE_FILES = st.builds(Npz, st.booleans(), st.lists(MEMBERS, max_size=2).map(tuple),
+                        st.lists(EDITS, max_size=3).map(tuple))
+
+
+
+
+
+def npz(file) -> bytes:
+    sound = {"att_shift": ("<f4", (2, 1, 4), 8), "wkv": ("<f4", (2, 1, 2, 2, 2), 16),
+             "ffn_shift": ("<f4", (2, 1, 4), 8)}
+    for name, *rest in file.members:
+        sound[name] = tuple(rest)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED if file.compressed else zipfile.ZIP_STORED) as archive:
+        for name, (dtype, shape, numbers) in sound.items():
+            descr = repr(dtype) if not dtype.startswith("[") else dtype
+            header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape!r}, }}".encode()
+            header += b" " * (-(len(header) + 11) % 64) + b"\n"
+            count = numbers * 4 if numbers < 1 << 20 or file.compressed else 64
+            with archive.open(f"{name}.npy", "w") as member:
+                member.write(b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header)
+                for start in range(0, count, 1 << 20):
+                    member.write(bytes(min(count - start, 1 << 20)))
+    text = out.getvalue()
+    for edit in file.edits:
+        text = edit(text)
+    return text
+
+
+@holds_for(lambda machine: STATE_FILES, machines=ON_HOST, memory=96 << 20, seconds=2.5)
+def saved_states(file, machine):
+    """A state or a refusal; one that loads is of float32 and as large as its file says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.npz"
+        path.write_bytes(npz(file))
+        try:
+            state = State.load(path)
+        except ContractError as error:
+            raise Refused from error
+    for name in ("att_shift", "wkv", "ffn_shift"):
+        x = getattr(state, name)
+        require(type(x) is np.ndarray and x.dtype == np.float32, "saved-states: of another dtype", f"{name}: {x.dtype}")
+        require(x.ndim == (5 if name == "wkv" else 3), "saved-states: of another shape", f"{name}: {x.shape}")
+
+
+# -- vocabularies ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Vocabulary:
+    """Lines of a small vocabulary, some replaced."""
+
+    lines: tuple = ()           # ((share of the file, line), ...)
+    edits: tuple = ()
+
+
+LINES = st.one_of(st.sampled_from((
+    "", "1", "1 'a' 1", "300 '' 0", "5 b'\\xff\\xfe' 2", "9 '\u00e9' 2", "9 9 1", "9 'a'*9 9", "9 __import__('os') 1",
+    "9 '" + "a" * 100_000 + "' 100000", "9 " + "(" * 5000 + " 1", "9 {'a'} 1", "-9 'a' 1", "9 'a' -1", "9 f'{1}' 1",
+    "9 '\\ud800' 3", "9 'a' 1 1", "9999999999999999999999 'a' 1", "9 'a' " + "9" * 5000, "9 u'a' 1", "9 'a' 'b' 2")),
+    st.text(max_size=12))
+PLACED = st.tuples(st.floats(0, 1, exclude_max=True), LINES)
+VOCABULARIES = st.builds(Vocabulary, st.lists(PLACED, max_size=2).map(tuple), st.lists(EDITS, max_size=2).map(tuple))
+
+
+@holds_for(lambda machine: VOCABULARIES, machines=ON_HOST, memory=SMALL, seconds=1.0)
+def vocabularies(file, machine):
+    """Read or refused; what is read encodes every text and gives it back."""
+    lines = [f"{n} {bytes([byte])!r} 1" for n, byte in enumerate(range(256), 1)]
+    lines += [f"{n} {word!r} {len(word)}" for n, word in enumerate((b"the", b"he ", b"abcd", b"xab"), 257)]
+    count = len(lines)
+    for share, line in file.lines:
+        lines[int(share * count)] = line
+    text = "\n".join(lines).encode("utf-8", "surrogatepass") + b"\n"
+    for edit in file.edits:
+        text = edit(text)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tokenizers, "TOKENS", count):
+        path = Path(folder) / "vocabulary.txt"
+        path.write_bytes(text)
+        try:
+            world = World.from_file(path)
+        except ContractError as error:
+            raise Refused from error
+    for words in (b"the cat \xff\x00 abcdx", bytes(range(256))):
+        require(b"".join(world.decode_bytes([id]) for id in world.encode(words)) == words,
+                "vocabularies: a text does not come back")
+
+
+# -- batches of texts --------------------------------------------------------------------------------------------------
+@functools.cache
+def decode_example():
+    """examples/rwkv6_decode.py as a module."""
+    spec = spec_from_file_location("rwkv6_decode", ROOT / "examples" / "rwkv6_decode.py")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def austen():
+    return RWKV6.from_file(AUSTEN)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Lines of a JSONL file, each JSON or text as it is, and damage to its bytes."""
+
+    lines: tuple = ()
+    edits: tuple = ()
+
+
+FIELDS = st.dictionaries(st.sampled_from(("prompt", "tokens", "temperature", "top_p", "top_k", "seed", "stop", "more")),
+                         st.one_of(JSON_VALUES, st.sampled_from((0, 1, 2, 0.5, 1e-300, 1e-45, "a", ["a"]))), max_size=4)
+LINE = FIELDS.map(lambda fields: json.dumps({"prompt": "Miss", "tokens": 2} | fields)).filter(
+    lambda line: len(line) < 3000)
+BATCHES = st.builds(Batch, st.lists(st.one_of(LINE, LINE, LINE, st.sampled_from(
+    ("", "null", "[]", "{", '{"prompt": "a", "prompt": "b"}', '{"prompt": 1e999}', "[" * 5000, '"' + "a" * 5000,
+     '{"prompt": "a", "temperature": 1' + "0" * 400 + "}", '{"prompt": "\\ud800", "tokens": 1}'))),
+    min_size=1, max_size=3).map(tuple), st.lists(EDITS, max_size=1).map(tuple))
+
+
+@holds_for(lambda machine: BATCHES, machines=ON_HOST, memory=SMALL, round=15)
+def batches_of_texts(batch, machine):
+    """A text for every line, or a refusal by its number before anything is written."""
+    text = "\n".join(batch.lines).encode() + b"\n"
+    for edit in batch.edits:
+        text = edit(text)
+    example, said = decode_example(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
+        source.write_bytes(text)
+        model = austen()
+        words = ["rwkv6_decode.py", "--batch-file", str(source), "--output", str(target), "--tokens", "2",
+                 "--slots", "2"]
+        code = 0
+        with mock.patch.object(sys, "argv", words), redirect_stdout(said), redirect_stderr(said), \
+                mock.patch.object(RWKV6, "from_file", lambda *a, **k: model):
+            try:
+                code = example.main()
+            except SystemExit as error:
+                code = error.code
+        left = sorted(os.listdir(folder))
+        require(source.read_bytes() == text, "batches: the input is changed")
+        if code not in (0, None):
+            require("Traceback" not in said.getvalue() and said.getvalue() + str(code), "batches: no reason is given")
+            require(left == ["in.jsonl"] or target.exists(), "batches: something is left", str(left))
+            raise Refused
+        require(left == ["in.jsonl", "out.jsonl"], "batches: something is left", str(left))
+        written = [json.loads(line) for line in target.read_text().splitlines()]
+    wanted = [line for line in text.splitlines() if line.strip()]
+    require(len(written) == len(wanted), "batches: lines are lost", f"{len(written)} of {len(wanted)}")
+    for line in wanted:
+        names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
+        if len(set(names)) < len(names):
+            raise Fault("batches: a key twice is accepted", line.decode(errors="replace"))

@@ -1,0 +1,128 @@
+"""The JAX functions under `shard_map`, on four devices: JAX makes four of a host when it starts, so this is a process.
+
+Prints the name of each case that holds; tests/test_distributed_engines.py runs it.
+"""
+
+import os
+from functools import partial
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from reference import assert_close
+
+from linattn_np import ContractError
+from linattn_np.interop import jax as interop
+
+jax.config.update("jax_enable_x64", True)
+MESH = jax.make_mesh((4,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+B, H, T, K, V = 4, 4, 24, 5, 3
+
+
+def draw(name, rng):
+    """Arrays of a call, in float64, with an initial state at the end."""
+    q, k, g = rng.standard_normal((3, B, H, T, K))
+    v, state = rng.standard_normal((B, H, T, V)), rng.standard_normal((B, H, K, V))
+    gates = {"gla": [-np.exp(g)], "rwkv6": [-np.exp(g), rng.standard_normal((H, K))],
+             "simple_gla": [-np.exp(g[..., 0])], "retention": [], "linear_attention": []}
+    return [q, k, v, *gates[name], state]
+
+
+def loss(function, weights):
+    """A number of all results of a call, and its gradients."""
+    def of(*inputs):
+        return sum((x * w).sum() for x, w in zip(function(*inputs), weights, strict=True))
+    return jax.jit(jax.value_and_grad(of, argnums=tuple(range(6))[:function.count]))
+
+
+def calls(name, **options):
+    def call(*inputs):
+        *arrays, state = inputs
+        return getattr(interop, name)(*arrays, initial_state=state, output_final_state=True, **options)
+    if name == "retention":         # its default decays differ by head, of which a device has its own alone
+        options["gamma"] = 0.8
+    call.count = {"gla": 5, "rwkv6": 6, "simple_gla": 5}.get(name, 4)
+    return call
+
+
+def compare(case, found, wanted):
+    for place, (x, y) in enumerate(zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)):
+        assert_close(f"{case}, number {place}", np.atleast_1d(x), np.atleast_1d(y), "float64", factor=10)
+    print(case, flush=True)
+
+
+def over_the_sequence(name, rng, reverse=False, check=True, **options):
+    """Tokens cut over the devices; u and the states, before and after, the same on all."""
+    inputs = draw(name, rng)
+    weights = rng.standard_normal((B, H, T, V)), rng.standard_normal((B, H, K, V))
+    specs = (*(P() if x.shape == (H, K) else P(None, None, "devices") for x in inputs[:-1]), P())
+    call = calls(name, reverse=reverse, **options)
+    along = calls(name, reverse=reverse, axis_name="devices", **options)
+    mapped = jax.shard_map(along, mesh=MESH, in_specs=specs, out_specs=(P(None, None, "devices"), P()), check_vma=check)
+    mapped.count = call.count
+    label = f"{name} over the sequence{' in reverse' if reverse else ''}{'' if check else ' unchecked'}"
+    compare(label, loss(mapped, weights)(*inputs), loss(call, weights)(*inputs))
+
+
+def with_all_options(rng):
+    """The normaliser's pair of states, [B, T, H, ...], grouped value heads and states [N, HV, V, K]; half precision."""
+    q, k = rng.standard_normal((2, B, T, H, K))
+    v, S = rng.standard_normal((B, T, 2 * H, V)), rng.standard_normal((B, 2 * H, V, K))
+    z = np.abs(rng.standard_normal((B, H, K)))
+    options = {"layout": "bthd", "output_final_state": True, "state_v_first": True, "initial_state": (S, z),
+               "feature_map": "elu", "normalize": True}
+    spec = P(None, "devices")
+    mapped = jax.shard_map(partial(interop.linear_attention, **options, axis_name="devices"), mesh=MESH,
+                           in_specs=(spec,) * 3, out_specs=(spec, P()))
+    compare("the normaliser over the sequence", mapped(q, k, v), interop.linear_attention(q, k, v, **options))
+    g, gv = -np.exp(rng.standard_normal((B, T, H, K))), -np.exp(rng.standard_normal((B, T, 2 * H, V)))
+    mapped = jax.shard_map(partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 5,
+                           out_specs=spec)
+    compare("a gate of values over the sequence", mapped(q, k, v, g, gv), interop.gla(q, k, v, g, gv, layout="bthd"))
+    half = [jax.numpy.asarray(x, "bfloat16") for x in (q, k, v, g)]
+    mapped = jax.shard_map(partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 4,
+                           out_specs=spec)
+    assert_close("bfloat16", np.asarray(mapped(*half)), np.asarray(interop.gla(*half, layout="bthd")), "bfloat16")
+    refused = jax.shard_map(partial(interop.gla, cu_seqlens=(0, 6), axis_name="devices"), mesh=MESH,
+                            in_specs=(P(None, None, "devices"),) * 4, out_specs=P(None, None, "devices"))
+    try:
+        refused(*(x.swapaxes(1, 2)[:1] for x in (q, k, v[:, :, :H], g)))
+    except ContractError as error:
+        print(error)
+
+
+def sharded(call, inputs, state, outputs, check=True):
+    mapped = jax.shard_map(call, mesh=MESH, in_specs=(*inputs, state), out_specs=(outputs, state), check_vma=check)
+    mapped.count = call.count
+    return mapped
+
+
+def over_batch_and_heads(name, rng, axis, spec, check):
+    """Every array cut along batch or heads; rwkv6's u is the same on every device, or cut with the heads."""
+    inputs = draw(name, rng)
+    weights = rng.standard_normal((B, H, T, V)), rng.standard_normal((B, H, K, V))
+    u = (P("devices") if axis == "heads" else P(),) * (name == "rwkv6")
+    specs = (*(spec,) * (len(inputs) - 1 - len(u)), *u)
+    found = loss(sharded(calls(name), specs, spec, spec, check), weights)(*inputs)
+    compare(f"{name} over {axis}{'' if check else ' unchecked'}", found, loss(calls(name), weights)(*inputs))
+
+
+def main():
+    rng = np.random.default_rng(0)
+    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+        over_batch_and_heads(name, rng, "heads", P(None, "devices"), True)
+    for name in ("gla", "rwkv6"):
+        over_batch_and_heads(name, rng, "batch", P("devices"), True)
+    over_batch_and_heads("rwkv6", rng, "batch", P("devices"), False)
+    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+        over_the_sequence(name, rng)
+    over_the_sequence("gla", rng, reverse=True)
+    over_the_sequence("rwkv6", rng, check=False)
+    with_all_options(rng)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""What carries distributed calls: processes under mpiexec and by torchrun's variables, NCCL, torch's groups, JAX."""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from reference import LIMITS
+from test_distributed import VARIANTS
+
+from linattn_np import distributed
+from linattn_np.distributed import RankLost, run_threads
+from linattn_np.distributed.nccl import GREETING, Watch
+
+HERE = Path(__file__).parent
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+
+
+def under_mpi(ranks, *what):
+    """The finished processes of tests/distributed_ranks.py, their words in one output."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    if MPIEXEC is None:
+        pytest.skip("there is no mpiexec")
+    as_root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in mpi_version() else []
+    command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, "distributed_ranks.py", *what]
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+
+
+def mpi_version():
+    done = subprocess.run([MPIEXEC, "--version"], capture_output=True, text=True)
+    return done.stdout + ("Open MPI" if "OpenRTE" in done.stdout else "")
+
+
+def under_torchrun(ranks, *what):
+    """The same with the environment variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    started = [subprocess.Popen([sys.executable, "distributed_ranks.py", *what], cwd=HERE, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               env=ENVIRONMENT | given | {"RANK": str(rank)}) for rank in range(ranks)]
+    try:
+        said = [process.communicate(timeout=60)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [process.returncode for process in started], said
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_operators_under_mpi(ranks):
+    done = under_mpi(ranks, "messages", "operators")
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert {f"rank {rank} of {ranks}: Mpi" for rank in range(ranks)} <= set(lines)
+    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(lines)
+
+
+def test_operators_by_torchruns_variables():
+    codes, said = under_torchrun(3, "messages", "operators")
+    assert codes == [0, 0, 0], said
+    assert [f"rank {rank} of 3: Sockets" in words for rank, words in enumerate(said)] == [True] * 3
+    assert {f"{variant} {form}" for variant in VARIANTS for form in ("dense", "packed")} <= set(said[0].splitlines())
+
+
+def test_operators_and_autograd_on_a_process_group_of_torch():
+    pytest.importorskip("torch", reason="torch is not installed")
+    codes, said = under_torchrun(2, "messages", "differ", "autograd")
+    assert codes == [0, 0], said
+    for rank, words in enumerate(said):
+        assert {f"rank {rank} of 2: ProcessGroup", f"autograd on rank {rank}"} <= set(words.splitlines())
+
+
+DIFFERENT = "gla: scale is 0.5 on rank 1, but 0.25 on ranks 0 and 2"
+
+
+@pytest.mark.mpi
+def test_ranks_that_differ_are_named_under_mpi():
+    done = under_mpi(3, "differ")
+    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == [f"rank {n}: {DIFFERENT}" for n in range(3)]
+
+
+@pytest.mark.mpi
+def test_a_killed_rank_ends_the_others_under_mpi():
+    done = under_mpi(3, "killed")
+    assert done.returncode != 0 and "signal 9" in done.stdout + done.stderr
+
+
+@pytest.mark.mpi
+def test_a_rank_that_hangs_ends_the_others_under_mpi():
+    start = time.monotonic()
+    done = under_mpi(3, "hangs")
+    assert done.returncode != 0 and time.monotonic() - start < 30
+    assert "waited 2 s for all 3 ranks" in done.stdout
+
+
+def test_a_killed_rank_ends_the_others_by_torchruns_variables():
+    codes, said = under_torchrun(3, "killed")
+    assert codes == [3, -9, 3]
+    assert all(re.search("rank 1 has ended|rank [02] has ended", said[rank]) for rank in (0, 2)), said
+
+
+def test_a_rank_that_does_not_come(monkeypatch):
+    with pytest.raises(RankLost, match="rank 0 does not answer at 127.0.0.1:1: "):
+        distributed.Sockets(1, 2, "127.0.0.1", 1, limit_s=0.2)
+    with pytest.raises(RankLost, match="waited 0.2 s for rank 1, 2 to connect"):
+        distributed.Sockets(0, 3, "127.0.0.1", 0, limit_s=0.2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="connect: WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT"):
+        distributed.connect()
+
+
+# -- NCCL -------------------------------------------------------------------------------------------------------------
+def test_cupy_has_what_the_nccl_engine_calls():
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    assert all(hasattr(cupy.cuda.Stream, name) for name in ("is_capturing", "launch_host_func", "record", "wait_event"))
+    from cupy.cuda import nccl
+    if not nccl.available:
+        pytest.skip("CuPy finds no NCCL")
+    assert all(hasattr(nccl.NcclCommunicator, name) for name in ("allGather", "send", "recv", "abort", "initAll"))
+    greeting = nccl.get_unique_id()
+    assert type(greeting) is bytes and len(greeting) == GREETING
+
+
+class OnCard:
+    """An array that is none of NumPy's, with what the NCCL engine reads of a CuPy array."""
+
+    def __init__(self, host):
+        self.host, self.shape, self.dtype, self.nbytes = host, host.shape, host.dtype, host.nbytes
+        self.data = SimpleNamespace(ptr=host.ctypes.data)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A CuPy whose cards are memory of the host, its work done when it is enqueued; the words of what was called."""
+    said = []
+
+    class Stream:
+        ptr = 7
+
+        def __init__(self, non_blocking=False):
+            self.name = "own" if non_blocking else "current"
+
+        def record(self, event):
+            said.append(f"{self.name} records")
+            return event
+
+        def wait_event(self, event):
+            said.append(f"{self.name} waits")
+
+        def is_capturing(self):
+            return False
+
+        def launch_host_func(self, callback, argument):
+            callback(argument)
+
+    class Communicator:
+        def __init__(self, size, greeting, rank, shared=None):
+            self.size, self.rank, self.shared = size, rank, shared
+
+        @classmethod
+        def initAll(cls, size):                                     # noqa: N802  (NCCL's name)
+            shared = threading.Barrier(size), {}
+            return [cls(size, b"", rank, shared) for rank in range(size)]
+
+        def allGather(self, source, to, count, dtype, stream):      # noqa: N802
+            assert (dtype, stream) == (1, 7)
+            said.append("own gathers")
+            barrier, sources = self.shared
+            sources[self.rank] = source
+            barrier.wait(10)
+            for rank in range(self.size):
+                ctypes.memmove(to + rank * count, sources[rank], count)
+            barrier.wait(10)
+
+        def send(self, source, count, dtype, peer, stream):
+            barrier, sources = self.shared
+            sources[self.rank, peer] = source
+            barrier.wait(10)
+            barrier.wait(10)
+
+        def recv(self, to, count, dtype, peer, stream):
+            barrier, sources = self.shared
+            barrier.wait(10)
+            ctypes.memmove(to, sources[peer, self.rank], count)
+            barrier.wait(10)
+
+        def abort(self):
+            said.append("aborted")
+
+    current = Stream()
+    nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NcclCommunicator=Communicator)
+    cuda = SimpleNamespace(nccl=nccl, Stream=Stream, Event=lambda disable_timing: "event",
+                           get_current_stream=lambda: current, Device=lambda ordinal: nullcontext(),
+                           runtime=SimpleNamespace(getDeviceCount=lambda: 2))
+    cupy = SimpleNamespace(cuda=cuda, ndarray=OnCard, empty=lambda shape, dtype: OnCard(np.empty(shape, dtype)))
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return said
+
+
+def test_the_nccl_engine_gathers_on_its_own_stream(stand_in):
+    """What the engine asks of CuPy, with a stand-in: it has no cards to run on here."""
+    def on_rank(comm):
+        assert (comm.all_gather(np.array([comm.rank]))() == [[0], [1]]).all()       # the host's, beside it
+        wait = comm.all_gather(OnCard(np.full(3, 10.0 * comm.rank)))
+        gathered = wait().host
+        if comm.rank == 0:
+            comm.send(OnCard(np.arange(4)), 1)
+            return gathered, None
+        received = OnCard(np.zeros(4, np.int64))
+        comm.recv(received, 0)
+        return gathered, received.host
+
+    (first, _), (second, received) = run_threads(on_rank, 2, device="cuda")
+    assert (first == [[0, 0, 0], [10, 10, 10]]).all() and (second == first).all()
+    assert received.tolist() == [0, 1, 2, 3]
+    assert {"current records", "own waits", "own gathers", "own records", "current waits"} <= set(stand_in)
+    with pytest.raises(RuntimeError, match="3 ranks want as many CUDA devices, there are 2"):
+        run_threads(on_rank, 3, device="cuda")
+
+
+def test_what_does_not_arrive_is_aborted(capsys):
+    aborted = threading.Event()
+    watch = Watch(aborted.set, "NCCL, rank 0 of 2", 0.2)
+    watch.arrived(watch.begin())
+    watch.begin()
+    assert aborted.wait(5)
+    with pytest.raises(RankLost, match="NCCL, rank 0 of 2: waited 0.2 s for the other ranks"):
+        watch.check()
+    assert "waited 0.2 s" in capsys.readouterr().err
+
+
+# -- the benchmark ----------------------------------------------------------------------------------------------------
+def test_the_benchmark_runs_on_threads(tmp_path):
+    sizes = ["--tokens", "40", "--total", "80", "--heads", "2", "--dim", "8"]
+    command = [sys.executable, "benchmarks/cards.py", "--threads", "2", *sizes, "--out", str(tmp_path / "rows.json")]
+    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=60, env=ENVIRONMENT)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    found = {(row["op"], row["pass"], row["scaling"]) for row in rows}
+    assert found == {(op, kind, scaling) for op in ("gla", "rwkv6") for kind in ("forward", "backward")
+                     for scaling in ("weak", "strong")}
+    state_and_decay, digest, bonus = 4 * 2 * (8 * 8 + 8), 32, 4 * 2 * 8
+    for row in rows:
+        assert row["sent"] == state_and_decay + digest + bonus * ((row["op"], row["pass"]) == ("rwkv6", "backward"))
+        assert row["error"] < LIMITS["float32"][0] and row["ms"] > 0 and row["efficiency"] > 0
+
+
+# -- JAX's shard_map --------------------------------------------------------------------------------------------------
+def test_shard_map():
+    """Results and gradients of arrays that are cut over four devices; JAX makes these of a host when it starts."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    done = subprocess.run([sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=200,
+                          env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
+    wanted = [*(f"{name} over heads" for name in names), "gla over batch", "rwkv6 over batch"]
+    wanted += ["rwkv6 over batch unchecked", *(f"{name} over the sequence" for name in names),
+               "gla over the sequence in reverse", "rwkv6 over the sequence unchecked",
+               "the normaliser over the sequence", "a gate of values over the sequence"]
+    *holding, refusal = done.stdout.splitlines()
+    assert holding == wanted
+    assert refusal.startswith("gla: cu_seqlens cannot be combined with axis_name")
