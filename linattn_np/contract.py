@@ -14,7 +14,7 @@ from . import arrays as array_kinds
 from . import doubts, grouped, overlap, varlen
 from .arguments import Declaration, is_int, is_real
 from .call_cache import MEMOS, call_key, weight, with_arrays, without_arrays
-from .errors import ContractError, ContractTypeError, NotSupported
+from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
 from .problem import Problem, compute_dtype
 from .views import copied_arrays, is_transformed, to_backend

@@ -10,7 +10,7 @@ from test_repeated_calls import Queued
 from linattn_np import NotSupported, linear_attention, retention, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import family, plans, recording, tiles
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops import GLA, OPS
 
 VARIANTS = {

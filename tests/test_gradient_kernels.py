@@ -10,7 +10,7 @@ from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_st
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import gradients, recording, tiles
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops.gla import GLA
 from linattn_np.ops.rwkv6 import RWKV6
 

@@ -13,7 +13,7 @@ from linattn_np import ContractError, ContractTypeError, gla, gla_step, retentio
 from linattn_np.arrays import BFLOAT16, signature
 from linattn_np.backends.cupy import plans, recording, tiles
 from linattn_np.call_cache import MEMOS
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops.gla import GLA
 from linattn_np.ops.retention import RETENTION
 from linattn_np.ops.rwkv6 import RWKV6

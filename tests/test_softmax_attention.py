@@ -8,7 +8,7 @@ from reference import LIMITS, assert_close, double, draw, errors, exact, guarded
 
 from linattn_np import NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops.softmax_attention import SOFTMAX_ATTENTION
 
 HALF = np.dtype(np.float16)

@@ -11,8 +11,8 @@ from reference import GATES, assert_close, double, draw, guarded, literal, same_
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import plans, recording
-from linattn_np.contract import swap_heads
 from linattn_np.dispatch import in_shares
+from linattn_np.layouts import swap_heads
 from linattn_np.ops.gla import TWO_GATES
 
 

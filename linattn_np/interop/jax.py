@@ -46,7 +46,8 @@ from .jax_axis import along
 
 HOST = 1        # DLPack's kDLCPU
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
-mark_varying = partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary    # JAX before 0.8
+pcast = getattr(jax.lax, "pcast", None)
+mark_varying = partial(pcast, to="varying") if pcast else getattr(jax.lax, "pvary")      # JAX before 0.8
 
 
 def differentiable(function: F) -> F:

@@ -17,7 +17,7 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...backends.cupy import tiles
 from ...backends.cupy.build import pack
-from ...contract import ContractTypeError
+from ...errors import ContractTypeError
 from . import weights as table
 from .checks import refuse
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
