@@ -39,10 +39,10 @@ from devices import wall_ms
 import linattn_np
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS, steps
-from linattn_np.ops.gla import TWO_GATES
+from linattn_np.declarations import GLA_VALUE_GATE
 
 ROOT = Path(__file__).parents[1]
-DECLARED = {op.name: op for op in (*OPS, TWO_GATES, steps.GLA_STEP, steps.RWKV6_STEP)}
+DECLARED = {op.name: op for op in (*OPS, GLA_VALUE_GATE, steps.GLA_STEP, steps.RWKV6_STEP)}
 LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 6e-3}       # of `error`, as the tests have them
 NOT_FINITE = 1e30               # the error of a result with NaN or Inf in it: JSON has no name for those
 CALLS, SAMPLES = 10, 15
@@ -123,7 +123,7 @@ def cases_of_gpu(quick):
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
     yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing
     family = ("simple_gla", "retention", "linear_attention")
-    others = (*family, TWO_GATES.name, "softmax_attention")
+    others = (*family, GLA_VALUE_GATE.name, "softmax_attention")
     yield from (Case(op, *SHAPES[0]) for op in family)
     yield from (Case(op, *SHAPES[-2]) for op in others)
     yield from (replace(case, dtype=dtype, backward=True) for dtype in ("bfloat16", "float16") for case in headline)
@@ -136,7 +136,7 @@ def cases_of_gpu(quick):
 
 def cases_of_cpu(quick):
     T = 512 if quick else 2048
-    yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in (*OPS, TWO_GATES))
+    yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in (*OPS, GLA_VALUE_GATE))
     for B in (1, 32):
         yield from (Case(op, B, 1, 8, 64, dtype="float32") for op in ("gla_step", "rwkv6_step"))
 

@@ -22,42 +22,14 @@ from typing import Literal, overload
 
 from numpy.typing import DTypeLike
 
-from .contract import CHUNK, Op
+from .contract import CHUNK
+from .declarations import CHUNK_CUMSUM, COMBINE, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS
 from .dispatch import backend_module, choose
 from .typing import Array, Backend, Integers, Layout, Result, State
 from .views import in_kind, to_caller
 
 
-class Stage(Op):
-    """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
-
-    def check(self, inputs, *, chunk_size=CHUNK, **arguments):
-        if chunk_size is None:
-            self.refuse("chunk_size", "is None, expected a positive multiple of 16")
-        problem = super().check(inputs, mode="staged", chunk_size=chunk_size, **arguments)
-        settled = {"C": problem.chunk_size, "NC": len(problem.spans.chunks(problem.chunk_size))}
-        for axis, wanted in settled.items():
-            if problem.sizes.get(axis, wanted) != wanted:
-                name = next(n for n, axes in self.arrays.items() if axis in axes.split())
-                self.refuse(name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}")
-        return problem.but(sizes={**problem.sizes, **settled})
-
-
-CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())
-GATED_QK = Stage("gated_qk", {"q": "B H T K", "k": "B H T K", "b": "B H T K", "e": "B H T K"}, out="B H T K",
-                 computed=("b", "e"), state=())
-INTER_CHUNK = Stage("inter_chunk", {"kg": "B H T K", "v": "B H T V", "b": "B H T K"}, out="B H NC K V",
-                    computed=("kg", "b"))
-INTRA_CHUNK = Stage("intra_chunk", {"q": "B H T K", "k": "B H T K", "g": "B H T K"}, out="B H T C", gates=("g",),
-                    state=())
-INTRA_CHUNK_BONUS = Stage("intra_chunk", {**INTRA_CHUNK.arrays, "u": "H K"}, out="B H T C", gates=("g", "u"),
-                          reads_before_write=True, state=())
-COMBINE = Stage("combine", {"qg": "B H T K", "h": "B H NC K V", "A": "B H T C", "v": "B H T V"},
-                computed=("qg", "h", "A"), state=())
-STAGES = (CHUNK_CUMSUM, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS, COMBINE)
-
-
-def run_stage(op: Stage, arrays, backend, **arguments):
+def run_stage(op, arrays, backend, **arguments):
     problem = op.bind(arrays, **arguments)
     return problem, backend_module(choose(problem, backend)).run(problem)
 

@@ -16,8 +16,8 @@ import pytest
 
 from linattn_np import dispatch
 from linattn_np.arrays import BFLOAT16
+from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.ops import OPS
-from linattn_np.ops.gla import TWO_GATES
 
 DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
@@ -26,7 +26,7 @@ SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 class Backend:
     """A backend as the tests see it: what it can do, how arrays get there and back, how a function runs on it."""
 
-    modes = {op.name: op.modes for op in (*OPS, TWO_GATES)}
+    modes = {op.name: op.modes for op in (*OPS, GLA_VALUE_GATE)}
     dtypes = (DOUBLE, SINGLE, HALF, BFLOAT16)
     gradients = False
     materialize = (True, False)
@@ -60,7 +60,7 @@ class Kernels(Backend):
     """What the CUDA kernels can do, wherever they run."""
 
     modes = {op.name: ("recurrent", "chunk", "staged") if op.name != "softmax_attention" else () for op in OPS}
-    modes |= {TWO_GATES.name: ("recurrent",)}
+    modes |= {GLA_VALUE_GATE.name: ("recurrent",)}
     dtypes = (SINGLE, HALF, BFLOAT16)
     gradients = True
 
@@ -77,17 +77,20 @@ class Emulated(Kernels):
     def __init__(self, name):
         super().__init__(name)
         from emulator import EmulatedDevice
-        from linattn_np.backends.cupy import attention, gradients, plans
+        from linattn_np.backends import cupy
         self.device = EmulatedDevice(self.capability)
-
-        def vjp(problem):
-            if problem.op.name == attention.NAME:
-                return attention.vjp(problem, self.device)
-            return plans.run(problem, self.device), lambda do, dht: plans.pullback(problem, self.device, do, dht)
-
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
-            why_not=lambda problem: plans.unsupported(problem) or gradients.unsupported(problem),
-            run=lambda problem: plans.run(problem, self.device), vjp=vjp)
+            why_not=cupy.unsupported, run=lambda problem: self.results(problem)[0], vjp=self.vjp)
+
+    def results(self, problem):
+        """(results, what the pullback needs besides), of a plan of this call alone."""
+        from linattn_np.backends.cupy import PLANNERS, execute
+        return execute.run(PLANNERS[problem.op], problem.but(memo=None), self.device)
+
+    def vjp(self, problem):
+        from linattn_np.backends.cupy import PLANNERS, execute
+        result, saved = self.results(problem)
+        return result, lambda do, dht: execute.pull(PLANNERS[problem.op], problem.but(memo=None), self.device, do, dht, saved)
 
     def run(self, function, *arrays, **arguments):
         with self.in_dispatch():
@@ -137,12 +140,12 @@ class OnCard:
 class Cupy(OnCard, Kernels):
     def __init__(self, name):
         super().__init__(name)
-        from linattn_np.backends.cupy.build import CupyDevice
+        from linattn_np.backends.cupy.device import CupyDevice
         self.device = CupyDevice()
 
 
 class NumbaKernels(Backend):
-    modes = {op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6") else () for op in (*OPS, TWO_GATES)}
+    modes = {op.name: ("recurrent", "staged") if op.name in ("gla", "rwkv6") else () for op in (*OPS, GLA_VALUE_GATE)}
     materialize = (True,)
 
 

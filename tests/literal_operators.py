@@ -7,10 +7,10 @@ from conftest import with_variants
 from reference import draw, draw_states, stated
 
 from linattn_np.ops import OPS
-from linattn_np.ops.gla import TWO_GATES
+from linattn_np.declarations import GLA_VALUE_GATE
 
 # An operator of every kind, and what else it is called with.
-VARIANTS = {op.name: (op, {"gamma": 0.8} if op.name == "retention" else {}) for op in (*OPS, TWO_GATES)}
+VARIANTS = {op.name: (op, {"gamma": 0.8} if op.name == "retention" else {}) for op in (*OPS, GLA_VALUE_GATE)}
 VARIANTS["linear_attention-elu-normalized"] = (VARIANTS["linear_attention"][0], {"feature_map": "elu", "normalize": True})
 SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
 

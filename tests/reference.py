@@ -11,7 +11,7 @@ import numpy as np
 from linattn_np import softmax_attention
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import declaration
-from linattn_np.ops.linear_attention import LINEAR_ATTENTION, NORMALIZED
+from linattn_np.declarations import LINEAR_ATTENTION, NORMALIZED
 
 DECAYS = ("g", "gv", "w")
 

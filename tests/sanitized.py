@@ -15,15 +15,13 @@ from test_decode_kernels import SMALL, synthetic
 
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import build
+from linattn_np.backends.cupy import device as devices
+from linattn_np.backends.cupy import source
+from linattn_np.declarations import (GLA, GLA_STEP, GLA_VALUE_GATE, LINEAR_ATTENTION, RWKV6_STEP, SIMPLE_GLA,
+                                     SOFTMAX_ATTENTION)
+from linattn_np.declarations import RWKV6 as RWKV6_OP
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
-from linattn_np.ops.gla import GLA, TWO_GATES
-from linattn_np.ops.linear_attention import LINEAR_ATTENTION
-from linattn_np.ops.rwkv6 import RWKV6 as RWKV6_OP
-from linattn_np.ops.simple_gla import SIMPLE_GLA
-from linattn_np.ops.softmax_attention import SOFTMAX_ATTENTION
-from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
 
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
@@ -105,7 +103,7 @@ def gradients(rng, run):
 
 def gated_values(rng, run):
     for sizes, dtype, gate, gate_dtype, keywords in GATED_VALUES:
-        arrays, (state,) = drawn(TWO_GATES, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
+        arrays, (state,) = drawn(GLA_VALUE_GATE, rng, sizes, dtype, gate, gate_dtype, keywords.get("cu_seqlens"))
         yield run(gla, *arrays, **keywords, initial_state=state, output_final_state=True)
         yield run(backward, gla, *arrays, **keywords, initial_state=state)
 
@@ -158,29 +156,23 @@ def calls(rng, run, as_older, as_filled, device):
                  prompts(rng, as_filled))
 
 
-class Older(build.CupyDevice):
+class Older(devices.CupyDevice):
     capability = 80
 
 
-class Filled(build.CupyDevice):
+class Filled(devices.CupyDevice):
     def empty(self, shape, dtype):
         return self.zeros(shape, dtype)
 
-    def empty_like(self, prototype, shape, dtype):
-        room = super().empty_like(prototype, shape, dtype)
-        room.fill(0)
-        return room
-
 
 def kernel_files():
-    return {path.relative_to(build.root()).with_suffix("").as_posix() for path in build.root().rglob("*.cu")}
+    return {path.relative_to(source.root()).with_suffix("").as_posix() for path in source.root().rglob("*.cu")}
 
 
 def main():
     import cupy
     from linattn_np.backends import cupy as kernels
     from linattn_np.backends.cupy.blas import Cublas
-    from linattn_np.backends.cupy.overlap import best_device
 
     def there(x):
         return cupy.asarray(x) if isinstance(x, np.ndarray) else x
@@ -211,11 +203,16 @@ def main():
 
     multiply, Cublas.product = Cublas.product, product
     cupy.cuda.set_allocator(None)
-    build.OPTIONS += ("-lineinfo",)             # reports name lines
-    compiled, text = set(), build.text
-    build.text = lambda file: compiled.add(file) or text(file)
+    devices.OPTIONS += ("-lineinfo",)           # reports name lines
+    compiled, program = set(), devices.program
+
+    def noted(kernels):
+        compiled.update(kernel.file for kernel in kernels)
+        return program(kernels)
+
+    devices.program = noted
     count = 0
-    for _ in calls(np.random.default_rng(), run, as_older, as_filled, best_device()):
+    for _ in calls(np.random.default_rng(), run, as_older, as_filled, devices.best_device()):
         cupy.cuda.Device().synchronize()
         count += 1
     print(f"{count} calls of {len(compiled)} kernel files")

@@ -6,8 +6,7 @@ import pytest
 
 from linattn_np import ContractError
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import tiles
-from linattn_np.backends.cupy.build import pack
+from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
@@ -129,10 +128,10 @@ def test_norms_of_narrow_and_wide_rows(device, D, rng):
     arrays = {name: device.upload(array) for name, array in locals().items() if isinstance(array, np.ndarray)}
     arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
-    kernel, before = tiles.norm_shift(np.dtype(np.float32)), "x value gate weight bias maa shift".split()
-    args = pack(**{name: at[name] for name in before}, slots=None, xx=at["xx"], d=at["d"], mixed=at["mixed"],
+    kernel, before = kernels.NormShift(np.dtype(np.float32)), "x value gate weight bias maa shift".split()
+    args = kernel.pack(**{name: at[name] for name in before}, slots=None, xx=at["xx"], d=at["d"], mixed=at["mixed"],
                 B=1, D=D, C=1, eps=1e-5)
-    device.launch(kernel, 1, args, tiles.shared_bytes(kernel))
+    device.launch(kernel, 1, args)
     x += value / (1 + np.exp(-gate))
     xx = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * weight + bias
     wanted = {"x": x, "xx": xx, "d": shift - xx, "shift": xx, "mixed": xx + (shift - xx) * maa}
@@ -145,9 +144,8 @@ def test_the_likeliest_token_is_the_lowest_of_equals(device):
     rows[0, [7, 1031, 2999]] = 1
     rows[1, 2999] = -5
     logits, tokens = device.upload(rows), device.upload(np.full(3, -1))
-    kernel = tiles.argmax()
-    device.launch(kernel, 3, pack(logits=device.pointer(logits), tokens=device.pointer(tokens), V=3000),
-                  tiles.shared_bytes(kernel))
+    kernel = kernels.Argmax()
+    device.launch(kernel, 3, kernel.pack(logits=device.pointer(logits), tokens=device.pointer(tokens), V=3000))
     assert host(tokens).tolist() == [7, 2999, 0]
 
 

@@ -15,14 +15,14 @@ from linattn_np.arrays import BFLOAT16
 from linattn_np.distributed import Disagreement, RankLost, run_threads
 from linattn_np.errors import ContractError, ContractTypeError, NotSupported
 from linattn_np.ops import OPS
-from linattn_np.ops.gla import TWO_GATES
+from linattn_np.declarations import GLA_VALUE_GATE
 
 VARIANTS = {op.name: (op, {}) for op in OPS if op.name != "softmax_attention"}
 VARIANTS["retention"] = VARIANTS["retention"][0], {"gamma": [0.5, 0.9]}
 VARIANTS["linear_attention-exp"] = VARIANTS["linear_attention"][0], {"feature_map": "exp"}
 VARIANTS["linear_attention-normalized"] = (VARIANTS["linear_attention"][0],
                                            {"feature_map": "elu", "normalize": True})
-VARIANTS["gla-gv"] = TWO_GATES, {}
+VARIANTS["gla-gv"] = GLA_VALUE_GATE, {}
 SIZES = {"B": 2, "H": 2, "K": 6, "V": 5}
 LENGTHS = {1: [150], 2: [101, 49], 3: [40, 0, 110], 4: [33, 64, 1, 52]}
 BOUNDS = [0, 0, 20, 20, 105, 139, 150, 150]         # empty ones, one within a rank, one over a rank, one over three

@@ -10,7 +10,7 @@ from linattn_np import (ContractError, ContractTypeError, NotSupported, explain,
                         retention, rwkv6, rwkv6_step, simple_gla, softmax_attention, stages, vjp)
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
-from linattn_np.ops.steps import GLA_STEP
+from linattn_np.declarations import GLA_STEP
 
 B, H, T, K, V = 2, 3, 7, 4, 5
 SIZES = {"B": B, "H": H, "T": T, "K": K, "V": V, "N": B}

@@ -1,11 +1,13 @@
 """explain says what a call would do, and does nothing."""
 
 import numpy as np
+import planned
 import pytest
 from reference import draw, same_bits
 
 from linattn_np import ContractError, explain, gla, rwkv6
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import instances
 from linattn_np.ops import OPS
 
 SIZES = {"B": 1, "H": 2, "T": 40, "K": 8, "V": 6, "N": 1}
@@ -74,53 +76,39 @@ def test_errors_are_those_of_the_call():
         explain(gla, arrays[0], arrays[1], arrays[2][:, :, :3], arrays[3])
 
 
-class Recorder:
-    """A device that notes what is launched on it."""
-
-    def __init__(self, device):
-        self.device, self.launched = device, []
-
-    def __getattr__(self, name):
-        return getattr(self.device, name)
-
-    def launch(self, kernel, *arguments):
-        self.launched.append(kernel)
-        return self.device.launch(kernel, *arguments)
-
-
-FIVE = ("chunk_cumsum", "gated_qk", "inter_chunk", "intra_chunk", "combine")
-LAUNCHES = {"recurrent": ("recurrent_forward",), "chunk": ("chunk_forward",), "staged": FIVE}
+FIVE = ["stages_chunk_cumsum", "stages_gated_qk", "stages_inter_chunk", "stages_intra_chunk", "stages_combine"]
+LAUNCHES = {"recurrent": ["recurrent_forward"], "chunk": ["gated_forward"], "staged": FIVE}
 SIXTEEN = {**SIZES, "K": 16, "V": 8}
 
 
 @pytest.mark.parametrize("mode", LAUNCHES)
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
-def test_the_kernels_of_a_mode_are_launched(device, mode, dtype):
-    """What was asked for runs, and is what explain would have said."""
-    from linattn_np.backends.cupy import plans
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_of_a_mode_are_launched(capability, mode, dtype):
+    """What was asked for runs, in the order that explain says."""
     for op in OPS:
-        if op.name in plans.OPERATORS:
-            arrays = [device.upload(x) for x in draw(op, np.random.default_rng(0), SIZES, dtype)]
-            problem, recorder = op.bind(arrays, mode=mode), Recorder(device)
-            plans.run(problem, recorder)
-            names = tuple(kernel.name for kernel in recorder.launched)
-            assert names[-len(LAUNCHES[mode]):] == LAUNCHES[mode] and {*names[:-len(LAUNCHES[mode])]} <= {"feature_map"}
-            assert tuple(recorder.launched) == plans.kernels_of(problem, device)
-            assert plans.mode_of(problem) == mode
+        if mode in op.modes and "recurrent" in op.modes:
+            device = planned.Noting(capability)
+            problem = op.bind(draw(op, np.random.default_rng(0), SIZES, dtype), mode=mode)
+            plan, before = planned.plan_of(problem, device), len(LAUNCHES[mode])
+            planned.run(problem, device)
+            assert planned.names(plan)[-before:] == LAUNCHES[mode]
+            assert {*planned.names(plan)[:-before]} <= {"elementwise_feature_map"}
+            assert tuple(device.launched) == plan.kernels
+            assert plan.mode == mode
 
 
 def test_hopper_has_a_kernel_of_its_own(device):
     """For half data whose rows are whole pieces of 16 bytes; the other one takes what is left."""
-    from linattn_np.backends.cupy import plans
-    own = "warpgroup_forward" if device.capability == 90 else "chunk_forward"
-    for sizes, dtype, name in ((SIXTEEN, BFLOAT16, own), (SIXTEEN, np.float16, own), (SIXTEEN, np.float32, "chunk_forward"),
-                               ({**SIXTEEN, "V": 12}, BFLOAT16, "chunk_forward"),
-                               ({**SIXTEEN, "K": 136}, BFLOAT16, own)):
+    every = instances.GatedForward
+    own = instances.GatedForwardSm90 if device.capability == 90 else every
+    for sizes, dtype, cls in ((SIXTEEN, BFLOAT16, own), (SIXTEEN, np.float16, own), (SIXTEEN, np.float32, every),
+                              ({**SIXTEEN, "V": 12}, BFLOAT16, every), ({**SIXTEEN, "K": 136}, BFLOAT16, own)):
         arrays = [device.upload(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), sizes, dtype)]
-        problem = next(iter(OPS)).bind(arrays)
-        (kernel, *_), columns, P = plans.one_pass_kernels(problem, device)
-        assert kernel.name == name and P == 1
-        assert plans.tiles_of(problem, device)["BV"] == columns
+        plan = planned.plan_of(next(iter(OPS)).bind(arrays), device)
+        (kernel,) = plan.kernels
+        assert type(kernel) is cls and "segments" not in plan.tiles
+        assert plan.tiles["BV"] == kernel.BV
 
 
 def test_on_the_card(card):

@@ -1,17 +1,17 @@
 """simple_gla, retention and linear_attention through gla's kernels: gradients, the gate that is read in place, what explain says."""
 
 import numpy as np
+import planned
 import pytest
 from conftest import Kernels
+from emulator import EmulatedDevice
 from reference import DECAYS, LIMITS, assert_close, double, draw, draw_states, errors, rms, same_bits, stated
-from test_gradient_kernels import Recorder
-from test_repeated_calls import Queued
 
 from linattn_np import NotSupported, linear_attention, retention, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import family, plans, recording, tiles
+from linattn_np.backends.cupy import PLANNERS, scalar_decay
 from linattn_np.layouts import swap_heads
-from linattn_np.ops import GLA, OPS
+from linattn_np.ops import OPS
 
 VARIANTS = {
     "simple_gla": (simple_gla, {}),
@@ -23,6 +23,7 @@ VARIANTS = {
     "normalized": (linear_attention, {"normalize": True, "feature_map": None}),
 }
 DECLARED = {function: op for op, function in OPS.items()}
+SCALAR = [op for op in OPS if PLANNERS[op] is scalar_decay]
 SIZES = {"B": 2, "H": 2, "T": 70, "K": 16, "V": 24, "N": 2}
 CASES = {
     "float32": {}, "bfloat16": {"dtype": BFLOAT16}, "float16": {"dtype": np.float16, "gate": "some-inf"},
@@ -102,24 +103,18 @@ def test_views_of_any_strides(backend, rng, variant):
         assert_close(variant, backend.tohost(backend.run(function, *views, **options)), wanted, np.float32)
 
 
-def test_the_form_that_they_take_is_glas():
-    assert all(getattr(family.GLA, name) == getattr(GLA, name) for name in vars(GLA) if name != "with_more")
-
-
 def test_one_gate_is_read_in_place(device, rng):
     """On Hopper nothing but the one pass runs, for any strides of a float32 gate; elsewhere the gate is spread first."""
     sizes = {"B": 2, "H": 3, "T": 100, "K": 64, "V": 64}
-    for op in (op for op in OPS if op.name in family.NAMES):
+    for op in SCALAR:
         host = draw(op, rng, sizes, BFLOAT16, gate_dtype=np.float32)
         wanted = OPS[op](*map(double, host), mode="recurrent")
         arrays = [device.upload(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2) for x in host]
-        problem, recorder = op.bind(arrays), Recorder(device)
-        o, _ = plans.run(problem, recorder)
-        one_pass = device.capability == 90
-        names = [kernel.name for kernel in recorder.launched]
-        assert names == (["warpgroup_one_gate"] if one_pass else ["feature_map", "chunk_forward"])
-        assert tuple(recorder.launched) == plans.kernels_of(problem, device)
-        assert (plans.copies_of(problem, device) == ()) == one_pass
+        problem = op.bind(arrays)
+        o, _ = planned.run(problem, device)
+        one_pass, plan = device.capability == 90, planned.plan_of(problem, device)
+        assert planned.names(plan) == (["scalar_decay_sm90_weighted_sums"] if one_pass else ["elementwise_feature_map", "gated_forward"])
+        assert (plan.copies == ()) == one_pass
         assert_close(op.name, np.asarray(o if isinstance(o, np.ndarray) else o.get()), wanted, BFLOAT16)
 
 
@@ -150,7 +145,7 @@ def test_one_gate_of_many_heads(backend, rng, gate_dtype):
 def test_how_wide_the_blocks_of_one_gate_are(heads, T, forward, backward):
     arrays = [np.zeros((1, heads, T, 128), BFLOAT16)] * 3
     for gradient, wanted in ((False, forward), (True, backward)):
-        found = plans.tiles_of(DECLARED[retention].bind(arrays, gradient=gradient), Queued(90))
+        found = planned.plan_of(DECLARED[retention].bind(arrays, gradient=gradient), EmulatedDevice(90)).tiles
         assert (found["BV"], found.get("segments", 1)) == wanted
 
 
@@ -220,7 +215,7 @@ FIXED = {
 def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
     """Without a gradient of the gate three sums at once: of each, scores or decayed values are bfloat16, and the result."""
     sizes = FIXED[case].copy()
-    monkeypatch.setattr(tiles, "MULTIPROCESSORS", sizes.pop("multiprocessors", tiles.MULTIPROCESSORS))
+    monkeypatch.setattr(type(backend.device), "multiprocessors", sizes.pop("multiprocessors", 132))
     gradients, wanted, _ = under_one_gate(rng, function=retention, **sizes)
     for name, x, y in zip(("dq", "dk", "dv", "dh0"), gradients(backend.run, backend.asarray), wanted):
         assert errors(backend.tohost(x), y)[0] <= 2.7e-3, name
@@ -232,10 +227,11 @@ def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
     (12, 7, 128, ["Gradients 128"]), (12, 6, 128, ["Queries 64", "Keys 128"])])         # those of FIXED
 def test_which_sums_are_made_at_once(monkeypatch, multiprocessors, heads, K, kernels):
     """Those whose blocks leave least of the card idle."""
-    monkeypatch.setattr(tiles, "MULTIPROCESSORS", multiprocessors)
+    device = EmulatedDevice(90)
+    monkeypatch.setattr(device, "multiprocessors", multiprocessors, raising=False)
     problem = DECLARED[retention].bind([np.zeros((1, heads, 70, K), BFLOAT16)] * 3, gradient=True)
-    found = plans.sweeps_of(problem, Queued(90))
-    assert [f"{kernel.template[0]} {kernel.template[-1]}" for kernel in found] == kernels
+    found = planned.plan_of(problem, device).kernels
+    assert [f"{kernel.what} {kernel.BV}" for kernel in found] == kernels
 
 
 @pytest.mark.parametrize("T", [70, 1100])
@@ -248,49 +244,46 @@ def test_the_same_gradients_again_the_same_bits(backend, rng, T):
 @pytest.mark.parametrize("gate_dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [70, 1100])
 def test_what_a_pullback_under_one_gate_takes(rng, T, gate_dtype):
-    """On Hopper its two sweeps, or all at once where no gradient of a gate is asked for, nothing as wide as the channels but
+    """On Hopper two kernels, or all at once where no gradient of a gate is asked for, nothing as wide as the channels but
     what segments leave behind, and no gradient nobody asks for."""
-    device = Queued(90)
-    for op in (op for op in OPS if op.name in family.NAMES):
+    for op in SCALAR:
+        device = planned.Noting(90)
         problem = op.bind(draw(op, rng, {"B": 1, "H": 2, "T": T, "K": 64, "V": 64}, BFLOAT16, gate_dtype=gate_dtype), gradient=True)
-        recorder = Recorder(device)
-        gradients, _ = plans.pullback(problem, recorder, problem["v"], None)
-        names = [kernel.name.removeprefix("warpgroup_backward_one_") for kernel in recorder.launched]
-        converted = bool(op.gates) and gate_dtype == BFLOAT16
-        assert names == ["feature_map"] * converted + ["segments", "scan_both_ways"] * (T > 1000) + (
-            ["queries", "keys"] if op.gates else ["warpgroup_one_gate"]) + ["feature_map"] * converted
-        assert tuple(recorder.launched) == plans.sweeps_of(problem, device)
+        gradients, _ = planned.pull(problem, device, problem["v"], None)
+        plan = planned.plan_of(problem, device)
+        names = [name.removeprefix("scalar_decay_sm90_") for name in planned.names(plan)]
+        converted = ["elementwise_feature_map"] * (bool(op.gates) and gate_dtype == BFLOAT16)
+        segments = ["backward_segments", "gated_scan_both_ways"] * (T > 1000)
+        assert names == converted + segments + (["backward_queries", "backward_keys"] if op.gates else ["weighted_sums"]) + converted
+        assert tuple(device.launched) == plan.kernels
         assert len(gradients) == len(op.arrays)
-        taken = sum(x.nbytes for x in recorder.made if not any(x is gradient for gradient in gradients))
-        assert taken == plans.scratch(problem, device)
+        taken = sum(x.nbytes for x in device.made if not any(x is gradient for gradient in gradients))
+        assert taken == plan.scratch
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_recording_does_what_the_plan_does(rng, variant, capability, monkeypatch):
-    (function, options), device = VARIANTS[variant], Queued(capability)
-    op, options = DECLARED[function], {} if function is retention else options      # a list of decays is never recorded
+def test_a_replay_does_what_the_plan_does(rng, variant, capability, monkeypatch):
+    (function, options), device = VARIANTS[variant], EmulatedDevice(capability)
+    op = DECLARED[function]
     problems = [op.bind(draw(op, rng, SIZES | {"V": 16}, BFLOAT16), **options) for _ in range(3)]
-    wanted = [plans.run(problem, device)[0] for problem in problems]
-    found = [recording.run(problems[0], device)[0]]
-    monkeypatch.setattr(plans, "run", None)
-    found += [recording.run(problem, device)[0] for problem in problems[1:]]
+    wanted = [planned.run(problem, device)[0] for problem in problems]
+    found = [planned.replayed(problems[0], device)[0]]
+    planned.forbid_planning(monkeypatch, op)
+    found += [planned.replayed(problem, device)[0] for problem in problems[1:]]
     assert all(map(same_bits, found, wanted))
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("variant", ["simple_gla", "linear_attention", "elu"])
-def test_a_recorded_pullback_does_what_the_plan_does(rng, variant, capability, monkeypatch):
-    (function, options), device = VARIANTS[variant], Queued(capability)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_replayed_pullback_does_what_the_plan_does(rng, variant, capability, monkeypatch):
+    (function, options), device = VARIANTS[variant], EmulatedDevice(capability)
     op = DECLARED[function]
     problems = [op.bind(draw(op, rng, SIZES | {"V": 16}, BFLOAT16), gradient=True, **options) for _ in range(3)]
-    wanted = [plans.pullback(problem, device, problem["v"], None)[0] for problem in problems]
-    recorder = Recorder(device)
-    plans.pullback(problems[0], recorder, problems[0]["v"], None)
-    assert tuple(recorder.launched) == plans.sweeps_of(problems[0], device)
-    found = [recording.pullback(problems[0], device, problems[0]["v"], None)[0]]
-    monkeypatch.setattr(plans, "pullback", None)
-    found += [recording.pullback(problem, device, problem["v"], None)[0] for problem in problems[1:]]
+    wanted = [planned.pull(problem, device, problem["v"], None)[0] for problem in problems]
+    found = [planned.replayed_pull(problems[0], device, problems[0]["v"], None)[0]]
+    planned.forbid_planning(monkeypatch, op)
+    found += [planned.replayed_pull(problem, device, problem["v"], None)[0] for problem in problems[1:]]
     assert all(same_bits(x, y) for left, right in zip(found, wanted) for x, y in zip(left, right, strict=True))
 
 

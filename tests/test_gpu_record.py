@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import sanitized
 
-from linattn_np.backends.cupy import tiles
+from linattn_np.backends.cupy import catalog, instances
 from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
 
 TREE = {
     "kernels_cu/include/tile.cuh": "header",
-    "kernels_cu/chunk/forward.cu": "kernel",
-    "linattn_np/backends/cupy/plans.py": "plans",
+    "kernels_cu/gated/forward.cu": "kernel",
+    "linattn_np/backends/cupy/plan.py": "plans",
     "linattn_np/backends/numba/kernels.py": "kernels",
     "linattn_np/backends/numpy/chunked.py": "runs on no card",
     "README.md": "neither",
@@ -62,9 +62,9 @@ def test_what_runs_on_no_card_may_change(root, path):
 
 
 def test_sources_that_came_and_went(root, path, capsys):
-    (root / "kernels_cu/chunk/forward.cu").rename(root / "kernels_cu/chunk/backward.cu")
+    (root / "kernels_cu/gated/forward.cu").rename(root / "kernels_cu/gated/backward.cu")
     assert gpu_record.check(root, path) == 1
-    assert capsys.readouterr().out == "kernels_cu/chunk/backward.cu: new since\nkernels_cu/chunk/forward.cu: gone since\n"
+    assert capsys.readouterr().out == "kernels_cu/gated/backward.cu: new since\nkernels_cu/gated/forward.cu: gone since\n"
 
 
 @pytest.mark.parametrize("backends, said", [
@@ -132,12 +132,12 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
         for _ in sanitized.calls(rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device):
             pass
     assert {kernel.file for kernel in launched} == sanitized.kernel_files()
-    assert set(map(passes, launched)) >= set(map(passes, tiles.kernels()))
+    assert set(map(passes, launched)) >= set(map(passes, catalog.kernels()))
 
 
 def passes(kernel):
     """A kernel's file and which of its passes it is, whatever the types and sizes."""
-    others = (*tiles.POLICIES, tiles.ONE)
+    others = (*catalog.READ_ORDERS, instances.SCALAR)
     return kernel.file, *(word for word in kernel.template if word[0].isupper() and word not in others)
 
 
@@ -193,6 +193,6 @@ def test_check_needs_the_standard_library_alone(path):
 
 def test_the_repository_has_device_sources():
     found = gpu_record.hashes(gpu_record.ROOT)
-    assert "kernels_cu/chunk/chunk_forward.cu" in found and "linattn_np/backends/cupy/plans.py" in found
+    assert "kernels_cu/gated/forward.cu" in found and "linattn_np/backends/cupy/plan.py" in found
     assert any(path.startswith("linattn_np/backends/numba/") for path in found)
     assert not any("backends/numpy" in path for path in found)

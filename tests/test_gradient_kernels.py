@@ -3,16 +3,17 @@
 from dataclasses import dataclass
 
 import numpy as np
+import planned
 import pytest
 from conftest import DOUBLE, SINGLE, Kernels, OnCard
+from emulator import EmulatedDevice
 from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_states, errors, rms, same_bits
 
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import gradients, recording, tiles
+from linattn_np.backends.cupy import execute
+from linattn_np.declarations import GLA, RWKV6
 from linattn_np.layouts import swap_heads
-from linattn_np.ops.gla import GLA
-from linattn_np.ops.rwkv6 import RWKV6
 
 BY_NAME = {"gla": (GLA, gla), "rwkv6": (RWKV6, rwkv6)}
 HALF_GATES = ("logsigmoid", "weak", "by_channel", "all-20", "some-inf")
@@ -282,15 +283,6 @@ def large(op, dtype=BFLOAT16, **sizes):
     return op.bind(arrays, gradient=True)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """As much of a device as planning asks for."""
-    capability: int
-
-    def pointer(self, array):
-        return 0
-
-
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_memory_is_bounded(op, dtype):
     """Long sequences: less than one and a half times the inputs; a quarter of it for every 256 tokens' state."""
@@ -298,47 +290,21 @@ def test_memory_is_bounded(op, dtype):
         problem = large(BY_NAME[op][0], dtype, K=K, V=K)
         inputs = sum(x.size * x.dtype.itemsize for x in problem.arrays.values())
         for capability in (80, 90):
-            assert gradients.scratch(problem, Planned(capability)) <= 1.5 * inputs
-
-
-class Recorder:
-    """A device that notes what is made and launched on it."""
-
-    def __init__(self, device):
-        self.device, self.made, self.launched = device, [], []
-
-    def __getattr__(self, name):
-        return getattr(self.device, name)
-
-    def empty(self, shape, dtype):
-        self.made.append(self.device.empty(shape, dtype))
-        return self.made[-1]
-
-    def zeros(self, shape, dtype):
-        self.made.append(self.device.zeros(shape, dtype))
-        return self.made[-1]
-
-    def empty_like(self, *arguments):
-        self.made.append(self.device.empty_like(*arguments))
-        return self.made[-1]
-
-    def launch(self, kernel, *arguments):
-        self.launched.append(kernel)
-        return self.device.launch(kernel, *arguments)
+            assert planned.plan_of(problem, EmulatedDevice(capability)).scratch <= 1.5 * inputs
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
-def test_what_is_stated_is_what_is_launched_and_taken(op, device, dtype, rng):
-    """Kernels in the order of `sweeps`; the bytes made are the gradients' and those stated."""
-    declared = BY_NAME[op][0]
-    sizes = {"B": 1, "H": 2, "T": 300, "K": 16, "V": 16, "N": 3}
-    arrays = [device.upload(x) for x in draw(declared, rng, sizes, dtype)]
+@pytest.mark.parametrize("capability", [80, 90])
+def test_what_is_stated_is_what_is_launched_and_taken(op, capability, dtype, rng):
+    """Kernels in the plan's order; the bytes made are the gradients' and those stated."""
+    declared, device = BY_NAME[op][0], planned.Noting(capability)
+    arrays = draw(declared, rng, {"B": 1, "H": 2, "T": 300, "K": 16, "V": 16, "N": 3}, dtype)
     problem = declared.bind(arrays, gradient=True, cu_seqlens=[0, 270, 270, 300])
-    recorder = Recorder(device)
-    found, _ = gradients.pullback(problem, recorder, device.upload(rng.standard_normal((1, 2, 300, 16)).astype(dtype)), None)
-    assert tuple(recorder.launched) == gradients.sweeps(problem, device)
-    taken = sum(x.nbytes for x in recorder.made if not any(x is gradient for gradient in found))
-    assert taken == gradients.scratch(problem, device)
+    found, _ = planned.pull(problem, device, rng.standard_normal((1, 2, 300, 16)).astype(dtype), None)
+    plan = planned.plan_of(problem, device)
+    assert tuple(device.launched) == plan.kernels
+    taken = sum(x.nbytes for x in device.made if not any(x is gradient for gradient in found))
+    assert taken == plan.scratch
 
 
 def test_explain_speaks_of_the_pullback(backend, rng):
@@ -349,8 +315,8 @@ def test_explain_speaks_of_the_pullback(backend, rng):
     assert forward.scratch is None and backward.scratch == 4 * 3 * 64 * 64
     assert backward.bytes == 2 * sum(x.nbytes for x in arrays) + arrays[2].nbytes
     assert [kernel.split(".cu")[0] for kernel in backward.kernels] == [
-        f"chunk/chunk_backward_{what}" for what in ("queries", "keys", "values")]
-    assert backward.tiles["kept"] == tiles.KEPT and "besides the gradients" in str(backward)
+        f"gated/backward_{what}" for what in ("queries", "keys", "values")]
+    assert backward.tiles["checkpoint every"] == 256 and "besides the gradients" in str(backward)
 
 
 def test_what_has_no_gradient_kernel_is_refused(backend, rng):
@@ -368,7 +334,7 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
     """Replayed with gates too strong for Hopper's own sweeps, with others, and with those again: nothing is left over."""
     if card.name != "cupy":
         pytest.skip("Numba has no gradients")
-    monkeypatch.setattr(recording, "in_graphs", [])
+    monkeypatch.setattr(execute, "in_graphs", [])
     call = Call(op, Case(T=T, K=32, V=32, H=3, dtype="bfloat16", initial=None), rng)
     bonus = [u.astype(np.float32) for u in call.arrays[4:]]     # else it is copied, and the plan drawn up at every call
     arrays, do = [card.asarray(x) for x in (*call.arrays[:4], *bonus)], card.asarray(call.do)

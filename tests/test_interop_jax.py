@@ -14,8 +14,8 @@ from reference import assert_close, draw, same_bits
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops.gla import GLA
-from linattn_np.ops.retention import RETENTION
+from linattn_np.declarations import GLA
+from linattn_np.declarations import RETENTION
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # the other tests on a card need its memory
 jax = pytest.importorskip("jax", reason="jax is not installed")

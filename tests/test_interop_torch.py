@@ -11,10 +11,11 @@ from reference import assert_close, draw
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops.gla import GLA
+from linattn_np.declarations import GLA
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 interop = pytest.importorskip("linattn_np.interop.torch")
+torch_transforms = pytest.importorskip("linattn_np.interop.torch_transforms")
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
@@ -224,6 +225,18 @@ def weighed(case, **given):
     return lambda *inputs: sum((x * w).sum() for x, w in zip(case.ours(*inputs, **given), weights, strict=True))
 
 
+compiles = pytest.mark.skipif(not torch_transforms.COMPILES, reason="torch.compile needs torch 2.15")
+
+
+@pytest.mark.skipif(torch_transforms.COMPILES, reason="of an older torch")
+def test_an_older_compiler_is_refused(rng):
+    arrays = [torch.tensor(x) for x in draw(GLA, rng, SIZES)]
+    compiled = torch.compile(interop.gla, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="torch.compile needs torch 2.15 or newer"):
+        compiled(*arrays)
+
+
+@compiles
 @pytest.mark.parametrize("name", ["gla", "rwkv6", "simple_gla", "softmax_attention"])
 def test_compiled_gradients(name, rng):
     """The graph holds the call whole: nothing falls back to eager code."""
@@ -236,6 +249,7 @@ def test_compiled_gradients(name, rng):
         compare(torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(loss(*inputs), inputs), torch.float64)
 
 
+@compiles
 def test_compiled_with_masks_and_layouts(rng):
     arrays = [torch.tensor(x.swapaxes(1, 2).copy(), requires_grad=True) for x in draw(GLA, rng, {**SIZES, "B": 3})]
     mask = torch.tensor(rng.random((3, 21)) < 0.7)

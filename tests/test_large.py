@@ -6,9 +6,9 @@ from reference import GATES, assert_close, draw, exact, same_bits
 
 from linattn_np import OPS, gla, gla_step
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops.gla import GLA
-from linattn_np.ops.rwkv6 import RWKV6
-from linattn_np.ops.steps import GLA_STEP
+from linattn_np.declarations import GLA
+from linattn_np.declarations import RWKV6
+from linattn_np.declarations import GLA_STEP
 
 pytestmark = pytest.mark.xdist_group("large")       # one at a time: workers share the card's memory
 

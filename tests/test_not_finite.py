@@ -7,7 +7,7 @@ from reference import draw, draw_states, exact, stated
 
 from linattn_np import gla, linear_attention, retention, rwkv6, simple_gla, softmax_attention, stages, vjp
 from linattn_np.ops import declaration
-from linattn_np.ops.gla import TWO_GATES
+from linattn_np.declarations import GLA_VALUE_GATE
 
 OPERATORS = {
     "gla": (gla, {}), "rwkv6": (rwkv6, {}), "simple_gla": (simple_gla, {}), "retention": (retention, {}),
@@ -18,7 +18,7 @@ OPERATORS = {
 POISONS = (np.nan, np.inf, -np.inf)
 SIZES = {"B": 2, "H": 3, "T": 101, "K": 7, "V": 5}
 EVERY_MODE = [(name, mode) for name, (function, _) in OPERATORS.items()
-              for mode in (TWO_GATES if name == "gv" else declaration(function, "test")).modes if mode != "recurrent"]
+              for mode in (GLA_VALUE_GATE if name == "gv" else declaration(function, "test")).modes if mode != "recurrent"]
 
 
 class Call:
@@ -26,7 +26,7 @@ class Call:
 
     def __init__(self, name, rng, gate="logsigmoid", dtype=np.float32, packed=False, **sizes):
         self.function, self.options = OPERATORS[name]
-        self.op = TWO_GATES if name == "gv" else declaration(self.function, "test")
+        self.op = GLA_VALUE_GATE if name == "gv" else declaration(self.function, "test")
         self.sizes = {**SIZES, **sizes, **({"B": 1} if packed else {})}
         self.options = {**self.options, "output_final_state": True}
         if packed:

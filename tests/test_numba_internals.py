@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from linattn_np import stages
+from linattn_np import declarations
 from linattn_np.backends import numba as backend_package
 from linattn_np.contract import SUB_CHUNK
 from linattn_np.ops import GLA, GLA_STEP, RWKV6, RWKV6_STEP, SIMPLE_GLA
@@ -33,10 +33,10 @@ def bound(op, dtype=np.float32, strided=False, **arguments):
         shape = [SIZES[axis] for axis in axes.split()]
         made = np.zeros(shape[::-1] if strided else shape, single if name in op.computed else dtype)
         return made.T if strided else made
-    if op in stages.STAGES:
+    if op in declarations.STAGES:
         arguments["chunk_size"] = CHUNK
     problem = op.bind([array(name, axes) for name, axes in op.arrays.items()], **arguments)
-    if op is stages.GATED_QK:
+    if op is declarations.GATED_QK:
         problem = problem.but(options={**problem.options, "exclusive": True})
     return problem
 
@@ -49,7 +49,7 @@ CALLS = {
     **{f"{op.name}-{mode}": lambda op=op, mode=mode, **kw: bound(op, mode=mode, **kw)
        for op in (GLA, RWKV6) for mode in ("staged", "recurrent")},
     **{op.name: lambda op=op, **kw: step(op, **kw) for op in (GLA_STEP, RWKV6_STEP)},
-    **{f"{op.name}-{'u' in op.arrays}": lambda op=op, **kw: bound(op, **kw) for op in stages.STAGES},
+    **{f"{op.name}-{'u' in op.arrays}": lambda op=op, **kw: bound(op, **kw) for op in declarations.STAGES},
 }
 
 

@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 from reference import draw
 
-from linattn_np import ContractError, stages
+from linattn_np import ContractError
+from linattn_np.declarations import CHUNK_CUMSUM, COMBINE, GLA_STEP, RETENTION, RWKV6_STEP, STAGES
 from linattn_np.ops import OPS
-from linattn_np.ops.retention import RETENTION
-from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
 from linattn_np.problem import Problem
 
 SIZES = {"B": 1, "H": 2, "T": 40, "K": 8, "V": 4, "C": 16, "NC": 3, "N": 1}
-DECLARED = (*OPS, GLA_STEP, RWKV6_STEP, *stages.STAGES)
+DECLARED = (*OPS, GLA_STEP, RWKV6_STEP, *STAGES)
 
 
 def bound(op, **arguments):
     if op in (GLA_STEP, RWKV6_STEP):
         arguments = {"state": np.zeros((5, 2, 8, 4), np.float32), "slots": [3], **arguments}
-    if op in stages.STAGES:
+    if op in STAGES:
         arguments = {"chunk_size": 16, **arguments}
     return op.bind(draw(op, np.random.default_rng(0), SIZES, np.float32), **arguments)
 
@@ -62,10 +61,10 @@ def test_another_problem_leaves_the_first():
 
 def test_a_stage_settles_its_chunks():
     for _ in range(2):
-        problem = bound(stages.CHUNK_CUMSUM)
+        problem = bound(CHUNK_CUMSUM)
         assert (problem.sizes["C"], problem.sizes["NC"]) == (16, 3)
         with pytest.raises(ContractError, match="chunk_cumsum: chunk_size is None"):
-            bound(stages.CHUNK_CUMSUM, chunk_size=None)
+            bound(CHUNK_CUMSUM, chunk_size=None)
         with pytest.raises(ContractError, match="combine: h has NC=3, but chunk_size=32 makes it 2"):
-            draw_of = draw(stages.COMBINE, np.random.default_rng(0), SIZES | {"C": 32}, np.float32)
-            stages.COMBINE.bind(draw_of, chunk_size=32)
+            draw_of = draw(COMBINE, np.random.default_rng(0), SIZES | {"C": 32}, np.float32)
+            COMBINE.bind(draw_of, chunk_size=32)

@@ -5,19 +5,17 @@ import weakref
 from threading import Thread
 
 import numpy as np
+import planned
 import pytest
 from emulator import EmulatedDevice
 from reference import draw, same_bits
 
 from linattn_np import ContractError, ContractTypeError, gla, gla_step, retention, rwkv6_step
 from linattn_np.arrays import BFLOAT16, signature
-from linattn_np.backends.cupy import plans, recording, tiles
+from linattn_np.backends.cupy import execute, tuning
 from linattn_np.call_cache import MEMOS
+from linattn_np.declarations import GLA, GLA_STEP, RETENTION, RWKV6, RWKV6_STEP
 from linattn_np.layouts import swap_heads
-from linattn_np.ops.gla import GLA
-from linattn_np.ops.retention import RETENTION
-from linattn_np.ops.rwkv6 import RWKV6
-from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
 from linattn_np.views import with_output
 
 SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8}
@@ -158,7 +156,7 @@ def test_no_array_is_kept():
         sequence = arrays(layout="bthd")
         kept += map(weakref.ref, (*sequence, *flat(run(GLA, sequence, device(), layout="bthd", output_final_state=True))))
         problem, do = GLA.bind(arrays(), gradient=True), arrays()[2]
-        kept += map(weakref.ref, (do, *problem.arrays.values(), *flat(recording.pullback(problem, device(), do, None)[0])))
+        kept += map(weakref.ref, (do, *problem.arrays.values(), *flat(planned.replayed_pull(problem, device(), do, None)[0])))
         del inputs, out, state, sequence, problem, do
         gc.collect()
         assert not any(ref() is not None for ref in kept)
@@ -178,18 +176,12 @@ def test_device_arrays_differ_by_place():
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
-class Queued(EmulatedDevice):
-    """What `recording` asks of a device beside `plans`."""
-
-    queue, capturing = 0, False
-
-
 def device(capability=80, made={}):
-    return made.setdefault(capability, Queued(capability))
+    return made.setdefault(capability, EmulatedDevice(capability))
 
 
 def run(op, inputs, on, **arguments):
-    return recording.run(op.bind(inputs, **arguments), on)
+    return planned.replayed(op.bind(inputs, **arguments), on)
 
 
 def flat(result):
@@ -208,17 +200,15 @@ CALLS = {
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CALLS)
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
-def test_a_recording_does_what_the_plan_does(op, case, dtype, capability, monkeypatch):
-    """Also where the call recorded was given one array twice, and later ones were not."""
+def test_a_replay_does_what_the_plan_does(op, case, dtype, capability, monkeypatch):
+    """Also where the first call was given one array twice, and later ones were not."""
     on, options = device(capability), dict(CALLS[case])
     B = 1 if "cu_seqlens" in options else 2
     calls = [arrays(op, dtype, seed, options.get("layout", "bhtd"), B=B, V=16) for seed in range(3)]
-    if op is RWKV6:
-        calls = [[*call[:4], call[4].astype(np.float32)] for call in calls]
     calls[0][1] = calls[0][0]
-    wanted = [flat(plans.run(op.bind(call, **options), on)) for call in calls]
+    wanted = [flat(planned.run(op.bind(call, **options), on)) for call in calls]
     found = [flat(run(op, calls[0], on, **options))]
-    monkeypatch.setattr(plans, "run", None)
+    planned.forbid_planning(monkeypatch, op)
     found += [flat(run(op, call, on, **options)) for call in calls[1:]]
     for left, right in zip(found, wanted):
         assert all(x is y is None or same_bits(x, y) and x.strides == y.strides for x, y in zip(left, right, strict=True))
@@ -227,7 +217,7 @@ def test_a_recording_does_what_the_plan_does(op, case, dtype, capability, monkey
 
 @pytest.mark.parametrize("slots", [None, [4, 1]], ids=["rows", "slots"])
 @pytest.mark.parametrize("op", [GLA_STEP, RWKV6_STEP], ids=lambda op: op.name)
-def test_a_recorded_step_updates_the_state_of_its_call(op, slots, monkeypatch):
+def test_a_replayed_step_updates_the_state_of_its_call(op, slots, monkeypatch):
     for turn in range(3):
         inputs, out = arrays(op, seed=turn), np.full((2, 2, 8), np.nan, np.float32)
         state = np.random.default_rng(turn).standard_normal((5 if slots else 2, 2, 16, 8)).astype(np.float32)
@@ -235,26 +225,29 @@ def test_a_recorded_step_updates_the_state_of_its_call(op, slots, monkeypatch):
         step = gla_step if op is GLA_STEP else rwkv6_step
         wanted = step(*inputs, state, slots=slots)
         if turn:
-            monkeypatch.setattr(plans, "run", None)
+            planned.forbid_planning(monkeypatch, op)
         assert run(op, inputs, device(), state=mine, slots=slots, out=out) is out
         np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(mine, state, rtol=1e-4, atol=1e-5)
 
 
-def test_plans_that_copy_run_each_time():
-    for turn in range(2):
+def test_what_copies_is_replayed_too(monkeypatch):
+    """Copies are steps of a plan: of arrays without rows, into such, and to another dtype."""
+    for turn in range(3):
+        if turn == 1:
+            planned.forbid_planning(monkeypatch, GLA)
         q, k, v, g = arrays(seed=turn)
         wanted, state = gla(q, k, v, g, output_final_state=True)
-        out = np.empty((2, 2, 8, 40), np.float32).swapaxes(2, 3)
+        out = np.full((2, 2, 8, 40), np.nan, np.float32).swapaxes(2, 3)
         columns = np.asfortranarray(q)
         start = np.zeros((2, 2, 16, 8))                                 # float64, which the kernels do not read
         for inputs, options in (((columns, k, v, g), {}), ((q, k, v, g), {"out": out}), ((q, k, v, g), {"initial_state": start})):
             problem = GLA.bind(inputs, **options)
-            o, _ = recording.run(problem, device())
+            o, _ = planned.replayed(problem, device())
+            assert o is out or "out" not in options
             np.testing.assert_allclose(o, wanted, rtol=1e-3, atol=1e-4)
-            assert list(problem.memo["recordings"].values()) == [None]
-        for _ in range(2):
-            assert flat(run(GLA, (q, k, v, g), device(), output_final_state=True, state_dtype=np.float64))[1].dtype == np.float64
+            assert len(planned.compiled(problem)) == 1
+        assert flat(run(GLA, (q, k, v, g), device(), output_final_state=True, state_dtype=np.float64))[1].dtype == np.float64
 
 
 PULLS = {
@@ -268,8 +261,6 @@ def pull_problem(op, dtype, seed, *, start=False, dht=False, **options):
     """(problem, do, dht)."""
     sizes = {"B": options.pop("B", 1 if "cu_seqlens" in options else 2), "T": options.pop("T", 40), "V": 16}
     inputs = arrays(op, dtype, seed, options.get("layout", "bhtd"), **sizes)
-    if op is RWKV6:
-        inputs[4] = inputs[4].astype(np.float32)
     rng, N = np.random.default_rng(seed), len(options.get("cu_seqlens", [0] * (sizes["B"] + 1))) - 1
     states = [rng.standard_normal((N, 2, 16, 16)).astype(np.float32) for _ in range(2)]
     problem = op.bind(inputs, gradient=True, initial_state=states[0] if start else None, **options)
@@ -283,16 +274,17 @@ def pull_problem(op, dtype, seed, *, start=False, dht=False, **options):
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
 def test_a_recorded_pullback_does_what_the_plan_does(op, case, dtype, capability, monkeypatch):
     """Gates of one head too strong for Hopper's own sweeps, then of none, then of another: nothing of a call is left over."""
-    monkeypatch.setattr(tiles, "SEGMENT", 48)
+    monkeypatch.setattr(tuning, "SEGMENT", 48)
     on, calls = device(capability), [pull_problem(op, dtype, seed, **PULLS[case]) for seed in range(4)]
     for (problem, *_), head in zip(calls, (1, None, 0, None)):
         if head is not None:
             problem.arrays[op.gates[0]][:, head, 20:25] = -20
-    wanted = [plans.pullback(problem, on, do, dht) for problem, do, dht in calls]
-    found = [recording.pullback(calls[0][0], on, *calls[0][1:])]
-    assert all(calls[0][0].memo["recordings"].values())
-    monkeypatch.setattr(plans, "pullback", None)
-    found += [recording.pullback(problem, on, do, dht) for problem, do, dht in calls[1:]]
+    calls[0][0].memo.pop("plans", None)                                     # of other lengths of segments
+    wanted = [planned.pull(problem, on, do, dht) for problem, do, dht in calls]
+    found = [planned.replayed_pull(calls[0][0], on, *calls[0][1:])]
+    assert len(planned.compiled(calls[0][0])) == 1
+    planned.forbid_planning(monkeypatch, op)
+    found += [planned.replayed_pull(problem, on, do, dht) for problem, do, dht in calls[1:]]
     for left, right in zip(found, wanted):
         pairs = zip(flat(left), flat(right), strict=True)
         assert all(x is y is None or same_bits(x, y) and x.strides == y.strides for x, y in pairs)
@@ -301,56 +293,56 @@ def test_a_recorded_pullback_does_what_the_plan_does(op, case, dtype, capability
 
 def test_pullbacks_of_other_gradients_share_nothing(monkeypatch):
     """Nor do a pullback and the forward pass of the same problem; where time is reversed it may have room for o or not."""
-    on = Queued()
+    on = EmulatedDevice()
     problem, do, dht = pull_problem(GLA, np.float32, 50, T=41, dht=True, reverse=True)
     strided = np.concatenate([do, do], axis=-1)[..., :16]
-    wanted = flat(plans.pullback(problem, on, do, None))
+    wanted = flat(planned.pull(problem, on, do, None))
     for given in (problem, with_output(problem)):
         for x in (do, strided):
-            found = flat(recording.pullback(given, on, x, None))
+            found = flat(planned.replayed_pull(given, on, x, None))
             assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
-    recording.pullback(problem, on, do, dht)
-    recording.run(with_output(problem), on)
-    assert len(problem.memo["recordings"]) == 4
-    recording.pullback(problem, on, do.astype(np.float64), dht)
-    assert list(problem.memo["recordings"].values())[4] is None             # it is copied
+    planned.replayed_pull(problem, on, do, dht)
+    planned.replayed(with_output(problem), on)
+    assert len(planned.compiled(problem)) == 4
+    planned.replayed_pull(problem, on, do.astype(np.float64), dht)
+    assert len(planned.compiled(problem)) == 5
 
 
 def test_a_pullbacks_graph_keeps_its_scratch(monkeypatch):
-    monkeypatch.setattr(recording, "in_graphs", [])
-    on = Queued(90)
+    monkeypatch.setattr(execute, "in_graphs", [])
+    on = EmulatedDevice(90)
     on.capturing = True
     problem, do, _ = pull_problem(RWKV6, BFLOAT16, 0, T=33)
-    gradients, _ = recording.pullback(problem, on, do, None)
-    assert sum(x.nbytes for x in recording.in_graphs) == plans.scratch(problem, on)
-    assert not any(x is y for x in recording.in_graphs for y in gradients)
+    gradients, _ = planned.replayed_pull(problem, on, do, None)
+    assert sum(x.nbytes for x in execute.in_graphs) == planned.plan_of(problem, on).scratch
+    assert not any(x is y for x in execute.in_graphs for y in gradients)
 
 
 def test_each_queue_has_tables_of_its_own():
-    on = Queued()
+    on = EmulatedDevice()
     problem = GLA.bind(arrays(B=1), cu_seqlens=[0, 11, 40])
-    for on.queue in range(2 * recording.RECORDINGS):
-        recording.run(problem, on)
-        assert (on, on.queue) in problem.memo["recordings"]
-    assert len(problem.memo["recordings"]) <= recording.RECORDINGS
+    for on.queue in range(2 * execute.COMPILED):
+        planned.replayed(problem, on)
+        assert (on, on.queue) in problem.memo["plans"]
+    assert len(planned.compiled(problem)) <= execute.COMPILED
 
 
 def test_a_graph_keeps_its_tables_and_scratch(monkeypatch):
-    monkeypatch.setattr(recording, "in_graphs", [])
-    on = Queued()
+    monkeypatch.setattr(execute, "in_graphs", [])
+    on = EmulatedDevice()
     problem = GLA.bind(arrays(B=1), cu_seqlens=[0, 12, 40])
-    recording.run(problem, on)
-    assert not recording.in_graphs
+    planned.replayed(problem, on)
+    assert not execute.in_graphs
     on.capturing = True
-    o, _ = recording.run(problem, on)
-    (table,) = recording.in_graphs
+    o, _ = planned.replayed(problem, on)
+    (table,) = execute.in_graphs
     assert table is not o and table.dtype == np.int64
-    recording.run(GLA.bind(arrays(B=1), mode="staged"), on)
-    assert len(recording.in_graphs) == 1 + 6
+    planned.replayed(GLA.bind(arrays(B=1), mode="staged"), on)
+    assert len(execute.in_graphs) == 1 + 6
 
 
-def test_threads_share_recordings():
-    on, results = Queued(), {}
+def test_threads_share_plans():
+    on, results = EmulatedDevice(), {}
 
     def work(seed):
         results[seed] = [run(GLA, arrays(seed=seed), on)[0] for _ in range(5)]
@@ -361,5 +353,5 @@ def test_threads_share_recordings():
     for thread in threads:
         thread.join()
     for seed, found in results.items():
-        wanted = plans.run(GLA.bind(arrays(seed=seed)), on)[0]
+        wanted = planned.run(GLA.bind(arrays(seed=seed)), on)[0]
         assert all(same_bits(o, wanted) for o in found)

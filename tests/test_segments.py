@@ -1,15 +1,18 @@
 """Few heads and many tokens: Hopper's one-pass kernel on segments of sequences, summarised in parts that are finer."""
 
 import numpy as np
+import planned
 import pytest
+from emulator import EmulatedDevice
 from reference import assert_close, draw, exact, same_bits
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import plans, tiles
+from linattn_np.backends.cupy import instances, tuning
 from linattn_np.ops import GLA, RWKV6, SIMPLE_GLA
 
 HALF = np.dtype(np.float16)
+H200 = EmulatedDevice(90)
 DENSE = {"B": 2, "H": 1, "T": 333, "N": 2}
 PACKED = {"B": 1, "H": 2, "T": 412, "N": 6}
 BOUNDS = (0, 0, 5, 205, 238, 238, 412)
@@ -24,19 +27,19 @@ def hopper(device):
 
 def cut(monkeypatch, P, R):
     """Every sequence into P segments of R parts."""
-    monkeypatch.setattr(tiles, "segments", lambda *sizes: P)
-    monkeypatch.setattr(tiles, "parts", lambda *sizes: R)
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
+    monkeypatch.setattr(tuning, "parts", lambda *sizes: R)
 
 
 def cut_tail(monkeypatch, later):
     """Every sequence in two, so many tokens behind its middle, where the first part's block may have to do both."""
-    monkeypatch.setattr(tiles, "in_two", lambda *sizes: (later, True))
+    monkeypatch.setattr(tuning, "in_two", lambda *sizes: (later, True))
 
 
 def computed(device, op, arrays, start, final, **arguments):
     problem = op.bind([device.upload(x) for x in arrays], output_final_state=final,
                       initial_state=None if start is None else device.upload(start), **arguments)
-    o, parts = plans.run(problem, device)
+    o, parts = planned.run(problem, device)
     return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
 
 
@@ -99,10 +102,10 @@ def test_a_tail_of_its_own(hopper, rng, monkeypatch, op, K, V, dtype, packed, ga
 @pytest.mark.parametrize("P, tail", [(2, False), (3, False), (2, True)], ids=["halves", "segments", "tail"])
 def test_what_is_forgotten_is_not_read(hopper, rng, monkeypatch, P, tail, gate_dtype):
     """Also where a channel forgets only just; where one does not quite, all tokens are, whichever block comes first."""
-    cut_tail(monkeypatch, tiles.LATER) if tail else cut(monkeypatch, P, 1)
+    cut_tail(monkeypatch, tuning.LATER) if tail else cut(monkeypatch, P, 1)
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": P * 384, "K": 64, "V": 64}, BFLOAT16, "all-20", gate_dtype)
     arrays[1][0, 0, 40, 3] = np.nan
-    second = slice(384 + tiles.LATER * (P == 2), None)          # all but the first segment
+    second = slice(384 + tuning.LATER * (P == 2), None)          # all but the first segment
     for gate, finite in 2 * ((-0.6, True), (-0.55, False), (-0.55, False)):         # 154 and 141 nats in 256 tokens, of 148
         arrays[3][0, 0, :, 5] = gate
         o, = computed(hopper, GLA, arrays, None, False)
@@ -126,9 +129,13 @@ def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 128, "K": 64, "V": 64}, BFLOAT16)
     memory = hopper.upload(rng.standard_normal(1 + 64 * 64).astype(np.float32))
     start = memory[1:].reshape(1, 1, 64, 64)
-    o, _ = plans.run(GLA.bind([hopper.upload(x) for x in arrays], initial_state=start), hopper)
+    o, _ = planned.run(GLA.bind([hopper.upload(x) for x in arrays], initial_state=start), hopper)
     o, start = (x.get() if hasattr(x, "get") else x for x in (o, start))
     assert_close("o", o, exact(OPS[GLA], arrays, initial_state=start)[0], BFLOAT16)
+
+
+def forward(D, schedule=instances.SINGLE_PASS):
+    return instances.GatedForwardSm90.fitting("AfterWrite", schedule, BFLOAT16, BFLOAT16, D, D)
 
 
 @pytest.mark.parametrize("heads, longest, final, P, R", [
@@ -138,9 +145,9 @@ def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
     (1, 1100, False, 8, 1),         # no shorter than 128 tokens
 ])
 def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
-    summary = tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, 128, 128, "Summary")
-    assert tiles.segments(heads, longest, tiles.room(summary)) == P
-    assert tiles.parts(summary, heads, 128, P, longest, final) == R
+    summary = forward(128, instances.SEGMENT_STATE)
+    assert tuning.segments(heads, longest, tuning.resident_blocks(summary, H200)) == P
+    assert tuning.parts(summary, heads, 128, P, longest, final, H200) == R
 
 
 @pytest.mark.parametrize("D, heads, longest, halves", [
@@ -148,7 +155,7 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     (64, 64, 1024, True), (64, 64, 4096, False), (64, 100, 8193, False), (64, 100, 1024, True), (64, 33, 1024, False), (64, 133, 1024, False),
 ])
 def test_which_sequences_are_cut_in_two(D, heads, longest, halves):
-    assert tiles.halves(tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D), heads, longest) == halves
+    assert tuning.halves(forward(D), heads, longest, H200) == halves
 
 
 @pytest.mark.parametrize("D, heads, lengths, tokens", [
@@ -158,19 +165,29 @@ def test_which_sequences_are_cut_in_two(D, heads, longest, halves):
     (128, 48, [8192, 8191], 0), (64, 160, [8192], 2581), (64, 264, [8192], 0),
 ])
 def test_which_sequences_get_a_tail(D, heads, lengths, tokens):
-    kernel = tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D)
-    assert tiles.tail(kernel, heads * len(lengths), np.array(lengths)) == tokens
+    assert tuning.tail(forward(D), heads * len(lengths), np.array(lengths), H200) == tokens
 
 
 @pytest.mark.parametrize("heads, longest, cut", [
-    (64, 2048, (tiles.LATER, False)), (66, 8191, (tiles.LATER, False)), (44, 2048, None), (64, 16384, None), (256, 2048, None), (10, 250, None),
+    (64, 2048, (tuning.LATER, False)), (66, 8191, (tuning.LATER, False)), (44, 2048, None), (64, 16384, None), (256, 2048, None), (10, 250, None),
     (96, 8192, (6304 - 4096, True)), (96, 8191, (6304 - 4096, True)),
 ])
 def test_where_sequences_are_cut_in_two(heads, longest, cut):
-    kernel = tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, 128, 128)
-    assert tiles.in_two(kernel, heads, np.array([longest])) == cut
+    assert tuning.in_two(forward(128), heads, np.array([longest]), H200) == cut
 
 
 def test_two_blocks_of_the_smallest_share_a_multiprocessor():
-    narrow, wide = (tiles.warpgroup_forward("Gla", BFLOAT16, BFLOAT16, D, D, "Summary") for D in tiles.WARPGROUP_TILES)
-    assert tiles.room(narrow) == 2 * tiles.room(wide)
+    narrow, wide = (forward(D, instances.SEGMENT_STATE) for D in instances.TILES)
+    assert tuning.resident_blocks(narrow, H200) == 2 * tuning.resident_blocks(wide, H200) == 264
+
+
+def test_tuning_asks_the_device():
+    """On a card with fewer multiprocessors, or too little shared memory for two blocks, sequences are cut otherwise."""
+    class Small(EmulatedDevice):
+        multiprocessors, shared_per_multiprocessor = 66, 164 * 1024
+
+    kernel, lengths = forward(64), np.array([8192])
+    assert tuning.resident_blocks(kernel, Small(90)) == 66
+    assert tuning.forward_cut(kernel, 64, lengths, H200) == tuning.Cut(4)
+    assert tuning.forward_cut(kernel, 16, lengths, Small(90)) == tuning.Cut(4)
+    assert tuning.forward_cut(kernel, 64, lengths, Small(90)) == tuning.Cut(1)

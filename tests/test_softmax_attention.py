@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 import numpy as np
+import planned
 import pytest
 from reference import LIMITS, assert_close, double, draw, errors, exact, guarded, same_bits
 
 from linattn_np import NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import execute, softmax
+from linattn_np.declarations import SOFTMAX_ATTENTION
 from linattn_np.layouts import swap_heads
-from linattn_np.ops.softmax_attention import SOFTMAX_ATTENTION
 
 HALF = np.dtype(np.float16)
 
@@ -187,37 +189,22 @@ def test_the_largest_score_takes_all(backend, rng):
     assert_close("o", o[:, :, 3:], np.broadcast_to(double(v[:, :, 3:4]), o[:, :, 3:].shape), HALF)
 
 
-def test_memory_is_linear(device, rng):
+def test_memory_is_linear(rng):
     """Besides what comes back: L, and delta while a pullback runs."""
-    from linattn_np.backends.cupy import attention, plans
-
-    class Counted:
-        def __init__(self):
-            self.made = 0
-
-        def __getattr__(self, name):
-            return getattr(device, name)
-
-        def empty(self, *arguments):
-            return self.count(device.empty(*arguments))
-
-        def empty_like(self, *arguments):
-            return self.count(device.empty_like(*arguments))
-
-        def count(self, x):
-            self.made += x.nbytes
-            return x
-
     for T in (64, 128):
-        arrays = [device.upload(x) for x in draw(SOFTMAX_ATTENTION, rng, Case(T=T).sizes, BFLOAT16)]
+        arrays = draw(SOFTMAX_ATTENTION, rng, Case(T=T).sizes, BFLOAT16)
         one, L = arrays[0].nbytes, 4 * T
-        plain, forward = Counted(), Counted()
-        plans.run(SOFTMAX_ATTENTION.bind(arrays), plain)
+        plain, forward = (planned.Noting() for _ in range(2))
+        planned.run(SOFTMAX_ATTENTION.bind(arrays), plain)
         problem = SOFTMAX_ATTENTION.bind(arrays, gradient=True)
-        (o, _), pull = attention.vjp(problem, forward)
-        assert (plain.made, forward.made) == (one, one + L)
-        pull(o, None)
-        assert forward.made == one + L + 3 * one + attention.scratch(problem)
+        (o, _), saved = execute.run(softmax, problem, forward)
+        assert (bytes_of(plain.made), bytes_of(forward.made)) == (one, one + L)
+        planned.pull(problem, forward, o, None, saved)
+        assert bytes_of(forward.made) == one + L + 3 * one + planned.plan_of(problem, forward).scratch
+
+
+def bytes_of(arrays):
+    return sum(x.nbytes for x in arrays)
 
 
 def test_a_long_sequence_on_the_card(card, rng):
@@ -240,28 +227,15 @@ def test_a_long_sequence_on_the_card(card, rng):
     assert all(bool(card.cupy.isfinite(x.astype(np.float32)).all()) for x in gradients)
 
 
-def test_what_is_launched_is_what_explain_says(device, rng):
-    from linattn_np.backends.cupy import attention, plans
-    launched = []
-
-    class Recorder:
-        def __getattr__(self, name):
-            return getattr(device, name)
-
-        def launch(self, kernel, *arguments):
-            launched.append(kernel)
-            device.launch(kernel, *arguments)
-
-    arrays = [device.upload(x) for x in draw(SOFTMAX_ATTENTION, rng, Case(T=5, V=80).sizes, HALF)]
-    problem, backward = SOFTMAX_ATTENTION.bind(arrays), SOFTMAX_ATTENTION.bind(arrays, gradient=True)
-    plans.run(problem, Recorder())
-    assert tuple(launched) == plans.kernels_of(problem, device)
-    assert plans.tiles_of(problem, device) == {"D": 128, "queries": 128, "keys": 128 if device.capability == 90 else 64}
-    (o, _), pull = attention.vjp(backward, Recorder())
-    launched.clear()
-    pull(o, None)
-    assert tuple(launched) == attention.sweeps(backward, device)
-    assert plans.tiles_of(backward, device)["softmax_dkdv keys"] == 64
+@pytest.mark.parametrize("capability", [80, 90])
+def test_what_is_planned(capability, rng):
+    arrays, device = draw(SOFTMAX_ATTENTION, rng, Case(T=5, V=80).sizes, HALF), planned.Noting(capability)
+    forward = planned.plan_of(SOFTMAX_ATTENTION.bind(arrays), device)
+    assert planned.names(forward) == ["softmax_sm90_forward" if capability == 90 else "softmax_forward"]
+    assert forward.tiles == {"D": 128, "queries": 128, "keys": 128 if capability == 90 else 64}
+    backward = planned.plan_of(SOFTMAX_ATTENTION.bind(arrays, gradient=True), device)
+    assert planned.names(backward) == ["softmax_backward_queries", "softmax_backward_keys"]
+    assert backward.tiles["softmax_backward_keys keys"] == 64
 
 
 @pytest.mark.parametrize("sizes, dtype, words", [

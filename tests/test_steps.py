@@ -6,9 +6,9 @@ from reference import GATES, LIMITS, assert_close, double, draw, exact, guarded,
 
 from linattn_np import NotSupported, gla, gla_step, rwkv6, rwkv6_step
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops.gla import GLA
-from linattn_np.ops.rwkv6 import RWKV6
-from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
+from linattn_np.declarations import GLA
+from linattn_np.declarations import RWKV6
+from linattn_np.declarations import GLA_STEP, RWKV6_STEP
 
 STEPS = {"gla": (GLA_STEP, gla_step, GLA, gla), "rwkv6": (RWKV6_STEP, rwkv6_step, RWKV6, rwkv6)}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": BFLOAT16}

@@ -3,17 +3,16 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import planned
 import pytest
 from conftest import DOUBLE, HALF, SINGLE
-from emulator import EmulatedDevice
 from reference import GATES, assert_close, double, draw, guarded, literal, same_bits
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import plans, recording
+from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.dispatch import in_shares
 from linattn_np.layouts import swap_heads
-from linattn_np.ops.gla import TWO_GATES
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Case:
     def drawn(self, rng):
         """q, k, v, g, gv [B, H or HV, T, ...] and two states [N, HV, K, V]."""
         many = {**self.sizes, "H": self.H * self.groups}
-        q, k, _, g, _ = draw(TWO_GATES, rng, self.sizes, self.dtype, self.regimes[0], self.gates[0])
-        _, _, v, _, gv = draw(TWO_GATES, rng, many, self.dtype, self.regimes[1], self.gates[1])
+        q, k, _, g, _ = draw(GLA_VALUE_GATE, rng, self.sizes, self.dtype, self.regimes[0], self.gates[0])
+        _, _, v, _, gv = draw(GLA_VALUE_GATE, rng, many, self.dtype, self.regimes[1], self.gates[1])
         states = rng.standard_normal((2, *(many[axis] for axis in "NHKV")))
         return [q, k, v, g, gv], states if self.dtype == DOUBLE else states.astype(SINGLE)
 
@@ -93,7 +92,7 @@ HARD = [pair for gate in GATES for pair in ((gate, "logsigmoid"), ("logsigmoid",
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
-        listed = {name: backend for name, backend in metafunc.config.backends.items() if backend.modes[TWO_GATES.name]}
+        listed = {name: backend for name, backend in metafunc.config.backends.items() if backend.modes[GLA_VALUE_GATE.name]}
         if "case" in metafunc.fixturenames:
             cases = [(name, case) for name, backend in listed.items()
                      for case, x in CASES.items() if x.dtype in backend.dtypes]
@@ -120,8 +119,8 @@ def computed(case, arrays, start, mask):
     """(o, final states) by the equation, a sequence and value head at a time."""
     o, final = np.zeros(arrays[2].shape), double(start).copy()
     for n, b, tokens in sequences(case, mask):
-        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(TWO_GATES.arrays, arrays)]
-        o[b:b + 1][:, :, tokens], final[n:n + 1] = literal(TWO_GATES, alone, scale=case.scale,
+        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(GLA_VALUE_GATE.arrays, arrays)]
+        o[b:b + 1][:, :, tokens], final[n:n + 1] = literal(GLA_VALUE_GATE, alone, scale=case.scale,
                                                            initial_state=final[n:n + 1])
     return o, final
 
@@ -130,10 +129,10 @@ def pulled_back(case, arrays, start, mask, do, dht):
     """The gradients, those of a token's step one after the other."""
     found, initial = [np.zeros(x.shape) for x in arrays], double(dht).copy()
     for n, b, tokens in sequences(case, mask):
-        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(TWO_GATES.arrays, arrays)]
+        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(GLA_VALUE_GATE.arrays, arrays)]
         _, pull = vjp(gla, *alone, scale=case.scale, initial_state=double(start)[n:n + 1], mode="recurrent")
         *gradients, initial[n:n + 1] = pull(double(do)[b:b + 1][:, :, tokens], double(dht)[n:n + 1])
-        for x, (name, dx) in zip(found, zip(TWO_GATES.arrays, gradients)):
+        for x, (name, dx) in zip(found, zip(GLA_VALUE_GATE.arrays, gradients)):
             if name not in ("v", "gv"):
                 dx = dx.reshape(1, case.H, case.groups, *dx.shape[2:]).sum(2)
             x[b:b + 1][:, :, tokens] = dx
@@ -172,7 +171,7 @@ def test_is_the_equation(backend, case, rng):
     arrays, (start, _) = case.drawn(rng)
     mask = case.mask(rng) if case.masked else None
     wanted, expected = computed(case, arrays, start, mask)
-    for mode in ("auto", *backend.modes[TWO_GATES.name]):
+    for mode in ("auto", *backend.modes[GLA_VALUE_GATE.name]):
         inputs = [there(backend, case, x, mask) for x in arrays]
         before = [backend.tohost(x).copy() for x in inputs]
         for out in (None, guarded(backend, swap_heads(wanted, "B H T D", case.layout).shape, case.dtype)):
@@ -197,7 +196,7 @@ def test_gradients(backend, case, rng):
     _, pull = backend.run(vjp, gla, *inputs, initial_state=states_there(backend, case, start),
                           **arguments(backend, case, mask))
     *found, initial = pull(there(backend, case, do, mask), states_there(backend, case, dht))
-    for (name, given), x, y in zip(zip(TWO_GATES.arrays, arrays), found, wanted, strict=True):
+    for (name, given), x, y in zip(zip(GLA_VALUE_GATE.arrays, arrays), found, wanted, strict=True):
         assert x.dtype == given.dtype
         assert_close(f"d{name}", swap_heads(backend.tohost(x), "B H T D", case.layout), y, case.dtype, factor=10)
     assert_close("dh0", states_back(backend, case, initial), expected, case.dtype, factor=10)
@@ -217,7 +216,7 @@ def test_every_gate_on_either_side(backend, rng):
         found = pull(backend.asarray(do), backend.asarray(dht))
         assert_close(f"o, {regimes}", backend.tohost(o), wanted, case.dtype)
         assert_close(f"state, {regimes}", backend.tohost(final), expected, case.dtype)
-        for name, x, y in zip((*TWO_GATES.arrays, "h0"), found, (*gradients, dh0), strict=True):
+        for name, x, y in zip((*GLA_VALUE_GATE.arrays, "h0"), found, (*gradients, dh0), strict=True):
             assert_close(f"d{name}, {regimes}", backend.tohost(x), y, case.dtype, factor=10)
 
 
@@ -286,7 +285,7 @@ def test_wide_groups_are_shared_out(backend, rng):
     """What is over the columns that a kernel's gradients hold goes in as few shares as will do."""
     case = CASES["grouped-wide"]
     arrays = [backend.asarray(x) for x in case.drawn(rng)[0]]
-    problem = TWO_GATES.bind(arrays)
+    problem = GLA_VALUE_GATE.bind(arrays)
     for gradient, count in ((False, 1), (True, 1 if backend.name == "numpy" else 3)):
         name, shares = backend.run(in_shares, problem.but(gradient=gradient, memo=None))
         assert (name, len(shares)) == (backend.name, count)
@@ -307,61 +306,37 @@ def test_what_kernels_do_not_take_is_refused(backend, rng):
 
 
 # -- the host plans -----------------------------------------------------------------------------------------------------
-class Queued(EmulatedDevice):
-    """What `recording` asks of a device, with a note of what is launched."""
-
-    queue, capturing = 0, False
-
-    def __init__(self):
-        super().__init__()
-        self.launched = []
-
-    def launch(self, kernel, *launch):
-        self.launched.append(kernel)
-        super().launch(kernel, *launch)
-
-
 def flat(result):
     return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
 
 
 @pytest.mark.parametrize("dtype, gates", [(SINGLE, None), (BFLOAT16, None), (BFLOAT16, SINGLE)], ids=str)
 @pytest.mark.parametrize("stateful", [False, True], ids=["", "states"])
-def test_plans_and_recordings(stateful, dtype, gates, rng):
-    """Calls alike, whose plan is recorded unless it copies; what is launched is what `explain` would say."""
-    on, case = Queued(), Case(T=20, dtype=dtype, gates=(gates, None))
+def test_plans_and_replays(stateful, dtype, gates, rng):
+    """Calls alike share a plan, also where it copies a gate."""
+    on, case = planned.Noting(), Case(T=20, dtype=dtype, gates=(gates, None))
     for _ in range(3):
         arrays, (start, dht) = case.drawn(rng)
         do = rng.standard_normal(arrays[2].shape).astype(dtype)
         initial = start if stateful else None
-        problem = TWO_GATES.bind(arrays, gradient=True, output_final_state=True, initial_state=initial)
-        for function, plan, rest in ((recording.run, plans.run, ()),
-                                     (recording.pullback, plans.pullback, (do, (dht,) if stateful else None))):
-            wanted = flat(plan(problem, on, *rest))
-            on.launched.clear()
-            found = flat(function(problem, on, *rest))
+        problem = GLA_VALUE_GATE.bind(arrays, gradient=True, output_final_state=True, initial_state=initial)
+        for one, many, rest in ((planned.run, planned.replayed, ()),
+                                (planned.pull, planned.replayed_pull, (do, (dht,) if stateful else None))):
+            wanted, found = flat(one(problem, on, *rest)), flat(many(problem, on, *rest))
             assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
-            said = plans.kernels_of(problem, on) if plan is plans.run else plans.sweeps_of(problem, on)
-            assert tuple(on.launched) == said
-    assert len(problem.memo["recordings"]) == 2
-    assert any(problem.memo["recordings"].values()) == (gates is None)          # the other gate is copied
-    assert plans.mode_of(problem) == "recurrent" and plans.tiles_of(problem, on) == {"BK": 64, "BV": 32}
-    assert plans.copies_of(problem, on) == (("gv: in float32, as the other gate",) if gates else ())
+    assert len(planned.compiled(problem)) == 2
+    plan = planned.plan_of(problem.but(gradient=False), on)
+    assert plan.mode == "recurrent" and plan.tiles == {"BK": 64, "BV": 32}
+    assert plan.copies == (("gv: in float32, as the other gate",) if gates else ())
 
 
 def test_scratch_is_what_is_made(rng):
-    made = []
-
-    class Counting(Queued):
-        def empty(self, shape, dtype):
-            made.append(super().empty(shape, dtype))
-            return made[-1]
-
-    on, (arrays, (start, _)) = Counting(), Case(T=20).drawn(rng)
-    problem = TWO_GATES.bind(arrays, gradient=True)
-    plans.pullback(problem, on, arrays[2], None)
-    assert sum(x.nbytes for x in made) == plans.scratch(problem, on)
-    assert plans.scratch(problem.but(initial_state=(start,)), on) - plans.scratch(problem, on) == 2 * start.nbytes
+    on, (arrays, (start, _)) = planned.Noting(), Case(T=20).drawn(rng)
+    problem = GLA_VALUE_GATE.bind(arrays, gradient=True)
+    found = flat(planned.pull(problem, on, arrays[2], None))
+    scratch = planned.plan_of(problem, on).scratch
+    assert sum(x.nbytes for x in on.made) == scratch + sum(x.nbytes for x in found if x is not None)
+    assert planned.plan_of(problem.but(initial_state=(start,)), on).scratch - scratch == 2 * start.nbytes
 
 
 # -- the public face, on the host alone ---------------------------------------------------------------------------------
@@ -374,7 +349,7 @@ def test_finite_differences(rng):
         o, final = gla(*arrays, initial_state=start, output_final_state=True, cu_seqlens=[0, 2, 5], mode="recurrent")
         return (o * do).sum() + (final * dht).sum()
 
-    for mode in TWO_GATES.modes:
+    for mode in GLA_VALUE_GATE.modes:
         found = vjp(gla, *arrays, initial_state=start, cu_seqlens=[0, 2, 5], mode=mode)[1](do, dht)
         for x, dx in zip(inputs, found, strict=True):
             wanted = np.empty(x.size)
@@ -445,7 +420,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors(wrong):
     changes, error, complaint = WRONG[wrong]
-    given = {name: np.zeros((2, 3, 7, 5 if "v" in name else 4), SINGLE) for name in TWO_GATES.arrays}
+    given = {name: np.zeros((2, 3, 7, 5 if "v" in name else 4), SINGLE) for name in GLA_VALUE_GATE.arrays}
     changes = {"out": given["gv"]} if wrong == "out" else changes
     with pytest.raises(error, match=f"gla with gv: {complaint}") as caught:
         gla(**given | changes)

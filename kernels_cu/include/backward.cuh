@@ -125,7 +125,7 @@ template <int BV, class F> __device__ __forceinline__ void each_part(float x, F 
 
 // A channel's decays at a thread's own tokens: from the sub-chunk's start to where token i reads, from after token j to
 // the sub-chunk's end, and over all of it.
-template <class Policy, int BV> struct Decays {
+template <class ReadOrder, int BV> struct Decays {
   float before[OWN<BV>], after[OWN<BV>], total = 1.f;
 
   __device__ __forceinline__ Decays(const SubChunk<BV>& s, const Role<BV>& role) {
@@ -133,7 +133,7 @@ template <class Policy, int BV> struct Decays {
 #pragma unroll
     for (int n = 0; n < OWN<BV>; ++n) {
       const float a = s.a[(role.first + n) * LD<BK> + role.c];
-      before[n] = Policy::reads_before_write ? own : own * a;
+      before[n] = ReadOrder::reads_before_write ? own : own * a;
       after[n] = a;
       own *= a;
     }

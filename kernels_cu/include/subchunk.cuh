@@ -3,7 +3,7 @@
 //           q_i prod_{m<=i} a_m  (RWKV-6: m < i),   k_j prod_{m>j} a_m,   a = exp g
 // numerics  Decays are multiplied one after the other, as the recurrence does: one exp a gate, exact for any gate
 //           (a = 0 at -inf), and no difference of cumulated gates anywhere.
-#include "policy.cuh"
+#include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -14,7 +14,7 @@ template <int BK> constexpr int LD = BK + 8;
 
 // s_A[i, j] for the 16 x 16 pairs; zero above the diagonal. s_a holds the decays, s_u the bonus (RWKV-6 only).
 // A sixteenth of the block's threads takes a key, each of them 4 channels at a time. Ends without a barrier.
-template <class Policy, int BK, int THREADS, int LDA>
+template <class ReadOrder, int BK, int THREADS, int LDA>
 __device__ void diagonal_scores(const float* s_q,  // [16, BK]
                                 const float* s_k,  // [16, BK]
                                 const float* s_a,  // [16, BK]
@@ -29,7 +29,7 @@ __device__ void diagonal_scores(const float* s_q,  // [16, BK]
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       w[x] = s_k[j * LD<BK> + c + x];
-      u[x] = Policy::reads_before_write ? s_u[c + x] : 1.f;
+      u[x] = ReadOrder::reads_before_write ? s_u[c + x] : 1.f;
     }
 #pragma unroll
     for (int i = 0; i < SUB; ++i) {
@@ -37,10 +37,10 @@ __device__ void diagonal_scores(const float* s_q,  // [16, BK]
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const float q = s_q[i * LD<BK> + c + x], a = s_a[i * LD<BK> + c + x];
-        if (!Policy::reads_before_write && i > j) w[x] *= a;
+        if (!ReadOrder::reads_before_write && i > j) w[x] *= a;
         const float weight = i == j ? u[x] * w[x] : w[x];
         if (i >= j) score[i] = fmaf(q, weight, score[i]);
-        if (Policy::reads_before_write && i > j) w[x] *= a;
+        if (ReadOrder::reads_before_write && i > j) w[x] *= a;
       }
     }
   }
@@ -53,14 +53,14 @@ __device__ void diagonal_scores(const float* s_q,  // [16, BK]
 }
 
 // q_i <- q_i times the decays from the sub-chunk's start up to where token i reads. In place, a channel a thread.
-template <class Policy, int BK, int THREADS> __device__ void decay_queries(float* s_q, const float* s_a) {
+template <class ReadOrder, int BK, int THREADS> __device__ void decay_queries(float* s_q, const float* s_a) {
   for (int c = threadIdx.x; c < BK; c += THREADS) {
     float carried = 1.f;
 #pragma unroll
     for (int i = 0; i < SUB; ++i) {
-      if (!Policy::reads_before_write) carried *= s_a[i * LD<BK> + c];
+      if (!ReadOrder::reads_before_write) carried *= s_a[i * LD<BK> + c];
       s_q[i * LD<BK> + c] *= carried;
-      if (Policy::reads_before_write) carried *= s_a[i * LD<BK> + c];
+      if (ReadOrder::reads_before_write) carried *= s_a[i * LD<BK> + c];
     }
   }
 }

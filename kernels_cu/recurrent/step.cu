@@ -13,7 +13,7 @@
 // A lane has asked for its four pieces before it writes the first: that hides the memory's latency, since the compiler may
 // not move a load before a store. No warp waits for another before it writes: memory that is written where it was read is
 // fastest with little in between.
-#include "policy.cuh"
+#include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -22,7 +22,7 @@ template <typename S> constexpr int WARPS = 2 * sizeof(S);
 // On a multiprocessor, for the compiler: unasked, its order of a half-precision state's loads costs a sixth of the time.
 template <typename S> constexpr int BLOCKS = sizeof(S) == 4 ? 4 : 5;
 
-template <typename T, typename G, typename S> struct StepArgs {
+template <typename T, typename G, typename S> struct Args {
   Rows<const T> q, k, v;  // the time stride is not used
   Rows<const G> g;
   Rows<T> o;
@@ -43,21 +43,21 @@ struct Channel {
   float q, k, decay, u;
 };
 
-template <class Policy, class Args> __device__ __forceinline__ Channel channel_of(const Args& args, i64 b, i64 h, int c) {
+template <class ReadOrder, class Args> __device__ __forceinline__ Channel channel_of(const Args& args, i64 b, i64 h, int c) {
   return {to_float(args.q.row(b, h, 0)[c]), to_float(args.k.row(b, h, 0)[c]), decay_of(to_float(args.g.row(b, h, 0)[c])),
-          Policy::reads_before_write ? args.u[h * args.K + c] : 0.f};
+          ReadOrder::reads_before_write ? args.u[h * args.K + c] : 0.f};
 }
 
 // That of another lane.
-template <class Policy> __device__ __forceinline__ Channel from_lane(const Channel& x, int lane) {
+template <class ReadOrder> __device__ __forceinline__ Channel from_lane(const Channel& x, int lane) {
   const auto its = [&](float y) { return __shfl_sync(0xffffffffu, y, lane); };
-  return {its(x.q), its(x.k), its(x.decay), Policy::reads_before_write ? its(x.u) : 0.f};
+  return {its(x.q), its(x.k), its(x.decay), ReadOrder::reads_before_write ? its(x.u) : 0.f};
 }
 
 // Moves a warp's channels a token on, in pieces of N neighbours; `part` [64] is what they add to o. Numbers of channels and
 // columns that do not exist are those of the first: read in vain, but without a branch.
-template <class Policy, int N, typename T, typename G, typename S>
-__device__ __forceinline__ void advance(float* part, const StepArgs<T, G, S>& args, i64 b, i64 h, i64 start, int warp) {
+template <class ReadOrder, int N, typename T, typename G, typename S>
+__device__ __forceinline__ void advance(float* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start, int warp) {
   constexpr int CHANNELS = N > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
   constexpr int ACROSS = N * 32 < BV ? BV / (N * 32) : 1, LANES = BV / (N * ACROSS), ROWS = 32 / LANES, EACH = CHANNELS / ROWS;
   const int lane = threadIdx.x % 32, row = lane / LANES, first_column = lane % LANES * N, K = int(args.K);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void advance(float* part, const StepArgs<T, G, S>& ar
         if (row_exists(n) && column_exists(m))
           state[n][m] = *reinterpret_cast<const Piece<S, N>*>(at + n * apart + m * 32 * N);
     const int c = first + lane % CHANNELS;
-    const Channel mine = channel_of<Policy>(args, b, h, c < K ? c : 0);
+    const Channel mine = channel_of<ReadOrder>(args, b, h, c < K ? c : 0);
     float v[ACROSS][N];
 #pragma unroll
     for (int m = 0; m < ACROSS; ++m) {
@@ -85,13 +85,13 @@ __device__ __forceinline__ void advance(float* part, const StepArgs<T, G, S>& ar
     }
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      const Channel c = from_lane<Policy>(mine, n * ROWS + row);
+      const Channel c = from_lane<ReadOrder>(mine, n * ROWS + row);
 #pragma unroll
       for (int m = 0; m < ACROSS; ++m) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float before = to_float(state[n][m].x[i]), kv = c.k * v[m][i], after = fmaf(c.decay, before, kv);
-          const float sum = fmaf(c.q, Policy::reads_before_write ? fmaf(c.u, kv, before) : after, o[m][i]);
+          const float sum = fmaf(c.q, ReadOrder::reads_before_write ? fmaf(c.u, kv, before) : after, o[m][i]);
           o[m][i] = row_exists(n) ? sum : o[m][i];
           state[n][m].x[i] = from_float<S>(after);
         }
@@ -110,16 +110,16 @@ __device__ __forceinline__ void advance(float* part, const StepArgs<T, G, S>& ar
     }
 }
 
-template <class Policy, typename T, typename G, typename S>
-__global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<S>) step(const StepArgs<T, G, S> args) {
+template <class ReadOrder, typename T, typename G, typename S>
+__global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<S>) recurrent_step(const Args<T, G, S> args) {
   float(*parts)[BV] = reinterpret_cast<float(*)[BV]>(dynamic_smem());
   const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
   const i64 start = blockIdx.x % tiles * BV;
   const int warp = threadIdx.x / 32;
   if (args.pieces)
-    advance<Policy, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
+    advance<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
   else
-    advance<Policy, 1>(parts[warp], args, b, h, start, warp);
+    advance<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
   __syncthreads();  // the parts of o stand
   if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
   float sum = 0.f;

@@ -10,13 +10,13 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-template <typename G> struct ChunkCumsumArgs {
+template <typename G> struct Args {
   Rows<const G> g;
   Rows<float> b, e;
   Shape shape;
 };
 
-template <typename G> __global__ void __launch_bounds__(128) chunk_cumsum(const ChunkCumsumArgs<G> args) {
+template <typename G> __global__ void __launch_bounds__(128) stages_chunk_cumsum(const Args<G> args) {
   const Shape& shape = args.shape;
   const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
   const Span span = chunk_tokens(shape, c);

@@ -2,7 +2,7 @@
 // math      o = scale (qg h_c + A v)
 // shapes    qg [B, H, T, K] and A [B, H, T, C] and h [B, H, NC, K, V] float32, v o [B, H, T, V]
 // grid      a block for every (batch, head, chunk, 64 rows of it, 64 columns of V), batch slowest; 128 threads
-// smem      CombineTile: 64 x 16 of the left factor, 16 x 64 of the right one
+// smem      Shared: 64 x 16 of the left factor, 16 x 64 of the right one
 // barriers  two every 16 of the inner axis: tiles loaded | tiles free
 // numerics  products as in product.cuh; for half data qg, h and A are rounded to tf32 here and nowhere before
 // source    Yang et al., 2024, eq. 5
@@ -13,7 +13,7 @@
 
 constexpr int THREADS = 128, SLAB = 16, TILE = 64, LDL = SLAB + 4, LDR = TILE + 8;
 
-template <typename T> struct CombineArgs {
+template <typename T> struct Args {
   Rows<const float> qg;
   Rows<const float> h;  // rows are channels: [B, H, NC * K, V]
   Rows<const float> A;
@@ -23,13 +23,13 @@ template <typename T> struct CombineArgs {
   double scale;
 };
 
-struct CombineTile {
+struct Shared {
   float left[TILE * LDL];   // [64, 16]
   float right[SLAB * LDR];  // [16, 64]
 };
 
 // acc[16 rows a warp, 64] += left[64, 16] right[16, 64]
-template <bool EXACT> __device__ __forceinline__ void accumulate(float (&acc)[TILE / 8][4], const CombineTile& s) {
+template <bool EXACT> __device__ __forceinline__ void accumulate(float (&acc)[TILE / 8][4], const Shared& s) {
   const int warp = threadIdx.x >> 5;
 #pragma unroll
   for (int j = 0; j < SLAB; j += 8) {
@@ -44,9 +44,9 @@ template <bool EXACT> __device__ __forceinline__ void accumulate(float (&acc)[TI
   }
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS) combine(const CombineArgs<T> args) {
+template <typename T> __global__ void __launch_bounds__(THREADS) stages_combine(const Args<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
-  CombineTile& s = *reinterpret_cast<CombineTile*>(dynamic_smem());
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, groups = (shape.chunk + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, group = blockIdx.x / v_tiles % groups;

@@ -7,24 +7,24 @@
 // numerics  one exp a value; exp(-inf) is 0
 // source    Yang et al., 2024, section 4.2
 // limits    none
-#include "policy.cuh"
+#include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-template <typename T> struct GatedQkArgs {
+template <typename T> struct Args {
   Rows<const T> q, k;
   Rows<const float> b, e;
   Rows<float> qg, kg;
   Shape shape;
 };
 
-template <class Policy, typename T> __global__ void __launch_bounds__(128) gated_qk(const GatedQkArgs<T> args) {
+template <class ReadOrder, typename T> __global__ void __launch_bounds__(128) stages_gated_qk(const Args<T> args) {
   const Shape& shape = args.shape;
   const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
   const Span span = chunk_tokens(shape, c);
   for (i64 at = threadIdx.x; at < (span.stop - span.start) * shape.K; at += blockDim.x) {
     const i64 t = span.start + at / shape.K, channel = at % shape.K;
-    const i64 read = Policy::reads_before_write ? t - 1 : t;
+    const i64 read = ReadOrder::reads_before_write ? t - 1 : t;
     const float d = read < span.start ? 0.f : args.b.row(batch, h, read)[channel];
     args.qg.row(batch, h, t)[channel] = to_float(args.q.row(batch, h, t)[channel]) * decay_of(d);
     args.kg.row(batch, h, t)[channel] =

@@ -2,7 +2,7 @@
 // math      h_{c+1} = diag(exp b_C) h_c + kg_c^T v_c
 // shapes    kg b [B, H, T, K] float32, v [B, H, T, V], h [B, H, NC, K, V], initial and final [N, H, K, V], all float32
 // grid      a block for every (sequence, head, 64 channels, 64 columns of V), sequence slowest; 128 threads
-// smem      InterChunkTile: 16 tokens of kg and v
+// smem      Shared: 16 tokens of kg and v
 // barriers  two every 16 tokens: tiles loaded | tiles free
 // numerics  the state stays in float32 accumulators; products as in product.cuh
 // source    Yang et al., 2024, eq. 4
@@ -13,7 +13,7 @@
 
 constexpr int THREADS = 128, SLAB = 16, TILE = 64, LD = TILE + 8;
 
-template <typename T> struct InterChunkArgs {
+template <typename T> struct Args {
   Rows<const float> kg, b;
   Rows<const T> v;
   float* h;
@@ -22,15 +22,15 @@ template <typename T> struct InterChunkArgs {
   Shape shape;
 };
 
-struct InterChunkTile {
+struct Shared {
   float k[SLAB * LD];  // [16, 64]
   float v[SLAB * LD];  // [16, 64]
 };
 
 // 3 blocks a multiprocessor: without a word the compiler takes 128 registers and spills.
-template <typename T> __global__ void __launch_bounds__(THREADS, 3) inter_chunk(const InterChunkArgs<T> args) {
+template <typename T> __global__ void __launch_bounds__(THREADS, 3) stages_inter_chunk(const Args<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
-  InterChunkTile& s = *reinterpret_cast<InterChunkTile*>(dynamic_smem());
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 v_tiles = (shape.V + TILE - 1) / TILE, k_tiles = (shape.K + TILE - 1) / TILE;
   const i64 v_tile = blockIdx.x % v_tiles * TILE, k_tile = blockIdx.x / v_tiles % k_tiles * TILE;

@@ -2,13 +2,13 @@
 // math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k k_ik)
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C] float32, zero above the diagonal
 // grid      a block for every (batch, head, chunk, 16 rows of it), batch slowest; 128 threads
-// smem      IntraChunkTile<BK>
+// smem      Shared<BK>
 // barriers  named where they stand: tiles loaded, decays taken, keys decayed, partial sums written, tiles free
 // numerics  on the diagonal decays are multiplied token by token; below it rows and keys meet at the end of the key's
 //           sub-chunk, so no exponent is positive for g <= 0; products as in product.cuh
 // source    Yang et al., 2024, section 4.3 (secondary chunking)
 // limits    K <= BK; BK of 64, 128, 256; C a multiple of 16
-#include "policy.cuh"
+#include "read_order.cuh"
 #include "product.cuh"
 #include "ptx.cuh"
 #include "subchunk.cuh"
@@ -16,7 +16,7 @@
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-template <typename T, typename G> struct IntraChunkArgs {
+template <typename T, typename G> struct Args {
   Rows<const T> q, k;
   Rows<const G> g;
   const float* u;  // [H, K], null for GLA
@@ -24,7 +24,7 @@ template <typename T, typename G> struct IntraChunkArgs {
   Shape shape;
 };
 
-template <int BK> struct IntraChunkTile {
+template <int BK> struct Shared {
   float q[SUB * LD<BK>];           // [16, BK], the rows' queries
   float k[SUB * LD<BK>];           // [16, BK], the keys of the sub-chunk at hand
   float a[SUB * LD<BK>];           // [16, BK], its gates, then decays
@@ -34,7 +34,7 @@ template <int BK> struct IntraChunkTile {
 };
 
 // The whole block: scores of the 16 rows with the 16 keys at hand, each warp over a quarter of the channels.
-template <bool EXACT, int BK> __device__ __forceinline__ void score_pairs(IntraChunkTile<BK>& s) {
+template <bool EXACT, int BK> __device__ __forceinline__ void score_pairs(Shared<BK>& s) {
   const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   float d[2][4] = {};
 #pragma unroll
@@ -55,10 +55,10 @@ template <bool EXACT, int BK> __device__ __forceinline__ void score_pairs(IntraC
 }
 
 // 4 blocks a multiprocessor: without a word the compiler takes few registers and spills.
-template <class Policy, typename T, typename G, int BK>
-__global__ void __launch_bounds__(THREADS, 4) intra_chunk(const IntraChunkArgs<T, G> args) {
+template <class ReadOrder, typename T, typename G, int BK>
+__global__ void __launch_bounds__(THREADS, 4) stages_intra_chunk(const Args<T, G> args) {
   constexpr bool EXACT = sizeof(T) == 4;
-  IntraChunkTile<BK>& s = *reinterpret_cast<IntraChunkTile<BK>*>(dynamic_smem());
+  Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 subs = shape.chunk / SUB, sub = blockIdx.x % subs, c = blockIdx.x / subs % shape.NC;
   const i64 h = blockIdx.x / subs / shape.NC % shape.H, batch = blockIdx.x / subs / shape.NC / shape.H;
@@ -81,12 +81,12 @@ __global__ void __launch_bounds__(THREADS, 4) intra_chunk(const IntraChunkArgs<T
   load_tile<SUB, BK, LD<BK>, THREADS>(s.q, args.q, batch, h, first, span.stop, 0, shape.K);
   for (int x = threadIdx.x; x < BK; x += THREADS) {
     s.carry[x] = 1.f;
-    if (Policy::reads_before_write) s.u[x] = x < shape.K ? args.u[h * shape.K + x] : 0.f;
+    if (ReadOrder::reads_before_write) s.u[x] = x < shape.K ? args.u[h * shape.K + x] : 0.f;
   }
   load_keys(first);
-  diagonal_scores<Policy, BK, THREADS, SUB>(s.q, s.k, s.a, s.u, s.partial[0]);
+  diagonal_scores<ReadOrder, BK, THREADS, SUB>(s.q, s.k, s.a, s.u, s.partial[0]);
   __syncthreads();  // the diagonal's scores stand, q may be overwritten
-  decay_queries<Policy, BK, THREADS>(s.q, s.a);
+  decay_queries<ReadOrder, BK, THREADS>(s.q, s.a);
   write(sub * SUB, [&](int at) { return s.partial[0][at]; });
   for (i64 later = sub + 1; later < subs; ++later) write(later * SUB, [](int) { return 0.f; });
 

@@ -16,6 +16,7 @@ import torch
 
 from .. import ops
 from ..arrays import BFLOAT16
+from ..errors import NotSupported
 from .calls import Operator, blank, on_stream, outline
 
 DTYPES = {torch.float64: np.dtype("f8"), torch.float32: np.dtype("f4"), torch.float16: np.dtype("f2"),
@@ -23,9 +24,17 @@ DTYPES = {torch.float64: np.dtype("f8"), torch.float32: np.dtype("f4"), torch.fl
 OF_TORCH = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
+COMPILES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)      # earlier Dynamo loses a gradient's operator
+
+
 def watching(tensors) -> bool:
     """Whether torch records or transforms what is called, instead of running it."""
-    return torch.compiler.is_compiling() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    if torch.compiler.is_compiling():
+        if not COMPILES:
+            raise NotSupported("linattn_np.interop.torch: torch.compile needs torch 2.15 or newer; call the operator "
+                               "in a function under torch.compiler.disable")
+        return True
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 def compute(name, arrays, state, arguments):

@@ -1,6 +1,9 @@
 """The operators. `OPS` is the list that tests, benchmarks and docs walk."""
 
+from importlib import import_module
+
 from ..arrays import kind
+from ..declarations import OPERATORS
 from ..wording import shown
 from .gla import GLA, gla
 from .linear_attention import LINEAR_ATTENTION, linear_attention
@@ -10,8 +13,7 @@ from .simple_gla import SIMPLE_GLA, simple_gla
 from .softmax_attention import SOFTMAX_ATTENTION, softmax_attention
 from .steps import GLA_STEP, RWKV6_STEP, gla_step, rwkv6_step
 
-OPS = {GLA: gla, RWKV6: rwkv6, SIMPLE_GLA: simple_gla, RETENTION: retention, LINEAR_ATTENTION: linear_attention,
-       SOFTMAX_ATTENTION: softmax_attention}
+OPS = {op: getattr(import_module(f"{__name__}.{op.name}"), op.name) for op in OPERATORS}     # a module each, of its name
 
 
 def declaration(function, caller: str):

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Unpack, overload
 
-from ..contract import Op
+from ..declarations import GLA, GLA_VALUE_GATE
 from ..dispatch import call
 from ..typing import A, Array, MaskedOptions, State
-
-
-class TwoGates(Op):
-    """The declaration of a call that gates the state's values too."""
-
-    def route(self, mode, chunk_size, materialize):
-        if materialize is not None:
-            self.refuse("materialize", "has no meaning with gv")
-        return super().route(mode, chunk_size, materialize)
-
-
-ARRAYS = {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T K"}
-TWO_GATES = TwoGates("gla with gv", ARRAYS | {"gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk"))
-GLA = Op("gla", ARRAYS, gates=("g",), with_more=TWO_GATES)
 
 
 @overload
@@ -135,7 +121,7 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     >>> bool(np.allclose(o, np.concatenate([first, rest], axis=2)))
     True
     """
-    op, arrays = (GLA, (q, k, v, g)) if gv is None else (TWO_GATES, (q, k, v, g, gv))
+    op, arrays = (GLA, (q, k, v, g)) if gv is None else (GLA_VALUE_GATE, (q, k, v, g, gv))
     return call(op, arrays, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
                 state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse,
                 state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size, materialize=materialize,

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal, Unpack, overload
 
-from ..contract import Op
+from ..declarations import LINEAR_ATTENTION
 from ..dispatch import call
 from ..typing import A, Array, MaskedOptions, State
-
-FEATURE_MAPS = (None, "elu", "relu", "exp")
-
-
-class LinearAttention(Op):
-    """Carries the normaliser z beside S once `normalize` is asked for."""
-
-    def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
-        self.one_of("feature_map", feature_map, FEATURE_MAPS)
-        normalize = self.flag("normalize", normalize)
-        declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
-        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
-
-
-LINEAR_ATTENTION = LinearAttention("linear_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})
-NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
 
 
 class LinearAttentionOptions(MaskedOptions, total=False):

@@ -7,39 +7,9 @@ from typing import Literal, Unpack, overload
 
 import numpy as np
 
-from ..arrays import host_array
-from ..contract import Op
+from ..declarations import RETENTION
 from ..dispatch import call
-from ..errors import ContractTypeError
 from ..typing import A, Array, Options, State
-from ..wording import kind_of, shown
-
-
-class Retention(Op):
-    """Its decay is no array of the call but a constant a head, settled while binding."""
-
-    def check(self, inputs, *, gamma=None, **arguments):
-        problem = super().check(inputs, **arguments)
-        return problem.but(options={**problem.options, "gamma": self.gamma(gamma, problem.sizes["H"])})
-
-    def gamma(self, gamma, heads) -> np.ndarray:
-        """[H] float64 on the host."""
-        if gamma is None:
-            return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
-        if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
-            self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
-        values = host_array(gamma)
-        if values is None:
-            self.refuse("gamma", f"is {shown(gamma)}, expected host numbers", ContractTypeError)
-        values = values.astype(np.float64)
-        if values.shape not in ((), (heads,)):
-            self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
-        if not ((values >= 0) & (values <= 1)).all():
-            self.refuse("gamma", f"is {shown(gamma)}, expected decays between 0 and 1")
-        return np.broadcast_to(values, (heads,))
-
-
-RETENTION = Retention("retention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"})
 
 
 class RetentionOptions(Options, total=False):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Unpack, overload
 
-from ..contract import Op
+from ..declarations import RWKV6
 from ..dispatch import call
 from ..typing import A, Array, MaskedOptions, State
-
-RWKV6 = Op("rwkv6", {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T K", "u": "H K"},
-           gates=("w", "u"), reads_before_write=True)
 
 
 @overload

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Unpack, overload
 
-from ..contract import Op
+from ..declarations import SIMPLE_GLA
 from ..dispatch import call
 from ..typing import A, Array, MaskedOptions, State
-
-SIMPLE_GLA = Op("simple_gla", {"q": "B H T K", "k": "B H T K", "v": "B H T V", "g": "B H T"}, gates=("g",))
 
 
 @overload

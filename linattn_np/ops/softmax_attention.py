@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..contract import Op
+from ..declarations import SOFTMAX_ATTENTION
 from ..dispatch import call
 from ..typing import A, Array, Backend, Integers, Layout
-
-
-class SoftmaxAttention(Op):
-    """Sees the past only, unless told otherwise."""
-
-    def check(self, inputs, *, causal=True, **arguments):
-        return super().check(inputs, causal=self.flag("causal", causal), **arguments)
-
-
-SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", {"q": "B H T K", "k": "B H T K", "v": "B H T V"},
-                                     modes=("chunk",), state=())
 
 
 def softmax_attention(q: A, k: Array, v: Array, *, causal: bool = True, scale: float | None = None,

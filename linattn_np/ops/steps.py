@@ -2,62 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from .. import arrays
-from ..contract import Op
+from ..declarations import GLA_STEP, RWKV6_STEP
 from ..dispatch import backend_module, choose
-from ..errors import ContractTypeError
 from ..typing import A, Array, Backend, Integers
 from ..views import in_kind
-from ..wording import kind_of, shown
-
-
-class Step(Op):
-    """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
-
-    def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
-        problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
-        B, H, K, V = problem.shape("B H K V")
-        pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
-        (axes,) = self.state
-        state = self.placed("state", state, axes, pool, problem.home)
-        self.writable("state", state, problem.home)
-        slots = self.slots(slots, B, pool["N"], problem.home)
-        return problem.but(options={"state": state, "slots": slots})
-
-    def pool_size(self, state) -> int:
-        shape = getattr(state, "shape", ())
-        return int(shape[0]) if len(shape) else 0
-
-    def slots(self, slots, count, pool, home):
-        """[B] int64 where the state lives, or None. Host slots are checked; device slots are the caller's word."""
-        if slots is None:
-            return None
-        if arrays.kind(slots) == "cupy":
-            if home == "host" or slots.shape != (count,) or slots.dtype != np.int64:
-                self.refuse("slots", f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
-                                     "beside device arrays", ContractTypeError)
-            return slots
-        if not isinstance(slots, (list, tuple, np.ndarray)):
-            self.refuse("slots", f"is a {kind_of(slots)}, expected integers", ContractTypeError)
-        rows = arrays.host_array(slots)
-        if rows is None:
-            self.refuse("slots", f"is {shown(slots)}, expected integers [B] = ({count},)")
-        if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
-            self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
-        rows = rows.astype(np.int64)
-        if count and not (0 <= rows.min() and rows.max() < pool):
-            self.refuse("slots", f"runs from {rows.min()} to {rows.max()}, but the state pool has {pool} slots")
-        if len(np.unique(rows)) != count:
-            self.refuse("slots", "names a slot twice; two sequences cannot update one state")
-        return rows
-
-
-GLA_STEP = Step("gla_step", {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"}, out="B H V", gates=("g",),
-                modes=("recurrent",))
-RWKV6_STEP = Step("rwkv6_step", {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"}, out="B H V",
-                  gates=("w", "u"), modes=("recurrent",), reads_before_write=True)
 
 
 def gla_step(q: A, k: Array, v: Array, g: Array, state: Array, *, slots: Integers | None = None,

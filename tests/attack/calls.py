@@ -18,10 +18,10 @@ from reference import DECAYS, GATES, LIMITS, logsigmoid, scattered, stated
 from linattn_np.arrays import BFLOAT16
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS
-from linattn_np.ops.gla import GLA, TWO_GATES
+from linattn_np.declarations import GLA, GLA_VALUE_GATE
 
 DTYPES = {str(d): d for d in (np.dtype("float64"), np.dtype("float32"), np.dtype("float16"), BFLOAT16)}
-FUNCTIONS = {op.name: (op, function) for op, function in OPS.items()} | {TWO_GATES.name: (TWO_GATES, OPS[GLA])}
+FUNCTIONS = {op.name: (op, function) for op, function in OPS.items()} | {GLA_VALUE_GATE.name: (GLA_VALUE_GATE, OPS[GLA])}
 TOLERANCES = {name: row for name, (_, row) in LIMITS.items()} | {"float64": 1e-11}
 
 
@@ -364,7 +364,7 @@ def calls(draw, machine, *, ops=None, gradient=False, plants=True, gates=None, e
         state_dtype=draw(st.sampled_from((None, None, *DTYPES))) if has_state and not gradient else None,
         chunk_size=draw(st.sampled_from((None, 16, 32, 48, 64, 128))) if chunked else None,
         materialize=draw(st.sampled_from((None, None, True, False) if mode != "staged" else (None, True)))
-        if chunked and "materialize" in takes and op != TWO_GATES.name else None,
+        if chunked and "materialize" in takes and op != GLA_VALUE_GATE.name else None,
         scale=draw(st.sampled_from((None, None, 1.0, -0.5, 0.0))),
         gamma=draw(st.sampled_from((None, 0.0, 0.5, 0.97, 1.0))) if "gamma" in takes else None,
         feature_map=draw(st.sampled_from((None, "elu", "relu", "exp"))) if "feature_map" in takes else None,

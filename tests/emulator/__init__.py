@@ -9,12 +9,14 @@ import os
 import struct
 import subprocess
 import tempfile
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from linattn_np.backends.cupy import build
+from linattn_np.backends.cupy import source
+from linattn_np.backends.cupy.kernel import Kernel
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -79,9 +81,9 @@ def _runtime():
 
 def _compile(kernel):
     """The shared library of one instantiation, from the disk where the same text was compiled before."""
-    source = build.text(kernel.file, include={"ptx.cuh": HERE / "ptx.cuh"}) + ENTRY.format(expression=kernel.expression)
-    library = _folder() / f"{kernel.name}-{_key(_runtime().name, source)}.so"
-    return _compiled(library, kernel.expression, "-include", str(_runtime()), "-x", "c++", "-", source=source)
+    text = source.program([kernel], include={"ptx.cuh": HERE / "ptx.cuh"}) + ENTRY.format(expression=kernel.expression)
+    library = _folder() / f"{kernel.name}-{_key(_runtime().name, text)}.so"
+    return _compiled(library, kernel.expression, "-include", str(_runtime()), "-x", "c++", "-", source=text)
 
 
 @cache
@@ -94,16 +96,19 @@ def _load(kernel):
 
 
 class EmulatedDevice:
-    """`build.CupyDevice` on NumPy arrays; `empty` holds NaN, so that a value nobody wrote shows."""
+    """`device.CupyDevice` on NumPy arrays; `empty` holds NaN, so that a value nobody wrote shows. Sizes are an H200's."""
+
+    multiprocessors = 132
+    shared_per_multiprocessor, shared_per_block = 228 * 1024, 227 * 1024
+    queue, capturing = 0, False
 
     def __init__(self, capability=80):
         self.capability = capability
 
     def empty(self, shape, dtype):
-        return self._poisoned(np.empty(shape, dtype))
-
-    def empty_like(self, prototype, shape, dtype):
-        return self._poisoned(np.empty_like(prototype, dtype=dtype, order="K", shape=shape))
+        x = np.empty(shape, dtype)
+        x.reshape(-1).view(np.uint8)[...] = 0xFF
+        return x
 
     def zeros(self, shape, dtype):
         return np.zeros(shape, dtype)
@@ -111,21 +116,63 @@ class EmulatedDevice:
     def upload(self, host):
         return np.array(host)
 
-    def pointer(self, array) -> int:
-        return array.ctypes.data
+    def view(self, x, shape, strides, dtype, offset):
+        return np.asarray(Memory(x, shape, strides, offset)).view(dtype)
 
-    def tensor_map(self, array, columns, tokens, swizzled) -> bytes:
-        sizes, strides = array.shape[::-1], array.strides[::-1]
-        box = columns, tokens, array.dtype.itemsize, swizzled
-        return struct.pack("=q4q4q4i", array.ctypes.data, *sizes, *strides, *box).ljust(128, b"\0")
+    def fill(self, x):
+        x[...] = 0
 
-    def launch(self, kernel, blocks, args, smem=0):
+    def pointer(self, x) -> int:
+        return x.__array_interface__["data"][0]
+
+    def tensor_map(self, x, columns, tokens, swizzled) -> bytes:
+        sizes, strides = x.shape[::-1], x.strides[::-1]
+        box = columns, tokens, x.dtype.itemsize, swizzled
+        return struct.pack("=q4q4q4i", self.pointer(x), *sizes, *strides, *box).ljust(128, b"\0")
+
+    def prepared(self, kernel, blocks, args, smem=None):
+        return partial(self.launch, kernel, blocks, args, smem)
+
+    def launch(self, kernel, blocks, args, smem=None):
+        smem = kernel.shared_bytes if smem is None else smem
         error = _load(kernel)(args.ctypes.data, args.nbytes, blocks, kernel.threads, smem, kernel.cluster)
         if error:
             raise EmulatorError(f"{kernel.expression}: {error.decode()}")
 
-    @staticmethod
-    def _poisoned(array):
-        memory = array.ravel(order="K")  # a view: the array is contiguous in its own order
-        memory.view(np.uint8)[...] = 0xFF
-        return array
+
+class Memory:
+    """A view of memory that belongs to `x`, as NumPy's array interface has it."""
+
+    def __init__(self, x, shape, strides, offset):
+        at, _ = x.__array_interface__["data"]
+        self.x = x
+        self.__array_interface__ = {"data": (at + offset, not x.flags.writeable), "shape": shape, "strides": strides,
+                                    "typestr": f"|V{x.dtype.itemsize}", "version": 3}
+
+
+# -- kernels of the tests' own ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TestKernel(Kernel):
+    """Any instance of any file, whose argument is whatever `pack` made."""
+
+    __test__ = False
+    file: str
+    words: tuple[str, ...] = ()
+    threads: int = field(default=128, kw_only=True)
+    arch: str = field(default="", kw_only=True)
+    cluster: int = field(default=1, kw_only=True)
+
+    @property
+    def name(self):
+        return self.file.rsplit("/", 1)[-1]
+
+    @property
+    def template(self):
+        return self.words
+
+
+def pack(*maps, **fields):
+    """An argument: tensor maps, then integers, addresses and floats in the order given, each by its type."""
+    kinds = "".join("d" if isinstance(value, float) else "q" for value in fields.values())
+    room = b"".join(maps) + struct.pack(f"={kinds}", *(0 if value is None else value for value in fields.values()))
+    return np.frombuffer(room.ljust(-(-len(room) // 64) * 64 if maps else len(room), b"\0"), np.int64)

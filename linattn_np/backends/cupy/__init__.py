@@ -1,24 +1,74 @@
-"""Raw CUDA through CuPy: the kernels of `kernels_cu`, compiled by NVRTC at first use."""
+"""Raw CUDA through CuPy: the kernels of `kernels_cu`, compiled by NVRTC at first use.
+
+An operator's planner is a module with
+
+    unsupported(problem) -> str | None              why its kernels cannot compute a problem
+    plan(problem, device) -> Plan                   of (o, final state parts or None); a step's o; a stage's result
+    plan_vjp(problem, device, do, dht, saved)       of (gradients of the arrays, of the initial state's parts or None)
+    saved(problem)                                  (shape, dtype) of what `plan` saves for `plan_vjp`, if anything
+"""
 
 from __future__ import annotations
 
 import sys
 from functools import cache
 
-from . import attention, gradients, plans, recording
-from .build import CupyDevice
+from ...declarations import (
+    CHUNK_CUMSUM,
+    COMBINE,
+    GATED,
+    GATED_QK,
+    GLA_STEP,
+    GLA_VALUE_GATE,
+    INTER_CHUNK,
+    INTRA_CHUNK,
+    INTRA_CHUNK_BONUS,
+    LINEAR_ATTENTION,
+    NORMALIZED,
+    RETENTION,
+    RWKV6_STEP,
+    SIMPLE_GLA,
+    SOFTMAX_ATTENTION,
+)
+from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
+from .device import CupyDevice
+from .plan import Plan, contiguous
 
+PLANNERS = dict.fromkeys(GATED, gated) | {
+    SIMPLE_GLA: scalar_decay,
+    RETENTION: scalar_decay,
+    LINEAR_ATTENTION: scalar_decay,
+    NORMALIZED: scalar_decay,
+    GLA_VALUE_GATE: value_gate,
+    SOFTMAX_ATTENTION: softmax,
+    GLA_STEP: step,
+    RWKV6_STEP: step,
+    CHUNK_CUMSUM: stages,
+    GATED_QK: stages,
+    INTER_CHUNK: stages,
+    INTRA_CHUNK: stages,
+    INTRA_CHUNK_BONUS: stages,
+    COMBINE: stages,
+}
 DEVICE = CupyDevice()
-LEAST_CAPABILITY = 80           # cp.async and tf32 products came with sm_80
+LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
 
 
+# -- which problems ----------------------------------------------------------------------------------------------------
 def why_not(problem) -> str | None:
     if problem.home == "host":
         return "the arrays are on the host"
     memo = {} if problem.memo is None else problem.memo
     if "unsupported" not in memo:
-        memo["unsupported"] = too_old(ordinal(problem)) or plans.unsupported(problem) or gradients.unsupported(problem)
+        memo["unsupported"] = too_old(ordinal(problem)) or unsupported(problem)
     return memo["unsupported"]
+
+
+def unsupported(problem) -> str | None:
+    """Why these kernels cannot compute a problem, wherever its arrays are; None when they can."""
+    if problem.op not in PLANNERS:
+        return f"no kernel for {problem.op.name}; it has {', '.join(dict.fromkeys(op.name for op in PLANNERS))}"
+    return PLANNERS[problem.op].unsupported(problem)
 
 
 def ordinal(problem) -> int:
@@ -38,23 +88,25 @@ def too_old(device: int) -> str | None:
     return None
 
 
+# -- calls -------------------------------------------------------------------------------------------------------------
 def run(problem):
-    return at_home(problem, recording.run, problem, DEVICE)
+    return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)[0]
 
 
 def vjp(problem):
     """((o, final state parts or None), pull); one backward serves every mode."""
-    if problem.op.name == attention.NAME:
-        result, pull = at_home(problem, attention.vjp, problem, DEVICE)
-        return result, lambda do, dht: at_home(problem, pull, do, dht)
-    return run(problem), pullback(problem)
+    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)
+    return result, pull_of(problem, saved)
 
 
 def pullback(problem):
-    """That of `vjp`; the operators' backward computes what it needs of the forward pass itself."""
-    if problem.op.name == attention.NAME:
-        return vjp(problem)[1]
-    return lambda do, dht: at_home(problem, recording.pullback, problem, DEVICE, do, dht)
+    """That of `vjp`; without a forward pass where the backward needs nothing of it."""
+    return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else pull_of(problem, ())
+
+
+def pull_of(problem, saved):
+    planner = PLANNERS[problem.op]
+    return lambda do, dht: at_home(problem, execute.pull, planner, problem, DEVICE, do, dht, saved)
 
 
 def at_home(problem, function, *arguments):
@@ -66,16 +118,26 @@ def at_home(problem, function, *arguments):
         return function(*arguments)
 
 
+# -- what a call would do ----------------------------------------------------------------------------------------------
+def plan_of(problem, device) -> Plan:
+    """The plan of a call, or of its pullback where a gradient is asked for; gradients of its results lie as these
+    would."""
+    planner = PLANNERS[problem.op]
+    if not problem.gradient:
+        return execute.plan_of(planner, problem, device)
+    do = contiguous("do", problem.shape(problem.op.out), problem.dtype)
+    saved = [contiguous("saved", *part) for part in planner.saved(problem)] if hasattr(planner, "saved") else ()
+    return execute.vjp_plan_of(planner, problem, device, do, None, saved)
+
+
 def describe(problem, bytes_moved) -> dict:
-    operator = problem.op.name in (*plans.OPERATORS, *plans.OWN)
-    bandwidth = peak_bandwidth(ordinal(problem))
-    kernels = plans.sweeps_of(problem, DEVICE) if problem.gradient else plans.kernels_of(problem, DEVICE)
+    plan, bandwidth = at_home(problem, plan_of, problem, DEVICE), peak_bandwidth(ordinal(problem))
     return {
-        "mode": plans.mode_of(problem) if operator else None,
-        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in kernels),
-        "tiles": plans.tiles_of(problem, DEVICE),
-        "copies": plans.copies_of(problem, DEVICE),
-        "scratch": plans.scratch(problem, DEVICE) if problem.gradient else None,
+        "mode": plan.mode,
+        "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plan.kernels),
+        "tiles": plan.tiles,
+        "copies": plan.copies,
+        "scratch": plan.scratch if problem.gradient else None,
         "floor_ms": bytes_moved / bandwidth * 1e3 if bandwidth else None,
     }
 

@@ -42,7 +42,8 @@ class Cublas:
         # cuBLAS goes by columns: what it sees is y^T = b^T a^T.
         self.call("cublasGemmStridedBatchedEx", self.handle, of_b, of_a, N, M, K, ctypes.byref(one),
                   pointer(b.data.ptr), DATA[b.dtype], ldb, stride_b, pointer(a.data.ptr), DATA[a.dtype], lda, stride_a,
-                  ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], ldy, stride_y, C, COMPUTE_32F, DEFAULT_ALGORITHM)
+                  ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], ldy, stride_y, C, COMPUTE_32F,
+                  DEFAULT_ALGORITHM)
 
     def call(self, name, *arguments):
         status = getattr(self.cublas, name)(*arguments)
@@ -51,7 +52,8 @@ class Cublas:
 
 
 def reading(x):
-    """How cuBLAS reads x [C, rows, columns]: as it is or transposed, and how far apart rows (or columns), matrices are."""
+    """How cuBLAS reads x [C, rows, columns]: as it is or transposed, and how far apart rows (or columns), matrices
+    are."""
     matrices, rows, columns = (step // x.itemsize for step in x.strides)
     how, leading = (NORMAL, rows) if columns == 1 else (TRANSPOSED, columns)
     return how, leading, ctypes.c_longlong(matrices)

@@ -1,12 +1,16 @@
 """The NumPy backend: the reference recurrences in any float dtype, and the chunked forms on BLAS."""
 
+from importlib import import_module
+
 import numpy as np
 
+from ...declarations import GATED, GLA_VALUE_GATE, LINEAR_ATTENTION, NORMALIZED, RETENTION, SIMPLE_GLA
 from . import (chunked, chunking, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla,
                softmax_attention, staged, two_gates)
 
-EQUATIONS = {"gla": gla, "gla with gv": two_gates, "rwkv6": rwkv6, "simple_gla": simple_gla, "retention": retention,
-             "linear_attention": linear_attention}
+EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
+    GLA_VALUE_GATE: two_gates, SIMPLE_GLA: simple_gla, RETENTION: retention, LINEAR_ATTENTION: linear_attention,
+    NORMALIZED: linear_attention}
 STEPS = {"gla_step": gla, "rwkv6_step": rwkv6}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
 
@@ -40,7 +44,7 @@ def compute(problem, o):
     """Fills o, returns the final state's parts in the computing dtype."""
     if problem.op.name == "softmax_attention":
         return softmax_attention.run(problem, o)
-    equation = EQUATIONS[problem.op.name]
+    equation = EQUATIONS[problem.op]
     if problem.mode == "recurrent" or not o.size:       # no token, row or head: the state passes through
         return recurrent.run(problem, equation, o)
     if equation is two_gates:
@@ -87,7 +91,7 @@ def gradients(problem, o):
     """(final state's parts, pull), o filled."""
     if problem.op.name == "softmax_attention":
         return softmax_attention.vjp(problem, o)
-    equation = EQUATIONS[problem.op.name]
+    equation = EQUATIONS[problem.op]
     if problem.mode == "recurrent" or not o.size:
         return recurrent.vjp(problem, equation, o)
     if equation is two_gates:
@@ -140,7 +144,7 @@ def kernel(problem, mode):
         return softmax_attention.__name__
     if mode == "recurrent":
         return recurrent.__name__
-    return (two_gates if EQUATIONS[problem.op.name] is two_gates else FORMS[mode]).__name__
+    return (two_gates if EQUATIONS[problem.op] is two_gates else FORMS[mode]).__name__
 
 
 def tiles(problem, mode):

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from ...arrays import BFLOAT16
-from ...backends.cupy import tiles
-from ...backends.cupy.build import pack
+from ...backends.cupy import rwkv6 as kernels
 from ...errors import ContractTypeError
 from . import weights as table
 from .checks import refuse
@@ -90,9 +89,10 @@ class CudaDecoder:
         def room(*shape, dtype=FLOAT32):
             return self.device.empty(shape, dtype)
 
-        self.batch, self.few = batch, batch <= tiles.MATVEC_COLUMNS
-        fitting = tiles.decode_step(self.dtype, batch, self.sizes["D"], self.sizes["F"])
-        self.kernel = fitting if self.device.capability == 90 else None
+        self.batch, self.few = batch, batch <= kernels.Matvec.COLUMNS
+        self.kernel = None
+        if self.device.capability == 90:
+            self.kernel = kernels.DecodeStep.fitting(self.dtype, batch, self.sizes["D"], self.sizes["F"], self.device)
         X = FLOAT32 if self.few else self.dtype             # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.x, self.xx, self.d = room(1, B, D), room(B, D), room(B, D)
@@ -197,35 +197,35 @@ class Step:
         self.slots = self.pointer(slots)
         my, at, B = decoder, self.at, decoder.batch
         weight, bias = map(at, my.ln0)
-        self.launch(tiles.embed(my.dtype), B, tokens=at(tokens), embedding=at(my.embedding), weight=weight,
+        self.launch(kernels.Embed(my.dtype), B, tokens=at(tokens), embedding=at(my.embedding), weight=weight,
                     bias=bias, x=at(my.x), D=my.sizes["D"], eps=LAYER_NORM_EPS)
         if my.kernel:
             self.every_phase(state, layers)
         else:
             self.every_product(state, my.layers[:layers])
         if greedy:
-            self.launch(tiles.argmax(), B, logits=at(my.logits), tokens=at(tokens), V=my.sizes["V"])
+            self.launch(kernels.Argmax(), B, logits=at(my.logits), tokens=at(tokens), V=my.sizes["V"])
 
     def every_phase(self, state, layers):
         """All layers and the head: one launch where all blocks can be at work at once, otherwise one a phase."""
         my, at, every = self.decoder, self.at, self.decoder.all_layers
         kernel, room = my.kernel
-        def fields_of(where, names, prefix=""):
-            return {prefix + name: at(getattr(where, name)) for name in names.split()}
+        def fields_of(where, names):
+            return {name: at(getattr(where, name)) for name in names.split()}
 
         fields = {
             **fields_of(every, "maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value"),
             **fields_of(my, "head"), **fields_of(every, "ln1 ln2 ln_x"), **fields_of(my, "ln_out"),
             **fields_of(every, "maa_x maa ffn_maa decay bonus"), **fields_of(state, "att_shift wkv ffn_shift"),
-            "slots": self.slots,
-            **fields_of(my, "x xx low mixed kvrg decay_low y activated gate all_logits arrived", "to_"),
+            "slots": self.slots, **fields_of(my, "x xx low mixed decay_low y activated gate arrived"),
+            "kvrg_out": at(my.kvrg), "logits": at(my.all_logits),
             "L": layers, "B": my.batch, "P": state.wkv.shape[1], **{axis: my.sizes[axis] for axis in "DHNAWFV"},
             "staged": int(room >= 4 * my.batch * my.sizes["F"])}
         count = layers * PHASES + 1
-        smem = tiles.shared_bytes(kernel) + room
+        smem = kernel.shared_bytes + room
         together = getattr(my.device, "launch_together", None)
         for first, last in [(0, count)] if together else [(n, n + 1) for n in range(count)]:
-            args = pack(**fields, first=first, last=last, eps=LAYER_NORM_EPS, group_eps=GROUP_NORM_EPS)
+            args = kernel.pack(**fields, first=first, last=last, eps=LAYER_NORM_EPS, group_eps=GROUP_NORM_EPS)
             launch = together or partial(my.device.launch, blocks=PHASE_BLOCKS)
             self.launches.append(partial(launch, kernel, args=args, smem=smem))
 
@@ -243,15 +243,15 @@ class Step:
         T, X, (D, H, N, A, W) = my.dtype, my.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
         self.norm_shift(layer.ln1, my.mixed_x, layer.maa_x, shift, value, xx=my.xx)
         self.matmul((layer.maa_down, my.mixed_x, my.low, WRITE))
-        blocks = ceil_div(B, tiles.MATVEC_COLUMNS) * 5 * ceil_div(D, tiles.MIX_COLUMNS)
+        blocks = ceil_div(B, kernels.Matvec.COLUMNS) * 5 * ceil_div(D, kernels.Mix.threads)
         self.launch(
-            tiles.mix(T, X), blocks, low=at(my.low), up=at(layer.maa_up),
+            kernels.Mix(T, X), blocks, low=at(my.low), up=at(layer.maa_up),
             maa=at(layer.maa), xx=at(my.xx), d=at(my.d), mixed=at(my.mixed), B=B, D=D, A=A)
         self.matmul((layer.kvrg, my.mixed[1:], my.kvrg, WRITE),
                     (layer.decay_down, my.mixed[:1], my.decay_low, WRITE))
         (k, v, r, gate), (weight, bias) = map(at, my.kvrg), map(at, layer.ln_x)
         self.launch(
-            tiles.time_mix_step(T, X), B * H, k=k, v=v, r=r, gate=gate, low=at(my.decay_low),
+            kernels.TimeMixStep(T, X), B * H, k=k, v=v, r=r, gate=gate, low=at(my.decay_low),
             up=at(layer.decay_up), decay=at(layer.decay), u=at(layer.bonus), weight=weight, bias=bias,
             state=at(wkv), slots=self.slots, y=at(my.y), B=B, H=H, N=N, W=W, eps=GROUP_NORM_EPS)
         self.matmul((layer.output, my.y, my.x, ADD))
@@ -268,7 +268,7 @@ class Step:
         weight, bias = norm
         C, B, D = mixed.shape
         self.launch(
-            tiles.norm_shift(mixed.dtype), B, x=at(my.x), value=at(value),
+            kernels.NormShift(mixed.dtype), B, x=at(my.x), value=at(value),
             gate=at(None if value is None else my.gate), weight=at(weight), bias=at(bias), maa=at(maa),
             shift=at(shift), slots=self.slots, xx=at(xx), d=at(None if xx is None else my.d), mixed=at(mixed),
             B=B, D=D, C=C, eps=LAYER_NORM_EPS)
@@ -281,23 +281,20 @@ class Step:
                 to = my.hidden if finish == RELU_SQUARED else y
                 self.launches.append(partial(multiply(w), w, x, to, finish == ADD))
                 if finish == RELU_SQUARED:
-                    kernel = tiles.relu_squared(y.dtype)
+                    kernel = kernels.ReluSquared(y.dtype)
                     self.launch(kernel, ceil_div(y.size, kernel.threads), x=at(to), y=at(y), count=y.size)
             return
-        fields, blocks = {}, 0
         each = [(*matrices, finish) for *stacks, finish in products for matrices in zip(*stacks)]
-        for n in range(tiles.MATVEC_PRODUCTS):
-            w, x, y, finish = each[n] if n < len(each) else (None, None, None, WRITE)
-            M = 0 if w is None else len(w)
-            fields |= {f"w{n}": self.pointer(w), f"x{n}": self.pointer(x), f"y{n}": self.pointer(y)}
-            fields |= {f"M{n}": M, f"finish{n}": finish}
-            blocks += ceil_div(M, tiles.MATVEC_ROWS)
+        each += [(None, None, None, WRITE)] * (kernels.Matvec.PRODUCTS - len(each))
+        listed = [{"w": self.pointer(w), "x": self.pointer(x), "y": self.pointer(y), "M": 0 if w is None else len(w),
+                   "finish": finish} for w, x, y, finish in each]
+        blocks = sum(ceil_div(product["M"], kernels.Matvec.ROWS) for product in listed)
         _, B, K = products[0][1].shape
-        self.launch(tiles.matvec(my.dtype, blocks), blocks, **fields, B=B, K=K)
+        kernel = kernels.Matvec.fitting(my.dtype, blocks, my.device)
+        self.launch(kernel, blocks, products=listed, B=B, K=K)
 
     def launch(self, kernel, blocks, **fields):
-        self.launches.append(partial(self.decoder.device.launch, kernel, blocks, pack(**fields),
-                                     tiles.shared_bytes(kernel)))
+        self.launches.append(partial(self.decoder.device.launch, kernel, blocks, kernel.pack(**fields)))
 
     def pointer(self, array):
         return None if array is None else self.at(array)
@@ -309,7 +306,7 @@ def array_of(load, dtype, field, weight, names):
         return load(FLOAT32, names)
     if field in AS_STORED:
         return load(dtype, names)
-    return load(dtype, names, weight.inputs_first, tiles.DECODE_ROWS)
+    return load(dtype, names, weight.inputs_first, kernels.DecodeStep.ROWS)
 
 
 def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
@@ -362,5 +359,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def current_device():
-    from ...backends.cupy.overlap import best_device
+    from ...backends.cupy.device import best_device
     return best_device()

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...backends.cupy import tiles
-from ...backends.cupy.build import pack
+from ...backends.cupy import rwkv6 as kernels
 from ...ops import rwkv6
 from . import math
 from .cuda_decode import FLOAT32, ceil_div, multiply
@@ -53,7 +52,7 @@ class Prompt:
         mixed = self.empty(C, T, D, dtype=self.my.dtype)
         xx, d = (self.empty(T, D), self.empty(T, D)) if norm == "ln1" else (None, None)      # what `data_mix` reads
         self.launch(
-            tiles.shift_mix(mixed.dtype), T, x=at(x), weight=at(weight), bias=at(bias), maa=at(maa),
+            kernels.ShiftMix(mixed.dtype), T, x=at(x), weight=at(weight), bias=at(bias), maa=at(maa),
             before=at(shift.before), shift=at(shift.after), starts=at(self.starts), ends=at(self.ends),
             xx=None if xx is None else at(xx), d=None if d is None else at(d), mixed=at(mixed), T=T, D=D, C=C,
             eps=math.LAYER_NORM_EPS)
@@ -69,16 +68,16 @@ class Prompt:
         at, T, D, A = self.at, self.T, self.my.sizes["D"], self.my.sizes["A"]
         mixed = self.empty(5, T, D, dtype=self.my.dtype)
         self.launch(
-            tiles.data_mix(self.my.dtype), 5 * self.blocks, low=at(low), up=at(layer.maa_up), maa=at(layer.maa),
-            xx=at(xx), d=at(d), mixed=at(mixed), T=T, D=D, A=A)
+            kernels.DataMix(self.my.dtype), 5 * self.blocks, low=at(low), up=at(layer.maa_up), maa=at(layer.maa),
+            xx=at(xx), d=at(d), mixed=at(mixed), tokens=T, D=D, A=A)
         return mixed
 
     def log_decay(self, layer, low):
         at, T, D, W = self.at, self.T, self.my.sizes["D"], self.my.sizes["W"]
         w = self.empty(T, D)
         self.launch(
-            tiles.log_decay(self.my.dtype), self.blocks, low=at(low), up=at(layer.decay_up), decay=at(layer.decay),
-            w=at(w), T=T, D=D, W=W)
+            kernels.LogDecay(self.my.dtype), self.blocks, low=at(low), up=at(layer.decay_up), decay=at(layer.decay),
+            w=at(w), tokens=T, D=D, W=W)
         return w
 
     def recurrence(self, layer, kvr, w, wkv):
@@ -91,14 +90,14 @@ class Prompt:
     def gated_norm(self, layer, o, gate):
         at, T, H, N = self.at, self.T, self.my.sizes["H"], self.my.sizes["N"]
         y, (weight, bias) = self.empty(1, T, H * N, dtype=self.my.dtype), layer.ln_x
-        kernel = tiles.gated_norm(self.my.dtype)
+        kernel = kernels.GatedNorm(self.my.dtype)
         self.launch(
             kernel, ceil_div(T * H * 32, kernel.threads), o=at(o), gate=at(gate), weight=at(weight), bias=at(bias),
             y=at(y), rows=T * H, H=H, N=N, eps=math.GROUP_NORM_EPS)
         return y
 
     def relu_squared(self, x):
-        y, kernel = self.empty(*x.shape, dtype=self.my.dtype), tiles.relu_squared(self.my.dtype)
+        y, kernel = self.empty(*x.shape, dtype=self.my.dtype), kernels.ReluSquared(self.my.dtype)
         self.launch(kernel, ceil_div(x.size, kernel.threads), x=self.at(x), y=self.at(y), count=x.size)
         return y
 
@@ -108,7 +107,7 @@ class Prompt:
         return x
 
     def add_gated(self, x, gate, value):
-        at, kernel = self.at, tiles.gated_add()
+        at, kernel = self.at, kernels.GatedAdd()
         self.launch(kernel, ceil_div(x.size, kernel.threads), x=at(x), gate=at(gate), value=at(value), count=x.size)
         return x
 
@@ -121,10 +120,10 @@ class Prompt:
 
     @property
     def blocks(self):
-        return ceil_div(self.T, tiles.PROMPT_TOKENS) * ceil_div(self.my.sizes["D"], tiles.PROMPT_COLUMNS)
+        return ceil_div(self.T, kernels.PROMPT_TOKENS) * ceil_div(self.my.sizes["D"], kernels.PROMPT_COLUMNS)
 
     def empty(self, *shape, dtype=FLOAT32):
         return self.device.empty(shape, dtype)
 
     def launch(self, kernel, blocks, **fields):
-        self.device.launch(kernel, blocks, pack(**fields), tiles.shared_bytes(kernel))
+        self.device.launch(kernel, blocks, kernel.pack(**fields))

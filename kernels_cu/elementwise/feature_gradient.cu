@@ -1,0 +1,28 @@
+// what      Through a feature map backwards.
+// math      dx = dy phi'(x)
+// shapes    x dx [B, H, T, C], dy [B, H, T, C]
+// grid      a thread for every number
+// smem      none
+// barriers  none
+// numerics  float32
+// source    Katharopoulos et al., 2020, section 3.2.1
+// limits    none
+#include "feature.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+template <typename T, typename Y> struct Args {
+  Rows<const T> x;
+  Rows<const Y> dy;
+  Rows<T> dx;
+  i64 B, H, T_, C;
+};
+
+template <class Phi, typename T, typename Y>
+__global__ void __launch_bounds__(256) elementwise_feature_gradient(const Args<T, Y> args) {
+  const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x, c = at % args.C, row = at / args.C;
+  const i64 t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
+  if (b >= args.B) return;
+  const float dy = to_float(args.dy.row(b, h, t)[c]);
+  args.dx.row(b, h, t)[c] = from_float<T>(dy * Phi::slope(to_float(args.x.row(b, h, t)[c])));
+}

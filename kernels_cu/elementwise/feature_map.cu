@@ -1,0 +1,45 @@
+// what      A feature map of every number: queries and keys of linear attention. The identity joins and spreads arrays.
+// math      y = phi(x):  x,  elu(x) + 1,  max(x, 0)  or  exp(x)
+// shapes    x y [B, H, T, C]; where a stride of x is 0 one number serves a whole axis, the last one where `step` is 0
+// grid      a thread for every PIECE neighbours of y, or with `vectors` 0 for every number
+// smem      none
+// barriers  none
+// numerics  float32
+// source    Katharopoulos et al., 2020, section 3.2.1
+// limits    none
+#include "feature.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+template <typename T, typename Y> struct Args {
+  Rows<const T> x;
+  Rows<Y> y;
+  i64 B, H, T_, C;
+  i64 step;     // between the channels of x
+  i64 vectors;  // whether all rows are whole pieces, and start on 16 bytes
+};
+
+template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ void map_piece(const Args<T, Y>& args) {
+  const i64 across = args.C / N, at = i64(blockIdx.x) * blockDim.x + threadIdx.x, row = at / across;
+  const i64 c = at % across * N, t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
+  if (b >= args.B) return;
+  const T* from = args.x.row(b, h, t);
+  Piece<T, N> x;
+  if (args.step)
+    x = *reinterpret_cast<const Piece<T, N>*>(from + c);
+  else
+#pragma unroll
+    for (int i = 0; i < N; ++i) x.x[i] = *from;
+  Piece<Y, N> y;
+#pragma unroll
+  for (int i = 0; i < N; ++i) y.x[i] = from_float<Y>(Phi::of(to_float(x.x[i])));
+  *reinterpret_cast<Piece<Y, N>*>(args.y.row(b, h, t) + c) = y;
+}
+
+template <class Phi, typename T, typename Y>
+__global__ void __launch_bounds__(256) elementwise_feature_map(const Args<T, Y> args) {
+  if (args.vectors)
+    map_piece<Phi, PIECE>(args);
+  else
+    map_piece<Phi, 1>(args);
+}

@@ -1,0 +1,86 @@
+// what      GLA and RWKV-6 token by token, as the equations stand.
+// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u) k_t v_t^T))
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+// grid      a block for every (sequence, head, 32 columns of V), sequence slowest; 128 threads: a lane a column,
+//           a warp a quarter of the channels
+// smem      Shared<BK>: 16 tokens of q, k, decay and v, and the warps' parts of o
+// barriers  three every 16 tokens: tiles loaded | exps taken | parts of o written; the first also frees those parts
+// numerics  float32 throughout
+// source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
+// limits    K <= BK; BK of 64, 128, 256
+#include "read_order.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+constexpr int THREADS = 128, WARPS = THREADS / 32, SLAB = 16, BV = 32;
+
+template <typename T, typename G> struct Args {
+  Rows<const T> q, k, v;
+  Rows<const G> g;
+  Rows<T> o;
+  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
+  float* final;              // [N, H, K, V] or null
+  Shape shape;
+  double scale;
+};
+
+template <int BK> struct Shared {
+  float q[SLAB * BK];              // [16, BK]
+  float k[SLAB * BK];              // [16, BK]
+  float a[SLAB * BK];              // [16, BK], gates, then decays
+  float v[SLAB * BV];              // [16, BV]
+  float u[BK];
+  float partial[WARPS][SLAB * BV];  // [16, BV], o over each warp's channels
+};
+
+template <class ReadOrder, typename T, typename G, int BK>
+__global__ void __launch_bounds__(THREADS, 2) recurrent_forward(const Args<T, G> args) {
+  constexpr int EACH = BK / WARPS;  // channels a thread
+  Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
+  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
+  const Span span = tokens_of(shape, n % shape.count);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c0 = warp * EACH;
+  const i64 state_at = (n * shape.H + h) * shape.K * shape.V + v_tile + lane;
+  const bool owns = v_tile + lane < shape.V;
+
+  float S[EACH];
+#pragma unroll
+  for (int c = 0; c < EACH; ++c)
+    S[c] = args.initial && c0 + c < shape.K && owns ? args.initial[state_at + (c0 + c) * shape.V] : 0.f;
+  if (ReadOrder::reads_before_write)
+    for (int c = threadIdx.x; c < BK; c += THREADS) s.u[c] = c < shape.K ? args.u[h * shape.K + c] : 0.f;
+  for (i64 token = span.start; token < span.stop; token += SLAB) {
+    load_tile<SLAB, BK, BK, THREADS>(s.q, args.q, b, h, token, span.stop, 0, shape.K);
+    load_tile<SLAB, BK, BK, THREADS>(s.k, args.k, b, h, token, span.stop, 0, shape.K);
+    load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, token, span.stop, 0, shape.K);
+    load_tile<SLAB, BV, BV, THREADS>(s.v, args.v, b, h, token, span.stop, v_tile, shape.V);
+    __syncthreads();  // the tiles stand; all have read the parts of o
+    for (int at = threadIdx.x; at < SLAB * BK; at += THREADS) s.a[at] = decay_of(s.a[at]);
+    __syncthreads();  // the decays stand
+#pragma unroll 1
+    for (int r = 0; r < SLAB; ++r) {
+      const float v = s.v[r * BV + lane];
+      float o = 0.f;
+#pragma unroll
+      for (int c = 0; c < EACH; ++c) {
+        const int at = r * BK + c0 + c;
+        const float kv = s.k[at] * v, next = fmaf(s.a[at], S[c], kv);
+        o = fmaf(s.q[at], ReadOrder::reads_before_write ? fmaf(s.u[c0 + c], kv, S[c]) : next, o);
+        S[c] = next;
+      }
+      s.partial[warp][r * BV + lane] = o;
+    }
+    __syncthreads();  // the parts of o stand; the tiles may be overwritten
+    for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) {
+      const i64 row = token + at / BV, column = v_tile + at % BV;
+      const float o = (s.partial[0][at] + s.partial[1][at]) + (s.partial[2][at] + s.partial[3][at]);
+      if (row < span.stop && column < shape.V) args.o.row(b, h, row)[column] = from_float<T>(float(args.scale) * o);
+    }
+  }
+  if (args.final && owns)
+#pragma unroll
+    for (int c = 0; c < EACH; ++c)
+      if (c0 + c < shape.K) args.final[state_at + (c0 + c) * shape.V] = S[c];
+}

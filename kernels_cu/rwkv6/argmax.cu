@@ -1,0 +1,58 @@
+// what      The likeliest token of each sequence, the lowest of equals.
+// math      token = argmax_v logits_v
+// shapes    logits [B, V], tokens [B] int64
+// grid      a block a sequence; 1024 threads: every 1024th token each
+// smem      Shared: the warps' best
+// barriers  one: the warps' best stand
+// numerics  exact
+// source    none
+// limits    V up to 2^31
+#include "decode.cuh"
+
+constexpr int THREADS = 1024, WARPS = THREADS / 32;
+
+struct Args {
+  const float* logits;
+  i64* tokens;
+  i64 V;
+};
+
+struct Best {
+  float logit;
+  int token;
+
+  __device__ __forceinline__ void meet(float other_logit, int other_token) {
+    if (other_logit < logit || (other_logit == logit && other_token >= token)) return;
+    logit = other_logit;
+    token = other_token;
+  }
+};
+
+struct Shared {
+  Best best[WARPS];
+};
+
+__device__ __forceinline__ void meet_in_warp(Best& best) {
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const float logit = __shfl_xor_sync(0xffffffffu, best.logit, distance);
+    const int token = __shfl_xor_sync(0xffffffffu, best.token, distance);
+    best.meet(logit, token);
+  }
+}
+
+__global__ void __launch_bounds__(THREADS) rwkv6_argmax(const Args args) {
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  launch_next();
+  wait_for_previous();
+  const float* logits = args.logits + blockIdx.x * args.V;
+  Best best = {logits[0], 0};
+#pragma unroll 32
+  for (i64 v = threadIdx.x; v < args.V; v += THREADS) best.meet(logits[v], int(v));
+  meet_in_warp(best);
+  if ((threadIdx.x & 31) == 0) s.best[threadIdx.x >> 5] = best;
+  __syncthreads();  // the warps' best stand
+  if (threadIdx.x >= 32) return;
+  best = s.best[threadIdx.x];
+  meet_in_warp(best);
+  if (threadIdx.x == 0) args.tokens[blockIdx.x] = best.token;
+}

@@ -1,0 +1,106 @@
+// what      Layer norm, token shift and static mixes of all tokens of the prompts, packed one after the other.
+// math      xx = LN(x);  d_t = xx_{t-1} - xx_t, at a prompt's start d = before - xx;  mixed_c = xx + d maa_c;
+//           at its end shift = xx
+// shapes    x xx d [T, D], weight bias [D], maa [C, D], before [N, D], shift [P, D], starts ends [T]: the row of
+//           before where a prompt starts and of shift where it ends, -1 elsewhere; mixed [C, T, D]; xx and d
+//           may be null
+// grid      a block a token, which normalises the token before as well; 512 threads, up to 4 times 4 channels each
+// smem      the warps' parts of four sums
+// barriers  two: means, then variances
+// numerics  float32; the variance from centred values
+// source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
+// limits    D a multiple of 4, up to 8192
+#include "decode.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 4;
+
+template <typename X> struct Args {
+  const float* x;
+  const float* weight;
+  const float* bias;
+  const float* maa;
+  const float* before;
+  float* shift;
+  const i64* starts;
+  const i64* ends;
+  float* xx;
+  float* d;
+  X* mixed;
+  i64 T, D, C;
+  double eps;
+};
+
+struct Shared {
+  float sum[2][WARPS], squares[2][WARPS];
+};
+
+// One row of x in registers: read, centred, scaled.
+struct Row {
+  float4 x[EACH];
+
+  __device__ __forceinline__ float read(const float* from, i64 D) {
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const i64 j = 4 * (n * THREADS + threadIdx.x);
+      x[n] = {};
+      if (j < D) x[n] = load4(from + j);
+      sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ float centre(float mean, i64 D) {
+    float squares = 0.f;
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      x[n] = {x[n].x - mean, x[n].y - mean, x[n].z - mean, x[n].w - mean};
+      if (4 * (n * THREADS + threadIdx.x) < D)
+        squares += (x[n].x * x[n].x + x[n].y * x[n].y) + (x[n].z * x[n].z + x[n].w * x[n].w);
+    }
+    return squares;
+  }
+
+  __device__ __forceinline__ float4 normed(int n, float scale, float4 weight, float4 bias) const {
+    return {fmaf(x[n].x * scale, weight.x, bias.x), fmaf(x[n].y * scale, weight.y, bias.y),
+            fmaf(x[n].z * scale, weight.z, bias.z), fmaf(x[n].w * scale, weight.w, bias.w)};
+  }
+};
+
+template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_shift_mix(const Args<X> args) {
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  launch_next();
+  const i64 t = blockIdx.x, D = args.D, row = t * D;
+  wait_for_previous();
+  const i64 start = args.starts[t], end = args.ends[t];
+  const float* earlier = start < 0 ? args.x + row - D : args.before + start * D;
+
+  Row now, then;
+  const float sum = now.read(args.x + row, D), sum_then = then.read(earlier, D);
+  const float mean = block_sum<WARPS>(sum, s.sum[0]) / D, mean_then = block_sum<WARPS>(sum_then, s.sum[1]) / D;
+  const float squares = now.centre(mean, D), squares_then = then.centre(start < 0 ? mean_then : 0.f, D);
+  const float eps = float(args.eps);
+  const float scale = 1.f / sqrtf(block_sum<WARPS>(squares, s.squares[0]) / D + eps);
+  const float scale_then = 1.f / sqrtf(block_sum<WARPS>(squares_then, s.squares[1]) / D + eps);
+
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const i64 j = 4 * (n * THREADS + threadIdx.x);
+    if (j >= D) continue;
+    const float4 weight = load4(args.weight + j), bias = load4(args.bias + j);
+    const float4 xx = now.normed(n, scale, weight, bias);
+    const float4 past = start < 0 ? then.normed(n, scale_then, weight, bias) : then.x[n];
+    const float4 d = {past.x - xx.x, past.y - xx.y, past.z - xx.z, past.w - xx.w};
+    if (end >= 0) store4(args.shift + end * D + j, xx);
+    if (args.xx) {
+      store4(args.xx + row + j, xx);
+      store4(args.d + row + j, d);
+    }
+    for (i64 c = 0; c < args.C; ++c) {
+      const float4 maa = load4(args.maa + c * D + j);
+      const float4 mixed = {fmaf(d.x, maa.x, xx.x), fmaf(d.y, maa.y, xx.y), fmaf(d.z, maa.z, xx.z),
+                            fmaf(d.w, maa.w, xx.w)};
+      store4(args.mixed + c * args.T * D + row + j, mixed);
+    }
+  }
+}

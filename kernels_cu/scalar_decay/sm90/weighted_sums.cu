@@ -1,0 +1,352 @@
+// what      Under one gate for all channels, in one pass on Hopper: outputs or gradients by chunks of 64 tokens, which go into
+//           the products as they came.
+// math      per chunk, E_i the decay from its start to token i, L_j from behind token j to its end, D_ij between:
+//           o_i = scale (E_i S q_i + sum_{j<=i} A_ij v_j), A_ij = D_ij q_i . k_j;  S <- E_64 S + sum_j L_j v_j k_j^T
+//           Gradients are such sums too, forwards or backwards in time, where E and L, i and j change places:
+//           dq_i of queries do, keys v, values k;  backwards dk_j of queries v, keys do, values q, and dv_j of queries k, keys
+//           q, values do, both carrying dS in place of S, with `scale` in what they add to it
+// shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V] float32
+// grid      a block for every (sequence, head, BV columns of V, sweep), sequence slowest: a warpgroup for every 64 columns,
+//           with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one that sums up gates
+// passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for sequences
+//           cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq, dk and dv at
+//           once, where nobody asks for dg. Queries: dq alone; Keys: the others
+// smem      Stage: a chunk's tokens, what is made of them, and its results in place of v
+// barriers  full: the tokens and decays are there; scores: so is A; done: so are the results
+// numerics  products of bfloat16 numbers in float32: q, k and v as they came, S as the sum of two, in gradients as one, as A and
+//           the decayed v are.
+//           Decays are powers of sums of the gates that lie between, never of differences of such sums: any gate is exact
+// source    Yang et al., 2024, section 4; Sun et al., 2023, section 2.2
+// limits    sm_90a; bfloat16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
+constexpr int CHUNK = 64;
+#include "warpgroup.cuh"
+
+struct Whole {};
+struct Summary {};
+struct Gradients {};
+struct Queries {};
+struct Keys {};
+template <class Pass> constexpr bool READS = true;
+template <> constexpr bool READS<Summary> = false;
+template <class Pass> constexpr bool EXACT = false;     // whether S is read as the sum of two bfloat16 numbers, not as one
+template <> constexpr bool EXACT<Whole> = true;
+template <class Pass> constexpr u32 SWEEPS = 1;
+template <> constexpr u32 SWEEPS<Gradients> = 3;
+template <> constexpr u32 SWEEPS<Keys> = 2;
+
+// The arrays by the part they take; so are K and V.
+struct alignas(64) Sweep {
+  TensorMap q, k, v, o;                         // boxes of a chunk's tokens and 128 bytes, swizzled
+  Rows<const bf16> q_rows, k_rows, v_rows;
+  Rows<bf16> o_rows;
+  const float* initial;                         // null where there is none
+  float* final;                                 // or null
+  i64 K, V, state_k, state_v;                   // strides of the states
+  double read, write;                           // factors of o, and of what tokens add to states and scores
+  i64 backwards;
+};
+
+template <class Pass, typename G> struct Args {
+  Sweep sweeps[SWEEPS<Pass>];
+  Rows<const G> g;
+  Shape shape;
+  float* decays;                                // Summary: [N, H, 2, K], the decay over all chunks, and 1
+  i64 of, needed;                               // Summary: of every so many parts the first so many; nobody needs the others' state
+                                                // Gradients: of every so many segments the first, whose final state is kept
+};
+
+// A chunk's gates, summed within blocks of 2^level tokens, as logarithms to the base 2. Of two tokens in the two halves of a
+// block, the decay between is that of the second's half until it and of the first's half behind it: see `level_of`.
+struct Gates {
+  static constexpr int LEVELS = 6;
+  float until[LEVELS][CHUNK], behind[LEVELS][CHUNK];        // a token inclusive, a token exclusive
+  float start[CHUNK], end[CHUNK];               // E and L: decays, no logarithms
+
+  __device__ float all() const { return start[CHUNK - 1]; }
+};
+
+template <int BK, int BV> struct alignas(1024) Stage {
+  Tile<bf16, BK> q, k;
+  Tile<bf16, BV> v;                             // then o
+  bf16 A[CHUNK][64];                            // [query, key]
+  Gates gates;
+};
+
+template <int BK, int BV> struct Shared {
+  static constexpr int STAGES = BK == BV ? 3 : 4;           // two blocks of the smallest share a multiprocessor
+  Stage<BK, BV> stages[STAGES];
+  Barrier full[STAGES], scores[STAGES], done[STAGES];
+};
+
+template <int BV> constexpr int CONSUMERS = 2 * BV;
+template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + 2 * 128;
+
+// The first token of the chunk that comes so many turns after the first.
+__device__ __forceinline__ int first_of(int turn, const Place& at, bool backwards) {
+  return (backwards ? (at.tokens - 1) / CHUNK - turn : turn) * CHUNK;
+}
+
+// ---- a warp that sums up gates ------------------------------------------------------------------------------------
+
+// The gates of tokens `lane` and 32 + lane.
+__device__ __forceinline__ void sum_gates(Gates& to, float first, float second, int lane) {
+  float until[2] = {LOG2E * first, LOG2E * second}, behind[2] = {0.f, 0.f};
+#pragma unroll
+  for (int level = 0; level < Gates::LEVELS; ++level) {
+    const int size = 1 << level;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      to.until[level][32 * half + lane] = until[half];
+      to.behind[level][32 * half + lane] = behind[half];
+      if (size == 32) continue;
+      const float other = __shfl_sync(0xffffffffu, until[half], (lane ^ size) | (size - 1));     // all of the block beside
+      until[half] += lane & size ? other : 0.f, behind[half] += lane & size ? 0.f : other;
+    }
+  }
+  const float early = __shfl_sync(0xffffffffu, until[0], 31), late = __shfl_sync(0xffffffffu, until[1], 31);
+  to.start[lane] = exp2_approx(until[0]), to.start[32 + lane] = exp2_approx(early + until[1]);
+  to.end[lane] = exp2_approx(behind[0] + late), to.end[32 + lane] = exp2_approx(behind[1]);
+}
+
+template <typename G, int BK, int BV>
+__device__ __forceinline__ void sum_chunks(Shared<BK, BV>& s, const Rows<const G>& gates, const Place& at, bool backwards) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
+  const int lane = threadIdx.x & 31;
+  G first, second;
+  const auto read = [&](int turn) {
+    const int token = first_of(turn, at, backwards) + lane;
+    first = gate_of(gates, at, token), second = gate_of(gates, at, token + 32);
+  };
+  read(0);
+#pragma unroll 1
+  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
+    if (turn >= STAGES) barrier_wait(s.done[turn % STAGES], turn / STAGES - 1 & 1);
+    sum_gates(s.stages[turn % STAGES].gates, to_float(first), to_float(second), lane);
+    barrier_arrive(s.full[turn % STAGES]);
+    read(turn + 1);                             // long before they are needed
+  }
+}
+
+// ---- a warp that moves chunks -------------------------------------------------------------------------------------
+
+template <class Pass, int BK, int BV>
+__device__ __forceinline__ void move(Shared<BK, BV>& s, const Sweep& x, const Place& at, int column, bool backwards) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
+#pragma unroll 1
+  for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
+    const int next = turn + STAGES;
+    Stage<BK, BV>& stage = s.stages[next % STAGES];
+    if (turn >= 0) {
+      barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
+      if constexpr (READS<Pass>)
+        store_chunk(at, first_of(turn, at, backwards), [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column); });
+    }
+    if (next * CHUNK >= at.tokens) continue;
+    fetch_chunk(s.full[next % STAGES], at, first_of(next, at, backwards), [&](auto f) {
+      if constexpr (READS<Pass>) f(stage.q, x.q, x.q_rows, x.K, 0);
+      f(stage.k, x.k, x.k_rows, x.K, 0);
+      f(stage.v, x.v, x.v_rows, x.V, column);
+    });
+    __syncwarp();
+  }
+}
+
+// ---- a warpgroup that multiplies queries by keys ---------------------------------------------------------------------
+
+// The two blocks of 8 queries that a warp has: early ones have few keys and late ones many, so each warp as many as the others.
+__device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
+
+// The level of the block that has two different tokens in different halves.
+__device__ __forceinline__ constexpr int level_of(int difference) {
+  int level = -1;
+  for (; difference; difference >>= 1) ++level;
+  return level;
+}
+
+// Puts the scores of warp WARP, of which a lane has two queries and two neighbours of every 8 keys; those with keys behind their
+// queries, or BACKWARDS before them, stay 0.
+template <int WARP, bool BACKWARDS>
+__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], const Gates& gates) {
+  const auto& of_query = BACKWARDS ? gates.behind : gates.until;
+  const auto& of_key = BACKWARDS ? gates.until : gates.behind;
+  const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int block = block_of(WARP, half), i = 8 * block + g;
+#pragma unroll
+    for (int n = BACKWARDS ? block + 1 : 0; n < (BACKWARDS ? CHUNK / 8 : block); ++n) {
+      const int level = 3 + level_of(block ^ n);
+      const float query = of_query[level][i];
+      const float2 keys = *reinterpret_cast<const float2*>(&of_key[level][8 * n + 2 * t]);
+      d[4 * n + 2 * half] *= exp2_approx(query + keys.x), d[4 * n + 2 * half + 1] *= exp2_approx(query + keys.y);
+    }
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int key = 2 * t + p, difference = g ^ key, level = difference > 3 ? 2 : difference > 1;     // 0 of the token itself
+      const float decay = exp2_approx(of_query[level][i] + of_key[level][8 * block + key]);
+      float& x = d[4 * block + 2 * half + p];
+      x = (BACKWARDS ? key < g : key > g) ? 0.f : key == g ? x : x * decay;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {        // only now: for all the compiler knows, gates could change
+    const int block = block_of(WARP, half);
+#pragma unroll
+    for (int n = BACKWARDS ? block : 0; n < (BACKWARDS ? CHUNK / 8 : block + 1); ++n)
+      reinterpret_cast<u32*>(swizzled(A[0], 8 * block + g, n))[t] = pack<bf16>(d[4 * n + 2 * half], d[4 * n + 2 * half + 1]);
+  }
+}
+
+template <bool BACKWARDS>
+__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], const Gates& gates, int warp) {
+  if (warp == 0) put_scores<0, BACKWARDS>(A, d, gates);
+  if (warp == 1) put_scores<1, BACKWARDS>(A, d, gates);
+  if (warp == 2) put_scores<2, BACKWARDS>(A, d, gates);
+  if (warp == 3) put_scores<3, BACKWARDS>(A, d, gates);
+}
+
+template <class Pass, int BK, int BV>
+__device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, float write, bool backwards) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
+#pragma unroll 1
+  for (int turn = 0; turn * CHUNK < tokens; ++turn) {
+    const int thread = opaque(threadIdx.x), lane = thread & 31, warp = thread / 32 % 4;  // addresses are cheaper made anew
+    Stage<BK, BV>& in = s.stages[turn % STAGES];
+    barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
+    u32 q[BK / 16][4];
+    float d[CHUNK / 2];
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c)
+      ldmatrix_x4(q[c], swizzled(in.q[c / 4][0], 8 * block_of(warp, lane >> 3 & 1) + (lane & 7), c % 4 * 2 + (lane >> 4)));
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < BK / 16; ++c) wgmma<bf16, CHUNK, false>(d, q[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_keep(d);
+    for (float& x : d) x *= write;
+    if (SWEEPS<Pass> > 1 && backwards) put_scores<true>(in.A, d, in.gates, warp);
+    else put_scores<false>(in.A, d, in.gates, warp);
+    fence_async();
+    barrier_arrive(s.scores[turn % STAGES]);
+  }
+}
+
+// ---- warpgroups with 64 columns of V each --------------------------------------------------------------------------
+
+// Calls f(value, where it is in memory) for those values of the transposed state that are this lane's and exist.
+template <int BK, typename P, class F>
+__device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const Sweep& of, int column, F f) {
+  const int t = threadIdx.x & 3;
+#pragma unroll
+  for (int n = 0; n < BK / 8; ++n) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int channel = 8 * n + 2 * t + (x & 1), own = column + 8 * (x >> 1);
+      if (channel < of.K && own < of.V) f(S[4 * n + x], state + channel * of.state_k + own * of.state_v);
+    }
+    __syncwarp();                               // else all addresses are made at once, and there are no registers for that
+  }
+}
+
+template <class Pass, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& args, const Sweep& x,
+                                        const Place& at, int first, bool backwards) {
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
+  const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
+  const i64 state = at.pair * x.K * x.V;
+  const float read = float(x.read), write = float(x.write);
+  float S[BK / 2] = {}, total = 1.f;
+  if (x.initial) each_transposed<BK>(S, x.initial + state, x, column, [](float& value, const float* from) { value = *from; });
+
+#pragma unroll 1
+  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
+    Stage<BK, BV>& in = s.stages[turn % STAGES];
+    const u32 phase = turn / STAGES & 1;
+    barrier_wait(s.full[turn % STAGES], phase);
+    const float all = in.gates.all(), by[2] = {all, all};
+    Values o;
+    if constexpr (READS<Pass>) {
+      read_state<BK, true, BK / 64, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
+    } else {
+      for (float& value : S) value *= all;
+      total *= all;
+    }
+    Operand v;
+    float decay[CHUNK / 4];
+    load_channels(v, in.v[warpgroup]);
+    load_tokens(decay, backwards ? in.gates.start : in.gates.end, write);
+    decay_tokens(v, decay);
+    wgmma_keep(S);
+    wgmma_fence();
+    write_state<BK>(S, v, in.k);
+    wgmma_commit();
+    if constexpr (READS<Pass>) {
+      wgmma_wait<1>();
+      wgmma_keep(o);
+      load_tokens(decay, backwards ? in.gates.end : in.gates.start);
+      each_two([&](int i, int, int) { o[i] *= decay[i / 4 * 2], o[i + 1] *= decay[i / 4 * 2 + 1]; });
+      load_channels(v, in.v[warpgroup]);
+      barrier_wait(s.scores[turn % STAGES], phase);
+      wgmma_fence();
+      multiply_pairs<false>(o, v, in.A, true);
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    wgmma_keep(S);
+    if constexpr (READS<Pass>) {
+      wgmma_keep(o);
+      for (float& value : o) value *= read;
+      store_values(&in.v[warpgroup], o);
+      fence_async();
+    }
+    barrier_arrive(s.done[turn % STAGES]);
+  }
+  const bool segments = SWEEPS<Pass> > 1;       // otherwise every state is kept
+  if (x.final && !(segments && at.sequence % args.of)) {
+    const i64 pair = segments ? at.sequence / args.of * args.shape.H + at.head : at.pair;
+    each_transposed<BK>(S, x.final + pair * x.K * x.V, x, column, [](float& value, float* to) { *to = value; });
+  }
+  if constexpr (!READS<Pass>)
+    for (i64 c = threadIdx.x; first == 0 && c < x.K; c += CONSUMERS<BV>) {
+      float* const to = args.decays + at.pair * 2 * x.K + c;
+      to[0] = total, to[x.K] = 1.f;
+    }
+}
+
+template <class Pass, typename G, int BK, int BV>
+__global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
+scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
+  Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
+  constexpr int STAGES = Shared<BK, BV>::STAGES;
+  const Sweep& x = args.sweeps[blockIdx.x % SWEEPS<Pass>];
+  const i64 widest = SWEEPS<Pass> > 1 && x.K > x.V ? x.K : x.V;
+  const u32 tiles = u32(widest + BV - 1) / BV, block = blockIdx.x / SWEEPS<Pass>;
+  const Place at = place_of(args.shape, block / tiles);
+  const int column = block % tiles * BV;
+  const bool backwards = SWEEPS<Pass> > 1 && x.backwards;
+  if (column >= x.V || !READS<Pass> && at.sequence % args.of >= args.needed) return;
+  if (threadIdx.x == 0)
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(s.full[stage], 2 * 32);      // the tokens, then the decays
+      barrier_init(s.scores[stage], 128);
+      barrier_init(s.done[stage], CONSUMERS<BV>);
+    }
+  for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)       // no key behind its query
+    reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
+  fence_async();
+  __syncthreads();
+  constexpr bool SMALL = BK + BV == 128;
+  if (threadIdx.x < CONSUMERS<BV>) {
+    registers_up<SMALL ? 128 : BV == 128 ? 184 : 240>();
+    consume(s, args, x, at, column, backwards);
+  } else if (threadIdx.x < CONSUMERS<BV> + 128) {
+    registers_down<SMALL ? 80 : 104>();
+    if constexpr (READS<Pass>) multiply_tokens<Pass>(s, at.tokens, float(x.write), backwards);
+  } else {
+    registers_down<SMALL ? 32 : 40>();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0) move<Pass>(s, x, at, column, backwards);
+    else if (warp == 1) sum_chunks(s, args.g, at, backwards);
+  }
+}

@@ -1,0 +1,134 @@
+"""Every instance of a kernel that planners and models can ask for: what the compile check walks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from . import instances as gated
+from . import rwkv6, softmax, stages, step, value_gate
+from .kernel import CTYPES, HALF
+
+SINGLE = np.dtype(np.float32)
+READ_ORDERS = ("AfterWrite", "BeforeWrite")
+GATES = [(T, T) for T in CTYPES] + [(T, SINGLE) for T in HALF]  # a gate is like q, or float32
+WIDTHS = tuple(product(gated.TILES, gated.TILES))
+
+
+def kernels():
+    yield from on_every_card()
+    yield from gated_on_hopper()
+    yield from scalar_decays()
+    yield from value_gates()
+    yield from element_by_element()
+    for cls, T, D in product(
+        (
+            softmax.SoftmaxForward,
+            softmax.SoftmaxForwardSm90,
+            softmax.SoftmaxBackwardQueries,
+            softmax.SoftmaxBackwardKeys,
+        ),
+        HALF,
+        softmax.COLUMNS,
+    ):
+        yield cls(T, D)
+    yield from of_models()
+
+
+def on_every_card():
+    for (T, G), order in product(GATES, READ_ORDERS):
+        for size in gated.CHANNELS:
+            yield gated.GatedBackwardQueries(order, T, G, size)
+            yield gated.GatedBackwardKeys(order, T, G, size)
+            yield gated.Recurrent(order, T, G, size)
+            yield stages.IntraChunk(order, T, G, size)
+            for BV in gated.COLUMNS:
+                yield gated.GatedForward(order, T, G, size, BV)
+                yield gated.GatedBackwardValues(order, T, G, size, BV)
+        for S in CTYPES:
+            yield step.Step(order, T, G, S)
+    for T in CTYPES:
+        yield stages.ChunkCumsum(T)
+        yield stages.InterChunk(T)
+        yield stages.Combine(T)
+        for order in READ_ORDERS:
+            yield stages.GatedQk(order, T)
+    yield gated.ScanSegments()
+    yield gated.ScanBothWays()
+
+
+def gated_on_hopper():
+    for T, order in product(HALF, READ_ORDERS):
+        for G in (T, SINGLE, *[gated.SCALAR] * (order == "AfterWrite")):
+            for V in gated.TILES:
+                yield gated.GatedForwardSm90.fitting(order, gated.CLUSTER_SPLIT_K, T, G, 256, 2 * V)
+            for schedule, (K, V) in product((gated.SINGLE_PASS, gated.SPLIT_SEQUENCE, gated.SEGMENT_STATE), WIDTHS):
+                state = schedule == gated.SEGMENT_STATE
+                sums_are_enough = (T, G) == (BFLOAT16, gated.SCALAR) and not state
+                if not sums_are_enough and not (state and order == "BeforeWrite"):
+                    yield gated.GatedForwardSm90.fitting(order, schedule, T, G, K, V)
+    for cls, order, G, (K, V) in product(
+        (gated.GatedBackwardQueriesSm90, gated.GatedBackwardKeysSm90, gated.GatedBackwardSegmentsSm90),
+        READ_ORDERS,
+        (BFLOAT16, SINGLE),
+        WIDTHS,
+    ):
+        yield cls.fitting(order, G, K, V)
+
+
+def scalar_decays():
+    for G, (K, V) in product((BFLOAT16, SINGLE), WIDTHS):
+        yield gated.WeightedSums("Whole", G, K, V)
+        yield gated.WeightedSums("Summary", G, K, V)
+        if G == SINGLE and V <= K:
+            yield gated.WeightedSums("Gradients", G, K, V)
+    for K in gated.TILES:
+        yield gated.WeightedSums("Queries", SINGLE, K, gated.PANEL)
+    yield gated.WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
+    for cls, (K, V) in product(
+        (gated.ScalarBackwardSegments, gated.ScalarBackwardQueries, gated.ScalarBackwardKeys), WIDTHS
+    ):
+        yield cls(K, V)
+
+
+def value_gates():
+    for T, G in GATES:
+        yield value_gate.ValueGateGradient(T, G)
+        for direction, K in product(("Forwards", "ForwardsApart", "Backwards"), gated.CHANNELS):
+            yield value_gate.ValueGate(direction, T, G, K)
+
+
+def element_by_element():
+    for T in HALF:
+        yield gated.FeatureMap("Identity", SINGLE, T)
+    for (T, Y), phi in product(GATES, gated.FEATURE_MAPS.values()):
+        yield gated.FeatureMap(phi, T, Y)
+        if phi != "Identity":
+            yield gated.FeatureGradient(phi, T, Y)
+    for T, cls in product(CTYPES, (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient)):
+        yield cls(T)
+
+
+def of_models():
+    for T in CTYPES:
+        for cls in (
+            rwkv6.Embed,
+            rwkv6.NormShift,
+            rwkv6.ReluSquared,
+            rwkv6.ShiftMix,
+            rwkv6.DataMix,
+            rwkv6.LogDecay,
+            rwkv6.GatedNorm,
+        ):
+            yield cls(T)
+        for threads in rwkv6.Matvec.THREADS:
+            yield rwkv6.Matvec(T, threads)
+        for depth, paired in product(rwkv6.DecodeStep.STAGES, (True, False)):
+            yield rwkv6.DecodeStep(T, depth, paired)
+        for X in dict.fromkeys((T, SINGLE)):
+            yield rwkv6.Mix(T, X)
+            yield rwkv6.TimeMixStep(T, X)
+    yield rwkv6.Argmax()
+    yield rwkv6.GatedAdd()

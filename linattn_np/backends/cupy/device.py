@@ -1,0 +1,259 @@
+"""Where plans are executed: allocation, copies and launches on the current CUDA device and stream.
+
+Importing this module does not import CuPy. The tests' emulator is a device of the same interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache, partial
+from threading import get_ident
+
+import numpy as np
+
+from .source import OPTIONS, program
+
+SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that a kernel may use without asking
+
+
+class CupyDevice:
+    """The current CUDA device. Kernels follow one another."""
+
+    # -- what it is --
+    @property
+    def capability(self) -> int:
+        """10 major + minor."""
+        return capability(current())
+
+    @property
+    def multiprocessors(self) -> int:
+        return attribute(current(), "MultiProcessorCount")
+
+    @property
+    def shared_per_multiprocessor(self) -> int:
+        """Bytes of shared memory."""
+        return attribute(current(), "MaxSharedMemoryPerMultiprocessor")
+
+    @property
+    def shared_per_block(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        return attribute(current(), "MaxSharedMemoryPerBlockOptin")
+
+    @property
+    def queue(self):
+        """What orders the work: the stream, and the thread, which has a default stream of its own when asked for."""
+        import cupy
+
+        return cupy.cuda.get_current_stream().ptr, get_ident()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether launches now go into a CUDA graph."""
+        import cupy
+
+        return cupy.cuda.get_current_stream().is_capturing()
+
+    # -- arrays --
+    def empty(self, shape, dtype):
+        import cupy
+
+        return cupy.empty(shape, dtype)
+
+    def zeros(self, shape, dtype):
+        import cupy
+
+        return cupy.zeros(shape, dtype)
+
+    def upload(self, host):
+        import cupy
+
+        if self.capturing:
+            raise RuntimeError(
+                "host integers (cu_seqlens, slots) cannot be sent to the device while a graph is captured: "
+                "make the same call once before, on the same stream and thread"
+            )
+        return cupy.asarray(host)
+
+    def view(self, x, shape, strides, dtype, offset):
+        """An array in the memory of `x`, so many bytes behind its first number."""
+        import cupy
+
+        return cupy.ndarray(shape, dtype, x.data + offset, strides)
+
+    def fill(self, x):
+        """Zeros for all of a contiguous array."""
+        x.data.memset_async(0, x.nbytes)
+
+    def pointer(self, x) -> int:
+        return x.data.ptr
+
+    def tensor_map(self, x, columns: int, tokens: int, swizzled: bool) -> bytes:
+        """The driver's CUtensorMap of `x` [B, H, T, D], as `plan.TensorMap` describes it."""
+        return tensor_map(x.data.ptr, x.shape, x.strides, x.dtype.name, columns, tokens, swizzled)
+
+    # -- launches --
+    def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None):
+        """A function that enqueues `blocks` blocks on grid x, with `args` and `smem` bytes of shared memory."""
+        smem = kernel.shared_bytes if smem is None else smem
+        function = ready(kernel, smem, current())
+        # CuPy hands a struct without fields on fastest: it looks at every field.
+        argument = args.view(np.dtype((np.void, args.nbytes)))
+        return partial(function, (blocks,), (kernel.threads,), (argument,), shared_mem=smem)
+
+    def launch(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None):
+        if blocks:  # CuPy would launch one for 0
+            self.prepared(kernel, blocks, args, smem)()
+
+
+def current() -> int:
+    import cupy
+
+    return cupy.cuda.runtime.getDevice()
+
+
+@cache
+def attribute(device: int, name: str) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes[name])
+
+
+@cache
+def capability(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
+@cache
+def load(kernel, device: int):
+    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.2
+    s."""
+    import cupy
+
+    options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
+    module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
+    return module.get_function(kernel.expression)
+
+
+@cache
+def ready(kernel, smem: int, device: int):
+    """What launches `kernel` with `smem` bytes of shared memory on `device`, which must be the current one."""
+    function = load(kernel, device)
+    if smem > SHARED_BY_DEFAULT and function.max_dynamic_shared_size_bytes < smem:
+        function.max_dynamic_shared_size_bytes = smem
+    return function.kernel
+
+
+# -- tensor maps -------------------------------------------------------------------------------------------------------
+TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # of CUtensorMapDataType
+SWIZZLE_128B, PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
+
+
+@cache
+def driver():
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@lru_cache(1024)  # what a call costs is half of a small call's time; arrays come back to the same places
+def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: int, swizzled: bool) -> bytes:
+    """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last."""
+    room = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
+    start = -ctypes.addressof(room) % 64
+
+    def array(ctype, values):
+        return (ctype * len(values))(*values)
+
+    sizes = array(ctypes.c_uint64, shape[::-1])
+    steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])  # 0 where there is one element
+    box, ones = array(ctypes.c_uint32, [columns, tokens, 1, 1]), array(ctypes.c_uint32, [1] * 4)
+    status = driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(room) + start),
+        TYPES[dtype],
+        4,
+        ctypes.c_void_p(pointer),
+        sizes,
+        steps,
+        box,
+        ones,
+        0,
+        SWIZZLE_128B if swizzled else 0,
+        PROMOTE_256B,
+        0,
+    )
+    if status:
+        raise RuntimeError(f"the driver makes no tensor map of {shape} with strides {strides}: CUresult {status}")
+    return room.raw[start : start + 128]
+
+
+# -- launches that begin before the one before them ends ---------------------------------------------------------------
+OVERLAPPING_CAPABILITY = 90
+COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # of the driver's CUlaunchAttributeID
+
+
+class LaunchAttribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute: 8 bytes of name, 64 of value."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+def attributes(*ids):
+    return (LaunchAttribute * len(ids))(*(LaunchAttribute(id=id, value=(ctypes.c_int * 16)(1)) for id in ids))
+
+
+OVERLAP = attributes(PROGRAMMATIC_STREAM_SERIALIZATION)
+TOGETHER = attributes(COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION)
+
+
+@cache
+def entry(kernel, smem, device):
+    """The driver's handle of `kernel` on `device`, which must be the current one."""
+    function = load(kernel, device)
+    if smem > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):  # never less than others launch it with
+        function.max_dynamic_shared_size_bytes = smem
+    function.preferred_shared_memory_carveout = 100  # for all: only an empty multiprocessor can change it
+    return ctypes.c_void_p(function.kernel.ptr)
+
+
+class OverlappedDevice(CupyDevice):
+    """A kernel takes the room that the one before it leaves (programmatic dependent launch, sm_90).
+
+    Only for kernels that call `wait_for_previous` before they read or write what another kernel writes or reads. A
+    cooperative launch begins when there is room for all its blocks, so that they may wait for each other.
+    """
+
+    def launch(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, attributes=OVERLAP):
+        import cupy
+
+        if blocks == 0:
+            return
+        smem = kernel.shared_bytes if smem is None else smem
+        stream = cupy.cuda.get_current_stream().ptr
+        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, stream, attributes, len(attributes))
+        function = entry(kernel, smem, current())
+        parameters = ctypes.c_void_p(args.ctypes.data)
+        status = driver().cuLaunchKernelEx(ctypes.byref(config), function, ctypes.byref(parameters), None)
+        if status:
+            raise RuntimeError(f"{kernel.expression}: the driver refused the launch with CUresult {status}")
+
+    def launch_together(self, kernel, args: np.ndarray, smem: int):
+        """A block on every multiprocessor, all at work at once."""
+        self.launch(kernel, self.multiprocessors, args, smem, TOGETHER)
+
+
+def best_device():
+    """What launches fastest on the current CUDA device."""
+    return OverlappedDevice() if capability(current()) >= OVERLAPPING_CAPABILITY else CupyDevice()

@@ -1,0 +1,144 @@
+"""Plans on a device: compiled once, then run for every call alike, whose arrays may be anywhere.
+
+What an execution of a compiled plan does on the host: allocate the plan's buffers, find what was filled in for these
+addresses, launch. Addresses and tensor maps stand where the plan's typed arguments say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from ...arrays import signature
+from .arguments import Packed
+from .plan import Buffer, Copy, Fill, Launch, Plan, Upload, arrays_in, arrays_of, describe, describe_tree
+
+COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
+# of gradients that a pullback is given
+PLACES = 64  # sets of addresses whose arguments are kept: the layers of a model
+in_graphs = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
+
+
+def plan_of(planner, problem, device) -> Plan:
+    """A planner's plan of a call."""
+    described, given = describe(problem, device)
+    return replace(planner.plan(described, device), given=given)
+
+
+def vjp_plan_of(planner, problem, device, do, dht, saved=()) -> Plan:
+    """A planner's plan of a pullback."""
+    described, given = describe(problem.but(out=None), device)
+    given = list(given)
+    do, dht, saved = (
+        describe_tree(name, tree, device, given) for name, tree in (("do", do), ("dht", dht), ("saved", tuple(saved)))
+    )
+    return replace(planner.plan_vjp(described, device, do, dht, saved), given=tuple(given))
+
+
+def run(planner, problem, device):
+    """(results, what the pullback needs besides)."""
+    return call(partial(plan_of, planner), problem, device)
+
+
+def pull(planner, problem, device, do, dht, saved=()):
+    """Gradients in the order of the arrays, and those of the initial state or None."""
+    return call(partial(vjp_plan_of, planner), problem.but(out=None), device, do, dht, saved)[0]
+
+
+def call(plan, problem, device, *cotangents):
+    """By the compiled plan of the first call alike on the same queue, where calls can be told to be alike."""
+    found, more = problem.memo, arrays_in(cotangents)
+    kinds = [signature(x) for x in more]
+    if found is None or None in kinds:
+        return Compiled(plan(problem, device, *cotangents), device)([*arrays_of(problem), *more])
+    plans, key = found.setdefault("plans", {}), (device, device.queue, *kinds)
+    compiled = plans.get(key)
+    if compiled is None:
+        if len(plans) >= COMPILED:
+            plans.clear()
+        compiled = plans[key] = Compiled(plan(problem, device, *cotangents), device)
+    return compiled([*arrays_of(problem), *more])
+
+
+class Compiled:
+    """A plan on a device. Keeps none of the caller's arrays."""
+
+    def __init__(self, plan: Plan, device):
+        self.device, self.plan = device, plan
+        tables = [step.table for step in plan.steps if isinstance(step, Upload)]
+        self.tables = [device.upload(table.host) for table in tables]
+        memories = [*plan.given, *plan.buffers, *tables]
+        self.number = {memory: n for n, memory in enumerate(memories)}
+        self.makers = [maker(buffer, device) for buffer in plan.buffers]
+        self.addressed = len(plan.given) + len(plan.buffers)
+        self.packed = {step: Packed(step.kernel.arguments, step.args, self.number) for step in plan.launches}
+        self.result = self.reader((plan.results, plan.saved))
+        kept = {self.number[x.memory] for x in arrays_in((plan.results, plan.saved))}
+        self.hidden = [n for n in range(len(plan.given), len(memories)) if n not in kept]
+        self.filled = {}
+
+    def __call__(self, given):
+        """`given`: the caller's arrays, in the plan's order."""
+        arrays = [*given, *[make() for make in self.makers]]
+        addresses = tuple(map(self.device.pointer, arrays))
+        arrays += self.tables
+        commands = self.filled.get(addresses)
+        if commands is None:
+            if len(self.filled) >= PLACES:
+                self.filled.clear()
+            commands = self.filled[addresses] = self.fill(arrays)
+        for command in commands:
+            command(arrays)
+        if self.hidden and self.device.capturing:
+            in_graphs.extend(arrays[n] for n in self.hidden)
+        return self.result(arrays)
+
+    def fill(self, arrays) -> list:
+        """What an execution on memory at these addresses does, in order: functions of its arrays."""
+        addresses = np.array([self.device.pointer(x) for x in arrays], np.int64)
+        return [command for step in self.plan.steps if (command := self.command(step, arrays, addresses))]
+
+    def command(self, step, arrays, addresses):
+        if isinstance(step, Launch):
+            if not step.blocks:
+                return None
+            args = self.packed[step].filled(
+                addresses,
+                lambda box: self.device.tensor_map(
+                    self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled
+                ),
+            )
+            launch = self.device.prepared(step.kernel, step.blocks, args)
+            return lambda arrays: launch()
+        if isinstance(step, Copy):
+            source, target = self.reader(step.source), self.reader(step.target)
+            return lambda arrays: target(arrays).__setitem__(..., source(arrays))
+        if isinstance(step, Fill):
+            target = self.reader(step.target)
+            return lambda arrays: self.device.fill(target(arrays))
+        return None  # a table's upload was done at once, for all executions
+
+    def reader(self, tree):
+        """A function of an execution's arrays: the tree with arrays of the device for those of the plan."""
+        if tree is None:
+            return lambda arrays: None
+        if isinstance(tree, (tuple, list)):
+            parts = [self.reader(part) for part in tree]
+            return lambda arrays: tuple([part(arrays) for part in parts])
+        number, view = self.number[tree.memory], self.device.view
+        if tree.is_whole:
+            return lambda arrays: arrays[number]
+        return lambda arrays: view(arrays[number], tree.shape, tree.strides, tree.dtype, tree.offset)
+
+
+def maker(buffer: Buffer, device):
+    """A function that allocates the buffer, with its axes in their order in memory."""
+    if buffer.axes == tuple(range(len(buffer.axes))):
+        return partial(device.empty, buffer.shape, buffer.dtype)
+    shape, back = (
+        tuple(buffer.shape[axis] for axis in buffer.axes),
+        tuple(map(buffer.axes.index, range(len(buffer.axes)))),
+    )
+    return lambda: device.empty(shape, buffer.dtype).transpose(back)

@@ -1,0 +1,562 @@
+"""Instances of kernels: one class for each file of `kernels_cu`, whose fields are the template's arguments in their
+order.
+
+Each says how many threads a block has, what its argument is, and how much shared memory it takes. `source` has the
+compiler check both against the kernel. Kernels that one planner alone asks for stand beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .arguments import integers, maps, pointers, reals, rows, shape, structs
+from .kernel import Kernel, padded
+
+CHANNELS = (64, 128, 256)  # BK, the whole of K in one tile, padded up: smaller ones would save nothing that a block of
+# 128 threads notices
+SM90 = "sm_90a"
+
+
+def channels(K: int) -> int:
+    """BK, the smallest tile that holds K."""
+    return next(size for size in CHANNELS if K <= size)
+
+
+def read_order(op) -> str:
+    """The template's argument `ReadOrder`."""
+    return "BeforeWrite" if op.reads_before_write else "AfterWrite"
+
+
+# -- gated: a gate for every channel -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GatedForward(Kernel):
+    """Forward in one pass, on every card."""
+
+    file = "gated/forward"
+    arguments = (*rows("q k v g o"), *pointers("u initial final"), *shape, *reals("scale"), *integers("vectors"))
+    shared = ("SubChunk<{BK}, {BV}>", "Incoming<{dtype}, {gate}, {BK}, {BV}>")
+    CHUNK: ClassVar[int] = 16
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+    BV: int
+
+    @property
+    def threads(self):
+        return 2 * self.BV  # a warp for every 16 columns of V
+
+    @property
+    def shared_bytes(self):
+        floats = 3 * 16 * (self.BK + 8) + 16 * (self.BV + 8) + 16 * (16 + 4) + 2 * self.BK
+        size, gate = self.dtype.itemsize, self.gate.itemsize
+        return 4 * floats + 16 * (2 * self.BK * size + self.BK * gate + self.BV * size)
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
+
+
+COLUMNS = (
+    64,
+    128,
+)  # BV of GatedForward: blocks that share a head repeat its scores, so the wider one where V needs it:
+# 2.68 to 2.21 ms at 4,4096,64,128 on an H200
+
+
+def columns(V: int) -> int:
+    return COLUMNS[V > COLUMNS[0]]
+
+
+@dataclass(frozen=True)
+class Recurrent(Kernel):
+    """Forward token by token, on every card."""
+
+    file = "recurrent/forward"
+    arguments = (*rows("q k v g o"), *pointers("u initial final"), *shape, *reals("scale"))
+    shared = ("Shared<{BK}>",)
+    threads = 128
+    BV: ClassVar[int] = 32  # columns of V a block, one lane a column
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+
+    @property
+    def shared_bytes(self):
+        return 4 * (3 * 16 * self.BK + 16 * 32 + self.BK + 4 * 16 * 32)
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV}
+
+
+@dataclass(frozen=True)
+class GatedBackward(Kernel):
+    """A backward kernel over the channels, on every card. A block has BK of them, and all columns of V."""
+
+    BK: ClassVar[int] = 64
+    CHUNK: ClassVar[int] = 16
+    CHECKPOINT_EVERY: ClassVar[int] = 256  # tokens between the states that are kept: a quarter of bfloat16's inputs at
+    # K = V = 128. The gates' gradient is a sum over as many tokens at most,
+    # which float32 carries without loss
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    BV: int
+
+    @property
+    def threads(self):
+        return 2 * self.BV
+
+    @property
+    def shared_bytes(self):
+        size, groups, warps, keys = (
+            self.dtype.itemsize,
+            self.BV // 64,
+            self.BV // 16,
+            isinstance(self, GatedBackwardKeys),
+        )
+        floats = (
+            (3 + groups) * 16 * (self.BK + 8) + 2 * 16 * (self.BV + 8) + (1 + warps) * 16 * 16 + (1 + groups) * self.BK
+        )
+        return 4 * floats + 16 * (self.BK * (2 * size + self.gate.itemsize + 4 * keys) + 2 * self.BV * size)
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "checkpoint every": self.CHECKPOINT_EVERY}
+
+
+class GatedBackwardQueries(GatedBackward):
+    file = "gated/backward_queries"
+    arguments = (
+        *rows("q k v do_ g dq weight"),
+        *pointers("u initial kept du"),
+        *shape,
+        *reals("scale"),
+        *integers("vectors"),
+        *pointers("strong"),
+    )
+    shared = ("SubChunk<{BV}>", "Incoming<{dtype}, {gate}, {BV}>")
+
+
+class GatedBackwardKeys(GatedBackward):
+    file = "gated/backward_keys"
+    arguments = (
+        *rows("q k v do_ g dk dg weight"),
+        *pointers("u dht kept dh0"),
+        *shape,
+        *reals("scale"),
+        *integers("vectors"),
+        *pointers("strong"),
+    )
+    shared = ("SubChunk<{BV}>", "IncomingWeights<{dtype}, {gate}, {BV}>")
+
+
+@dataclass(frozen=True)
+class GatedBackwardValues(Kernel):
+    """dv, on every card."""
+
+    file = "gated/backward_values"
+    arguments = (
+        *rows("q k do_ g dv"),
+        *pointers("u dht"),
+        *shape,
+        *reals("scale"),
+        *integers("vectors"),
+        *pointers("strong"),
+    )
+    shared = ("SubChunk<{BK}, {BV}>", "Incoming<{dtype}, {gate}, {BK}, {BV}>")
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    BK: int
+    BV: int
+
+    @property
+    def threads(self):
+        return 2 * self.BV
+
+    @property
+    def shared_bytes(self):
+        size = self.dtype.itemsize
+        floats = 3 * 16 * (self.BK + 8) + 16 * (self.BV + 8) + 16 * (16 + 8) + 2 * self.BK
+        return 4 * floats + 16 * (2 * self.BK * size + self.BK * self.gate.itemsize + self.BV * size)
+
+
+@dataclass(frozen=True)
+class ScanSegments(Kernel):
+    file = "gated/scan_segments"
+    arguments = (*pointers("left decays initial starts final"), *integers("P R H K V"))
+    threads = 256
+
+
+@dataclass(frozen=True)
+class ScanBothWays(Kernel):
+    file = "gated/scan_both_ways"
+    arguments = (*pointers("states decays"), *integers("N P H K V"))
+    threads = 256
+
+
+# -- gated, on Hopper --------------------------------------------------------------------------------------------------
+TILES = (64, 128)  # BK and BV of Hopper's kernels
+PANEL = 64  # columns of V a warpgroup
+SCALAR = "One"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
+# The schedules of GatedForwardSm90, as the kernel names them: a sequence in one pass, in two halves at once, one with
+# a cluster of two blocks that split K, and the state of a segment alone.
+SINGLE_PASS, SPLIT_SEQUENCE, CLUSTER_SPLIT_K, SEGMENT_STATE = "Whole", "Resumed", "Joined", "Summary"
+
+
+@dataclass(frozen=True)
+class GatedForwardSm90(Kernel):
+    file = "gated/sm90/forward"
+    entry = "warpgroup_forward"
+    arguments = (
+        *maps("q k g v o_boxes"),
+        *rows("o one"),
+        *pointers("u initial final"),
+        *shape,
+        *reals("scale"),
+        *pointers("decays"),
+        *integers("channel of needed alone"),
+    )
+    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}, {schedule}::blocks>",)
+    arch = SM90
+    CHUNK: ClassVar[int] = 32
+    read_order: str
+    schedule: str
+    dtype: np.dtype
+    gate: np.dtype | str
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, read_order, schedule, dtype, gate, K, V):
+        joined = 2 if schedule == CLUSTER_SPLIT_K else 1
+        return cls(read_order, schedule, dtype, gate, TILES[K > 64], TILES[V > 64 * joined])
+
+    @property
+    def cluster(self):
+        return 2 if self.schedule == CLUSTER_SPLIT_K else 1
+
+    @property
+    def threads(self):
+        return 2 * self.BV + 2 * self.BK // self.cluster
+
+    @property
+    def shared_bytes(self):
+        BK, BV, half, gate = self.BK, self.BV, self.dtype.itemsize, 0 if self.gate == SCALAR else self.gate.itemsize
+        handed = padded(self.cluster * (32 * BK * 4 + 32 * BK * half + 32 * 64 * half + 4 * BK), 1024)
+        slots, groups = BV // 64 * (4 if gate <= 2 else 3), 2 // self.cluster
+        group = 32 * BK * (2 * half + gate) + 64 * (BK + 8) * 4 + 4 * BK * 4 + 33 * 4 + 8
+        return padded(
+            2 * handed + slots * 32 * 64 * half + groups * group + 4 * BK + BK // 8 + 48 + 8 * (5 + slots), 1024
+        )
+
+    @property
+    def resident(self):
+        return 2 if self.BK + self.BV == 128 else 1
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
+
+
+@dataclass(frozen=True)
+class GatedBackwardSm90(Kernel):
+    """Hopper's own backward kernels, in bfloat16 alone, whose range holds factors of mild gates."""
+
+    arch = SM90
+    CHUNK: ClassVar[int] = 32
+    arrays: ClassVar[str] = ""  # that are read and written by tensor copies
+    read_order: str
+    gate: np.dtype
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, read_order, gate, K, V):
+        return cls(read_order, gate, TILES[K > 64], TILES[V > 64])
+
+    @property
+    def threads(self):
+        return 2 * self.BK + 128
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
+
+    def ring(self, stages, channels, gates, columns, pairs, rest):
+        """Shared memory of so many stages, each of so many tiles of tokens by channels, gates and columns, and what
+        is beside."""
+        stage = padded(
+            32 * (2 * channels * self.BK + gates * self.gate.itemsize * self.BK + 2 * columns * self.BV) + pairs, 1024
+        )
+        return padded(stages * stage + rest + 8 * (3 * stages + 2), 1024)
+
+
+def tensor_rows(names):
+    """Arrays by tensor copies, and by rows for what these do not reach."""
+    return (*maps(names), *rows(" ".join(f"{name.removesuffix('_')}_rows" for name in names.split())))
+
+
+class GatedBackwardQueriesSm90(GatedBackwardSm90):
+    file = "gated/sm90/backward_queries"
+    entry = "warpgroup_backward_queries"
+    arguments = (
+        *tensor_rows("q k v do_ g dq weight"),
+        *pointers("u initial dht ends sums du strong"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
+    shared = ("Shared<{gate}, {BK}, {BV}>",)
+
+    @property
+    def shared_bytes(self):
+        return self.ring(3, 2, 1, 2, 32 * 128 + 4 * 32, 0)
+
+
+class GatedBackwardKeysSm90(GatedBackwardSm90):
+    file = "gated/sm90/backward_keys"
+    entry = "warpgroup_backward_keys"
+    arguments = (
+        *tensor_rows("q k v do_ g weight dk dv dg"),
+        *pointers("u dht ends sums strong dh0"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
+    shared = ("Shared<{gate}, {BK}, {BV}>",)
+
+    @property
+    def shared_bytes(self):
+        rest = 2 * self.BK * self.BV + 2 * 32 * 2 * self.BK + 32 * 128 + 8 * self.BK + 40
+        return self.ring(3 if self.gate.itemsize == 2 else 2, 2, 2, 2, 32 * 128 + 4 * 32, rest)
+
+
+class GatedBackwardSegmentsSm90(GatedBackwardSm90):
+    file = "gated/sm90/backward_segments"
+    entry = "warpgroup_backward_segments"
+    arguments = (
+        *tensor_rows("q k v do_ g"),
+        *pointers("initial dht states decays strong"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
+    shared = ("Shared<{gate}, {BK}, {BV}>",)
+
+    @property
+    def threads(self):
+        return 2 * self.BK + 32
+
+    @property
+    def shared_bytes(self):
+        return self.ring(4 if self.gate.itemsize == 2 else 3, 1, 1, 1, 0, 0)
+
+
+# -- scalar decays: a gate that all channels share, on Hopper ----------------------------------------------------------
+SWEEP = (
+    *maps("q k v o"),
+    *rows("q_rows k_rows v_rows o_rows"),
+    *pointers("initial final"),
+    *integers("K V state_k state_v"),
+    *reals("read write"),
+    *integers("backwards"),
+)
+SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2}
+
+
+@dataclass(frozen=True)
+class WeightedSums(Kernel):
+    """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
+
+    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others.
+    """
+
+    file = "scalar_decay/sm90/weighted_sums"
+    shared = ("Shared<{BK}, {BV}>",)
+    arch = SM90
+    CHUNK: ClassVar[int] = 64
+    what: str
+    gate: np.dtype
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, what, gate, K, V):
+        return cls(what, gate, TILES[K > 64], TILES[V > 64])
+
+    @property
+    def arguments(self):
+        return (
+            *structs("sweeps", SWEEPS_AT_ONCE[self.what], SWEEP),
+            *rows("g"),
+            *shape,
+            *pointers("decays"),
+            *integers("of needed"),
+        )
+
+    @property
+    def threads(self):
+        return 2 * self.BV + 256
+
+    @property
+    def resident(self):
+        return 2 if self.BK + self.BV == 128 else 1
+
+    @property
+    def shared_bytes(self):
+        stages, gates = 3 if self.BK == self.BV else 4, 4 * 64 * (2 * 6 + 2)
+        stage = padded(64 * 2 * (2 * self.BK + self.BV + 64) + gates, 1024)
+        return padded(stages * stage + 8 * 3 * stages, 1024)
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
+
+
+@dataclass(frozen=True)
+class ScalarBackward(Kernel):
+    """Hopper's backward kernels under a scalar decay."""
+
+    arch = SM90
+    shared = ("Shared<{BK}, {BV}>",)
+    CHUNK: ClassVar[int] = 32
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, K, V):
+        return cls(TILES[K > 64], TILES[V > 64])
+
+    @property
+    def threads(self):
+        return 2 * self.BK + 128
+
+    @property
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
+
+    def ring(self, stages, arrays, more, rest):
+        stage = padded(32 * 2 * arrays * (self.BK + self.BV) + more, 1024)
+        return padded(stages * stage + rest + 8 * 3 * stages, 1024)
+
+    @property
+    def decays(self):
+        """Bytes of a stage: the decays of its tokens, and what each warp has of a sum over the channels."""
+        return 4 * 32 * (1 + 32 + 8) + 4 * 32 * self.BK // 16
+
+
+class ScalarBackwardSegments(ScalarBackward):
+    file = "scalar_decay/sm90/backward_segments"
+    arguments = (
+        *tensor_rows("q k v do_"),
+        *rows("g"),
+        *pointers("initial dht states decays"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
+
+    @property
+    def threads(self):
+        return 2 * self.BK + 32
+
+    @property
+    def shared_bytes(self):
+        return self.ring(4, 1, 4 * 33, 0)
+
+
+class ScalarBackwardQueries(ScalarBackward):
+    file = "scalar_decay/sm90/backward_queries"
+    arguments = (
+        *tensor_rows("q k v do_ dq"),
+        *rows("g"),
+        *pointers("initial dht ends weights"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
+
+    @property
+    def shared_bytes(self):
+        return self.ring(3 if self.BK + self.BV == 128 else 4, 2, 32 * 128 + self.decays, 4 * self.BK // 16)
+
+
+class ScalarBackwardKeys(ScalarBackward):
+    file = "scalar_decay/sm90/backward_keys"
+    arguments = (
+        *tensor_rows("q k v do_ dk dv"),
+        *rows("g"),
+        *pointers("dht ends dg dh0"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
+
+    @property
+    def shared_bytes(self):
+        stages = 4 if self.BK + self.BV == 192 else 3
+        return self.ring(stages, 2, 2 * 32 * 128 + self.decays + 2 * 4 * 32, 4 * self.BK * self.BV)
+
+
+# -- element by element ------------------------------------------------------------------------------------------------
+FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
+
+
+@dataclass(frozen=True)
+class FeatureMap(Kernel):
+    file = "elementwise/feature_map"
+    arguments = (*rows("x y"), *integers("B H T_ C step vectors"))
+    threads = 256
+    PIECE: ClassVar[int] = 8  # numbers that a thread moves at once
+    phi: str
+    dtype: np.dtype
+    result: np.dtype
+
+
+@dataclass(frozen=True)
+class FeatureGradient(Kernel):
+    file = "elementwise/feature_gradient"
+    arguments = (*rows("x dy dx"), *integers("B H T_ C"))
+    threads = 256
+    phi: str
+    dtype: np.dtype
+    result: np.dtype
+
+
+@dataclass(frozen=True)
+class GateGradient(Kernel):
+    file = "elementwise/gate_gradient"
+    arguments = (*rows("x y"), *integers("B H T_ C"))
+    threads = 128
+    gate: np.dtype
+
+
+@dataclass(frozen=True)
+class BonusGradient(Kernel):
+    file = "elementwise/bonus_gradient"
+    arguments = (*pointers("shares strong du"), *integers("N P H K"))
+    threads = 128
+    bonus: np.dtype
+
+
+@dataclass(frozen=True)
+class Divide(Kernel):
+    file = "elementwise/divide"
+    arguments = (*rows("yz o"), *integers("B H T_ V"))
+    threads = 128
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class DivideGradient(Kernel):
+    file = "elementwise/divide_gradient"
+    arguments = (*rows("yz do_ dyz"), *integers("B H T_ V columns"))
+    threads = 128
+    dtype: np.dtype

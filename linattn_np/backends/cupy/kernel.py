@@ -1,0 +1,91 @@
+"""What all instances of kernels have in common: the template's arguments as fields, the argument's struct, the
+sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from .arguments import pack
+from .plan import ceil_div
+
+CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
+HALF = tuple(CTYPES)[1:]
+
+
+def spelled(value) -> str:
+    """A template's argument in C++."""
+    if isinstance(value, np.dtype):
+        return CTYPES[value]
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def padded(size: int, to: int) -> int:
+    return ceil_div(size, to) * to
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation of one `__global__` template.
+
+    `file` is the path under `kernels_cu` without `.cu`; joined by underscores it is the name of the `__global__`.
+    `arch` names the only target that has its instructions, as "sm_90a"; without one it runs on every card.
+    """
+
+    file: ClassVar[str]
+    entry: ClassVar[str] = ""  # the name of the `__global__`, where it is another
+    arguments: ClassVar[tuple] = ()  # the members of its argument
+    shared: ClassVar[tuple[str, ...]] = ()  # the C++ types that stand in shared memory, fields in braces
+    arch: ClassVar[str] = ""
+
+    @property
+    def name(self) -> str:
+        return self.entry or self.file.replace("/", "_")
+
+    @property
+    def template(self) -> tuple[str, ...]:
+        return tuple(spelled(getattr(self, member.name)) for member in fields(self))
+
+    @property
+    def expression(self) -> str:
+        """As "gated_forward<AfterWrite, float, float, 64, 64>"."""
+        return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
+
+    @property
+    def shared_types(self) -> tuple[str, ...]:
+        arguments = {member.name: word for member, word in zip(fields(self), self.template)}
+        return tuple(found.format(**arguments) for found in self.shared)
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        raise NotImplementedError
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 0
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that run together, as the kernel's `__cluster_dims__` say."""
+        return 1
+
+    @property
+    def resident(self) -> int:
+        """Blocks that share a multiprocessor as far as registers go."""
+        return 1
+
+    def check(self, args):
+        """Whether `args` are what the kernel's argument holds, by name."""
+        declared = {member.name for member in self.arguments}
+        if declared != set(args):
+            raise TypeError(f"{self.name} takes {sorted(declared)}, got {sorted(args)}")
+
+    def pack(self, **args) -> np.ndarray:
+        """The argument, of addresses, numbers and None."""
+        self.check(args)
+        return pack(self.arguments, args)

@@ -1,0 +1,503 @@
+"""A plan is data: the memory that a call needs, the steps that it takes in order, and what it gives back.
+
+Planners draw plans with a `Draft`. They see arrays as `Array`, which says where numbers are and how they lie, and holds
+none. `execute` runs a plan on a device and runs it again on other arrays; `explain` and tests read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from ...contract import CHUNK
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Given:
+    """An array of the caller."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    start: int  # its address modulo 16, which is the same in all calls that share a plan
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Memory that every execution allocates: contiguous, with the axes in the order `axes`, the slowest first."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[int, ...]
+    start = 0
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        strides, step = [0] * len(self.shape), self.dtype.itemsize
+        for axis in reversed(self.axes):
+            strides[axis] = step
+            step *= self.shape[axis]
+        return tuple(strides)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Numbers of the host that are the same in every execution; they are sent to the device once."""
+
+    host: np.ndarray
+    start = 0
+
+    @property
+    def shape(self):
+        return self.host.shape
+
+    @property
+    def strides(self):
+        return self.host.strides
+
+    @property
+    def dtype(self):
+        return self.host.dtype
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An address: so many bytes behind the start of some memory."""
+
+    memory: Given | Buffer | Table
+    offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """Numbers in some memory, with strides in bytes as NumPy has them."""
+
+    memory: Given | Buffer | Table
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    offset: int = 0  # bytes from the memory's start to the first number
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self.memory, self.offset)
+
+    @property
+    def start(self) -> int:
+        """The address modulo 16."""
+        return (self.memory.start + self.offset) % 16
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its memory, seen as it was given or allocated."""
+        return not self.offset and self.shape == self.memory.shape and self.strides == self.memory.strides
+
+    def __getitem__(self, key) -> Array:
+        """A view, by slices, integers, None and one Ellipsis."""
+        keys = list(key) if isinstance(key, tuple) else [key]
+        axes = sum(part is not None and part is not Ellipsis for part in keys)
+        at = next((n for n, part in enumerate(keys) if part is Ellipsis), len(keys))
+        keys[at : at + 1] = [slice(None)] * (self.ndim - axes)
+        shape, strides, offset, axis = [], [], self.offset, 0
+        for part in keys:
+            if part is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            step, size = self.strides[axis], self.shape[axis]
+            axis += 1
+            if isinstance(part, slice):
+                first, stop, by = part.indices(size)
+                shape.append(len(range(first, stop, by)))
+                strides.append(step * by)
+                offset += first * step
+            else:
+                offset += range(size)[part] * step
+        return Array(self.memory, tuple(shape), tuple(strides), self.dtype, offset)
+
+    def swapaxes(self, a: int, b: int) -> Array:
+        def swapped(values):
+            values = list(values)
+            values[a], values[b] = values[b], values[a]
+            return tuple(values)
+
+        return Array(self.memory, swapped(self.shape), swapped(self.strides), self.dtype, self.offset)
+
+
+def whole(memory) -> Array:
+    return Array(memory, memory.shape, memory.strides, memory.dtype)
+
+
+# -- how arrays lie ----------------------------------------------------------------------------------------------------
+def has_rows(x) -> bool:
+    """Kernels take any strides but the last, which must be that of neighbours."""
+    return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
+
+
+def is_plain(x) -> bool:
+    """Whether `x` is contiguous float32."""
+    return x.dtype == FLOAT32 and is_contiguous(x)
+
+
+def is_contiguous(x) -> bool:
+    step = x.dtype.itemsize
+    for size, stride in zip(reversed(x.shape), reversed(x.strides)):
+        if size > 1 and stride != step:
+            return x.size == 0
+        step *= size
+    return True
+
+
+def aligned16(*arrays) -> bool:
+    """Whether every row starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
+    return not any(at % 16 for x in arrays for at in (x.start, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize))
+
+
+def mappable(*arrays) -> bool:
+    """Whether tensor maps can describe the arrays: aligned, none empty, no axis repeated or backwards."""
+    return aligned16(*arrays) and no_axis_repeats(arrays)
+
+
+def no_axis_repeats(arrays) -> bool:
+    """Nor runs backwards, nor is empty."""
+    return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
+
+
+def aligned16_in_rows(arrays) -> bool:
+    """As `aligned16`, of arrays or the copies that are made of those without rows."""
+    return aligned16(*filter(has_rows, arrays)) and not any(x.shape[-1] * x.dtype.itemsize % 16 for x in arrays)
+
+
+def mappable_in_rows(arrays) -> bool:
+    """As `mappable`, likewise."""
+    return aligned16_in_rows(arrays) and no_axis_repeats(arrays)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class TensorMap:
+    """What a Hopper kernel's tensor copies know of [B, H, T, D]: boxes of so many columns and tokens.
+
+    A box's rows stand side by side in shared memory, or, `swizzled`, 128 bytes each in the 128-byte swizzle.
+    """
+
+    array: Array
+    columns: int
+    tokens: int
+    swizzled: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The kernels' struct `Shape`, member by member: where the tokens are."""
+
+    B: int
+    H: int
+    T: int
+    K: int
+    V: int
+    count: int  # sequences in a row of the batch
+    bounds: Ref | None
+    chunk: int
+    NC: int  # chunks in a row of the batch
+    chunks: Ref | None
+    chunk_bounds: Ref | None
+
+    @property
+    def all_chunks(self) -> int:
+        """(batch, head, chunk) triples: the blocks of a kernel that takes a chunk a block."""
+        return self.B * self.H * self.NC
+
+
+SHAPE = tuple(member.name for member in fields(Shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """So many blocks of a kernel, on arguments by the names of the kernel's declaration."""
+
+    kernel: object
+    blocks: int
+    args: dict
+    reason: str = ""  # what a caller's array is copied for, where the kernel does that
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """target[...] = source, in the target's dtype."""
+
+    source: Array
+    target: Array
+    reason: str = ""  # what a caller's array is copied for
+
+
+@dataclass(frozen=True, eq=False)
+class Fill:
+    """Zeros for all of a buffer."""
+
+    target: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Upload:
+    """The numbers of a table go to the device, once for all executions."""
+
+    table: Table
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A call as data. `results` is a tree of tuples, arrays and None; `saved` is what the pullback needs besides."""
+
+    buffers: tuple[Buffer, ...]
+    steps: tuple
+    results: object
+    saved: tuple[Array, ...] = ()
+    given: tuple[Given, ...] = ()  # the caller's arrays, in the order in which `execute` is handed them
+    mode: str | None = None
+    tiles: dict = field(default_factory=dict)  # the sizes that the main kernels work in, for `explain`
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Launch))
+
+    @property
+    def kernels(self) -> tuple:
+        return tuple(launch.kernel for launch in self.launches)
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Of which of the caller's arrays copies are made, and why."""
+        return tuple(step.reason for step in self.steps if isinstance(step, (Copy, Launch)) and step.reason)
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that an execution takes besides what it gives back."""
+        kept = {id(x.memory) for x in arrays_in((self.results, self.saved))}
+        return sum(buffer.nbytes for buffer in self.buffers if id(buffer) not in kept)
+
+
+def arrays_in(tree) -> list:
+    """The leaves of a tree of tuples, without None."""
+    if isinstance(tree, (tuple, list)):
+        return [x for part in tree for x in arrays_in(part)]
+    return [] if tree is None else [tree]
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+class Draft:
+    """A plan while it is drawn."""
+
+    def __init__(self):
+        self.buffers, self.steps, self.made_plain = [], [], {}
+
+    def plan(self, results, **more) -> Plan:
+        return Plan(tuple(self.buffers), tuple(self.steps), results, **more)
+
+    def include(self, plan: Plan):
+        """All of another plan, at this place; its results."""
+        self.buffers += plan.buffers
+        self.steps += plan.steps
+        return plan.results
+
+    def empty(self, shape, dtype, axes=None) -> Array:
+        buffer = Buffer(tuple(shape), np.dtype(dtype), tuple(range(len(shape))) if axes is None else axes)
+        self.buffers.append(buffer)
+        return whole(buffer)
+
+    def zeros(self, shape, dtype) -> Array:
+        x = self.empty(shape, dtype)
+        self.steps.append(Fill(x))
+        return x
+
+    def like(self, prototype: Array, dtype=None, shape=None) -> Array:
+        """New memory with the axes in the memory order of `prototype`, where that leaves rows."""
+        shape, dtype = prototype.shape if shape is None else shape, prototype.dtype if dtype is None else dtype
+        axes = sorted(range(len(shape)), key=lambda axis: -abs(prototype.strides[axis]))
+        ordered = Buffer(tuple(shape), np.dtype(dtype), tuple(axes))
+        return self.empty(shape, dtype, ordered.axes if has_rows(whole(ordered)) else None)
+
+    def table(self, host) -> Array:
+        table = Table(np.ascontiguousarray(host))
+        self.steps.append(Upload(table))
+        return whole(table)
+
+    def launch(self, kernel, blocks: int, /, reason="", **args):
+        kernel.check(args)
+        self.steps.append(Launch(kernel, blocks, args, reason))
+
+    def copy(self, source: Array, target: Array, reason=""):
+        self.steps.append(Copy(source, target, reason))
+
+    # -- copies that are made only where they are needed --
+    def cast(self, x: Array, dtype, reason="") -> Array:
+        """`x` in `dtype`, in the same memory order."""
+        if x.dtype == dtype:
+            return x
+        found = self.like(x, dtype)
+        self.copy(x, found, reason)
+        return found
+
+    def contiguous(self, x: Array, dtype=None, reason="") -> Array:
+        """A contiguous copy of `x`."""
+        found = self.empty(x.shape, x.dtype if dtype is None else dtype)
+        self.copy(x, found, reason)
+        return found
+
+    def plain(self, x: Array | None, name: str) -> Array | None:
+        """`x` as contiguous float32."""
+        if x is None or is_plain(x):
+            return x
+        if x not in self.made_plain:
+            self.made_plain[x] = self.contiguous(x, FLOAT32, f"{name}: the kernels read it as contiguous float32")
+        return self.made_plain[x]
+
+    def in_rows(self, x: Array, name: str) -> Array:
+        return x if has_rows(x) else self.contiguous(x, reason=f"{name}: its last axis is not contiguous")
+
+    def mapped(self, x: Array, name: str) -> Array:
+        """`x`, or a copy of it where a tensor map cannot describe it."""
+        return x if mappable(x) else self.contiguous(x, reason=f"{name}: a tensor map cannot describe it")
+
+    def aligned(self, x: Array | None, name: str) -> Array | None:
+        """`x`, or a copy of it where it does not start on 16 bytes."""
+        return x if x is None or x.start == 0 else self.contiguous(x, reason=f"{name}: it does not start on 16 bytes")
+
+    # -- a problem's arrays --
+    def inputs(self, problem) -> tuple[Array, ...]:
+        """The arrays of the call except the bonus, with rows, in the order of the declaration."""
+        return tuple(self.in_rows(x, name) for name, x in problem.arrays.items() if name != "u")
+
+    def bonus(self, problem) -> Array | None:
+        """u as contiguous float32 [H, K]."""
+        return self.plain(problem.arrays.get("u"), "u")
+
+    def initial(self, problem) -> Array | None:
+        return self.plain(problem.initial_state and problem.initial_state[0], "initial_state")
+
+    def final(self, problem) -> Array | None:
+        return self.empty(problem.shape("N H K V"), FLOAT32) if problem.output_final_state else None
+
+    def stored(self, problem, final):
+        """The final state as the caller wants it."""
+        return None if final is None else (self.cast(final, problem.state_dtype),)
+
+    def output(self, problem) -> Array:
+        """o where the caller wants it, or new in the memory order of the first input."""
+        if problem.out is not None and has_rows(problem.out):
+            return problem.out
+        return self.like(next(iter(problem.arrays.values())), problem.dtype, problem.shape(problem.op.out))
+
+    def give_back(self, problem, o) -> Array:
+        if problem.out is None or o is problem.out:
+            return o
+        self.copy(o, problem.out)
+        return problem.out
+
+    def shape(self, problem, spans=None, chunk=None, **changed) -> Shape:
+        """Where the tokens are; `spans` are the token ranges to take in place of the sequences."""
+        B, H, T = problem.shape("B H T")
+        dense, chunk = spans is None and not problem.varlen, chunk or problem.chunk_size or CHUNK
+        spans = spans or problem.spans
+        members = {"B": B, "H": H, "T": T, "K": problem.sizes.get("K", 0), "V": problem.sizes.get("V", 0), **changed}
+        if dense:
+            return Shape(
+                **members,
+                count=spans.count,
+                bounds=None,
+                chunk=chunk,
+                NC=ceil_div(T, chunk),
+                chunks=None,
+                chunk_bounds=None,
+            )
+        bounds, chunk_bounds, chunks = spans.bounds, spans.chunk_bounds(chunk), spans.chunks(chunk)
+        table = self.table(np.concatenate([bounds, chunk_bounds, chunks.ravel()])).memory
+        return Shape(
+            **members,
+            count=spans.count,
+            bounds=Ref(table),
+            chunk=chunk,
+            NC=len(chunks),
+            chunks=Ref(table, bounds.nbytes + chunk_bounds.nbytes),
+            chunk_bounds=Ref(table, bounds.nbytes),
+        )
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+def arrays_of(problem) -> list:
+    """The caller's arrays on the device."""
+    arrays = [*problem.arrays.values(), *(problem.initial_state or ())]
+    state, slots = problem.options.get("state"), problem.options.get("slots")
+    arrays += [x for x in (problem.out, state) if x is not None]
+    return arrays if slots is None or isinstance(slots, np.ndarray) else [*arrays, slots]
+
+
+def describe(problem, device) -> tuple:
+    """(the problem with an `Array` for each of the caller's arrays, their memory in the order of `arrays_of`)."""
+    given = []
+
+    def seen(name, x):
+        if x is None:
+            return None
+        given.append(describe_array(name, x, device))
+        return whole(given[-1])
+
+    arrays = {name: seen(name, x) for name, x in problem.arrays.items()}
+    initial = problem.initial_state and tuple(seen("initial_state", part) for part in problem.initial_state)
+    out, options = seen("out", problem.out), dict(problem.options)
+    if options.get("state") is not None:
+        options["state"] = seen("state", options["state"])
+    if not isinstance(options.get("slots"), (type(None), np.ndarray)):
+        options["slots"] = seen("slots", options["slots"])
+    return problem.but(arrays=arrays, initial_state=initial, out=out, options=options, memo=None, example=None), tuple(
+        given
+    )
+
+
+def contiguous(name, shape, dtype) -> Given:
+    """Memory as a caller would give an array that is contiguous and aligned."""
+    buffer = Buffer(tuple(shape), dtype, tuple(range(len(shape))))
+    return Given(name, buffer.shape, buffer.strides, dtype, 0)
+
+
+def describe_array(name, x, device) -> Given:
+    if isinstance(x, Given):
+        return x
+    return Given(name, tuple(x.shape), tuple(x.strides), x.dtype, device.pointer(x) % 16)
+
+
+def describe_tree(name, tree, device, given):
+    """A tree of arrays with an `Array` for each; their memory is appended to `given`."""
+    if isinstance(tree, tuple):
+        return tuple(describe_tree(name, part, device, given) for part in tree)
+    if tree is None:
+        return None
+    given.append(describe_array(name, tree, device))
+    return whole(given[-1])

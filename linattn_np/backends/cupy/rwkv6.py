@@ -1,0 +1,194 @@
+"""The kernels of RWKV-6 models besides those of the operators: a decoding step, and what a prompt takes.
+
+X is the dtype of what a kernel hands to the next product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from .arguments import integers, pointers, reals, structs
+from .kernel import Kernel
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Embed(Kernel):
+    file = "rwkv6/embed"
+    arguments = (*pointers("tokens embedding weight bias x"), *integers("D"), *reals("eps"))
+    shared = ("Shared",)
+    threads = 512
+    shared_bytes = 4 * 2 * 16
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class NormShift(Kernel):
+    file = "rwkv6/norm_shift"
+    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C"), *reals("eps"))
+    shared = ("Shared",)
+    threads = 512
+    shared_bytes = 4 * 2 * 16
+    X: np.dtype
+
+
+@dataclass(frozen=True)
+class Mix(Kernel):
+    file = "rwkv6/mix"
+    arguments = (*pointers("low up maa xx d mixed"), *integers("B D A"))
+    shared = ("Shared",)
+    threads = 128  # and channels a block
+    shared_bytes = 4 * 32 * 8
+    dtype: np.dtype
+    X: np.dtype
+
+
+@dataclass(frozen=True)
+class TimeMixStep(Kernel):
+    file = "rwkv6/time_mix_step"
+    arguments = (*pointers("k v r gate low up decay u weight bias state slots y"), *integers("B H N W"), *reals("eps"))
+    shared = ("Shared",)
+    threads = 256
+    shared_bytes = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
+    dtype: np.dtype
+    X: np.dtype
+
+
+@dataclass(frozen=True)
+class Matvec(Kernel):
+    file = "rwkv6/matvec"
+    PRODUCTS: ClassVar[int] = 5  # in one launch
+    ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
+    COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
+    THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
+    PRODUCT: ClassVar[tuple] = (*pointers("w x y"), *integers("M finish"))
+    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
+    shared = ("Shared<{THREADS_A_BLOCK}>",)
+    dtype: np.dtype
+    THREADS_A_BLOCK: int
+
+    @classmethod
+    def fitting(cls, dtype, blocks, device):
+        """Few blocks take many threads, so that every multiprocessor has about 1024 at work; many blocks take few,
+        so that they end one by one."""
+        most = device.multiprocessors * 1024
+        return cls(dtype, max((size for size in cls.THREADS if size * blocks <= most), default=cls.THREADS[0]))
+
+    @property
+    def threads(self):
+        return self.THREADS_A_BLOCK
+
+    @property
+    def shared_bytes(self):
+        return self.threads * (2 * 4 * 16 + 4 * 8 * 16 // 32)
+
+
+@dataclass(frozen=True)
+class DecodeStep(Kernel):
+    """All layers in one launch."""
+
+    file = "rwkv6/decode_step"
+    arguments = (
+        *pointers("maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value head"),
+        *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift wkv ffn_shift slots"),
+        *pointers("x xx low mixed kvrg_out decay_low y activated gate logits arrived"),
+        *integers("L B P D H N A W F V staged first last"),
+        *reals("eps group_eps"),
+    )
+    shared = ("Shared<{stages}>",)
+    arch, threads = "sm_90a", 384
+    ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
+    COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
+    STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
+    # room for the vectors
+    dtype: np.dtype
+    stages: int
+    paired: bool
+
+    @classmethod
+    def fitting(cls, dtype, B, D, F, device) -> tuple[DecodeStep, int] | None:
+        """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages."""
+        if B > cls.COLUMNS:
+            return None
+        parts = 3 if dtype == BFLOAT16 else 2
+        for K, least in ((F, 8), (D, cls.STAGES[-1])):
+            for stages in cls.STAGES:
+                kernel = cls(dtype, stages, parts * B <= cls.COLUMNS)
+                if stages >= least and kernel.shared_bytes + 4 * B * K <= device.shared_per_block:
+                    return kernel, 4 * B * K
+        return None
+
+    @property
+    def shared_bytes(self):
+        """Without the vectors."""
+        return self.stages * (16 * (1024 + 64) + 2 * 8) + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
+
+
+@dataclass(frozen=True)
+class ReluSquared(Kernel):
+    file = "rwkv6/relu_squared"
+    arguments = (*pointers("x y"), *integers("count"))
+    threads = 256
+    X: np.dtype
+
+
+@dataclass(frozen=True)
+class Argmax(Kernel):
+    file = "rwkv6/argmax"
+    arguments = (*pointers("logits tokens"), *integers("V"))
+    shared = ("Shared",)
+    threads = 1024
+    shared_bytes = 32 * 8
+
+
+# -- prompts: all tokens at once ---------------------------------------------------------------------------------------
+PROMPT_TOKENS, PROMPT_COLUMNS = 32, 128  # of a block of DataMix and LogDecay
+
+
+@dataclass(frozen=True)
+class ShiftMix(Kernel):
+    file = "rwkv6/shift_mix"
+    arguments = (*pointers("x weight bias maa before shift starts ends xx d mixed"), *integers("T D C"), *reals("eps"))
+    shared = ("Shared",)
+    threads = 512
+    shared_bytes = 4 * 4 * 16
+    X: np.dtype
+
+
+@dataclass(frozen=True)
+class DataMix(Kernel):
+    file = "rwkv6/data_mix"
+    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
+    shared = ("Shared",)
+    threads = PROMPT_COLUMNS
+    shared_bytes = 4 * 32 * 32
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class LogDecay(Kernel):
+    file = "rwkv6/log_decay"
+    arguments = (*pointers("low up decay w"), *integers("tokens D W"))
+    shared = ("Shared",)
+    threads = PROMPT_COLUMNS
+    shared_bytes = 4 * 32 * 32
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class GatedNorm(Kernel):
+    file = "rwkv6/gated_norm"
+    arguments = (*pointers("o gate weight bias y"), *integers("rows H N"), *reals("eps"))
+    threads = 256
+    X: np.dtype
+
+
+@dataclass(frozen=True)
+class GatedAdd(Kernel):
+    file = "rwkv6/gated_add"
+    arguments = (*pointers("x gate value"), *integers("count"))
+    threads = 256

@@ -1,0 +1,404 @@
+"""Scalar decays: simple_gla, retention and linear_attention, whose channels all share a gate.
+
+Hopper's own kernels read such a gate as it is. Where there is none it is spread over the channels, and `gated` plans
+the rest. Feature maps are passes over q and k. The normaliser is one more column of v, all ones, so that the state is
+S | z and o is y | z, in float32 as sums over many tokens need it, padded with zeros; a last pass divides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...declarations import GLA
+from . import gated, gated_vjp, tuning
+from .instances import (
+    CHANNELS,
+    FEATURE_MAPS,
+    PANEL,
+    SCALAR,
+    SINGLE_PASS,
+    SPLIT_SEQUENCE,
+    SWEEPS_AT_ONCE,
+    TILES,
+    Divide,
+    DivideGradient,
+    FeatureGradient,
+    FeatureMap,
+    GateGradient,
+    ScalarBackwardKeys,
+    ScalarBackwardQueries,
+    ScalarBackwardSegments,
+    WeightedSums,
+)
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
+
+WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
+SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
+NO_GATE = "a gate of 0: spread over tokens and channels"
+
+
+def unsupported(problem) -> str | None:
+    """Why these kernels cannot compute a problem; None when they can."""
+    if normalized(problem) and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
+        return (
+            f"V={problem.sizes['V']} and the normaliser are over {CHANNELS[-1]}, the columns its gradients hold at once"
+        )
+    return gated.unsupported(problem)
+
+
+def plan(problem, device):
+    draft = Draft()
+    gla = as_gla(draft, problem)
+    inner = plan_gla(draft, gla, device, reason_to_spread(problem))
+    y, final = draft.include(inner)
+    if not normalized(problem):
+        return draft.plan((y, final), mode=inner.mode, tiles=inner.tiles)
+    o = draft.output(problem)
+    by_token(draft, problem, Divide(problem.dtype), yz=y, o=o, V=problem.sizes["V"])
+    if final is not None:
+        final = split(draft, problem, final[0], (problem.state_dtype,) * 2)
+    return draft.plan((draft.give_back(problem, o), final), mode=inner.mode, tiles=inner.tiles)
+
+
+def plan_vjp(problem, device, do, dht, saved=()):
+    draft = Draft()
+    gla, reason = as_gla(draft, problem), reason_to_spread(problem)
+    if normalized(problem):
+        y, _ = draft.include(plan_gla(draft, gla, device, reason))
+        do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
+        dyz, kernel = draft.empty(y.shape, FLOAT32), DivideGradient(problem.dtype)
+        by_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
+        do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
+    inner = plan_gla_vjp(draft, gla, device, do, dht, reason)
+    (dq, dk, dv, dg), dh0 = draft.include(inner)
+    if phi := feature_map(problem):
+        dq, dk = (through(draft, phi, problem[name], x, name) for name, x in (("q", dq), ("k", dk)))
+    if normalized(problem):
+        dtypes = [part.dtype for part in problem.initial_state or ()]
+        dv, dh0 = dv[..., : problem.sizes["V"]], dh0 and split(draft, problem, dh0[0], dtypes)
+    found = tuple(draft.cast(x, problem.dtype) for x in (dq, dk, dv))
+    if problem.op.gates:
+        found += (gradient_of_gate(draft, problem, dg),)
+    return draft.plan((found, dh0), mode=inner.mode, tiles=inner.tiles)
+
+
+# -- from these operators to gla ---------------------------------------------------------------------------------------
+def feature_map(problem) -> str | None:
+    return problem.options.get("feature_map")
+
+
+def normalized(problem) -> bool:
+    return bool(problem.options.get("normalize"))
+
+
+def as_gla(draft, problem):
+    """The problem of gla's, with a gate [B, H, T, 1], of size 1 also along other axes on which it is the same."""
+    B, N, H, T, K, V = problem.shape("B N H T K V")
+    q, k, v = (problem[name] for name in "qkv")
+    changed, phi = {"dtype": problem.dtype}, feature_map(problem)
+    if normalized(problem):
+        columns = ceil_div(V + 1, WHOLE) * WHOLE
+        ones = draft.table(np.ones((1, 1, 1, 1), np.float32))
+        v = with_last(draft, v, ones, (B, H, T, columns), "v: in float32 beside a column of ones for the normaliser")
+        changed = {
+            "dtype": FLOAT32,
+            "state_dtype": FLOAT32,
+            "scale": 1.0,
+            "sizes": problem.sizes | {"V": columns},
+            "out": None,
+        }
+        if problem.initial_state:
+            changed["initial_state"] = (joined_state(draft, problem, problem.initial_state, "initial_state"),)
+    if phi or changed["dtype"] != q.dtype:
+        wide = " in float32" if changed["dtype"] != q.dtype else ""
+        q, k = (
+            beside(draft, [(x, K)], x.shape, changed["dtype"], phi, f"{name}: mapped to its features{wide}")
+            for name, x in (("q", q), ("k", k))
+        )
+    arrays = {"q": q, "k": k, "v": v, "g": gate(draft, problem)}
+    return problem.but(op=GLA, arrays=arrays, options={}, **changed)
+
+
+def gate(draft, problem):
+    if problem.op.gates:
+        return problem["g"][..., None]
+    gamma = np.asarray(problem.options.get("gamma", [1.0]))
+    with np.errstate(divide="ignore"):  # gamma = 0 forgets: -inf
+        return draft.table(np.log(gamma).astype(np.float32).reshape(1, -1, 1, 1))
+
+
+def reason_to_spread(problem) -> str:
+    return SPREAD.get(problem.op.name, NO_GATE)
+
+
+def spread(draft, gla, reason):
+    """The problem with a gate for every channel."""
+    B, H, T, K = gla.shape("B H T K")
+    return gla.but(arrays=gla.arrays | {"g": beside(draft, [(gla["g"], K)], (B, H, T, K), FLOAT32, None, reason)})
+
+
+def in_float32(draft, gla):
+    """The problem with its scalar decay in float32, for kernels that take no other."""
+    if gla["g"].dtype == FLOAT32:
+        return gla
+    B, H, T = gla.shape("B H T")
+    return gla.but(
+        arrays=gla.arrays | {"g": beside(draft, [(gla["g"], 1)], (B, H, T, 1), FLOAT32, None, "g: in float32")}
+    )
+
+
+def joined_state(draft, problem, parts, name):
+    """S | z."""
+    N, H, K, V = problem.shape("N H K V")
+    S, z = (draft.plain(part, name) for part in parts)
+    return with_last(draft, S, z[..., None], (N, H, K, ceil_div(V + 1, WHOLE) * WHOLE), "")
+
+
+def with_last(draft, x, last, shape, reason):
+    """x | last | 0, as wide as `shape`."""
+    V, rest = x.shape[-1], shape[-1] - x.shape[-1] - 1
+    zeros = [(draft.table(np.zeros((1, 1, 1, 1), np.float32)), rest)] if rest else []
+    return beside(draft, [(x, V), (last, 1), *zeros], shape, FLOAT32, None, reason)
+
+
+def beside(draft, parts, shape, dtype, phi, reason):
+    """`phi` of the parts, (array, columns) each, side by side; an axis of 1 is as long as it is to be.
+
+    In the memory order of the first part, where that is all and has rows.
+    """
+    first, at = parts[0][0], 0
+    found = draft.like(first, dtype) if first.shape == shape else draft.empty(shape, dtype)
+    for x, columns in parts:
+        fill(
+            draft,
+            found[..., at : at + columns],
+            draft.in_rows(x, reason.partition(":")[0]),
+            phi,
+            reason if at == 0 else "",
+        )
+        at += columns
+    return found
+
+
+def split(draft, problem, joined, dtypes):
+    """S and z of S | z."""
+    V = problem.sizes["V"]
+    return tuple(draft.cast(x, dtype) for x, dtype in zip((joined[..., :V], joined[..., V]), dtypes))
+
+
+def gradient_of_gate(draft, problem, dg):
+    """The gradient of a gate that all channels share, from [B, H, T, K] or in float32."""
+    if dg.ndim == 3 and dg.dtype == problem["g"].dtype:
+        return dg
+    found = draft.empty(problem.shape("B H T"), problem["g"].dtype)
+    if dg.ndim == 3:
+        fill(draft, found[:, :, None], dg[:, :, None], None)  # its tokens side by side as channels are
+    else:
+        by_token(draft, problem, GateGradient(found.dtype), x=dg, y=found[..., None], C=dg.shape[-1])
+    return found
+
+
+# -- launches of kernels that go element by element --------------------------------------------------------------------
+def through(draft, phi, x, dy, name):
+    """dx of y = phi(x)."""
+    (B, H, T, C), dx = x.shape, draft.empty(x.shape, x.dtype)
+    kernel = FeatureGradient(FEATURE_MAPS[phi], x.dtype, dy.dtype)
+    draft.launch(
+        kernel, ceil_div(B * H * T * C, kernel.threads), x=draft.in_rows(x, name), dy=dy, dx=dx, B=B, H=H, T_=T, C=C
+    )
+    return dx
+
+
+def by_token(draft, problem, kernel, **args):
+    """A warp for each token."""
+    B, H, T = problem.shape("B H T")
+    draft.launch(kernel, ceil_div(32 * B * H * T, kernel.threads), **args, B=B, H=H, T_=T)
+
+
+def fill(draft, y, x, phi, reason=""):
+    """y = phi(x), `x` read again and again along the axes of which it has one."""
+    B, H, T, C = y.shape
+    step = int(x.shape[-1] > 1)
+    kernel = FeatureMap(FEATURE_MAPS[phi], x.dtype, y.dtype)
+    vectors = C % kernel.PIECE == 0 and aligned16(y) and (not step or aligned16(x))
+    threads = B * H * T * C // (kernel.PIECE if vectors else 1)
+    draft.launch(
+        kernel,
+        ceil_div(threads, kernel.threads),
+        reason,
+        x=x,
+        y=y,
+        B=B,
+        H=H,
+        T_=T,
+        C=C,
+        step=step,
+        vectors=int(vectors),
+    )
+
+
+# -- forward on Hopper -------------------------------------------------------------------------------------------------
+def plan_gla(draft, gla, device, reason):
+    """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
+    if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
+        return gated.plan(spread(draft, gla, reason), device)
+    own = Draft()
+    by_sums = sums_are_enough(gla)
+    if not by_sums:
+        gla = in_float32(own, gla)
+    o, final = own.output(gla), own.final(gla)
+    arrays = *(own.in_rows(gla[name], name) for name in "qkv"), gla["g"]
+    tiles = (BySums if by_sums else ByGated)(own, gla, device, arrays, o).run(final)
+    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=tiles)
+
+
+def reads_gate_in_place(gla, device) -> bool:
+    """Whether a Hopper kernel takes the problem with its gate as it is."""
+    arrays = [gla[name] for name in "qkv"] + ([] if gla.out is None else [gla.out])
+    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_in_rows(arrays)
+
+
+def sums_are_enough(gla) -> bool:
+    """Whether it is `WeightedSums` that computes a problem which Hopper can; bfloat16 alone has the range of states."""
+    return gla.dtype == BFLOAT16 and gla.sizes["K"] <= TILES[-1]
+
+
+class Narrow(gated.OnHopper):
+    """Hopper's forward pass under a scalar decay, where narrow blocks may spare a cut."""
+
+    def width(self, schedule):
+        N, H, V = self.problem.shape("N H V")
+        if schedule not in (SINGLE_PASS, SPLIT_SEQUENCE):
+            return V
+        longest = int(self.problem.spans.lengths.max())
+        return min(V, TILES[not tuning.narrow_blocks(N * H, V, longest, self.device)])
+
+
+class ByGated(Narrow):
+    """By the kernel for gates of every channel, which reads one of float32 for all of them."""
+
+    gate = SCALAR
+
+    def inputs_of(self, kernel):
+        channels = {
+            name: TensorMap(x, kernel.BK, kernel.CHUNK, False)
+            for name, x in (("q", self.q), ("k", self.k), ("g", self.k))
+        }
+        return channels | self.columns_of(kernel) | {"one": self.g}
+
+
+class BySums(Narrow):
+    """By sums of values weighted by decayed products of queries with keys."""
+
+    def kernel(self, schedule):
+        return WeightedSums.fitting(schedule, self.gate, self.problem.sizes["K"], self.width(schedule))
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        sums = weighted_sum((self.q, self.k, self.v, self.o), initial, final, read=self.problem.scale, write=1.0)
+        launch_sums(
+            self.draft, self.problem, kernel, [sums], self.g, shape, self.problem.sizes["V"], decays, of, needed
+        )
+
+
+def weighted_sum(parts, initial, final, *, read, write, turned=False, backwards=False) -> dict:
+    """The kernel's `Sweep`; states are [K, V], and `turned` where the values are as wide as K."""
+    q, k, v, o = parts
+    maps = {name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in zip("qkvo", parts)}
+    K, V = k.shape[-1], v.shape[-1]
+    return {
+        **maps,
+        "q_rows": q,
+        "k_rows": k,
+        "v_rows": v,
+        "o_rows": o,
+        "initial": initial,
+        "final": final,
+        "K": K,
+        "V": V,
+        "state_k": 1 if turned else V,
+        "state_v": K if turned else 1,
+        "read": read,
+        "write": write,
+        "backwards": backwards,
+    }
+
+
+def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=1, needed=1):
+    blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(widest, kernel.BV) * len(sums)
+    draft.launch(kernel, blocks, sweeps=sums, g=g, shape=shape, decays=decays, of=of, needed=needed)
+
+
+# -- backward on Hopper ------------------------------------------------------------------------------------------------
+# Of which arrays each gradient is the sum, as queries, keys and values.
+SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
+
+
+def plan_gla_vjp(draft, gla, device, do, dht, reason):
+    """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the
+    gate."""
+    if not gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"]):
+        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
+    own = Draft()
+    gla = in_float32(own, gla)
+    q, k, v = (own.in_rows(gla[name], name) for name in "qkv")
+    do = own.in_rows(own.cast(do, gla.dtype, "do: in the dtype of the inputs"), "do")
+    dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
+    dq, dk, dv = (own.like(x) for x in (q, k, v))
+    arrays, found = {"q": q, "k": k, "v": v, "do": do, "g": gla["g"]}, {"dq": dq, "dk": dk, "dv": dv}
+    plan = with_gate if gla["g"].shape[:3] == gla.shape("B H T") else without_gate
+    dg, tiles = plan(own, gla, device, arrays, found, dht, dh0)
+    return own.plan(((dq, dk, dv, dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
+
+
+def prepared(own, gla, P, chunk, arrays, dht):
+    """(launches on P segments, the arrays with `do` as tensor maps take it, states before and gradients behind
+    each)."""
+    K, V = gla.shape("K V")
+    on_hopper = gated_vjp.OnHopper(own, gla, P, chunk)
+    arrays = arrays | {"do": own.mapped(arrays["do"], "do")}
+    initial, dht = on_hopper.initial, own.aligned(dht, "dht")
+    if P > 1:
+        mapped = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
+        summary = ScalarBackwardSegments.fitting(K, V)
+        initial, dht = on_hopper.between_segments(summary, mapped, initial, dht, g=arrays["g"])
+    return on_hopper, arrays, initial, dht
+
+
+def with_gate(own, gla, device, arrays, found, dht, dh0):
+    """Two kernels, the first of which leaves in dg what the second needs."""
+    N, H, K, V = gla.shape("N H K V")
+    P = tuning.segments(N * H, int(gla.spans.lengths.max()), device.multiprocessors)
+    queries, keys = ScalarBackwardQueries.fitting(K, V), ScalarBackwardKeys.fitting(K, V)
+    dg = own.empty(gla.shape("B H T"), FLOAT32)
+    on_hopper, arrays, initial, dht = prepared(own, gla, P, keys.CHUNK, arrays, dht)
+    ends = None if dht is None else own.empty((N * P, H), FLOAT32)
+    read = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
+    on_hopper.launch(
+        queries, read | {"dq": found["dq"]}, g=arrays["g"], initial=initial, dht=dht, ends=ends, weights=dg
+    )
+    on_hopper.launch(
+        keys, read | {"dk": found["dk"], "dv": found["dv"]}, g=arrays["g"], dht=dht, ends=ends, dg=dg, dh0=dh0
+    )
+    return dg, keys.tiles | ({"segments": P} if P > 1 else {})
+
+
+def without_gate(own, gla, device, arrays, found, dht, dh0):
+    """Three sums at once, where no gradient of the gate is asked for."""
+    N, H, K, V = gla.shape("N H K V")
+    blocks = len(SUMS) * N * H * ceil_div(max(K, V), PANEL)
+    P = tuning.segments(blocks, int(gla.spans.lengths.max()), device.multiprocessors)
+    on_hopper, arrays, initial, dht = prepared(own, gla, P, WeightedSums.CHUNK, arrays, dht)
+    sums, kernels = [], tuning.weighted_sums(gla, FLOAT32, P, device)
+    for name, parts in SUMS.items():
+        of = (*(arrays[part] for part in parts), found[name])
+        if name == "dq":
+            sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, turned=True))
+        else:
+            final = dh0 if name == "dv" else None
+            sums.append(weighted_sum(of, dht, final, read=1.0, write=gla.scale, turned=name == "dk", backwards=True))
+    for kernel in kernels:
+        count, widest = SWEEPS_AT_ONCE[kernel.what], K if kernel.what == "Queries" else max(K, V)
+        launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P)
+        sums = sums[count:]
+    return None, kernels[-1].tiles | ({"segments": P} if P > 1 else {})

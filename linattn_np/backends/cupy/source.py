@@ -1,0 +1,88 @@
+"""The text of a kernel: its `.cu` file with our own headers pasted in, and what the host believes of its sizes.
+
+The same text is what NVRTC, the compile check and the CPU emulator of the tests take.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from .arguments import offsets, size_of
+
+OPTIONS = ("-std=c++17",)
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
+
+# `Bytes` names both numbers in the compiler's message.
+CHECKS = """
+#line 1 "the host's declaration of sizes"
+template <long long HOST, long long KERNEL> struct Bytes {
+  static constexpr bool agree = HOST == KERNEL;
+  static_assert(HOST == KERNEL, "the host and the kernel differ on a size or an offset");
+};
+template <class Kernel> struct ArgumentOf;
+template <class Args> struct ArgumentOf<void(Args)> {
+  using type = Args;
+};
+"""
+
+
+@cache
+def root() -> Path:
+    """The folder `kernels_cu`: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"kernels_cu stands neither in {package} nor in {package.parent}")
+
+
+def text(file, include=None) -> str:
+    """The text of `file` with our own includes pasted in, each once.
+
+    CuPy's disk cache does not see what a header holds; a pasted header changes the text and so the key.
+    `#line` keeps the compiler's messages on the true file. `include` maps an include's name to the file to
+    take instead of `kernels_cu/include/<name>`. `file` may also be an absolute path without `.cu`.
+    """
+    replaced = include or {}
+    pasted = set()
+
+    def paste(path):
+        source = path.read_text()
+
+        def expand(match):
+            name = match[1]
+            next_line = source.count("\n", 0, match.start()) + 2
+            body = ""
+            if name not in pasted:
+                pasted.add(name)
+                body = paste(replaced.get(name, root() / "include" / name))
+            return f'{body}\n#line {next_line} "{path.as_posix()}"'
+
+        return f'#line 1 "{path.as_posix()}"\n' + _INCLUDE.sub(expand, source)
+
+    return paste(root() / f"{file}.cu")
+
+
+def program(kernels, include=None) -> str:
+    """The whole program of some instantiations of one file: its text, and a check of every size that the host
+    declares."""
+    (file,) = {kernel.file for kernel in kernels}
+    return text(file, include) + CHECKS + "".join(map(checks, kernels))
+
+
+def checks(kernel) -> str:
+    """Assertions on the argument's struct and on shared memory; any wrong number fails to compile."""
+    lines = []
+    if kernel.arguments:
+        args = f"ArgumentOf<decltype({kernel.expression})>::type"
+        lines.append(agree(size_of(kernel.arguments), f"sizeof({args})"))
+        lines += [agree(at, f"__builtin_offsetof({args}, {name})") for name, at in offsets(kernel.arguments)]
+    if kernel.shared_types:
+        sizes = " + ".join(f"sizeof({found})" for found in kernel.shared_types)
+        lines.append(agree(kernel.shared_bytes, sizes))
+    return "".join(lines)
+
+
+def agree(host: int, kernel: str) -> str:
+    return f"static_assert(Bytes<{host}, (long long)({kernel})>::agree);\n"

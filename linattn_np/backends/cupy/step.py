@@ -1,0 +1,88 @@
+"""One token for every sequence, with the state updated in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .arguments import integers, pointers, reals, rows
+from .instances import read_order
+from .kernel import CTYPES, Kernel
+from .plan import Draft, ceil_div, has_rows
+
+
+@dataclass(frozen=True)
+class Step(Kernel):
+    file = "recurrent/step"
+    arguments = (
+        *rows("q k v g o"),
+        *pointers("u"),
+        *rows("state"),
+        *pointers("slots"),
+        *integers("H K V"),
+        *reals("scale"),
+        *integers("pieces"),
+    )
+    shared = ("float[WARPS<{state}>][BV]",)
+    BV: ClassVar[int] = 64  # columns of V a block
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    state: np.dtype
+
+    @property
+    def threads(self):
+        return 64 * self.BV * self.state.itemsize // (4 * 16)  # 64 channels at a time, four pieces of 16 bytes each
+
+    @property
+    def shared_bytes(self):
+        return 4 * self.BV * self.threads // 32
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+def unsupported(problem) -> str | None:
+    """Why the kernel cannot compute a problem; None when it can."""
+    if problem.dtype not in CTYPES:
+        return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
+    state = problem.options["state"]
+    if state.dtype not in CTYPES:
+        return f"the state is {state.dtype}; it takes {', '.join(map(str, CTYPES))}"
+    if not has_rows(state):
+        return "the state's last axis is not contiguous, so it cannot be updated in place"
+    return None
+
+
+def plan(problem, device):
+    draft = Draft()
+    q, k, v, g = draft.inputs(problem)
+    state, slots = problem.options["state"], problem.options["slots"]
+    B, H, K, V = problem.shape("B H K V")
+    if isinstance(slots, np.ndarray):
+        slots = draft.table(slots)
+    o = draft.output(problem)
+    kernel = Step(read_order(problem.op), problem.dtype, g.dtype, state.dtype)
+    pieces = not any(x % 16 for x in (V * state.dtype.itemsize, state.start, *state.strides[:-1]))
+    draft.launch(
+        kernel,
+        B * H * ceil_div(V, kernel.BV),
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        o=o,
+        u=draft.bonus(problem),
+        state=state,
+        slots=slots,
+        H=H,
+        K=K,
+        V=V,
+        scale=problem.scale,
+        pieces=pieces,
+    )
+    return draft.plan(draft.give_back(problem, o), tiles={"BV": kernel.BV})
+
+
+def plan_vjp(problem, device, do, dht, saved):
+    raise NotImplementedError("a step has no gradients")

@@ -1,0 +1,212 @@
+"""Every operator, step and stage of the library, declared once: its arrays with their axes, and what else it takes.
+
+The public functions stand above, the backends' equations and planners beside; all of them know an operator by its `Op`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from . import arrays
+from .contract import CHUNK, Op
+from .errors import ContractTypeError
+from .wording import kind_of, shown
+
+GATED: list[Op] = []  # the gated family: a backend's equations and kernels of it are a member's by its declaration
+
+
+def gated(op: Op) -> Op:
+    """A member of the gated family: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T, read before or after the write."""
+    GATED.append(op)
+    return op
+
+
+KEYS = {"q": "B H T K", "k": "B H T K"}
+QKV = KEYS | {"v": "B H T V"}
+
+
+# -- gated operators ---------------------------------------------------------------------------------------------------
+class ValueGate(Op):
+    """The declaration of a call that gates the state's values too."""
+
+    def route(self, mode, chunk_size, materialize):
+        if materialize is not None:
+            self.refuse("materialize", "has no meaning with gv")
+        return super().route(mode, chunk_size, materialize)
+
+
+GLA_VALUE_GATE = ValueGate(
+    "gla with gv", QKV | {"g": "B H T K", "gv": "B H T V"}, gates=("g", "gv"), modes=("recurrent", "chunk")
+)
+GLA = gated(Op("gla", QKV | {"g": "B H T K"}, gates=("g",), with_more=GLA_VALUE_GATE))
+RWKV6 = gated(
+    Op(
+        "rwkv6",
+        {"r": "B H T K", "k": "B H T K", "v": "B H T V", "w": "B H T K", "u": "H K"},
+        gates=("w", "u"),
+        reads_before_write=True,
+    )
+)
+SIMPLE_GLA = Op("simple_gla", QKV | {"g": "B H T"}, gates=("g",))
+
+
+class Retention(Op):
+    """Its decay is no array of the call but a constant a head, settled while binding."""
+
+    def check(self, inputs, *, gamma=None, **arguments):
+        problem = super().check(inputs, **arguments)
+        return problem.but(options={**problem.options, "gamma": self.gamma(gamma, problem.sizes["H"])})
+
+    def gamma(self, gamma, heads) -> np.ndarray:
+        """[H] float64 on the host."""
+        if gamma is None:
+            return 1.0 - 2.0 ** (-5.0 - np.arange(heads))
+        if not isinstance(gamma, (int, float, list, tuple, np.ndarray, np.floating)) or isinstance(gamma, bool):
+            self.refuse("gamma", f"is a {kind_of(gamma)}, expected host numbers", ContractTypeError)
+        values = arrays.host_array(gamma)
+        if values is None:
+            self.refuse("gamma", f"is {shown(gamma)}, expected host numbers", ContractTypeError)
+        values = values.astype(np.float64)
+        if values.shape not in ((), (heads,)):
+            self.refuse("gamma", f"is {values.shape}, expected [H] = ({heads},) or one number")
+        if not ((values >= 0) & (values <= 1)).all():
+            self.refuse("gamma", f"is {shown(gamma)}, expected decays between 0 and 1")
+        return np.broadcast_to(values, (heads,))
+
+
+RETENTION = Retention("retention", QKV)
+FEATURE_MAPS = (None, "elu", "relu", "exp")
+
+
+class LinearAttention(Op):
+    """Carries the normaliser z beside S once `normalize` is asked for."""
+
+    def check(self, inputs, *, feature_map=None, normalize=False, **arguments):
+        self.one_of("feature_map", feature_map, FEATURE_MAPS)
+        normalize = self.flag("normalize", normalize)
+        declared = NORMALIZED if normalize and self.state == ("N H K V",) else self
+        return super(LinearAttention, declared).check(inputs, feature_map=feature_map, normalize=normalize, **arguments)
+
+
+LINEAR_ATTENTION = LinearAttention("linear_attention", QKV)
+NORMALIZED = replace(LINEAR_ATTENTION, state=("N H K V", "N H K"))
+
+
+# -- softmax attention -------------------------------------------------------------------------------------------------
+class SoftmaxAttention(Op):
+    """Sees the past only, unless told otherwise."""
+
+    def check(self, inputs, *, causal=True, **arguments):
+        return super().check(inputs, causal=self.flag("causal", causal), **arguments)
+
+
+SOFTMAX_ATTENTION = SoftmaxAttention("softmax_attention", QKV, modes=("chunk",), state=())
+
+
+OPERATORS = (*GATED, SIMPLE_GLA, RETENTION, LINEAR_ATTENTION, SOFTMAX_ATTENTION)
+
+
+# -- one token ---------------------------------------------------------------------------------------------------------
+class Step(Op):
+    """The declaration of a step: the state is written, and may be a pool of which `slots` are in use."""
+
+    def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
+        problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
+        B, H, K, V = problem.shape("B H K V")
+        pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
+        (axes,) = self.state
+        state = self.placed("state", state, axes, pool, problem.home)
+        self.writable("state", state, problem.home)
+        slots = self.slots(slots, B, pool["N"], problem.home)
+        return problem.but(options={"state": state, "slots": slots})
+
+    def pool_size(self, state) -> int:
+        shape: tuple[int, ...] = getattr(state, "shape", ())
+        return int(shape[0]) if len(shape) else 0
+
+    def slots(self, slots, count, pool, home):
+        """[B] int64 where the state lives, or None. Host slots are checked; device slots are the caller's word."""
+        if slots is None:
+            return None
+        if arrays.kind(slots) == "cupy":
+            if home == "host" or slots.shape != (count,) or slots.dtype != np.int64:
+                self.refuse("slots", f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
+                                     "beside device arrays", ContractTypeError)
+            return slots
+        if not isinstance(slots, (list, tuple, np.ndarray)):
+            self.refuse("slots", f"is a {kind_of(slots)}, expected integers", ContractTypeError)
+        rows = arrays.host_array(slots)
+        if rows is None:
+            self.refuse("slots", f"is {shown(slots)}, expected integers [B] = ({count},)")
+        if rows.shape != (count,) or (rows.dtype.kind not in "iu" and count):
+            self.refuse("slots", f"is {rows.shape} {rows.dtype}, expected integers [B] = ({count},)")
+        rows = rows.astype(np.int64)
+        if count and not (0 <= rows.min() and rows.max() < pool):
+            self.refuse("slots", f"runs from {rows.min()} to {rows.max()}, but the state pool has {pool} slots")
+        if len(np.unique(rows)) != count:
+            self.refuse("slots", "names a slot twice; two sequences cannot update one state")
+        return rows
+
+
+GLA_STEP = Step(
+    "gla_step",
+    {"q": "B H K", "k": "B H K", "v": "B H V", "g": "B H K"},
+    out="B H V",
+    gates=("g",),
+    modes=("recurrent",),
+)
+RWKV6_STEP = Step(
+    "rwkv6_step",
+    {"r": "B H K", "k": "B H K", "v": "B H V", "w": "B H K", "u": "H K"},
+    out="B H V",
+    gates=("w", "u"),
+    modes=("recurrent",),
+    reads_before_write=True,
+)
+
+
+# -- the stages of the chunked form ------------------------------------------------------------------------------------
+class Stage(Op):
+    """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
+
+    def check(self, inputs, *, chunk_size=CHUNK, **arguments):
+        if chunk_size is None:
+            self.refuse("chunk_size", "is None, expected a positive multiple of 16")
+        problem = super().check(inputs, mode="staged", chunk_size=chunk_size, **arguments)
+        settled = {"C": problem.chunk_size, "NC": len(problem.spans.chunks(problem.chunk_size))}
+        for axis, wanted in settled.items():
+            if problem.sizes.get(axis, wanted) != wanted:
+                name = next(n for n, axes in self.arrays.items() if axis in axes.split())
+                found = f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}"
+                self.refuse(name, found)
+        return problem.but(sizes={**problem.sizes, **settled})
+
+
+CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())
+GATED_QK = Stage(
+    "gated_qk",
+    {"q": "B H T K", "k": "B H T K", "b": "B H T K", "e": "B H T K"},
+    out="B H T K",
+    computed=("b", "e"),
+    state=(),
+)
+INTER_CHUNK = Stage(
+    "inter_chunk", {"kg": "B H T K", "v": "B H T V", "b": "B H T K"}, out="B H NC K V", computed=("kg", "b")
+)
+INTRA_CHUNK = Stage(
+    "intra_chunk", {"q": "B H T K", "k": "B H T K", "g": "B H T K"}, out="B H T C", gates=("g",), state=()
+)
+INTRA_CHUNK_BONUS = Stage(
+    "intra_chunk",
+    {**INTRA_CHUNK.arrays, "u": "H K"},
+    out="B H T C",
+    gates=("g", "u"),
+    reads_before_write=True,
+    state=(),
+)
+COMBINE = Stage(
+    "combine", {"qg": "B H T K", "h": "B H NC K V", "A": "B H T C", "v": "B H T V"}, computed=("qg", "h", "A"), state=()
+)
+STAGES = (CHUNK_CUMSUM, GATED_QK, INTER_CHUNK, INTRA_CHUNK, INTRA_CHUNK_BONUS, COMBINE)

@@ -1,0 +1,60 @@
+"""Plans as tests ask for them: drawn and executed for one call alone, or by the plan of calls alike."""
+
+from emulator import EmulatedDevice
+
+from linattn_np.backends import cupy
+from linattn_np.backends.cupy import PLANNERS, execute
+
+
+def plan_of(problem, device):
+    """As `explain` sees it."""
+    return cupy.plan_of(problem, device)
+
+
+def run(problem, device):
+    """By a plan of this call alone, as `results_and_saved`."""
+    return replayed(problem.but(memo=None), device)
+
+
+def pull(problem, device, do, dht, saved=()):
+    return replayed_pull(problem.but(memo=None), device, do, dht, saved)
+
+
+def replayed(problem, device):
+    """By the plan of the first call alike."""
+    return execute.run(PLANNERS[problem.op], problem, device)[0]
+
+
+def replayed_pull(problem, device, do, dht, saved=()):
+    return execute.pull(PLANNERS[problem.op], problem, device, do, dht, saved)
+
+
+def compiled(problem) -> list:
+    """The plans that calls like this one have drawn."""
+    return list(problem.memo.get("plans", {}).values())
+
+
+def names(plan) -> list[str]:
+    return [kernel.name for kernel in plan.kernels]
+
+
+def forbid_planning(monkeypatch, op):
+    """From now on no plan of an operator may be drawn."""
+    for name in ("plan", "plan_vjp"):
+        monkeypatch.setattr(PLANNERS[op], name, None)
+
+
+class Noting(EmulatedDevice):
+    """A device that notes what it makes and launches."""
+
+    def __init__(self, capability=80):
+        super().__init__(capability)
+        self.made, self.launched = [], []
+
+    def empty(self, shape, dtype):
+        self.made.append(super().empty(shape, dtype))
+        return self.made[-1]
+
+    def launch(self, kernel, *launch):
+        self.launched.append(kernel)
+        return super().launch(kernel, *launch)

@@ -1,0 +1,192 @@
+"""The text of a kernel and its argument, before any compiler sees them."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from emulator import EmulatedDevice
+
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import arguments, catalog, execute, instances, rwkv6, stages
+from linattn_np.backends.cupy.plan import (
+    Copy,
+    Draft,
+    Fill,
+    Given,
+    Launch,
+    Ref,
+    TensorMap,
+    Upload,
+    aligned16,
+    has_rows,
+    is_contiguous,
+    whole,
+)
+from linattn_np.backends.cupy.source import checks, text
+
+SINGLE = np.dtype(np.float32)
+
+
+def test_importing_the_backend_does_not_import_cupy():
+    program = "import sys, linattn_np.backends.cupy.device; sys.exit('cupy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# -- instances ---------------------------------------------------------------------------------------------------------
+def test_an_instance_spells_its_fields():
+    assert instances.ScanSegments().expression == "gated_scan_segments"
+    assert rwkv6.DecodeStep(BFLOAT16, 8, True).expression == "rwkv6_decode_step<bf16, 8, true>"
+    assert stages.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
+
+
+def test_instances_of_two_kernels_differ():
+    """Also where their fields are the same."""
+    every = list(catalog.kernels())
+    assert len(set(every)) == len(every)
+    assert instances.GatedBackwardQueries("AfterWrite", SINGLE, SINGLE, 64) != instances.GatedBackwardKeys(
+        "AfterWrite", SINGLE, SINGLE, 64
+    )
+
+
+def test_all_shared_memory_is_checked():
+    """Whatever an instance asks for is compared with a type of its kernel."""
+    for kernel in catalog.kernels():
+        assert bool(kernel.shared_bytes) == bool(kernel.shared_types), kernel
+        assert kernel.arguments and "sizeof" in checks(kernel)
+
+
+def test_includes_are_pasted_once_and_the_others_left_alone(tmp_path):
+    inner, outer = tmp_path / "inner.cuh", tmp_path / "outer.cuh"
+    inner.write_text("int inner;\n")
+    outer.write_text('#include "inner.cuh"\nint outer;\n')
+    (tmp_path / "kernel.cu").write_text(
+        '#include "inner.cuh"  // first\n#include "outer.cuh"\n#include <system.h>\nint kernel;\n'
+    )
+    program = text(tmp_path / "kernel", {"inner.cuh": inner, "outer.cuh": outer})
+    lines = [line for line in program.splitlines() if line]
+    assert lines == [
+        f'#line 1 "{tmp_path}/kernel.cu"',
+        f'#line 1 "{inner}"',
+        "int inner;",
+        f'#line 2 "{tmp_path}/kernel.cu"',
+        f'#line 1 "{outer}"',
+        f'#line 2 "{outer}"',
+        "int outer;",
+        f'#line 3 "{tmp_path}/kernel.cu"',
+        "#include <system.h>",
+        "int kernel;",
+    ]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+def given(name="x", shape=(2, 3, 4, 8), dtype=SINGLE, start=0):
+    strides = np.empty(shape, np.float32).strides
+    return Given(name, shape, strides, dtype, start)
+
+
+def test_an_argument_is_packed_as_declared():
+    declared = (
+        *arguments.rows("q"),
+        *arguments.pointers("u none"),
+        *arguments.integers("T"),
+        *arguments.reals("scale"),
+    )
+    memory = given()
+    args = {
+        "q": whole(memory)[:, :, 1:],
+        "u": Ref(memory, 24),
+        "none": None,
+        "T": np.int32(64),
+        "scale": np.float64(-0.125),
+    }
+    packed = arguments.Packed(declared, args, {memory: 1})
+    words = packed.filled(np.array([7, 1 << 47]), None)
+    assert words.tolist()[:7] == [(1 << 47) + 32, 96, 32, 8, (1 << 47) + 24, 0, 64]
+    assert words[7:].view(np.float64).tolist() == [-0.125]
+    assert arguments.size_of(declared) == words.nbytes
+    assert dict(arguments.offsets(declared)) == {"q": 0, "u": 32, "none": 40, "T": 48, "scale": 56}
+
+
+def test_tensor_maps_and_structs_are_packed_in_place():
+    inner = (*arguments.maps("m"), *arguments.integers("n"))
+    declared = (*arguments.structs("two", 2, inner), *arguments.integers("last"))
+    memory = given()
+    box = TensorMap(whole(memory), 8, 4, False)
+    packed = arguments.Packed(declared, {"two": [{"m": box, "n": 5}, {"m": box, "n": 6}], "last": 7}, {memory: 0})
+    words = packed.filled(np.array([64]), lambda found: bytes([found.columns] * 128))
+    assert arguments.size_of(inner) == 192 and arguments.size_of(declared) == 448 == words.nbytes
+    assert words[[16, 24 + 16, 48]].tolist() == [5, 6, 7]
+    assert words[:16].tobytes() == words[24:40].tobytes() == bytes([8] * 128)
+
+
+def test_an_argument_that_is_missing_or_too_many_is_refused():
+    kernel = rwkv6.Argmax()
+    for wrong in ({"logits": 0, "tokens": 0}, {"logits": 0, "tokens": 0, "V": 1, "W": 1}):
+        with pytest.raises(TypeError, match="rwkv6_argmax takes"):
+            Draft().launch(kernel, 1, **wrong)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., 2:5],
+        lambda x: x[:, ::-1],
+        lambda x: x[1],
+        lambda x: x[:, :, None],
+        lambda x: x[..., None, 3],
+        lambda x: x[..., -1],
+        lambda x: x.swapaxes(1, 3)[::2],
+        lambda x: x[1:1],
+    ],
+)
+def test_views_are_numpys(view):
+    memory = np.arange(2 * 3 * 4 * 8, dtype=np.float32).reshape(2, 3, 4, 8)
+    wanted, found = view(memory), view(whole(given()))
+    assert found.shape == wanted.shape and found.nbytes == wanted.nbytes and found.ndim == wanted.ndim
+    offset = wanted.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+    assert found.offset == offset or not wanted.size
+    assert all(a == b or size <= 1 for a, b, size in zip(found.strides, wanted.strides, wanted.shape))
+    if wanted.size:
+        seen = EmulatedDevice().view(memory, found.shape, found.strides, found.dtype, found.offset)
+        assert np.array_equal(seen, wanted)
+    assert is_contiguous(found) == wanted.flags.c_contiguous
+
+
+def test_where_16_bytes_can_be_read_at_once():
+    x = whole(given())
+    assert aligned16(x) and aligned16(x[..., :4]) and not aligned16(x[..., :3]) and not aligned16(x[..., 1:5])
+    assert not aligned16(whole(given(start=4))) and not has_rows(x.swapaxes(2, 3)) and has_rows(x[:, :, ::-1])
+
+
+def test_memory_in_the_order_of_another():
+    draft = Draft()
+    turned = whole(given()).swapaxes(1, 2)
+    assert draft.like(turned).strides == turned.strides
+    assert (
+        draft.like(whole(given()).swapaxes(2, 3)).strides == np.empty((2, 3, 8, 4), np.float32).strides
+    )  # has no rows
+    assert [buffer.nbytes for buffer in draft.buffers] == 2 * [2 * 3 * 4 * 8 * 4]
+
+
+def test_steps_are_executed_in_order():
+    """A copy to another dtype, zeros, a table, a launch, a copy into what the caller gave."""
+    draft, x, out = Draft(), given("x", (8,)), given("out", (8,))
+    half = draft.cast(whole(x), np.dtype(np.float16), "x: in half")
+    zeros = draft.zeros((8,), SINGLE)
+    table = draft.table(np.arange(4))
+    tokens, logits = draft.zeros((2,), np.dtype(np.int64)), draft.contiguous(half, SINGLE)
+    draft.launch(rwkv6.Argmax(), 2, logits=logits, tokens=tokens, V=4)
+    draft.copy(logits[::-1], whole(out))
+    plan = draft.plan((whole(out), tokens, zeros[2:], None, table), given=(x, out))
+    assert [type(step) for step in plan.steps] == [Copy, Fill, Upload, Fill, Copy, Launch, Copy]
+    assert plan.copies == ("x: in half",) and plan.kernels == (rwkv6.Argmax(),)
+    assert plan.scratch == 16 + 32
+    run = execute.Compiled(plan, EmulatedDevice())
+    for turn in range(3):
+        arrays = np.random.default_rng(turn).permutation(8).astype(np.float32), np.empty(8, np.float32)
+        (found, tokens, zeros, none, table), _ = run(arrays)
+        assert found is arrays[1] and np.array_equal(found, arrays[0][::-1])
+        assert tokens.tolist() == [arrays[0][:4].argmax(), arrays[0][4:].argmax()]
+        assert not zeros.any() and zeros.shape == (6,) and none is None and table.tolist() == [0, 1, 2, 3]
