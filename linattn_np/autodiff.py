@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .dispatch import backend_module, in_shares
+from .dispatch import backend_module, split_to_fit
 from .grouped import added, beside, callers, cotangents, has_columns
 from .ops import declaration
 from .typing import Array, Backend, Pullback
@@ -42,7 +42,7 @@ def vjp(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto"
     True
     """
     problem = bind(op, arrays, arguments)
-    name, shares = in_shares(problem, backend)
+    name, shares = split_to_fit(problem, backend)
     done = [backend_module(name).vjp(with_output(share)) for share in shares]
     o, final_state = together([result for result, _ in done], problem)
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
@@ -54,13 +54,13 @@ def vjp(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto"
 def pullback(op, *arrays, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
-    name, shares = in_shares(problem, backend)
+    name, shares = split_to_fit(problem, backend)
     return checked(problem, [backend_module(name).pullback(share) for share in shares])
 
 
 def bind(op, arrays, arguments):
     declared = declaration(op, "vjp")
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments      # an unknown keyword is Python's own TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments    # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
     if arguments.get("out") is not None:
         declared.refuse("out", "cannot be given to vjp")

@@ -65,7 +65,7 @@ def exactly(x):
 
 
 def weight(problem: Problem) -> int:
-    """About how many bytes are kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
+    """About the bytes kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
     kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
     if problem.varlen:                              # eight numbers a sequence, and two for every chunk of 64 tokens
         kept += 8 * problem.spans.bounds.nbytes + problem.sizes["T"] // 4
@@ -79,7 +79,7 @@ def without_arrays(problem: Problem) -> Problem:
     for x in options.values():
         if isinstance(x, np.ndarray):
             x.flags.writeable = False
-    return problem.but(arrays={}, initial_state=None, out=None, mask=None, example=None, options=options)
+    return problem.replace(arrays={}, initial_state=None, out=None, mask=None, example=None, options=options)
 
 
 def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
@@ -92,6 +92,6 @@ def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
     if "state" in problem.options:          # a step's
         slots = problem.options["slots"]
         options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
-        return problem.but(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
-    return problem.but(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
-                       example=inputs[0], mask=arguments.get("mask"), memo=memo)
+        return problem.replace(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
+    return problem.replace(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
+                           example=inputs[0], mask=arguments.get("mask"), memo=memo)

@@ -77,7 +77,7 @@ class Op(Declaration):
             output_final_state=self.flag("output_final_state", output_final_state), state_dtype=state_dtype,
             out=out, options=options, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient,
             groups=groups, mask=mask)
-        return problem.but(copied_arrays=copied_arrays(problem), doubts=doubts.of_layout(problem))
+        return problem.replace(copied_arrays=copied_arrays(problem), doubts=doubts.of_layout(problem))
 
     def taken_apart(self, given):
         """(declaration, arrays, everything else) of a call's arguments by name."""

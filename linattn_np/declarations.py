@@ -57,7 +57,7 @@ class Retention(Op):
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
-        return problem.but(options={**problem.options, "gamma": self.gamma(gamma, problem.sizes["H"])})
+        return problem.replace(options={**problem.options, "gamma": self.gamma(gamma, problem.sizes["H"])})
 
     def gamma(self, gamma, heads) -> np.ndarray:
         """[H] float64 on the host."""
@@ -120,7 +120,7 @@ class Step(Op):
         state = self.placed("state", state, axes, pool, problem.home)
         self.writable("state", state, problem.home)
         slots = self.slots(slots, B, pool["N"], problem.home)
-        return problem.but(options={"state": state, "slots": slots})
+        return problem.replace(options={"state": state, "slots": slots})
 
     def pool_size(self, state) -> int:
         shape: tuple[int, ...] = getattr(state, "shape", ())
@@ -181,7 +181,7 @@ class Stage(Op):
                 name = next(n for n, axes in self.arrays.items() if axis in axes.split())
                 found = f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}"
                 self.refuse(name, found)
-        return problem.but(sizes={**problem.sizes, **settled})
+        return problem.replace(sizes={**problem.sizes, **settled})
 
 
 CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())

@@ -50,14 +50,14 @@ def choose(problem: Problem, backend: str = "auto") -> str:
     raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
 
 
-def in_shares(problem: Problem, backend: str = "auto") -> tuple[str, list[Problem]]:
-    """The backend's name, and the problem in as few shares of its grouped value heads as that takes; mostly it is one."""
+def split_to_fit(problem: Problem, backend: str = "auto") -> tuple[str, list[Problem]]:
+    """The backend's name, and the problem in as few parts of its grouped value heads as that takes."""
     refusals: list[NotSupported] = []
     for count in range(1, problem.groups + 1):
         if problem.groups % count == 0:
-            shares = split_value_heads(problem, count)
+            parts = split_value_heads(problem, count)
             try:
-                return choose(shares[0], backend), shares
+                return choose(parts[0], backend), parts
             except NotSupported as error:
                 refusals.append(error)
     raise refusals[0]

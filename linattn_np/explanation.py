@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .dispatch import backend_module, in_shares, reasons_against
+from .dispatch import backend_module, reasons_against, split_to_fit
 from .errors import NotSupported
 from .ops import declaration
 from .problem import Problem
@@ -29,7 +29,7 @@ def explain(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "a
     'numpy'
     """
     declared = declaration(op, "explain")
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments      # an unknown keyword is Python's own TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments    # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
     return explain_problem(declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments), backend)
 
@@ -65,7 +65,7 @@ class Explanation:
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
     moved = bytes_moved(problem)
     try:
-        name, shares = in_shares(problem, backend)
+        name, shares = split_to_fit(problem, backend)
     except NotSupported:
         name, shares = None, [problem]
     reasons = {against: reason for against, reason in reasons_against(shares[0]).items() if reason is not None}

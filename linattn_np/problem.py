@@ -20,7 +20,7 @@ MAPPINGS = ("arrays", "sizes", "options")       # nobody can write to these any 
 class Problem:
     """One checked call. Arrays are [B, H, T, ...] views of the caller's memory, whatever layout they came in.
 
-    It never changes: calls alike share one, but for their arrays. `but` makes another one.
+    It never changes: calls alike share one, but for their arrays. `replace` makes another one.
     """
 
     op: Declaration
@@ -54,7 +54,7 @@ class Problem:
     def __post_init__(self):
         vars(self).update({name: MappingProxyType(getattr(self, name)) for name in MAPPINGS})
 
-    def but(self, **fields) -> Problem:
+    def replace(self, **fields) -> Problem:
         """This problem with other `fields`: `dataclasses.replace` in a tenth of its time."""
         for name in MAPPINGS:
             if name in fields:

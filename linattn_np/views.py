@@ -34,7 +34,7 @@ def to_backend(problem: Problem) -> Problem:
     mask = problem.mask
     if mask is not None and problem.gradient:           # a pullback reads it again
         mask = mask.copy()
-    return problem.but(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
+    return problem.replace(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
 
 def with_output(problem: Problem) -> Problem:
@@ -43,7 +43,7 @@ def with_output(problem: Problem) -> Problem:
         return problem
     like = next(in_time(problem, x, axes) for x, axes in zip(problem.arrays.values(), problem.op.arrays.values()))
     o = np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)       # CuPy's for CuPy's
-    return problem.but(out=in_time(problem, o, problem.op.out))
+    return problem.replace(out=in_time(problem, o, problem.op.out))
 
 
 def split_value_heads(problem: Problem, count: int) -> list[Problem]:
@@ -56,8 +56,8 @@ def split_value_heads(problem: Problem, count: int) -> list[Problem]:
         arrays = {name: grouped.columns(x, problem.op.arrays[name], start, V) for name, x in problem.arrays.items()}
         initial_state = problem.initial_state and tuple(
             grouped.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state))
-        return problem.but(arrays=arrays, initial_state=initial_state, sizes={**problem.sizes, "V": V}, out=None,
-                           memo=None)
+        return problem.replace(arrays=arrays, initial_state=initial_state, sizes={**problem.sizes, "V": V}, out=None,
+                               memo=None)
 
     return [part(n * V) for n in range(count)]
 

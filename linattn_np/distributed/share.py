@@ -15,7 +15,7 @@ import numpy as np
 from .. import varlen
 from ..arrays import contents, from_native, host_array
 from ..autodiff import vjp
-from ..dispatch import choose, in_shares
+from ..dispatch import choose, split_to_fit
 from ..errors import ContractTypeError
 from ..grouped import callers
 from ..layouts import swap_heads
@@ -64,7 +64,7 @@ class Share:
         declared, given = self.declared, self.given
         options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
-        (in_shares if self.gradient else choose)(problem, given["backend"])     # no backend: no rank begins
+        (split_to_fit if self.gradient else choose)(problem, given["backend"])     # no backend: no rank begins
         declared, sizes = problem.op, callers_sizes(problem)
         if problem.home.split(":")[0] not in self.comm.homes:
             declared.refuse("comm", f"is a {type(self.comm).__name__}, which takes arrays on "

@@ -73,7 +73,7 @@ def outline(declared, arrays, state, arguments):
     axes = problem.op.state if problem.output_final_state else ()
     parts = [state_to_caller(problem, blank(problem.shape(part), problem.state_dtype), part) for part in axes]
     o = blank(problem.shape(problem.op.out), problem.dtype)
-    return problem, [to_caller(problem.but(mask=None), o, problem.op.out), *parts]
+    return problem, [to_caller(problem.replace(mask=None), o, problem.op.out), *parts]
 
 
 def blank(shape, dtype):
