@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -70,13 +71,12 @@ class Op(Declaration):
             sizes["V"] *= groups
         spans = spans.backwards() if self.flag("reverse", reverse) else spans
         problem = Problem(
-            op=self, arrays=views, sizes=sizes, dtype=dtype, spans=spans,
-            varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse),
-            state_v_first=state_v_first, mode=mode, chunk_size=chunk_size,
+            op=self, arrays=MappingProxyType(views), sizes=MappingProxyType(sizes), options=MappingProxyType(options),
+            dtype=dtype, spans=spans, varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse),
+            state_v_first=self.flag("state_v_first", state_v_first), mode=mode, chunk_size=chunk_size,
             materialize=materialize, scale=self.scale(scale, sizes, dtype), initial_state=initial_state,
             output_final_state=self.flag("output_final_state", output_final_state), state_dtype=state_dtype,
-            out=out, options=options, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient,
-            groups=groups, mask=mask)
+            out=out, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient, groups=groups, mask=mask)
         return problem.replace(copied_arrays=copied_arrays(problem), doubts=doubts.of_layout(problem))
 
     def taken_apart(self, given):

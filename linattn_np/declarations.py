@@ -57,7 +57,7 @@ class Retention(Op):
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
-        return problem.replace(options={**problem.options, "gamma": self.gamma(gamma, problem.sizes["H"])})
+        return problem.replace(options=problem.options | {"gamma": self.gamma(gamma, problem.sizes["H"])})
 
     def gamma(self, gamma, heads) -> np.ndarray:
         """[H] float64 on the host."""
@@ -115,7 +115,7 @@ class Step(Op):
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
         B, H, K, V = problem.shape("B H K V")
-        pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
+        pool = problem.sizes | {"N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home)
         self.writable("state", state, problem.home)
@@ -181,7 +181,7 @@ class Stage(Op):
                 name = next(n for n, axes in self.arrays.items() if axis in axes.split())
                 found = f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}"
                 self.refuse(name, found)
-        return problem.replace(sizes={**problem.sizes, **settled})
+        return problem.replace(sizes=problem.sizes | settled)
 
 
 CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 MOST_PLACES = 64            # of calls alike on a device: the layers of a model
-MOST_WORK = 100_000         # candidates that NumPy may try, in milliseconds: strides can make the question very hard
+MOST_WORK: Any = 100_000    # candidates that NumPy may try, in milliseconds: strides can make the question very hard
 
 
 def elements_apart(x) -> bool:
@@ -23,7 +25,7 @@ def share(x, y) -> bool:
     if not np.may_share_memory(x, y):           # their bounds alone
         return False
     try:
-        return np.shares_memory(x, y, max_work=MOST_WORK)       # type: ignore[arg-type]  # NumPy's types know two
+        return np.shares_memory(x, y, max_work=MOST_WORK)
     except np.exceptions.TooHardError:
         return True
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +11,7 @@ import numpy as np
 from .arguments import Declaration
 from .varlen import Spans
 
-
-MAPPINGS = ("arrays", "sizes", "options")       # nobody can write to these any more
+MAPPINGS = ("arrays", "sizes", "options")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +22,9 @@ class Problem:
     """
 
     op: Declaration
-    arrays: Mapping[str, Any]
-    sizes: Mapping[str, int]                # B, H, T, K, V as declared, and N, the number of sequences
+    arrays: MappingProxyType[str, Any]      # nobody can write to these
+    sizes: MappingProxyType[str, int]       # B, H, T, K, V as declared, and N, the number of sequences
+    options: MappingProxyType[str, Any]     # what single operators take besides
     dtype: np.dtype                         # of q, k, v and o
     spans: Spans                            # token ranges; dense: the one range that all B rows share
     varlen: bool
@@ -48,11 +47,7 @@ class Problem:
     copied_arrays: tuple[str, ...] = ()     # the caller's arrays with grouped heads that must be copied for that
     mask: Any = None                        # [B, T], True for a token, False for padding
     doubts: tuple[str, ...] = ()            # what shapes alone make unlikely to be meant
-    options: Mapping[str, Any] = field(default_factory=dict)        # what single operators take besides
     memo: dict | None = None                # what backends remember for calls like this one, None where none is known
-
-    def __post_init__(self):
-        vars(self).update({name: MappingProxyType(getattr(self, name)) for name in MAPPINGS})
 
     def replace(self, **fields) -> Problem:
         """This problem with other `fields`: `dataclasses.replace` in a tenth of its time."""

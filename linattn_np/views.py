@@ -56,7 +56,7 @@ def split_value_heads(problem: Problem, count: int) -> list[Problem]:
         arrays = {name: grouped.columns(x, problem.op.arrays[name], start, V) for name, x in problem.arrays.items()}
         initial_state = problem.initial_state and tuple(
             grouped.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state))
-        return problem.replace(arrays=arrays, initial_state=initial_state, sizes={**problem.sizes, "V": V}, out=None,
+        return problem.replace(arrays=arrays, initial_state=initial_state, sizes=problem.sizes | {"V": V}, out=None,
                                memo=None)
 
     return [part(n * V) for n in range(count)]
@@ -114,7 +114,7 @@ def in_kind(problem: Problem, native):
 
 def callers_sizes(problem: Problem) -> dict[str, int]:
     """The sizes with V as the caller has it."""
-    return {**problem.sizes, "V": problem.sizes["V"] // problem.groups}
+    return problem.sizes | {"V": problem.sizes["V"] // problem.groups}
 
 
 # -- one thing at a time ----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_what_calls_alike_share_is_read_only():
 
 def test_another_problem_leaves_the_first():
     problem = bound(RETENTION)
-    other = problem.replace(sizes={**problem.sizes, "T": 1}, scale=2.0)
+    other = problem.replace(sizes=problem.sizes | {"T": 1}, scale=2.0)
     assert (problem.sizes["T"], other.sizes["T"], other.scale) == (40, 1, 2.0) and problem.scale != 2.0
     with pytest.raises(TypeError):
         other.sizes["T"] = 2

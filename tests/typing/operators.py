@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 import linattn_np
 from linattn_np import (explain, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla,
                         softmax_attention, stages, vjp)
+from linattn_np.interop.jax import gla as gla_of_jax
+from linattn_np.interop.torch import gla as gla_of_torch
 from linattn_np.layers import GatedLinearAttention, random_weights
+from linattn_np.models import RWKV6, Batch, Sampling, State
 from linattn_np.typing import Pullback
 
 Half = NDArray[np.float16]
@@ -68,3 +71,18 @@ def layers(x: Single) -> None:
     assert_type(y, np.ndarray)
     assert_type(layer.step(x, state), np.ndarray)
     (y, state), pullback = layer.vjp(x, cu_seqlens=[0, 100])
+
+
+def frameworks(x: Half, gate: Single) -> None:
+    assert_type(gla_of_jax(x, x, x, gate, output_final_state=True), tuple[Half, Any])
+    assert_type(gla_of_torch(x, x, x, gate), Half)
+
+
+def models(path: str) -> None:
+    model = RWKV6.from_file(path, device="cuda", dtype=np.float16)
+    logits, state = model.forward([list(b"Emma")], cu_seqlens=[0, 4])
+    assert_type(state, State)
+    for token in model.generate(b"Emma was", temperature=0.8, seed=1):
+        assert_type(token, int)
+    assert_type(Batch(model, 4).join([b"Emma"], Sampling(temperature=0)), list[int])
+    RWKV6.from_file(path, device="gpu")  # type: ignore[arg-type]
