@@ -25,14 +25,14 @@ class Declaration:
     """An operator's name, its arrays with their axes, and what else it takes."""
 
     name: str
-    arrays: Mapping[str, str]                   # {"q": "B H T K", ...} in the order of the call
+    arrays: Mapping[str, str]  # {"q": "B H T K", ...} in the order of the call
     out: str = "B H T V"
-    gates: tuple[str, ...] = ()                 # may stay float32 beside half-precision inputs
-    computed: tuple[str, ...] = ()              # results of an earlier stage: float32, or float64 beside float64
+    gates: tuple[str, ...] = ()  # may stay float32 beside half-precision inputs
+    computed: tuple[str, ...] = ()  # results of an earlier stage: float32, or float64 beside float64
     modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
-    state: tuple[str, ...] = ("N H K V",)       # axes of each part of the recurrent state, N sequences
-    reads_before_write: bool = False            # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
-    feature: str = "K"                          # the axis that sets the default scale, K**-0.5
+    state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
+    reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
+    feature: str = "K"  # the axis that sets the default scale, K**-0.5
 
     def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
         raise error(f"{self.name}: {argument} {complaint}")
@@ -74,9 +74,13 @@ class Declaration:
         if tuple(native.shape) != wanted:
             self.refuse(name, f"is {tuple(native.shape)}, expected [{', '.join(axes.split())}] = {wanted}")
         if native.dtype not in dtypes:
-            self.refuse(name, f"has dtype {native.dtype}, expected "
-                        + ("one of " if len(dtypes) > 1 else "") + ", ".join(map(str, dtypes)),
-                        ContractTypeError)
+            self.refuse(
+                name,
+                f"has dtype {native.dtype}, expected "
+                + ("one of " if len(dtypes) > 1 else "")
+                + ", ".join(map(str, dtypes)),
+                ContractTypeError,
+            )
         if array_kinds.home(native) != home:
             self.refuse(name, f"lives on {array_kinds.home(native)}, but the other arrays on {home}", ContractTypeError)
         return native

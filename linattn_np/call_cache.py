@@ -10,11 +10,11 @@ from .layouts import swap_heads
 from .problem import Problem
 
 ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
-INTEGERS = ("cu_seqlens", "slots")                  # arguments that are integers on the host, whose values matter
-DECAYS = ("gamma",)                                 # and numbers there
-EXACT = frozenset({int, type})                      # types whose equal values are the same, and hashable
-SCALARS = frozenset(np.sctypeDict.values())         # NumPy's own, no subclass of the caller's
-MEMOS = Cache(most=1 << 26, entries=256)            # of calls by their keys
+INTEGERS = ("cu_seqlens", "slots")  # arguments that are integers on the host, whose values matter
+DECAYS = ("gamma",)  # and numbers there
+EXACT = frozenset({int, type})  # types whose equal values are the same, and hashable
+SCALARS = frozenset(np.sctypeDict.values())  # NumPy's own, no subclass of the caller's
+MEMOS = Cache(most=1 << 26, entries=256)  # of calls by their keys
 
 
 def call_key(op, inputs, arguments):
@@ -32,7 +32,7 @@ def call_key(op, inputs, arguments):
             seen.append(())
             continue
         kind = type(x)
-        if kind is str or kind is bool:         # True is no (int, 1)
+        if kind is str or kind is bool:  # True is no (int, 1)
             seen.append(x)
             continue
         if name in ARRAYS:
@@ -67,15 +67,16 @@ def exactly(x):
 def weight(problem: Problem) -> int:
     """About the bytes kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
     kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
-    if problem.varlen:                              # eight numbers a sequence, and two for every chunk of 64 tokens
+    if problem.varlen:  # eight numbers a sequence, and two for every chunk of 64 tokens
         kept += 8 * problem.spans.bounds.nbytes + problem.sizes["T"] // 4
     return kept
 
 
 def without_arrays(problem: Problem) -> Problem:
     """What calls alike have in common; keeps no memory of the caller's alive."""
-    options = {name: None if name == "state" or array_kinds.kind(x) == "cupy" else x
-               for name, x in problem.options.items()}
+    options = {
+        name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in problem.options.items()
+    }
     for x in options.values():
         if isinstance(x, np.ndarray):
             x.flags.writeable = False
@@ -89,9 +90,15 @@ def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
     if layout != "bhtd":
         arrays = {name: swap_heads(x, op.arrays[name], layout) for name, x in arrays.items()}
         out = None if out is None else swap_heads(out, op.out, layout)
-    if "state" in problem.options:          # a step's
+    if "state" in problem.options:  # a step's
         slots = problem.options["slots"]
         options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
         return problem.replace(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
-    return problem.replace(arrays=arrays, initial_state=None if initial_state is None else (initial_state,), out=out,
-                           example=inputs[0], mask=arguments.get("mask"), memo=memo)
+    return problem.replace(
+        arrays=arrays,
+        initial_state=None if initial_state is None else (initial_state,),
+        out=out,
+        example=inputs[0],
+        mask=arguments.get("mask"),
+        memo=memo,
+    )

@@ -21,16 +21,16 @@ from .problem import Problem, compute_dtype
 from .views import copied_arrays, is_transformed, to_backend
 from .wording import kind_of, shown
 
-SUB_CHUNK = 16              # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
+SUB_CHUNK = 16  # chunks are made of sub-chunks of 16 tokens (GLA paper, section 4.3: secondary chunking)
 CHUNK = 64
-MOST_CHUNK = 1 << 30        # tokens, so that no product of a table of chunks can wrap
+MOST_CHUNK = 1 << 30  # tokens, so that no product of a table of chunks can wrap
 
 
 @dataclass(frozen=True, eq=False)
 class Op(Declaration):
     """The declaration of an operator, with the checks of a whole call."""
 
-    with_more: Op | None = None                 # the declaration of a call with one more array, which may be left out
+    with_more: Op | None = None  # the declaration of a call with one more array, which may be left out
 
     def bind(self, inputs, **arguments) -> Problem:
         """A call as a `Problem` that can be trusted; the checks of a call like an earlier one are not repeated."""
@@ -49,9 +49,26 @@ class Op(Declaration):
             doubts.tell(problem)
         return to_backend(problem) if is_transformed(problem) else problem
 
-    def check(self, inputs, *, layout="bhtd", mode="auto", scale=None, initial_state=None, output_final_state=False,
-             state_dtype=None, cu_seqlens=None, mask=None, reverse=False, state_v_first=False, chunk_size=None,
-             materialize=None, out=None, gradient=False, **options) -> Problem:
+    def check(
+        self,
+        inputs,
+        *,
+        layout="bhtd",
+        mode="auto",
+        scale=None,
+        initial_state=None,
+        output_final_state=False,
+        state_dtype=None,
+        cu_seqlens=None,
+        mask=None,
+        reverse=False,
+        state_v_first=False,
+        chunk_size=None,
+        materialize=None,
+        out=None,
+        gradient=False,
+        **options,
+    ) -> Problem:
         """All checks of a call that calls alike share, in one pass."""
         self.one_of("layout", layout, LAYOUTS)
         views, whose = self.native_views(inputs, layout)
@@ -63,7 +80,7 @@ class Op(Declaration):
         mode, chunk_size = self.route(mode, chunk_size, materialize)
         state_dtype = self.state_dtype(state_dtype, dtype)
         home = array_kinds.home(next(iter(views.values())))
-        state_v_first = self.flag("state_v_first", state_v_first)       # before it is asked: an array is no answer
+        state_v_first = self.flag("state_v_first", state_v_first)  # before it is asked: an array is no answer
         initial_state = self.initial_state(initial_state, sizes, home, state_v_first, groups)
         out = self.output(out, sizes, dtype, layout, home, groups)
         mask = self.mask(mask, sizes, home, cu_seqlens)
@@ -71,12 +88,31 @@ class Op(Declaration):
             sizes["V"] *= groups
         spans = spans.backwards() if self.flag("reverse", reverse) else spans
         problem = Problem(
-            op=self, arrays=MappingProxyType(views), sizes=MappingProxyType(sizes), options=MappingProxyType(options),
-            dtype=dtype, spans=spans, varlen=cu_seqlens is not None, layout=layout, reverse=bool(reverse),
-            state_v_first=self.flag("state_v_first", state_v_first), mode=mode, chunk_size=chunk_size,
-            materialize=materialize, scale=self.scale(scale, sizes, dtype), initial_state=initial_state,
-            output_final_state=self.flag("output_final_state", output_final_state), state_dtype=state_dtype,
-            out=out, home=home, kind=whose, example=next(iter(inputs)), gradient=gradient, groups=groups, mask=mask)
+            op=self,
+            arrays=MappingProxyType(views),
+            sizes=MappingProxyType(sizes),
+            options=MappingProxyType(options),
+            dtype=dtype,
+            spans=spans,
+            varlen=cu_seqlens is not None,
+            layout=layout,
+            reverse=bool(reverse),
+            state_v_first=self.flag("state_v_first", state_v_first),
+            mode=mode,
+            chunk_size=chunk_size,
+            materialize=materialize,
+            scale=self.scale(scale, sizes, dtype),
+            initial_state=initial_state,
+            output_final_state=self.flag("output_final_state", output_final_state),
+            state_dtype=state_dtype,
+            out=out,
+            home=home,
+            kind=whose,
+            example=next(iter(inputs)),
+            gradient=gradient,
+            groups=groups,
+            mask=mask,
+        )
         return problem.replace(copied_arrays=copied_arrays(problem), doubts=doubts.of_layout(problem))
 
     def taken_apart(self, given):
@@ -99,23 +135,32 @@ class Op(Declaration):
             views[name] = self.logical(name, native, self.arrays[name], layout)
         for found, what in ((kinds, "library"), (homes, "device")):
             if len(set(found.values())) > 1:
-                self.refuse("arrays", f"must share one {what}, got "
-                            + ", ".join(f"{n}: {f}" for n, f in found.items()), ContractTypeError)
+                self.refuse(
+                    "arrays",
+                    f"must share one {what}, got " + ", ".join(f"{n}: {f}" for n, f in found.items()),
+                    ContractTypeError,
+                )
         return views, next(iter(kinds.values()))
 
     def groups(self, views, layout) -> int:
         """How many heads of v share each head of the other arrays, which agree on theirs; 1 where v is as they are."""
         if not self.state or self.out != "B H T V":
             return 1
-        heads = {view.shape[self.arrays[name].split().index("H")] for name, view in views.items()
-                 if not grouped.has_columns(self.arrays[name])}
+        heads = {
+            view.shape[self.arrays[name].split().index("H")]
+            for name, view in views.items()
+            if not grouped.has_columns(self.arrays[name])
+        }
         H, HV = next(iter(heads)), views["v"].shape[1]
         if len(heads) > 1 or H == 0 or HV <= H:
             return 1
         if HV % H:
             shape = tuple(swap_heads(views["v"], self.arrays["v"], layout).shape)
-            self.refuse("v", f"has {HV} heads, expected H={H} or a multiple of it; v is {shape}, "
-                             f"expected {in_layout(self.arrays['v'], layout)}")
+            self.refuse(
+                "v",
+                f"has {HV} heads, expected H={H} or a multiple of it; v is {shape}, "
+                f"expected {in_layout(self.arrays['v'], layout)}",
+            )
         return HV // H
 
     def sizes(self, views, layout, groups=1) -> dict[str, int]:
@@ -138,14 +183,20 @@ class Op(Declaration):
         usual = Counter(found.values()).most_common(1)[0][0]
         name = next(name for name, size in found.items() if size != usual)
         shape = tuple(swap_heads(views[name], self.arrays[name], layout).shape)
-        self.refuse(name, f"has {axis}={found[name]}, but {axis}={usual} elsewhere; {name} is {shape}, "
-                          f"expected {in_layout(self.arrays[name], layout)}")
+        self.refuse(
+            name,
+            f"has {axis}={found[name]}, but {axis}={usual} elsewhere; {name} is {shape}, "
+            f"expected {in_layout(self.arrays[name], layout)}",
+        )
 
     def dtype(self, views):
         for name, view in views.items():
             if view.dtype not in array_kinds.FLOATS:
-                self.refuse(name, f"has dtype {view.dtype}, expected one of "
-                            + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
+                self.refuse(
+                    name,
+                    f"has dtype {view.dtype}, expected one of " + ", ".join(str(f) for f in array_kinds.FLOATS),
+                    ContractTypeError,
+                )
         dtype = next(view.dtype for name, view in views.items() if name not in self.gates + self.computed)
         single = np.dtype(np.float32)
         for name, view in views.items():
@@ -153,8 +204,11 @@ class Op(Declaration):
             if name in self.computed:
                 allowed = {dtype if dtype == np.float64 else single}
             if view.dtype not in allowed:
-                self.refuse(name, f"has dtype {view.dtype}, expected " + " or ".join(sorted(map(str, allowed))),
-                            ContractTypeError)
+                self.refuse(
+                    name,
+                    f"has dtype {view.dtype}, expected " + " or ".join(sorted(map(str, allowed))),
+                    ContractTypeError,
+                )
         return dtype
 
     def spans(self, cu_seqlens, sizes) -> varlen.Spans:
@@ -174,8 +228,10 @@ class Op(Declaration):
             if not chunked:
                 self.refuse("chunk_size", f"has no meaning in mode {mode!r}")
             if not is_int(chunk_size) or not SUB_CHUNK <= chunk_size <= MOST_CHUNK or chunk_size % SUB_CHUNK:
-                self.refuse("chunk_size", f"is {shown(chunk_size)}, expected a positive multiple of {SUB_CHUNK}, "
-                                          f"at most {MOST_CHUNK}")
+                self.refuse(
+                    "chunk_size",
+                    f"is {shown(chunk_size)}, expected a positive multiple of {SUB_CHUNK}, at most {MOST_CHUNK}",
+                )
             chunk_size = int(chunk_size)
         if materialize is None:
             return mode, chunk_size
@@ -193,7 +249,7 @@ class Op(Declaration):
         if not is_real(scale):
             self.refuse("scale", f"is {shown(scale)}, expected a finite number or None", ContractTypeError)
         computed = np.finfo(compute_dtype(dtype))
-        if not abs(scale) <= float(computed.max):           # nor is NaN
+        if not abs(scale) <= float(computed.max):  # nor is NaN
             self.refuse("scale", f"is {shown(scale)}, expected a finite number in {computed.dtype}, or None")
         return float(scale)
 
@@ -214,8 +270,11 @@ class Op(Declaration):
         except TypeError:
             self.refuse("state_dtype", f"is {shown(wanted)}, expected a float dtype", ContractTypeError)
         if wanted not in array_kinds.FLOATS:
-            self.refuse("state_dtype", f"is {wanted}, expected one of "
-                        + ", ".join(str(f) for f in array_kinds.FLOATS), ContractTypeError)
+            self.refuse(
+                "state_dtype",
+                f"is {wanted}, expected one of " + ", ".join(str(f) for f in array_kinds.FLOATS),
+                ContractTypeError,
+            )
         return wanted
 
     def output(self, out, sizes, dtype, layout, home, groups):

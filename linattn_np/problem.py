@@ -22,15 +22,15 @@ class Problem:
     """
 
     op: Declaration
-    arrays: MappingProxyType[str, Any]      # nobody can write to these
-    sizes: MappingProxyType[str, int]       # B, H, T, K, V as declared, and N, the number of sequences
-    options: MappingProxyType[str, Any]     # what single operators take besides
-    dtype: np.dtype                         # of q, k, v and o
-    spans: Spans                            # token ranges; dense: the one range that all B rows share
+    arrays: MappingProxyType[str, Any]  # nobody can write to these
+    sizes: MappingProxyType[str, int]  # B, H, T, K, V as declared, and N, the number of sequences
+    options: MappingProxyType[str, Any]  # what single operators take besides
+    dtype: np.dtype  # of q, k, v and o
+    spans: Spans  # token ranges; dense: the one range that all B rows share
     varlen: bool
     layout: str
-    reverse: bool                           # arrays and spans run backwards in time, as the recurrence does
-    state_v_first: bool                     # the caller's states are [N, H, V, K]
+    reverse: bool  # arrays and spans run backwards in time, as the recurrence does
+    state_v_first: bool  # the caller's states are [N, H, V, K]
     mode: str
     chunk_size: int | None
     materialize: bool | None
@@ -39,15 +39,15 @@ class Problem:
     output_final_state: bool
     state_dtype: np.dtype
     out: Any
-    home: str                               # 'host' or 'cuda:<ordinal>'
-    kind: str                               # the library whose arrays came in
-    example: Any = None                     # one of the arrays as the caller gave it
-    gradient: bool = False                  # a vjp is asked for
-    groups: int = 1                         # heads of v as the caller has them for each of ours, whose V is all theirs
-    copied_arrays: tuple[str, ...] = ()     # the caller's arrays with grouped heads that must be copied for that
-    mask: Any = None                        # [B, T], True for a token, False for padding
-    doubts: tuple[str, ...] = ()            # what shapes alone make unlikely to be meant
-    memo: dict | None = None                # what backends remember for calls like this one, None where none is known
+    home: str  # 'host' or 'cuda:<ordinal>'
+    kind: str  # the library whose arrays came in
+    example: Any = None  # one of the arrays as the caller gave it
+    gradient: bool = False  # a vjp is asked for
+    groups: int = 1  # heads of v as the caller has them for each of ours, whose V is all theirs
+    copied_arrays: tuple[str, ...] = ()  # the caller's arrays with grouped heads that must be copied for that
+    mask: Any = None  # [B, T], True for a token, False for padding
+    doubts: tuple[str, ...] = ()  # what shapes alone make unlikely to be meant
+    memo: dict | None = None  # what backends remember for calls like this one, None where none is known
 
     def replace(self, **fields) -> Problem:
         """This problem with other `fields`: `dataclasses.replace` in a tenth of its time."""

@@ -14,9 +14,9 @@ from numpy.typing import DTypeLike
 Layout: TypeAlias = Literal["bhtd", "bthd"]
 Mode: TypeAlias = Literal["auto", "recurrent", "chunk", "staged", "parallel"]
 Backend: TypeAlias = Literal["auto", "numpy", "cupy", "numba"]
-Integers: TypeAlias = Sequence[int] | np.ndarray        # on the host
-Result: TypeAlias = Any         # an array of the caller's library; its dtype may be another than that of the inputs
-State: TypeAlias = Any          # likewise; a pair of them for the normalised `linear_attention`
+Integers: TypeAlias = Sequence[int] | np.ndarray  # on the host
+Result: TypeAlias = Any  # an array of the caller's library; its dtype may be another than that of the inputs
+State: TypeAlias = Any  # likewise; a pair of them for the normalised `linear_attention`
 
 
 class Array(Protocol):
@@ -27,8 +27,8 @@ class Array(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 
-A = TypeVar("A", bound=Array)                   # of q, and so of the result
-F = TypeVar("F", bound=Callable[..., Any])      # an operator as another framework has it
+A = TypeVar("A", bound=Array)  # of q, and so of the result
+F = TypeVar("F", bound=Callable[..., Any])  # an operator as another framework has it
 
 
 class Pullback(Protocol):

@@ -24,15 +24,18 @@ def is_transformed(problem: Problem) -> bool:
 
 def to_backend(problem: Problem) -> Problem:
     """The problem with its arrays as a backend has them; without an `out` that only a copy can fill."""
-    arrays = {name: array_to_backend(problem, x, problem.op.arrays[name], masked.nothing(problem, name))
-              for name, x in problem.arrays.items()}
+    arrays = {
+        name: array_to_backend(problem, x, problem.op.arrays[name], masked.nothing(problem, name))
+        for name, x in problem.arrays.items()
+    }
     initial_state = problem.initial_state and tuple(
-        state_to_backend(problem, part, axes) for part, axes in zip(problem.initial_state, problem.op.state))
+        state_to_backend(problem, part, axes) for part, axes in zip(problem.initial_state, problem.op.state)
+    )
     out = None
     if problem.out is not None and "out" not in problem.copied_arrays:
         out = folded(problem, in_time(problem, problem.out, problem.op.out), problem.op.out)
     mask = problem.mask
-    if mask is not None and problem.gradient:           # a pullback reads it again
+    if mask is not None and problem.gradient:  # a pullback reads it again
         mask = mask.copy()
     return problem.replace(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
 
@@ -42,7 +45,7 @@ def with_output(problem: Problem) -> Problem:
     if not problem.reverse or problem.out is not None:
         return problem
     like = next(in_time(problem, x, axes) for x, axes in zip(problem.arrays.values(), problem.op.arrays.values()))
-    o = np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)       # CuPy's for CuPy's
+    o = np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)  # CuPy's for CuPy's
     return problem.replace(out=in_time(problem, o, problem.op.out))
 
 
@@ -55,9 +58,11 @@ def split_value_heads(problem: Problem, count: int) -> list[Problem]:
     def part(start):
         arrays = {name: grouped.columns(x, problem.op.arrays[name], start, V) for name, x in problem.arrays.items()}
         initial_state = problem.initial_state and tuple(
-            grouped.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state))
-        return problem.replace(arrays=arrays, initial_state=initial_state, sizes=problem.sizes | {"V": V}, out=None,
-                               memo=None)
+            grouped.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state)
+        )
+        return problem.replace(
+            arrays=arrays, initial_state=initial_state, sizes=problem.sizes | {"V": V}, out=None, memo=None
+        )
 
     return [part(n * V) for n in range(count)]
 
@@ -68,8 +73,11 @@ def copied_arrays(problem: Problem) -> tuple[str, ...]:
         return ()
     state = problem.initial_state and state_in_order(problem, problem.initial_state[0])
     wide = [(name, x) for name, x in problem.arrays.items() if grouped.has_columns(problem.op.arrays[name])]
-    return tuple(name for name, x in (*wide, ("initial_state", state), ("out", problem.out))
-                 if x is not None and not grouped.folds_in_place(x))
+    return tuple(
+        name
+        for name, x in (*wide, ("initial_state", state), ("out", problem.out))
+        if x is not None and not grouped.folds_in_place(x)
+    )
 
 
 # -- from the caller to a backend -------------------------------------------------------------------------------------

@@ -44,11 +44,14 @@ def test_a_first_and_a_later_call_agree(op):
 
 
 def test_what_calls_alike_share_is_read_only():
-    for shared in (bound(RETENTION).options["gamma"], bound(RETENTION, gamma=[0.5, 0.9]).options["gamma"],
-                   bound(GLA_STEP).options["slots"]):
+    for shared in (
+        bound(RETENTION).options["gamma"],
+        bound(RETENTION, gamma=[0.5, 0.9]).options["gamma"],
+        bound(GLA_STEP).options["slots"],
+    ):
         with pytest.raises(ValueError, match="read-only"):
             shared[0] = 0
-    bound(GLA_STEP).options["state"][0] = 1         # the caller's
+    bound(GLA_STEP).options["state"][0] = 1  # the caller's
 
 
 def test_another_problem_leaves_the_first():

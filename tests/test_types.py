@@ -28,7 +28,7 @@ def test_overloads_take_what_the_function_takes(function):
         (options,) = get_args(get_type_hints(overload)[options])
         assert {*named, *options.__optional_keys__} == set(wanted)
         positional = [name for name in wanted if wanted[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        assert named[:len(positional)] == positional and not options.__required_keys__
+        assert named[: len(positional)] == positional and not options.__required_keys__
 
 
 def test_literals_are_the_words_that_are_taken():

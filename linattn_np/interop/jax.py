@@ -46,8 +46,8 @@ from .jax_axis import along
 
 HOST = 1        # DLPack's kDLCPU
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
-pcast = getattr(jax.lax, "pcast", None)
-mark_varying = partial(pcast, to="varying") if pcast else getattr(jax.lax, "pvary")      # JAX before 0.8
+pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))        # the second in JAX before 0.8
+mark_varying = partial(pcast, to="varying") if pcast else pvary
 
 
 def differentiable(function: F) -> F:

@@ -9,8 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import linattn_np
-from linattn_np import (explain, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla,
-                        softmax_attention, stages, vjp)
+from linattn_np import (
+    explain,
+    gla,
+    gla_step,
+    linear_attention,
+    retention,
+    rwkv6,
+    rwkv6_step,
+    simple_gla,
+    softmax_attention,
+    stages,
+    vjp,
+)
 from linattn_np.interop.jax import gla as gla_of_jax
 from linattn_np.interop.torch import gla as gla_of_torch
 from linattn_np.layers import GatedLinearAttention, random_weights
@@ -45,8 +56,8 @@ def mistakes(x: Single) -> None:
     retention(x, x, x, mask=x)  # type: ignore[call-overload]
     softmax_attention(x, x, x, mode="recurrent")  # type: ignore[arg-type]
     gla_step(x, x, x, x)  # type: ignore[call-arg]
-    gla(x, x, x, x).no_such  # type: ignore[attr-defined]
-    linattn_np.no_such  # type: ignore[attr-defined]
+    print(gla(x, x, x, x).no_such)  # type: ignore[attr-defined]
+    print(linattn_np.no_such)  # type: ignore[attr-defined]
 
 
 def gradients(x: Single) -> None:
