@@ -97,7 +97,7 @@ class Op(Declaration):
             varlen=cu_seqlens is not None,
             layout=layout,
             reverse=bool(reverse),
-            state_v_first=self.flag("state_v_first", state_v_first),
+            state_v_first=state_v_first,
             mode=mode,
             chunk_size=chunk_size,
             materialize=materialize,
