@@ -2,16 +2,12 @@
 //           states, products with them. CHUNK, the tokens of a chunk, is the including kernel's.
 // limits    sm_90a; bfloat16
 #include "ptx.cuh"
+#include "swizzled.cuh"
 #include "tensor.cuh"
 
 // A chunk's rows of some array, D values wide: panels of 128 bytes a row in the tensor cores' 128-byte swizzle.
 template <typename X> constexpr int PANEL = 128 / sizeof(X);
 template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
-
-// The address of 16-byte piece `piece` of row `row` of a panel.
-template <typename X> __device__ __forceinline__ X* swizzled(X* panel, int row, int piece) {
-  return reinterpret_cast<X*>(reinterpret_cast<char*>(panel) + row * 128 + ((piece ^ row) & 7) * 16);
-}
 
 // Where a block works: a (sequence, head), and its first chunk among those of all blocks.
 struct Place {

@@ -5,6 +5,7 @@
 // limits    sm_90a; half data
 #include "ptx.cuh"
 #include "gated/sm90/forward_schedules.cuh"
+#include "swizzled.cuh"
 #include "tensor.cuh"
 
 enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
@@ -46,11 +47,6 @@ template <typename T, typename G> struct Args {
 
 // ROWS tokens of BK channels: panels of 128 bytes a row, in the tensor cores' 128-byte swizzle.
 template <typename X, int ROWS, int BK> using Tile = X[BK * sizeof(X) / 128][ROWS][128 / sizeof(X)];
-
-// The address of 16-byte piece `piece` of row `row` of a panel.
-template <typename X> __device__ __forceinline__ X* swizzled(X* panel, int row, int piece) {
-  return reinterpret_cast<X*>(reinterpret_cast<char*>(panel) + row * 128 + ((piece ^ row) & 7) * 16);
-}
 
 // What producers hand to the consumers of a chunk: of K_RANKS blocks BK channels each.
 template <bool READS, typename T, int BK, int K_RANKS> struct alignas(1024) OperandStage {
