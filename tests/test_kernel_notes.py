@@ -19,15 +19,13 @@ ROOT = Path(__file__).parents[1]
 KERNELS, PICTURES = ROOT / "kernels_cu", ROOT / "docs" / "pictures"
 NOTES = (KERNELS / "README.md").read_text()
 ROW = re.compile(r"^\| (\S+)\.cu \| (.+) \| (\S+) \|$", re.MULTILINE)
-FILES = sorted(
-    path.relative_to(KERNELS).with_suffix("").as_posix()
-    for path in KERNELS.rglob("*.cu")
-)
+FILES = sorted(path.relative_to(KERNELS).with_suffix("").as_posix() for path in KERNELS.rglob("*.cu"))
+LAUNCH_NOTHING = ("catalog", "instances", "rwkv6", "tuning")
 HOSTS = [
     (package, path)
     for package in ("linattn_np.backends.cupy", "linattn_np.models.rwkv6")
     for path in sorted((ROOT / package.replace(".", "/")).glob("*.py"))
-    if path.stem not in ("catalog", "instances", "rwkv6", "tuning")  # they launch nothing
+    if path.stem not in LAUNCH_NOTHING
 ]
 
 
@@ -41,25 +39,15 @@ def classes(base=Kernel):
 
 def launchers(kernel) -> str:
     """The files whose functions speak of the class."""
-    return ", ".join(
-        path.name
-        for package, path in HOSTS
-        if speaks_of(import_module(f"{package}.{path.stem}"), kernel)
-    )
+    return ", ".join(path.name for package, path in HOSTS if speaks_of(import_module(f"{package}.{path.stem}"), kernel))
 
 
 def speaks_of(module, kernel) -> bool:
-    functions = [
-        x for x in ast.walk(syntax(module.__file__)) if isinstance(x, ast.FunctionDef)
-    ]
+    functions = [x for x in ast.walk(syntax(module.__file__)) if isinstance(x, ast.FunctionDef)]
     for node in (node for function in functions for node in ast.walk(function)):
         if isinstance(node, ast.Name) and getattr(module, node.id, None) is kernel:
             return True
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.attr == kernel.__name__
-        ):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr == kernel.__name__:
             return True
     return False
 

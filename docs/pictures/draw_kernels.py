@@ -31,9 +31,7 @@ def roles():
         words(10, 308, "v in memory"),
         words(10, 332, "o in memory"),
     ]
-    parts += labelled(
-        200, 40, 220, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came"
-    )
+    parts += labelled(200, 40, 220, 52, PALE, "inputs[0], inputs[1]", "a chunk's q, k, g as they came")
     parts += labelled(
         200,
         130,
@@ -48,9 +46,7 @@ def roles():
         words(210, 204, "score pairs of tokens (mma.sync)"),
         words(210, 222, "a warp for every 8 tokens"),
     ]
-    parts += labelled(
-        500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start"
-    )
+    parts += labelled(500, 112, 170, 124, GREEN, "stages[0], stages[1]", "q from the chunk's start")
     parts += [
         words(510, 168, "k to the chunk's end"),
         words(510, 186, "scores A"),
@@ -156,7 +152,7 @@ def splitting():
         if p < 3:
             parts += [
                 box(x, 44, width - 8, 28, ORANGE, 0.45),
-                words(x + 71, 62, f"D, S of segment {p}", "middle"),
+                words(x + 71, 62, f"D{p}, S{p} of segment {p}", "middle"),
             ]
             parts.append(arrow((x + 71, 72), (x + 71, 86)))
         parts += [
@@ -169,7 +165,7 @@ def splitting():
         words(
             left + 2 * width,
             106,
-            "S before each segment:  S = D S + S of the one before",
+            "state before segment p + 1  =  Dp (state before segment p) + Sp",
             "middle",
         )
     ]
@@ -195,9 +191,7 @@ def splitting():
             arrow((x + 110, 254), (x + 250, 288)),
             arrow((x + 250, 254), (x + 110, 288)),
         ]
-    parts.append(
-        words(10, 362, "Crossing arrows: copies to the other block's shared memory.")
-    )
+    parts.append(words(10, 362, "Crossing arrows: copies to the other block's shared memory."))
     svg("splitting.svg", 790, 376, parts)
 
 
