@@ -45,7 +45,7 @@ def chunk():
 
 
 def subchunks():
-    """A chunk of 32 tokens in blocks of 8: the three kinds of pairs."""
+    """A chunk of 32 tokens in sub-chunks of 8: the three kinds of pairs."""
     parts, left, top, size = [], 60, 30, 8
     for i in range(32):
         for j in range(32):
@@ -59,8 +59,8 @@ def subchunks():
                 color = ORANGE
             parts.append(box(left + j * 8, top + i * 8, 8, 8, color))
     x, y = left + 290, top + 20
-    for n, (color, text) in enumerate(((BLUE, "same block of 8: factors meet in the block's middle"),
-                                       (GREEN, "same half of 16: at the border of the two blocks"),
+    for n, (color, text) in enumerate(((BLUE, "same sub-chunk of 8: factors meet in its middle"),
+                                       (GREEN, "same half of 16: at the border of the two sub-chunks"),
                                        (ORANGE, "different halves: at token 16"), (PALE, "the future"))):
         parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
     svg("subchunks.svg", 780, 310, parts)
