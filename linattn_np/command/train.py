@@ -1,25 +1,22 @@
 """Trains a byte-level RWKV-6 on a text, with NumPy or CuPy and the package's own gradients. No torch, no JAX.
 
-    python examples/train_rwkv6.py --text novel.txt --out novel
-    python examples/train_rwkv6.py --text novel.txt --out novel --resume
-    python examples/rwkv6_decode.py --model novel/model.safetensors --prompt "Emma was"
+    linattn-np train --text novel.txt --out novel
+    linattn-np train --text novel.txt --out novel --resume
+    linattn-np generate --model novel/model.safetensors --prompt "Emma was"
 
 The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte.
 """
 
-import argparse
 import math
-import sys
 import time
 from dataclasses import fields
 from pathlib import Path
 
-from rwkv6_decode import Parser, bar, say, status, whole
-
-from linattn_np import NotSupported
-from linattn_np.models.devices import check_device
-from linattn_np.models.files import same_file
-from linattn_np.models.training import Settings, Training
+from .. import NotSupported
+from ..models.devices import check_device
+from ..models.files import same_file
+from ..models.training import Settings, Training
+from .terminal import bar, say, status, whole
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
 DEFAULTS = {
@@ -30,22 +27,14 @@ CHECKPOINT, MODEL = "training.safetensors", "model.safetensors"
 SHOWN = 0.2         # seconds between two states of the progress bar
 
 
-def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    declare(parser)
-    options = parser.parse_args()
-    try:
-        train(start(options), Path(options.out), options.every)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    except MemoryError as error:
-        parser.error(f"out of memory: {error}")
+def run(options):
+    train(start(options), Path(options.out), options.every)
 
 
 def declare(parser):
     add = parser.add_argument
     add("--text", required=True, metavar="FILE", help="what to learn, any bytes")
-    add("--out", required=True, metavar="FOLDER", help=f"gets {MODEL}, which rwkv6_decode.py and RWKV6.from_file read, "
+    add("--out", required=True, metavar="FOLDER", help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file read, "
         f"and {CHECKPOINT}, from which --resume goes on; both are whole whenever the program ends, and however")
     add("--resume", action="store_true", help="go on with the training in --out; on the CPU it ends with the same bits "
         "as one that was never interrupted")
@@ -173,10 +162,3 @@ class Part:
         training.save_model(folder / MODEL)
         show("")
         say(f"{line}, held out {held_out:.4f}")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)

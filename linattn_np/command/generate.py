@@ -1,12 +1,11 @@
 """Writes text with an RWKV-6 model: reads the prompt, then goes on token by token. No torch.
 
-    python examples/rwkv6_decode.py --prompt "Emma was" --tokens 500 --temperature 0.8
-    python examples/rwkv6_decode.py --prompt - --save-state novel.npz --tokens 1 < novel.txt
-    python examples/rwkv6_decode.py --load-state novel.npz --prompt " And then"
-    python examples/rwkv6_decode.py --batch-file prompts.jsonl --output texts.jsonl --slots 8
+    linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
+    linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
+    linattn-np generate --load-state novel.npz --prompt " And then"
+    linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
 """
 
-import argparse
 import json
 import os
 import select
@@ -17,15 +16,15 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from linattn_np import NotSupported
-from linattn_np.models import RWKV6, Batch, Bytes, Sampling, State, World
-from linattn_np.models.checkpoint import located
-from linattn_np.models.checks import shown
-from linattn_np.models.files import check_writable, json_object, lines, replaced, same_file
-from linattn_np.models.text import Request, Text, complete, read
-from linattn_np.models.tokenizers import VOCABULARY
+from .. import NotSupported
+from ..models import RWKV6, Batch, Bytes, Sampling, State, World, austen
+from ..models.checkpoint import located
+from ..models.checks import shown
+from ..models.files import check_writable, json_object, lines, replaced, same_file
+from ..models.text import Request, Text, complete, read
+from ..models.tokenizers import VOCABULARY
+from .terminal import bar, say, some_text, status, whole
 
-MODEL = Path(__file__).parent / "data" / "austen-x060" / "model.safetensors"
 PROMPT = "It is a truth universally acknowledged, that "
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
 LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int, "seed": int,
@@ -33,33 +32,18 @@ LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int
 LONGEST = 1 << 24       # bytes of a line of --batch-file
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        """One line, where argparse would print its usage too."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
-
-
-def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    declare(parser)
-    options = parser.parse_args()
-    try:
-        check_combination(options)
-        model = load(options)
-        options.vocabulary = tokenizer_of(options, model)
-        state = load_state(options, model)
-        if options.batch_file:
-            write_batch(options, model, state)
-        elif options.chat:
-            converse(options, model, state)
-        else:
-            write(options, model, state)
-    except BrokenPipeError:
-        raise
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    except MemoryError as error:
-        parser.error(f"out of memory: {error}")
+def run(options):
+    options.model = Path(options.model) if options.model else austen()
+    check_combination(options)
+    model = load(options)
+    options.vocabulary = tokenizer_of(options, model)
+    state = load_state(options, model)
+    if options.batch_file:
+        write_batch(options, model, state)
+    elif options.chat:
+        converse(options, model, state)
+    else:
+        write(options, model, state)
 
 
 def declare(parser):
@@ -68,8 +52,8 @@ def declare(parser):
         help="auto: cuda where CuPy can use it, else cpu (default)")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the matrices on cuda; "
         "auto: the checkpoint's if that is a half-precision one, else float32 (default). The cpu computes in float32")
-    add("--model", default=MODEL, help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
-        "(default: Austen's, in data/)")
+    add("--model", metavar="PATH", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
+        "(default: a small model of Jane Austen's novels that comes with the package)")
     add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
         help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
     add("--vocab", metavar="PATH", help="World's vocabulary file (default: that in the folder of --model, or of an "
@@ -103,20 +87,6 @@ def declare(parser):
     add("--presence", type=float, default=0.0, help="lowers the logit of a token written before, once (default: 0)")
     add("--frequency", type=float, default=0.0, help="lowers it as many times as it was written (default: 0)")
     add("--seed", type=whole(0), help="equal seeds write equal text")
-
-
-def some_text(text):
-    if not text:
-        raise argparse.ArgumentTypeError("is empty, expected some text")
-    return text
-
-
-def whole(least):
-    def number(text):
-        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"is {shown(text)}, expected a whole number from {least} up")
-        return int(text)
-    return number
 
 
 def check_combination(options):
@@ -167,7 +137,7 @@ def sampling(options, **line):
 
 
 def load(options) -> RWKV6:
-    path, device = Path(options.model), options.device
+    path, device = options.model, options.device
     dtype = None if options.dtype == "auto" else options.dtype
     with status(f"loading {path.name} ...") as show:
         def progress(done, total):
@@ -190,7 +160,7 @@ def tokenizer_of(options, model):
         if kind is None:
             raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 (World); "
                              "--tokenizer says which it is")
-    beside = Path(options.model) / VOCABULARY
+    beside = options.model / VOCABULARY
     vocabulary = options.vocab or (beside if beside.is_file() else None)
     tokenizer = Bytes() if kind == "bytes" else World.from_file(vocabulary) if vocabulary else World.installed()
     if tokenizer.size > size:
@@ -408,36 +378,3 @@ def request(options, line, number, state) -> Request:
         return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
     except ValueError as error:
         raise ValueError(f"{options.batch_file}, line {number}: {error}") from None
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-@contextmanager
-def status(first):
-    """A function that shows how far things are, on a terminal's last line, which is blank again in the end."""
-    def show(line):
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-    show(first)
-    try:
-        yield show
-    finally:
-        show("")
-
-
-def bar(share, width=30):
-    return f"[{'#' * round(share * width):<{width}}]"
-
-
-def say(line):
-    print(line, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:                     # whoever read has left: leave too, and let Python flush into nothing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
