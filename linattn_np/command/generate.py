@@ -24,6 +24,7 @@ from ..models.files import check_writable, json_object, lines, replaced, same_fi
 from ..models.text import Request, Text, complete, read
 from ..models.tokenizers import VOCABULARY
 from .terminal import bar, say, some_text, status, whole
+from .threads import blas_for
 
 PROMPT = "It is a truth universally acknowledged, that "
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
@@ -38,12 +39,9 @@ def run(options):
     model = load(options)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
-    if options.batch_file:
-        write_batch(options, model, state)
-    elif options.chat:
-        converse(options, model, state)
-    else:
-        write(options, model, state)
+    work = write_batch if options.batch_file else converse if options.chat else write
+    with blas_for(model.sizes):
+        work(options, model, state)
 
 
 def declare(parser):

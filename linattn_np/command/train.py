@@ -17,6 +17,7 @@ from ..models.devices import check_device
 from ..models.files import same_file
 from ..models.training import Settings, Training
 from .terminal import bar, say, status, whole
+from .threads import blas_for
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
 DEFAULTS = {
@@ -28,7 +29,9 @@ SHOWN = 0.2         # seconds between two states of the progress bar
 
 
 def run(options):
-    train(start(options), Path(options.out), options.every)
+    training = start(options)
+    with blas_for(training.layout.sizes):
+        train(training, Path(options.out), options.every)
 
 
 def declare(parser):

@@ -1,0 +1,39 @@
+"""How many threads BLAS takes. Small matrices are faster with one: more of them wait for each other at every product,
+and where another program is busy they wait for it too.
+
+The number follows from the size of the matrices alone, not from how busy the machine is, so that the same command
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+SHARE = 4 << 20         # bytes of a matrix for which another thread pays
+VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+@contextmanager
+def blas_for(sizes: dict):
+    """Inside, BLAS has the threads that a model of these sizes is worth. A user who has set one of VARIABLES has chosen,
+    and without threadpoolctl BLAS stays as it is."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        threadpool_limits = None
+    if threadpool_limits is None or any(map(os.environ.get, VARIABLES)):
+        yield
+        return
+    with threadpool_limits(wanted(4 * sizes["D"] * sizes["F"], cores()), "blas"):
+        yield
+
+
+def wanted(size: int, most: int) -> int:
+    """Threads for float32 matrices of so many bytes, the largest of a layer."""
+    return max(1, min(most, size // SHARE))
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
