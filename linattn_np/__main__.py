@@ -14,8 +14,8 @@ NAME = "linattn-np"
 def main(arguments=None) -> int:
     """The exit code of ``linattn-np ARGUMENTS``; by default those of the process."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(arguments or ["--help"])
-    return run(import_module(f"linattn_np.command.{options.command}"), f"{NAME} {options.command}", options.arguments)
+    command = parser().parse_args(arguments[:1] or ["--help"]).command
+    return run(import_module(f"linattn_np.command.{command}"), f"{NAME} {command}", arguments[1:])
 
 
 def parser() -> Parser:
@@ -24,8 +24,7 @@ def parser() -> Parser:
                   epilog=f"{NAME} COMMAND --help tells a command's options.",
                   formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--version", action="version", version=f"{NAME} {__version__}", help="tell the version, and end")
-    made.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    made.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
     return made
 
 

@@ -3,8 +3,9 @@
     linattn-np compare                                            compare.png, on the GPU where there is one
     linattn-np compare --device cpu --longest 8192 --out cpu.png
 
-One sequence, the same heads and widths for all; bfloat16 on a GPU, float32 on the CPU. Time is a call's, the median of a
-few; memory is what a call takes beside its arrays. The floor is q, k, v, a gate and o once, at the bandwidth of a copy.
+One sequence, the same heads and widths for all; bfloat16 on a GPU, float32 on the CPU. Time is a call's, the median of
+a few; memory is what a call takes beside its arrays. The floor is q, k, v, a gate and o once, at the bandwidth of a
+copy. Where a line ends before the others, the picture says why.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
 from .terminal import bar, status, whole
 
 # Colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
-LINES = {"softmax_attention": ("softmax attention", "#b5442e", 7, 12), "gla": ("GLA", "#0b6e8a", 5, 9.5),
+LINES = {"softmax_attention": ("softmax attention", "#b5442e", 6.5, 11), "gla": ("GLA", "#0b6e8a", 4.8, 9),
          "rwkv6": ("RWKV-6", "#b39ddb", 3, 7), "retention": ("retention", "#2f6b1e", 1.2, 4)}
 COMPARED = {op.name: (op, function) for op, function in OPS.items() if op.name in LINES}
 SHORTEST = 512
@@ -39,7 +40,8 @@ class Curve:
 def declare(parser):
     add = parser.add_argument
     declare_device(add)
-    add("--longest", type=whole(SHORTEST), help="tokens, from 512 doubled up to here (default: 131072, on the CPU 16384)")
+    add("--longest", type=whole(SHORTEST), metavar="TOKENS",
+        help=f"from {SHORTEST} doubled up to here (default: 131072, on the CPU 16384)")
     add("--heads", type=whole(1), default=16, help="(default: 16)")
     add("--width", type=whole(8), default=64, help="K and V, a head's (default: 64)")
     add("--seconds", type=float, default=2., help="calls that would take longer are left out (default: 2)")
@@ -84,7 +86,7 @@ def go_on(curve, device, op, T, options):
         return
     expected = expected_ms(curve) / 1e3
     if expected > options.seconds:
-        curve.end = f"{T:,} tokens would take {expected:.1f} s, more than {options.seconds:g}"
+        curve.end = f"{T:,} tokens would take {expected:.2g} s, more than --seconds {options.seconds:g}"
         return
     try:
         add_point(curve, device, op, T, options)
@@ -121,8 +123,9 @@ def draw(curves, floor, device, options):
     image, (above, below) = plt.subplots(2, 1, figsize=(8, 8.5), sharex=True, layout="constrained")
     for op, curve in curves.items():
         name, colour, width, size = LINES[op]
-        how = dict(color=colour, linewidth=width, marker="o", markersize=size, markeredgecolor="white", markeredgewidth=.6)
-        above.plot(curve.T, curve.ms, label=named(name, curve), **how)
+        how = dict(color=colour, linewidth=width, marker="o", markersize=size, markeredgecolor="white",
+                   markeredgewidth=0.6)
+        above.plot(curve.T, curve.ms, label=name, **how)
         below.plot(curve.T, np.divide(curve.bytes, 2**20), **how)
         if curve.end and curve.T:
             for axis, values in ((above, curve.ms), (below, np.divide(curve.bytes, 2**20))):
@@ -137,13 +140,14 @@ def draw(curves, floor, device, options):
         axis.set_yscale("log")
         axis.grid(color="#e4e4e4")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, fontsize="small")
     below.set_xticks(T, [f"{t:,}" for t in T], rotation=30)
     below.set_xlabel("tokens")
-    image.suptitle(f"One sequence, {options.heads} heads of {options.width}, {device.dtype} on {device.name}", x=0.01, ha="left")
+    title = f"One sequence, {options.heads} heads of {options.width}, {device.dtype} on {device.name}"
+    image.suptitle("\n".join([title, *ends(curves)]), x=0.01, ha="left", fontsize="medium")
     image.savefig(options.out, dpi=130)
 
 
-def named(name, curve) -> str:
-    """A line's words in the legend."""
-    return f"{name} (ends at ×: {curve.end})" if curve.end else name
+def ends(curves) -> list[str]:
+    """Why lines end at their ×."""
+    return [f"× {LINES[op][0]} ends: {curve.end}" for op, curve in curves.items() if curve.end]

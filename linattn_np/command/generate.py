@@ -77,7 +77,8 @@ def declare(parser):
 
     add = parser.add_argument_group("what is written").add_argument
     add("--tokens", type=whole(1), default=400, help="how many to write at most (default: %(default)s)")
-    add("--stop", action="append", type=some_text, metavar="STRING", help="ends the text, and is not written; repeatable")
+    add("--stop", action="append", type=some_text, metavar="STRING",
+        help="ends the text, and is not written; repeatable")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
     add("--top-p", type=float, default=0.9,
         help="draw from the likeliest that hold this probability together (default: %(default)s)")
@@ -156,8 +157,8 @@ def tokenizer_of(options, model):
     if kind == "auto":
         kind = "world" if options.vocab else {256: "bytes", 65536: "world"}.get(size)
         if kind is None:
-            raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 (World); "
-                             "--tokenizer says which it is")
+            raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 "
+                             "(World); --tokenizer says which it is")
     beside = options.model / VOCABULARY
     vocabulary = options.vocab or (beside if beside.is_file() else None)
     tokenizer = Bytes() if kind == "bytes" else World.from_file(vocabulary) if vocabulary else World.installed()

@@ -22,9 +22,10 @@ from ..models.devices import check_device
 from .threads import VARIABLES, cores
 
 PACKAGE = Path(__file__).resolve().parents[1]
-PACKAGES = ("numpy", "ml_dtypes", "safetensors", "cupy-cuda12x", "cupy-cuda13x", "cupy", "numba", "numba-cuda", "threadpoolctl",
-            "matplotlib", "pyrwkv-tokenizer", "mpi4py", "torch", "jax")
-SET_BY_USER = (*VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM")
+PACKAGES = ("numpy", "ml_dtypes", "safetensors", "cupy-cuda12x", "cupy-cuda13x", "cupy", "numba", "numba-cuda",
+            "threadpoolctl", "matplotlib", "pyrwkv-tokenizer", "mpi4py", "torch", "jax")
+SET_BY_USER = (*VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR",
+               "NUMBA_ENABLE_CUDASIM")
 
 
 def declare(parser):
@@ -122,7 +123,7 @@ def threads():
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
-        yield "threads", "threadpoolctl is not installed (pip install 'linattn-np[threads]'): BLAS chooses by itself"
+        yield "threads", "BLAS chooses without threadpoolctl: pip install 'linattn-np[threads]' brings it"
         return
     for pool in threadpool_info():
         yield pool["internal_api"], f"{pool['num_threads']} threads, {pool.get('architecture', '')} {pool['version'] or ''}"

@@ -68,14 +68,13 @@ def chosen(name):
     try:
         import cupy
 
-        found = cupy.cuda.is_available()
-    except ImportError:
+        if not cupy.cuda.is_available():
+            raise ImportError("CuPy finds no GPU")
+    except ImportError as error:
         if name == "cuda":
-            raise
-        found = False
-    if name == "cuda" and not found:
-        raise ImportError("--device cuda: CuPy finds no GPU")
-    return Cuda() if found else Cpu()
+            raise ImportError(f"argument --device: cuda cannot be used: {error}") from None
+        return Cpu()
+    return Cuda()
 
 
 def drawn(device, op, **sizes) -> list:

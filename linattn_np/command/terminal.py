@@ -36,7 +36,7 @@ def run(command, name, arguments=None) -> int:
 
 
 def utf8_written():
-    """stdout takes any character, whatever the locale; a stream that a test or a notebook has put there is left alone."""
+    """stdout takes any character, whatever the locale; what a test or a notebook has put there is left alone."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 

@@ -16,8 +16,10 @@ VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP
 
 @contextmanager
 def blas_for(sizes: dict):
-    """Inside, BLAS has the threads that a model of these sizes is worth. A user who has set one of VARIABLES has chosen,
-    and without threadpoolctl BLAS stays as it is."""
+    """Inside, BLAS has the threads that a model of these sizes is worth.
+
+    A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is.
+    """
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:

@@ -37,8 +37,8 @@ def run(options):
 def declare(parser):
     add = parser.add_argument
     add("--text", required=True, metavar="FILE", help="what to learn, any bytes")
-    add("--out", required=True, metavar="FOLDER", help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file read, "
-        f"and {CHECKPOINT}, from which --resume goes on; both are whole whenever the program ends, and however")
+    add("--out", required=True, metavar="FOLDER", help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file "
+        f"read, and {CHECKPOINT}, from which --resume goes on; both are whole whenever the program ends, and however")
     add("--resume", action="store_true", help="go on with the training in --out; on the CPU it ends with the same bits "
         "as one that was never interrupted")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
@@ -61,7 +61,8 @@ def declare(parser):
     setting("context", whole(1), "bytes of each that are predicted in a step")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=whole(1), help="how many, instead of --minutes")
-    length.add_argument("--minutes", type=float, help="how long to train, held-out losses and checkpoints included (2 / 2)")
+    length.add_argument("--minutes", type=float,
+                        help="how long to train, held-out losses and checkpoints included (2 / 2)")
     setting("lr", float, "the learning rate after the warm-up, from where it falls to 0 as a cosine")
     setting("weight_decay", float, "AdamW's, of matrices")
     setting("dropout", float, "share of elements that are dropped")

@@ -23,5 +23,6 @@ def austen() -> Path:
         path = (package / folder).resolve() / "austen-x060" / "model.safetensors"
         if path.is_file():
             return path
-    raise FileNotFoundError(f"the example's model, austen-x060/model.safetensors, is missing in {package / FOLDERS[0]}: "
-                            "a wheel of linattn-np brings it, and a checkout has it in examples/data")
+    raise FileNotFoundError("the example's model, austen-x060/model.safetensors, is missing in "
+                            f"{package / FOLDERS[0]}: a wheel of linattn-np brings it, and a checkout has it in "
+                            "examples/data")
