@@ -93,8 +93,8 @@ def test_info_tells_what_a_report_needs(capsys):
     code, out, err = called(capsys, "info")
     assert (code, err) == (0, "")
     for line in (f"linattn_np +{linattn_np.__version__} in ", r"Python +3\.", r"numpy +\d", r"CPU +.* \d+ cores",
-                 "numpy +runs", "cupy +(runs|does not run: .+)", "numba +(runs|does not run: .+)", r"CuPy's kernels +/.*: \d+ files, [\d.]+ MB",
-                 "NumPy's BLAS +.+", f"example's model +{re.escape(str(AUSTEN))}"):
+                 "numpy +runs", "cupy +(runs|does not run: .+)", "numba +(runs|does not run: .+)",
+                 r"CuPy's kernels +/.*: \d+ files, [\d.]+ MB", "NumPy's BLAS +.+", f"example's model +{re.escape(str(AUSTEN))}"):
         assert re.search(f"^  {line}", out, re.M), line
 
 
@@ -110,7 +110,7 @@ def test_info_goes_on_where_something_is_broken():
 def test_the_example_model_stands_in_the_checkout_and_in_the_package(tmp_path, monkeypatch):
     assert austen() == AUSTEN.resolve()
     monkeypatch.setattr(example, "__file__", str(tmp_path / "linattn_np" / "models" / "example.py"))
-    with pytest.raises(FileNotFoundError, match="austen-x060/model.safetensors, is missing in .*a wheel of linattn-np brings it"):
+    with pytest.raises(FileNotFoundError, match="model.safetensors, is missing in .*a wheel of linattn-np brings it"):
         austen()
     inside = tmp_path / "linattn_np" / "data" / "austen-x060"
     inside.mkdir(parents=True)
@@ -143,6 +143,17 @@ def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")         # the user has chosen
     with threads.blas_for({"D": 256, "F": 896}):
         assert blas_threads() == before
+
+
+def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)         # cannot be imported
+    monkeypatch.setattr(threads, "cores", lambda: 2)
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for sizes, said in (({"D": 256, "F": 896}, 1), ({"D": 4096, "F": 14336}, 0)):
+        with threads.blas_for(sizes):
+            pass
+        assert capsys.readouterr().err.count("or set OPENBLAS_NUM_THREADS=1\n") == said
 
 
 def test_larger_models_take_more():

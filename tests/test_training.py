@@ -1,7 +1,6 @@
 """Training: every gradient, the optimiser, the order of the text, and checkpoints that outlive whatever ends a run."""
 
 import ctypes
-import importlib
 import json
 import os
 import random

@@ -126,7 +126,8 @@ def threads():
         yield "threads", "BLAS chooses without threadpoolctl: pip install 'linattn-np[threads]' brings it"
         return
     for pool in threadpool_info():
-        yield pool["internal_api"], f"{pool['num_threads']} threads, {pool.get('architecture', '')} {pool['version'] or ''}"
+        about = f"{pool['version'] or ''} {pool.get('architecture', '')}"
+        yield pool["internal_api"], f"{about}: {pool['num_threads']} threads"
 
 
 def environment():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
+from .terminal import say
+
 SHARE = 4 << 20         # bytes of a matrix for which another thread pays
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -20,14 +22,18 @@ def blas_for(sizes: dict):
 
     A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is.
     """
+    count = wanted(4 * sizes["D"] * sizes["F"], cores())
+    if count == cores() or any(map(os.environ.get, VARIABLES)):
+        yield
+        return
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
-        threadpool_limits = None
-    if threadpool_limits is None or any(map(os.environ.get, VARIABLES)):
+        say("this model is faster with fewer threads of BLAS: pip install 'linattn-np[threads]', "
+            f"or set OPENBLAS_NUM_THREADS={count}")
         yield
         return
-    with threadpool_limits(wanted(4 * sizes["D"] * sizes["F"], cores()), "blas"):
+    with threadpool_limits(count, "blas"):
         yield
 
 
