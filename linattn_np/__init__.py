@@ -2,8 +2,8 @@
 
 from . import layers, stages
 from .autodiff import vjp
-from .contract import ContractError, ContractTypeError, NotSupported
 from .doubts import LinattnWarning
+from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain
 from .ops import (OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention)
 
@@ -11,3 +11,8 @@ __version__ = "0.1.0"
 __all__ = ["gla", "rwkv6", "simple_gla", "retention", "linear_attention", "softmax_attention", "gla_step",
            "rwkv6_step", "vjp", "explain", "layers", "stages", "OPS", "Explanation", "ContractError",
            "ContractTypeError", "NotSupported", "LinattnWarning"]
+
+
+def __dir__():
+    """The public names alone; modules are imported by their own."""
+    return [*__all__, "__doc__", "__version__"]

@@ -13,7 +13,7 @@ import numpy as np
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFLOAT16,)
 
-DEVICE_ARRAYS = []
+DEVICE_ARRAYS: list[type] = []
 
 _DLPACK_HOST = (1, 3)       # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = (2, 13)      # kDLCUDA, kDLCUDAManaged
@@ -74,14 +74,20 @@ def home(x) -> str:
     return "host" if isinstance(x, np.ndarray) else f"cuda:{x.device.id}"
 
 
-def signature(x):
-    """All but its numbers and its place of an array that is native as it is, hashable; None of anything else."""
+def signature(x, addresses=None):
+    """All but its numbers and its place of an array that is native as it is, hashable; None of anything else.
+
+    The place of a device's array is added to the list `addresses`, where one is given.
+    """
     kind = type(x)
     if kind is np.ndarray:
         return x.shape, x.strides, x.dtype, x.flags.writeable
     if kind in (DEVICE_ARRAYS or device_arrays()):
         memory = x.data
-        return x.shape, x.strides, x.dtype, memory.ptr % 16, memory.device_id
+        address = memory.ptr
+        if addresses is not None:
+            addresses.append(address)
+        return x.shape, x.strides, x.dtype, address % 16, memory.device_id
     return None
 
 

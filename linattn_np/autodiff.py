@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
-from .dispatch import backend_module, in_shares
+from .dispatch import backend_module, split_to_fit
 from .grouped import added, beside, callers, cotangents, has_columns
 from .ops import declaration
+from .typing import Array, Backend, Pullback
+from .views import (array_to_backend, callers_sizes, in_kind, state_to_backend, states_to_caller, to_caller,
+                    with_output)
 
 
-def vjp(op, *arrays, backend="auto", **arguments):
+def vjp(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto",
+        **arguments: Any) -> tuple[Any, Pullback]:
     """``(result, pullback)`` of an operator: JAX's convention.
 
     `result` is what ``op(*arrays, **arguments)`` returns. ``pullback(do)``, or ``pullback(do, dht)`` with the gradient
@@ -36,25 +42,25 @@ def vjp(op, *arrays, backend="auto", **arguments):
     True
     """
     problem = bind(op, arrays, arguments)
-    name, shares = in_shares(problem, backend)
-    done = [backend_module(name).vjp(share.with_room()) for share in shares]
+    name, shares = split_to_fit(problem, backend)
+    done = [backend_module(name).vjp(with_output(share)) for share in shares]
     o, final_state = together([result for result, _ in done], problem)
-    result = problem.as_caller(problem.in_layout(o, problem.op.out))
+    result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
-        result = (result, problem.states_as_caller(final_state))
+        result = (result, states_to_caller(problem, final_state))
     return result, checked(problem, [pull for _, pull in done])
 
 
 def pullback(op, *arrays, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
-    name, shares = in_shares(problem, backend)
+    name, shares = split_to_fit(problem, backend)
     return checked(problem, [backend_module(name).pullback(share) for share in shares])
 
 
 def bind(op, arrays, arguments):
     declared = declaration(op, "vjp")
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments      # an unknown keyword is Python's own TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments    # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
     if arguments.get("out") is not None:
         declared.refuse("out", "cannot be given to vjp")
@@ -94,11 +100,11 @@ def checked(problem, pulls):
         declared = problem.op
         gradients, initial = pulled(pulls, problem, cotangent("do", do, declared.out, problem),
                                     final_cotangent(dht, problem))
-        result = tuple(problem.as_caller(problem.in_layout(gradient, axes))
+        result = tuple(in_kind(problem, to_caller(problem, gradient, axes))
                        for gradient, axes in zip(gradients, declared.arrays.values(), strict=True))
         if problem.initial_state is None:
             return result
-        return (*result, problem.states_as_caller(initial))
+        return (*result, states_to_caller(problem, initial))
     return pullback
 
 
@@ -107,7 +113,8 @@ def cotangent(name, x, axes, problem):
     native, _ = problem.op.native(name, x)
     view = problem.op.logical(name, native, axes, problem.layout)
     wanted = callers(axes, problem.groups)
-    return problem.taken_array(problem.op.placed(name, view, wanted, problem.callers_sizes(), problem.home), axes)
+    placed = problem.op.placed(name, view, wanted, callers_sizes(problem), problem.home)
+    return array_to_backend(problem, placed, axes)
 
 
 def final_cotangent(dht, problem):
@@ -116,6 +123,6 @@ def final_cotangent(dht, problem):
     parts = dht if isinstance(dht, tuple) else (dht,)
     if len(parts) != len(problem.op.state):
         problem.op.refuse("dht", f"has {len(parts)} parts, expected {len(problem.op.state)}")
-    placed = problem.op.placed_states("dht", parts, problem.callers_sizes(), problem.home, problem.state_v_first,
+    placed = problem.op.placed_states("dht", parts, callers_sizes(problem), problem.home, problem.state_v_first,
                                       problem.groups)
-    return tuple(map(problem.taken_state, placed, problem.op.state))
+    return tuple(state_to_backend(problem, part, axes) for part, axes in zip(placed, problem.op.state))

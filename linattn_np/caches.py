@@ -13,7 +13,8 @@ class Cache:
 
     def __init__(self, most: int, entries: int):
         self.most, self.entries, self.bytes = most, entries, 0
-        self.kept, self.lock = {}, Lock()
+        self.kept: dict = {}
+        self.lock = Lock()
 
     def get(self, key):
         """The value, or None."""

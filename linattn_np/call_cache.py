@@ -6,33 +6,47 @@ import numpy as np
 
 from . import arrays as array_kinds
 from .caches import Cache
+from .layouts import swap_heads
+from .problem import Problem
 
 ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
-INTEGERS = ("cu_seqlens", "slots")                  # arguments that are integers on the host, whose values matter
-DECAYS = ("gamma",)                                 # and numbers there
-EXACT = frozenset({int, type})                      # types whose equal values are the same, and hashable
-SCALARS = frozenset(np.sctypeDict.values())         # NumPy's own, no subclass of the caller's
-MEMOS = Cache(most=1 << 26, entries=256)            # of calls by their likeness
+INTEGERS = ("cu_seqlens", "slots")  # arguments that are integers on the host, whose values matter
+DECAYS = ("gamma",)  # and numbers there
+EXACT = frozenset({int, type})  # types whose equal values are the same, and hashable
+SCALARS = frozenset(np.sctypeDict.values())  # NumPy's own, no subclass of the caller's
+MEMOS = Cache(most=1 << 26, entries=256)  # of calls by their keys
 
 
-def likeness(op, inputs, arguments):
-    """All that the checks of a call can see, hashable: calls alike pass or fail alike. None where it cannot tell."""
-    seen = [array_kinds.signature(x) for x in inputs]
+def call_key(op, inputs, arguments):
+    """(key, addresses) of a call.
+
+    The key is all that its checks can see, hashable: calls alike pass or fail alike. None where it cannot tell. With
+    the addresses of a device's arrays, in the order of the call, it tells whether their memory overlaps.
+    """
+    signature, addresses = array_kinds.signature, []
+    seen = [signature(x, addresses) for x in inputs]
+    if None in seen:
+        return None, addresses
     for name, x in arguments.items():
-        kind = type(x)
         if x is None:
             seen.append(())
-        elif kind is str or kind is bool:       # True is no (int, 1)
+            continue
+        kind = type(x)
+        if kind is str or kind is bool:  # True is no (int, 1)
             seen.append(x)
-        elif name in ARRAYS:
-            seen.append(array_kinds.signature(x))
+            continue
+        if name in ARRAYS:
+            found = signature(x, addresses)
         elif name in INTEGERS:
-            seen.append(array_kinds.contents(x, "iu") or array_kinds.signature(x))
+            found = array_kinds.contents(x, "iu") or signature(x, addresses)
         elif name in DECAYS and kind is not float:
-            seen.append(array_kinds.contents(x, "iuf"))
+            found = array_kinds.contents(x, "iuf")
         else:
-            seen.append(exactly(x))
-    return None if None in seen else (op, *arguments, *seen)
+            found = exactly(x)
+        if found is None:
+            return None, addresses
+        seen.append(found)
+    return (op, *arguments, *seen), addresses
 
 
 def exactly(x):
@@ -50,9 +64,41 @@ def exactly(x):
     return (np.dtype, x) if isinstance(x, np.dtype) else None
 
 
-def weight(problem) -> int:
-    """About how many bytes are kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
+def weight(problem: Problem) -> int:
+    """About the bytes kept for calls like `problem`: its key, and its sequences' tables here and on a device."""
     kept = 4096 + 3 * sum(x.nbytes for x in problem.options.values() if type(x) is np.ndarray)
-    if problem.varlen:                              # eight numbers a sequence, and two for every chunk of 64 tokens
+    if problem.varlen:  # eight numbers a sequence, and two for every chunk of 64 tokens
         kept += 8 * problem.spans.bounds.nbytes + problem.sizes["T"] // 4
     return kept
+
+
+def without_arrays(problem: Problem) -> Problem:
+    """What calls alike have in common; keeps no memory of the caller's alive."""
+    options = {
+        name: None if name == "state" or array_kinds.kind(x) == "cupy" else x for name, x in problem.options.items()
+    }
+    for x in options.values():
+        if isinstance(x, np.ndarray):
+            x.flags.writeable = False
+    return problem.replace(arrays={}, initial_state=None, out=None, mask=None, example=None, options=options)
+
+
+def with_arrays(problem: Problem, inputs, arguments, memo) -> Problem:
+    """A call like `problem` on arrays of its own, which need no conversion; `memo` is what all of them share."""
+    op, layout, initial_state, out = problem.op, problem.layout, arguments.get("initial_state"), arguments.get("out")
+    arrays = dict(zip(op.arrays, inputs))
+    if layout != "bhtd":
+        arrays = {name: swap_heads(x, op.arrays[name], layout) for name, x in arrays.items()}
+        out = None if out is None else swap_heads(out, op.out, layout)
+    if "state" in problem.options:  # a step's
+        slots = problem.options["slots"]
+        options = {"state": arguments["state"], "slots": arguments.get("slots") if slots is None else slots}
+        return problem.replace(arrays=arrays, options=options, out=out, example=inputs[0], memo=memo)
+    return problem.replace(
+        arrays=arrays,
+        initial_state=None if initial_state is None else (initial_state,),
+        out=out,
+        example=inputs[0],
+        mask=arguments.get("mask"),
+        memo=memo,
+    )

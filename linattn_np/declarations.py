@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from . import arrays
-from .contract import CHUNK, ContractTypeError, Op
+from .contract import CHUNK, Op
+from .errors import ContractTypeError
 from .wording import kind_of, shown
 
 GATED: list[Op] = []  # the gated family: a backend's equations and kernels of it are a member's by its declaration
@@ -56,8 +57,7 @@ class Retention(Op):
 
     def check(self, inputs, *, gamma=None, **arguments):
         problem = super().check(inputs, **arguments)
-        problem.options["gamma"] = self.gamma(gamma, problem.sizes["H"])
-        return problem
+        return problem.replace(options=problem.options | {"gamma": self.gamma(gamma, problem.sizes["H"])})
 
     def gamma(self, gamma, heads) -> np.ndarray:
         """[H] float64 on the host."""
@@ -115,15 +115,15 @@ class Step(Op):
     def check(self, inputs, *, state=None, slots=None, scale=None, out=None):
         problem = super().check(inputs, scale=scale, out=out, mode="recurrent")
         B, H, K, V = problem.shape("B H K V")
-        pool = {**problem.sizes, "N": B if slots is None else self.pool_size(state)}
+        pool = problem.sizes | {"N": B if slots is None else self.pool_size(state)}
         (axes,) = self.state
         state = self.placed("state", state, axes, pool, problem.home)
         self.writable("state", state, problem.home)
-        problem.options.update(state=state, slots=self.slots(slots, B, pool["N"], problem.home))
-        return problem
+        slots = self.slots(slots, B, pool["N"], problem.home)
+        return problem.replace(options={"state": state, "slots": slots})
 
     def pool_size(self, state) -> int:
-        shape = getattr(state, "shape", ())
+        shape: tuple[int, ...] = getattr(state, "shape", ())
         return int(shape[0]) if len(shape) else 0
 
     def slots(self, slots, count, pool, home):
@@ -171,14 +171,17 @@ RWKV6_STEP = Step(
 class Stage(Op):
     """A stage's declaration; axes C and NC are settled by chunk_size and the sequences."""
 
-    def bind(self, inputs, *, chunk_size=CHUNK, **arguments):
-        problem = super().bind(inputs, mode="staged", chunk_size=chunk_size, **arguments)
-        chunks = len(problem.spans.chunks(problem.chunk_size))
-        for axis, wanted in (("C", problem.chunk_size), ("NC", chunks)):
-            if problem.sizes.setdefault(axis, wanted) != wanted:
+    def check(self, inputs, *, chunk_size=CHUNK, **arguments):
+        if chunk_size is None:
+            self.refuse("chunk_size", "is None, expected a positive multiple of 16")
+        problem = super().check(inputs, mode="staged", chunk_size=chunk_size, **arguments)
+        settled = {"C": problem.chunk_size, "NC": len(problem.spans.chunks(problem.chunk_size))}
+        for axis, wanted in settled.items():
+            if problem.sizes.get(axis, wanted) != wanted:
                 name = next(n for n, axes in self.arrays.items() if axis in axes.split())
-                self.refuse(name, f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}")
-        return problem
+                found = f"has {axis}={problem.sizes[axis]}, but chunk_size={problem.chunk_size} makes it {wanted}"
+                self.refuse(name, found)
+        return problem.replace(sizes=problem.sizes | settled)
 
 
 CHUNK_CUMSUM = Stage("chunk_cumsum", {"g": "B H T K"}, out="B H T K", state=())

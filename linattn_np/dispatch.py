@@ -15,7 +15,10 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from .contract import NotSupported, Op, Problem
+from .contract import Op
+from .errors import NotSupported
+from .problem import Problem
+from .views import in_kind, split_value_heads, states_to_caller, to_caller, with_output
 
 ORDER = ("numpy", "cupy", "numba")
 
@@ -47,31 +50,31 @@ def choose(problem: Problem, backend: str = "auto") -> str:
     raise NotSupported(f"{problem.op.name}: " + "; ".join(f"{name}: {reason}" for name, reason in against.items()))
 
 
-def in_shares(problem: Problem, backend: str = "auto") -> tuple[str, list[Problem]]:
-    """The backend's name, and the problem in as few shares of its grouped value heads as that takes; mostly it is one."""
-    refusal = None
+def split_to_fit(problem: Problem, backend: str = "auto") -> tuple[str, list[Problem]]:
+    """The backend's name, and the problem in as few parts of its grouped value heads as that takes."""
+    refusals: list[NotSupported] = []
     for count in range(1, problem.groups + 1):
         if problem.groups % count == 0:
-            shares = problem.shares(count)
+            parts = split_value_heads(problem, count)
             try:
-                return choose(shares[0], backend), shares
+                return choose(parts[0], backend), parts
             except NotSupported as error:
-                refusal = refusal or error
-    raise refusal
+                refusals.append(error)
+    raise refusals[0]
 
 
 def call(op: Op, arrays, *, backend="auto", **arguments):
     """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
     problem = op.bind(arrays, **arguments)
-    o, final_state = backend_module(choose(problem, backend)).run(problem.with_room())
-    o = handed_out(problem, problem.in_layout(o, op.out), arguments.get("out"))
-    return (o, problem.states_as_caller(final_state)) if problem.output_final_state else o
+    o, final_state = backend_module(choose(problem, backend)).run(with_output(problem))
+    o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
+    return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
 
 
 def handed_out(problem: Problem, o, out):
     """`o` in the caller's kind of array, or in `out`, where a backend could not write it itself."""
     if out is None:
-        return problem.as_caller(o)
+        return in_kind(problem, o)
     if problem.out is None:
         out[...] = o
     return out

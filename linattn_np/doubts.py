@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 
 import numpy as np
 
@@ -54,7 +55,8 @@ def tell(problem):
 
 def warn(message: str):
     """In the name of the line that called this package."""
-    level, inside, frame = 1, 1, sys._getframe()
+    level, inside = 1, 1
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
             inside = level

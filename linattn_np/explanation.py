@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from .contract import NotSupported, Problem
-from .dispatch import backend_module, in_shares, reasons_against
+from .dispatch import backend_module, reasons_against, split_to_fit
+from .errors import NotSupported
 from .ops import declaration
+from .problem import Problem
+from .typing import Array, Backend
 
 
-def explain(op, *arrays, backend="auto", gradient=False, **arguments) -> Explanation:
+def explain(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", gradient: bool = False,
+            **arguments: Any) -> Explanation:
     """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
 
     With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes.
@@ -24,7 +29,7 @@ def explain(op, *arrays, backend="auto", gradient=False, **arguments) -> Explana
     'numpy'
     """
     declared = declaration(op, "explain")
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments      # an unknown keyword is Python's own TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments    # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
     return explain_problem(declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments), backend)
 
@@ -60,7 +65,7 @@ class Explanation:
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
     moved = bytes_moved(problem)
     try:
-        name, shares = in_shares(problem, backend)
+        name, shares = split_to_fit(problem, backend)
     except NotSupported:
         name, shares = None, [problem]
     reasons = {against: reason for against, reason in reasons_against(shares[0]).items() if reason is not None}
@@ -75,7 +80,7 @@ def explain_problem(problem: Problem, backend="auto") -> Explanation:
 
 def copies(problem: Problem) -> list[str]:
     """Those made before a backend sees the arrays."""
-    found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.refolded]
+    found = [f"{name}: the {problem.groups} value heads of a head, side by side" for name in problem.copied_arrays]
     return found + ([f"{', '.join(problem.arrays)}: without padding"] if problem.mask is not None else [])
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 import numpy as np
 
 from . import arrays as array_kinds
+from .arguments import is_int, is_real
 from .autodiff import vjp
-from .contract import ContractError, ContractTypeError, is_int, is_real
+from .errors import ContractError, ContractTypeError
 from .ops import gla, gla_step
+from .typing import Integers
 
 NORMS = ("g_norm_swish_gate.weight", "g_norm.weight")       # two names of one weight
 SIZED = ("q_proj.weight", "o_proj.weight", "gk_proj.0.weight")      # what the sizes are read from
@@ -90,7 +93,8 @@ class GatedLinearAttention:
         return (f"GatedLinearAttention({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
                 f"{v.shape[0] // self.kv_heads}{shared}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})")
 
-    def __call__(self, x, state=None, *, cu_seqlens=None):
+    def __call__(self, x: np.ndarray, state: np.ndarray | None = None, *,
+                 cu_seqlens: Integers | None = None) -> tuple[np.ndarray, np.ndarray]:
         """``(y, final state)`` of x [B, T, D], in its dtype; the state is [N, H, K, V], float32 (or float64).
 
         `state` is where the sequences start, zeros by default; it is not changed. `cu_seqlens` packs N sequences into
@@ -101,13 +105,15 @@ class GatedLinearAttention:
                        cu_seqlens=cu_seqlens)
         return self.output(own, o)[0].astype(x.dtype, copy=False), state
 
-    def step(self, x, state):
+    def step(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
         """y [B, D] of one token x [B, D] of each sequence; `state` [B, H, K, V] is updated in place."""
         own = self.own("x", x, 2)
-        o = gla_step(*self.project(own)[0], state)
+        q, k, v, g = self.project(own)[0]
+        o = gla_step(q, k, v, g, state)
         return self.output(own, o)[0].astype(x.dtype, copy=False)
 
-    def vjp(self, x, state=None, *, cu_seqlens=None):
+    def vjp(self, x: np.ndarray, state: np.ndarray | None = None, *, cu_seqlens: Integers | None = None
+            ) -> tuple[tuple[np.ndarray, np.ndarray], Callable[..., tuple]]:
         """``((y, final state), pullback)``, as `linattn_np.vjp` has it.
 
         ``pullback(dy)``, or ``pullback(dy, dstate)`` with the gradient of the final state, returns the gradient of x,
@@ -196,12 +202,12 @@ class GatedLinearAttention:
     # -- checks ------------------------------------------------------------------------------------------------------
     def loaded(self, weights) -> dict:
         """The layer's own copies of `weights`, once every shape fits the others."""
-        found, kinds = {}, {}
+        found = {}
         for name, x in weights.items():
-            kinds[name] = array_kinds.kind(x)
-            if kinds[name] is None:
+            whose = array_kinds.kind(x)
+            if whose is None:
                 refuse(f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected an array", ContractTypeError)
-            found[name] = array_kinds.to_native(x, kinds[name])
+            found[name] = array_kinds.to_native(x, whose)
         for name in SIZED:
             if name in found and found[name].ndim != 2:
                 refuse(f"{name} is {found[name].shape}, expected two axes")
@@ -256,7 +262,8 @@ def shapes(D, HK, HV, R, heads, kv_heads) -> dict:
             **{name: (HV // heads,) for name in NORMS}, "o_proj.weight": (D, HV)}
 
 
-def random_weights(rng, hidden_size, num_heads, *, num_kv_heads=None, expand_k=0.5, expand_v=1.0, gate_low_rank_dim=16):
+def random_weights(rng: np.random.Generator, hidden_size: int, num_heads: int, *, num_kv_heads: int | None = None,
+                   expand_k: float = 0.5, expand_v: float = 1.0, gate_low_rank_dim: int = 16) -> dict[str, np.ndarray]:
     """Weights of a new layer, float32 on the host: uniform within 1 / sqrt(inputs), 1 for the norm.
 
     Example
@@ -338,5 +345,5 @@ def positive(argument, number) -> float:
     return float(number)
 
 
-def refuse(complaint, error=ContractError):
+def refuse(complaint, error=ContractError) -> NoReturn:
     raise error(f"GatedLinearAttention: {complaint}")

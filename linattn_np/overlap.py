@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 MOST_PLACES = 64            # of calls alike on a device: the layers of a model
-MOST_WORK = 100_000         # candidates that NumPy may try, in milliseconds: strides can make the question very hard
+MOST_WORK: Any = 100_000    # candidates that NumPy may try, in milliseconds: strides can make the question very hard
 
 
 def elements_apart(x) -> bool:
@@ -28,31 +30,43 @@ def share(x, y) -> bool:
         return True
 
 
-def keep_apart(problem):
-    """Refuses a call that writes what it reads, or writes one place by two names."""
+def check_aliasing(problem, addresses):
+    """Refuses a call that writes what it reads, or writes one place by two names.
+
+    `addresses` are those of its arrays on a device: calls alike whose arrays lie at the same places pass alike.
+    """
     state, out = problem.options.get("state"), problem.out
     if out is None and state is None:
         return
     slots = problem.options.get("slots")
-    if problem.home == "host":
-        compare(problem, state, slots, lambda x: x)
-    elif not seen_before(problem, state, slots):
-        compare(problem, state, slots, seen_from_the_host)
+    if problem.home == "host" or problem.memo is None:
+        compare(problem, state, slots)
+    else:
+        passed, places = problem.memo.setdefault("apart", set()), tuple(addresses)
+        if places not in passed:
+            compare(problem, state, slots)
+            if len(passed) >= MOST_PLACES:
+                passed.clear()
+            passed.add(places)
 
 
-def compare(problem, state, slots, seen):
-    """`keep_apart` of arrays that `seen` makes NumPy's."""
-    read = [*problem.arrays.items()]
+def compare(problem, state, slots):
+    """`check_aliasing` without a memory; of a device's arrays by their addresses alone."""
+    read, out = [*problem.arrays.items()], problem.out
     if problem.initial_state is not None:
         read += [("initial_state", part) for part in problem.initial_state]
-    read += [(name, x) for name, x in (("mask", problem.mask), ("slots", slots)) if x is not None]
-    read = [(name, seen(x)) for name, x in read]
+    if problem.mask is not None:
+        read.append(("mask", problem.mask))
+    if slots is not None:
+        read.append(("slots", slots))
+    if problem.home != "host":
+        read = [(name, seen_from_the_host(x)) for name, x in read]
+        state, out = (None if x is None else seen_from_the_host(x) for x in (state, out))
     if state is not None:
-        state = seen(state)
         refuse_shared(problem.op, "state", state, read)
         read.append(("state", state))
-    if problem.out is not None:
-        refuse_shared(problem.op, "out", seen(problem.out), read)
+    if out is not None:
+        refuse_shared(problem.op, "out", out, read)
 
 
 def refuse_shared(op, name, written, read):
@@ -74,19 +88,3 @@ class Addresses:
     def __init__(self, x):
         self.__array_interface__ = {"version": 3, "shape": x.shape, "strides": x.strides, "data": (x.data.ptr, True),
                                     "typestr": f"|V{x.dtype.itemsize}"}
-
-
-def seen_before(problem, state, slots) -> bool:
-    """Whether a call alike had its arrays at the same places and was taken, as in a loop; else it is noted."""
-    if problem.memo is None:
-        return False
-    arrays = [*problem.arrays.values(), problem.out, state, problem.mask, slots, *(problem.initial_state or ())]
-    places = tuple([x.data.ptr for x in arrays if x is not None and type(x) is not np.ndarray])
-    taken = problem.memo.setdefault("apart", set())
-    if places in taken:
-        return True
-    compare(problem, state, slots, seen_from_the_host)
-    if len(taken) >= MOST_PLACES:
-        taken.clear()
-    taken.add(places)
-    return True

@@ -17,6 +17,9 @@ class Spans:
 
     bounds: np.ndarray          # [N+1] int64, cumulated lengths; sequence n is bounds[n]:bounds[n+1]
 
+    def __post_init__(self):
+        self.bounds.flags.writeable = False         # calls alike share them
+
     @property
     def count(self) -> int:
         return len(self.bounds) - 1

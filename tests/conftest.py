@@ -85,12 +85,13 @@ class Emulated(Kernels):
     def results(self, problem):
         """(results, what the pullback needs besides), of a plan of this call alone."""
         from linattn_np.backends.cupy import PLANNERS, execute
-        return execute.run(PLANNERS[problem.op], problem.but(memo=None), self.device)
+        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device)
 
     def vjp(self, problem):
         from linattn_np.backends.cupy import PLANNERS, execute
         result, saved = self.results(problem)
-        return result, lambda do, dht: execute.pull(PLANNERS[problem.op], problem.but(memo=None), self.device, do, dht, saved)
+        again = problem.replace(memo=None)
+        return result, lambda do, dht: execute.pull(PLANNERS[problem.op], again, self.device, do, dht, saved)
 
     def run(self, function, *arrays, **arguments):
         with self.in_dispatch():

@@ -13,11 +13,11 @@ def plan_of(problem, device):
 
 def run(problem, device):
     """By a plan of this call alone, as `results_and_saved`."""
-    return replayed(problem.but(memo=None), device)
+    return replayed(problem.replace(memo=None), device)
 
 
 def pull(problem, device, do, dht, saved=()):
-    return replayed_pull(problem.but(memo=None), device, do, dht, saved)
+    return replayed_pull(problem.replace(memo=None), device, do, dht, saved)
 
 
 def replayed(problem, device):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from linattn_np import softmax_attention
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops import declaration
 from linattn_np.declarations import LINEAR_ATTENTION, NORMALIZED
 

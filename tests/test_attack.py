@@ -12,7 +12,7 @@ from attack import harness, names  # noqa: E402
 from attack.harness import PROPERTIES, Attack, tried  # noqa: E402
 from attack.machines import machine  # noqa: E402
 
-from linattn_np.contract import NotSupported  # noqa: E402
+from linattn_np.errors import NotSupported  # noqa: E402
 
 
 def attacked(there, name, examples):

@@ -16,7 +16,7 @@ from reference import (GATES, LIMITS, assert_close, double, draw, draw_states, e
 
 from linattn_np import NotSupported
 from linattn_np.arrays import BFLOAT16, FLOATS
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS
 
 

@@ -12,8 +12,8 @@ from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
-from linattn_np.contract import ContractError, ContractTypeError, NotSupported
 from linattn_np.distributed import Disagreement, RankLost, run_threads
+from linattn_np.errors import ContractError, ContractTypeError, NotSupported
 from linattn_np.ops import OPS
 from linattn_np.declarations import GLA_VALUE_GATE
 

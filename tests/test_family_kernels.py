@@ -10,7 +10,7 @@ from reference import DECAYS, LIMITS, assert_close, double, draw, draw_states, e
 from linattn_np import NotSupported, linear_attention, retention, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import PLANNERS, scalar_decay
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS
 
 VARIANTS = {

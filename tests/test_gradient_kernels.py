@@ -12,8 +12,8 @@ from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_st
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import execute
-from linattn_np.contract import swap_heads
 from linattn_np.declarations import GLA, RWKV6
+from linattn_np.layouts import swap_heads
 
 BY_NAME = {"gla": (GLA, gla), "rwkv6": (RWKV6, rwkv6)}
 HALF_GATES = ("logsigmoid", "weak", "by_channel", "all-20", "some-inf")

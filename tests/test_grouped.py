@@ -7,7 +7,7 @@ from reference import assert_close, draw, draw_states, exact, same_bits, stated
 
 from linattn_np import ContractError, explain, gla, gla_step, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.dispatch import in_shares
+from linattn_np.dispatch import split_to_fit
 from linattn_np.ops import OPS
 
 G = 3
@@ -120,7 +120,7 @@ def test_wide_groups_are_shared_out(backend, rng):
     op = VARIANTS["gla"][0]
     problem = op.bind([backend.asarray(x) for x in drawn(op, {}, rng, WIDE)[0]])
     for gradient, count in ((False, 1), (True, 1 if backend.name == "numpy" else 3)):
-        name, shares = backend.run(in_shares, problem.but(gradient=gradient, memo=None))
+        name, shares = backend.run(split_to_fit, problem.replace(gradient=gradient, memo=None))
         assert (name, len(shares)) == (backend.name, count)
 
 

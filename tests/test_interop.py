@@ -9,8 +9,8 @@ from reference import assert_close, draw, same_bits
 
 from linattn_np import ContractTypeError, explain, gla, gla_step, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.contract import ContractError
 from linattn_np.declarations import GLA
+from linattn_np.errors import ContractError
 
 SIZES = {"B": 1, "H": 2, "T": 20, "K": 8, "V": 6, "N": 1}
 

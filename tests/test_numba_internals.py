@@ -37,7 +37,7 @@ def bound(op, dtype=np.float32, strided=False, **arguments):
         arguments["chunk_size"] = CHUNK
     problem = op.bind([array(name, axes) for name, axes in op.arrays.items()], **arguments)
     if op is declarations.GATED_QK:
-        problem.options["exclusive"] = True
+        problem = problem.replace(options={**problem.options, "exclusive": True})
     return problem
 
 

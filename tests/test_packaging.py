@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -36,8 +37,28 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "linattn_np").rglob("*.py")}
     kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
     model = {f"linattn_np/data/austen-x060/{name}" for name in ("README.md", "model.safetensors")}
-    assert held == modules | kernels | model
+    assert held == modules | kernels | model | {"linattn_np/py.typed"}
     assert any(name.endswith(".cu") for name in kernels) and any(name.endswith(".cuh") for name in kernels)
+
+
+def test_source_distribution_can_test_itself(tmp_path):
+    """It holds the whole tree: tests with their data, examples, benchmarks, documentation."""
+    pytest.importorskip("setuptools", minversion="77", reason="the build needs setuptools 77 or newer")
+    source = tmp_path / "source"
+    made_later = shutil.ignore_patterns("__pycache__", "_build", "pages", "sg_execution_times.rst", ".*_cache")
+    for name in ("linattn_np", "kernels_cu", "tests", "benchmarks", "examples", "docs"):
+        shutil.copytree(ROOT / name, source / name, ignore=made_later)
+    (source / ".ci").mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md",
+                 ".ci/run"):
+        shutil.copy(ROOT / name, source / name)
+    wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    build = "import setuptools.build_meta as backend; backend.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    with tarfile.open(tmp_path / f"linattn_np-{linattn_np.__version__}.tar.gz") as archive:
+        held = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    assert wanted <= held, f"not in the source distribution: {sorted(wanted - held)}"
+    assert {name for name in held - wanted if ".egg-info/" not in name} == {"PKG-INFO"}
 
 
 # -- importing ------------------------------------------------------------------------------------------------------
@@ -72,50 +93,58 @@ MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(pa
 # What knows a model by its face alone; a training names one kind as its default.
 AROUND = ("batch", "checkpoint", "checks", "devices", "example", "face", "files", "fused", "products", "sampling", "stored_zip",
           "text", "tokenizers")
+CHECKED = ["arguments", "errors", "typing"]         # what public functions outside the operators check and say with
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
 ROOMS = {
     "wording": ([], []),
+    "errors": ([], []),
+    "layouts": ([], []),
     "caches": ([], []),
     "varlen": (["arrays", "wording"], ["numpy"]),
     "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
+    "typing": ([], ["numpy"]),
     "grouped": ([], ["numpy"]),
     "masked": ([], ["numpy"]),
     "two_gates": ([], []),
-    "call_cache": (["arrays", "caches"], ["numpy"]),
     "doubts": ([], ["numpy"]),
     "foreign": (["wording"], ["numpy"]),
     "overlap": ([], ["numpy"]),
-    "contract": (["arrays", "call_cache", "doubts", "foreign", "grouped", "masked", "overlap", "varlen", "wording"],
-                 ["numpy"]),
-    "declarations": (["arrays", "contract", "wording"], ["numpy"]),
-    "dispatch": (["contract"], []),
-    "ops": (["ops", "arrays", "declarations", "dispatch", "wording"], []),
-    "stages": (["contract", "declarations", "dispatch"], []),
-    "autodiff": (["arrays", "dispatch", "grouped", "ops"], []),
-    "explanation": (["contract", "dispatch", "ops"], []),
-    "layers": (["arrays", "autodiff", "contract", "ops"], ["numpy"]),
-    "distributed": (["distributed", "arrays", "autodiff", "contract", "dispatch", "grouped", "ops", "stages", "varlen"], ["numpy"]),
+    "arguments": (["arrays", "errors", "foreign", "grouped", "layouts", "overlap", "wording"], ["numpy"]),
+    "problem": (["arguments", "varlen"], ["numpy"]),
+    "views": (["arrays", "grouped", "layouts", "masked", "problem"], ["numpy"]),
+    "call_cache": (["arrays", "caches", "layouts", "problem"], ["numpy"]),
+    "contract": (["arguments", "arrays", "call_cache", "doubts", "errors", "grouped", "layouts", "overlap", "problem",
+                  "varlen", "views", "wording"], ["numpy"]),
+    "declarations": (["arrays", "contract", "errors", "wording"], ["numpy"]),
+    "dispatch": (["contract", "errors", "problem", "views"], []),
+    "ops": (["ops", "arrays", "declarations", "dispatch", "views", "wording", "typing"], ["numpy"]),
+    "stages": (["contract", "declarations", "dispatch", "views", "typing"], ["numpy"]),
+    "autodiff": (["arrays", "dispatch", "grouped", "ops", "views", "typing"], []),
+    "explanation": (["dispatch", "errors", "ops", "problem", "typing"], []),
+    "layers": (["arguments", "arrays", "autodiff", "errors", "ops", "typing"], ["numpy"]),
+    "distributed": (["distributed", "arrays", "autodiff", "dispatch", "errors", "grouped", "layouts", "ops", "stages", "typing",
+                     "varlen", "views"], ["numpy"]),
     "distributed/engine": ([], ["numpy"]),
     "distributed/mpi": (["distributed.engine"], ["numpy", "mpi4py"]),
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
-    "distributed/recurrence": (["distributed", "ops", "stages"], ["numpy", "cupy"]),
+    "distributed/recurrence": (["distributed", "ops", "stages", "views"], ["numpy", "cupy"]),
     "distributed/startup": (["distributed"], ["numpy", "cupy"]),
     "distributed/threads": (["distributed"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
-    "interop/calls": (["autodiff", "contract", "ops"], ["numpy", "cupy"]),
-    "interop/jax": (["interop.calls", "interop.jax_axis", "arrays", "caches", "call_cache", "contract", "foreign", "ops"],
+    "interop/calls": (["autodiff", "contract", "ops", "views"], ["numpy", "cupy"]),
+    "interop/jax": (["interop.calls", "interop.jax_axis", "arrays", "caches", "call_cache", "errors", "foreign", "ops", "typing"],
                     ["numpy", "jax"]),
     "interop/jax_axis": ([], ["numpy", "jax"]),
-    "interop/torch": (["interop.calls", "interop.torch_transforms", "contract", "distributed", "ops", "wording"],
+    "interop/torch": (["interop.calls", "interop.torch_transforms", "distributed", "errors", "ops", "typing", "wording"],
                       ["numpy", "torch", "cupy"]),
-    "interop/torch_transforms": (["interop.calls", "arrays", "contract", "ops"], ["numpy", "torch"]),
-    "models": ([f"models.{name}" for name in AROUND] + ["contract"], ["numpy", "ml_dtypes", "cupy", "safetensors"]),
+    "interop/torch_transforms": (["interop.calls", "arrays", "errors", "ops"], ["numpy", "torch"]),
+    "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
-    "models/training": ([f"models.{name}" for name in AROUND] + ["contract", "models.rwkv6"], ["numpy", "cupy", "safetensors"]),
+    "models/training": ([f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6"], ["numpy", "cupy", "safetensors"]),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
-    "models/rwkv6": (["models", "arrays", "autodiff", "contract", "ops", "varlen"], ["numpy"]),
-    "models/rwkv6/cuda_decode": (["models", "arrays", "contract", "backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
+    "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6/cuda_prefill": (["models", "ops", "backends.cupy"], ["numpy"]),
     "command/__init__": ([], []),
     "command": (["command", "arrays", "autodiff", "explain", "gla", "models", "ops", "vjp", "NotSupported", "__version__"],
@@ -149,13 +178,17 @@ def test_imports_point_downwards(module):
             assert top in libraries or top in sys.stdlib_module_names, f"linattn_np/{module}.py imports {name}"
 
 
-def test_models_import_in_no_circle():
+def test_no_circle_of_imports():
     """Functions' imports count as well: what is imported late is still needed."""
-    names = {f"linattn_np.{module}".replace("/", ".").removesuffix(".__init__"): module for module in MODULES
-             if module.startswith("models/")}
-    needs = {module: {names[name] for name, _ in MODULES[module] if name in names} - {module} for module in names.values()}
+    names = {f"linattn_np.{module}".replace("/", ".").removesuffix(".__init__"): module for module in MODULES}
+
+    def needed(name):
+        """The module of that name, or the package that it is a name of."""
+        return names.get(name) or names.get(name.rpartition(".")[0])
+
+    needs = {module: {needed(name) for name, _ in found} - {module, None} for module, found in MODULES.items()}
     graphlib.TopologicalSorter(needs).prepare()         # CycleError names a circle
-    assert needs["models/batch"] == {"models/checks", "models/face", "models/sampling"}
+    assert needs["models/batch"] - {"errors", "typing"} == {"models/checks", "models/face", "models/sampling"}
 
 
 def test_array_libraries_are_imported_where_they_are_used():
@@ -169,5 +202,5 @@ def test_array_libraries_are_imported_where_they_are_used():
 
 def test_arrow_test_sees_imports():
     assert ("linattn_np.declarations", True) in MODULES["ops/gla"]
-    assert ("linattn_np.arrays", True) in MODULES["contract"]
+    assert ("linattn_np.problem", True) in MODULES["contract"]
     assert any(name == "cupy" and not top for name, top in MODULES["backends/cupy/device"])

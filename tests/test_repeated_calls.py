@@ -14,8 +14,9 @@ from linattn_np import ContractError, ContractTypeError, gla, gla_step, retentio
 from linattn_np.arrays import BFLOAT16, signature
 from linattn_np.backends.cupy import execute, tuning
 from linattn_np.call_cache import MEMOS
-from linattn_np.contract import swap_heads
 from linattn_np.declarations import GLA, GLA_STEP, RETENTION, RWKV6, RWKV6_STEP
+from linattn_np.layouts import swap_heads
+from linattn_np.views import with_output
 
 SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8}
 
@@ -296,12 +297,12 @@ def test_pullbacks_of_other_gradients_share_nothing(monkeypatch):
     problem, do, dht = pull_problem(GLA, np.float32, 50, T=41, dht=True, reverse=True)
     strided = np.concatenate([do, do], axis=-1)[..., :16]
     wanted = flat(planned.pull(problem, on, do, None))
-    for given in (problem, problem.with_room()):
+    for given in (problem, with_output(problem)):
         for x in (do, strided):
             found = flat(planned.replayed_pull(given, on, x, None))
             assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
     planned.replayed_pull(problem, on, do, dht)
-    planned.replayed(problem.with_room(), on)
+    planned.replayed(with_output(problem), on)
     assert len(planned.compiled(problem)) == 4
     planned.replayed_pull(problem, on, do.astype(np.float64), dht)
     assert len(planned.compiled(problem)) == 5

@@ -10,8 +10,8 @@ from reference import LIMITS, assert_close, double, draw, errors, exact, guarded
 from linattn_np import NotSupported, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import execute, softmax
-from linattn_np.contract import swap_heads
 from linattn_np.declarations import SOFTMAX_ATTENTION
+from linattn_np.layouts import swap_heads
 
 HALF = np.dtype(np.float16)
 

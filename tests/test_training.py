@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import linattn_np
 from linattn_np.__main__ import main
-from linattn_np.contract import ContractError
+from linattn_np.errors import ContractError
 from linattn_np.models import RWKV6, training
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.products import CudaProducts, HostProducts

@@ -10,9 +10,9 @@ from reference import GATES, assert_close, double, draw, guarded, literal, same_
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.contract import swap_heads
 from linattn_np.declarations import GLA_VALUE_GATE
-from linattn_np.dispatch import in_shares
+from linattn_np.dispatch import split_to_fit
+from linattn_np.layouts import swap_heads
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def test_wide_groups_are_shared_out(backend, rng):
     arrays = [backend.asarray(x) for x in case.drawn(rng)[0]]
     problem = GLA_VALUE_GATE.bind(arrays)
     for gradient, count in ((False, 1), (True, 1 if backend.name == "numpy" else 3)):
-        name, shares = backend.run(in_shares, problem.but(gradient=gradient, memo=None))
+        name, shares = backend.run(split_to_fit, problem.replace(gradient=gradient, memo=None))
         assert (name, len(shares)) == (backend.name, count)
 
 
@@ -325,7 +325,7 @@ def test_plans_and_replays(stateful, dtype, gates, rng):
             wanted, found = flat(one(problem, on, *rest)), flat(many(problem, on, *rest))
             assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
     assert len(planned.compiled(problem)) == 2
-    plan = planned.plan_of(problem.but(gradient=False), on)
+    plan = planned.plan_of(problem.replace(gradient=False), on)
     assert plan.mode == "recurrent" and plan.tiles == {"BK": 64, "BV": 32}
     assert plan.copies == (("gv: in float32, as the other gate",) if gates else ())
 
@@ -336,7 +336,7 @@ def test_scratch_is_what_is_made(rng):
     found = flat(planned.pull(problem, on, arrays[2], None))
     scratch = planned.plan_of(problem, on).scratch
     assert sum(x.nbytes for x in on.made) == scratch + sum(x.nbytes for x in found if x is not None)
-    assert planned.plan_of(problem.but(initial_state=(start,)), on).scratch - scratch == 2 * start.nbytes
+    assert planned.plan_of(problem.replace(initial_state=(start,)), on).scratch - scratch == 2 * start.nbytes
 
 
 # -- the public face, on the host alone ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from ..contract import ContractError
+from ..errors import ContractError
 
 DIGEST = 16         # bytes
 

@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from .. import ops, stages
+from ..views import callers_sizes
 
 
 class Recurrence:
@@ -20,7 +21,7 @@ class Recurrence:
 
     def __init__(self, function, problem):
         self.function, self.problem, self.dtype = function, problem, problem.compute_dtype
-        sizes = problem.callers_sizes()
+        sizes = callers_sizes(problem)
         self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}        # by what an array's columns are
         self.K, self.V = sizes["K"], sizes["V"]
 

@@ -15,10 +15,12 @@ import numpy as np
 from .. import varlen
 from ..arrays import contents, from_native, host_array
 from ..autodiff import vjp
-from ..contract import ContractTypeError, swap_heads
-from ..dispatch import choose, in_shares
+from ..dispatch import choose, split_to_fit
+from ..errors import ContractTypeError
 from ..grouped import callers
+from ..layouts import swap_heads
 from ..ops import declaration
+from ..views import callers_sizes
 from .agreement import agree
 from .cuts import Cut
 from .engine import Engine
@@ -62,8 +64,8 @@ class Share:
         declared, given = self.declared, self.given
         options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
-        (in_shares if self.gradient else choose)(problem, given["backend"])     # no backend: no rank begins
-        declared, sizes = problem.op, problem.callers_sizes()
+        (split_to_fit if self.gradient else choose)(problem, given["backend"])     # no backend: no rank begins
+        declared, sizes = problem.op, callers_sizes(problem)
         if problem.home.split(":")[0] not in self.comm.homes:
             declared.refuse("comm", f"is a {type(self.comm).__name__}, which takes arrays on "
                                     f"{', '.join(self.comm.homes)}, but these are on {problem.home}")
@@ -326,7 +328,7 @@ class Share:
     def check_gradients(self, do, dht):
         """((do, dht) as this module has them, 0, what all ranks must agree on)."""
         problem, op = self.problem, self.problem.op
-        sizes = problem.callers_sizes() | {"N": self.rows * self.sequences}
+        sizes = callers_sizes(problem) | {"N": self.rows * self.sequences}
         view = op.logical("do", op.native("do", do)[0], op.out, problem.layout)
         do = op.placed("do", view, callers(op.out, problem.groups), sizes, problem.home)
         if dht is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from ..autodiff import pullback
 from ..contract import Op
 from ..ops import declaration
+from ..views import state_to_caller, to_caller
 
 DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
 
@@ -53,7 +54,8 @@ class Operator:
 
     def taking(self, count: int) -> Op:
         """The declaration of a call with so many arrays."""
-        return self.declared if count == len(self.declared.arrays) else self.declared.with_more
+        more = self.declared.with_more
+        return self.declared if more is None or count == len(self.declared.arrays) else more
 
     def run(self, arrays, state, arguments) -> list:
         """[o, *parts of the final state], where one is asked for."""
@@ -69,9 +71,9 @@ def outline(declared, arrays, state, arguments):
     bound = {name: x for name, x in arguments.items() if name != "backend"}
     problem = declared.bind(arrays, initial_state=state and tuple(state), **bound)
     axes = problem.op.state if problem.output_final_state else ()
-    parts = [problem.given_state(blank(problem.shape(part), problem.state_dtype), part) for part in axes]
+    parts = [state_to_caller(problem, blank(problem.shape(part), problem.state_dtype), part) for part in axes]
     o = blank(problem.shape(problem.op.out), problem.dtype)
-    return problem, [problem.but(mask=None).in_layout(o, problem.op.out), *parts]
+    return problem, [to_caller(problem.replace(mask=None), o, problem.op.out), *parts]
 
 
 def blank(shape, dtype):

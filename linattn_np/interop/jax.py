@@ -38,17 +38,19 @@ from .. import ops
 from ..arrays import to_native
 from ..caches import Cache
 from ..call_cache import exactly
-from ..contract import ContractTypeError
+from ..errors import ContractTypeError
 from ..foreign import is_subclass, of_subclass
+from ..typing import F
 from .calls import Operator, blank, on_stream, outline, together
 from .jax_axis import along
 
 HOST = 1        # DLPack's kDLCPU
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
-mark_varying = partial(jax.lax.pcast, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary    # JAX before 0.8
+pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))        # the second in JAX before 0.8
+mark_varying = partial(pcast, to="varying") if pcast else pvary
 
 
-def differentiable(function):
+def differentiable(function: F) -> F:
     """The JAX function that computes what the operator `function` does."""
     more = () if function is ops.softmax_attention else ("axis_name",)
     operator = Operator.of(function, without=("out", "mask"), more=more)    # keyword arguments are static, no mask is

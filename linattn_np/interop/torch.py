@@ -32,7 +32,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .. import distributed, ops
-from ..contract import ContractTypeError
+from ..errors import ContractTypeError
+from ..typing import F
 from ..wording import kind_of
 from .calls import Operator, flat, initial, together
 from .torch_transforms import compute, stream_of, watching
@@ -40,7 +41,7 @@ from .torch_transforms import compute, stream_of, watching
 ON_RANKS = {operator: function for function, operator in distributed.operators.OPERATORS.items()}
 
 
-def differentiable(function):
+def differentiable(function: F) -> F:
     """The torch function that computes what the operator `function` does."""
     more = ("comm", "segment_size") if function in ON_RANKS else ()
     operator = Operator.of(function, more=more)

@@ -16,7 +16,7 @@ import torch
 
 from .. import ops
 from ..arrays import BFLOAT16
-from ..contract import NotSupported
+from ..errors import NotSupported
 from .calls import Operator, blank, on_stream, outline
 
 DTYPES = {torch.float64: np.dtype("f8"), torch.float32: np.dtype("f4"), torch.float16: np.dtype("f2"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
-from ..contract import ContractError, ContractTypeError
+from ..errors import ContractError, ContractTypeError
 from .checks import whole
 from .face import Model, State
 from .sampling import Sampler, Sampling
@@ -45,7 +46,8 @@ class Batch:
     def __init__(self, model: Model, slots: int):
         whole("Batch", "slots", slots, 1)
         self.model, self.pool = model, model.initial_state(slots)
-        self.slots, self.sequences = slots, {}
+        self.slots = slots
+        self.sequences: dict[int, Sequence] = {}
 
     def __repr__(self):
         return f"Batch({self.model!r}, {len(self.sequences)} of {self.slots} slots in use)"
@@ -76,8 +78,10 @@ class Batch:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
         tokens = self.model.checked(np.concatenate(prompts)[None])
         samplers = [one.sampler() for one in how]
-        fresh = self.model.initial_state() if states is None else None
-        states = [fresh] * len(prompts) if states is None else [self.model.on_device(state, rows=1) for state in states]
+        if states is None:
+            states = [self.model.initial_state()] * len(prompts)
+        else:
+            states = [self.model.on_device(state, rows=1) for state in states]
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][:len(prompts)]
         for slot, state in zip(slots, states):
             self.pool.put(slot, state)
@@ -134,5 +138,5 @@ def tokens_of(prompt):
     return tokens
 
 
-def refuse(complaint: str, error=ContractError):
+def refuse(complaint: str, error=ContractError) -> NoReturn:
     raise error(f"Batch: {complaint}")

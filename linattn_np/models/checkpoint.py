@@ -14,6 +14,7 @@ import pickletools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 from types import FunctionType
 
 import ml_dtypes
@@ -115,7 +116,7 @@ def located(path) -> Path:
     return next((path / name for name in IN_FOLDER if os.path.isfile(path / name)), path)
 
 
-def refuse(found, wanted):
+def refuse(found, wanted) -> NoReturn:
     raise CheckpointError(f"{found}, expected {wanted}")
 
 
@@ -126,7 +127,8 @@ def arrays(data, tensors, places) -> dict[str, np.ndarray]:
     for name, tensor in tensors.items():
         if tensor.storage.key not in places:
             refuse(f"{shown(name)} has no storage {shown(tensor.storage.key)} in the file", "its bytes")
-        array = view(data, *places[tensor.storage.key], tensor, name)
+        start, size = places[tensor.storage.key]
+        array = view(data, start, size, tensor, name)
         claimed += array.nbytes
         if claimed > 2 * len(data):             # twice: the two of a tied pair may share a storage
             refuse(f"the tensors up to {shown(name)} claim {claimed} bytes of a file of {len(data)}",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..contract import ContractError, is_int, is_real
+from ..arguments import is_int, is_real
+from ..errors import ContractError
 
 
 def whole(owner: str, name: str, value, least: int, most: int | None = None) -> int:

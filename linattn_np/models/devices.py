@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..contract import ContractError, NotSupported
+from ..errors import ContractError, NotSupported
 
 DEVICES = ("cpu", "cuda")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 
 class State(Protocol):
@@ -18,7 +18,10 @@ class State(Protocol):
         """Replaces one row by the state of one sequence."""
 
 
-class Model(Protocol):
+S = TypeVar("S", bound=State)           # a model's own
+
+
+class Model(Protocol[S]):
     """A language model that reads and writes."""
 
     sizes: dict[str, int]               # "V" is the vocabulary's
@@ -26,12 +29,13 @@ class Model(Protocol):
     def checked(self, tokens) -> Any:
         """`tokens` [B, T] as host integers of the vocabulary, or ContractError."""
 
-    def initial_state(self, batch: int = 1) -> State: ...
+    def initial_state(self, batch: int = 1) -> S: ...
 
-    def forward(self, tokens, state: State | None = None, *, cu_seqlens=None, slots=None, last: bool = False) -> tuple:
+    def forward(self, tokens, state: S | None = None, *, cu_seqlens=None, slots=None,
+                last: bool = False) -> tuple[Any, S]:
         """``(logits, state)``, as `RWKV6.forward` has them; `state` is updated in place."""
 
-    def on_device(self, state: State, rows: int | None = None) -> State:
+    def on_device(self, state: S, rows: int | None = None) -> S:
         """`state` where the model computes, or ContractError where it is not one of this model's."""
 
     def to_host(self, array) -> Any:

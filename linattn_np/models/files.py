@@ -11,9 +11,9 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
-from ..contract import ContractError
+from ..errors import ContractError
 from .checks import shown
 
 
@@ -21,7 +21,7 @@ class FileError(ContractError):
     """A file that cannot be used: what was found and what was wanted."""
 
 
-def refuse(found, wanted):
+def refuse(found, wanted) -> NoReturn:
     raise FileError(f"{found}, expected {wanted}")
 
 

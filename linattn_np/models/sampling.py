@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..contract import ContractError
+from ..errors import ContractError
 from .checks import real, shown, whole
 
 PENALTY = "a finite number from -1e30 to 1e30"      # so that a penalty, times its count, stays a float32
@@ -52,7 +53,7 @@ class Sampling:
     presence: float = 0.0
     frequency: float = 0.0
     fading: float = 1.0
-    seed: object = None
+    seed: Any = None
     vocabulary: int | None = None
 
     def __post_init__(self):

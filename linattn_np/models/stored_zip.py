@@ -116,8 +116,7 @@ def floats(data, place, name) -> np.ndarray:
     shape = tuple(int(axis) for axis in axes.replace(b",", b" ").split())
     if len(shape) > MAX_AXES or size - 10 - length != 4 * math.prod(shape):
         refuse(f"has {name} in {size - 10 - length} bytes", f"as many as an array of {shown_shape(shape)} has")
-    order = "F" if fortran == b"True" else "C"
-    return np.ndarray(shape, np.float32, data, start + 10 + length, order=order).copy()
+    return np.ndarray(shape, np.float32, data, start + 10 + length, order="F" if fortran == b"True" else "C").copy()
 
 
 def named(descr: bytes) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ..contract import ContractError, ContractTypeError
+from ..errors import ContractError, ContractTypeError
 from .batch import Batch
 from .checks import whole
 from .face import Model, State
@@ -42,9 +42,11 @@ class Text:
             raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
         if length is not None:
             whole("Text", "length", length, 1)
-        self.length, self.stop, self.end, self.error = length, tuple(stop), tokenizer.end, None
+        self.length, self.stop, self.end = length, tuple(stop), tokenizer.end
+        self.error: str | None = None
         self.stream, self.held = tokenizer.stream(), ""
-        self.finish, self.count = None, 0
+        self.finish: str | None = None
+        self.count = 0
 
     def feed(self, token: int) -> str:
         """The text that is certain with this token."""
@@ -100,7 +102,8 @@ def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], sl
     >>> sorted((number, text) for number, text, _ in complete(model, Bytes(), requests, slots=2))
     [(0, 'ouse,'), (1, 'y')]
     """
-    batch, waiting, running = Batch(model, slots), enumerate(requests), {}
+    batch, waiting = Batch(model, slots), enumerate(requests)
+    running: dict[int, tuple[int, Text, list[str]]] = {}
     while True:
         asked, joining = list(islice(waiting, batch.free)), []
         for number, request in asked:

@@ -15,8 +15,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from ..contract import ContractError, ContractTypeError, is_int
+from ..arguments import is_int
+from ..errors import ContractError, ContractTypeError
 from . import files
 
 VOCABULARY = "rwkv_vocab_v20230424.txt"
@@ -66,7 +68,7 @@ class Tokenizer:
             self.refuse("encode", f"text has {text[error.start]!r} at position {error.start}, "
                                   "which UTF-8 cannot hold; give the bytes themselves")
 
-    def refuse(self, method, complaint, error=ContractError):
+    def refuse(self, method, complaint, error=ContractError) -> NoReturn:
         raise error(f"{type(self).__name__}.{method}: {complaint}") from None
 
 
@@ -177,7 +179,7 @@ class World(Tokenizer):
 
 
 def read_vocabulary(path) -> list[bytes]:
-    found = {}                                  # the line of each token so far
+    found: dict[bytes, int] = {}                # the line of each token so far
     try:
         with files.opened(path) as file:
             for number, line in files.lines(file, MAX_LINE):
@@ -214,7 +216,7 @@ def parse(line: bytes, number: int) -> bytes:
     return token
 
 
-def refuse_line(number, complaint):
+def refuse_line(number, complaint) -> NoReturn:
     raise ContractError(f"line {number} {complaint}")
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from ..contract import ContractError
+from ..errors import ContractError
 from . import checkpoint
 from .checks import real, whole
 from .devices import check_device, on_host
@@ -31,6 +31,7 @@ WARM_UP = 0.02              # of the training
 CLIP = 1.0                  # the gradient's greatest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
 VECTORS = ("weights", "first", "second")        # of a checkpoint: the model, and AdamW's two moments
+Corpus = bytes           # `Training.bytes` is a number
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Training:
         self.settings, self.device, self.loss = settings, device, kind.loss
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
+        self.products: CudaProducts | HostProducts
         if device == "cuda":
             import cupy
             self.xp, self.products = cupy, CudaProducts(dtype)
@@ -123,8 +125,8 @@ class Training:
     @property
     def done(self) -> float:
         """The part of the training that is done, from 0 to 1."""
-        settings = self.settings
-        part = self.step_number / settings.steps if settings.steps else self.seconds / (60 * settings.minutes)
+        steps, minutes = self.settings.steps, self.settings.minutes
+        part = self.seconds / (60 * minutes) if minutes else self.step_number / (steps or 1)
         return min(1.0, part)
 
     @property
@@ -197,7 +199,7 @@ class Training:
                      for name, array in named.items()})
 
     @classmethod
-    def restore(cls, path, text: bytes, device: str = "cpu", dtype="bfloat16",
+    def restore(cls, path, text: Corpus, device: str = "cpu", dtype="bfloat16",
                 kind: type[Trainable] = RWKV6) -> Training:
         """A training as `save` left it; CheckpointError for a file that holds none, or one of another text."""
         stored = checkpoint.read(path)

@@ -1,7 +1,27 @@
 """Gated linear attention."""
 
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
 from ..declarations import GLA, GLA_VALUE_GATE
 from ..dispatch import call
+from ..typing import A, Array, MaskedOptions, State
+
+
+@overload
+def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: Literal[False] = False,
+        **options: Unpack[MaskedOptions]) -> A: ...
+
+
+@overload
+def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: Literal[True],
+        **options: Unpack[MaskedOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: bool,
+        **options: Unpack[MaskedOptions]) -> A | tuple[A, State]: ...
 
 
 def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,

@@ -1,7 +1,32 @@
 """Linear attention with feature maps and the normaliser."""
 
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
 from ..declarations import LINEAR_ATTENTION
 from ..dispatch import call
+from ..typing import A, Array, MaskedOptions, State
+
+
+class LinearAttentionOptions(MaskedOptions, total=False):
+    feature_map: Literal["elu", "relu", "exp"] | None
+    normalize: bool
+
+
+@overload
+def linear_attention(q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False,
+                     **options: Unpack[LinearAttentionOptions]) -> A: ...
+
+
+@overload
+def linear_attention(q: A, k: Array, v: Array, *, output_final_state: Literal[True],
+                     **options: Unpack[LinearAttentionOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def linear_attention(q: A, k: Array, v: Array, *, output_final_state: bool,
+                     **options: Unpack[LinearAttentionOptions]) -> A | tuple[A, State]: ...
 
 
 def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, initial_state=None,

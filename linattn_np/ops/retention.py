@@ -1,7 +1,34 @@
 """RetNet's retention."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Unpack, overload
+
+import numpy as np
+
 from ..declarations import RETENTION
 from ..dispatch import call
+from ..typing import A, Array, Options, State
+
+
+class RetentionOptions(Options, total=False):
+    gamma: float | Sequence[float] | np.ndarray | None
+
+
+@overload
+def retention(q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False,
+              **options: Unpack[RetentionOptions]) -> A: ...
+
+
+@overload
+def retention(q: A, k: Array, v: Array, *, output_final_state: Literal[True],
+              **options: Unpack[RetentionOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def retention(q: A, k: Array, v: Array, *, output_final_state: bool,
+              **options: Unpack[RetentionOptions]) -> A | tuple[A, State]: ...
 
 
 def retention(q, k, v, *, gamma=None, scale=None, initial_state=None, output_final_state=False,

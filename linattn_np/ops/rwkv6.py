@@ -1,7 +1,27 @@
 """RWKV-6's time mixing."""
 
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
 from ..declarations import RWKV6
 from ..dispatch import call
+from ..typing import A, Array, MaskedOptions, State
+
+
+@overload
+def rwkv6(r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: Literal[False] = False,
+          **options: Unpack[MaskedOptions]) -> A: ...
+
+
+@overload
+def rwkv6(r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: Literal[True],
+          **options: Unpack[MaskedOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def rwkv6(r: A, k: Array, v: Array, w: Array, u: Array, *, output_final_state: bool,
+          **options: Unpack[MaskedOptions]) -> A | tuple[A, State]: ...
 
 
 def rwkv6(r, k, v, w, u, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,

@@ -1,7 +1,27 @@
 """Gated linear attention with one gate a head."""
 
+from __future__ import annotations
+
+from typing import Literal, Unpack, overload
+
 from ..declarations import SIMPLE_GLA
 from ..dispatch import call
+from ..typing import A, Array, MaskedOptions, State
+
+
+@overload
+def simple_gla(q: A, k: Array, v: Array, g: Array, *, output_final_state: Literal[False] = False,
+               **options: Unpack[MaskedOptions]) -> A: ...
+
+
+@overload
+def simple_gla(q: A, k: Array, v: Array, g: Array, *, output_final_state: Literal[True],
+               **options: Unpack[MaskedOptions]) -> tuple[A, State]: ...
+
+
+@overload
+def simple_gla(q: A, k: Array, v: Array, g: Array, *, output_final_state: bool,
+               **options: Unpack[MaskedOptions]) -> A | tuple[A, State]: ...
 
 
 def simple_gla(q, k, v, g, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,

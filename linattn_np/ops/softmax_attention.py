@@ -1,11 +1,18 @@
 """Softmax attention, the peer that every user compares with."""
 
+from __future__ import annotations
+
+from typing import Literal
+
 from ..declarations import SOFTMAX_ATTENTION
 from ..dispatch import call
+from ..typing import A, Array, Backend, Integers, Layout
 
 
-def softmax_attention(q, k, v, *, causal=True, scale=None, cu_seqlens=None, layout="bhtd", mode="auto",
-                      chunk_size=None, backend="auto", out=None):
+def softmax_attention(q: A, k: Array, v: Array, *, causal: bool = True, scale: float | None = None,
+                      cu_seqlens: Integers | None = None, layout: Layout = "bhtd",
+                      mode: Literal["auto", "chunk"] = "auto", chunk_size: int | None = None,
+                      backend: Backend = "auto", out: Array | None = None) -> A:
     """Softmax attention in tiles with an online softmax: memory linear in T, the T x T matrix never exists.
 
         o_t = sum_s softmax_s(scale * q_t . k_s) v_s,       s <= t when causal

@@ -1,10 +1,15 @@
 """One token for B sequences, the state updated in place: what decoding calls."""
 
+from __future__ import annotations
+
 from ..declarations import GLA_STEP, RWKV6_STEP
 from ..dispatch import backend_module, choose
+from ..typing import A, Array, Backend, Integers
+from ..views import in_kind
 
 
-def gla_step(q, k, v, g, state, *, slots=None, scale=None, backend="auto", out=None):
+def gla_step(q: A, k: Array, v: Array, g: Array, state: Array, *, slots: Integers | None = None,
+             scale: float | None = None, backend: Backend = "auto", out: Array | None = None) -> A:
     """One token of `gla` for B sequences; `state` is updated in place.
 
         S <- diag(exp g) S + k v^T,     o = scale * q^T S           (Yang et al., 2024, eq. 3)
@@ -39,7 +44,8 @@ def gla_step(q, k, v, g, state, *, slots=None, scale=None, backend="auto", out=N
     return step(GLA_STEP, (q, k, v, g), state, slots, scale, backend, out)
 
 
-def rwkv6_step(r, k, v, w, u, state, *, slots=None, scale=None, backend="auto", out=None):
+def rwkv6_step(r: A, k: Array, v: Array, w: Array, u: Array, state: Array, *, slots: Integers | None = None,
+               scale: float | None = None, backend: Backend = "auto", out: Array | None = None) -> A:
     """One token of `rwkv6` for B sequences; `state` is updated in place.
 
         o = scale * r^T (S + diag(u) k v^T),    S <- diag(exp w) S + k v^T      (Peng et al., 2024, eq. 18-19)
@@ -59,4 +65,4 @@ def rwkv6_step(r, k, v, w, u, state, *, slots=None, scale=None, backend="auto", 
 def step(op, arrays, state, slots, scale, backend, out):
     problem = op.bind(arrays, state=state, slots=slots, scale=scale, out=out)
     o = backend_module(choose(problem, backend)).run(problem)
-    return out if out is not None else problem.as_caller(o)
+    return out if out is not None else in_kind(problem, o)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reference import DECAYS, GATES, LIMITS, logsigmoid, scattered, stated
 
 from linattn_np.arrays import BFLOAT16
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS
 from linattn_np.declarations import GLA, GLA_VALUE_GATE
 

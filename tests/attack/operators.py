@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference import literal, same_bits, stated
 
 from linattn_np import NotSupported, vjp
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 
 
 def run(machine, call, arrays, arguments, function=None):

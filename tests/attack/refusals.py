@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import same_bits
 
 from linattn_np import ContractError, NotSupported, vjp
-from linattn_np.contract import swap_heads
+from linattn_np.layouts import swap_heads
 
 
 class Constant(float):

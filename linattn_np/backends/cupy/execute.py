@@ -18,7 +18,7 @@ from .plan import Buffer, Copy, Fill, Launch, Plan, Upload, arrays_in, arrays_of
 COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
 # of gradients that a pullback is given
 PLACES = 64  # sets of addresses whose arguments are kept: the layers of a model
-in_graphs = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
+in_graphs: list = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
 
 
 def plan_of(planner, problem, device) -> Plan:
@@ -29,7 +29,7 @@ def plan_of(planner, problem, device) -> Plan:
 
 def vjp_plan_of(planner, problem, device, do, dht, saved=()) -> Plan:
     """A planner's plan of a pullback."""
-    described, given = describe(problem.but(out=None), device)
+    described, given = describe(problem.replace(out=None), device)
     given = list(given)
     do, dht, saved = (
         describe_tree(name, tree, device, given) for name, tree in (("do", do), ("dht", dht), ("saved", tuple(saved)))
@@ -44,7 +44,7 @@ def run(planner, problem, device):
 
 def pull(planner, problem, device, do, dht, saved=()):
     """Gradients in the order of the arrays, and those of the initial state or None."""
-    return call(partial(vjp_plan_of, planner), problem.but(out=None), device, do, dht, saved)[0]
+    return call(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved)[0]
 
 
 def call(plan, problem, device, *cotangents):
@@ -77,7 +77,7 @@ class Compiled:
         self.result = self.reader((plan.results, plan.saved))
         kept = {self.number[x.memory] for x in arrays_in((plan.results, plan.saved))}
         self.hidden = [n for n in range(len(plan.given), len(memories)) if n not in kept]
-        self.filled = {}
+        self.filled: dict = {}
 
     def __call__(self, given):
         """`given`: the caller's arrays, in the plan's order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -243,7 +244,7 @@ SHAPE = tuple(member.name for member in fields(Shape))
 class Launch:
     """So many blocks of a kernel, on arguments by the names of the kernel's declaration."""
 
-    kernel: object
+    kernel: Any
     blocks: int
     args: dict
     reason: str = ""  # what a caller's array is copied for, where the kernel does that
@@ -476,9 +477,10 @@ def describe(problem, device) -> tuple:
         options["state"] = seen("state", options["state"])
     if not isinstance(options.get("slots"), (type(None), np.ndarray)):
         options["slots"] = seen("slots", options["slots"])
-    return problem.but(arrays=arrays, initial_state=initial, out=out, options=options, memo=None, example=None), tuple(
-        given
+    seen_problem = problem.replace(
+        arrays=arrays, initial_state=initial, out=out, options=options, memo=None, example=None
     )
+    return seen_problem, tuple(given)
 
 
 def contiguous(name, shape, dtype) -> Given:

@@ -117,7 +117,7 @@ def as_gla(draft, problem):
             for name, x in (("q", q), ("k", k))
         )
     arrays = {"q": q, "k": k, "v": v, "g": gate(draft, problem)}
-    return problem.but(op=GLA, arrays=arrays, options={}, **changed)
+    return problem.replace(op=GLA, arrays=arrays, options={}, **changed)
 
 
 def gate(draft, problem):
@@ -135,7 +135,7 @@ def reason_to_spread(problem) -> str:
 def spread(draft, gla, reason):
     """The problem with a gate for every channel."""
     B, H, T, K = gla.shape("B H T K")
-    return gla.but(arrays=gla.arrays | {"g": beside(draft, [(gla["g"], K)], (B, H, T, K), FLOAT32, None, reason)})
+    return gla.replace(arrays=gla.arrays | {"g": beside(draft, [(gla["g"], K)], (B, H, T, K), FLOAT32, None, reason)})
 
 
 def in_float32(draft, gla):
@@ -143,7 +143,7 @@ def in_float32(draft, gla):
     if gla["g"].dtype == FLOAT32:
         return gla
     B, H, T = gla.shape("B H T")
-    return gla.but(
+    return gla.replace(
         arrays=gla.arrays | {"g": beside(draft, [(gla["g"], 1)], (B, H, T, 1), FLOAT32, None, "g: in float32")}
     )
 

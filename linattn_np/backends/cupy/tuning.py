@@ -116,4 +116,4 @@ def weighted_sums(problem, dtype, P, device) -> tuple[WeightedSums, ...]:
     whole = {BV: waves(3, BV) for BV in (widest, narrow)}
     if P == 1 and waves(1, narrow) + waves(2, widest) < min(whole.values()):
         return WeightedSums.fitting("Queries", dtype, V, narrow), WeightedSums.fitting("Keys", dtype, widest, widest)
-    return (WeightedSums.fitting("Gradients", dtype, widest, min(whole, key=whole.get)),)
+    return (WeightedSums.fitting("Gradients", dtype, widest, min(whole, key=whole.__getitem__)),)

@@ -121,7 +121,8 @@ class Passes:
         dgate, kernel, C = self.draft.like(gate), ValueGateGradient(x.dtype, gate.dtype), gate.shape[-1]
         D, last_c, last_d = 0, 0, 0
         if dht is not None:
-            D, last_c, last_d = last.shape[-1], *(stride // last.dtype.itemsize for stride in last.strides[2:])
+            D = last.shape[-1]
+            last_c, last_d = (stride // last.dtype.itemsize for stride in last.strides[2:])
         N, H = self.problem.shape("N H")
         self.draft.launch(
             kernel,

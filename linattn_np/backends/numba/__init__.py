@@ -9,13 +9,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-MODES = ("auto", "staged", "recurrent")
-LONGEST_KEY = 256       # the recurrence keeps the state's columns in registers, up to this many channels
-STAGES = {"chunk_cumsum": ("chunk_cumsum",), "gated_qk": ("gated_qk",), "inter_chunk": ("inter_chunk",),
-          "intra_chunk": ("intra_chunk_below", "intra_chunk_diagonal"), "combine": ("combine",)}
-STAGED = tuple(kernel for stage in STAGES.values() for kernel in stage)
-KERNELS = {"gla": STAGED, "rwkv6": STAGED, **STAGES, "gla_step": ("recurrent",), "rwkv6_step": ("recurrent",)}
-
+from .routes import KERNELS, LONGEST_KEY, MODES, STAGES, mode
 
 def why_not(problem) -> str | None:
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
@@ -54,7 +48,3 @@ def describe(problem, bytes_moved) -> dict:
         "copies": plans.copies(problem),
         "floor_ms": plans.floor_ms(problem, bytes_moved),
     }
-
-
-def mode(problem) -> str:
-    return "recurrent" if problem.mode == "recurrent" else "staged"

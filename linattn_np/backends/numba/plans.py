@@ -10,7 +10,8 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...contract import CHUNK, SUB_CHUNK
 from ..cupy import peak_bandwidth
-from . import kernels, mode
+from . import kernels
+from .routes import mode
 from .runtime import launch
 
 

@@ -18,7 +18,7 @@ finally:
 from numba import cuda
 from numba.core import config
 
-SIMULATED = bool(config.ENABLE_CUDASIM)
+SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])       # which Numba makes from the environment
 
 
 def launch(kernel, blocks, threads, *arguments):

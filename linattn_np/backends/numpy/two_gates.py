@@ -103,7 +103,7 @@ class Machine:
 
     def backwards(self, q, k, v, g, gv, start):
         """A token's gates come after it, so they are the next one's where gates come before."""
-        problem, v = self.problem.but(spans=self.problem.spans.backwards()), self.scale * v
+        problem, v = self.problem.replace(spans=self.problem.spans.backwards()), self.scale * v
         order = slice(None, None, -1 if self.count > 1 else 1)
         arrays = (x[:, :, ::-1] for x in (q, k, v, self.of_next_token(g), self.of_next_token(gv)))
         apart, final = walk(problem, *arrays, start[order], 1.0, apart=True)
@@ -178,7 +178,7 @@ def move_on(problem, S, q, k, v, g, gv, sums, o, scale, apart):
     if sums is None:
         return one_by_one(S, q, k, v, np.exp(g), np.exp(gv), o, scale, apart)
     grown, started = np.exp(sums), S * np.exp(gv[:, :, 0, None])
-    piece = problem.but(spans=dense(q.shape[2]), sizes=problem.sizes | {"N": len(q)}, initial_state=(started,))
+    piece = problem.replace(spans=dense(q.shape[2]), sizes=problem.sizes | {"N": len(q)}, initial_state=(started,))
     member = Member(piece, q * np.exp(g) if apart else q, k, v / grown, g, scale=scale)
     member.exclusive = apart
     final = chunked.run(member, o) * grown[:, :, -1:]

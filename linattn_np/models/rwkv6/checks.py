@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
-from ...contract import ContractError, ContractTypeError
+from ...errors import ContractError, ContractTypeError
 
 
-def refuse(complaint: str, error=ContractError):
+def refuse(complaint: str, error=ContractError) -> NoReturn:
     raise error(f"RWKV6: {complaint}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
-from ...contract import ContractTypeError
+from ...errors import ContractTypeError
 from . import weights as table
 from .checks import refuse
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS

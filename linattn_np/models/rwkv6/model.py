@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from ... import varlen
-from ...contract import ContractError, ContractTypeError, NotSupported
+from ...errors import ContractError, ContractTypeError, NotSupported
+from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
 from ..sampling import Sampling
@@ -15,6 +19,8 @@ from .checks import refuse
 from .names import parameters
 from .parameters import Layout, sizes_of
 from .state import STATE, Rows, State, check_state
+
+Device = Literal["cpu", "cuda"]
 
 
 class RWKV6:
@@ -66,7 +72,7 @@ class RWKV6:
     ' '
     """
 
-    def __init__(self, weights: Mapping, device: str = "cpu", dtype=None,
+    def __init__(self, weights: Mapping, device: Device = "cpu", dtype: DTypeLike | None = None,
                  progress: Callable[[int, int], object] | None = None):
         weights, self.sizes = parameters(weights)
         self.device = device
@@ -88,7 +94,7 @@ class RWKV6:
         return loss(weights, tokens, products, drop)
 
     @classmethod
-    def from_file(cls, path, device: str = "cpu", dtype=None,
+    def from_file(cls, path: str | PathLike, device: Device = "cpu", dtype: DTypeLike | None = None,
                   progress: Callable[[int, int], object] | None = None) -> RWKV6:
         """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
 
@@ -113,7 +119,8 @@ class RWKV6:
             wkv[...] = start
         return state
 
-    def forward(self, tokens, state: State | None = None, *, cu_seqlens=None, slots=None, last: bool = False):
+    def forward(self, tokens: ArrayLike, state: State | None = None, *, cu_seqlens: Integers | None = None,
+                slots: Integers | None = None, last: bool = False) -> tuple[Result, State]:
         """The logits of the next tokens, and the state after `tokens`.
 
         T tokens in one call, or in any number of calls, give the same logits: a call with T > 1 runs
@@ -144,15 +151,15 @@ class RWKV6:
         ContractError
             Tokens outside the vocabulary, or a state, bounds or slots that do not fit; nothing has changed then.
         """
-        tokens = self.checked(tokens)
-        rows = self.rows(tokens, cu_seqlens, slots)
+        ids = self.checked(tokens)
+        rows = self.rows(ids, cu_seqlens, slots)
         if state is None and slots is not None:
             refuse("slots needs a state to be rows of")
         state = self.initial_state(len(rows.first)) if state is None else self.updatable(state, rows)
-        logits = self.layers.logits(tokens.ravel(), state, rows, last)
-        return (logits if last else logits.reshape(*tokens.shape, -1)), state
+        logits = self.layers.logits(ids.ravel(), state, rows, last)
+        return (logits if last else logits.reshape(*ids.shape, -1)), state
 
-    def generate(self, prompt, *, seed=None, **how) -> Iterator[int]:
+    def generate(self, prompt: bytes | Integers, *, seed: Any = None, **how: Any) -> Iterator[int]:
         """Tokens that continue `prompt` (host integers [T]), one by one and without end.
 
         `seed` and everything else are those of `Sampling`: temperature, top_p, top_k, penalties.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...arrays import FLOATS
-from ...contract import ContractTypeError
+from ...errors import ContractTypeError
 from ..checkpoint import refuse as refuse_file
 from ..checks import shown
 from .checks import refuse
@@ -129,7 +129,7 @@ def official(weights: Mapping) -> dict:
         refuse_file(" and ".join(f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
                                  for what, names in (("lacks", missing), ("has an unknown", left_over)) if names),
                     f"the parameters of RWKV-6 x060 with {layers} blocks")
-    return {name: made(weights, *origins[name], name) for name in origins}
+    return {name: made(weights, its_name, make, name) for name, (its_name, make) in origins.items()}
 
 
 def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
@@ -137,8 +137,8 @@ def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
     weights = official(weights)
     layers = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
     sizes = {"1": 1, "5": 5, "L": layers}
-    for name, axes in declared(layers, tuned="blocks.0.att.time_state" in weights).items():
-        axes, shape = axes.split(), tuple(weights[name].shape)
+    for name, declaration in declared(layers, tuned="blocks.0.att.time_state" in weights).items():
+        axes, shape = declaration.split(), tuple(weights[name].shape)
         if len(shape) == len(axes):
             for axis, size in zip(axes, shape):
                 sizes.setdefault(axis, size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...contract import ContractError, ContractTypeError
+from ...errors import ContractError, ContractTypeError
 from .. import stored_zip
 from ..checks import shown
 from ..devices import on_host

@@ -1,0 +1,107 @@
+"""What is declared of an operator, and the checks of one argument by itself.
+
+A declaration names each array's axes, `{"q": "B H T K", "v": "B H T V"}`; validation, output shapes, random test inputs
+and the docs read it from there. An error names the operator, the argument, what was wanted and what came.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from . import arrays as array_kinds
+from . import foreign, grouped, overlap
+from .errors import ContractError, ContractTypeError
+from .layouts import in_layout, swap_heads
+from .wording import kind_of, shown
+
+
+@dataclass(frozen=True, eq=False)
+class Declaration:
+    """An operator's name, its arrays with their axes, and what else it takes."""
+
+    name: str
+    arrays: Mapping[str, str]  # {"q": "B H T K", ...} in the order of the call
+    out: str = "B H T V"
+    gates: tuple[str, ...] = ()  # may stay float32 beside half-precision inputs
+    computed: tuple[str, ...] = ()  # results of an earlier stage: float32, or float64 beside float64
+    modes: tuple[str, ...] = ("recurrent", "chunk", "staged", "parallel")
+    state: tuple[str, ...] = ("N H K V",)  # axes of each part of the recurrent state, N sequences
+    reads_before_write: bool = False  # RWKV-6: o_t sees S_{t-1} and a bonus; GLA: o_t sees S_t
+    feature: str = "K"  # the axis that sets the default scale, K**-0.5
+
+    def refuse(self, argument: str, complaint: str, error: type[ContractError] = ContractError) -> NoReturn:
+        raise error(f"{self.name}: {argument} {complaint}")
+
+    def one_of(self, argument: str, x, choices):
+        """`x`, one of these words (or None)."""
+        if not (x is None or isinstance(x, str)) or x not in choices:
+            self.refuse(argument, f"is {shown(x)}, expected one of {', '.join(map(repr, choices))}")
+        return x
+
+    def flag(self, argument: str, x) -> bool:
+        """`x`, True or False: the text 'False' is neither."""
+        if not isinstance(x, (bool, np.bool_)):
+            self.refuse(argument, f"is {shown(x)}, expected True or False", ContractTypeError)
+        return bool(x)
+
+    def native(self, name, x):
+        """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
+        whose = array_kinds.kind(x)
+        if whose is None:
+            self.refuse(name, f"is a {kind_of(x)}, expected an array", ContractTypeError)
+        if obstacle := foreign.obstacle(x, whose, self.name):
+            self.refuse(name, obstacle, ContractTypeError)
+        try:
+            return array_kinds.to_native(x, whose), whose
+        except (TypeError, BufferError, ImportError, RuntimeError) as error:
+            self.refuse(name, f"cannot be read: {error}", ContractTypeError)
+
+    def logical(self, name, array, axes, layout):
+        """`array` with its axes in the order `axes`; only arrays that have both H and T come in another layout."""
+        if array.ndim != len(axes.split()):
+            self.refuse(name, f"has {array.ndim} axes, shape {tuple(array.shape)}, expected {in_layout(axes, layout)}")
+        return swap_heads(array, axes, layout)
+
+    def placed(self, name, x, axes, sizes, home, dtypes=array_kinds.FLOATS):
+        """`x` as a native array of exactly the sizes and the device of the call."""
+        native, _ = self.native(name, x)
+        wanted = tuple(sizes[axis] for axis in axes.split())
+        if tuple(native.shape) != wanted:
+            self.refuse(name, f"is {tuple(native.shape)}, expected [{', '.join(axes.split())}] = {wanted}")
+        if native.dtype not in dtypes:
+            self.refuse(
+                name,
+                f"has dtype {native.dtype}, expected "
+                + ("one of " if len(dtypes) > 1 else "")
+                + ", ".join(map(str, dtypes)),
+                ContractTypeError,
+            )
+        if array_kinds.home(native) != home:
+            self.refuse(name, f"lives on {array_kinds.home(native)}, but the other arrays on {home}", ContractTypeError)
+        return native
+
+    def placed_states(self, name, parts, sizes, home, v_first, groups):
+        """The state's parts, or their gradients, of exactly the sizes of the call and in the caller's order."""
+        wanted = [grouped.callers(axes, groups) for axes in self.state]
+        if v_first:
+            wanted = [axes.replace("K V", "V K") for axes in wanted]
+        return tuple(self.placed(name, part, axes, sizes, home) for part, axes in zip(parts, wanted))
+
+    def writable(self, name, x, home):
+        if home == "host" and not x.flags.writeable:
+            self.refuse(name, "is read-only, but it is written")
+        if not overlap.elements_apart(x):
+            self.refuse(name, f"has strides {x.strides} for shape {tuple(x.shape)}, by which elements may share memory")
+
+
+def is_int(x) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_))
+
+
+def is_real(x) -> bool:
+    return isinstance(x, (numbers.Real, np.floating)) and not isinstance(x, (bool, np.bool_))

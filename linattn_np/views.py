@@ -1,0 +1,150 @@
+"""The caller's arrays and a backend's: how one becomes the other.
+
+A backend sees arrays [B, H, T, ...] in the order of time that the recurrence has, states [N, H, K, V], as many heads of
+v as of q, and no padding. The caller may have [B, T, H, ...] (`layout`), time running backwards (`reverse`), states
+[N, H, V, K] (`state_v_first`), more heads of v (grouped value heads) and padding (`mask`). All but padding are views,
+and grouped heads too where they lie side by side.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import arrays as array_kinds
+from . import grouped, masked
+from .layouts import swap_heads
+from .problem import Problem
+
+
+# -- a whole call -----------------------------------------------------------------------------------------------------
+def is_transformed(problem: Problem) -> bool:
+    """Whether a backend's arrays are others than the caller's."""
+    return problem.reverse or problem.state_v_first or problem.groups > 1 or problem.mask is not None
+
+
+def to_backend(problem: Problem) -> Problem:
+    """The problem with its arrays as a backend has them; without an `out` that only a copy can fill."""
+    arrays = {
+        name: array_to_backend(problem, x, problem.op.arrays[name], masked.nothing(problem, name))
+        for name, x in problem.arrays.items()
+    }
+    initial_state = problem.initial_state and tuple(
+        state_to_backend(problem, part, axes) for part, axes in zip(problem.initial_state, problem.op.state)
+    )
+    out = None
+    if problem.out is not None and "out" not in problem.copied_arrays:
+        out = folded(problem, in_time(problem, problem.out, problem.op.out), problem.op.out)
+    mask = problem.mask
+    if mask is not None and problem.gradient:  # a pullback reads it again
+        mask = mask.copy()
+    return problem.replace(arrays=arrays, initial_state=initial_state, out=out, mask=mask)
+
+
+def with_output(problem: Problem) -> Problem:
+    """Where time is reversed, the problem with memory for o in the caller's order of time."""
+    if not problem.reverse or problem.out is not None:
+        return problem
+    like = next(in_time(problem, x, axes) for x, axes in zip(problem.arrays.values(), problem.op.arrays.values()))
+    o = np.empty_like(like, shape=problem.shape(problem.op.out), dtype=problem.dtype)  # CuPy's for CuPy's
+    return problem.replace(out=in_time(problem, o, problem.op.out))
+
+
+def split_value_heads(problem: Problem, count: int) -> list[Problem]:
+    """`count` problems, each with an equal part of the columns of v: of grouped value heads as many of every group."""
+    if count == 1:
+        return [problem]
+    V = problem.sizes["V"] // count
+
+    def part(start):
+        arrays = {name: grouped.columns(x, problem.op.arrays[name], start, V) for name, x in problem.arrays.items()}
+        initial_state = problem.initial_state and tuple(
+            grouped.columns(x, axes, start, V) for x, axes in zip(problem.initial_state, problem.op.state)
+        )
+        return problem.replace(
+            arrays=arrays, initial_state=initial_state, sizes=problem.sizes | {"V": V}, out=None, memo=None
+        )
+
+    return [part(n * V) for n in range(count)]
+
+
+def copied_arrays(problem: Problem) -> tuple[str, ...]:
+    """Those of the caller's arrays with grouped heads whose memory has the heads of a group apart."""
+    if problem.groups == 1:
+        return ()
+    state = problem.initial_state and state_in_order(problem, problem.initial_state[0])
+    wide = [(name, x) for name, x in problem.arrays.items() if grouped.has_columns(problem.op.arrays[name])]
+    return tuple(
+        name
+        for name, x in (*wide, ("initial_state", state), ("out", problem.out))
+        if x is not None and not grouped.folds_in_place(x)
+    )
+
+
+# -- from the caller to a backend -------------------------------------------------------------------------------------
+def array_to_backend(problem: Problem, x, axes: str, fill=0.0):
+    """The caller's [B, H, T, ...] as a backend has it, `fill` for padding."""
+    x = folded(problem, in_time(problem, x, axes), axes)
+    if problem.mask is None or "T" not in axes.split():
+        return x
+    return masked.without(x, padding(problem), fill)
+
+
+def state_to_backend(problem: Problem, part, axes: str):
+    """A state's part, or its gradient, likewise."""
+    return folded(problem, state_in_order(problem, part), axes)
+
+
+# -- from a backend to the caller -------------------------------------------------------------------------------------
+def to_caller(problem: Problem, native, axes: str):
+    """A backend's array as the caller has it; of padding nothing but 0 is handed out."""
+    if problem.mask is not None and "T" in axes.split():
+        native = masked.overwrite(native, padding(problem))
+    return swap_heads(unfolded(problem, in_time(problem, native, axes), axes), axes, problem.layout)
+
+
+def state_to_caller(problem: Problem, part, axes: str):
+    """A backend's part of a state, or its gradient, as the caller has it."""
+    return state_in_order(problem, unfolded(problem, part, axes))
+
+
+def states_to_caller(problem: Problem, parts):
+    """All parts of a state, or their gradients, in the caller's kind of array: one array, or a tuple."""
+    parts = tuple(in_kind(problem, state_to_caller(problem, part, axes)) for part, axes in zip(parts, problem.op.state))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def in_kind(problem: Problem, native):
+    """A native result in the caller's kind of array; few libraries have arrays that run backwards."""
+    if problem.kind not in ("numpy", "cupy") and any(stride < 0 for stride in native.strides):
+        native = native.copy()
+    return array_kinds.from_native(native, problem.kind, problem.example)
+
+
+def callers_sizes(problem: Problem) -> dict[str, int]:
+    """The sizes with V as the caller has it."""
+    return problem.sizes | {"V": problem.sizes["V"] // problem.groups}
+
+
+# -- one thing at a time ----------------------------------------------------------------------------------------------
+def in_time(problem: Problem, x, axes: str):
+    """The caller's order of time <-> the recurrence's; a view, its own inverse."""
+    return x[:, :, ::-1] if problem.reverse and axes.split()[:3] == ["B", "H", "T"] else x
+
+
+def state_in_order(problem: Problem, part):
+    """The caller's order of a state's sequences and axes <-> a backend's; a view, its own inverse."""
+    part = part[::-1] if problem.reverse and problem.varlen else part
+    return part.swapaxes(2, 3) if problem.state_v_first and part.ndim == 4 else part
+
+
+def folded(problem: Problem, x, axes: str):
+    return grouped.fold(x, problem.groups) if problem.groups > 1 and grouped.has_columns(axes) else x
+
+
+def unfolded(problem: Problem, x, axes: str):
+    return grouped.unfold(x, problem.groups) if problem.groups > 1 and grouped.has_columns(axes) else x
+
+
+def padding(problem: Problem):
+    """[B, T], True for padding, in the recurrence's order of time."""
+    return ~(problem.mask[:, ::-1] if problem.reverse else problem.mask)
