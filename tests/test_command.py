@@ -94,7 +94,8 @@ def test_info_tells_what_a_report_needs(capsys):
     assert (code, err) == (0, "")
     for line in (f"linattn_np +{linattn_np.__version__} in ", r"Python +3\.", r"numpy +\d", r"CPU +.* \d+ cores",
                  "numpy +runs", "cupy +(runs|does not run: .+)", "numba +(runs|does not run: .+)",
-                 r"CuPy's kernels +/.*: \d+ files, [\d.]+ MB", "NumPy's BLAS +.+", f"example's model +{re.escape(str(AUSTEN))}"):
+                 r"CuPy's kernels +/.*: \d+ files, [\d.]+ MB", "NumPy's BLAS +.+",
+                 f"example's model +{re.escape(str(AUSTEN))}"):
         assert re.search(f"^  {line}", out, re.M), line
 
 
@@ -137,28 +138,30 @@ def two_threads(monkeypatch):
 
 def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
     before = blas_threads()
-    with threads.blas_for({"D": 256, "F": 896}):
+    with threads.blas_for("cpu", {"D": 256, "F": 896}):
         assert set(blas_threads()) == {1}
     assert blas_threads() == before
+    with threads.blas_for("cuda", {"D": 256, "F": 896}):
+        assert blas_threads() == before
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")         # the user has chosen
-    with threads.blas_for({"D": 256, "F": 896}):
+    with threads.blas_for("cpu", {"D": 256, "F": 896}):
         assert blas_threads() == before
 
 
 def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)         # cannot be imported
-    monkeypatch.setattr(threads, "cores", lambda: 2)
+    monkeypatch.setattr(threads, "workers", lambda: 2)
     for name in threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for sizes, said in (({"D": 256, "F": 896}, 1), ({"D": 4096, "F": 14336}, 0)):
-        with threads.blas_for(sizes):
+        with threads.blas_for("cpu", sizes):
             pass
         assert capsys.readouterr().err.count("or set OPENBLAS_NUM_THREADS=1\n") == said
 
 
 def test_larger_models_take_more():
     assert [threads.wanted(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
-    assert threads.wanted(1 << 40, 1) == 1 <= threads.cores() <= os.cpu_count()
+    assert threads.wanted(1 << 40, 1) == 1 <= threads.workers() <= os.cpu_count()
 
 
 def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):

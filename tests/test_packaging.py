@@ -147,7 +147,7 @@ ROOMS = {
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6/cuda_prefill": (["models", "ops", "backends.cupy"], ["numpy"]),
     "command/__init__": ([], []),
-    "command": (["command", "arrays", "autodiff", "explain", "gla", "models", "ops", "vjp", "NotSupported", "__version__"],
+    "command": (["command", "arrays", "backends.numpy.cores", "explain", "gla", "models", "ops", "vjp", "NotSupported", "__version__"],
                 ["numpy", "cupy", "matplotlib", "threadpoolctl"]),
     "__main__": (["command", "__version__"], []),
     "backends/__init__": ([], []),

@@ -40,7 +40,7 @@ def run(options):
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
     work = write_batch if options.batch_file else converse if options.chat else write
-    with blas_for(model.sizes):
+    with blas_for(model.device, model.sizes):
         work(options, model, state)
 
 

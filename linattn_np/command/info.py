@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from .. import NotSupported, __version__, explain, gla
+from ..backends.numpy.cores import workers
 from ..models import austen
 from ..models.devices import check_device
-from .threads import VARIABLES, cores
+from .threads import VARIABLES
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = ("numpy", "ml_dtypes", "safetensors", "cupy-cuda12x", "cupy-cuda13x", "cupy", "numba", "numba-cuda",
@@ -59,7 +60,7 @@ def versions():
 
 
 def devices():
-    yield "CPU", f"{platform.machine()}, {cores()} cores for this process"
+    yield "CPU", f"{platform.machine()}, {workers()} cores for this process"
     try:
         import cupy
     except ImportError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
+from ..backends.numpy.cores import workers
 from .terminal import say
 
 SHARE = 4 << 20         # bytes of a matrix for which another thread pays
@@ -17,13 +18,13 @@ VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP
 
 
 @contextmanager
-def blas_for(sizes: dict):
-    """Inside, BLAS has the threads that a model of these sizes is worth.
+def blas_for(device: str, sizes: dict):
+    """Inside, BLAS has the threads that a model of these sizes is worth, if it is the CPU that computes.
 
     A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is.
     """
-    count = wanted(4 * sizes["D"] * sizes["F"], cores())
-    if count == cores() or any(map(os.environ.get, VARIABLES)):
+    count = wanted(4 * sizes["D"] * sizes["F"], workers())
+    if device != "cpu" or count == workers() or any(map(os.environ.get, VARIABLES)):
         yield
         return
     try:
@@ -40,8 +41,3 @@ def blas_for(sizes: dict):
 def wanted(size: int, most: int) -> int:
     """Threads for float32 matrices of so many bytes, the largest of a layer."""
     return max(1, min(most, size // SHARE))
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,7 +30,7 @@ SHOWN = 0.2         # seconds between two states of the progress bar
 
 def run(options):
     training = start(options)
-    with blas_for(training.layout.sizes):
+    with blas_for(training.device, training.layout.sizes):
         train(training, Path(options.out), options.every)
 
 
