@@ -1,18 +1,20 @@
-"""The example that draws operators beside each other, as a person runs it."""
+"""`linattn-np compare`, as a person runs it."""
 
+import itertools
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_examples import ENVIRONMENT
 
-COMPARE = Path(__file__).parents[1] / "examples" / "compare_attention.py"
+from linattn_np.command import measuring
+from linattn_np.command.compare import LINES, Curve, ends, go_on
 
 
 def compare(*arguments):
-    return subprocess.run([sys.executable, COMPARE, *map(str, arguments)], capture_output=True, text=True, timeout=60,
-                          env=ENVIRONMENT)
+    return subprocess.run([sys.executable, "-m", "linattn_np", "compare", *map(str, arguments)], capture_output=True,
+                          text=True, timeout=60, env=ENVIRONMENT)
 
 
 def test_it_draws(tmp_path):
@@ -23,11 +25,37 @@ def test_it_draws(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+class OutOfMemory(measuring.Cpu):
+    def taken(self, call):
+        raise MemoryError
+
+
+@pytest.mark.parametrize("machine, seconds, end", [
+    (measuring.Cpu, 1e-9, "1,024 tokens would take 0.0002 s, more than --seconds 1e-09"),
+    (OutOfMemory, 2, "1,024 tokens take more memory than there is"),
+])
+def test_a_line_that_ends_says_why(machine, seconds, end):
+    """On the picture, and it is not tried again."""
+    options = SimpleNamespace(heads=1, width=8, seconds=seconds)
+    curve = Curve(T=[512], ms=[0.1], bytes=[1])
+    for T in (1024, 2048):
+        go_on(curve, machine(), "gla", T, options)
+    assert curve.T == [512] and ends({"gla": curve}) == [f"× GLA ends: {end}"]
+
+
+def test_lines_that_coincide_stay_visible():
+    """A line that is drawn later is thinner than those beneath it."""
+    widths, markers = ([style[i] for style in LINES.values()] for i in (2, 3))
+    for sizes in (widths, markers):
+        assert all(later < earlier - 1 for earlier, later in itertools.pairwise(sizes))
+
+
 @pytest.mark.parametrize("arguments, said", [
     (("--out", "no/such/folder/x.png"), "there is no folder"),
     (("--longest", "511"), "expected a whole number from 512 up"),
     (("--heads", "0"), "expected a whole number from 1 up"),
     (("--device", "tpu"), "invalid choice"),
+    (("--seconds", "0"), "expected a number above 0"),
 ])
 def test_misuse_is_one_line(arguments, said):
     done = compare(*arguments)

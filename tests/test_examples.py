@@ -1,4 +1,4 @@
-"""The examples run as a person runs them: a process, its output, its exit code."""
+"""`linattn-np generate` as a person runs it: a process, its output, its exit code."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 
 import linattn_np
 
-DECODE = Path(__file__).parents[1] / "examples" / "rwkv6_decode.py"
-AUSTEN = DECODE.parent / "data" / "austen-x060" / "model.safetensors"
-COMMAND = [sys.executable, str(DECODE), "--device", "cpu"]
+AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
+GENERATE = [sys.executable, "-m", "linattn_np", "generate"]
+COMMAND = [*GENERATE, "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
 
 
@@ -39,7 +39,7 @@ def austen():
 
 
 def test_it_writes_english_with_no_argument():
-    done = subprocess.run([sys.executable, str(DECODE)], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run(GENERATE, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, env=ENVIRONMENT)
     text, messages = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == 0, messages
     assert text.startswith("It is a truth universally acknowledged, that ")
@@ -123,7 +123,7 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
     (["--save-state=nowhere/s.npz"], "argument --save-state: nowhere/s.npz cannot be written"),
     (["--load-state=nowhere.npz", "--prompt=a"], "No such file or directory: 'nowhere.npz'"),
     (["--load-state", AUSTEN, "--prompt=a"], "is no saved state, or a damaged one"),
-    (["--load-state", __file__, "--prompt=a"], "starts with b'\"\"\"The e', expected what State.save has written"),
+    (["--load-state", __file__, "--prompt=a"], "starts with b'\"\"\"`lina', expected what State.save has written"),
     (["--load-state=/dev/zero", "--prompt=a"], "is a folder or a device, expected a file"),
     (["--vocab=/dev/zero"], "World.from_file: /dev/zero is a folder or a device"),
     (["--batch-file=/dev/zero", "--output=o"], "/dev/zero, line 1 has more than 16777216 bytes"),
@@ -135,7 +135,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint):
     done = decode(*arguments)
     last = done.stderr.decode().splitlines()[-1]
     assert done.returncode == 2 and done.stdout == b""
-    assert last.startswith("rwkv6_decode.py: ") and complaint in last
+    assert last.startswith("linattn-np generate: ") and complaint in last
     assert b"Traceback" not in done.stderr and b"usage" not in done.stderr
 
 

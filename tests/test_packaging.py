@@ -26,6 +26,7 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     source = tmp_path / "source"                    # a copy: building leaves its traces in the tree
     for name in ("linattn_np", "kernels_cu"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples" / "data", source / "examples" / "data")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
@@ -35,7 +36,8 @@ def test_wheel_holds_every_module_and_kernel(tmp_path):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "linattn_np").rglob("*.py")}
     kernels = {f"linattn_np/kernels_cu/{path.relative_to(KERNELS).as_posix()}" for path in KERNELS.rglob("*.cu*")}
-    assert held == modules | kernels | {"linattn_np/py.typed"}
+    model = {f"linattn_np/data/austen-x060/{name}" for name in ("README.md", "model.safetensors")}
+    assert held == modules | kernels | model | {"linattn_np/py.typed"}
     assert any(name.endswith(".cu") for name in kernels) and any(name.endswith(".cuh") for name in kernels)
 
 
@@ -89,8 +91,8 @@ def imports(path):
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # What knows a model by its face alone; a training names one kind as its default.
-AROUND = ("batch", "checkpoint", "checks", "devices", "face", "files", "fused", "products", "sampling", "stored_zip", "text",
-          "tokenizers")
+AROUND = ("batch", "checkpoint", "checks", "devices", "example", "face", "files", "fused", "products", "sampling", "stored_zip",
+          "text", "tokenizers")
 CHECKED = ["arguments", "errors", "typing"]         # what public functions outside the operators check and say with
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
@@ -144,6 +146,10 @@ ROOMS = {
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6/cuda_prefill": (["models", "ops", "backends.cupy"], ["numpy"]),
+    "command/__init__": ([], []),
+    "command": (["command", "arrays", "backends.numpy.cores", "explain", "gla", "models", "ops", "vjp", "NotSupported", "__version__"],
+                ["numpy", "cupy", "matplotlib", "threadpoolctl"]),
+    "__main__": (["command", "__version__"], []),
     "backends/__init__": ([], []),
     "backends/numpy": (["backends.numpy", "arrays", "caches", "contract", "declarations", "two_gates", "varlen"],
                        ["numpy"]),

@@ -1,7 +1,6 @@
 """Training: every gradient, the optimiser, the order of the text, and checkpoints that outlive whatever ends a run."""
 
 import ctypes
-import importlib
 import json
 import os
 import random
@@ -20,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import linattn_np
+from linattn_np.__main__ import main
 from linattn_np.errors import ContractError
 from linattn_np.models import RWKV6, training
 from linattn_np.models.checkpoint import CheckpointError
@@ -29,7 +29,7 @@ from linattn_np.models.rwkv6.names import declared, in_block
 from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
 from linattn_np.models.training import Settings, Text, Training
 
-TRAIN = Path(__file__).parents[1] / "examples" / "train_rwkv6.py"
+TRAIN = [sys.executable, "-m", "linattn_np", "train"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
 SMALL = Settings(layers=2, width=16, head_size=8, batch=4, context=24, steps=30, lr=1e-2, dropout=0.1)
@@ -271,7 +271,7 @@ def test_a_write_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
 def test_killed_at_a_random_moment_it_goes_on_as_if_it_had_not_been(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
     steps = dict(asdict(SMALL), steps=120)
-    command = [sys.executable, str(TRAIN), "--text", str(tmp_path / "text"), "--device", "cpu", "--every", "0"]
+    command = [*TRAIN, "--text", str(tmp_path / "text"), "--device", "cpu", "--every", "0"]
     new = [f"--{name.replace('_', '-')}={value}" for name, value in steps.items() if value is not None]
     whole = Training(TEXT, Settings(**steps))
     for _ in range(120):
@@ -338,19 +338,15 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 
 # -- the command line -------------------------------------------------------------------------------------------------
 @pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """A function that runs the example on a text, and returns its exit code and the last line of its messages."""
-    monkeypatch.syspath_prepend(TRAIN.parent)
-    example = importlib.import_module("train_rwkv6")
+def command(tmp_path, capsys):
+    """A function that trains on a text, and returns the command's exit code and the last line of its messages."""
     (tmp_path / "text").write_bytes(TEXT)
     small = ["--layers", 1, "--width", 16, "--head-size", 8, "--context", 24, "--steps", 3]
 
     def run(*arguments, small=small):
-        monkeypatch.setattr(sys, "argv", [TRAIN.name, "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"),
-                                          "--device", "cpu", *map(str, [*small, *arguments])])
         try:
-            example.main()
-            code = 0
+            code = main(["train", "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--device", "cpu",
+                         *map(str, [*small, *arguments])])
         except SystemExit as end:
             code = end.code
         return code, capsys.readouterr().err.splitlines()[-1]
@@ -372,7 +368,7 @@ def command(tmp_path, monkeypatch, capsys):
 ])
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, command):
     code, line = command(*arguments)
-    assert code == 2 and line.startswith("train_rwkv6.py: ") and complaint in line
+    assert code == 2 and line.startswith("linattn-np train: ") and complaint in line
 
 
 def test_a_training_in_the_folder_is_neither_lost_nor_mixed_up(command, tmp_path):
@@ -413,7 +409,7 @@ def test_a_text_that_would_be_replaced_is_refused(command, tmp_path):
 def test_too_much_for_the_memory_is_one_line(command, monkeypatch):
     monkeypatch.setattr(training.Training, "step", lambda self: np.empty(1 << 50))
     code, line = command()
-    assert code == 2 and line.startswith("train_rwkv6.py: out of memory: Unable to allocate")
+    assert code == 2 and line.startswith("linattn-np train: out of memory: Unable to allocate")
 
 
 def test_settings_are_refused_with_their_reason():

@@ -161,7 +161,7 @@ class World(Tokenizer):
                 if (path := Path(folder) / VOCABULARY).is_file():
                     return cls.from_file(path)
         raise FileNotFoundError(f"World.installed: no installed package bundles {VOCABULARY}: "
-                                "pip install pyrwkv-tokenizer, or give its path to World.from_file")
+                                "pip install 'linattn-np[world]', or give its path to World.from_file (--vocab)")
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of `text`, a str in UTF-8."""

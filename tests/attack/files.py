@@ -7,12 +7,10 @@ import io
 import json
 import os
 import struct
-import sys
 import tempfile
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from unittest import mock
 
@@ -23,6 +21,7 @@ from hypothesis import strategies as st
 from reference import same_bits
 
 from linattn_np import ContractError
+from linattn_np.__main__ import main
 from linattn_np.models import RWKV6, State, World, checkpoint, tokenizers
 
 ROOT = Path(__file__).parents[2]
@@ -242,16 +241,6 @@ def vocabularies(file, machine):
 
 # -- batches of texts --------------------------------------------------------------------------------------------------
 @functools.cache
-def decode_example():
-    """examples/rwkv6_decode.py as a module."""
-    spec = spec_from_file_location("rwkv6_decode", ROOT / "examples" / "rwkv6_decode.py")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@functools.cache
 def austen():
     return RWKV6.from_file(AUSTEN)
 
@@ -280,18 +269,16 @@ def batches_of_texts(batch, machine):
     text = "\n".join(batch.lines).encode() + b"\n"
     for edit in batch.edits:
         text = edit(text)
-    example, said = decode_example(), io.StringIO()
+    said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
         source.write_bytes(text)
         model = austen()
-        words = ["rwkv6_decode.py", "--batch-file", str(source), "--output", str(target), "--tokens", "2",
-                 "--slots", "2"]
+        words = ["generate", "--batch-file", str(source), "--output", str(target), "--tokens", "2", "--slots", "2"]
         code = 0
-        with mock.patch.object(sys, "argv", words), redirect_stdout(said), redirect_stderr(said), \
-                mock.patch.object(RWKV6, "from_file", lambda *a, **k: model):
+        with redirect_stdout(said), redirect_stderr(said), mock.patch.object(RWKV6, "from_file", lambda *a, **k: model):
             try:
-                code = example.main()
+                code = main(words)
             except SystemExit as error:
                 code = error.code
         left = sorted(os.listdir(folder))

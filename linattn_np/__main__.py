@@ -1,0 +1,32 @@
+"""Linear attention at the command line: write text with a model, train one, time and draw the operators."""
+
+import argparse
+import sys
+from importlib import import_module
+
+from . import __version__
+from .command import COMMANDS
+from .command.terminal import Parser, run
+
+NAME = "linattn-np"
+
+
+def main(arguments=None) -> int:
+    """The exit code of ``linattn-np ARGUMENTS``; by default those of the process."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = parser().parse_args(arguments[:1] or ["--help"]).command
+    return run(import_module(f"linattn_np.command.{command}"), f"{NAME} {command}", arguments[1:])
+
+
+def parser() -> Parser:
+    lines = [f"  {name:<10}{what}" for name, what in COMMANDS.items()]
+    made = Parser(prog=NAME, usage=f"{NAME} COMMAND ...", description="\n".join([__doc__, "", "commands:", *lines]),
+                  epilog=f"{NAME} COMMAND --help tells a command's options.",
+                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--version", action="version", version=f"{NAME} {__version__}", help="tell the version, and end")
+    made.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""The command `linattn-np`, which is `python -m linattn_np` too: a module a subcommand.
+
+Each has ``declare(parser)``, its options, and ``run(options)``; its docstring is the head of its ``--help``. What it
+refuses it raises as ValueError, ImportError or OSError, of which the user sees one line.
+"""
+
+# Every subcommand is a module of this package with the same name.
+COMMANDS = {
+    "generate": "write text with an RWKV-6 model, alone, as a chat or many texts side by side",
+    "train": "train a byte-level RWKV-6 on a text",
+    "compare": "draw time and memory of attention and its linear kin against the length of the sequence",
+    "bench": "time every operator on this machine beside the floor of its memory",
+    "info": "tell versions, devices, backends, caches and threads: what to paste into a bug report",
+}

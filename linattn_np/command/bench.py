@@ -1,0 +1,80 @@
+"""Times every operator on this machine, forwards and backwards, beside the floor that its memory sets.
+
+    linattn-np bench
+    linattn-np bench --device cpu --tokens 4096 --heads 16 gla rwkv6
+
+A time is the median of a few calls. The floor is every array read once and every result written once, at the bandwidth
+of a copy; of a gradient that is the arrays, the result's gradient and theirs. Arrays are bfloat16 on a GPU, float32 on
+the CPU. For many shapes, exactness and other libraries there is benchmarks/run.py in a checkout.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .. import NotSupported, vjp
+from ..ops import OPS
+from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
+from .terminal import bar, say, status, whole
+
+TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}      # no single steps
+
+
+def declare(parser):
+    add = parser.add_argument
+    add("operators", nargs="*", metavar="OPERATOR", help=f"which (default: all, {', '.join(TIMED)})")
+    declare_device(add)
+    add("--batch", type=whole(1), default=1, help="sequences (default: 1)")
+    add("--heads", type=whole(1), default=8, help="(default: 8)")
+    add("--tokens", type=whole(1), help="of a sequence (default: 1024 on the CPU, 4096 on a GPU)")
+    add("--width", type=whole(1), default=64, help="K and V, a head's (default: 64)")
+
+
+def run(options):
+    for name in options.operators:
+        if name not in TIMED:
+            raise ValueError(f"there is no operator {name!r}, expected one of {', '.join(TIMED)}")
+    device = chosen(options.device)
+    sizes = dict(B=options.batch, H=options.heads, T=options.tokens or device.tokens, K=options.width, V=options.width)
+    shape = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    say(f"{device.dtype} on {device.name}; {shape}")
+    floor = ms_of_a_byte(device)
+    print(f"memory {1e-6 / floor:,.0f} GB/s", flush=True)
+    row("operator", "forward ms", "floors", "backward ms", "floors")
+    names = options.operators or list(TIMED)
+    with status("") as show:
+        for done, name in enumerate(names):
+            show(f"{bar(done / len(names))} {name}")
+            columns = timed(device, *TIMED[name], sizes, floor)
+            show("")
+            row(name, *columns)
+
+
+def timed(device, op, function, sizes, floor) -> list[str]:
+    """The columns of an operator's row: a pass that no backend has, or the memory has no room for, says so."""
+    arrays = drawn(device, op, **sizes)
+    read = sum(x.nbytes for x in arrays)
+    try:
+        o = function(*arrays)                               # compiles, and warms up
+        forward = compared(median_ms(device, partial(function, *arrays)), floor * (read + o.nbytes))
+    except (NotSupported, MemoryError) as why:
+        return [word_for(why), ""] * 2
+    try:
+        pullback = vjp(function, *arrays)[1]
+        pullback(o)
+        backward = compared(median_ms(device, partial(pullback, o)), floor * (2 * read + o.nbytes))
+    except (NotSupported, MemoryError) as why:
+        backward = [word_for(why), ""]
+    return forward + backward
+
+
+def compared(ms, floor) -> list[str]:
+    return [f"{ms:.4g}", f"{ms / floor:.1f}x"]
+
+
+def word_for(why) -> str:
+    return "no memory" if isinstance(why, MemoryError) else "not there"
+
+
+def row(name, *columns):
+    print(f"{name:<18}" + "".join(f"{column:>13}" for column in columns), flush=True)

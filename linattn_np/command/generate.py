@@ -1,0 +1,379 @@
+"""Writes text with an RWKV-6 model: reads the prompt, then goes on token by token. No torch.
+
+    linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
+    linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
+    linattn-np generate --load-state novel.npz --prompt " And then"
+    linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
+"""
+
+import json
+import os
+import select
+import signal
+import stat
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from .. import NotSupported
+from ..models import RWKV6, Batch, Bytes, Sampling, State, World, austen
+from ..models.checkpoint import located
+from ..models.checks import shown
+from ..models.files import check_writable, json_object, lines, replaced, same_file
+from ..models.text import Request, Text, complete, read
+from ..models.tokenizers import VOCABULARY
+from .terminal import bar, say, some_text, status, whole
+from .threads import blas_for
+
+PROMPT = "It is a truth universally acknowledged, that "
+TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
+LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int, "seed": int,
+        "stop": (str, list)}
+LONGEST = 1 << 24       # bytes of a line of --batch-file
+
+
+def run(options):
+    options.model = Path(options.model) if options.model else austen()
+    check_combination(options)
+    model = load(options)
+    options.vocabulary = tokenizer_of(options, model)
+    state = load_state(options, model)
+    work = write_batch if options.batch_file else converse if options.chat else write
+    with blas_for(model.device, model.sizes):
+        work(options, model, state)
+
+
+def declare(parser):
+    add = parser.add_argument_group("the model").add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)")
+    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the matrices on cuda; "
+        "auto: the checkpoint's if that is a half-precision one, else float32 (default). The cpu computes in float32")
+    add("--model", metavar="PATH", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
+        "(default: a small model of Jane Austen's novels that comes with the package)")
+    add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
+        help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
+    add("--vocab", metavar="PATH", help="World's vocabulary file (default: that in the folder of --model, or of an "
+        "installed package)")
+
+    add = parser.add_argument_group("what is read").add_argument
+    add("--prompt", type=some_text, help="- reads stdin, as does a pipe or a file there when no prompt is given; "
+        f"one line end at its end is left out (default: {PROMPT!r})")
+    add("--chat", action="store_true", help="answer the lines of stdin as an assistant, from \"User:\" to the stop "
+        "string (default: an empty line); --prompt goes before. It wants a World model that was taught to converse: "
+        "the default model is no chat model, it carries on like a novel. Ctrl-C stops an answer, and between "
+        "answers the chat")
+    add("--batch-file", metavar="IN.jsonl", help='a line {"prompt": ...} for each text, with "tokens", "temperature", '
+        '"top_p", "top_k", "seed", "stop" where it differs from the options; wants --output')
+    add("--output", metavar="OUT.jsonl", help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
+        '"end"} in the order of --batch-file, written when all are done or Ctrl-C ends them. A text that could not go '
+        'on has "finish": "error" and an "error"')
+    add("--slots", type=whole(1), help="texts of --batch-file that are written side by side (default: 8)")
+    add("--load-state", metavar="FILE", help="go on from a state of --save-state: it has read everything up to the "
+        "last token written. It holds no next token, so it wants a --prompt, --chat or --batch-file to read")
+    add("--save-state", metavar="FILE", help="write the state (.npz) in the end: it has read the prompt and all that "
+        "was written, a stop string too; Ctrl-C stops the text and writes the state")
+
+    add = parser.add_argument_group("what is written").add_argument
+    add("--tokens", type=whole(1), default=400, help="how many to write at most (default: %(default)s)")
+    add("--stop", action="append", type=some_text, metavar="STRING",
+        help="ends the text, and is not written; repeatable")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
+    add("--top-p", type=float, default=0.9,
+        help="draw from the likeliest that hold this probability together (default: %(default)s)")
+    add("--top-k", type=whole(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
+    add("--presence", type=float, default=0.0, help="lowers the logit of a token written before, once (default: 0)")
+    add("--frequency", type=float, default=0.0, help="lowers it as many times as it was written (default: 0)")
+    add("--seed", type=whole(0), help="equal seeds write equal text")
+
+
+def check_combination(options):
+    """What can be refused before a model is loaded."""
+    def conflict(which, why):
+        raise ValueError(f"argument {which}: {why}")
+
+    if options.batch_file:
+        for name in ("chat", "prompt", "save_state"):
+            if getattr(options, name):
+                conflict("--batch-file", f"does not go with --{name.replace('_', '-')}")
+        if not options.output:
+            conflict("--batch-file", "wants --output")
+    for name in ("output", "slots"):
+        if getattr(options, name) and not options.batch_file:
+            conflict(f"--{name}", "goes with --batch-file only")
+    if options.chat and options.prompt == "-":
+        conflict("--chat", "reads its lines from stdin, so --prompt cannot be -")
+    if options.device == "cpu" and options.dtype not in ("auto", "float32"):
+        conflict("--dtype", f"{options.dtype} does not go with --device cpu, which computes in float32")
+    if options.vocab and options.tokenizer == "bytes":
+        conflict("--vocab", "does not go with --tokenizer bytes")
+    for name in ("output", "save_state"):
+        path = getattr(options, name)
+        if path:
+            flag = f"--{name.replace('_', '-')}"
+            try:
+                check_writable(path)
+            except OSError as error:
+                conflict(flag, f"{path} cannot be written: {error.strerror}")
+            for read_name, read_path in inputs(options):
+                if same_file(path, read_path) and (name, read_name) != ("save_state", "load_state"):
+                    conflict(flag, f"is the file of --{read_name.replace('_', '-')}, which would be lost")
+    sampling(options)
+
+
+def inputs(options):
+    """The files that are read, by the name of their option."""
+    for name in ("model", "vocab", "batch_file", "load_state"):
+        if path := getattr(options, name):
+            yield name, located(path) if name == "model" else path
+
+
+def sampling(options, **line):
+    given = {name: getattr(options, name)
+             for name in ("temperature", "top_p", "top_k", "presence", "frequency", "seed")}
+    return Sampling(**{**given, **line})
+
+
+def load(options) -> RWKV6:
+    path, device = options.model, options.device
+    dtype = None if options.dtype == "auto" else options.dtype
+    with status(f"loading {path.name} ...") as show:
+        def progress(done, total):
+            show(f"loading {path.name} {bar(done / total)} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+        try:
+            model, message = RWKV6.from_file(path, "cuda" if device == "auto" else device, dtype, progress), ""
+        except NotSupported as why:
+            if device != "auto":
+                raise
+            model, device, message = RWKV6.from_file(path, "cpu", dtype, progress), "cpu", f": {why}"
+    say(f"device {'cuda' if device == 'auto' else device}{message}")
+    return model
+
+
+def tokenizer_of(options, model):
+    size, kind = model.sizes["V"], options.tokenizer
+    if kind == "auto":
+        kind = "world" if options.vocab else {256: "bytes", 65536: "world"}.get(size)
+        if kind is None:
+            raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 "
+                             "(World); --tokenizer says which it is")
+    beside = options.model / VOCABULARY
+    vocabulary = options.vocab or (beside if beside.is_file() else None)
+    tokenizer = Bytes() if kind == "bytes" else World.from_file(vocabulary) if vocabulary else World.installed()
+    if tokenizer.size > size:
+        raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected at least {tokenizer.size} "
+                         f"for --tokenizer {kind}")
+    return tokenizer
+
+
+def load_state(options, model) -> State | None:
+    if not options.load_state:
+        return None
+    state = State.load(options.load_state)
+    if (rows := state.att_shift.shape[1]) != 1:
+        raise ValueError(f"{options.load_state} holds {rows} sequences, expected one")
+    try:
+        return model.on_device(state)
+    except ValueError as error:
+        raise ValueError(f"{options.load_state} is the state of another model: {error}") from None
+
+
+# -- one text, and a conversation -------------------------------------------------------------------------------------
+class Writer:
+    """One sequence: reads a text, writes what follows as it comes, and goes on from there the next time."""
+
+    def __init__(self, options, model, state):
+        self.options, self.model, self.state = options, model, state
+        self.tokenizer = options.vocabulary
+        self.how = sampling(options, vocabulary=self.tokenizer.size)
+        self.read = self.written = self.reading = self.writing = 0
+
+    def answer(self, prompt: bytes, stop) -> Text:
+        tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
+        with status("reading ...") as show:
+            rest, state = read(self.model, tokens, self.state,
+                               lambda done: show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens"))
+            batch = Batch(self.model, 1)
+            (slot,) = batch.join([rest], self.how, [state])
+        first = time.perf_counter()
+        text = Text(self.tokenizer, self.options.tokens, stop)
+        with interrupts() as interrupted:
+            while text.finish is None:
+                print(text.close("interrupt") if interrupted() else text.feed(batch.step()[slot]), end="", flush=True)
+        print(flush=True)
+        self.state = batch.state(slot)
+        self.read, self.reading = self.read + len(tokens), self.reading + first - start
+        self.written, self.writing = self.written + text.count, self.writing + time.perf_counter() - first
+        return text
+
+    def save(self):
+        """What has been read and written up to the last whole token."""
+        if self.options.save_state and self.read:
+            self.state.save(self.options.save_state)
+
+    def tell(self):
+        for what, tokens, seconds in (("prefill", self.read, self.reading), ("decode", self.written, self.writing)):
+            if tokens:
+                say(f"{what} {tokens} tokens at {tokens / seconds:.0f} tokens/s")
+
+
+@contextmanager
+def interrupts():
+    """A function that tells whether Ctrl-C was pressed. It lets a token be finished; pressed again, it raises."""
+    pressed, before = [], signal.getsignal(signal.SIGINT)
+
+    def press(number, frame):
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    if before is signal.default_int_handler:                # and not where interrupts are ignored
+        signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def write(options, model, state):
+    """The prompt and what follows, on stdout as it comes, never half a character; speeds on stderr."""
+    prompt = prompt_of(options)
+    print(prompt.decode("utf-8", "replace"), end="", flush=True)
+    writer = Writer(options, model, state)
+    text = writer.answer(prompt, options.stop or ())
+    writer.save()
+    if text.finish == "interrupt":
+        raise KeyboardInterrupt
+    writer.tell()
+
+
+def prompt_of(options) -> bytes:
+    if options.prompt and options.prompt != "-":
+        return os.fsencode(options.prompt)
+    if options.prompt == "-" or piped():
+        prompt = sys.stdin.buffer.read()
+        prompt = prompt.removesuffix(b"\n").removesuffix(b"\r")
+        if prompt:
+            return prompt
+        if options.prompt == "-":
+            raise ValueError("argument --prompt: stdin is empty, expected some text")
+    if options.load_state:
+        raise ValueError("argument --load-state: wants a --prompt to read, as a state holds no next token")
+    return PROMPT.encode()
+
+
+def piped() -> bool:
+    """Whether stdin is a file, or a pipe with something in it within a second: one that nobody writes to must not
+    keep a text waiting that has a prompt of its own. `--prompt -` waits."""
+    if sys.stdin is None:
+        return False
+    kind = os.fstat(sys.stdin.fileno()).st_mode
+    return stat.S_ISREG(kind) or stat.S_ISFIFO(kind) and bool(select.select([sys.stdin], [], [], 1)[0])
+
+
+def converse(options, model, state):
+    """Answers line by line, the state carried on; ends with stdin."""
+    writer = Writer(options, model, state)
+    before = f"{options.prompt}{TURN_ENDS}" if options.prompt else ""
+    try:
+        while line := ask():
+            if not line.strip():
+                continue
+            turn = before + TURN.format(line.strip())
+            try:
+                text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
+            except KeyboardInterrupt:       # while it read, or pressed twice: the state is the one before the turn
+                print(flush=True)
+                continue
+            # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
+            before = "" if text.finish == "stop" else TURN_ENDS
+    finally:
+        writer.save()
+    writer.tell()
+
+
+def ask() -> str:
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape")
+
+
+# -- many texts -------------------------------------------------------------------------------------------------------
+def write_batch(options, model, state):
+    """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
+    asked, start, done = list(read_lines(options)), time.perf_counter(), {}
+    requests = [request(options, line, number, state) for number, line in asked]
+    try:
+        with status("writing ...") as show:
+            for number, text, how in complete(model, options.vocabulary, requests, options.slots or 8):
+                done[number] = {"prompt": asked[number][1]["prompt"], "text": text, "tokens": how.count,
+                                "finish": how.finish, **({"error": how.error} if how.error else {})}
+                show(f"writing {bar(len(done) / len(asked))} {len(done)} of {len(asked)} texts")
+    finally:
+        if done or not asked:
+            write_lines(options.output, [done[number] for number in sorted(done)])
+        if len(done) < len(asked):
+            say(f"{len(done)} of {len(asked)} texts are done, "
+                + (f"{options.output} has them" if done else f"{options.output} is not written"))
+    count = sum(line["tokens"] for line in done.values())
+    say(f"{len(asked)} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
+    for number in sorted(done):
+        if error := done[number].get("error"):
+            raise ValueError(f"{options.batch_file}, line {asked[number][0]}: {error}; "
+                             f"the other texts are in {options.output}")
+
+
+def write_lines(path, objects):
+    with replaced(path) as file:
+        for line in objects:
+            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+def read_lines(options):
+    """``(line number, its object)`` of every line that is not blank, each checked before anything runs."""
+    try:
+        with open(options.batch_file, "rb") as file:
+            for number, raw in lines(file, LONGEST):
+                if raw.strip():
+                    yield number, line_of(raw, number)
+    except ValueError as error:
+        raise ValueError(f"{options.batch_file}, {error}") from None
+
+
+def line_of(raw, number):
+    try:
+        line = json_object(raw)
+        check_line(line)
+        return line
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
+
+
+def check_line(line):
+    if not line.get("prompt"):
+        raise ValueError('expected an object {"prompt": "some text", ...}')
+    for name, value in line.items():
+        if name not in LINE:
+            raise ValueError(f"has an unknown {shown(name)}, expected {', '.join(LINE)}")
+        if not isinstance(value, LINE[name]) or isinstance(value, bool):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected {name_of(LINE[name])}")
+    for name, least in (("tokens", 1), ("seed", 0)):
+        if line.get(name, least) < least:
+            raise ValueError(f"{name} is {shown(line[name])}, expected a whole number from {least} up")
+
+
+def name_of(types):
+    return " or ".join(one.__name__ for one in (types if isinstance(types, tuple) else (types,)))
+
+
+def request(options, line, number, state) -> Request:
+    tokenizer, stop = options.vocabulary, line.get("stop", options.stop or [])
+    stop = [stop] if isinstance(stop, str) else stop
+    try:
+        Text(tokenizer, stop=stop)
+        how = sampling(options, vocabulary=tokenizer.size,
+                       **{name: line[name] for name in ("temperature", "top_p", "top_k", "seed") if name in line})
+        return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
+    except ValueError as error:
+        raise ValueError(f"{options.batch_file}, line {number}: {error}") from None

@@ -1,0 +1,137 @@
+"""Tells what a bug report needs: versions, devices, backends and why not, caches, BLAS and its threads.
+
+    linattn-np info
+
+A line is a fact; nothing is sent anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from .. import NotSupported, __version__, explain, gla
+from ..backends.numpy.cores import workers
+from ..models import austen
+from ..models.devices import check_device
+from .threads import VARIABLES
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGES = ("numpy", "ml_dtypes", "safetensors", "cupy-cuda12x", "cupy-cuda13x", "cupy", "numba", "numba-cuda",
+            "threadpoolctl", "matplotlib", "pyrwkv-tokenizer", "mpi4py", "torch", "jax")
+SET_BY_USER = (*VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR",
+               "NUMBA_ENABLE_CUDASIM")
+
+
+def declare(parser):
+    """It has no options."""
+
+
+def run(options):
+    for title, facts in (("versions", versions), ("devices", devices), ("backends", backends), ("caches", caches),
+                         ("threads", threads), ("environment", environment)):
+        print(title)
+        for name, fact in facts():
+            print(f"  {name:<18}{' '.join(told(fact).split())}", flush=True)
+
+
+def told(fact) -> str:
+    """A fact, or the function that finds it: where that fails, what is broken is what the report is about."""
+    try:
+        return str(fact() if callable(fact) else fact)
+    except Exception as error:
+        return f"cannot be told: {type(error).__name__}: {error}"
+
+
+def versions():
+    yield "linattn_np", f"{__version__} in {PACKAGE}"
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    for name in PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def devices():
+    yield "CPU", f"{platform.machine()}, {workers()} cores for this process"
+    try:
+        import cupy
+    except ImportError as error:
+        yield "GPU", f"none: {error}"
+        return
+    runtime = cupy.cuda.runtime
+    yield "CUDA runtime", lambda: version(runtime.runtimeGetVersion())
+    yield "CUDA driver", lambda: version(runtime.driverGetVersion()) if runtime.driverGetVersion() else "none is loaded"
+    yield "NVRTC", lambda: ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    if not cupy.cuda.is_available():
+        yield "GPU", "none: CuPy finds no CUDA device"
+        return
+    for i in range(runtime.getDeviceCount()):
+        yield f"GPU {i}", partial(card, runtime, i)
+
+
+def card(runtime, i) -> str:
+    about = runtime.getDeviceProperties(i)
+    return (f"{about['name'].decode()}, compute capability {about['major']}.{about['minor']}, "
+            f"{about['totalGlobalMem'] / 2**30:.0f} GiB")
+
+
+def version(number) -> str:
+    """12040 is 12.4, as CUDA counts."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def backends():
+    """Which of them would run `gla`, and on arrays of the device if there is one."""
+    try:
+        check_device("models", "cuda")
+        xp, missing = sys.modules["cupy"], None
+    except NotSupported as error:
+        xp, missing = np, str(error).split(": ")[-1]
+    yield "numpy", partial(route, np, "numpy", None)
+    yield "cupy", partial(route, xp, "cupy", missing)
+    yield "numba", partial(route, xp, "numba", missing)
+    yield "models on cuda", f"do not run: {missing}" if missing else "run"
+
+
+def route(xp, name, missing) -> str:
+    x = xp.zeros((1, 1, 16, 16), np.float32)
+    found = explain(gla, x, x, x, x, backend=name)
+    return "runs" if found.backend else f"does not run: {missing or found.reasons[name]}"
+
+
+def caches():
+    home = Path.home()
+    for name, variable, folder in (("CuPy's kernels", "CUPY_CACHE_DIR", home / ".cupy" / "kernel_cache"),
+                                   ("CUDA's kernels", "CUDA_CACHE_PATH", home / ".nv" / "ComputeCache"),
+                                   ("Numba's loops", "NUMBA_CACHE_DIR", PACKAGE)):
+        folder = Path(os.environ.get(variable) or folder)
+        files = [path for path in folder.rglob("*.nb[ic]" if folder == PACKAGE else "*") if path.is_file()]
+        yield name, f"{folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
+    yield "example's model", austen
+
+
+def threads():
+    built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    yield "NumPy's BLAS", f"{built['name']} {built['version']}"
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        yield "threads", "BLAS chooses without threadpoolctl: pip install 'linattn-np[threads]' brings it"
+        return
+    for pool in threadpool_info():
+        about = f"{pool['version'] or ''} {pool.get('architecture', '')}"
+        yield pool["internal_api"], f"{about}: {pool['num_threads']} threads"
+
+
+def environment():
+    for name in SET_BY_USER:
+        if value := os.environ.get(name):
+            yield name, value

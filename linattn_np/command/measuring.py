@@ -1,0 +1,104 @@
+"""The device that is measured: its arrays, its clock, and what a call takes of its memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import tracemalloc
+from functools import partial
+
+import numpy as np
+
+from ..arrays import BFLOAT16
+
+CALLS = 5
+COPIED = 1 << 28                # bytes of the copy that gives the floor
+
+
+class Cpu:
+    xp, name, dtype, longest, tokens = np, "the CPU", np.dtype(np.float32), 16384, 1024
+
+    def ms(self, call):
+        begun = time.perf_counter()
+        call()
+        return (time.perf_counter() - begun) * 1e3
+
+    def taken(self, call):
+        """Bytes that a call holds at most, its result among them."""
+        tracemalloc.start()
+        try:
+            call()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+class Cuda:
+    dtype, longest, tokens = BFLOAT16, 131072, 4096
+
+    def __init__(self):
+        import cupy
+
+        self.xp, self.name = cupy, cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+
+    def ms(self, call):
+        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return self.xp.cuda.get_elapsed_time(start, stop)
+
+    def taken(self, call):
+        pool = self.xp.cuda.MemoryPool()
+        with self.xp.cuda.using_allocator(pool.malloc):
+            call()
+            return pool.total_bytes()
+
+
+def declare_device(add):
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)")
+
+
+def chosen(name):
+    """ImportError where the device that was asked for is not there, or what drives it."""
+    if name == "cpu":
+        return Cpu()
+    try:
+        import cupy
+
+        if not cupy.cuda.is_available():
+            raise ImportError("CuPy finds no GPU")
+    except ImportError as error:
+        if name == "cuda":
+            raise ImportError(f"argument --device: cuda cannot be used: {error}") from None
+        return Cpu()
+    return Cuda()
+
+
+def drawn(device, op, **sizes) -> list:
+    """Arrays for a call of a declared operator: gates as logsigmoid makes them, a bonus in float32."""
+    rng = device.xp.random.default_rng(0)
+    normal = partial(rng.standard_normal, dtype=np.float32)
+    arrays = []
+    for name, axes in op.arrays.items():
+        shape = tuple(sizes[axis] for axis in axes.split())
+        x = normal(shape)
+        if name == "u":
+            arrays.append(x)
+        else:
+            arrays.append((-device.xp.log1p(device.xp.exp(-x)) if name in op.gates else x).astype(device.dtype))
+    return arrays
+
+
+def median_ms(device, call, calls=CALLS) -> float:
+    return statistics.median(device.ms(call) for _ in range(calls))
+
+
+def ms_of_a_byte(device) -> float:
+    """That moves once, at the bandwidth of a copy, which reads and writes each."""
+    source = device.xp.ones(COPIED, np.uint8)
+    target = device.xp.empty_like(source)
+    return median_ms(device, lambda: device.xp.copyto(target, source)) / (2 * COPIED)
+

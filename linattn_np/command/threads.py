@@ -1,0 +1,43 @@
+"""How many threads BLAS takes. Small matrices are faster with one: more of them wait for each other at every product,
+and where another program is busy they wait for it too.
+
+The number follows from the size of the matrices alone, not from how busy the machine is, so that the same command
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+from ..backends.numpy.cores import workers
+from .terminal import say
+
+SHARE = 4 << 20         # bytes of a matrix for which another thread pays
+VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+@contextmanager
+def blas_for(device: str, sizes: dict):
+    """Inside, BLAS has the threads that a model of these sizes is worth, if it is the CPU that computes.
+
+    A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is.
+    """
+    count = wanted(4 * sizes["D"] * sizes["F"], workers())
+    if device != "cpu" or count == workers() or any(map(os.environ.get, VARIABLES)):
+        yield
+        return
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        say("this model is faster with fewer threads of BLAS: pip install 'linattn-np[threads]', "
+            f"or set OPENBLAS_NUM_THREADS={count}")
+        yield
+        return
+    with threadpool_limits(count, "blas"):
+        yield
+
+
+def wanted(size: int, most: int) -> int:
+    """Threads for float32 matrices of so many bytes, the largest of a layer."""
+    return max(1, min(most, size // SHARE))

@@ -1,0 +1,168 @@
+"""Trains a byte-level RWKV-6 on a text, with NumPy or CuPy and the package's own gradients. No torch, no JAX.
+
+    linattn-np train --text novel.txt --out novel
+    linattn-np train --text novel.txt --out novel --resume
+    linattn-np generate --model novel/model.safetensors --prompt "Emma was"
+
+The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte.
+"""
+
+import math
+import time
+from dataclasses import fields
+from pathlib import Path
+
+from .. import NotSupported
+from ..models.devices import check_device
+from ..models.files import same_file
+from ..models.training import Settings, Training
+from .terminal import bar, say, status, whole
+from .threads import blas_for
+
+# What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
+DEFAULTS = {
+    "cpu": dict(layers=2, width=128, head_size=32, batch=8, context=128, minutes=2, lr=3e-3, dropout=0.0),
+    "cuda": dict(layers=4, width=256, head_size=64, batch=64, context=512, minutes=2, lr=2e-3, dropout=0.2),
+}
+CHECKPOINT, MODEL = "training.safetensors", "model.safetensors"
+SHOWN = 0.2         # seconds between two states of the progress bar
+
+
+def run(options):
+    training = start(options)
+    with blas_for(training.device, training.layout.sizes):
+        train(training, Path(options.out), options.every)
+
+
+def declare(parser):
+    add = parser.add_argument
+    add("--text", required=True, metavar="FILE", help="what to learn, any bytes")
+    add("--out", required=True, metavar="FOLDER", help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file "
+        f"read, and {CHECKPOINT}, from which --resume goes on; both are whole whenever the program ends, and however")
+    add("--resume", action="store_true", help="go on with the training in --out; on the CPU it ends with the same bits "
+        "as one that was never interrupted")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the matrices in products on cuda "
+        "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu")
+    add("--every", type=float, default=60, metavar="SECONDS",
+        help="between held-out losses and checkpoints (default: %(default)s)")
+
+    add = parser.add_argument_group("the training", "Defaults are those of the cpu / of cuda.").add_argument
+
+    def setting(name, type, what):
+        values = [defaults.get(name, getattr(Settings, name)) for defaults in DEFAULTS.values()]
+        add(f"--{name.replace('_', '-')}", type=type, help=f"{what} ({' / '.join(map(str, values))})")
+
+    setting("layers", whole(1), "of the model")
+    setting("width", whole(1), "channels of the model")
+    setting("head_size", whole(1), "channels of a head")
+    setting("batch", whole(1), "sequences in a step")
+    setting("context", whole(1), "bytes of each that are predicted in a step")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=whole(1), help="how many, instead of --minutes")
+    length.add_argument("--minutes", type=float,
+                        help="how long to train, held-out losses and checkpoints included (2 / 2)")
+    setting("lr", float, "the learning rate after the warm-up, from where it falls to 0 as a cosine")
+    setting("weight_decay", float, "AdamW's, of matrices")
+    setting("dropout", float, "share of elements that are dropped")
+    setting("seed", whole(0), "equal seeds train alike")
+
+
+def start(options) -> Training:
+    """A new training, or the one in the folder."""
+    if not options.every >= 0:
+        raise ValueError(f"argument --every: is {options.every}, expected a number from 0 up")
+    device = device_of(options.device)
+    text, path = Path(options.text).read_bytes(), Path(options.out) / CHECKPOINT
+    for name in (CHECKPOINT, MODEL):
+        if same_file(options.text, Path(options.out) / name):
+            raise ValueError(f"argument --text: is {name} in --out, which the training would replace")
+    given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
+    if options.resume:
+        training = Training.restore(path, text, device, options.dtype)
+        for name, value in given.items():
+            if (own := getattr(training.settings, name)) != value:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"argument {flag}: is {value}, but the training in {options.out} has {own}")
+        return training
+    if path.exists():
+        raise ValueError(f"argument --out: {options.out} holds a training; --resume goes on with it")
+    defaults = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
+    training = Training(text, Settings(**defaults | given), device, options.dtype)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return training
+
+
+def device_of(wanted) -> str:
+    if wanted == "cpu":
+        device, message = "cpu", ""
+    else:
+        try:
+            check_device("Training", "cuda")
+            device, message = "cuda", ""
+        except NotSupported as why:
+            if wanted == "cuda":
+                raise
+            device, message = "cpu", f": {why}"
+    say(f"device {device}{message}")
+    return device
+
+
+def train(training, folder, every):
+    """Until it is done; what an interrupt loses are the steps since the last report."""
+    say(f"{training.layout.size:,} parameters; {len(training.text.learned):,} bytes to learn, "
+        f"{len(training.text.held):,} held out")
+    with status("training ...") as show:
+        part = Part(training)
+        while training.done < 1:
+            part.step()
+            if part.unseen > SHOWN:
+                show(f"training {bar(training.done)} {part.seen()}")
+            if part.seconds > every and training.done < 1:
+                part.report(folder, show)
+                part = Part(training)
+        part.report(folder, show)
+    say(f"wrote {folder / MODEL}")
+
+
+class Part:
+    """The steps from one report to the next."""
+
+    def __init__(self, training):
+        self.training, self.losses, self.first = training, [], training.bytes
+        self.start = self.shown = time.perf_counter()
+
+    def step(self):
+        self.losses.append(self.training.step())
+
+    @property
+    def seconds(self):
+        return time.perf_counter() - self.start
+
+    @property
+    def unseen(self):
+        return time.perf_counter() - self.shown
+
+    def seen(self) -> str:
+        loss = float(self.losses[-1])                   # waits for the device, so it comes before the speed
+        self.shown = time.perf_counter()
+        return f"loss {loss:.3f}, {self.speed():,.0f} bytes/s"
+
+    def speed(self):
+        return (self.training.bytes - self.first) / self.seconds
+
+    def report(self, folder, show):
+        """The mean loss, the held-out loss and the files; nothing is written once the weights are lost."""
+        training, line = self.training, f"step {self.training.step_number}"
+        if self.losses:
+            mean = float(training.xp.stack(self.losses).mean())
+            if not math.isfinite(mean):
+                raise ValueError(f"the loss is {mean} by step {training.step_number}; a lower --lr may help")
+            line += f", loss {mean:.3f}, {self.speed():,.0f} bytes/s"
+        show(f"{line} ...")
+        held_out = training.held_out_loss()
+        training.save(folder / CHECKPOINT)
+        training.save_model(folder / MODEL)
+        show("")
+        say(f"{line}, held out {held_out:.4f}")

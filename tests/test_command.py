@@ -1,0 +1,173 @@
+"""The command `linattn-np`: what it offers, its help, what it tells, and how many threads it takes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from test_examples import AUSTEN, ENVIRONMENT
+
+import linattn_np
+from linattn_np.__main__ import main
+from linattn_np.command import COMMANDS, bench, info, threads
+from linattn_np.command.terminal import Parser
+from linattn_np.models import austen, example
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = {"rwkv6_decode.py": "generate", "train_rwkv6.py": "train", "compare_attention.py": "compare"}
+
+
+def called(capsys, *words):
+    """Its exit code and what it wrote on stdout and stderr."""
+    try:
+        code = main(list(map(str, words)))
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def test_it_tells_its_commands(capsys):
+    for words in ([], ["--help"]):
+        code, out, err = called(capsys, *words)
+        assert (code, err) == (0, "")
+        assert all(f"  {name:<10}{what}\n" in out for name, what in COMMANDS.items())
+    assert called(capsys, "--version") == (0, f"linattn-np {linattn_np.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [["dance"], ["--dance"], ["bench", "--dance"], ["bench", "dance"], ["info", "dance"]])
+def test_misuse_is_one_line(words, capsys):
+    code, out, err = called(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("linattn-np") and "dance" in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_reads_well(name, capsys):
+    """It opens with the module's words, explains every option, and names itself as it is called."""
+    code, out, _ = called(capsys, name, "--help")
+    module = import_module(f"linattn_np.command.{name}")
+    assert code == 0 and out.startswith(f"usage: linattn-np {name}") and module.__doc__ in out
+    assert f"    linattn-np {name}" in out and ".py" not in out.replace("benchmarks/run.py", "")
+    parser = Parser()
+    module.declare(parser)
+    assert all(action.help for action in parser._actions)
+
+
+@pytest.mark.parametrize("script, name", SCRIPTS.items())
+def test_the_examples_are_the_commands(script, name):
+    def run(word):
+        return subprocess.run([sys.executable, ROOT / "examples" / script, word], capture_output=True, text=True,
+                              timeout=60, env=ENVIRONMENT)
+
+    done = run("--help")
+    assert done.returncode == 0 and import_module(f"linattn_np.command.{name}").__doc__ in done.stdout
+    done = run("--dance")
+    assert done.returncode == 2 and done.stderr.startswith(f"{script}: ")
+
+
+# -- bench and info ---------------------------------------------------------------------------------------------------
+def test_bench_times_every_operator(capsys):
+    code, out, err = called(capsys, "bench", "--device", "cpu", "--tokens", 65, "--heads", 2, "--width", 16)
+    assert (code, err) == (0, "float32 on the CPU; B 1, H 2, T 65, K 16, V 16\n")
+    memory, _, *rows = out.splitlines()
+    assert re.fullmatch(r"memory [\d,]+ GB/s", memory)
+    assert [row.split()[0] for row in rows] == list(bench.TIMED)
+    number, floors = r"[\d.e+-]+", r"[\d.]+x"
+    assert all(re.fullmatch(rf"\w+ +{number} +{floors} +{number} +{floors}", row) for row in rows)
+
+
+def test_bench_says_what_is_not_there(capsys, monkeypatch):
+    def full(*arrays):
+        raise MemoryError
+
+    monkeypatch.setitem(bench.TIMED, "gla", (bench.TIMED["gla"][0], full))
+    code, out, _ = called(capsys, "bench", "--device", "cpu", "--tokens", 8, "gla")
+    assert code == 0 and out.splitlines()[-1].split() == ["gla", "no", "memory", "no", "memory"]
+
+
+def test_info_tells_what_a_report_needs(capsys):
+    code, out, err = called(capsys, "info")
+    assert (code, err) == (0, "")
+    for line in (f"linattn_np +{linattn_np.__version__} in ", r"Python +3\.", r"numpy +\d", r"CPU +.* \d+ cores",
+                 "numpy +runs", "cupy +(runs|does not run: .+)", "numba +(runs|does not run: .+)",
+                 r"CuPy's kernels +/.*: \d+ files, [\d.]+ MB", "NumPy's BLAS +.+",
+                 f"example's model +{re.escape(str(AUSTEN))}"):
+        assert re.search(f"^  {line}", out, re.M), line
+
+
+def test_info_goes_on_where_something_is_broken():
+    def broken():
+        raise RuntimeError("no libnvrtc")
+
+    assert info.told(broken) == "cannot be told: RuntimeError: no libnvrtc"
+    assert info.told(3) == "3" and info.version(12040) == "12.4"
+
+
+# -- the model that comes along ---------------------------------------------------------------------------------------
+def test_the_example_model_stands_in_the_checkout_and_in_the_package(tmp_path, monkeypatch):
+    assert austen() == AUSTEN.resolve()
+    monkeypatch.setattr(example, "__file__", str(tmp_path / "linattn_np" / "models" / "example.py"))
+    with pytest.raises(FileNotFoundError, match="model.safetensors, is missing in .*a wheel of linattn-np brings it"):
+        austen()
+    inside = tmp_path / "linattn_np" / "data" / "austen-x060"
+    inside.mkdir(parents=True)
+    shutil.copy(AUSTEN, inside)
+    assert austen() == inside / "model.safetensors"
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+def blas_threads():
+    from threadpoolctl import threadpool_info
+    return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    limits = pytest.importorskip("threadpoolctl").threadpool_limits
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with limits(2, "blas"):
+        if 2 not in blas_threads():
+            pytest.skip("this BLAS has one thread")
+        yield
+
+
+def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
+    before = blas_threads()
+    with threads.blas_for("cpu", {"D": 256, "F": 896}):
+        assert set(blas_threads()) == {1}
+    assert blas_threads() == before
+    with threads.blas_for("cuda", {"D": 256, "F": 896}):
+        assert blas_threads() == before
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")         # the user has chosen
+    with threads.blas_for("cpu", {"D": 256, "F": 896}):
+        assert blas_threads() == before
+
+
+def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)         # cannot be imported
+    monkeypatch.setattr(threads, "workers", lambda: 2)
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for sizes, said in (({"D": 256, "F": 896}, 1), ({"D": 4096, "F": 14336}, 0)):
+        with threads.blas_for("cpu", sizes):
+            pass
+        assert capsys.readouterr().err.count("or set OPENBLAS_NUM_THREADS=1\n") == said
+
+
+def test_larger_models_take_more():
+    assert [threads.wanted(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
+    assert threads.wanted(1 << 40, 1) == 1 <= threads.workers() <= os.cpu_count()
+
+
+def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):
+    from linattn_np.command import generate
+
+    seen = []
+    monkeypatch.setattr(generate, "write", lambda options, model, state: seen.extend(blas_threads()))
+    code, *_ = called(capsys, "generate", "--device", "cpu")
+    assert code == 0 and set(seen) == {1}
