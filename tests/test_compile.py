@@ -41,6 +41,11 @@ def shares(kernels):
     return [source.program(part) for part in parts], [[kernel.expression for kernel in part] for part in parts]
 
 
+# Bytes that the worst instance of a kernel stores and loads for want of registers; all others spill nothing. Half the
+# heads of trained models were computed twice before there were these: their registers hold one path for every gate.
+SPILLED = {"gated/sm90/backward_queries": 712, "gated/sm90/backward_keys": 288}
+
+
 @pytest.mark.parametrize("file, target", KERNELS)
 def test_kernels_fit_their_registers(pool, file, target):
     usage = {}
@@ -48,7 +53,7 @@ def test_kernels_fit_their_registers(pool, file, target):
         usage |= share
     for kernel in KERNELS[file, target]:
         used = usage[kernel.expression]
-        assert used.spilled == 0, kernel
+        assert used.spilled <= SPILLED.get(file, 0), kernel
         assert used.registers * kernel.threads <= REGISTERS, kernel
 
 
