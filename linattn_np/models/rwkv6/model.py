@@ -237,12 +237,12 @@ class RWKV6:
         return {axis: self.sizes[axis] for axis in "LDHN"} | ({} if rows is None else {"B": rows})
 
 
-def layers_on(device) -> type:
-    """What runs the layers there; NotSupported says why the GPU cannot be used."""
+def layers_on(device) -> Callable:
+    """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
     check_device("RWKV6", device)
     if device == "cpu":
-        from .numpy_layers import NumpyLayers
-        return NumpyLayers
+        from .cpu_layers import cpu_layers
+        return cpu_layers
     from .cuda_layers import CudaLayers
     return CudaLayers
 

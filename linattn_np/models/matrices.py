@@ -1,0 +1,153 @@
+"""A model's matrices on the CPU in 32, 16, 8 or 4 bits a number: a token's product reads them as they are stored.
+
+    y = x W^T,    W [M, K]
+
+    float32     NumPy's BLAS
+    bfloat16    exact for a checkpoint in bfloat16
+    int8        w = scale_m q,           q in -127..127, a scale for every row, float32
+    int4        w = scale_mb (q - 8),    q in 0..15, a scale for every 32 neighbours of a row, bfloat16: 4.5 bits in all
+
+A token's product takes as long as the matrix takes to be read, so that half of the bits is half of the time. Loops of
+Numba's (`matrix_loops`) widen the numbers in registers; NumPy has none that do. A prompt's product widens some rows at
+a time and leaves them to BLAS, which reuses each for all tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import numpy as np
+
+from ..arrays import BFLOAT16
+from ..contract import ContractError, NotSupported
+from .threads import Board
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+TILE, BLOCK = 64, 32            # rows that lie side by side; numbers of a row that share a scale in int4
+FEW = 8                         # tokens: with more, widening the matrix once costs less than reading it for each
+WIDE = 1 << 22                  # numbers that are widened at a time: 16 MB, which stay in the cache
+CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)     # of int4's scale, as parts of what the largest asks for
+NONE = np.zeros(1, np.float32)
+
+
+class Matrix:
+    """W [M, K], or several of one shape, [S, M, K], in one of FORMATS but float32.
+
+    bits : [S, tiles, K, ...]: of TILE rows an input's numbers lie side by side, input after input
+        bfloat16's bits or int8 [..., TILE]; int4 [..., TILE / 8] words of eight numbers, row r's in bits
+        4 (r // 8) of word r % 8
+    scales : int8's [S, tiles, TILE], int4's [S, tiles, blocks, TILE] as bfloat16's bits
+    """
+
+    def __init__(self, format: str, shape, bits: np.ndarray, scales: np.ndarray | None):
+        self.format, self.shape, self.bits = format, tuple(shape), bits
+        self.scales = NONE if scales is None else scales
+        self.code = loops().CODES[format]
+        self.where = self.bits.ctypes.data, self.scales.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes + self.scales.nbytes
+
+    def __repr__(self):
+        return f"Matrix({list(self.shape)}, {self.format}, {self.nbytes:,} bytes)"
+
+    def __call__(self, x, board: Board):
+        """x W^T for x [T, K], or [S, T, K] for several; float32. Who looks at `board` helps."""
+        x = np.ascontiguousarray(x, np.float32)
+        stack = x.reshape(-1, *x.shape[-2:])
+        y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
+        if stack.shape[1] <= FEW:
+            with board.helped(self.nbytes):
+                loops().multiply(board.array, self.code, *self.where, stack, y)
+        else:
+            for n, (one, to) in enumerate(zip(stack, y)):
+                self.blas(one, n * self.bits.shape[1], to, board)
+        return y if x.ndim == 3 else y[0]
+
+    def blas(self, x, start, y, board):
+        """y [T, M] = x W^T of the matrix whose first tile is `start`."""
+        M, K = self.shape[-2:]
+        tiles = self.bits.shape[1]
+        most = min(tiles, max(1, WIDE // (TILE * K)))
+        room = np.empty(K * TILE * most, np.float32)
+        for tile in range(0, tiles, most):
+            first, last = TILE * tile, min(M, TILE * (tile + most))
+            wide = room[:K * TILE * min(most, tiles - tile)].reshape(K, -1)
+            with board.helped(wide.nbytes):
+                loops().widen(board.array, self.code, *self.where, start + tile, wide)
+            np.matmul(x, wide[:, :last - first], out=y[:, first:last])
+
+    def widened(self) -> np.ndarray:
+        """float32, of `shape`: the numbers that products are of."""
+        M, K = self.shape[-2:]
+        S, tiles = self.bits.shape[:2]
+        if self.format == "bfloat16":
+            wide = (self.bits.astype(np.uint32) << 16).view(np.float32)
+        elif self.format == "int8":
+            wide = self.bits * self.scales[:, :, None]
+        else:
+            nibbles = self.bits[:, :, :, None] >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15
+            scales = np.repeat((self.scales.astype(np.uint32) << 16).view(np.float32), BLOCK, axis=2)[:, :, :K]
+            wide = (nibbles.reshape(S, tiles, K, TILE).astype(np.float32) - 8) * scales
+        return wide.swapaxes(2, 3).reshape(S, tiles * TILE, K)[:, :M].reshape(self.shape)
+
+
+def pack(w, format: str) -> Matrix:
+    """`w` [M, K] or [S, M, K], floats, in one of FORMATS but float32."""
+    w = np.asarray(w)
+    stack = w.reshape(-1, *w.shape[-2:])
+    if format == "bfloat16":
+        return Matrix(format, w.shape, tiled(stack.astype(BFLOAT16).view(np.uint16)), None)
+    stack = stack.astype(np.float32, copy=False)
+    if not np.isfinite(stack).all():
+        raise ContractError(f"pack: w has numbers that are not finite, which {format} cannot hold")
+    if format == "int8":
+        scales = np.abs(stack).max(-1, initial=0, keepdims=True) / np.float32(127)
+        q = np.rint(stack / np.where(scales > 0, scales, 1)).astype(np.int8)
+        return Matrix(format, w.shape, tiled(q), np.ascontiguousarray(tiled(scales)[:, :, 0]))
+    q, scales = four_bits(stack)
+    eight = tiled(q, 8).astype(np.uint32).reshape(*tiled(q, 8).shape[:-1], 8, 8)
+    words = np.bitwise_or.reduce(eight << np.arange(0, 32, 4, dtype=np.uint32)[:, None], axis=-2)
+    return Matrix(format, w.shape, words, tiled(scales))
+
+
+def tiled(w, blank=0):
+    """[S, M, K] as [S, tiles, K, TILE], with rows of `blank` after the last."""
+    S, M, K = w.shape
+    tiles = -(-M // TILE)
+    whole = np.full((S, tiles * TILE, K), blank, w.dtype)
+    whole[:, :M] = w
+    return np.ascontiguousarray(whole.reshape(S, tiles, TILE, K).swapaxes(2, 3))
+
+
+def four_bits(w):
+    """(numbers uint8 [..., M, K], scales [..., M, blocks] as bfloat16's bits)."""
+    *rows, K = w.shape
+    blocks = -(-K // BLOCK)
+    parts = np.zeros((*rows, blocks * BLOCK), np.float32)
+    parts[..., :K] = w
+    parts = parts.reshape(*rows, blocks, BLOCK)
+    extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)    # becomes -8, of which there is one
+    best, scales = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
+    found = np.full(parts.shape, 8, np.uint8)
+    for candidate in CANDIDATES:
+        scale = (extreme * (candidate / -8)).astype(BFLOAT16).astype(np.float32)
+        q = np.clip(np.rint(parts / np.where(scale == 0, 1, scale)) + 8, 0, 15)
+        error = np.square((q - 8) * scale - parts).sum(-1, keepdims=True)
+        better = error < best
+        best, scales = np.where(better, error, best), np.where(better, scale, scales)
+        np.copyto(found, q.astype(np.uint8), where=better)
+    bits = np.ascontiguousarray(scales[..., 0].astype(BFLOAT16)).view(np.uint16)
+    return found.reshape(*rows, blocks * BLOCK)[..., :K], bits
+
+
+@cache
+def loops():
+    """The module of Numba's loops; NotSupported where Numba is not installed."""
+    if find_spec("numba") is None:
+        raise NotSupported("matrices in fewer than 32 bits need Numba on the CPU: pip install linattn-np[cpu]")
+    from . import matrix_loops
+
+    return matrix_loops
