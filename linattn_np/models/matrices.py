@@ -15,7 +15,6 @@ a time and leaves them to BLAS, which reuses each for all tokens.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import numpy as np
 
@@ -28,6 +27,7 @@ TILE, BLOCK = 64, 32            # rows that lie side by side; numbers of a row t
 FEW = 8                         # tokens: with more, widening the matrix once costs less than reading it for each
 WIDE = 1 << 22                  # numbers that are widened at a time: 16 MB, which stay in the cache
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)     # of int4's scale, as parts of what the largest asks for
+CACHED = 1 << 16                # numbers that are rounded at a time
 NONE = np.zeros(1, np.float32)
 
 
@@ -43,12 +43,8 @@ class Matrix:
     def __init__(self, format: str, shape, bits: np.ndarray, scales: np.ndarray | None):
         self.format, self.shape, self.bits = format, tuple(shape), bits
         self.scales = NONE if scales is None else scales
-        self.code = loops().CODES[format]
+        self.code, self.nbytes = loops().CODES[format], self.bits.nbytes + self.scales.nbytes
         self.where = self.bits.ctypes.data, self.scales.ctypes.data
-
-    @property
-    def nbytes(self) -> int:
-        return self.bits.nbytes + self.scales.nbytes
 
     def __repr__(self):
         return f"Matrix({list(self.shape)}, {self.format}, {self.nbytes:,} bytes)"
@@ -97,20 +93,40 @@ class Matrix:
 def pack(w, format: str) -> Matrix:
     """`w` [M, K] or [S, M, K], floats, in one of FORMATS but float32."""
     w = np.asarray(w)
-    stack = w.reshape(-1, *w.shape[-2:])
+    return of_rows(format, *quantised(w.reshape(-1, *w.shape[-2:]), format), w.shape)
+
+
+def of_rows(format, q, scales, shape) -> Matrix:
+    """A matrix of what `quantised` returns."""
     if format == "bfloat16":
-        return Matrix(format, w.shape, tiled(stack.astype(BFLOAT16).view(np.uint16)), None)
-    stack = stack.astype(np.float32, copy=False)
-    if not np.isfinite(stack).all():
-        raise ContractError(f"pack: w has numbers that are not finite, which {format} cannot hold")
+        return Matrix(format, shape, tiled(q), None)
     if format == "int8":
-        scales = np.abs(stack).max(-1, initial=0, keepdims=True) / np.float32(127)
-        q = np.rint(stack / np.where(scales > 0, scales, 1)).astype(np.int8)
-        return Matrix(format, w.shape, tiled(q), np.ascontiguousarray(tiled(scales)[:, :, 0]))
-    q, scales = four_bits(stack)
-    eight = tiled(q, 8).astype(np.uint32).reshape(*tiled(q, 8).shape[:-1], 8, 8)
-    words = np.bitwise_or.reduce(eight << np.arange(0, 32, 4, dtype=np.uint32)[:, None], axis=-2)
-    return Matrix(format, w.shape, words, tiled(scales))
+        return Matrix(format, shape, tiled(q), np.ascontiguousarray(tiled(scales[..., None])[:, :, 0]))
+    eight = tiled(q, 8).reshape(len(q), -1, q.shape[-1], 8, 8)
+    words = np.zeros((*eight.shape[:-2], 8), np.uint32)
+    for row in range(8):
+        words |= eight[..., row, :].astype(np.uint32) << np.uint32(4 * row)
+    return Matrix(format, shape, words, tiled(scales))
+
+
+def quantised(w, format):
+    """(numbers [S, M, K], scales) of floats [S, M, K].
+
+    bfloat16    its bits, no scales
+    int8        int8 from -127 to 127, and float32 [S, M]
+    int4        uint8 from 0 to 15, and bfloat16's bits [S, M, blocks]
+    """
+    if format not in FORMATS[1:]:
+        raise ContractError(f"pack: format is {format!r}, expected one of {', '.join(map(repr, FORMATS[1:]))}")
+    if format == "bfloat16":
+        return w.astype(BFLOAT16).view(np.uint16), None
+    w = w.astype(np.float32, copy=False)
+    if not np.isfinite(w).all():
+        raise ContractError(f"pack: w has numbers that are not finite, which {format} cannot hold")
+    if format == "int4":
+        return four_bits(w)
+    scales = np.abs(w).max(-1, initial=0) / np.float32(127)
+    return np.rint(w / np.where(scales > 0, scales, 1)[..., None]).astype(np.int8), scales
 
 
 def tiled(w, blank=0):
@@ -123,31 +139,44 @@ def tiled(w, blank=0):
 
 
 def four_bits(w):
-    """(numbers uint8 [..., M, K], scales [..., M, blocks] as bfloat16's bits)."""
-    *rows, K = w.shape
+    """(numbers uint8 [S, M, K], scales [S, M, blocks] as bfloat16's bits)."""
+    S, M, K = w.shape
+    rows, blocks = w.reshape(-1, K), -(-K // BLOCK)
+    q, scales = np.empty(rows.shape, np.uint8), np.empty((len(rows), blocks), np.uint16)
+    for first in range(0, len(rows), step := max(1, CACHED // K)):
+        part = slice(first, first + step)
+        q[part], scales[part] = rounded(rows[part])
+    return q.reshape(w.shape), scales.reshape(S, M, blocks)
+
+
+def rounded(w):
+    """The same for rows [M, K]: of CANDIDATES the scale with the least square error, block by block."""
+    M, K = w.shape
     blocks = -(-K // BLOCK)
-    parts = np.zeros((*rows, blocks * BLOCK), np.float32)
-    parts[..., :K] = w
-    parts = parts.reshape(*rows, blocks, BLOCK)
+    parts = np.zeros((M, blocks * BLOCK), np.float32)
+    parts[:, :K] = w
+    parts = parts.reshape(M, blocks, BLOCK)
     extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)    # becomes -8, of which there is one
     best, scales = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
     found = np.full(parts.shape, 8, np.uint8)
     for candidate in CANDIDATES:
         scale = (extreme * (candidate / -8)).astype(BFLOAT16).astype(np.float32)
-        q = np.clip(np.rint(parts / np.where(scale == 0, 1, scale)) + 8, 0, 15)
-        error = np.square((q - 8) * scale - parts).sum(-1, keepdims=True)
+        q = parts * (1 / np.where(scale == 0, 1, scale))
+        np.clip(np.rint(q, out=q), -8, 7, out=q)
+        error = q * scale - parts
+        error = np.einsum("mbk,mbk->mb", error, error)[..., None]
         better = error < best
         best, scales = np.where(better, error, best), np.where(better, scale, scales)
-        np.copyto(found, q.astype(np.uint8), where=better)
-    bits = np.ascontiguousarray(scales[..., 0].astype(BFLOAT16)).view(np.uint16)
-    return found.reshape(*rows, blocks * BLOCK)[..., :K], bits
+        np.copyto(found, (q + 8).astype(np.uint8), where=better)
+    return found.reshape(M, -1)[:, :K], scales[..., 0].astype(BFLOAT16).view(np.uint16)
 
 
 @cache
 def loops():
-    """The module of Numba's loops; NotSupported where Numba is not installed."""
-    if find_spec("numba") is None:
-        raise NotSupported("matrices in fewer than 32 bits need Numba on the CPU: pip install linattn-np[cpu]")
-    from . import matrix_loops
-
+    """The module of Numba's loops; NotSupported where Numba cannot be imported."""
+    try:
+        from . import matrix_loops
+    except ImportError as error:
+        raise NotSupported("matrices in fewer than 32 bits need Numba on the CPU, pip install 'linattn-np[cpu]': "
+                           f"{str(error).splitlines()[0]}") from None
     return matrix_loops

@@ -16,12 +16,13 @@ from numba.extending import intrinsic
 TILE = 64                   # rows of W that are summed side by side
 LANES = 8                   # numbers in a vector
 VECTORS = TILE // LANES
+OFFSETS = [264.0, 24.0] * (VECTORS // 2)        # of int4: 256 + q and 16 + q, less the 8 of q - 8
 BLOCK = 32                  # inputs that share a scale in int4
 CODES = {"bfloat16": 0, "int8": 1, "int4": 2}
 BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}         # of an input's numbers in a tile
 
-# What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim is
-# the product's number, its tiles, and those that have been claimed, in fields of FIELD bits.
+# What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim has
+# the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits.
 CLAIM, DONE, WORK = 0, 8, 16
 FIELD = 20
 FORMAT, BITS, SCALES, X, Y, CHOSEN, STARTS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, NUMBER, TOTALS = range(WORK, WORK + 14)
@@ -31,7 +32,7 @@ STOP = -1
 SPINS = 200                 # looks at the board between two offers of the core to others
 
 LOOP = dict(nogil=True, cache=True, fastmath={"contract", "nsz", "arcp", "reassoc"})
-yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else None
+yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit(lambda: 0)
 
 
 # -- what Numba has no words for --------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def store_float(typing, address, value):
 
 
 def widened(builder, format, base, vector):
-    """The float32 of a vector of a tile's row; int4's as 16 + q, whose bits need no conversion."""
+    """The float32 of a vector of a tile's row; int4's are too large by OFFSETS, as their bits then need no conversion."""
     if format == "bfloat16":
         halves = ir.VectorType(ir.IntType(16), LANES)
         wide = builder.load(at(builder, base, ir.Constant(base.type, 2 * LANES * vector), halves), align=2)
@@ -117,11 +118,13 @@ def widened(builder, format, base, vector):
         bytes_ = ir.VectorType(ir.IntType(8), LANES)
         wide = builder.load(at(builder, base, ir.Constant(base.type, LANES * vector), bytes_), align=1)
         return builder.sitofp(builder.sext(wide, WORDS), SINGLES)
-    wide, shift = builder.load(builder.inttoptr(base, WORDS.as_pointer()), align=4), 19 - 4 * vector
+    # 256 + q has q in its bits 15 to 18, and 16 + q in its bits 19 to 22: one shift serves two neighbours.
+    wide, shift = builder.load(builder.inttoptr(base, WORDS.as_pointer()), align=4), 15 - 8 * (vector // 2)
     amount = ir.Constant(WORDS, [abs(shift)] * LANES)
     moved = builder.shl(wide, amount) if shift > 0 else builder.lshr(wide, amount)
-    number = builder.and_(moved, ir.Constant(WORDS, [0xF << 19] * LANES))
-    return builder.bitcast(builder.or_(number, ir.Constant(WORDS, [0x41800000] * LANES)), SINGLES)
+    mask, exponent = (0xF << 19, 0x41800000) if vector % 2 else (0xF << 15, 0x43800000)
+    number = builder.and_(moved, ir.Constant(WORDS, [mask] * LANES))
+    return builder.bitcast(builder.or_(number, ir.Constant(WORDS, [exponent] * LANES)), SINGLES)
 
 
 def scale(builder, format, base, vector):
@@ -145,16 +148,17 @@ def fused_multiply_add(builder, *vectors):
 def sums(format):
     """The intrinsic (tile, scales, x, chosen, first, last, start, to) for the chosen inputs k.
 
-    to[TILE] = the sum of x[k] W[k], for int4 of one block's inputs: its numbers come as 16 + q, so that `start` is
-    -24 times the sum of x[k], and its sum is added to what is there.
+    to[TILE] = the sum of x[k] W[k]. For int4 these are the inputs of one block, `start` is minus the sum of x[k], which
+    takes the OFFSETS away, and the sum is added to what is there.
     """
     @intrinsic
     def tile_sums(typing, tile, scales, x, chosen, first, last, start, to):
         def generate(context, builder, signature, arguments):
             tile, scales, x, chosen, first, last, start, to = arguments
             totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(VECTORS)]
-            for total in totals:
-                builder.store(everywhere(builder, start), total)
+            for total, offset in zip(totals, OFFSETS):
+                first_sum = builder.fmul(start, ir.Constant(SINGLE, offset if format == "int4" else 0.0))
+                builder.store(everywhere(builder, first_sum), total)
             with cgutils.for_range_slice(builder, first, last, ir.Constant(first.type, 1)) as (n, _):
                 four = ir.Constant(n.type, 4)
                 k = builder.sext(builder.load(at(builder, chosen, builder.mul(n, four), WORD)), n.type)
@@ -188,7 +192,7 @@ def wide_row(format):
             for vector in range(VECTORS):
                 found = widened(builder, format, row, vector)
                 if format == "int4":
-                    found = builder.fsub(found, ir.Constant(SINGLES, [24.0] * LANES))
+                    found = builder.fsub(found, ir.Constant(SINGLES, [OFFSETS[vector]] * LANES))
                 if format != "bfloat16":
                     found = builder.fmul(found, scale(builder, format, scales, vector))
                 builder.store(found, at(builder, to, ir.Constant(to.type, 4 * LANES * vector), SINGLES), align=4)
@@ -240,7 +244,7 @@ def multiply_tile(board, tile, sums):
             for block in range(blocks):
                 int4_sums(bits + TILE // 2 * first, scales + 2 * TILE * (tile * blocks + block), x, chosen,
                           int_at(starts + 4 * block), int_at(starts + 4 * block + 4),
-                          np.float32(-24) * float_at(totals + 4 * block), to)
+                          -float_at(totals + 4 * block), to)
         y = board[Y] + 4 * (row * rows + within * TILE)
         for m in range(min(TILE, rows - within * TILE)):
             store_float(y + 4 * m, sums[m])
@@ -271,7 +275,7 @@ def claimed(board):
 
 
 @njit(**LOOP)
-def help(board):
+def assist(board):
     """Computes tiles of every product on the board until it says STOP."""
     sums, idle = np.empty(TILE, np.float32), 0
     while True:
@@ -292,7 +296,7 @@ def help(board):
 @njit(**LOOP)
 def start(board):
     """Nothing to do yet."""
-    board[:] = 0
+    store_atomic(board.ctypes.data + 8 * CLAIM, 0)
 
 
 @njit(**LOOP)

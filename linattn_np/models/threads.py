@@ -41,7 +41,7 @@ class Helpers:
         from . import matrix_loops
 
         while True:
-            matrix_loops.help(self.boards.get())
+            matrix_loops.assist(self.boards.get())
 
 
 HELPERS = Helpers()
@@ -57,11 +57,12 @@ class Board:
 
         self.loops = matrix_loops
         self.array, self.busy = np.zeros(matrix_loops.BOARD, np.int64), False
+        self.most = count() - 1 if hasattr(os, "sched_yield") else 0
 
     @contextmanager
     def helped(self, size: int):
         """With others' help inside, where `size` bytes of matrices are worth it."""
-        wanted = min(count() - 1, size // SHARE) if not self.busy and hasattr(os, "sched_yield") else 0
+        wanted = 0 if self.busy else min(self.most, size // SHARE)
         if not wanted:
             yield
             return

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 
-from ...arrays import BFLOAT16
+from ...contract import ContractTypeError, NotSupported
 from ..matrices import FORMATS, loops
+from ..quantised import Stored
 from .checks import refuse
 from .numpy_layers import NumpyLayers
-from ...contract import ContractTypeError
 
 
 def cpu_layers(weights, sizes, dtype, loaded):
@@ -22,11 +20,19 @@ def cpu_layers(weights, sizes, dtype, loaded):
     return NumbaLayers(weights, sizes, dtype, loaded)
 
 
+def has_loops() -> bool:
+    try:
+        return bool(loops())
+    except NotSupported:
+        return False
+
+
 def format_of(weights, dtype) -> str:
-    """One of FORMATS: `dtype`; or bfloat16, where the weights are and Numba is there, else float32."""
+    """One of FORMATS: `dtype`, or that of the weights, which for bfloat16 is float32 where there is no Numba."""
     if dtype is None:
-        own = weights["head.weight"].dtype
-        return "bfloat16" if own == BFLOAT16 and find_spec("numba") else "float32"
+        head = weights["head.weight"]
+        own = head.format if isinstance(head, Stored) else str(head.dtype)
+        return own if own in FORMATS and (own != "bfloat16" or has_loops()) else "float32"
     try:
         name = dtype if dtype in FORMATS else np.dtype(dtype).name
     except TypeError:

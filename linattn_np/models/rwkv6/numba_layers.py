@@ -7,7 +7,9 @@ from functools import partial
 
 import numpy as np
 
+from ...arrays import BFLOAT16
 from ..matrices import FEW, pack
+from ..quantised import Stored
 from ..threads import Board
 from . import math, numba_loops as loops, weights as table
 from .numpy_layers import FLOAT32, NumpyLayers, Pieces
@@ -17,7 +19,7 @@ FINER = {"int4": "int8"}
 
 
 class NumbaLayers(NumpyLayers):
-    """Matrices in bfloat16, int8 or int4; the embedding, of which a token reads one row, too, but for int4's."""
+    """Matrices in bfloat16, int8 or int4; the embedding, of which a token reads one row, in bfloat16."""
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
@@ -39,12 +41,15 @@ class NumbaLayers(NumpyLayers):
             return self.run(Step(rows, board, slots), tokens, state, rows, last)
 
 
-def kept(format, field, weight, array):
+def kept(format, field, weight, arrays):
     """A weight as products or the mixes take it."""
+    if field != "embedding" and all(isinstance(array, Stored) and array.format == format for array in arrays):
+        return Stored.matrix(arrays)
+    array = table.stacked(arrays)
     if not weight.matrix:
         return np.ascontiguousarray(array, FLOAT32)
     if field == "embedding":
-        return array.astype(FLOAT32)
+        return array.astype(BFLOAT16)
     if weight.inputs_first:
         return pack(array.swapaxes(-1, -2), FINER.get(format, format))
     return pack(array, format)

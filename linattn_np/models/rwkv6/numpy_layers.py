@@ -42,7 +42,7 @@ class NumpyLayers:
 
     def run(self, do, tokens, state, rows, last):
         whole = self.whole
-        x = math.layer_norm(whole.embedding[tokens], whole.ln0)
+        x = math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
             x = math.time_mix(do, layer, x, att_shift, wkv)
             x = math.channel_mix(do, layer, x, ffn_shift)
@@ -50,15 +50,15 @@ class NumpyLayers:
 
 
 def loaded_array(weights, loaded, kept, field, weight, names):
-    array = kept(field, weight, table.stacked(weights, names))
+    array = kept(field, weight, table.plain(weights, names))
     for name in names:
         loaded(weights[name])
     return array
 
 
-def kept(field, weight, array):
+def kept(field, weight, arrays):
     """A weight in float32; a matrix, but for the embedding, is [..., K, M], a view where it is stored as [..., M, K]."""
-    array = array.astype(FLOAT32)
+    array = table.stacked(arrays).astype(FLOAT32)
     return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
 
 
