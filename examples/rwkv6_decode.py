@@ -26,6 +26,7 @@ from linattn_np.models.text import Request, Text, complete, read
 from linattn_np.models.tokenizers import VOCABULARY
 
 MODEL = Path(__file__).parent / "data" / "austen-x060" / "model.safetensors"
+DTYPES = {"cuda": ("float32", "float16", "bfloat16"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
 LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int, "seed": int,
@@ -66,8 +67,9 @@ def declare(parser):
     add = parser.add_argument_group("the model").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: cuda where CuPy can use it, else cpu (default)")
-    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the matrices on cuda; "
-        "auto: the checkpoint's if that is a half-precision one, else float32 (default). The cpu computes in float32")
+    add("--dtype", choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))), default="auto",
+        help="of the matrices; float16 on cuda only, int8 and int4 on the cpu only, where all but float32 need Numba. "
+        "auto: the checkpoint's if that has fewer bits than 32, else float32 (default)")
     add("--model", default=MODEL, help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
         "(default: Austen's, in data/)")
     add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
@@ -135,8 +137,8 @@ def check_combination(options):
             conflict(f"--{name}", "goes with --batch-file only")
     if options.chat and options.prompt == "-":
         conflict("--chat", "reads its lines from stdin, so --prompt cannot be -")
-    if options.device == "cpu" and options.dtype not in ("auto", "float32"):
-        conflict("--dtype", f"{options.dtype} does not go with --device cpu, which computes in float32")
+    if options.dtype not in ("auto", *(taken := DTYPES.get(options.device, (options.dtype,)))):
+        conflict("--dtype", f"{options.dtype} does not go with --device {options.device}, which takes {', '.join(taken)}")
     if options.vocab and options.tokenizer == "bytes":
         conflict("--vocab", "does not go with --tokenizer bytes")
     for name in ("output", "save_state"):
@@ -168,6 +170,8 @@ def sampling(options, **line):
 
 def load(options) -> RWKV6:
     path, device = Path(options.model), options.device
+    if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
+        device = "cpu"
     dtype = None if options.dtype == "auto" else options.dtype
     with status(f"loading {path.name} ...") as show:
         def progress(done, total):

@@ -216,7 +216,7 @@ def test_a_tuned_state_is_where_sequences_start(weights, rng):
 
 @pytest.mark.parametrize("dtype, found", [("float16", "float16"), (np.float64, "float64"), ("q4", "'q4'")])
 def test_the_cpu_refuses_other_dtypes(weights, dtype, found, tmp_path):
-    with pytest.raises(TypeError, match=f"RWKV6: dtype is {found}, expected float32 on the CPU, where NumPy"):
+    with pytest.raises(TypeError, match=f"RWKV6: dtype is {found}, expected float32, bfloat16, int8, int4 on the CPU"):
         RWKV6(weights, dtype=dtype)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ContractError, match=f"{tmp_path}.*dtype is {found}"):
