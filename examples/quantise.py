@@ -25,8 +25,8 @@ def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default=MODEL, help="a checkpoint as rwkv6_decode.py takes it (default: Austen's, in data/)")
-    add("--dtype", choices=("bfloat16", "int8", "int4"), required=True, help="of the large matrices: int8 has a scale for "
-        "every row, int4 one for 32 neighbours. The embedding and the matrices of low rank become bfloat16")
+    add("--dtype", choices=("bfloat16", "int8", "int4"), required=True, help="of the large matrices: int8 has a scale "
+        "for every row, int4 one for 32 neighbours. The embedding and the matrices of low rank become bfloat16")
     add("--out", required=True, metavar="FILE", help="a .safetensors file")
     add("--text", required=True, metavar="FILE", help="what the loss is measured on")
     add("--tokens", type=whole(2), default=4096, help="of the text (default: %(default)s)")

@@ -137,8 +137,10 @@ def check_combination(options):
             conflict(f"--{name}", "goes with --batch-file only")
     if options.chat and options.prompt == "-":
         conflict("--chat", "reads its lines from stdin, so --prompt cannot be -")
-    if options.dtype not in ("auto", *(taken := DTYPES.get(options.device, (options.dtype,)))):
-        conflict("--dtype", f"{options.dtype} does not go with --device {options.device}, which takes {', '.join(taken)}")
+    dtypes = DTYPES.get(options.device)
+    if dtypes and options.dtype not in ("auto", *dtypes):
+        conflict("--dtype", f"{options.dtype} does not go with --device {options.device}, "
+                            f"which takes {', '.join(dtypes)}")
     if options.vocab and options.tokenizer == "bytes":
         conflict("--vocab", "does not go with --tokenizer bytes")
     for name in ("output", "save_state"):

@@ -156,7 +156,8 @@ def rounded(w):
     parts = np.zeros((M, blocks * BLOCK), np.float32)
     parts[:, :K] = w
     parts = parts.reshape(M, blocks, BLOCK)
-    extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)    # becomes -8, of which there is one
+    # The number of the largest size becomes -8, of which there is one, or a part of it.
+    extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
     best, scales = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
     found = np.full(parts.shape, 8, np.uint8)
     for candidate in CANDIDATES:

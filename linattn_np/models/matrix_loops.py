@@ -25,13 +25,14 @@ BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}         # of an 
 # the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits.
 CLAIM, DONE, WORK = 0, 8, 16
 FIELD = 20
-FORMAT, BITS, SCALES, X, Y, CHOSEN, STARTS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, NUMBER, TOTALS = range(WORK, WORK + 14)
+(FORMAT, BITS, SCALES, X, Y, CHOSEN, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES,
+ NUMBER) = range(WORK, WORK + 14)
 BOARD = WORK + 16
 WIDENING = 0                # instead of a number of tokens
 STOP = -1
 SPINS = 200                 # looks at the board between two offers of the core to others
 
-LOOP = dict(nogil=True, cache=True, fastmath={"contract", "nsz", "arcp", "reassoc"})
+LOOP = {"nogil": True, "cache": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
 yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit(lambda: 0)
 
 
@@ -109,7 +110,7 @@ def store_float(typing, address, value):
 
 
 def widened(builder, format, base, vector):
-    """The float32 of a vector of a tile's row; int4's are too large by OFFSETS, as their bits then need no conversion."""
+    """The float32 of a vector of a tile's row; int4's are too large by OFFSETS: such bits need no conversion."""
     if format == "bfloat16":
         halves = ir.VectorType(ir.IntType(16), LANES)
         wide = builder.load(at(builder, base, ir.Constant(base.type, 2 * LANES * vector), halves), align=2)

@@ -1,8 +1,9 @@
 """Checkpoints with matrices in 8 or 4 bits: safetensors files, in which a matrix comes with its scales.
 
     <name> int8 [M, K],          <name>.scales float32 [M]                  w = scale q
-    <name> uint8 [M, K / 2],     <name>.scales bfloat16 [M, blocks]         w = scale (q - 8), a scale for 32 neighbours;
-                                                                            the lower four bits are the even columns'
+    <name> uint8 [M, K / 2],     <name>.scales bfloat16 [M, blocks]         w = scale (q - 8), a scale for 32 neighbours
+
+Of a byte of two numbers the lower four bits are the even column's.
 """
 
 from __future__ import annotations

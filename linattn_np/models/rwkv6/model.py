@@ -121,7 +121,8 @@ class RWKV6:
         large = linears(sizes["L"])
         matrices = {*large, *(name for name in weights if is_matrix(name))}
         rest = matrices if dtype == "bfloat16" else matrices.difference(large)
-        weights = {name: np.asarray(array).astype(BFLOAT16) if name in rest else array for name, array in weights.items()}
+        weights = {name: np.asarray(array).astype(BFLOAT16) if name in rest else array
+                   for name, array in weights.items()}
         return weights if dtype == "bfloat16" else of_bits(weights, large, dtype)
 
     def initial_state(self, batch: int = 1) -> State:

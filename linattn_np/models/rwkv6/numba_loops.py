@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-LOOP = dict(nogil=True, cache=True, fastmath={"contract", "nsz", "arcp", "reassoc"})
+LOOP = {"nogil": True, "cache": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
 
 
 @njit(**LOOP)

@@ -57,7 +57,7 @@ def loaded_array(weights, loaded, kept, field, weight, names):
 
 
 def kept(field, weight, arrays):
-    """A weight in float32; a matrix, but for the embedding, is [..., K, M], a view where it is stored as [..., M, K]."""
+    """A weight in float32; a matrix, but for the embedding, is [..., K, M], if need be a view."""
     array = table.stacked(arrays).astype(FLOAT32)
     return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
 
