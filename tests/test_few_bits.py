@@ -163,11 +163,17 @@ def test_threads_that_may_be_used(monkeypatch):
     assert threads.count() == len(os.sched_getaffinity(0))
 
 
-def test_a_board_says_when_it_is_over():
+@pytest.mark.parametrize("size", [0, 10])
+def test_a_board_says_when_it_is_over(size):
+    """Whoever still looks at it then, helped or not, would look for ever."""
     board = Board()
-    with board.helped(10):
-        assert board.busy and matrix_loops.claimed(board.array) == -1
-    assert not board.busy and matrix_loops.claimed(board.array) == -2
+    for _ in range(2):
+        with board.helped(size):
+            assert board.busy and matrix_loops.claimed(board.array) == -1
+            with board.helped(size):
+                assert board.busy
+            assert matrix_loops.claimed(board.array) == -1
+        assert not board.busy and matrix_loops.claimed(board.array) == -2
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def multiply_tile(board, tile, sums):
     to, first = sums.ctypes.data, tile * columns
     for token in range(tokens):
         row = which * tokens + token
-        x, chosen = board[X] + 4 * row * columns, board[CHOSEN] + 4 * row * (columns + 1)
+        x, chosen = board[X] + 4 * row * columns, board[CHOSEN] + 4 * row * columns
         starts, totals = board[STARTS] + 4 * row * (blocks + 1), board[TOTALS] + 4 * row * blocks
         if format == 0:
             bfloat16_sums(bits + 2 * TILE * first, 0, x, chosen, 0, int_at(starts + 4 * blocks), np.float32(0), to)
@@ -262,7 +262,7 @@ def compute(board, tile, sums):
 
 @njit(**LOOP)
 def claimed(board):
-    """The number of a tile that is this thread's to compute, or -1."""
+    """The number of a tile for this thread to compute; -1 where there is none now, -2 where there will be none."""
     claim = board.ctypes.data + 8 * CLAIM
     while True:
         value = load_atomic(claim)
@@ -350,7 +350,7 @@ def multiply(board, format, bits, scales, x, y):
     """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board; `bits` and `scales` are addresses."""
     S, T, K = x.shape
     blocks = (K + BLOCK - 1) // BLOCK
-    chosen, starts = np.empty((S, T, K + 1), np.int32), np.empty((S, T, blocks + 1), np.int32)
+    chosen, starts = np.empty((S, T, K), np.int32), np.empty((S, T, blocks + 1), np.int32)
     totals = np.empty((S, T, blocks), np.float32)
     choose(x, chosen, starts, totals)
     board[FORMAT], board[BITS], board[SCALES] = format, bits, scales

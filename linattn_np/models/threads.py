@@ -61,16 +61,16 @@ class Board:
 
     @contextmanager
     def helped(self, size: int):
-        """With others' help inside, where `size` bytes of matrices are worth it."""
-        wanted = 0 if self.busy else min(self.most, size // SHARE)
-        if not wanted:
+        """Products inside have others' help, where `size` bytes of matrices are worth it; every product is inside."""
+        if self.busy:
             yield
             return
         self.busy = True
         self.loops.start(self.array)
-        HELPERS.wake(self.array, wanted)
+        if wanted := min(self.most, size // SHARE):
+            HELPERS.wake(self.array, wanted)
         try:
             yield
         finally:
             self.busy = False
-            self.loops.stop(self.array)
+            self.loops.stop(self.array)         # for those, too, that come late, from an earlier time
