@@ -24,8 +24,9 @@ from .threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32            # rows that lie side by side; numbers of a row that share a scale in int4
-FEW = 8                         # tokens: with more, widening the matrix once costs less than reading it for each
-WIDE = 1 << 22                  # numbers that are widened at a time: 16 MB, which stay in the cache
+FEW = 16                        # tokens: with more, widening the matrix once costs less than reading it for each
+# Numbers that are widened at a time: few stay in a core's own cache, many save BLAS from arranging x again and again.
+WIDE = {"a token": 1 << 13, "least": 1 << 18, "most": 1 << 22}
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)     # of int4's scale, as parts of what the largest asks for
 CACHED = 1 << 16                # numbers that are rounded at a time
 NONE = np.zeros(1, np.float32)
@@ -66,7 +67,8 @@ class Matrix:
         """y [T, M] = x W^T of the matrix whose first tile is `start`."""
         M, K = self.shape[-2:]
         tiles = self.bits.shape[1]
-        most = min(tiles, max(1, WIDE // (TILE * K)))
+        numbers = min(max(WIDE["a token"] * len(x), WIDE["least"]), WIDE["most"])
+        most = min(tiles, max(1, numbers // (TILE * K)))
         room = np.empty(K * TILE * most, np.float32)
         for tile in range(0, tiles, most):
             first, last = TILE * tile, min(M, TILE * (tile + most))

@@ -57,12 +57,22 @@ def kept(format, field, weight, arrays):
 
 @dataclass
 class FewBits(Pieces):
-    """`math.Pieces` on matrices of few bits."""
+    """`math.Pieces` on matrices of few bits; NumPy's exponentials are faster than Numba's, its passes are not."""
 
     board: Board
 
     def multiply(self, matrix, x):
         return matrix(x, self.board)
+
+    def data_mix(self, layer, low, xx, d):
+        low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)
+        m = self.product(layer, "maa_up", low)
+        loops.data_mix(m, layer.maa, xx, d)
+        return m
+
+    def relu_squared(self, x):
+        loops.relu_squared(x)
+        return x
 
 
 @dataclass
@@ -78,11 +88,6 @@ class Step(FewBits):
         loops.shift_mix(x, norm, maa, shift, self.slots, math.LAYER_NORM_EPS, mixed, xx, d)
         return mixed, xx, d
 
-    def data_mix(self, layer, low, xx, d):
-        m = self.product(layer, "maa_up", loops.tanh_of_five(low))
-        loops.data_mix(m, layer.maa, xx, d)
-        return m
-
     def log_decay(self, layer, low):
         w = self.product(layer, "decay_up", np.tanh(low))
         loops.log_decay(w, layer.decay)
@@ -96,10 +101,6 @@ class Step(FewBits):
     def gated_norm(self, layer, o, gate):
         loops.gated_norm(o, gate, layer.ln_x, len(layer.bonus), math.GROUP_NORM_EPS)
         return o
-
-    def relu_squared(self, x):
-        loops.relu_squared(x)
-        return x
 
     def add_gated(self, x, gate, value):
         loops.add_gated(x, gate, value)

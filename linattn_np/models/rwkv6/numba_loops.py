@@ -1,4 +1,4 @@
-"""What stands between two products of a token, for B sequences; each loop writes to its last arguments."""
+"""What stands between two products, for B sequences of a token each, or for B tokens where nothing mixes them."""
 
 import numpy as np
 from numba import njit
@@ -26,18 +26,6 @@ def shift_mix(x, norm, maa, shift, slots, eps, mixed, xx, d):
         for n in range(maa.shape[0]):
             for c in range(D):
                 mixed[n, b, c] = xx[b, c] + d[b, c] * maa[n, c]
-
-
-@njit(**LOOP)
-def tanh_of_five(low):
-    """[B, 5 A] as [5, B, A]."""
-    B, A = low.shape[0], low.shape[1] // 5
-    to = np.empty((5, B, A), np.float32)
-    for n in range(5):
-        for b in range(B):
-            for a in range(A):
-                to[n, b, a] = np.tanh(low[b, n * A + a])
-    return to
 
 
 @njit(**LOOP)
