@@ -38,7 +38,7 @@ def main():
     if args.out:
         with open(args.out, "w") as file:
             json.dump({"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL,
-                       "rows": rows}, file, indent=1)
+                       "note": args.note, "rows": rows}, file, indent=1)
 
 
 def arguments():
@@ -46,6 +46,7 @@ def arguments():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rwkv-cpp", metavar="LIBRARY", help="its librwkv.so, to be measured too")
+    parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
     parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
     return parser.parse_args()
 
