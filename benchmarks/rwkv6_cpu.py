@@ -1,8 +1,8 @@
-"""RWKV-6 on the CPU: decode beside the time its weights take to read, prefill beside decode, and the `rwkv` package.
+"""RWKV-6 on the CPU in float32, bfloat16, int8 and int4, beside the `rwkv` package and rwkv.cpp.
 
     python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--rwkv-cpp LIBRARY] [--out FILE]
 
-The models are synthetic ones in float32. The floor is every weight but the embedding once, over the read bandwidth.
+The models are synthetic ones. The floor is every weight but the embedding once, in float32, over the read bandwidth.
 Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
 Times are medians, the best beside them. Logits are compared before anything is timed. The `rwkv` package, which needs
 torch, and rwkv.cpp, which has to be built, are optional.
@@ -15,10 +15,14 @@ import platform
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 
 MODELS = ({"L": 12, "D": 768}, {"L": 24, "D": 1024})
 PREFILL = 512
 SAMPLE = 8              # tokens decoded between two looks at the clock
+A_CALL = {"decode": SAMPLE, "prefill": PREFILL}
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+TYPES = ("FP32", "FP16", "Q8_0", "Q4_0", "Q5_1")       # of rwkv.cpp's models
 BANDWIDTH_BYTES = 1 << 28       # several times any cache
 REST = 0.15             # seconds in which one library's threads stop spinning and leave the cores to another's
 
@@ -29,12 +33,12 @@ def main():
     os.sched_setaffinity(0, cpus)               # before NumPy is loaded: its BLAS counts the CPUs once
     import numpy as np
 
-    print(f"RWKV-6, float32, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
+    print(f"RWKV-6, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
     rows = [measure(np, sizes, len(cpus), args.rounds, args.rwkv_cpp) for sizes in MODELS]
     if args.out:
         with open(args.out, "w") as file:
-            json.dump({"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "rows": rows},
-                      file, indent=1)
+            json.dump({"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL,
+                       "note": args.note, "rows": rows}, file, indent=1)
 
 
 def arguments():
@@ -42,6 +46,7 @@ def arguments():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rwkv-cpp", metavar="LIBRARY", help="its librwkv.so, to be measured too")
+    parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
     parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
     return parser.parse_args()
 
@@ -56,47 +61,57 @@ def measure(np, sizes, threads, rounds, rwkv_cpp):
 
     weights = synthetic(np, sizes)
     weight_bytes = sum(x.nbytes for name, x in weights.items() if name != "emb.weight")
-    model, peer, cpp = RWKV6(weights), load_peer(weights, threads), None
+    models = {dtype: RWKV6(weights, dtype=dtype) for dtype in DTYPES}
+    model, peers = models["float32"], {}
+    if (peer := load_peer(weights, threads)) is not None:
+        peers["rwkv"] = SimpleNamespace(step=lambda token, state: peer.forward([token], state),
+                                        prompt=lambda tokens: peer.forward(tokens, None))
     if rwkv_cpp:
         from rwkv_cpp import RwkvCpp
-        cpp = RwkvCpp(rwkv_cpp, weights, threads)
+        peers |= {f"rwkv.cpp {type}": RwkvCpp(rwkv_cpp, weights, threads, type) for type in TYPES}
     del weights
     tokens = np.random.default_rng(1).integers(0, model.sizes["V"], PREFILL).tolist()
+    print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token in float32")
+    for name in ("rwkv", "rwkv.cpp FP32"):
+        if name in peers:
+            found = difference(np, model, tokens[:70], peers[name].prompt, peers[name].step)
+            print(f"{name}: logits differ by {found:.1e} of their size")
 
-    def step(token, state):
-        return model.forward([[token]], state, last=True)
+    def calls_of(step, prompt):
+        return {"decode": decoding(step, tokens), "prefill": lambda: prompt(tokens)}
 
-    calls = {"read": reading(np), "decode": decoding(step, tokens),
-             "prefill": lambda: model.forward([tokens], last=True)}
-    print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token")
-    row = {**sizes, "weight_bytes": weight_bytes}
-    if peer is not None:
-        row["relative_difference"] = difference(np, model, tokens[:70], lambda tokens: peer.forward(tokens, None),
-                                                lambda token, state: peer.forward([token], state))
-        calls |= {"rwkv decode": decoding(lambda token, state: peer.forward([token], state), tokens),
-                  "rwkv prefill": lambda: peer.forward(tokens, None)}
-        print(f"the rwkv package's logits differ by {row['relative_difference']:.1e} of their size")
-
-    if cpp is not None:
-        calls |= {"rwkv.cpp decode": decoding(cpp.step, tokens), "rwkv.cpp prefill": lambda: cpp.prompt(tokens)}
-        found = difference(np, model, tokens[:70], cpp.prompt, cpp.step)
-        print(f"rwkv.cpp's logits differ by {found:.1e} of their size")
-
-    times = interleaved(calls, rounds)
-    tokens_a_call = {"read": BANDWIDTH_BYTES / weight_bytes, "decode": SAMPLE, "prefill": PREFILL}
-    seconds = {name: [t / tokens_a_call[name.split()[-1]] for t in samples] for name, samples in times.items()}
-    seconds["floor"] = seconds.pop("read")
-    for name, samples in seconds.items():
+    calls = {"floor": {"decode": reading(np)}}
+    calls |= {dtype: calls_of(lambda token, state, model=model: model.forward([[token]], state, last=True),
+                              lambda tokens, model=model: model.forward([tokens], last=True))
+              for dtype, model in models.items()}
+    calls |= {name: calls_of(peer.step, peer.prompt) for name, peer in peers.items()}
+    times = interleaved({(name, what): call for name, both in calls.items() for what, call in both.items()}, rounds)
+    seconds = {key: [t / (BANDWIDTH_BYTES / weight_bytes if key[0] == "floor" else A_CALL[key[1]]) for t in samples]
+               for key, samples in times.items()}
+    row = {**sizes, "weight_bytes": weight_bytes, "results": {}}
+    for (name, what), samples in seconds.items():
         median, best = statistics.median(samples), min(samples)
-        row[name] = {"ms": median * 1e3, "best_ms": best * 1e3, "tokens_per_s": 1 / median}
-        print(f"{name:16s}{median * 1e3:8.3f} ({best * 1e3:.3f}) ms a token {1 / median:9.1f} tokens/s")
-    for slow, fast in (("decode", "floor"), ("decode", "prefill"), ("rwkv decode", "decode"),
-                       ("rwkv prefill", "prefill"), ("rwkv.cpp decode", "decode"), ("rwkv.cpp prefill", "prefill")):
-        if slow in seconds:
-            ratio = statistics.median(a / b for a, b in zip(seconds[slow], seconds[fast]))
-            row[f"{slow} / {fast}"] = ratio
-            print(f"{slow} takes {ratio:.2f} times the {fast}'s time")
+        its = row["results"].setdefault(name, {})
+        base = seconds["float32", what]
+        its[what] = {"ms": median * 1e3, "best_ms": best * 1e3, "tokens_per_s": 1 / median,
+                     "times_float32": statistics.median(a / b for a, b in zip(base, samples))}
+        print(f"{name + ' ' + what:24s}{median * 1e3:8.3f} ({best * 1e3:.3f}) ms a token {1 / median:9.1f} tokens/s, "
+              f"{its[what]['times_float32']:.2f} times float32's")
+    for name, one in {**models, **peers}.items():
+        if name != "rwkv":
+            row["results"][name]["bytes"] = memory(one)
     return row
+
+
+def memory(model):
+    """Bytes of the weights; rwkv.cpp's are those of its file."""
+    layers = getattr(model, "layers", None)
+    if layers is None:
+        return model.bytes
+    if hasattr(layers, "nbytes"):
+        return layers.nbytes
+    arrays = [*vars(layers.whole).values(), *(x for layer in layers.layers for x in vars(layer).values())]
+    return sum(array.nbytes for array in arrays)
 
 
 def synthetic(np, sizes):
@@ -150,10 +165,12 @@ def decoding(step, tokens):
 
 
 def interleaved(calls, rounds):
-    """Seconds of every call in every round, each after one to warm up."""
+    """Seconds of every call in every round, prompts in every third, each after one to warm up."""
     times = {name: [] for name in calls}
-    for _ in range(rounds):
+    for n in range(rounds):
         for name, call in calls.items():
+            if n % 3 and name[1] == "prefill":
+                continue
             time.sleep(REST)
             call()
             start = time.perf_counter()

@@ -12,6 +12,9 @@ from textwrap import fill
 ROOT = Path(__file__).parents[1]
 README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 WIDTH = 120
+EQUAL_BITS = {"float32": "rwkv.cpp FP32", "bfloat16": "rwkv.cpp FP16", "int8": "rwkv.cpp Q8_0", "int4": "rwkv.cpp Q4_0"}
+WHAT = {"decode": "decode", "prefill": "prompt"}
+OTHERS = {"float32": ["rwkv"], "int4": ["rwkv.cpp Q5_1"]}       # further peers of a row
 BEGIN, END = "<!-- RWKV-6's speed, written by benchmarks/rwkv6_table.py -->\n", "<!-- end of RWKV-6's speed -->\n"
 
 
@@ -73,17 +76,28 @@ def versions(measured):
 
 def on_a_cpu(result) -> str:
     rows, faster = [], []
-    peers = [name for name in ("rwkv", "rwkv.cpp") if f"{name} decode" in result["rows"][0]]
     for row in result["rows"]:
-        model = f"{row['L']} x {row['D']}"
-        for what, ours, ratio in (("decode", "decode", f"{row['decode / floor']:.2f}"), ("prompt", "prefill", "")):
-            rate, theirs = (row[ours]["tokens_per_s"],
-                            {name: row[f"{name} {ours}"]["tokens_per_s"] for name in peers})
-            rows.append([f"{model}, {what}", f"{row[ours]['ms']:.2f}", count(rate), ratio, *map(count, theirs.values())])
-            faster += [f"{name} ({model}, {what}, {its / rate:.2f} times)" for name, its in theirs.items() if its > rate]
-    text = (f"{result['device']}, {result['threads']} threads, models of layers x channels in float32, one sequence. "
-            f"The floor of decoding is the time to read the weights once; a prompt has {result['prefill']} tokens.")
-    head = ["", "ms a token", "tokens/s", "times the floor", *(f"{name}, tokens/s" for name in peers)]
+        found = row["results"]
+        for dtype, peer in EQUAL_BITS.items():
+            ours, model = found[dtype], f"{row['L']} x {row['D']}, {dtype}"
+            theirs = {name: found[name] for name in (peer, *OTHERS.get(dtype, ())) if name in found}
+            cells = [name + " " + ", ".join(count(its[what]["tokens_per_s"]) for what in WHAT if what in its)
+                     for name, its in theirs.items()]
+            rows.append([model, f"{ours['bytes'] / 1e6:,.0f}", f"{ours['decode']['ms']:.2f}",
+                         count(ours["decode"]["tokens_per_s"]), f"{ours['decode']['times_float32']:.2f}",
+                         count(ours["prefill"]["tokens_per_s"]), f"{ours['prefill']['times_float32']:.2f}",
+                         "; ".join(cells)])
+            faster += [f"{name} ({model}, {word}, {ours[what]['ms'] / its[what]['ms']:.2f} times)"
+                       for name, its in theirs.items() for what, word in WHAT.items()
+                       if what in its and its[what]["ms"] < ours[what]["ms"]]
+    floors = " and ".join(f"{row['results']['floor']['decode']['ms']:.1f} ms at {row['L']} x {row['D']}"
+                          for row in result["rows"])
+    text = (f"{result['device']}, {result['threads']} threads, one sequence, models of layers x channels. Decoding in "
+            f"float32 takes at least the time to read the weights, {floors}; a prompt has {result['prefill']} tokens. "
+            "Factors are medians of pairs within a round, figures medians of all rounds. rwkv.cpp keeps the head in 16 "
+            f"bits in its quantised models. {result['note']}".rstrip())
+    head = ["", "MB", "decode, ms", "tokens/s", "times float32", "prompt, tokens/s", "times float32",
+            "peers at equal bits: decode, prompt, tokens/s"]
     return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(losses(faster), WIDTH), ""])
 
 

@@ -1,10 +1,12 @@
 """A model in rwkv.cpp, as a peer: its library built from https://github.com/RWKV/rwkv.cpp, its file written here.
 
-The file is a header (magic, 101, V, D, L, 0 for float32), then every parameter: rank, length of the name, 0 for float32,
-the sizes last axis first, the name, the values; see FILE_FORMAT.md there, which is for all versions of RWKV.
+The file is a header (magic, 101, V, D, L, the type: 0 for float32, 1 for float16), then every parameter: rank, length
+of the name, its type, the sizes last axis first, the name, the values; see FILE_FORMAT.md there, which is for all
+versions of RWKV. Its own function makes other types of the file in float16.
 """
 
 import ctypes
+import os
 import struct
 import tempfile
 
@@ -14,18 +16,24 @@ CHUNK = 64              # tokens of a prompt at once, the most that is recommend
 
 
 class RwkvCpp:
-    """`weights` by their official names, float32; `library` is the path of librwkv."""
+    """`weights` by their official names, float32; `library` is librwkv's path, `type` FP32, FP16, Q8_0, Q4_0, ..."""
 
-    def __init__(self, library, weights, threads):
+    def __init__(self, library, weights, threads, type="FP32"):
         self.rwkv = ctypes.CDLL(library)
         for name, restype in (("init_from_file", ctypes.c_void_p), ("get_state_len", ctypes.c_size_t),
                               ("get_logits_len", ctypes.c_size_t), ("eval", ctypes.c_bool),
-                              ("eval_sequence_in_chunks", ctypes.c_bool)):
+                              ("eval_sequence_in_chunks", ctypes.c_bool), ("quantize_model_file", ctypes.c_bool)):
             getattr(self.rwkv, f"rwkv_{name}").restype = restype
-        with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-            write(file, weights)
-            file.flush()
-            self.context = ctypes.c_void_p(self.rwkv.rwkv_init_from_file(file.name.encode(), threads, 0))
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/model.bin"
+            with open(path, "wb") as file:
+                write(file, weights, type != "FP32")
+            if type not in ("FP32", "FP16"):
+                whole, path = path, f"{folder}/quantised.bin"
+                if not self.rwkv.rwkv_quantize_model_file(whole.encode(), path.encode(), type.encode()):
+                    raise RuntimeError(f"{library} cannot make a model in {type}")
+            self.bytes = os.path.getsize(path)
+            self.context = ctypes.c_void_p(self.rwkv.rwkv_init_from_file(path.encode(), threads, 0))
         if not self.context:
             raise RuntimeError(f"{library} refuses the model")
         self.state_size, self.logits_size = (getattr(self.rwkv, f"rwkv_get_{name}_len")(self.context)
@@ -48,14 +56,15 @@ class RwkvCpp:
         return logits, after
 
 
-def write(file, weights):
+def write(file, weights, half):
     vocabulary, channels = weights["emb.weight"].shape
     layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
-    file.write(struct.pack("=6i", 0x67676D66, 101, vocabulary, channels, layers, 0))
+    file.write(struct.pack("=6i", 0x67676D66, 101, vocabulary, channels, layers, int(half)))
     for name, x in weights.items():
-        x = np.ascontiguousarray(arranged(name, x, weights["blocks.0.att.time_faaaa"].shape[0]), np.float32)
-        encoded = name.encode()
-        file.write(struct.pack(f"={3 + x.ndim}i", x.ndim, len(encoded), 0, *x.shape[::-1]))
+        short = half and x.ndim > 1 and ".time_" not in name
+        x = arranged(name, x, weights["blocks.0.att.time_faaaa"].shape[0])
+        x, encoded = np.ascontiguousarray(x, np.float16 if short else np.float32), name.encode()
+        file.write(struct.pack(f"={3 + x.ndim}i", x.ndim, len(encoded), int(short), *x.shape[::-1]))
         file.write(encoded + x.tobytes())
 
 

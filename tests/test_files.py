@@ -16,13 +16,21 @@ import linattn_np
 from linattn_np import ContractError
 from linattn_np.models import State
 from linattn_np.models.checks import real, shown, whole
-from linattn_np.models.files import FileError, check_writable, json_object, lines, opened, replaced, same_file
-from linattn_np.models.training import write
+from linattn_np.models.files import (
+    FileError,
+    check_writable,
+    json_object,
+    lines,
+    opened,
+    replaced,
+    same_file,
+    write_arrays,
+)
 
 SHAPES = (2, 1, 6), (2, 1, 2, 3, 3), (2, 1, 6)
 SAVERS = {
     "State.save": lambda path: State(*(np.ones(shape, np.float32) for shape in SHAPES)).save(path),
-    "Training.write": lambda path: write(path, {"weights": np.ones(50_000, np.float32)}),
+    "Training.write": lambda path: write_arrays(path, {"weights": np.ones(50_000, np.float32)}),
 }
 
 

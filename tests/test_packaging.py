@@ -91,8 +91,8 @@ def imports(path):
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
 # What knows a model by its face alone; a training names one kind as its default.
-AROUND = ("batch", "checkpoint", "checks", "devices", "example", "face", "files", "fused", "products", "sampling", "stored_zip",
-          "text", "tokenizers")
+AROUND = ("batch", "checkpoint", "checks", "devices", "example", "face", "files", "fused", "matrices", "matrix_loops",
+          "products", "quantised", "sampling", "stored_zip", "text", "threads", "tokenizers")
 CHECKED = ["arguments", "errors", "typing"]         # what public functions outside the operators check and say with
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
@@ -141,6 +141,10 @@ ROOMS = {
     "interop/torch_transforms": (["interop.calls", "arrays", "errors", "ops"], ["numpy", "torch"]),
     "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
+    "models/matrices": ([f"models.{name}" for name in AROUND] + ["arrays", "errors"], ["numpy"]),
+    "models/quantised": ([f"models.{name}" for name in AROUND] + ["arrays", "errors"], ["numpy"]),
+    "models/matrix_loops": ([], ["numpy", "numba", "llvmlite"]),
+    "models/rwkv6/numba_loops": ([], ["numpy", "numba"]),
     "models/training": ([f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6"], ["numpy", "cupy", "safetensors"]),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
@@ -195,7 +199,7 @@ def test_array_libraries_are_imported_where_they_are_used():
     """Numba's runtime, which only a call reaches, and what is there for one library need it to be imported at all."""
     at_the_top = {module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)}
     assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/jax_axis", "interop/torch",
-                          "interop/torch_transforms"}
+                          "interop/torch_transforms", "models/matrix_loops", "models/rwkv6/numba_loops"}
     assert not any(name.startswith("linattn_np.interop") for module, found in MODULES.items()
                    if not module.startswith("interop/") for name, _ in found)
 

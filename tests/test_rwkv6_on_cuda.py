@@ -223,3 +223,11 @@ def test_states_of_another_place_are_refused(on_cuda, device, rng):
     with pytest.raises(TypeError, match="state.att_shift is a numpy.ndarray, expected one of the model's device"):
         model.forward([[1]], state)
     model.forward([[1]], model.on_device(state))
+
+
+def test_a_quantised_checkpoint_is_widened(on_cuda, rng):
+    few = RWKV6.quantise(synthetic(rng, SMALL, np.float32), "int8")
+    tokens = rng.integers(0, SMALL["V"], (2, 6))
+    found, _ = in_calls(on_cuda(few), tokens, [5, 1])
+    wanted, _ = in_calls(RWKV6(few, dtype="float32"), tokens, [5, 1])
+    close(found, wanted, 1e-5)

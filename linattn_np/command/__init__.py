@@ -8,6 +8,7 @@ refuses it raises as ValueError, ImportError or OSError, of which the user sees 
 COMMANDS = {
     "generate": "write text with an RWKV-6 model, alone, as a chat or many texts side by side",
     "train": "train a byte-level RWKV-6 on a text",
+    "quantise": "write a model with its matrices in fewer bits, and tell what that costs",
     "compare": "draw time and memory of attention and its linear kin against the length of the sequence",
     "bench": "time every operator on this machine beside the floor of its memory",
     "info": "tell versions, devices, backends, caches and threads: what to paste into a bug report",

@@ -26,6 +26,7 @@ from ..models.tokenizers import VOCABULARY
 from .terminal import bar, say, some_text, status, whole
 from .threads import blas_for
 
+DTYPES = {"cuda": ("float32", "float16", "bfloat16"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
 LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int, "seed": int,
@@ -48,8 +49,9 @@ def declare(parser):
     add = parser.add_argument_group("the model").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: cuda where CuPy can use it, else cpu (default)")
-    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the matrices on cuda; "
-        "auto: the checkpoint's if that is a half-precision one, else float32 (default). The cpu computes in float32")
+    add("--dtype", choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))), default="auto",
+        help="of the matrices; float16 on cuda only, int8 and int4 on the cpu only, where all but float32 need Numba. "
+        "auto: the checkpoint's if that has fewer bits than 32, else float32 (default)")
     add("--model", metavar="PATH", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
         "(default: a small model of Jane Austen's novels that comes with the package)")
     add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
@@ -104,8 +106,10 @@ def check_combination(options):
             conflict(f"--{name}", "goes with --batch-file only")
     if options.chat and options.prompt == "-":
         conflict("--chat", "reads its lines from stdin, so --prompt cannot be -")
-    if options.device == "cpu" and options.dtype not in ("auto", "float32"):
-        conflict("--dtype", f"{options.dtype} does not go with --device cpu, which computes in float32")
+    dtypes = DTYPES.get(options.device)
+    if dtypes and options.dtype not in ("auto", *dtypes):
+        conflict("--dtype", f"{options.dtype} does not go with --device {options.device}, "
+                            f"which takes {', '.join(dtypes)}")
     if options.vocab and options.tokenizer == "bytes":
         conflict("--vocab", "does not go with --tokenizer bytes")
     for name in ("output", "save_state"):
@@ -137,6 +141,8 @@ def sampling(options, **line):
 
 def load(options) -> RWKV6:
     path, device = options.model, options.device
+    if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
+        device = "cpu"
     dtype = None if options.dtype == "auto" else options.dtype
     with status(f"loading {path.name} ...") as show:
         def progress(done, total):

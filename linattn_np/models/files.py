@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, NoReturn
 
+import numpy as np
+
 from ..errors import ContractError
 from .checks import shown
 
@@ -110,6 +112,15 @@ def replaced(path) -> Iterator[BinaryIO]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def write_arrays(path, arrays):
+    """A safetensors file in the place of an older one, at one moment: whoever dies, one of the two is there, whole."""
+    from safetensors.numpy import save
+
+    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    with replaced(path) as file:
+        file.write(content)
 
 
 def check_writable(path) -> os.stat_result | None:

@@ -20,7 +20,7 @@ from . import checkpoint
 from .checks import real, whole
 from .devices import check_device, on_host
 from .face import Trainable
-from .files import FileError, json_object, replaced
+from .files import FileError, json_object, write_arrays
 from .fused import fused, of
 from .products import CudaProducts, HostProducts
 from .rwkv6 import RWKV6
@@ -189,13 +189,13 @@ class Training:
         """All that `restore` needs, in one file, which is there whole or not at all."""
         about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
         vectors = {name: on_host(getattr(self, name)) for name in VECTORS}
-        write(path, {**vectors, "settings": about, "text": self.text.fingerprint,
+        write_arrays(path, {**vectors, "settings": about, "text": self.text.fingerprint,
                      "step": np.array([self.step_number]), "seconds": np.array([self.seconds])})
 
     def save_model(self, path):
         """The weights under the model's names for files; matrices in the dtype of products."""
         named = self.layout.named(on_host(self.weights))
-        write(path, {name: array.astype(self.products.dtype) if array.squeeze().ndim > 1 else array
+        write_arrays(path, {name: array.astype(self.products.dtype) if array.squeeze().ndim > 1 else array
                      for name, array in named.items()})
 
     @classmethod
@@ -285,15 +285,6 @@ def adam(weights, gradient, first, second, clip, rate, correction, correction_of
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
-def write(path, arrays):
-    """A safetensors file in the place of an older one, at one moment: whoever dies, one of the two is there, whole."""
-    from safetensors.numpy import save
-
-    content = save(arrays)
-    with replaced(path) as file:
-        file.write(content)
-
-
 def checked(stored, kind) -> Settings:
     """The settings of a checkpoint, once all that it holds fits them."""
     kinds = {**dict.fromkeys(VECTORS, np.float32), "settings": np.uint8, "text": np.uint8, "step": np.int64,

@@ -10,15 +10,18 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ... import varlen
+from ...arrays import BFLOAT16
 from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
+from ..quantised import collected, of_bits
 from ..sampling import Sampling
 from .checks import refuse
 from .names import parameters
-from .parameters import Layout, sizes_of
+from .parameters import Layout, is_matrix, sizes_of
 from .state import STATE, Rows, State, check_state
+from .weights import linears
 
 Device = Literal["cpu", "cuda"]
 
@@ -44,11 +47,14 @@ class RWKV6:
         Any float dtype. All sizes come from names and shapes. A tuned `time_state` is where sequences start.
     device : "cpu" or "cuda"
         Where the weights, and with them every array of the model, live: NumPy or CuPy.
-    dtype : float32 on the CPU, where NumPy multiplies nothing else fast; float32, float16 or bfloat16 on CUDA
+    dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16 or bfloat16 on CUDA
         Of the matrices there; norms, mixes and decays are float32, and so are the state and every sum. By default
-        that of `weights` if they are in half precision, as decoding takes as long as the matrices take to be read
-        and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide.
-        What meets a half-precision matrix is rounded to its dtype, but not in steps of up to eight sequences.
+        that of `weights` if they are in fewer bits than 32, as decoding takes as long as the matrices take to be read
+        and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide. float16 is
+        float32 on the CPU, and so is bfloat16 where there is no Numba, which all but float32 need there.
+        int8 has a scale for every row of a matrix, int4 one for 32 neighbours in a row; int4 keeps the matrices of
+        low rank in int8. On CUDA what meets a half-precision matrix is rounded to its dtype, but not in steps of up
+        to eight sequences; on the CPU nothing is.
     progress : function of (bytes of the weights that are on the device, bytes in all)
         Called while they are loaded.
 
@@ -74,7 +80,7 @@ class RWKV6:
 
     def __init__(self, weights: Mapping, device: Device = "cpu", dtype: DTypeLike | None = None,
                  progress: Callable[[int, int], object] | None = None):
-        weights, self.sizes = parameters(weights)
+        weights, self.sizes = parameters(collected(weights))
         self.device = device
         self.layers = layers_on(device)(weights, self.sizes, dtype, counted(weights, progress or (lambda *_: None)))
 
@@ -109,6 +115,21 @@ class RWKV6:
             raise
         except ContractError as error:
             raise type(error)(f"{path}: {error}") from None
+
+    @staticmethod
+    def quantise(weights: Mapping, dtype: str) -> dict:
+        """`weights` as a file of a quantised checkpoint holds them, which `from_file` reads: a dict of host arrays.
+
+        dtype : "int8" or "int4", of the large matrices; or "bfloat16". The embedding and the matrices of low rank are
+            bfloat16 in all of them, the vectors as they are.
+        """
+        weights, sizes = parameters(collected(weights))
+        large = linears(sizes["L"])
+        matrices = {*large, *(name for name in weights if is_matrix(name))}
+        rest = matrices if dtype == "bfloat16" else matrices.difference(large)
+        weights = {name: np.asarray(array).astype(BFLOAT16) if name in rest else array
+                   for name, array in weights.items()}
+        return weights if dtype == "bfloat16" else of_bits(weights, large, dtype)
 
     def initial_state(self, batch: int = 1) -> State:
         """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
@@ -244,12 +265,12 @@ class RWKV6:
         return {axis: self.sizes[axis] for axis in "LDHN"} | ({} if rows is None else {"B": rows})
 
 
-def layers_on(device) -> type:
-    """What runs the layers there; NotSupported says why the GPU cannot be used."""
+def layers_on(device) -> Callable:
+    """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
     check_device("RWKV6", device)
     if device == "cpu":
-        from .numpy_layers import NumpyLayers
-        return NumpyLayers
+        from .cpu_layers import cpu_layers
+        return cpu_layers
     from .cuda_layers import CudaLayers
     return CudaLayers
 

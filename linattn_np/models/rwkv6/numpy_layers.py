@@ -10,20 +10,23 @@ import numpy as np
 from ...ops import rwkv6, rwkv6_step
 from ..devices import on_host
 from . import math, weights as table
-from .checks import one_of
 from .state import Rows
 
 FLOAT32 = np.dtype(np.float32)
 
 
 class NumpyLayers:
-    """Weights and what computes with them; matrices are functions from x to x W^T."""
+    """Weights and what computes with them."""
 
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
 
     def __init__(self, weights, sizes, dtype, loaded):
-        self.dtype = one_of(dtype or FLOAT32, [FLOAT32], " on the CPU, where NumPy multiplies nothing else fast")
-        array_of = partial(loaded_array, weights, loaded)
+        self.dtype = dtype
+        self.load(weights, sizes, loaded, kept)
+
+    def load(self, weights, sizes, loaded, kept):
+        """All weights, each as `kept` makes it of the parameters."""
+        array_of = partial(loaded_array, weights, loaded, kept)
         self.whole = table.whole(array_of)
         self.layers = [table.layer(f"blocks.{i}.", array_of) for i in range(sizes["L"])]
         self.tuned = [array.astype(FLOAT32) for array in table.tuned(weights)]
@@ -35,28 +38,28 @@ class NumpyLayers:
 
     def logits(self, tokens, state, rows, last):
         """[T, V], or [N, V] of each sequence's last token."""
-        do, whole = Pieces(rows), self.whole
-        x = math.layer_norm(whole.embedding[tokens], whole.ln0)
+        return self.run(Pieces(rows), tokens, state, rows, last)
+
+    def run(self, do, tokens, state, rows, last):
+        whole = self.whole
+        x = math.layer_norm(whole.embedding[tokens].astype(FLOAT32, copy=False), whole.ln0)
         for layer, att_shift, wkv, ffn_shift in zip(self.layers, *state.arrays):
             x = math.time_mix(do, layer, x, att_shift, wkv)
             x = math.channel_mix(do, layer, x, ffn_shift)
-        return whole.head(math.layer_norm(x[rows.last] if last else x, whole.ln_out))
+        return do.multiply(whole.head, math.layer_norm(x[rows.last] if last else x, whole.ln_out))
 
 
-def loaded_array(weights, loaded, field, weight, names):
-    """A weight in float32; for a matrix, but for the embedding, the product with it."""
-    array = table.stacked(weights, names).astype(FLOAT32)
+def loaded_array(weights, loaded, kept, field, weight, names):
+    array = kept(field, weight, table.plain(weights, names))
     for name in names:
         loaded(weights[name])
-    if not weight.matrix or field == "embedding":
-        return array
-    return product(array.swapaxes(-1, -2) if weight.inputs_first else array)
+    return array
 
 
-def product(w):
-    """The function from x [..., K] to x W^T [..., M], for w [..., M, K]."""
-    transposed = w.swapaxes(-1, -2)
-    return lambda x: x @ transposed
+def kept(field, weight, arrays):
+    """A weight in float32; a matrix, but for the embedding, is [..., K, M], if need be a view."""
+    array = table.stacked(arrays).astype(FLOAT32)
+    return array if not weight.matrix or weight.inputs_first or field == "embedding" else array.swapaxes(-1, -2)
 
 
 @dataclass
@@ -71,14 +74,17 @@ class Pieces:
         return xx + d * math.beside(getattr(layer, maa), x), xx, d
 
     def product(self, layer, name, x):
-        return getattr(layer, name)(x)
+        return self.multiply(getattr(layer, name), x)
+
+    def multiply(self, matrix, x):
+        return x @ matrix
 
     def data_mix(self, layer, low, xx, d):
         low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)                  # [5, T, A]
-        return xx + d * (math.beside(layer.maa, xx) + layer.maa_up(low))
+        return xx + d * (math.beside(layer.maa, xx) + self.product(layer, "maa_up", low))
 
     def log_decay(self, layer, low):
-        return math.log_decay(layer.decay, layer.decay_up(np.tanh(low)))
+        return math.log_decay(layer.decay, self.product(layer, "decay_up", np.tanh(low)))
 
     def recurrence(self, layer, kvr, w, wkv):
         rows = self.rows

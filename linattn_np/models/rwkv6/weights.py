@@ -84,13 +84,24 @@ def whole(array_of: Callable) -> SimpleNamespace:
     return SimpleNamespace(**{field: array_of(field, weight, list(weight.names)) for field, weight in MODEL.items()})
 
 
-def stacked(weights, names):
-    """The named parameters as one array, several as a stack, without the leading axes of 1 that files have."""
-    arrays = []
-    for name in names:
-        ones = BLOCK.get(in_block(name), "").split().count("1")
-        arrays.append(weights[name].reshape(weights[name].shape[ones:]))
+def plain(weights, names) -> list:
+    """The named parameters, without the leading axes of 1 that files have."""
+    ones = BLOCK.get(in_block(names[0]), "").split().count("1")
+    return [weights[name].reshape(weights[name].shape[ones:]) for name in names]
+
+
+def stacked(arrays):
+    """One array, several as a stack."""
     return np.stack(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def linears(layers: int) -> list[str]:
+    """The names of the large matrices, all of them (out, in); the embedding, of which a token reads a row, is none."""
+    found = ["head.weight"]
+    for weight in LAYER.values():
+        if weight.matrix and not weight.inputs_first:
+            found += [f"blocks.{i}.{name}" for i in range(layers) for name in weight.names]
+    return found
 
 
 def tuned(weights) -> list:

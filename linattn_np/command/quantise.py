@@ -1,0 +1,70 @@
+"""Writes an RWKV-6 checkpoint with its matrices in fewer bits, and what that costs on a text. No torch.
+
+    linattn-np quantise --dtype int4 --out small.safetensors --text novel.txt
+    linattn-np generate --model small.safetensors --prompt "Emma was"
+
+The loss is in nats a token, before and after, over the first --tokens of the text; linattn-np generate and
+RWKV6.from_file read the file on the CPU as it is, and on CUDA widened.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ..models import RWKV6, austen, checkpoint
+from ..models.files import check_writable, same_file, write_arrays
+from .generate import tokenizer_of
+from .terminal import bar, say, status, whole
+
+PIECE = 512             # tokens that are read at a time
+
+
+def declare(parser):
+    add = parser.add_argument
+    add("--model", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face (default: Austen's, which comes "
+        "with the package)")
+    add("--dtype", choices=("bfloat16", "int8", "int4"), required=True, help="of the large matrices: int8 has a scale "
+        "for every row, int4 one for 32 neighbours. The embedding and the matrices of low rank become bfloat16")
+    add("--out", required=True, metavar="FILE", help="a .safetensors file")
+    add("--text", required=True, metavar="FILE", help="what the loss is measured on")
+    add("--tokens", type=whole(2), default=4096, help="of the text (default: %(default)s)")
+    add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
+        help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
+    add("--vocab", metavar="PATH", help="World's vocabulary file")
+
+
+def run(options):
+    options.model = options.model or austen()
+    if not options.out.endswith(".safetensors"):
+        raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
+    for name in ("model", "text"):
+        if same_file(options.out, checkpoint.located(getattr(options, name))):
+            raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
+    check_writable(options.out)
+    weights = checkpoint.read(options.model)
+    model = RWKV6(weights)
+    tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[:options.tokens]
+    if len(tokens) < 2:
+        raise ValueError(f"argument --text: has {len(tokens)} tokens, expected at least 2")
+    before = loss(model, tokens, "before")
+    with status("rounding ..."):
+        write_arrays(options.out, RWKV6.quantise(weights, options.dtype))
+    after = loss(RWKV6.from_file(options.out), tokens, "after")
+    size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
+    say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
+    say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}")
+
+
+def loss(model, tokens, when) -> float:
+    """Nats a token, the first not counted."""
+    state, total = None, 0.0
+    with status(f"reading {when} ...") as show:
+        for start in range(0, len(tokens) - 1, PIECE):
+            show(f"reading {when} {bar(start / len(tokens))}")
+            part = tokens[start:start + PIECE + 1]
+            logits, state = model.forward([part[:-1]], state)
+            logits = logits[0].astype(np.float64)
+            logits -= logits.max(-1, keepdims=True)
+            total += (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), part[1:]]).sum()
+    return total / (len(tokens) - 1)

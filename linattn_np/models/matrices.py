@@ -1,0 +1,185 @@
+"""A model's matrices on the CPU in 32, 16, 8 or 4 bits a number: a token's product reads them as they are stored.
+
+    y = x W^T,    W [M, K]
+
+    float32     NumPy's BLAS
+    bfloat16    exact for a checkpoint in bfloat16
+    int8        w = scale_m q,           q in -127..127, a scale for every row, float32
+    int4        w = scale_mb (q - 8),    q in 0..15, a scale for every 32 neighbours of a row, bfloat16: 4.5 bits in all
+
+A token's product takes as long as the matrix takes to be read, so that half of the bits is half of the time. Loops of
+Numba's (`matrix_loops`) widen the numbers in registers; NumPy has none that do. A prompt's product widens some rows at
+a time and leaves them to BLAS, which reuses each for all tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from ..arrays import BFLOAT16
+from ..errors import ContractError, NotSupported
+from .threads import Board
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+TILE, BLOCK = 64, 32            # rows that lie side by side; numbers of a row that share a scale in int4
+FEW = 16                        # tokens: with more, widening the matrix once costs less than reading it for each
+# Numbers that are widened at a time: few stay in a core's own cache, many save BLAS from arranging x again and again.
+WIDE = {"a token": 1 << 13, "least": 1 << 18, "most": 1 << 22}
+CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)     # of int4's scale, as parts of what the largest asks for
+CACHED = 1 << 16                # numbers that are rounded at a time
+NONE = np.zeros(1, np.float32)
+
+
+class Matrix:
+    """W [M, K], or several of one shape, [S, M, K], in one of FORMATS but float32.
+
+    bits : [S, tiles, K, ...]: of TILE rows an input's numbers lie side by side, input after input
+        bfloat16's bits or int8 [..., TILE]; int4 [..., TILE / 8] words of eight numbers, row r's in bits
+        4 (r // 8) of word r % 8
+    scales : int8's [S, tiles, TILE], int4's [S, tiles, blocks, TILE] as bfloat16's bits
+    """
+
+    def __init__(self, format: str, shape, bits: np.ndarray, scales: np.ndarray | None):
+        self.format, self.shape, self.bits = format, tuple(shape), bits
+        self.scales = NONE if scales is None else scales
+        self.code, self.nbytes = loops().CODES[format], self.bits.nbytes + self.scales.nbytes
+        self.where = self.bits.ctypes.data, self.scales.ctypes.data
+
+    def __repr__(self):
+        return f"Matrix({list(self.shape)}, {self.format}, {self.nbytes:,} bytes)"
+
+    def __call__(self, x, board: Board):
+        """x W^T for x [T, K], or [S, T, K] for several; float32. Who looks at `board` helps."""
+        x = np.ascontiguousarray(x, np.float32)
+        stack = x.reshape(-1, *x.shape[-2:])
+        y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
+        if stack.shape[1] <= FEW:
+            with board.helped(self.nbytes):
+                loops().multiply(board.array, self.code, *self.where, stack, y)
+        else:
+            for n, (one, to) in enumerate(zip(stack, y)):
+                self.blas(one, n * self.bits.shape[1], to, board)
+        return y if x.ndim == 3 else y[0]
+
+    def blas(self, x, start, y, board):
+        """y [T, M] = x W^T of the matrix whose first tile is `start`."""
+        M, K = self.shape[-2:]
+        tiles = self.bits.shape[1]
+        numbers = min(max(WIDE["a token"] * len(x), WIDE["least"]), WIDE["most"])
+        most = min(tiles, max(1, numbers // (TILE * K)))
+        room = np.empty(K * TILE * most, np.float32)
+        for tile in range(0, tiles, most):
+            first, last = TILE * tile, min(M, TILE * (tile + most))
+            wide = room[:K * TILE * min(most, tiles - tile)].reshape(K, -1)
+            with board.helped(wide.nbytes):
+                loops().widen(board.array, self.code, *self.where, start + tile, wide)
+            np.matmul(x, wide[:, :last - first], out=y[:, first:last])
+
+    def widened(self) -> np.ndarray:
+        """float32, of `shape`: the numbers that products are of."""
+        M, K = self.shape[-2:]
+        S, tiles = self.bits.shape[:2]
+        if self.format == "bfloat16":
+            wide = (self.bits.astype(np.uint32) << 16).view(np.float32)
+        elif self.format == "int8":
+            wide = self.bits * self.scales[:, :, None]
+        else:
+            nibbles = self.bits[:, :, :, None] >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15
+            scales = np.repeat((self.scales.astype(np.uint32) << 16).view(np.float32), BLOCK, axis=2)[:, :, :K]
+            wide = (nibbles.reshape(S, tiles, K, TILE).astype(np.float32) - 8) * scales
+        return wide.swapaxes(2, 3).reshape(S, tiles * TILE, K)[:, :M].reshape(self.shape)
+
+
+def pack(w, format: str) -> Matrix:
+    """`w` [M, K] or [S, M, K], floats, in one of FORMATS but float32."""
+    w = np.asarray(w)
+    return of_rows(format, *quantised(w.reshape(-1, *w.shape[-2:]), format), w.shape)
+
+
+def of_rows(format, q, scales, shape) -> Matrix:
+    """A matrix of what `quantised` returns."""
+    if format == "bfloat16":
+        return Matrix(format, shape, tiled(q), None)
+    if format == "int8":
+        return Matrix(format, shape, tiled(q), np.ascontiguousarray(tiled(scales[..., None])[:, :, 0]))
+    eight = tiled(q, 8).reshape(len(q), -1, q.shape[-1], 8, 8)
+    words = np.zeros((*eight.shape[:-2], 8), np.uint32)
+    for row in range(8):
+        words |= eight[..., row, :].astype(np.uint32) << np.uint32(4 * row)
+    return Matrix(format, shape, words, tiled(scales))
+
+
+def quantised(w, format):
+    """(numbers [S, M, K], scales) of floats [S, M, K].
+
+    bfloat16    its bits, no scales
+    int8        int8 from -127 to 127, and float32 [S, M]
+    int4        uint8 from 0 to 15, and bfloat16's bits [S, M, blocks]
+    """
+    if format not in FORMATS[1:]:
+        raise ContractError(f"pack: format is {format!r}, expected one of {', '.join(map(repr, FORMATS[1:]))}")
+    if format == "bfloat16":
+        return w.astype(BFLOAT16).view(np.uint16), None
+    w = w.astype(np.float32, copy=False)
+    if not np.isfinite(w).all():
+        raise ContractError(f"pack: w has numbers that are not finite, which {format} cannot hold")
+    if format == "int4":
+        return four_bits(w)
+    scales = np.abs(w).max(-1, initial=0) / np.float32(127)
+    return np.rint(w / np.where(scales > 0, scales, 1)[..., None]).astype(np.int8), scales
+
+
+def tiled(w, blank=0):
+    """[S, M, K] as [S, tiles, K, TILE], with rows of `blank` after the last."""
+    S, M, K = w.shape
+    tiles = -(-M // TILE)
+    whole = np.full((S, tiles * TILE, K), blank, w.dtype)
+    whole[:, :M] = w
+    return np.ascontiguousarray(whole.reshape(S, tiles, TILE, K).swapaxes(2, 3))
+
+
+def four_bits(w):
+    """(numbers uint8 [S, M, K], scales [S, M, blocks] as bfloat16's bits)."""
+    S, M, K = w.shape
+    rows, blocks = w.reshape(-1, K), -(-K // BLOCK)
+    q, scales = np.empty(rows.shape, np.uint8), np.empty((len(rows), blocks), np.uint16)
+    for first in range(0, len(rows), step := max(1, CACHED // K)):
+        part = slice(first, first + step)
+        q[part], scales[part] = rounded(rows[part])
+    return q.reshape(w.shape), scales.reshape(S, M, blocks)
+
+
+def rounded(w):
+    """The same for rows [M, K]: of CANDIDATES the scale with the least square error, block by block."""
+    M, K = w.shape
+    blocks = -(-K // BLOCK)
+    parts = np.zeros((M, blocks * BLOCK), np.float32)
+    parts[:, :K] = w
+    parts = parts.reshape(M, blocks, BLOCK)
+    # The number of the largest size becomes -8, of which there is one, or a part of it.
+    extreme = np.take_along_axis(parts, np.abs(parts).argmax(-1, keepdims=True), -1)
+    best, scales = np.full(extreme.shape, np.inf, np.float32), np.zeros_like(extreme)
+    found = np.full(parts.shape, 8, np.uint8)
+    for candidate in CANDIDATES:
+        scale = (extreme * (candidate / -8)).astype(BFLOAT16).astype(np.float32)
+        q = parts * (1 / np.where(scale == 0, 1, scale))
+        np.clip(np.rint(q, out=q), -8, 7, out=q)
+        error = q * scale - parts
+        error = np.einsum("mbk,mbk->mb", error, error)[..., None]
+        better = error < best
+        best, scales = np.where(better, error, best), np.where(better, scale, scales)
+        np.copyto(found, (q + 8).astype(np.uint8), where=better)
+    return found.reshape(M, -1)[:, :K], scales[..., 0].astype(BFLOAT16).view(np.uint16)
+
+
+@cache
+def loops():
+    """The module of Numba's loops; NotSupported where Numba cannot be imported."""
+    try:
+        from . import matrix_loops
+    except ImportError as error:
+        raise NotSupported("matrices in fewer than 32 bits need Numba on the CPU, pip install 'linattn-np[cpu]': "
+                           f"{str(error).splitlines()[0]}") from None
+    return matrix_loops

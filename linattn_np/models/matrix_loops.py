@@ -1,0 +1,372 @@
+"""Numba's loops over matrices of few bits, as `matrices` keeps them: tiles of TILE rows of W, input after input.
+
+A tile's sums stay in registers while its inputs pass, so that there is nothing to add up across lanes, and inputs that
+are zero are passed over: their numbers are not read. Several threads share a product: the caller's publishes it in
+`board`, each thread claims tiles, and the caller goes on when all are done. Nobody waits for a thread that is late.
+"""
+
+import os
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TILE = 64                   # rows of W that are summed side by side
+LANES = 8                   # numbers in a vector
+VECTORS = TILE // LANES
+OFFSETS = [264.0, 24.0] * (VECTORS // 2)        # of int4: 256 + q and 16 + q, less the 8 of q - 8
+BLOCK = 32                  # inputs that share a scale in int4
+CODES = {"bfloat16": 0, "int8": 1, "int4": 2}
+BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}         # of an input's numbers in a tile
+
+# What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim has
+# the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits.
+CLAIM, DONE, WORK = 0, 8, 16
+FIELD = 20
+(FORMAT, BITS, SCALES, X, Y, CHOSEN, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES,
+ NUMBER) = range(WORK, WORK + 14)
+BOARD = WORK + 16
+WIDENING = 0                # instead of a number of tokens
+STOP = -1
+SPINS = 200                 # looks at the board between two offers of the core to others
+
+LOOP = {"nogil": True, "cache": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
+yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit(lambda: 0)
+
+
+# -- what Numba has no words for --------------------------------------------------------------------------------------
+WORD, SINGLE = ir.IntType(32), ir.FloatType()
+WORDS, SINGLES = ir.VectorType(WORD, LANES), ir.VectorType(SINGLE, LANES)
+
+
+def at(builder, base, offset, type):
+    return builder.inttoptr(builder.add(base, offset), type.as_pointer())
+
+
+@intrinsic
+def load_atomic(typing, address):
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.intp), generate
+
+
+@intrinsic
+def store_atomic(typing, address, value):
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(arguments[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), generate
+
+
+@intrinsic
+def add_atomic(typing, address, value):
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
+
+    return types.int64(types.intp, types.int64), generate
+
+
+@intrinsic
+def exchanged(typing, address, old, new):
+    """Whether `old` was there, and `new` is now."""
+    def generate(context, builder, signature, arguments):
+        address, old, new = arguments
+        pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
+        return builder.extract_value(builder.cmpxchg(pointer, old, new, "acq_rel", "acquire"), 1)
+
+    return types.boolean(types.intp, types.int64, types.int64), generate
+
+
+@intrinsic
+def float_at(typing, address):
+    def generate(context, builder, signature, arguments):
+        return builder.load(builder.inttoptr(arguments[0], SINGLE.as_pointer()))
+
+    return types.float32(types.intp), generate
+
+
+@intrinsic
+def int_at(typing, address):
+    def generate(context, builder, signature, arguments):
+        return builder.sext(builder.load(builder.inttoptr(arguments[0], WORD.as_pointer())), ir.IntType(64))
+
+    return types.intp(types.intp), generate
+
+
+@intrinsic
+def store_float(typing, address, value):
+    def generate(context, builder, signature, arguments):
+        builder.store(arguments[1], builder.inttoptr(arguments[0], SINGLE.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32), generate
+
+
+def widened(builder, format, base, vector):
+    """The float32 of a vector of a tile's row; int4's are too large by OFFSETS: such bits need no conversion."""
+    if format == "bfloat16":
+        halves = ir.VectorType(ir.IntType(16), LANES)
+        wide = builder.load(at(builder, base, ir.Constant(base.type, 2 * LANES * vector), halves), align=2)
+        return builder.bitcast(builder.shl(builder.zext(wide, WORDS), ir.Constant(WORDS, [16] * LANES)), SINGLES)
+    if format == "int8":
+        bytes_ = ir.VectorType(ir.IntType(8), LANES)
+        wide = builder.load(at(builder, base, ir.Constant(base.type, LANES * vector), bytes_), align=1)
+        return builder.sitofp(builder.sext(wide, WORDS), SINGLES)
+    # 256 + q has q in its bits 15 to 18, and 16 + q in its bits 19 to 22: one shift serves two neighbours.
+    wide, shift = builder.load(builder.inttoptr(base, WORDS.as_pointer()), align=4), 15 - 8 * (vector // 2)
+    amount = ir.Constant(WORDS, [abs(shift)] * LANES)
+    moved = builder.shl(wide, amount) if shift > 0 else builder.lshr(wide, amount)
+    mask, exponent = (0xF << 19, 0x41800000) if vector % 2 else (0xF << 15, 0x43800000)
+    number = builder.and_(moved, ir.Constant(WORDS, [mask] * LANES))
+    return builder.bitcast(builder.or_(number, ir.Constant(WORDS, [exponent] * LANES)), SINGLES)
+
+
+def scale(builder, format, base, vector):
+    """A vector of scales: int8's are one a row, int4's one a row and block, in bfloat16."""
+    if format == "int8":
+        return builder.load(at(builder, base, ir.Constant(base.type, 4 * LANES * vector), SINGLES), align=4)
+    return widened(builder, "bfloat16", base, vector)
+
+
+def everywhere(builder, value):
+    one = builder.insert_element(ir.Constant(SINGLES, ir.Undefined), value, ir.Constant(WORD, 0))
+    return builder.shuffle_vector(one, ir.Constant(SINGLES, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
+
+
+def fused_multiply_add(builder, *vectors):
+    fma = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(SINGLES, [SINGLES] * 3), f"llvm.fma.v{LANES}f32")
+    return builder.call(fma, vectors)
+
+
+def sums(format):
+    """The intrinsic (tile, scales, x, chosen, first, last, start, to) for the chosen inputs k.
+
+    to[TILE] = the sum of x[k] W[k]. For int4 these are the inputs of one block, `start` is minus the sum of x[k], which
+    takes the OFFSETS away, and the sum is added to what is there.
+    """
+    @intrinsic
+    def tile_sums(typing, tile, scales, x, chosen, first, last, start, to):
+        def generate(context, builder, signature, arguments):
+            tile, scales, x, chosen, first, last, start, to = arguments
+            totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(VECTORS)]
+            for total, offset in zip(totals, OFFSETS):
+                first_sum = builder.fmul(start, ir.Constant(SINGLE, offset if format == "int4" else 0.0))
+                builder.store(everywhere(builder, first_sum), total)
+            with cgutils.for_range_slice(builder, first, last, ir.Constant(first.type, 1)) as (n, _):
+                four = ir.Constant(n.type, 4)
+                k = builder.sext(builder.load(at(builder, chosen, builder.mul(n, four), WORD)), n.type)
+                number = everywhere(builder, builder.load(at(builder, x, builder.mul(k, four), SINGLE)))
+                base = builder.add(tile, builder.mul(k, ir.Constant(k.type, BYTES[format])))
+                for vector, total in enumerate(totals):
+                    wide = widened(builder, format, base, vector)
+                    builder.store(fused_multiply_add(builder, wide, number, builder.load(total)), total)
+            for vector, total in enumerate(totals):
+                place = at(builder, to, ir.Constant(to.type, 4 * LANES * vector), SINGLES)
+                found = builder.load(total)
+                if format == "int8":
+                    found = builder.fmul(found, scale(builder, format, scales, vector))
+                if format == "int4":
+                    before = builder.load(place, align=4)
+                    found = fused_multiply_add(builder, found, scale(builder, format, scales, vector), before)
+                builder.store(found, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*(types.intp,) * 6, types.float32, types.intp), generate
+
+    return tile_sums
+
+
+def wide_row(format):
+    """The intrinsic (row, scales, to): to[TILE] = an input's numbers in a tile."""
+    @intrinsic
+    def wide(typing, row, scales, to):
+        def generate(context, builder, signature, arguments):
+            row, scales, to = arguments
+            for vector in range(VECTORS):
+                found = widened(builder, format, row, vector)
+                if format == "int4":
+                    found = builder.fsub(found, ir.Constant(SINGLES, [OFFSETS[vector]] * LANES))
+                if format != "bfloat16":
+                    found = builder.fmul(found, scale(builder, format, scales, vector))
+                builder.store(found, at(builder, to, ir.Constant(to.type, 4 * LANES * vector), SINGLES), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, types.intp), generate
+
+    return wide
+
+
+bfloat16_sums, int8_sums, int4_sums = map(sums, CODES)
+wide_bfloat16, wide_int8, wide_int4 = map(wide_row, CODES)
+
+
+# -- a tile of a product ----------------------------------------------------------------------------------------------
+@njit(**LOOP)
+def widen_tile(board, tile):
+    """A tile's numbers in float32, for BLAS."""
+    format, bits, scales, columns = board[FORMAT], board[BITS], board[SCALES], board[COLUMNS]
+    to, tile = board[Y] + 4 * TILE * tile, board[TILES] + tile
+    for k in range(columns):
+        place, row = to + 4 * board[ROWS] * k, tile * columns + k
+        if format == 0:
+            wide_bfloat16(bits + 2 * TILE * row, 0, place)
+        elif format == 1:
+            wide_int8(bits + TILE * row, scales + 4 * TILE * tile, place)
+        else:
+            wide_int4(bits + TILE // 2 * row, scales + 2 * TILE * (tile * board[BLOCKS] + k // BLOCK), place)
+
+
+@njit(**LOOP)
+def multiply_tile(board, tile, sums):
+    """A tile of a product, for all its tokens."""
+    format, bits, scales = board[FORMAT], board[BITS], board[SCALES]
+    rows, columns, blocks, tokens, tiles = board[ROWS], board[COLUMNS], board[BLOCKS], board[TOKENS], board[TILES]
+    which, within = tile // tiles, tile % tiles         # of several matrices, and of its rows
+    to, first = sums.ctypes.data, tile * columns
+    for token in range(tokens):
+        row = which * tokens + token
+        x, chosen = board[X] + 4 * row * columns, board[CHOSEN] + 4 * row * columns
+        starts, totals = board[STARTS] + 4 * row * (blocks + 1), board[TOTALS] + 4 * row * blocks
+        if format == 0:
+            bfloat16_sums(bits + 2 * TILE * first, 0, x, chosen, 0, int_at(starts + 4 * blocks), np.float32(0), to)
+        elif format == 1:
+            int8_sums(bits + TILE * first, scales + 4 * TILE * tile, x, chosen, 0, int_at(starts + 4 * blocks),
+                      np.float32(0), to)
+        else:
+            sums[:] = 0
+            for block in range(blocks):
+                int4_sums(bits + TILE // 2 * first, scales + 2 * TILE * (tile * blocks + block), x, chosen,
+                          int_at(starts + 4 * block), int_at(starts + 4 * block + 4),
+                          -float_at(totals + 4 * block), to)
+        y = board[Y] + 4 * (row * rows + within * TILE)
+        for m in range(min(TILE, rows - within * TILE)):
+            store_float(y + 4 * m, sums[m])
+
+
+@njit(**LOOP)
+def compute(board, tile, sums):
+    """One tile of what is on the board: of a product, or of a matrix to widen. `sums` [TILE] is room to work in."""
+    if board[TOKENS] == WIDENING:
+        widen_tile(board, tile)
+    else:
+        multiply_tile(board, tile, sums)
+
+
+@njit(**LOOP)
+def claimed(board):
+    """The number of a tile for this thread to compute; -1 where there is none now, -2 where there will be none."""
+    claim = board.ctypes.data + 8 * CLAIM
+    while True:
+        value = load_atomic(claim)
+        if value == STOP:
+            return -2
+        free, tiles = value & ((1 << FIELD) - 1), (value >> FIELD) & ((1 << FIELD) - 1)
+        if free >= tiles:
+            return -1
+        if exchanged(claim, value, value + 1):
+            return free
+
+
+@njit(**LOOP)
+def assist(board):
+    """Computes tiles of every product on the board until it says STOP."""
+    sums, idle = np.empty(TILE, np.float32), 0
+    while True:
+        tile = claimed(board)
+        if tile == -2:
+            return
+        if tile >= 0:
+            compute(board, tile, sums)
+            add_atomic(board.ctypes.data + 8 * DONE, 1)
+            idle = 0
+        else:
+            idle += 1
+            if idle == SPINS:
+                yields()
+                idle = 0
+
+
+@njit(**LOOP)
+def start(board):
+    """Nothing to do yet."""
+    store_atomic(board.ctypes.data + 8 * CLAIM, 0)
+
+
+@njit(**LOOP)
+def stop(board):
+    store_atomic(board.ctypes.data + 8 * CLAIM, STOP)
+
+
+@njit(**LOOP)
+def share(board, tiles):
+    """Computes what is on the board, together with the threads that look at it."""
+    address = board.ctypes.data
+    store_atomic(address + 8 * DONE, 0)
+    board[NUMBER] = (board[NUMBER] + 1) & ((1 << FIELD) - 1)
+    store_atomic(address + 8 * CLAIM, (board[NUMBER] << (2 * FIELD)) | (tiles << FIELD))
+    sums = np.empty(TILE, np.float32)
+    while True:
+        tile = claimed(board)
+        if tile < 0:
+            break
+        compute(board, tile, sums)
+        add_atomic(address + 8 * DONE, 1)
+    idle = 0
+    while load_atomic(address + 8 * DONE) < tiles:
+        idle += 1
+        if idle == SPINS:
+            yields()
+            idle = 0
+
+
+@njit(**LOOP)
+def choose(x, chosen, starts, totals):
+    """Of each row of x [S, T, K] the inputs that are not zero, where each block of them begins, and its sum."""
+    K = x.shape[2]
+    for s in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            n = 0
+            for block in range(totals.shape[2]):
+                starts[s, t, block] = n
+                total = np.float32(0)
+                for k in range(block * BLOCK, min(K, (block + 1) * BLOCK)):
+                    chosen[s, t, n] = k
+                    n += x[s, t, k] != 0
+                    total += x[s, t, k]
+                totals[s, t, block] = total
+            starts[s, t, -1] = n
+
+
+@njit(**LOOP)
+def multiply(board, format, bits, scales, x, y):
+    """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board; `bits` and `scales` are addresses."""
+    S, T, K = x.shape
+    blocks = (K + BLOCK - 1) // BLOCK
+    chosen, starts = np.empty((S, T, K), np.int32), np.empty((S, T, blocks + 1), np.int32)
+    totals = np.empty((S, T, blocks), np.float32)
+    choose(x, chosen, starts, totals)
+    board[FORMAT], board[BITS], board[SCALES] = format, bits, scales
+    board[X], board[Y], board[TOTALS] = x.ctypes.data, y.ctypes.data, totals.ctypes.data
+    board[CHOSEN], board[STARTS] = chosen.ctypes.data, starts.ctypes.data
+    board[ROWS], board[COLUMNS], board[BLOCKS], board[TOKENS] = y.shape[2], K, blocks, T
+    board[TILES] = (y.shape[2] + TILE - 1) // TILE
+    share(board, S * board[TILES])
+    # The arrays live until here, where nobody reads them any more.
+    return chosen.size + starts.size + totals.size
+
+
+@njit(**LOOP)
+def widen(board, format, bits, scales, tile, wide):
+    """wide [K, n TILE] = the numbers of n tiles of a matrix from `tile` on, likewise."""
+    board[FORMAT], board[BITS], board[SCALES] = format, bits, scales
+    board[Y], board[ROWS], board[COLUMNS] = wide.ctypes.data, wide.shape[1], wide.shape[0]
+    board[BLOCKS], board[TOKENS], board[TILES] = (wide.shape[0] + BLOCK - 1) // BLOCK, WIDENING, tile
+    share(board, wide.shape[1] // TILE)

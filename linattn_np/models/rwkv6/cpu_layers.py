@@ -1,0 +1,42 @@
+"""Which layers run on the CPU: float32 in NumPy, fewer bits through Numba."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...errors import ContractTypeError, NotSupported
+from ..matrices import FORMATS, loops
+from ..quantised import Stored
+from .checks import refuse
+from .numpy_layers import NumpyLayers
+
+
+def cpu_layers(weights, sizes, dtype, loaded):
+    dtype = format_of(weights, dtype)
+    if dtype == "float32":
+        return NumpyLayers(weights, sizes, dtype, loaded)
+    loops()                                                 # NotSupported without Numba
+    from .numba_layers import NumbaLayers
+    return NumbaLayers(weights, sizes, dtype, loaded)
+
+
+def has_loops() -> bool:
+    try:
+        return bool(loops())
+    except NotSupported:
+        return False
+
+
+def format_of(weights, dtype) -> str:
+    """One of FORMATS: `dtype`, or that of the weights, which for bfloat16 is float32 where there is no Numba."""
+    if dtype is None:
+        head = weights["head.weight"]
+        own = head.format if isinstance(head, Stored) else str(head.dtype)
+        return own if own in FORMATS and (own != "bfloat16" or has_loops()) else "float32"
+    try:
+        name = dtype if dtype in FORMATS else np.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in FORMATS:
+        refuse(f"dtype is {name}, expected {', '.join(FORMATS)} on the CPU", ContractTypeError)
+    return name

@@ -1,0 +1,76 @@
+"""Threads that help with matrix products while a call is at work.
+
+They run Numba's loops, which hold no lock of Python's. A call wakes them once, not at every product: until it stops
+them they look at its board for tiles to compute. A thread that comes late, or never, costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import numpy as np
+
+SHARE = 4 << 20         # bytes of matrices for which it pays to wake another thread
+
+
+def count() -> int:
+    """The threads of a call: OMP_NUM_THREADS, as BLAS counts them, or the cores that this process may use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(int(wanted), cores) if wanted.isdecimal() and int(wanted) else cores
+
+
+class Helpers:
+    """The threads of a process beside those that call; they wait until there is a board."""
+
+    def __init__(self):
+        self.boards, self.started, self.lock = SimpleQueue(), 0, threading.Lock()
+
+    def wake(self, board, wanted):
+        with self.lock:
+            for _ in range(wanted - self.started):
+                threading.Thread(target=self.run, daemon=True, name="linattn_np").start()
+                self.started += 1
+        for _ in range(wanted):
+            self.boards.put(board)
+
+    def run(self):
+        from . import matrix_loops
+
+        while True:
+            matrix_loops.assist(self.boards.get())
+
+
+HELPERS = Helpers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: HELPERS.__init__())         # a child has none of the threads
+
+
+class Board:
+    """Where a call publishes its products; one for each call, as several may be at work."""
+
+    def __init__(self):
+        from . import matrix_loops
+
+        self.loops = matrix_loops
+        self.array, self.busy = np.zeros(matrix_loops.BOARD, np.int64), False
+        self.most = count() - 1 if hasattr(os, "sched_yield") else 0
+
+    @contextmanager
+    def helped(self, size: int):
+        """Products inside have others' help, where `size` bytes of matrices are worth it; every product is inside."""
+        if self.busy:
+            yield
+            return
+        self.busy = True
+        self.loops.start(self.array)
+        if wanted := min(self.most, size // SHARE):
+            HELPERS.wake(self.array, wanted)
+        try:
+            yield
+        finally:
+            self.busy = False
+            self.loops.stop(self.array)         # for those, too, that come late, from an earlier time

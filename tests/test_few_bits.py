@@ -1,0 +1,349 @@
+"""Matrices in bfloat16, int8 and int4 on the CPU: products, whole models, files, threads, and what is refused."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import linattn_np
+from linattn_np import ContractError, NotSupported
+from linattn_np.models import RWKV6, Batch, Sampling, checkpoint, matrices, threads
+from linattn_np.models.files import write_arrays
+from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
+from linattn_np.models.threads import Board
+
+pytest.importorskip("numba", reason="matrices of few bits are multiplied by Numba's loops")
+from linattn_np.models import matrix_loops  # it imports Numba
+
+ROOT = Path(__file__).parents[1]
+AUSTEN = ROOT / "examples" / "data" / "austen-x060"
+QUANTISE = ROOT / "examples" / "quantise.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
+FEW_BITS = ("bfloat16", "int8", "int4")
+BITS = {"bfloat16": 16, "int8": 8, "int4": 4.5}
+# Of products, relative; int4's numbers come with an offset, which cancels.
+LIMIT = {"bfloat16": 1e-5, "int8": 1e-5, "int4": 1e-4}
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def helped(monkeypatch):
+    """Small matrices are shared by threads, too."""
+    monkeypatch.setattr(threads, "SHARE", 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+
+
+@pytest.fixture(scope="module")
+def austen():
+    return {dtype: RWKV6.from_file(AUSTEN / "model.safetensors", dtype=dtype) for dtype in matrices.FORMATS}
+
+
+@pytest.fixture
+def weights(rng):
+    layout = Layout(sizes_of(layers=2, width=48, head_size=16, vocabulary=70))
+    return layout.named((layout.initial(0) + 0.2 * rng.standard_normal(layout.size)).astype(np.float32))
+
+
+def close(found, wanted, limit):
+    assert np.abs(found - wanted).max() <= limit * np.abs(wanted).max()
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("format", FEW_BITS)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("shape", [(64, 32), (1, 1), (65, 33), (200, 96), (3, 130, 40)], ids=str)
+def test_a_product_is_float32s_with_the_numbers_that_are_stored(format, tokens, shape, rng):
+    matrix = matrices.pack(rng.standard_normal(shape), format)
+    x = rng.standard_normal((*shape[:-2], tokens, shape[-1]), np.float32)
+    wide = matrix.widened()
+    assert wide.shape == shape and wide.dtype == np.float32
+    close(matrix(x, Board()), x @ wide.swapaxes(-1, -2), LIMIT[format])
+
+
+@pytest.mark.parametrize("format", FEW_BITS)
+def test_inputs_of_zero_are_not_read(format, rng):
+    """What is not read may be anything: here a matrix without numbers for them."""
+    w, x = rng.standard_normal((100, 70)), rng.standard_normal((2, 70), np.float32)
+    x[:, ::3] = 0
+    x[0, 10:55] = 0
+    matrix = matrices.pack(w, format)
+    wanted = matrix(x, Board())
+    close(wanted, x @ matrix.widened().T, LIMIT[format])
+    if format == "bfloat16":
+        matrix.bits[:, :, ::3] = 0x7FC0                 # NaN
+        np.testing.assert_array_equal(matrix(x, Board()), wanted)
+    assert not matrix(np.zeros((1, 70), np.float32), Board()).any()
+
+
+def test_bfloat16_is_what_numpy_rounds_to(rng):
+    w = rng.standard_normal((30, 20), np.float32)
+    wanted = w.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(matrices.pack(w, "bfloat16").widened(), wanted)
+
+
+def test_int8_has_a_scale_for_every_row(rng):
+    w = rng.standard_normal((30, 20), np.float32) * 10.0 ** np.arange(-15, 15)[:, None].astype(np.float32)
+    error = np.abs(matrices.pack(w, "int8").widened() - w).max(-1)
+    assert (error <= np.abs(w).max(-1) / 254 * 1.01).all()
+
+
+def test_int4_has_a_scale_for_every_block(rng):
+    w = rng.standard_normal((30, 20), np.float32).repeat(8, -1) * rng.choice([1e-6, 1, 1e6], (30, 5)).repeat(32, -1)
+    blocks, found = w.reshape(30, 5, 32), matrices.pack(w, "int4").widened().reshape(30, 5, 32)
+    assert (np.abs(found - blocks).max(-1) <= np.abs(blocks).max(-1) / 8 * 1.4).all()
+
+
+@pytest.mark.parametrize("format", FEW_BITS)
+def test_a_matrix_of_zeros(format):
+    matrix = matrices.pack(np.zeros((70, 40)), format)
+    assert not matrix.widened().any() and not matrix(np.ones((2, 40), np.float32), Board()).any()
+
+
+def test_memory_is_in_proportion_to_the_bits(rng):
+    w = rng.standard_normal((640, 512), np.float32)
+    for format, bits in BITS.items():
+        assert matrices.pack(w, format).nbytes == pytest.approx(w.size * bits / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_numbers_that_cannot_be_kept(format):
+    w = np.ones((4, 32), np.float32)
+    w[1, 2] = np.inf
+    with pytest.raises(ContractError, match=f"pack: w has numbers that are not finite, which {format} cannot hold"):
+        matrices.pack(w, format)
+    with pytest.raises(ContractError, match="pack: format is 'int3', expected one of 'bfloat16', 'int8', 'int4'"):
+        matrices.pack(w, "int3")
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+def test_calls_of_several_threads_at_once(rng):
+    matrix = matrices.pack(rng.standard_normal((512, 256)), "int8")
+    xs = rng.standard_normal((4, 1, 256), np.float32)
+    wanted, found = [matrix(x, Board()) for x in xs], [[] for _ in xs]
+
+    def call(n):
+        for _ in range(200):
+            found[n].append(matrix(xs[n], Board()))
+
+    running = [threading.Thread(target=call, args=(n,)) for n in range(4)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    for results, one in zip(found, wanted):
+        assert len(results) == 200 and all((result == one).all() for result in results)
+
+
+def test_nobody_waits_for_a_thread_that_never_comes(monkeypatch, rng):
+    monkeypatch.setattr(threads.HELPERS, "wake", lambda board, wanted: None)
+    matrix, x = matrices.pack(rng.standard_normal((300, 64)), "int4"), rng.standard_normal((1, 64), np.float32)
+    close(matrix(x, Board()), x @ matrix.widened().T, LIMIT["int4"])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_has_threads_of_its_own(rng):
+    matrix, x = matrices.pack(rng.standard_normal((300, 64)), "int8"), rng.standard_normal((1, 64), np.float32)
+    wanted = matrix(x, Board())
+    script = os.fork()
+    if not script:
+        os._exit(0 if (matrix(x, Board()) == wanted).all() and threads.HELPERS.started == 2 else 1)
+    assert os.waitpid(script, 0)[1] == 0
+
+
+def test_threads_that_may_be_used(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads.count() == 1 and Board().most == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert threads.count() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_a_board_says_when_it_is_over(size):
+    """Whoever still looks at it then, helped or not, would look for ever."""
+    board = Board()
+    for _ in range(2):
+        with board.helped(size):
+            assert board.busy and matrix_loops.claimed(board.array) == -1
+            with board.helped(size):
+                assert board.busy
+            assert matrix_loops.claimed(board.array) == -1
+        assert not board.busy and matrix_loops.claimed(board.array) == -2
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+def rounded(weights):
+    """Matrices that bfloat16 can hold, in float32."""
+    return {name: array.astype(ml_dtypes.bfloat16).astype(np.float32) if is_matrix(name) else array
+            for name, array in weights.items()}
+
+
+@pytest.mark.parametrize("lengths", [[1] * 12, [12], [30, 1, 1, 9]], ids=str)
+def test_bfloat16_is_float32_arithmetic_on_the_rounded_weights(weights, lengths, rng):
+    tokens = rng.integers(0, 70, (2, sum(lengths)))
+    models = [RWKV6(weights, dtype="bfloat16"), RWKV6(rounded(weights), dtype="float32")]
+    states = [None, None]
+    for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
+        (found, states[0]), (wanted, states[1]) = (model.forward(part, state) for model, state in zip(models, states))
+        close(found, wanted, 1e-5)
+    for part, wanted in zip(states[0].arrays, states[1].arrays):
+        close(part, wanted, 1e-5)
+
+
+def loss(model, tokens):
+    logits = model.forward([tokens[:-1]])[0][0].astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    return (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), tokens[1:]]).mean()
+
+
+@pytest.mark.parametrize("dtype, limit", [("bfloat16", 1e-5), ("int8", 0.005), ("int4", 0.04)])
+def test_loss_on_the_examples_text(austen, dtype, limit):
+    """Of the example's model, whose checkpoint is in bfloat16."""
+    tokens = np.load(AUSTEN / "golden.npz")["prompt"].tolist()
+    assert loss(austen[dtype], tokens) == pytest.approx(loss(austen["float32"], tokens), rel=limit)
+
+
+@pytest.mark.parametrize("dtype", FEW_BITS)
+def test_any_split_gives_the_same_logits_and_state(austen, dtype):
+    tokens = [list(b"It is a truth universally acknowledged")]
+    wanted, wanted_state = austen[dtype].forward(tokens)
+    for first in (1, 7, 37):
+        logits, state = austen[dtype].forward([tokens[0][:first]])
+        for token in tokens[0][first:]:
+            logits, state = austen[dtype].forward([[token]], state)
+        close(logits[0, -1], wanted[0, -1], 1e-4)
+        for part, its in zip(state.arrays, wanted_state.arrays):
+            close(part, its, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", FEW_BITS)
+@pytest.mark.parametrize("slots", [2, 20])
+def test_join_and_leave(austen, dtype, slots):
+    """Sequences write what each writes alone, whoever is beside it, in a step of few and of many."""
+    prompts = [b"Miss Woodh", b"Captain Went", b"Mr. Knight", *[b"Lady Russ"] * 17][:slots]
+    model, alone = austen[dtype], {}
+    for prompt in set(prompts):
+        batch = Batch(model, 1)
+        (slot,) = batch.join([prompt], GREEDY)
+        alone[prompt] = [batch.step()[slot] for _ in range(6)]
+    batch = Batch(model, slots)
+    taken = dict(zip(batch.join(prompts[:-1], GREEDY), prompts))
+    written = {slot: [] for slot in range(slots)}
+    for _ in range(3):
+        for slot, token in batch.step().items():
+            written[slot].append(token)
+    state = batch.state(0)
+    batch.leave(0)
+    taken |= dict(zip(batch.join([prompts[-1]], GREEDY), prompts[-1:]))
+    assert written[0] == alone[prompts[0]][:3] and state.wkv.shape[1] == 1
+    written[0] = []
+    for _ in range(6):
+        for slot, token in batch.step().items():
+            written[slot].append(token)
+    for slot, prompt in taken.items():
+        assert written[slot][:6] == alone[prompt], prompt
+
+
+@pytest.mark.parametrize("dtype", FEW_BITS)
+def test_what_is_said_of_it(austen, dtype):
+    model = austen[dtype]
+    assert repr(model) == f"RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, {dtype} on cpu)"
+    assert repr(model.layers) == f"NumbaLayers(4 layers, {dtype}, {model.layers.nbytes:,} bytes)"
+    assert repr(model.layers.whole.head) == f"Matrix([256, 256], {dtype}, {model.layers.whole.head.nbytes:,} bytes)"
+
+
+# -- which dtype ------------------------------------------------------------------------------------------------------
+def test_the_default_is_the_checkpoints(weights, tmp_path, monkeypatch):
+    assert RWKV6(weights).layers.dtype == "float32"
+    half = {name: array.astype(np.float16) for name, array in weights.items()}
+    assert RWKV6(half).layers.dtype == "float32"
+    assert RWKV6.from_file(AUSTEN / "model.safetensors").layers.dtype == "bfloat16"
+    monkeypatch.setitem(sys.modules, "linattn_np.models.matrix_loops", None)        # as if there were no Numba
+    monkeypatch.delattr(linattn_np.models, "matrix_loops")
+    matrices.loops.cache_clear()
+    assert RWKV6.from_file(AUSTEN / "model.safetensors").layers.dtype == "float32"
+    with pytest.raises(NotSupported, match="fewer than 32 bits need Numba on the CPU, pip install 'linattn-np"):
+        RWKV6(weights, dtype="int8")
+    matrices.loops.cache_clear()
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", FEW_BITS)
+def test_a_quantised_file_is_the_same_model(dtype, tmp_path):
+    path, weights = tmp_path / "few.safetensors", checkpoint.read(AUSTEN / "model.safetensors")
+    write_arrays(path, RWKV6.quantise(weights, dtype))
+    model, tokens = RWKV6.from_file(path), [list(b"Emma was")]
+    assert model.layers.dtype == dtype
+    np.testing.assert_array_equal(model.forward(tokens)[0], RWKV6(weights, dtype=dtype).forward(tokens)[0])
+    wide = RWKV6.from_file(path, dtype="float32")           # with the matrices of low rank in bfloat16
+    close(wide.forward(tokens)[0], model.forward(tokens)[0], 1e-4 if dtype == "bfloat16" else 1e-2)
+    write_arrays(path, RWKV6.quantise(checkpoint.read(path), dtype))                    # once more changes little
+    close(RWKV6.from_file(path).forward(tokens)[0], model.forward(tokens)[0], 0.1)
+
+
+@pytest.mark.parametrize("change, complaint", [
+    ({"head.weight.scales": np.ones(3, np.float32)}, r"scales' is float32 \(3,\), expected float32 \(256,\)"),
+    ({"head.weight.scales": np.ones(256, np.float16)}, r"is float16 \(256,\), expected float32"),
+    ({"head.weight.scales": np.full(256, np.nan, np.float32)}, "has numbers that are not finite"),
+    ({"head.weight": np.ones((256, 256), np.int16)}, "'head.weight' is int16 with 2 axes and has scales"),
+    ({"head.weight": np.ones((2, 256, 256), np.int8)}, "'head.weight' is int8 with 3 axes and has scales"),
+    ({"head.weight": np.ones((256, 255), np.int8)}, r"head.weight is \(256, 255\), expected"),
+    ({"neck.weight.scales": np.ones(3, np.float32)}, "'neck.weight.scales' are the scales of no matrix"),
+])
+def test_files_that_are_refused(change, complaint, tmp_path):
+    stored = RWKV6.quantise(checkpoint.read(AUSTEN / "model.safetensors"), "int8")
+    path = tmp_path / "few.safetensors"
+    write_arrays(path, stored | change)
+    with pytest.raises(ContractError, match=f"{path}: .*{complaint}"):
+        RWKV6.from_file(path)
+
+
+def test_a_file_without_its_scales_is_refused(tmp_path):
+    stored = RWKV6.quantise(checkpoint.read(AUSTEN / "model.safetensors"), "int4")
+    path = tmp_path / "few.safetensors"
+    write_arrays(path, {name: array for name, array in stored.items() if name != "head.weight.scales"})
+    with pytest.raises(ContractError, match=f"{path}: .*head.weight"):
+        RWKV6.from_file(path)
+
+
+# -- the example ------------------------------------------------------------------------------------------------------
+def quantise(*arguments):
+    return subprocess.run([sys.executable, str(QUANTISE), *map(str, arguments)], capture_output=True, text=True,
+                          timeout=120, env=ENVIRONMENT, check=False)
+
+
+@pytest.fixture
+def novel(tmp_path):
+    path = tmp_path / "novel.txt"
+    path.write_bytes(bytes(np.load(AUSTEN / "golden.npz")["prompt"].tolist()))
+    return path
+
+
+def test_the_example_writes_a_file_and_tells_the_loss(novel, tmp_path):
+    out = tmp_path / "few.safetensors"
+    done = quantise("--dtype", "int4", "--out", out, "--text", novel)
+    assert done.returncode == 0, done.stderr
+    said, wrote = done.stderr.splitlines()
+    before, after = (float(said.split(f"{word} ")[1].split(",")[0].split(" ")[0]) for word in ("before", "after"))
+    assert before < after < 1.05 * before and said.endswith("on 160 tokens")
+    assert wrote.startswith(f"wrote {out}, 3.1 MB of 8.1") and "head.weight.scales" in load_file(out)
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["--out=few.bin"], "argument --out: is few.bin, expected the ending .safetensors"),
+    (["--out={model}"], "argument --out: is the file of --model, which would be lost"),
+    (["--out=few.safetensors", "--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
+    (["--out=few.safetensors", "--model={empty}"], "is empty"),
+])
+def test_what_the_example_refuses(novel, tmp_path, arguments, complaint):
+    model, empty = tmp_path / "model.safetensors", tmp_path / "empty.safetensors"
+    save_file(load_file(AUSTEN / "model.safetensors"), model)
+    empty.write_bytes(b"")
+    arguments = [argument.format(model=model, empty=empty) for argument in arguments]
+    done = quantise("--dtype=int8", f"--model={model}", f"--text={novel}", *arguments)
+    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
