@@ -13,12 +13,13 @@ from test_examples import AUSTEN, ENVIRONMENT
 
 import linattn_np
 from linattn_np.__main__ import main
-from linattn_np.command import COMMANDS, bench, info, threads
+from linattn_np.command import COMMANDS, bench, info, quantise, threads
 from linattn_np.command.terminal import Parser
 from linattn_np.models import austen, example
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"rwkv6_decode.py": "generate", "train_rwkv6.py": "train", "compare_attention.py": "compare"}
+SCRIPTS = {"rwkv6_decode.py": "generate", "train_rwkv6.py": "train", "compare_attention.py": "compare",
+           "quantise.py": "quantise"}
 
 
 def called(capsys, *words):
@@ -105,6 +106,18 @@ def test_info_goes_on_where_something_is_broken():
 
     assert info.told(broken) == "cannot be told: RuntimeError: no libnvrtc"
     assert info.told(3) == "3" and info.version(12040) == "12.4"
+
+
+def test_quantise_writes_nothing_that_cannot_be_read_again(tmp_path, capsys, monkeypatch):
+    def missing():
+        raise linattn_np.NotSupported("Numba is missing")
+
+    monkeypatch.setattr(quantise, "loops", missing)
+    (tmp_path / "text").write_bytes(b"It is a truth universally acknowledged")
+    words = ["--model", AUSTEN, "--text", tmp_path / "text", "--out", tmp_path / "few.safetensors", "--dtype"]
+    assert called(capsys, "quantise", *words, "int8") == (2, "", "linattn-np quantise: Numba is missing\n")
+    assert not (tmp_path / "few.safetensors").exists()
+    assert called(capsys, "quantise", *words, "bfloat16")[0] == 0
 
 
 # -- the model that comes along ---------------------------------------------------------------------------------------

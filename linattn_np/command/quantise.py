@@ -14,8 +14,10 @@ import numpy as np
 
 from ..models import RWKV6, austen, checkpoint
 from ..models.files import check_writable, same_file, write_arrays
+from ..models.matrices import loops
 from .generate import tokenizer_of
 from .terminal import bar, say, status, whole
+from .threads import blas_for
 
 PIECE = 512             # tokens that are read at a time
 
@@ -35,22 +37,25 @@ def declare(parser):
 
 
 def run(options):
-    options.model = options.model or austen()
+    options.model = Path(options.model) if options.model else austen()
     if not options.out.endswith(".safetensors"):
         raise ValueError(f"argument --out: is {options.out}, expected the ending .safetensors")
     for name in ("model", "text"):
         if same_file(options.out, checkpoint.located(getattr(options, name))):
             raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
     check_writable(options.out)
+    if options.dtype != "bfloat16":
+        loops()                             # what reads the file again, before anything is written
     weights = checkpoint.read(options.model)
     model = RWKV6(weights)
     tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[:options.tokens]
     if len(tokens) < 2:
         raise ValueError(f"argument --text: has {len(tokens)} tokens, expected at least 2")
-    before = loss(model, tokens, "before")
-    with status("rounding ..."):
-        write_arrays(options.out, RWKV6.quantise(weights, options.dtype))
-    after = loss(RWKV6.from_file(options.out), tokens, "after")
+    with blas_for(model.device, model.sizes):
+        before = loss(model, tokens, "before")
+        with status("rounding ..."):
+            write_arrays(options.out, RWKV6.quantise(weights, options.dtype))
+        after = loss(RWKV6.from_file(options.out), tokens, "after")
     size, old = os.path.getsize(options.out), sum(array.nbytes for array in weights.values())
     say(f"loss before {before:.4f}, after {after:.4f} ({after / before - 1:+.2%}) on {len(tokens)} tokens")
     say(f"wrote {options.out}, {size / 1e6:,.1f} MB of {old / 1e6:,.1f}")
