@@ -95,7 +95,8 @@ class Matrix:
 def pack(w, format: str) -> Matrix:
     """`w` [M, K] or [S, M, K], floats, in one of FORMATS but float32."""
     w = np.asarray(w)
-    return of_rows(format, *quantised(w.reshape(-1, *w.shape[-2:]), format), w.shape)
+    q, scales = quantised(w.reshape(-1, *w.shape[-2:]), format)
+    return of_rows(format, q, scales, w.shape)
 
 
 def of_rows(format, q, scales, shape) -> Matrix:

@@ -9,6 +9,7 @@ Of a byte of two numbers the lower four bits are the even column's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import numpy as np
 
@@ -93,5 +94,5 @@ def of_bits(weights: Mapping, names, format: str) -> dict:
     return found
 
 
-def refuse(complaint):
+def refuse(complaint: str) -> NoReturn:
     raise ContractError(f"checkpoint: {complaint}")

@@ -27,6 +27,10 @@ class Helpers:
     """The threads of a process beside those that call; they wait until there is a board."""
 
     def __init__(self):
+        self.forget()
+
+    def forget(self):
+        """As if none had been started: a forked child has none of its parent's threads."""
         self.boards, self.started, self.lock = SimpleQueue(), 0, threading.Lock()
 
     def wake(self, board, wanted):
@@ -46,7 +50,7 @@ class Helpers:
 
 HELPERS = Helpers()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: HELPERS.__init__())         # a child has none of the threads
+    os.register_at_fork(after_in_child=HELPERS.forget)
 
 
 class Board:
