@@ -24,8 +24,8 @@ PIECE = 512             # tokens that are read at a time
 
 def declare(parser):
     add = parser.add_argument
-    add("--model", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face (default: Austen's, which comes "
-        "with the package)")
+    add("--model", metavar="PATH", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face (default: that "
+        "of Jane Austen's novels, which comes with the package)")
     add("--dtype", choices=("bfloat16", "int8", "int4"), required=True, help="of the large matrices: int8 has a scale "
         "for every row, int4 one for 32 neighbours. The embedding and the matrices of low rank become bfloat16")
     add("--out", required=True, metavar="FILE", help="a .safetensors file")
