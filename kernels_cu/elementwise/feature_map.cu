@@ -25,8 +25,7 @@ template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ v
   if (b >= args.B) return;
   const T* from = args.x.row(b, h, t);
   Piece<T, N> x;
-  if (args.step)
-    x = *reinterpret_cast<const Piece<T, N>*>(from + c);
+  if (args.step) x = *reinterpret_cast<const Piece<T, N>*>(from + c);
   else
 #pragma unroll
     for (int i = 0; i < N; ++i) x.x[i] = *from;
@@ -38,8 +37,6 @@ template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ v
 
 template <class Phi, typename T, typename Y>
 __global__ void __launch_bounds__(256) elementwise_feature_map(const Args<T, Y> args) {
-  if (args.vectors)
-    map_piece<Phi, PIECE>(args);
-  else
-    map_piece<Phi, 1>(args);
+  if (args.vectors) map_piece<Phi, PIECE>(args);
+  else map_piece<Phi, 1>(args);
 }

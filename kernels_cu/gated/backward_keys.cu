@@ -1,4 +1,5 @@
-// what      GLA and RWKV-6 backward, second sweep: backwards in time, carrying the state's gradient. Gives dk, dg and dh0.
+// what      GLA and RWKV-6 backward, second sweep: backwards in time, carrying the state's gradient. Gives dk, dg and
+//           dh0.
 // math      per sub-chunk of 16, C the gradient of its state after:
 //           dk_j = exp(e_j) (C v_j) + scale (sum_{i>j} dA_ij decay_ij q_i + dA_jj q_j)   (RWKV-6: dA_jj u q_j)
 //           C <- diag(decay) C + scale (q decayed)^T do
@@ -37,8 +38,7 @@ template <typename T, typename G, int BV> struct alignas(16) IncomingWeights : I
 };
 
 template <class ReadOrder, typename T, typename G, int BV>
-__global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>)
-    gated_backward_keys(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>) gated_backward_keys(const Args<T, G> args) {
   SubChunk<BV>& s = *reinterpret_cast<SubChunk<BV>*>(dynamic_smem());
   IncomingWeights<T, G, BV>& next = *reinterpret_cast<IncomingWeights<T, G, BV>*>(&s + 1);
   const Shape& shape = args.shape;
@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>)
     fetch_tile<SUB, BK, THREADS<BV>>(next.k, args.k, b, h, token, span.stop, tile * BK, shape.K, args.vectors);
     fetch_tile<SUB, BV, THREADS<BV>>(next.v, args.v, b, h, token, span.stop, 0, shape.V, args.vectors);
     fetch_tile<SUB, BV, THREADS<BV>>(next.do_, args.do_, b, h, token, span.stop, 0, shape.V, args.vectors);
-    fetch_tile<SUB, BK, THREADS<BV>>(next.weight, args.weight, b, h, token, span.stop, tile * BK, shape.K, args.vectors);
+    fetch_tile<SUB, BK, THREADS<BV>>(next.weight, args.weight, b, h, token, span.stop, tile * BK, shape.K,
+                                     args.vectors);
     cp_async_commit();
   };
   auto same = [](float x) { return x; };
@@ -140,7 +141,8 @@ __global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>)
       const int j = role.first + x, at = j * LD<BK> + role.c;
       const float q = s.q[at], own = s.dA[pair_at<BV>(j, j)];
       const float later = fmaf(decays.after[x], read_of(s, role, j), sums[x]);
-      if (inside && token + j < span.stop) args.dk.row(b, h, token + j)[channel] = from_float<T>(fmaf(own, u * q, later));
+      if (inside && token + j < span.stop)
+        args.dk.row(b, h, token + j)[channel] = from_float<T>(fmaf(own, u * q, later));
       s.q[at] = q * decays.before[x];
       sums[x] = s.k[at] * later;
       change += weight[x] - sums[x];
@@ -166,7 +168,8 @@ __global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>)
     if (role.part == 0) s.total[role.c] = decays.total;
     __syncthreads();  // the decayed queries stand
     each<COLUMNS>(C, [&](float& x, int, int row) { x *= s.total[row % BK]; });
-    write_state<Operand<true, 4>, Data<T, 2>, LD<BK>, LD<BV>, COLUMNS>(C, s.q + role.rows, s.do_ + COLUMNS * role.group);
+    write_state<Operand<true, 4>, Data<T, 2>, LD<BK>, LD<BV>, COLUMNS>(C, s.q + role.rows,
+                                                                       s.do_ + COLUMNS * role.group);
   }
   if (args.dh0)
     each<COLUMNS>(C, [&](float& x, int column, int row) {

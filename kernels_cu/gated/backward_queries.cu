@@ -1,10 +1,10 @@
 // what      GLA and RWKV-6 backward, first sweep: forwards in time, carrying the state. Gives dq (RWKV-6: dr) and du.
-// math      per sub-chunk of 16, S its state before:  dq_i = scale (exp(d_i) (S do_i) + sum_{j<i} dA_ij decay_ij k_j) + own
-//           own = scale dA_ii k_i, du += scale dA_ii q_i k_i  (GLA: u = 1);   S <- diag(decay) S + (k decayed)^T v
+// math      per sub-chunk of 16, S its state before:  dq_i = scale (exp(d_i) (S do_i) + sum_{j<i} dA_ij decay_ij k_j) +
+//           own own = scale dA_ii k_i, du += scale dA_ii q_i k_i  (GLA: u = 1);   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g dq [B, H, T, K], v do [B, H, T, V], u [H, K], initial [N, H, K, V], du [N, H, K] float32
 //           weight [B, H, T, K] float32: q dq but for its own part, which no gate touches
-//           kept [B, H, NC, tiles of K, 64 BV] float32: states after every `chunk` tokens and at a sequence's end, in the
-//           order of the registers
+//           kept [B, H, NC, tiles of K, 64 BV] float32: states after every `chunk` tokens and at a sequence's end, in
+//           the order of the registers
 // grid      a block for every (sequence, head, 64 channels), sequence slowest; two threads for every column of V
 // smem      SubChunk: the 16 tokens at hand as floats; Incoming: the next 16 as they come from memory
 // barriers  five a sub-chunk: tiles arrived | spread | parts of dA and of S do stand | dA stands | decayed keys stand
@@ -31,8 +31,7 @@ template <typename T, typename G> struct Args {
 };
 
 template <class ReadOrder, typename T, typename G, int BV>
-__global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>)
-    gated_backward_queries(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS<BV>, 512 / THREADS<BV>) gated_backward_queries(const Args<T, G> args) {
   SubChunk<BV>& s = *reinterpret_cast<SubChunk<BV>*>(dynamic_smem());
   Incoming<T, G, BV>& next = *reinterpret_cast<Incoming<T, G, BV>*>(&s + 1);
   const Shape& shape = args.shape;

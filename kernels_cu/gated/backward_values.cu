@@ -45,8 +45,7 @@ template <int BK, int BV> struct alignas(16) SubChunk {
 };
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1)
-    gated_backward_values(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1) gated_backward_values(const Args<T, G> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   constexpr int THREADS = 2 * BV;
   SubChunk<BK, BV>& s = *reinterpret_cast<SubChunk<BK, BV>*>(dynamic_smem());

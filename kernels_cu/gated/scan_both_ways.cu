@@ -1,9 +1,12 @@
-// what      Joins the segments of sequences for the backward sweeps, from the third segment of either direction on: the state
-//           at each one's start, and the gradient of the state at each one's end, from what its neighbour leaves by itself.
+// what      Joins the segments of sequences for the backward sweeps, from the third segment of either direction on: the
+//           state at each one's start, and the gradient of the state at each one's end, from what its neighbour leaves
+//           by itself.
 // math      S_p = diag(decay_{p-1}) S_{p-1} + local_{p-1};   C_{p+1} = diag(decay_{p+1}) C_{p+2} + local_{p+1}
-// shapes    states [2, N, P, H, K, V] float32: the first two in the direction as they are to be, then local of the one before;
+// shapes    states [2, N, P, H, K, V] float32: the first two in the direction as they are to be, then local of the one
+//           before;
 //           S_p and C_{p+1} on exit; decays [2, N, P, H, K] float32
-// grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4 values each
+// grid      a block for every (direction, sequence, head, 1024 values of K x V), directions slowest; 256 threads, 4
+//           values each
 // smem      none
 // barriers  none
 // numerics  float32
@@ -19,7 +22,7 @@ struct Args {
 
 __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), pairs = u32(args.N) * H;
-  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;         // divisions of 64 bits take longer than all else here
+  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
   const u32 pair = blockIdx.x / tiles % pairs, n = pair / H, h = pair % H;
   const bool backwards = blockIdx.x / tiles >= pairs;
   const int P = int(args.P);
@@ -27,7 +30,9 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const auto segment = [&](int step) {
     return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
   };
-  const auto state = [&](int step) -> float4& { return *reinterpret_cast<float4*>(args.states + segment(step) * size + at); };
+  const auto state = [&](int step) -> float4& {
+    return *reinterpret_cast<float4*>(args.states + segment(step) * size + at);
+  };
   const auto decay = [&](int step) { return args.decays[segment(step) * args.K + at / u32(args.V)]; };
   float4 S = state(1), local = state(2);
   float by = decay(1);

@@ -1,5 +1,5 @@
-// what      Joins the segments of sequences: the state at each one's start, from what each of its parts leaves behind by
-//           itself.
+// what      Joins the segments of sequences: the state at each one's start, from what each of its parts leaves behind
+//           by itself.
 // math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + left_i for part i;  starts_p = S_{R p};  final = S_{P R}
 // shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i; starts [N, P, H, K, V];
 //           initial, final [N, H, K, V]
@@ -21,7 +21,7 @@ struct Args {
 
 __global__ void __launch_bounds__(256) gated_scan_segments(const Args args) {
   const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), pair = blockIdx.x / tiles;
-  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;         // divisions of 64 bits take longer than all else here
+  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
   const i64 h = pair % H, n = pair / H;
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (at >= size) return;

@@ -1,9 +1,9 @@
-// what      What the two backward sweeps share: how a block's threads divide the work, the tokens at hand, and the gradient
-//           of the weights of their pairs.
+// what      What the two backward sweeps share: how a block's threads divide the work, the tokens at hand, and the
+//           gradient of the weights of their pairs.
 // math      dA_ij = do_i . v_j
-// shapes    a warp holds 16 channels by 64 columns of the state: four warps, one below the other, are a group, and groups
-//           stand side by side. Outside of products SHARE threads, neighbours in a warp, take a channel: of a token's
-//           pairs each takes every SHARE-th partner, of the tokens themselves each has OWN in a row.
+// shapes    a warp holds 16 channels by 64 columns of the state: four warps, one below the other, are a group, and
+//           groups stand side by side. Outside of products SHARE threads, neighbours in a warp, take a channel: of a
+//           token's pairs each takes every SHARE-th partner, of the tokens themselves each has OWN in a row.
 // numerics  half data are tf32 numbers as they are, so this product is exact but for its sums
 #include "product.cuh"
 #include "ptx.cuh"
@@ -11,7 +11,7 @@
 #include "subchunk.cuh"
 #include "tensor.cuh"
 
-constexpr int BK = 64;      // channels a block
+constexpr int BK = 64;       // channels a block
 constexpr int COLUMNS = 64;  // of the state, a warp
 template <int BV> constexpr int THREADS = 2 * BV;
 template <int BV> constexpr int WARPS = BV / 16;
@@ -23,7 +23,7 @@ template <int BV> constexpr int OWN = SUB / SHARE<BV>;
 template <int BV> struct Role {
   int thread = opaque(threadIdx.x);
   int warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
-  int rows = 16 * (warp % 4), group = warp / 4;  // of the state
+  int rows = 16 * (warp % 4), group = warp / 4;                                   // of the state
   int c = thread / SHARE<BV>, part = thread % SHARE<BV>, first = part * OWN<BV>;  // its channel and tokens
 };
 
@@ -50,7 +50,7 @@ template <int BV> struct alignas(16) SubChunk {
 
 // Where weight i, j is: a thread's partners j stand side by side.
 template <int BV> __device__ __forceinline__ int pair_at(int i, int j) {
-  return i * SUB + OWN<BV> * (j % SHARE<BV>) + j / SHARE<BV>;
+  return i * SUB + OWN<BV> * (j % SHARE<BV>)+j / SHARE<BV>;
 }
 
 // The whole block: do v^T over each warp's 16 columns.
@@ -87,7 +87,8 @@ template <bool BY_KEY, int BV> __device__ __forceinline__ void sum_pairs(SubChun
 }
 
 // A warp's 16 tokens by 16 channels of a product to where the threads find their channels.
-template <int BV> __device__ __forceinline__ void put_read(SubChunk<BV>& s, const Role<BV>& role, const float (&x)[2][4]) {
+template <int BV>
+__device__ __forceinline__ void put_read(SubChunk<BV>& s, const Role<BV>& role, const float (&x)[2][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll

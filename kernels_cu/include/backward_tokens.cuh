@@ -1,5 +1,5 @@
-// what      What every Hopper backward shares beside warpgroup.cuh: products of tokens, sums over the lanes that share a
-//           channel, and segments of sequences. CHUNK, the tokens of a chunk, is the including kernel's.
+// what      What every Hopper backward shares beside warpgroup.cuh: products of tokens, sums over the lanes that share
+//           a channel, and segments of sequences. CHUNK, the tokens of a chunk, is the including kernel's.
 // limits    sm_90a
 #include "warpgroup.cuh"
 
@@ -20,7 +20,9 @@ __device__ __forceinline__ void load_keys(u32 (&y)[2][2], T (&b)[PANELS][CHUNK][
   ldmatrix_x4(two, swizzled(b[c / 8][0], keys_of(block) + (lane & 7) + (lane >> 4) * 8, c % 8 + (lane >> 3 & 1)));
   y[0][0] = two[0], y[0][1] = two[1], y[1][0] = two[2], y[1][1] = two[3];
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], bf16) { mma_bf16(d, x, y); }
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], bf16) {
+  mma_bf16(d, x, y);
+}
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], f16) { mma_f16(d, x, y); }
 
 // D[queries, keys] = a b^T, a block.
@@ -51,7 +53,7 @@ __device__ __forceinline__ float channel_sum(float x) {
 __device__ __forceinline__ void put_token_sums(float* to, float (&x)[8]) {
   const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
 #pragma unroll
-  for (int half = 4; half > 0; half /= 2) {     // lane g ends with value g
+  for (int half = 4; half > 0; half /= 2) {  // lane g ends with value g
     const bool upper = g & half;
 #pragma unroll
     for (int n = 0; n < half; ++n) {
@@ -70,20 +72,22 @@ __device__ __forceinline__ bool is_first(const Place& at, i64 P, bool backwards)
 __device__ __forceinline__ bool is_last(const Place& at, i64 P, bool backwards) { return is_first(at, P, !backwards); }
 
 // Where among the states that segments of both directions start from this one's is.
-__device__ __forceinline__ i64 slot_of(const Place& at, bool backwards) { return (backwards ? gridDim.x / 2 : 0) + at.pair; }
+__device__ __forceinline__ i64 slot_of(const Place& at, bool backwards) {
+  return (backwards ? gridDim.x / 2 : 0) + at.pair;
+}
 
 // The first segment starts from the given state, or from zeros, and puts it among the others.
 template <int BV>
-__device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape, const Place& at,
-                                      i64 P, bool backwards, int channel) {
+__device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape,
+                                      const Place& at, i64 P, bool backwards, int channel) {
   if (!is_first(at, P, backwards)) return;
   const i64 size = shape.K * shape.V;
   if (given)
-    each_of_state<BV>(S, given + (at.sequence / P * shape.H + at.head) * size, shape, channel, [](float& x, float& y, const float* from) {
-      const float2 two = *reinterpret_cast<const float2*>(from);
-      x = two.x, y = two.y;
-    });
-  each_of_state<BV>(S, states + slot_of(at, backwards) * size, shape, channel, [](float& x, float& y, float* to) {
-    *reinterpret_cast<float2*>(to) = {x, y};
-  });
+    each_of_state<BV>(S, given + (at.sequence / P * shape.H + at.head) * size, shape, channel,
+                      [](float& x, float& y, const float* from) {
+                        const float2 two = *reinterpret_cast<const float2*>(from);
+                        x = two.x, y = two.y;
+                      });
+  each_of_state<BV>(S, states + slot_of(at, backwards) * size, shape, channel,
+                    [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
 }

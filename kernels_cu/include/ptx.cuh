@@ -7,8 +7,12 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-struct bf16 { u16 bits; };  // storage only: arithmetic is in float
-struct f16 { u16 bits; };
+struct bf16 {
+  u16 bits;
+};  // storage only: arithmetic is in float
+struct f16 {
+  u16 bits;
+};
 struct tf32 {};  // a name: the bits are those of a float, of which products read the upper 19
 
 // ---- conversions ------------------------------------------------------------------------------------------
@@ -187,23 +191,21 @@ __device__ __forceinline__ unsigned char* dynamic_smem() {
 
 // Stores 8 bytes to shared memory where `wanted`: one instruction, where a compiler would branch around it.
 __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
-  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %0, 0;\n@wanted st.shared.v2.u32 [%1], {%2, %3};\n}" ::"r"(int(wanted)),
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %0, 0;\n@wanted st.shared.v2.u32 [%1], {%2, %3};\n}" ::"r"(
+                   int(wanted)),
                "r"(u32(__cvta_generic_to_shared(to))), "r"(x.x), "r"(x.y)
                : "memory");
 }
 
 // Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.
-template <int BYTES>
-__device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {
+template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   const u32 dst = u32(__cvta_generic_to_shared(smem_dst));
   const int read = valid ? BYTES : 0;
   if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(gmem_src), "r"(read)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(gmem_src), "r"(read) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(gmem_src), "n"(BYTES),
-                 "r"(read)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(gmem_src), "n"(BYTES), "r"(read)
                  : "memory");
 }
 
@@ -247,7 +249,9 @@ __device__ __forceinline__ void wait_for_previous() {
 
 #if __CUDA_ARCH__ >= 900
 // In shared memory: counts arrivals, phase after phase. The first phase has parity 0, the next 1, then 0.
-struct Barrier { u64 state; };
+struct Barrier {
+  u64 state;
+};
 
 // One thread, once, before a block barrier: a phase ends with so many arrivals.
 __device__ __forceinline__ void barrier_init(Barrier& b, u32 arrivals) {
@@ -264,16 +268,19 @@ __device__ __forceinline__ void barrier_arrive(Barrier& b) {
 // Wait while the current phase has this parity. Before the first has ended, that of parity 1 counts as over.
 __device__ __forceinline__ void barrier_wait(Barrier& b, u32 parity) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
-  asm volatile("{\n.reg .pred over;\nwait_%=:\n"
-               "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 over, [%0], %1;\n"
-               "@!over bra wait_%=;\n}" ::"r"(address), "r"(parity)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred over;\nwait_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 over, [%0], %1;\n"
+      "@!over bra wait_%=;\n}" ::"r"(address),
+      "r"(parity)
+      : "memory");
 }
 
 // An arrival that also announces `bytes` of tensor_load: the phase ends when they are there too.
 __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
   const u32 address = u32(__cvta_generic_to_shared(&b));
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
+               : "memory");
 }
 
 // ---- two blocks of a cluster, whose shared memory is laid out alike ---------------------------------------
@@ -281,22 +288,26 @@ __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
 // Where a place of this block's shared memory is in the other block's.
 __device__ __forceinline__ u32 place_at_peer(const void* p) {
   u32 there;
-  asm volatile("{\n.reg .u32 rank;\nmov.u32 rank, %%cluster_ctarank;\nxor.b32 rank, rank, 1;\n"
-               "mapa.shared::cluster.u32 %0, %1, rank;\n}" : "=r"(there) : "r"(u32(__cvta_generic_to_shared(p))));
+  asm volatile(
+      "{\n.reg .u32 rank;\nmov.u32 rank, %%cluster_ctarank;\nxor.b32 rank, rank, 1;\n"
+      "mapa.shared::cluster.u32 %0, %1, rank;\n}"
+      : "=r"(there)
+      : "r"(u32(__cvta_generic_to_shared(p))));
   return there;
 }
 
-// barrier_arrive at the other block's barrier that lies where `b` does, after reads of what came from there: what this thread
-// wrote need not be seen, so that it does not wait for its stores, which takes longer than a chunk's products.
+// barrier_arrive at the other block's barrier that lies where `b` does, after reads of what came from there: what this
+// thread wrote need not be seen, so that it does not wait for its stores, which takes longer than a chunk's products.
 __device__ __forceinline__ void arrive_at_peer(Barrier& b) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(place_at_peer(&b)) : "memory");
 }
 
-// Start copying `bytes` (a multiple of 16, as is the address), after fence_async by those who wrote them, to the same place of
-// the other block: an arrival at its `b`, whose phase does not end before they are there.
+// Start copying `bytes` (a multiple of 16, as is the address), after fence_async by those who wrote them, to the same
+// place of the other block: an arrival at its `b`, whose phase does not end before they are there.
 __device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, Barrier& b) {
   const u32 barrier = place_at_peer(&b);
-  asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    place_at_peer(from)),
                "r"(u32(__cvta_generic_to_shared(from))), "r"(bytes), "r"(barrier)
@@ -311,15 +322,17 @@ __device__ __forceinline__ void cluster_sync() {
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.
-struct alignas(64) TensorMap { char bytes[128]; };
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
 
-// Start copying the box at (batch, head, token, column) to shared memory, zeros where it leaves the array; `b` counts the
-// bytes. One thread does it for all. It may leave the array at the far end alone.
-__device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head,
-                                            i32 batch) {
+// Start copying the box at (batch, head, token, column) to shared memory, zeros where it leaves the array; `b` counts
+// the bytes. One thread does it for all. It may leave the array at the far end alone.
+__device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
+                                            i32 head, i32 batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-          u32(__cvta_generic_to_shared(box))),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(u32(__cvta_generic_to_shared(box))),
       "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
@@ -356,8 +369,7 @@ __device__ __forceinline__ u32 barrier_sense(const u32* arrived) {
 template <int THREADS> __device__ __forceinline__ void grid_arrive(u32* arrived) {
   barrier_sync(1, THREADS);  // the block's writes are done
   const u32 step = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-  if (threadIdx.x == 0)
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(arrived), "r"(step) : "memory");
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(arrived), "r"(step) : "memory");
 }
 template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arrived, u32 sense) {
   if (sense == NO_BARRIER) return;
@@ -384,8 +396,8 @@ __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.
 //   M_m[2t,+1][g] = r[m]
 __device__ __forceinline__ void stmatrix_x4_trans(void* row, const u32 (&r)[4]) {
   const u32 address = u32(__cvta_generic_to_shared(row));
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 #endif
@@ -406,9 +418,7 @@ __device__ __forceinline__ u64 wgmma_tile(const void* p, u32 leading, u32 stride
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Close the group of the products started since the last commit.
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Wait until at most N of the latest groups are under way. Before, nobody may touch their d, a or tiles.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
@@ -428,37 +438,37 @@ template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
 
-#define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                             \
-  template <>                                                                                               \
-  __device__ __forceinline__ void wgmma<format, n, transposed>(float(&d)[n / 2], const u32(&a)[4], u64 b,   \
-                                                               bool accumulate) {                           \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate_ ", 0;\n"                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #n types " {" d_ "}, {" a_ "}, " b_                    \
-                 ", accumulate, 1, 1" tail ";\n}"                                                           \
-                 : __VA_ARGS__                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));               \
+#define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                                    \
+  template <>                                                                                                      \
+  __device__ __forceinline__ void wgmma<format, n, transposed>(float (&d)[n / 2], const u32(&a)[4], u64 b,         \
+                                                               bool accumulate) {                                  \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate_                                 \
+                 ", 0;\n"                                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #n types " {" d_ "}, {" a_ "}, " b_ ", accumulate, 1, 1" tail \
+                 ";\n}"                                                                                            \
+                 : __VA_ARGS__                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                      \
   }
-#define WGMMA_FORMATS(n, ...)                                                                               \
-  WGMMA(tf32, n, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)                                                \
-  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__)                                            \
-  WGMMA(bf16, n, true, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__)                                             \
-  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)                                               \
+#define WGMMA_FORMATS(n, ...)                                    \
+  WGMMA(tf32, n, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)     \
+  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
+  WGMMA(bf16, n, true, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__)  \
+  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)    \
   WGMMA(f16, n, true, "k16.f32.f16.f16", ", 1", __VA_ARGS__)
 
 #define EIGHT(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7"
 #define TEN(t) EIGHT(t) ",%" #t "8,%" #t "9,"
-#define D8(i)                                                                                               \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),               \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D8(i)                                                                                                 \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
 
 WGMMA_FORMATS(16, EIGHT(), "%8,%9,%10,%11", "%12", "%13", D8(0))
 WGMMA_FORMATS(32, TEN() "%10,%11,%12,%13,%14,%15", "%16,%17,%18,%19", "%20", "%21", D8(0), D8(8))
 WGMMA_FORMATS(64, TEN() TEN(1) TEN(2) "%30,%31", "%32,%33,%34,%35", "%36", "%37", D32(0))
-WGMMA_FORMATS(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64,%65,%66,%67", "%68",
-              "%69", D32(0), D32(32))
-WGMMA_FORMATS(256,
-              TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12),
+WGMMA_FORMATS(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64,%65,%66,%67", "%68", "%69", D32(0),
+              D32(32))
+WGMMA_FORMATS(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12),
               "%128,%129,%130,%131", "%132", "%133", D32(0), D32(32), D32(64), D32(96))
 #undef WGMMA
 #undef WGMMA_FORMATS

@@ -1,4 +1,5 @@
-// what      When a token's output reads the state: the one fact in which GLA and RWKV-6 differ; everything else is shared.
+// what      When a token's output reads the state: the one fact in which GLA and RWKV-6 differ; everything else is
+//           shared.
 
 // GLA: o_t sees the state after token t was written; the present token weighs q . k.
 struct AfterWrite {

@@ -10,11 +10,11 @@ constexpr int THREADS = 128;
 template <typename T> struct SoftmaxForwardArgs {
   Rows<const T> q, k, v;
   Rows<T> o;
-  Shape shape;     // a chunk is the queries of a block
-  float* L;        // [B, H, T] or null
+  Shape shape;  // a chunk is the queries of a block
+  float* L;     // [B, H, T] or null
   double scale;
   i64 causal;
-  i64 vectors;     // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows are whole pieces of 16 bytes
 };
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -28,9 +28,7 @@ template <int D, typename T> __device__ __forceinline__ T* piece_of(T* tile, int
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
   mma_bf16(d, a, b);
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
-  mma_f16(d, a, b);
-}
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) { mma_f16(d, a, b); }
 
 // A warp's [16 M, N] values: 16 x 8 at a time, as the tensor cores leave them.
 template <int M, int N> using Fragment = float[M][N / 8][4];
@@ -38,7 +36,7 @@ template <int M, int N> using Fragment = float[M][N / 8][4];
 // d += A B^T, A the rows row... of tile a, B all N rows of tile b.
 template <int D, int M, int N, typename T>
 __device__ __forceinline__ void multiply_transposed(Fragment<M, N>& d, T* a, int row, T* b) {
-  const int lane = opaque(threadIdx.x & 31);  // so that addresses are made anew, not held in registers
+  const int lane = opaque(threadIdx.x & 31);        // so that addresses are made anew, not held in registers
   constexpr int AT_ONCE = M * N > 64 ? 4 : D / 16;  // more would want more registers than there are
 #pragma unroll AT_ONCE
   for (int k = 0; k < D / 16; ++k) {
@@ -68,7 +66,7 @@ __device__ __forceinline__ void multiply_rows(Fragment<M, D>& d, const Fragment<
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float(&from)[4] = a[m][2 * k + r / 2];
+        const float (&from)[4] = a[m][2 * k + r / 2];
         rows[m][r] = pack<T>(from[r % 2 * 2], from[r % 2 * 2 + 1]);
       }
 #pragma unroll
@@ -105,8 +103,8 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The size of the scale, in base 2, above 0, so that it leaves -inf as it is; its sign goes with the queries, so that the
-// largest product is the largest score.
+// The size of the scale, in base 2, above 0, so that it leaves -inf as it is; its sign goes with the queries, so that
+// the largest product is the largest score.
 __device__ __forceinline__ float size_of_scale(double scale) { return max(float(fabs(scale)) * LOG2E, 1e-37f); }
 
 // A row's next N scores become weights e^(s - m), m the largest so far; returns what the weights before are to be
@@ -130,8 +128,8 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
   return kept;
 }
 
-// Where a block works: a chunk of the tokens of one sequence and head. Tokens count from the sequence's start. It stands
-// in shared memory, since the products leave no registers for it.
+// Where a block works: a chunk of the tokens of one sequence and head. Tokens count from the sequence's start. It
+// stands in shared memory, since the products leave no registers for it.
 struct Place {
   int batch, head, start;  // the sequence's first token among all
   int first, length;       // the chunk's first token, the sequence's tokens
@@ -142,15 +140,17 @@ __device__ __forceinline__ Place place_of(const Shape& shape, int chunk, u32 pai
   int sequence = 0, last = int(shape.count) - 1;
   while (sequence < last) {  // the last sequence whose chunks do not begin after this one
     const int middle = (sequence + last + 1) / 2;
-    if (shape.chunk_bounds[middle] <= chunk)
-      sequence = middle;
-    else
-      last = middle - 1;
+    if (shape.chunk_bounds[middle] <= chunk) sequence = middle;
+    else last = middle - 1;
   }
   const Span span = tokens_of(shape, sequence);
   const u32 H = u32(shape.H);
-  return {int(pair / H), int(pair % H), int(span.start), int(chunk_tokens(shape, chunk).start - span.start),
-          int(span.stop - span.start), i64(pair) * shape.T + span.start};
+  return {int(pair / H),
+          int(pair % H),
+          int(span.start),
+          int(chunk_tokens(shape, chunk).start - span.start),
+          int(span.stop - span.start),
+          i64(pair) * shape.T + span.start};
 }
 
 // Fill a tile with columns `column`... of tokens first... of the sequence, zeros beyond it and beyond `width` columns:
@@ -202,8 +202,7 @@ __device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int 
     if (first + down >= at.length || columns <= 0) continue;
     const T* from = piece_of<D>(tile, row + down, piece);
     T* to = x.row(at.batch, at.head, i64(at.start) + first + down) + 8 * piece;
-    if (vectors)
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    if (vectors) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     else
       for (int i = 0; i < 8 && i < columns; ++i) to[i] = from[i];
   }

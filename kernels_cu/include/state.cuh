@@ -16,7 +16,8 @@ template <int N, class F> __device__ __forceinline__ void each(State<N>& S, F f)
     for (int x = 0; x < 4; ++x) f(S[n][x], 8 * n + 2 * t + (x & 1), row + g + 8 * (x >> 1));
 }
 
-// o[16 tokens, 16] += x S^T, x [16, N], rows LDX apart. A lane's accumulators of S are already what the product wants of
+// o[16 tokens, 16] += x S^T, x [16, N], rows LDX apart. A lane's accumulators of S are already what the product wants
+// of
 // S^T, when the columns are taken in the order 2t, 2t + 1 instead of t, t + 4; x is read in that order too.
 template <class X, class Y, int LDX, int N>
 __device__ __forceinline__ void read_state(float (&o)[2][4], const State<N>& S, const float* s_x) {

@@ -17,11 +17,11 @@ template <typename T> struct Rows {
 // What every kernel is told about the problem; `bounds` and `chunks` are null for dense batches.
 struct Shape {
   i64 B, H, T, K, V;
-  i64 count;          // sequences in a row of the batch: 1 when dense, N when packed
-  const i64* bounds;  // [count + 1], token range of each packed sequence
-  i64 chunk;          // tokens a chunk
-  i64 NC;             // chunks in a row of the batch
-  const i64* chunks;  // [NC, 2], token range of each chunk
+  i64 count;                // sequences in a row of the batch: 1 when dense, N when packed
+  const i64* bounds;        // [count + 1], token range of each packed sequence
+  i64 chunk;                // tokens a chunk
+  i64 NC;                   // chunks in a row of the batch
+  const i64* chunks;        // [NC, 2], token range of each chunk
   const i64* chunk_bounds;  // [count + 1], chunk range of each packed sequence
 };
 
@@ -85,7 +85,8 @@ __device__ __forceinline__ void fetch_tile(T* s, const Rows<const T>& x, i64 bat
     for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
       const int row = at / ACROSS, col = at % ACROSS * PIECE;
       const bool inside = row < rows && column + col < width;
-      cp_async<16>(s + row * COLS + col, x.row(batch, head, inside ? first + row : 0) + (inside ? column + col : 0), inside);
+      cp_async<16>(s + row * COLS + col, x.row(batch, head, inside ? first + row : 0) + (inside ? column + col : 0),
+                   inside);
     }
   } else {
 #pragma unroll 1

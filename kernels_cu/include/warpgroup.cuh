@@ -1,5 +1,5 @@
-// what      What Hopper's kernels share whose warpgroups hold states while one warp moves chunks: how chunks come and go,
-//           states, products with them. CHUNK, the tokens of a chunk, is the including kernel's.
+// what      What Hopper's kernels share whose warpgroups hold states while one warp moves chunks: how chunks come and
+//           go, states, products with them. CHUNK, the tokens of a chunk, is the including kernel's.
 // limits    sm_90a; bfloat16
 #include "ptx.cuh"
 #include "swizzled.cuh"
@@ -18,7 +18,12 @@ struct Place {
 __device__ __forceinline__ Place place_of(const Shape& shape, u32 block) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = block / H, h = block % H;
   const Span span = tokens_of(shape, n % count);
-  return {i32(n), i32(n / count), i32(h), i32(span.start), i32(span.stop - span.start), i64(block),
+  return {i32(n),
+          i32(n / count),
+          i32(h),
+          i32(span.start),
+          i32(span.stop - span.start),
+          i64(block),
           (i64(n / count) * H + h) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
 }
 
@@ -39,8 +44,9 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F
   }
 }
 
-// Starts to copy a chunk to shared memory; `full`, at which all lanes arrive, ends its phase when all of it is there. each_input calls
-// f(tile, its map, its rows, its width, its first column). What lies behind the sequence's end becomes zero.
+// Starts to copy a chunk to shared memory; `full`, at which all lanes arrive, ends its phase when all of it is there.
+// each_input calls f(tile, its map, its rows, its width, its first column). What lies behind the sequence's end becomes
+// zero.
 template <class Inputs>
 __device__ __forceinline__ void fetch_chunk(Barrier& full, const Place& at, int token, Inputs each_input) {
   const int rows = at.tokens - token;
@@ -179,8 +185,9 @@ __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, cons
   }
 }
 
-// S <- diag(by) S, and x[channel, token] = S x^T of that S, or of S before it where READ_FIRST, which is under way. S goes in as
-// the sum of two bfloat16 numbers, which are given to f(columns / 16, the first, the second); or as one where not EXACT.
+// S <- diag(by) S, and x[channel, token] = S x^T of that S, or of S before it where READ_FIRST, which is under way. S
+// goes in as the sum of two bfloat16 numbers, which are given to f(columns / 16, the first, the second); or as one
+// where not EXACT.
 template <int BV, bool READ_FIRST = false, int PART = 2, bool EXACT = true, class F>
 __device__ __forceinline__ void read_state(Values& x, float (&S)[BV / 2], const float (&by)[2],
                                            bf16 (&tokens)[BV / 64][CHUNK][64], F f) {
@@ -233,8 +240,8 @@ __device__ __forceinline__ void write_state(float (&S)[BV / 2], const Operand& x
   for (int s = 0; s < CHUNK / 16; ++s) wgmma<bf16, BV, true>(S, x[s], b + s * 16 * 128 / 16, true);
 }
 
-// y[channel, i] (+)= sum_j x[channel, j] pairs[i, j], under way; BY_KEY: y[channel, j] with sum_i. REST: of their second
-// numbers, that lie 32 columns on.
+// y[channel, i] (+)= sum_j x[channel, j] pairs[i, j], under way; BY_KEY: y[channel, j] with sum_i. REST: of their
+// second numbers, that lie 32 columns on.
 template <bool BY_KEY, bool REST = false>
 __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16 (&pairs)[CHUNK][64], bool accumulate) {
   static_assert(!REST || CHUNK == 32);
@@ -246,7 +253,8 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
 
 // ---- one gate for all channels of a token: decays belong to tokens, and no gate is too strong --------------------
 
-// The gate of a token of the sequence, as it comes, so that nothing waits for it yet; none before and behind the sequence.
+// The gate of a token of the sequence, as it comes, so that nothing waits for it yet; none before and behind the
+// sequence.
 template <typename G> __device__ __forceinline__ G gate_of(const Rows<const G>& gates, const Place& at, int token) {
   return token >= 0 && token < at.tokens ? *gates.row(at.batch, at.head, at.start + token) : from_float<G>(0.f);
 }

@@ -1,12 +1,12 @@
-// what      What the Hopper backward sweeps under one gate for all channels share: scores as the sum of two bfloat16 numbers,
-//           and the decays of tokens.
+// what      What the Hopper backward sweeps under one gate for all channels share: scores as the sum of two bfloat16
+//           numbers, and the decays of tokens.
 // limits    sm_90a; bfloat16
 constexpr int CHUNK = 32;
 
 #include "backward_tokens.cuh"
 
-// Stores one as rows of queries, with f(query, key, value) for each value: as the sum of two bfloat16 numbers, the second 32
-// columns on.
+// Stores one as rows of queries, with f(query, key, value) for each value: as the sum of two bfloat16 numbers, the
+// second 32 columns on.
 template <class F>
 __device__ __forceinline__ void put_pairs(bf16 (&tile)[CHUNK][64], const float (&d)[2][4], int block, int lane, F f) {
   const int g = lane >> 2, t = lane & 3;
@@ -26,11 +26,11 @@ __device__ __forceinline__ void put_pairs(bf16 (&tile)[CHUNK][64], const float (
 
 // Of a chunk, from sums of the gates that lie between, never a difference of such sums.
 struct TokenDecays {
-  float start[CHUNK];                           // from the chunk's start to a token, both inclusive
-  float between[CHUNK][CHUNK + 8];              // [query, key]: behind the key to the query inclusive; 8 rows lie in all banks
+  float start[CHUNK];               // from the chunk's start to a token, both inclusive
+  float between[CHUNK][CHUNK + 8];  // [query, key]: behind the key to the query inclusive; 8 rows lie in all banks
 
   __device__ float all() const { return start[CHUNK - 1]; }
-  __device__ const float* end() const { return between[CHUNK - 1]; }         // behind a token to the chunk's end
+  __device__ const float* end() const { return between[CHUNK - 1]; }  // behind a token to the chunk's end
 };
 
 // By a warp, each lane with its token's gate.

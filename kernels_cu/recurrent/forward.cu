@@ -1,5 +1,6 @@
 // what      GLA and RWKV-6 token by token, as the equations stand.
-// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u) k_t v_t^T))
+// math      S_t = diag(exp g_t) S_{t-1} + k_t v_t^T;   o_t = scale q_t^T S_t  (RWKV-6: scale q_t^T (S_{t-1} + diag(u)
+//           k_t v_t^T))
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
 // grid      a block for every (sequence, head, 32 columns of V), sequence slowest; 128 threads: a lane a column,
 //           a warp a quarter of the channels
@@ -25,10 +26,10 @@ template <typename T, typename G> struct Args {
 };
 
 template <int BK> struct Shared {
-  float q[SLAB * BK];              // [16, BK]
-  float k[SLAB * BK];              // [16, BK]
-  float a[SLAB * BK];              // [16, BK], gates, then decays
-  float v[SLAB * BV];              // [16, BV]
+  float q[SLAB * BK];  // [16, BK]
+  float k[SLAB * BK];  // [16, BK]
+  float a[SLAB * BK];  // [16, BK], gates, then decays
+  float v[SLAB * BV];  // [16, BV]
   float u[BK];
   float partial[WARPS][SLAB * BV];  // [16, BV], o over each warp's channels
 };

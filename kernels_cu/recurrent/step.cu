@@ -1,37 +1,38 @@
 // what      One token for B sequences; each state is read and written once, in place.
 // math      o = scale q^T S', S' = diag(exp g) S + k v^T   (RWKV-6: o = scale q^T (S + diag(u) k v^T))
 // shapes    q k g [B, H, K], v o [B, H, V], u [H, K], state [P, H, K, V], slots [B] or null
-// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 64 channels at a time, a lane four pieces
-//           of 16 bytes of them: 8 warps where the state is float32, else 4. Where its rows are not whole pieces, fewer
-//           channels at a time, number by number
+// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; 64 channels at a time, a lane four
+//           pieces of 16 bytes of them: 8 warps where the state is float32, else 4. Where its rows are not whole
+//           pieces, fewer channels at a time, number by number
 // smem      the warps' parts of o, [warps, 64]
 // barriers  one: the parts of o stand
 // numerics  float32, whatever the state is stored in
 // source    Yang et al., 2024, eq. 3; Peng et al., 2024, eq. 18-19
 // limits    the last axis of the state is contiguous
 //
-// A lane has asked for its four pieces before it writes the first: that hides the memory's latency, since the compiler may
-// not move a load before a store. No warp waits for another before it writes: memory that is written where it was read is
-// fastest with little in between.
+// A lane has asked for its four pieces before it writes the first: that hides the memory's latency, since the compiler
+// may not move a load before a store. No warp waits for another before it writes: memory that is written where it was
+// read is fastest with little in between.
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 constexpr int BV = 64;
 template <typename S> constexpr int WARPS = 2 * sizeof(S);
-// On a multiprocessor, for the compiler: unasked, its order of a half-precision state's loads costs a sixth of the time.
+// On a multiprocessor, for the compiler: unasked, its order of a half-precision state's loads costs a sixth of the
+// time.
 template <typename S> constexpr int BLOCKS = sizeof(S) == 4 ? 4 : 5;
 
 template <typename T, typename G, typename S> struct Args {
   Rows<const T> q, k, v;  // the time stride is not used
   Rows<const G> g;
   Rows<T> o;
-  const float* u;      // [H, K], null for GLA
-  Rows<S> state;       // rows are channels
-  const i64* slots;    // or null: sequence b has state b
+  const float* u;    // [H, K], null for GLA
+  Rows<S> state;     // rows are channels
+  const i64* slots;  // or null: sequence b has state b
   i64 H, K, V;
   double scale;
-  i64 pieces;          // whether every row of the state is whole pieces of 16 bytes
+  i64 pieces;  // whether every row of the state is whole pieces of 16 bytes
 };
 
 template <typename S, int N> struct alignas(N * sizeof(S)) Piece {
@@ -43,9 +44,10 @@ struct Channel {
   float q, k, decay, u;
 };
 
-template <class ReadOrder, class Args> __device__ __forceinline__ Channel channel_of(const Args& args, i64 b, i64 h, int c) {
-  return {to_float(args.q.row(b, h, 0)[c]), to_float(args.k.row(b, h, 0)[c]), decay_of(to_float(args.g.row(b, h, 0)[c])),
-          ReadOrder::reads_before_write ? args.u[h * args.K + c] : 0.f};
+template <class ReadOrder, class Args>
+__device__ __forceinline__ Channel channel_of(const Args& args, i64 b, i64 h, int c) {
+  return {to_float(args.q.row(b, h, 0)[c]), to_float(args.k.row(b, h, 0)[c]),
+          decay_of(to_float(args.g.row(b, h, 0)[c])), ReadOrder::reads_before_write ? args.u[h * args.K + c] : 0.f};
 }
 
 // That of another lane.
@@ -54,12 +56,13 @@ template <class ReadOrder> __device__ __forceinline__ Channel from_lane(const Ch
   return {its(x.q), its(x.k), its(x.decay), ReadOrder::reads_before_write ? its(x.u) : 0.f};
 }
 
-// Moves a warp's channels a token on, in pieces of N neighbours; `part` [64] is what they add to o. Numbers of channels and
-// columns that do not exist are those of the first: read in vain, but without a branch.
+// Moves a warp's channels a token on, in pieces of N neighbours; `part` [64] is what they add to o. Numbers of channels
+// and columns that do not exist are those of the first: read in vain, but without a branch.
 template <class ReadOrder, int N, typename T, typename G, typename S>
 __device__ __forceinline__ void advance(float* part, const Args<T, G, S>& args, i64 b, i64 h, i64 start, int warp) {
   constexpr int CHANNELS = N > 1 ? 64 / WARPS<S> : 4;  // of a warp at a time
-  constexpr int ACROSS = N * 32 < BV ? BV / (N * 32) : 1, LANES = BV / (N * ACROSS), ROWS = 32 / LANES, EACH = CHANNELS / ROWS;
+  constexpr int ACROSS = N * 32 < BV ? BV / (N * 32) : 1, LANES = BV / (N * ACROSS), ROWS = 32 / LANES,
+                EACH = CHANNELS / ROWS;
   const int lane = threadIdx.x % 32, row = lane / LANES, first_column = lane % LANES * N, K = int(args.K);
   const i64 column = start + first_column, apart = ROWS * args.state.t;
   const auto column_exists = [&](int m) { return column + m * 32 * N < args.V; };
@@ -112,14 +115,12 @@ __device__ __forceinline__ void advance(float* part, const Args<T, G, S>& args, 
 
 template <class ReadOrder, typename T, typename G, typename S>
 __global__ void __launch_bounds__(32 * WARPS<S>, BLOCKS<S>) recurrent_step(const Args<T, G, S> args) {
-  float(*parts)[BV] = reinterpret_cast<float(*)[BV]>(dynamic_smem());
+  float (*parts)[BV] = reinterpret_cast<float (*)[BV]>(dynamic_smem());
   const u32 tiles = u32((args.V + BV - 1) / BV), H = u32(args.H), head = blockIdx.x / tiles, h = head % H, b = head / H;
   const i64 start = blockIdx.x % tiles * BV;
   const int warp = threadIdx.x / 32;
-  if (args.pieces)
-    advance<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
-  else
-    advance<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
+  if (args.pieces) advance<ReadOrder, 16 / sizeof(S)>(parts[warp], args, b, h, start, warp);
+  else advance<ReadOrder, 1>(parts[warp], args, b, h, start, warp);
   __syncthreads();  // the parts of o stand
   if (threadIdx.x >= BV || start + threadIdx.x >= args.V) return;
   float sum = 0.f;

@@ -24,11 +24,11 @@
 #include "decode.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 16, COLUMNS = 8;
-constexpr int COPIERS = 4;                                            // warps that have the weights copied
-constexpr int FLIGHT = 2;                                             // slots asked for and not yet come
-constexpr int STEPS = 2, GROUP = 4;                                   // steps a slot, slots whose vectors are held
-constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;   // bytes of a row in a slot; no bank conflicts
-constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;  // of a unit of the mix
+constexpr int COPIERS = 4;                                           // warps that have the weights copied
+constexpr int FLIGHT = 2;                                            // slots asked for and not yet come
+constexpr int STEPS = 2, GROUP = 4;                                  // steps a slot, slots whose vectors are held
+constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a slot; no bank conflicts
+constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
 constexpr int MAX_N = 256, MAX_W = 512;
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
@@ -76,16 +76,21 @@ template <typename T> __device__ __forceinline__ Tiles share_of(const Args<T>& a
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
   switch (phase) {
-    case MIX_DOWN: return share(tiles_of(5 * args.A), block, blocks);
-    case INPUTS: return share(tiles_of(args.W) + 4 * D, block, blocks);
-    case OUTPUT: case FFN_VALUE: return share(D, block, blocks);
+    case MIX_DOWN:
+      return share(tiles_of(5 * args.A), block, blocks);
+    case INPUTS:
+      return share(tiles_of(args.W) + 4 * D, block, blocks);
+    case OUTPUT:
+    case FFN_VALUE:
+      return share(D, block, blocks);
     case FFN_INPUTS: {  // no block has tiles of both, and so two normed inputs
       const u32 keys = max(1u, blocks * F / (F + D));
       if (block < keys) return share(F, block, keys);
       const Tiles tiles = share(D, block - keys, blocks - keys);
       return {F + tiles.first, F + tiles.stop};
     }
-    case HEAD: return share(tiles_of(args.V), block, blocks);
+    case HEAD:
+      return share(tiles_of(args.V), block, blocks);
   }
   return {0, 0};
 }
@@ -101,17 +106,23 @@ __device__ __forceinline__ const T* weights_of(const Args<T>& args, i64 layer, i
   const T* w = args.head;
   i64 row = tile;
   switch (phase) {
-    case MIX_DOWN: w = args.maa_down, row += layer * tiles_of(5 * args.A); break;
+    case MIX_DOWN:
+      w = args.maa_down, row += layer * tiles_of(5 * args.A);
+      break;
     case INPUTS:
       if (tile < W) w = args.decay_down, row += layer * W;
       else w = args.kvrg, row += layer * 4 * D - W;
       break;
-    case OUTPUT: w = args.output, row += layer * D; break;
+    case OUTPUT:
+      w = args.output, row += layer * D;
+      break;
     case FFN_INPUTS:
       if (tile < F) w = args.ffn_key, row += layer * F;
       else w = args.ffn_receptance, row += layer * D - F;
       break;
-    case FFN_VALUE: w = args.ffn_value, row += layer * D; break;
+    case FFN_VALUE:
+      w = args.ffn_value, row += layer * D;
+      break;
   }
   return w + row * ROWS * depth_of(args, phase);
 }
@@ -124,8 +135,7 @@ template <typename T> struct Lane {
 };
 
 // Ask for what a phase reads beside its tiles.
-template <typename T>
-__device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, int phase) {
+template <typename T> __device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, int phase) {
   const int lane = threadIdx.x & 31, row = int(args.D * 4);
   const i64 at = layer * args.D, b = lane - 2, N = args.N;
   if (blockIdx.x == 0) {
@@ -134,8 +144,9 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, 
       if (lane == 0) prefetch_l2((ffn ? args.ln2 : args.ln1) + 2 * at, 2 * row);
       if (lane == 1) prefetch_l2(ffn ? args.ffn_maa + 2 * at : args.maa_x + at, ffn ? 2 * row : row);
       if (b >= 0 && b < args.B)
-        prefetch_l2((ffn ? args.ffn_shift : args.att_shift) +
-                        (layer * args.P + (args.slots ? args.slots[b] : b)) * args.D, row);
+        prefetch_l2(
+            (ffn ? args.ffn_shift : args.att_shift) + (layer * args.P + (args.slots ? args.slots[b] : b)) * args.D,
+            row);
     } else if (phase == TIME_MIX) {
       if (lane == 0) prefetch_l2(args.ln_x + 2 * at, 2 * row);
       if (lane == 1) prefetch_l2(args.decay + at, row);
@@ -151,8 +162,7 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, 
     for (int unit = blockIdx.x; unit < 5 * across; unit += gridDim.x) {
       const i64 first = unit % across * CHANNELS, width = min(i64(CHANNELS), args.D - first);
       for (i64 a = lane; a < args.A; a += 32)
-        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first,
-                    u32(width * sizeof(T)));
+        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first, u32(width * sizeof(T)));
     }
   } else if (phase == TIME_MIX) {
     for (i64 unit = blockIdx.x; unit < args.B * args.H; unit += gridDim.x) {
@@ -166,8 +176,7 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, 
 }
 
 // The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
-template <typename T, int SLOTS>
-__device__ __forceinline__ void copy_weights(const Args<T>& args, Shared<SLOTS>& s) {
+template <typename T, int SLOTS> __device__ __forceinline__ void copy_weights(const Args<T>& args, Shared<SLOTS>& s) {
   constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
@@ -220,10 +229,8 @@ template <typename T> struct Split {
 
   static __device__ __forceinline__ u32 weight(const uint4& w, int i) {
     const u32 words[4] = {w.x, w.y, w.z, w.w};
-    if constexpr (sizeof(T) == 4)
-      return words[i];
-    else
-      return __float_as_uint(to_float(T{u16(words[i / 2] >> 16 * (i % 2))}));
+    if constexpr (sizeof(T) == 4) return words[i];
+    else return __float_as_uint(to_float(T{u16(words[i / 2] >> 16 * (i % 2))}));
   }
   static __device__ __forceinline__ void multiply(float (&sums)[EACH / 4][4], const uint4& upper, const uint4& lower,
                                                   const u32 (&x)[WORDS]) {
@@ -277,17 +284,21 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   u32 parity;
 
   __device__ __forceinline__ Decode(const Args<T>& args, Shared<SLOTS>& s, u32 sense, int turn)
-      : args(args), s(s), stage(reinterpret_cast<float*>(&s + 1)), B(opaque(int(args.B))),
-        D(opaque(int(args.D))), tid(opaque(threadIdx.x)),
-        sense(sense), slot(turn >> 1), parity(turn & 1) {}
+      : args(args),
+        s(s),
+        stage(reinterpret_cast<float*>(&s + 1)),
+        B(opaque(int(args.B))),
+        D(opaque(int(args.D))),
+        tid(opaque(threadIdx.x)),
+        sense(sense),
+        slot(turn >> 1),
+        parity(turn & 1) {}
 
   // The block's barrier, but for the warp that copies.
   __device__ __forceinline__ void sync() { barrier_sync(1, THREADS); }
 
   // What the phases before wrote can be read; between their end and here is time to load what does not change.
-  __device__ __forceinline__ void ready() {
-    grid_wait<THREADS>(args.arrived, sense);
-  }
+  __device__ __forceinline__ void ready() { grid_wait<THREADS>(args.arrived, sense); }
 
   __device__ __forceinline__ static float total(const float (&parts)[WARPS]) {
     float sum = 0.f;
@@ -436,8 +447,7 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   }
 
   // Row m of a tile for sequence b: its sum, added to x where the phase adds.
-  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum,
-                                         float xx) {
+  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum, float xx) {
     switch (phase) {
       case MIX_DOWN:
         m += tile * ROWS;
@@ -461,7 +471,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
           if (m < D) args.gate[b * D + m] = sigmoid(sum);
         }
         break;
-      case OUTPUT: case FFN_VALUE:
+      case OUTPUT:
+      case FFN_VALUE:
         m += tile * ROWS;
         if (m >= D) break;
         args.x[b * D + m] = sum;
@@ -476,9 +487,12 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
 
   __device__ __forceinline__ const float* vectors_of(int phase, int input) const {
     switch (phase) {
-      case INPUTS: return args.mixed + input * B * D;
-      case OUTPUT: return args.y;
-      case FFN_VALUE: return args.activated;
+      case INPUTS:
+        return args.mixed + input * B * D;
+      case OUTPUT:
+        return args.y;
+      case FFN_VALUE:
+        return args.activated;
     }
     return stage;
   }
@@ -553,8 +567,7 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
                 all[i + 2] = __float_as_uint(four.z), all[i + 3] = __float_as_uint(four.w);
               }
               u32(&to)[WORDS] = x[n / STEPS][n % STEPS];
-              if constexpr (PAIRED)
-                Split<T>::part(to, all, g % PARTS);
+              if constexpr (PAIRED) Split<T>::part(to, all, g % PARTS);
               else
 #pragma unroll
                 for (int i = 0; i < EACH; ++i) to[i] = all[i];
@@ -617,10 +630,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
       };
       load(0);
       if (inside) maa = args.maa[(layer * 5 + c) * D + j];
-      if (first)
-        ready();
-      else
-        sync();  // the parts of the unit before are free
+      if (first) ready();
+      else sync();  // the parts of the unit before are free
       if (unit >= units) break;
       float xx = 0.f, old = 0.f;  // of the first sequence that this thread finishes
       const auto vectors = [&](int b) {
@@ -688,10 +699,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
         const int c = group + n * groups;
         if (busy && group < groups && c < N) held[n] = load4(state + c * N + column);
       }
-      if (first)
-        ready();
-      else
-        sync();  // what the head before left is free
+      if (first) ready();
+      else sync();  // what the head before left is free
       if (!busy) break;
 
       float gate = 0.f;
@@ -764,8 +773,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
 
 // Phases one by one. `turn` is the number of the slot whose turn it is, and the parity of its `full`.
 template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ int products(const Args<T>& args, Shared<SLOTS>& s, int layer, int phase,
-                                        u32 sense, int turn) {
+__device__ __forceinline__ int products(const Args<T>& args, Shared<SLOTS>& s, int layer, int phase, u32 sense,
+                                        int turn) {
   Decode<T, SLOTS, PAIRED> block(args, s, sense, turn);
   block.products(layer, phase);
   return block.slot * 2 + int(block.parity);
@@ -789,19 +798,15 @@ __device__ __forceinline__ void decode(const Args<T>& args, Shared<SLOTS>& s) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
     if (n > args.first) grid_arrive<THREADS>(args.arrived);
     const u32 before = n > args.first ? sense : NO_BARRIER;
-    if (phase == MIX)
-      mix<T, SLOTS, PAIRED>(args, s, layer, before);
-    else if (phase == TIME_MIX)
-      time_mix<T, SLOTS, PAIRED>(args, s, layer, before);
-    else
-      turn = products<T, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
+    if (phase == MIX) mix<T, SLOTS, PAIRED>(args, s, layer, before);
+    else if (phase == TIME_MIX) time_mix<T, SLOTS, PAIRED>(args, s, layer, before);
+    else turn = products<T, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
     if (n > args.first) sense = next_sense(sense);
   }
 }
 
 template <typename T, int SLOTS, bool PAIRED>
-__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
-    rwkv6_decode_step(const __grid_constant__ Args<T> args) {
+__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(const __grid_constant__ Args<T> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
   if (threadIdx.x < SLOTS) {
@@ -809,8 +814,6 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
     barrier_init(s.empty[threadIdx.x], WARPS);
   }
   __syncthreads();  // the barriers stand
-  if (threadIdx.x < THREADS)
-    decode<T, SLOTS, PAIRED>(args, s);
-  else
-    copy_weights(args, s);
+  if (threadIdx.x < THREADS) decode<T, SLOTS, PAIRED>(args, s);
+  else copy_weights(args, s);
 }

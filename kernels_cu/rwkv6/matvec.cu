@@ -50,7 +50,8 @@ template <typename T> __device__ __forceinline__ void unpack(float (&x)[8], cons
   for (int i = 0; i < 8; ++i) x[i] = to_float(T{u16(words[i / 2] >> 16 * (i % 2))});
 }
 
-template <typename T, int THREADS> __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Args<T> args) {
+template <typename T, int THREADS>
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS) rwkv6_matvec(const Args<T> args) {
   constexpr bool EXACT = sizeof(T) == 4;
   constexpr int VECTORS = EXACT ? 2 : 1, STEPS = 2 / VECTORS;  // 16-byte copies a row and step; steps a stage
   constexpr int WARPS = THREADS / 32;
@@ -100,9 +101,7 @@ template <typename T, int THREADS> __global__ void __launch_bounds__(THREADS, 10
     cp_async_wait<STAGES - 1>();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      const auto copied = [&](int i) {
-        return s.weights[stage % STAGES][step * 2 * VECTORS + i][threadIdx.x];
-      };
+      const auto copied = [&](int i) { return s.weights[stage % STAGES][step * 2 * VECTORS + i][threadIdx.x]; };
       float upper[8], lower[8];
       if constexpr (EXACT) {
         unpack(upper, copied(0), copied(1));
@@ -141,8 +140,14 @@ template <typename T, int THREADS> __global__ void __launch_bounds__(THREADS, 10
   for (int part = 0; part < WARPS; ++part) sum += s.parts[part][b][threadIdx.x % ROWS];
   float& y = product.y[b * product.M + m];
   switch (product.finish) {
-    case Finish::Write: y = sum; break;
-    case Finish::Add: y += sum; break;
-    case Finish::ReluSquared: y = sum > 0.f ? sum * sum : 0.f; break;
+    case Finish::Write:
+      y = sum;
+      break;
+    case Finish::Add:
+      y += sum;
+      break;
+    case Finish::ReluSquared:
+      y = sum > 0.f ? sum * sum : 0.f;
+      break;
   }
 }

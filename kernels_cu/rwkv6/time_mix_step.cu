@@ -3,7 +3,8 @@
 //           y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
 //           slots [B] or null
-// grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every (1024 / N)-th channel each
+// grid      a block for every (sequence, head), sequence slowest; 256 threads: four columns of the state and every
+//           (1024 / N)-th channel each
 // smem      Shared
 // barriers  six: inputs, parts of the decay, decay, parts of o, and the two sums of the group norm
 // numerics  float32
@@ -62,8 +63,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X> 
   if (share < shares) {
     float part = 0.f;
 #pragma unroll 8
-    for (int j = share; j < W; j += shares)
-      part = fmaf(s.low[j], to_float(args.up[j * D + h * N + channel]), part);
+    for (int j = share; j < W; j += shares) part = fmaf(s.low[j], to_float(args.up[j * D + h * N + channel]), part);
     s.parts[share * N + channel] = part;
   }
   __syncthreads();  // the parts of the decay stand
@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X> 
       o.y = fmaf(r, fmaf(ku, v.y, S.y), o.y);
       o.z = fmaf(r, fmaf(ku, v.z, S.z), o.z);
       o.w = fmaf(r, fmaf(ku, v.w, S.w), o.w);
-      S = {fmaf(decay, S.x, k * v.x), fmaf(decay, S.y, k * v.y), fmaf(decay, S.z, k * v.z),
-           fmaf(decay, S.w, k * v.w)};
+      S = {fmaf(decay, S.x, k * v.x), fmaf(decay, S.y, k * v.y), fmaf(decay, S.z, k * v.z), fmaf(decay, S.w, k * v.w)};
       *reinterpret_cast<float4*>(state + c * N + column) = S;
     }
     *reinterpret_cast<float4*>(s.parts + group * N + column) = o;

@@ -1,6 +1,7 @@
 // what      Softmax attention's gradients of keys and values.
 // math      dv_j = sum_i p_ij do_i,   dk_j = scale sum_i p_ij (do_i . v_j - delta_i) q_i,   p_ij = e^(s_ij - L_i)
-// shapes    q k dk [B, H, T, K], v do dv [B, H, T, V], L delta [B, H, T] float32, as the forward and softmax_dq leave them
+// shapes    q k dk [B, H, T, K], v do dv [B, H, T, V], L delta [B, H, T] float32, as the forward and
+//           softmax_backward_queries leave them
 // grid      a block for every KEYS keys of a (sequence, head), those that most queries see first; a warp has 16
 // smem      Shared: keys and values, then dk and dv; two tiles of queries, one at hand and one under way
 // barriers  one a tile of queries: it has arrived, and nobody reads the one before
@@ -17,11 +18,11 @@ constexpr int KEYS = 64, QUERIES = 64;
 template <typename T> struct Args {
   Rows<const T> q, k, v, g;  // g is do
   Rows<T> dk, dv;
-  Shape shape;     // a chunk is KEYS tokens
+  Shape shape;  // a chunk is KEYS tokens
   const float *L, *delta;
   double scale;
   i64 causal;
-  i64 vectors;     // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows are whole pieces of 16 bytes
 };
 
 template <typename T, int D> struct alignas(128) Shared {
@@ -34,8 +35,7 @@ template <typename T, int D> struct alignas(128) Shared {
   Place at;
 };
 
-template <typename T, int D>
-__global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T> args) {
+template <typename T, int D> __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T> args) {
   Shared<T, D>& s = *reinterpret_cast<Shared<T, D>*>(dynamic_smem());
   static_assert(sizeof(s) == 2 * D * (2 * KEYS + 4 * QUERIES) + 4 * 4 * QUERIES + 128, "what the host asks for");
   const Shape& shape = args.shape;

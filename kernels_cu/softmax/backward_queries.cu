@@ -18,12 +18,12 @@ constexpr int QUERIES = 128, KEYS = 32;
 template <typename T> struct Args {
   Rows<const T> q, k, v, o, g;  // g is do
   Rows<T> dq;
-  Shape shape;     // a chunk is QUERIES tokens
+  Shape shape;  // a chunk is QUERIES tokens
   const float* L;
   float* delta;
   double scale;
   i64 causal;
-  i64 vectors;     // whether all rows are whole pieces of 16 bytes
+  i64 vectors;  // whether all rows are whole pieces of 16 bytes
 };
 
 template <typename T, int D> struct alignas(128) Shared {

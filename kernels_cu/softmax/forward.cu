@@ -6,7 +6,8 @@
 // smem      Shared: the queries, then o; two tiles of keys and values, one at hand and one under way
 // barriers  one a tile of keys: it has arrived, and nobody reads the one before
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
-// source    Dao et al., "FlashAttention", 2022, algorithm 1; Dao, "FlashAttention-2", 2023, section 3.1: o / l at the end
+// source    Dao et al., "FlashAttention", 2022, algorithm 1; Dao, "FlashAttention-2", 2023, section 3.1: o / l at the
+//           end
 // limits    half data; K, V <= D; D of 64, 128
 #include "softmax.cuh"
 #include "ptx.cuh"

@@ -1,5 +1,6 @@
 // what      Stage 4: how much each token of a chunk weighs on each later one.
-// math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k k_ik)
+// math      A_ij = sum_k q_ik k_jk exp(g_{j+1,k} + ... + g_ik), j <= i   (RWKV-6: to g_{i-1,k}; A_ii = sum_k q_ik u_k
+//           k_ik)
 // shapes    q k g [B, H, T, K], u [H, K], A [B, H, T, C] float32, zero above the diagonal
 // grid      a block for every (batch, head, chunk, 16 rows of it), batch slowest; 128 threads
 // smem      Shared<BK>
@@ -25,10 +26,10 @@ template <typename T, typename G> struct Args {
 };
 
 template <int BK> struct Shared {
-  float q[SUB * LD<BK>];           // [16, BK], the rows' queries
-  float k[SUB * LD<BK>];           // [16, BK], the keys of the sub-chunk at hand
-  float a[SUB * LD<BK>];           // [16, BK], its gates, then decays
-  float carry[BK];                 // decay from the end of that sub-chunk to the start of the rows'
+  float q[SUB * LD<BK>];  // [16, BK], the rows' queries
+  float k[SUB * LD<BK>];  // [16, BK], the keys of the sub-chunk at hand
+  float a[SUB * LD<BK>];  // [16, BK], its gates, then decays
+  float carry[BK];        // decay from the end of that sub-chunk to the start of the rows'
   float u[BK];
   float partial[WARPS][SUB * SUB];  // [16, 16], scores over each warp's share of the channels
 };
@@ -97,8 +98,7 @@ __global__ void __launch_bounds__(THREADS, 4) stages_intra_chunk(const Args<T, G
     __syncthreads();  // the decayed keys stand
     score_pairs<EXACT, BK>(s);
     __syncthreads();  // the partial sums stand
-    write(earlier * SUB, [&](int at) {
-      return (s.partial[0][at] + s.partial[1][at]) + (s.partial[2][at] + s.partial[3][at]);
-    });
+    write(earlier * SUB,
+          [&](int at) { return (s.partial[0][at] + s.partial[1][at]) + (s.partial[2][at] + s.partial[3][at]); });
   }
 }

@@ -23,7 +23,8 @@ template <typename T, typename G> struct Args {
   Shape shape;
 };
 
-template <typename T, typename G> __global__ void __launch_bounds__(THREADS) value_gate_gate_gradient(const Args<T, G> args) {
+template <typename T, typename G>
+__global__ void __launch_bounds__(THREADS) value_gate_gate_gradient(const Args<T, G> args) {
   const Shape& shape = args.shape;
   const i64 tiles = (args.C + THREADS - 1) / THREADS, c = blockIdx.x % tiles * THREADS + threadIdx.x;
   const i64 h = blockIdx.x / tiles % shape.H, n = blockIdx.x / tiles / shape.H, b = n / shape.count;

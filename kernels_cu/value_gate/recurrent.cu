@@ -30,20 +30,20 @@ struct Backwards {
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v;
   Rows<const G> g, gv;
-  Rows<T> o;              // or null
-  Rows<float> apart;      // or null
-  const float* initial;   // [N, H, K, V] or null
-  float* final;           // [N, H, K, V] or null
+  Rows<T> o;             // or null
+  Rows<float> apart;     // or null
+  const float* initial;  // [N, H, K, V] or null
+  float* final;          // [N, H, K, V] or null
   Shape shape;
   double scale;
 };
 
 template <class Pass, int BK> struct Shared {
-  float q[SLAB * BK];   // [16, BK]
-  float k[SLAB * BK];   // [16, BK]
-  float a[SLAB * BK];   // [16, BK], gates, then decays
-  float v[SLAB * BV];   // [16, BV]
-  float av[SLAB * BV];  // [16, BV], gates, then decays
+  float q[SLAB * BK];                                    // [16, BK]
+  float k[SLAB * BK];                                    // [16, BK]
+  float a[SLAB * BK];                                    // [16, BK], gates, then decays
+  float v[SLAB * BV];                                    // [16, BV]
+  float av[SLAB * BV];                                   // [16, BV], gates, then decays
   float partial[Pass::apart ? 2 : 1][WARPS][SLAB * BV];  // [16, BV], o and apart over each warp's channels
 };
 
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(THREADS, 2) value_gate_recurrent(const Args<T,
     for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) {
       const i64 row = first + at / BV, column = v_tile + at % BV;
       if (row >= stop || column >= shape.V) continue;
-      const auto sum = [&](const float (&part)[WARPS][SLAB * BV]) {
+      const auto sum = [&](const float (&part)[WARPS][SLAB* BV]) {
         return (Pass::backwards ? 1.f : scale) * ((part[0][at] + part[1][at]) + (part[2][at] + part[3][at]));
       };
       if (args.o.p) args.o.row(b, h, row)[column] = from_float<T>(sum(s.partial[0]));

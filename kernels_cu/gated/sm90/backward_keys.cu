@@ -20,42 +20,42 @@
 #include "backward_tokens.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, weight, dk, dv, dg;        // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows, weight_rows;
   Rows<T> dk_rows, dv_rows;
   Rows<G> dg_rows;
-  const float *u, *dht;                         // null where there is none
+  const float *u, *dht;  // null where there is none
   const float *ends, *sums;
   float* kept;
-  float* dh0;                                   // or null
+  float* dh0;  // or null
   Shape shape;
   double scale;
-  i64 P;                                        // segments a sequence
+  i64 P;  // segments a sequence
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<T, BK> q, k;                             // q: half of the queries within, then dk; k: then what C has of them
-  Tile<G, BK> g, weight;                        // g: then the other half of the queries within, then dg
-  Tile<T, BV> v, do_;                           // v: then dv
-  Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
+  Tile<T, BK> q, k;       // q: half of the queries within, then dk; k: then what C has of them
+  Tile<G, BK> g, weight;  // g: then the other half of the queries within, then dg
+  Tile<T, BV> v, do_;     // v: then dv
+  Pairs dA;               // RWKV-6: that of a token with itself is its own_at
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int STAGES = 2;
   Stage<T, G, BK, BV> stages[STAGES];
-  T C[BK / 64][BV][64];                         // [column of V, channel], swizzled
-  ReadTile<BV> read;                            // v of the next chunk, for products with C
-  Tile<float, BK> keys_within;                  // laid out by within_at
-  Tile<T, BK> by8, by16;                        // Across: queries and keys have different sub-chunks
-  float A[CHUNK][CHUNK];                        // [key, query], queries by column_of, swizzled
-  float own[BK / 16][CHUNK];                    // RWKV-6: a token's score with itself, every warp's share
-  float largest[BK / 16];                       // of C, every warp's share
-  Place place;                                  // here, since registers are scarce
+  T C[BK / 64][BV][64];         // [column of V, channel], swizzled
+  ReadTile<BV> read;            // v of the next chunk, for products with C
+  Tile<float, BK> keys_within;  // laid out by within_at
+  Tile<T, BK> by8, by16;        // Across: queries and keys have different sub-chunks
+  float A[CHUNK][CHUNK];        // [key, query], queries by column_of, swizzled
+  float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
+  float largest[BK / 16];       // of C, every warp's share
+  Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
-constexpr float FORGOTTEN = 0x1p-20f;           // a decay over a chunk, about what rounding leaves of the sums
+constexpr float FORGOTTEN = 0x1p-20f;  // a decay over a chunk, about what rounding leaves of the sums
 
 // Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
 // token, lie in different banks.
@@ -75,13 +75,14 @@ __device__ __forceinline__ float score_value(float x) { return __uint_as_float(t
 // The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any
 // more.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, int panel))[CHUNK][32] {
+__device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, int panel)) [CHUNK][32] {
   void* const place = panel % 2 ? (void*)own_panels(stage.g, panel / 2) : (void*)&stage.q[panel / 2];
-  return *reinterpret_cast<float(*)[CHUNK][32]>(place);
+  return *reinterpret_cast<float (*)[CHUNK][32]>(place);
 }
 
 // Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
-template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
+template <class F>
+__device__ __forceinline__ void each_chunk(int tokens, F f) {
   int iteration = 0;
 #pragma unroll 1
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
                                               T (&b)[PANELS][CHUNK][64], int warp, int lane) {
   const int row = 8 * warp + (lane & 7), piece = lane >> 4;
 #pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {            // one after the other: registers are scarce
+  for (int panel = 0; panel < PANELS; ++panel) {  // one after the other: registers are scarce
     u32 x[4][4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], swizzled(a[panel][0], row, 2 * c + piece));
@@ -118,7 +119,7 @@ __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, 
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
 #pragma unroll 4
-  for (int c = 0; c < BK / 16; ++c) {           // a lane's 4 channels are two of depth 8
+  for (int c = 0; c < BK / 16; ++c) {  // a lane's 4 channels are two of depth 8
     const float4 q = *reinterpret_cast<const float4*>(within_at(queries_within(in, c / 2), row, c % 2 * 16 + 4 * t));
     const float4 k = *reinterpret_cast<const float4*>(within_at(s.keys_within[c / 2], row, c % 2 * 16 + 4 * t));
     const u32 a[4] = {__float_as_uint(q.x), 0, __float_as_uint(q.y), 0};
@@ -139,7 +140,7 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
 #pragma unroll 2
-  for (int c = 0; c < PANELS * 2; ++c) {        // 32 channels
+  for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels
     u32 a[4], b[4];
     ldmatrix_x4(b, swizzled(x[c / 2][0], keys + (lane & 7), c % 2 * 4 + (lane >> 3)));
     ldmatrix_x4(a, swizzled(x[c / 2][0], queries + (lane & (sixteen ? 15 : 7)), c % 2 * 4 + (lane >> 4)));
@@ -178,7 +179,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
     });
   };
-  const auto gradients = [&](int iteration) {   // of the scores: dA
+  const auto gradients = [&](int iteration) {  // of the scores: dA
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int i = 8 * warp + (lane >> 2);
     float d[CHUNK / 2];
@@ -198,7 +199,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
-  const auto scores = [&](Stage<T, G, BK, BV>& in) {        // A; each warp as much as the others
+  const auto scores = [&](Stage<T, G, BK, BV>& in) {  // A; each warp as much as the others
     const int i = 8 * warp + (lane >> 2), j = 8 * warp + 2 * (lane & 3);
     const bool sixteen = warp % 2 == 0;
     const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
@@ -224,12 +225,12 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
   __syncwarp();
   if (at.tokens) gradients(0);
   each_chunk(at.tokens, [&](int iteration, int token) {
-    forget(lane);                               // addresses are cheaper made anew than held in registers
-    barrier_wait(s.operands, iteration & 1);    // the decayed queries and keys stand
+    forget(lane);                             // addresses are cheaper made anew than held in registers
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
     scores(s.stages[iteration % STAGES]);
     if (token) gradients(iteration + 1);
     store(iteration, token);
-    fetch(iteration + STAGES);                  // each warp what takes the place of what it has stored
+    fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
   });
 }
@@ -293,7 +294,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
 
-  float C[BV / 2], u[2] = {}, end[2] = {};      // end: sum_v S C behind the chunk at hand
+  float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
   load_state<BV>(C, args.dht ? args.dht + state : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
     if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
@@ -303,7 +304,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   each_chunk(at.tokens, [&](int iteration, int token) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int next = token + CHUNK;
-    if (next % KEPT == 0 && next < at.tokens) { // begin anew
+    if (next % KEPT == 0 && next < at.tokens) {  // begin anew
       const float4* from = kept_at<BK, BV>(args.kept, args.shape, at, next);
       end[0] = end[1] = 0.f;
 #pragma unroll
@@ -338,9 +339,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     SubChunkDecays decays;
     Across read, met;
     const PairReader dA(in.dA);
-    float(&first)[CHUNK][32] = s.keys_within[0];
+    float (&first)[CHUNK][32] = s.keys_within[0];
     const int within_offset = int(within_at(first, 2 * t, warp % 2 * 16 + (lane >> 2)) - &first[0][0]);
-    float scores[8] = {};                       // RWKV-6: of tokens with themselves, over this warp's channels
+    float scores[8] = {};  // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       SubChunk within, keys_within, near_queries, near, sum = {};
@@ -361,7 +362,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
     }
     if (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
-    __syncwarp();                               // else all is made at once: there are no registers for that
+    __syncwarp();  // else all is made at once: there are no registers for that
     decays_of(decays, gates);
     decays_from_start(far, gates, counts);
     const QueryScale reach = scale_of_queries<ReadOrder, T>(far);
@@ -374,7 +375,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_wait<0>();
     wgmma_keep(from_state);
     fence_async();
-    barrier_arrive(s.operands);                 // and v for C has been read
+    barrier_arrive(s.operands);  // and v for C has been read
 
     put_state<T, BV>(s.C[warpgroup], C, range.up, offset);
 #pragma unroll
@@ -403,7 +404,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         dg[n][2 * h + p] = (p ? key.y : key.x) * x;
       }
     });
-    float before[2];                            // of keys; then sum_v S C before the chunk, decayed
+    float before[2];  // of keys; then sum_v S C before the chunk, decayed
     sum_tokens<false>(dg, before);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -416,7 +417,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) dg[n][i] += weight[n][i] + before[i / 2];
-    barrier_wait(s.scores, iteration & 1);      // A stands, and the queries within have been read
+    barrier_wait(s.scores, iteration & 1);  // A stands, and the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand, and v has been read
@@ -429,7 +430,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
       for (int c = 0; c < BK / 16; ++c) ldmatrix_x4(columns[c], swizzled(s.C[c / 4][0], row, c % 4 * 2 + (lane >> 4)));
       load_operand(gradient, in.do_[panel], offset);
-      each_pair([&](int n, int h) {             // as columns of A have queries
+      each_pair([&](int n, int h) {  // as columns of A have queries
         const float2 two = unpack<T>(pair_of(gradient, n, h));
         tokens[n][h] = __float_as_uint(two.x), tokens[n][2 + h] = __float_as_uint(two.y);
       });
@@ -464,15 +465,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   });
   if (args.dh0 && at.sequence % args.P == 0) {
     float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
-    each_of_state<BV>(C, first, args.shape, channel, [&](float& x, float& y, float* to) {
-      *reinterpret_cast<float2*>(to) = {x, y};
-    });
+    each_of_state<BV>(C, first, args.shape, channel,
+                      [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   }
 }
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
-gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
+    gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
@@ -486,9 +486,9 @@ gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
     barrier_init(s.scores, 128);
   }
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128)
-    s.A[i / CHUNK][i % CHUNK] = 0.f;            // no key behind its query
+    s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
   fence_async();
-  __syncthreads();  // the barriers and zeros stand
+  __syncthreads();                               // the barriers and zeros stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 216>();

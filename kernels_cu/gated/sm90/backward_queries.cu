@@ -22,23 +22,23 @@
 #include "backward_tokens.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g, dq, weight;        // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_, g, dq, weight;  // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows;
   Rows<T> dq_rows;
   Rows<G> weight_rows;
-  const float *u, *initial, *dht;               // null where there is none
+  const float *u, *initial, *dht;  // null where there is none
   float *ends, *sums, *du, *kept;
   Shape shape;
   double scale;
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<T, BK> q, k;                             // q: then dq
-  Tile<G, BK> g;                                // then weight
+  Tile<T, BK> q, k;  // q: then dq
+  Tile<G, BK> g;     // then weight
   Tile<T, BV> v, do_;
-  ReadTile<BV> read;                            // do for products with the state
-  Pairs dA;                                     // RWKV-6: that of a token with itself is its own_at
+  ReadTile<BV> read;  // do for products with the state
+  Pairs dA;           // RWKV-6: that of a token with itself is its own_at
 };
 
 constexpr int STAGES = 3;
@@ -82,7 +82,7 @@ template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tokens, float scale, int block, int lane) {
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
-    forget(lane);                               // addresses are cheaper made anew than held in registers
+    forget(lane);  // addresses are cheaper made anew than held in registers
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     float d[2][4];
@@ -125,7 +125,7 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
-    float present[4] = {}, own[2];              // of tokens with themselves
+    float present[4] = {}, own[2];  // of tokens with themselves
     if (ReadOrder::reads_before_write)
       for (int p = 0; p < 2; ++p) own[p] = own_at(pairs, 8 * n + 2 * (threadIdx.x & 3) + p);
     const auto meet_itself = [&](int i, float q, float k) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
       d.weight[n][i] = fmaf(-keys[i], over_queries[i], reading);
     }
   }
-  __syncwarp();                                 // else all is made at once: there are no registers for that
+  __syncwarp();  // else all is made at once: there are no registers for that
 }
 
 // far: decays of queries from the start of a sub-chunk; `queries` and `keys`: what the states have of them.
@@ -219,7 +219,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const u32 phase = iteration / STAGES & 1;
-    barrier_wait(s.full[iteration % STAGES], phase);  // the tokens are there
+    barrier_wait(s.full[iteration % STAGES], phase);   // the tokens are there
     barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
     Values from_state;
     start_read<BV>(from_state, S, in.read);
@@ -234,7 +234,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const PairReader dA(in.dA);
     meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset);
     meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
-                        offset);
+                           offset);
 
     wgmma_wait<0>();
     wgmma_keep(from_state);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.reading[n][i];
-    __syncwarp();                               // all lanes have read the warp's channels of q and g
+    __syncwarp();  // all lanes have read the warp's channels of q and g
     store_chunk_values(&q_panel, found.dq, offset);
     store_chunk_values(g_panels, found.weight, offset);
 #pragma unroll
@@ -297,7 +297,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
-gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
+    gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
@@ -307,7 +307,7 @@ gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
       barrier_init(s.done[stage], CONSUMERS);
     }
   fence_async();
-  __syncthreads();  // the barriers stand
+  __syncthreads();                               // the barriers stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 232>();

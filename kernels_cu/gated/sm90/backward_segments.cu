@@ -17,20 +17,20 @@
 #include "backward_tokens.cuh"
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, v, do_, g;                    // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_, g;  // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const T> q_rows, k_rows, v_rows, do_rows;
   Rows<const G> g_rows;
-  const float *initial, *dht;                   // null where there is none
+  const float *initial, *dht;  // null where there is none
   float *states, *decays;
   Shape shape;
   double scale;
-  i64 P;                                        // segments a sequence
+  i64 P;  // segments a sequence
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
-  Tile<T, BK> x;                                // k or q
+  Tile<T, BK> x;  // k or q
   Tile<G, BK> g;
-  Tile<T, BV> y;                                // v or do
+  Tile<T, BV> y;  // v or do
 };
 
 template <typename T, typename G, int BK, int BV> struct Shared {
@@ -40,8 +40,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 };
 
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at,
-                                     bool backwards) {
+__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at, bool backwards) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (at.tokens - 1) / CHUNK;
@@ -58,8 +57,7 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& 
 }
 
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args,
-                                        const Place& at) {
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
   const int offset = lane_offset();
@@ -99,16 +97,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_arrive(s.done[iteration % STAGES]);
   }
   const i64 slot = slot_of(at, BACKWARDS), K = args.shape.K, next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
-  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel, [&](float& x, float& y, float* to) {
-    *reinterpret_cast<float2*>(to) = {x, y};
-  });
+  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
+                    [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = all[h];
 }
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
-gated_sm90_backward_segments(const __grid_constant__ Args<T, G> args) {
+    gated_sm90_backward_segments(const __grid_constant__ Args<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)

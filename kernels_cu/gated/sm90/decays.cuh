@@ -32,7 +32,7 @@ template <> __device__ __forceinline__ float2 unpack<f16>(u32 two) {
 
 // What a product in tf32 reads of x: cut off, since rounding takes four instructions.
 __device__ __forceinline__ float cut_off(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
-constexpr float CUT = 1.f + 0.7213f / 2048;     // makes up for what that takes away, on average over all fractions
+constexpr float CUT = 1.f + 0.7213f / 2048;  // makes up for what that takes away, on average over all fractions
 
 // Calls f(n, h) for all pairs of neighbouring tokens that this lane has: of sub-chunk n and channel g + 8h.
 template <class F> __device__ __forceinline__ void each_pair(F f) {
@@ -86,19 +86,19 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
 
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
-constexpr float LEAST = -20.f;                  // nats
-constexpr float NOTHING = -256.f;               // nats: e^ of it is 0. 0 times what is infinite would be NaN
+constexpr float LEAST = -20.f;     // nats
+constexpr float NOTHING = -256.f;  // nats: e^ of it is 0. 0 times what is infinite would be NaN
 
 // In which format gates are summed, and there: two of LEAST and of NOTHING, and what stands for 1 in the two halves of
 // a product.
 template <typename G> struct GateFormat;
 template <> struct GateFormat<bf16> {
   using Type = bf16;
-  static constexpr u32 LEAST_TWO = 0xc1a0c1a0u, NOTHING_TWO = 0xc380c380u, ONE[2] = {0x3fb9u, 0xbb2cu};      // log2 e
+  static constexpr u32 LEAST_TWO = 0xc1a0c1a0u, NOTHING_TWO = 0xc380c380u, ONE[2] = {0x3fb9u, 0xbb2cu};  // log2 e
 };
 template <> struct GateFormat<f16> {
   using Type = f16;
-  static constexpr u32 LEAST_TWO = 0xcd00cd00u, NOTHING_TWO = 0xdc00dc00u, ONE[2] = {0x3dc5u, 0x0d1eu};      // log2 e
+  static constexpr u32 LEAST_TWO = 0xcd00cd00u, NOTHING_TWO = 0xdc00dc00u, ONE[2] = {0x3dc5u, 0x0d1eu};  // log2 e
 };
 template <> struct GateFormat<float> {
   using Type = bf16;
@@ -143,7 +143,7 @@ template <> struct Gates<float> {
 // What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, as an operand B; made of masks where it is
 // used, since registers are scarce.
 template <class ReadOrder, typename G> struct Counts {
-  int written, read, early;                     // whether two tokens are up to i; to where i reads; before the middle
+  int written, read, early;  // whether two tokens are up to i; to where i reads; before the middle
 
   __device__ __forceinline__ Counts() {
     const int i = threadIdx.x >> 2 & 7, token = 2 * (threadIdx.x & 3);
@@ -213,7 +213,7 @@ __device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G>& g, cons
 struct SubChunkDecays {
   float own[SUBCHUNKS][2];
 
-  __device__ __forceinline__ float before(int n, int h) const {      // of those before sub-chunk n
+  __device__ __forceinline__ float before(int n, int h) const {  // of those before sub-chunk n
     return n == 0 ? 1.f : n == 1 ? own[0][h] : n == 2 ? own[0][h] * own[1][h] : own[0][h] * own[1][h] * own[2][h];
   }
   __device__ __forceinline__ float behind(int n, int h) const {
@@ -325,7 +325,7 @@ __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, c
 // A lane's place in the pairs of a sub-chunk's queries and keys, from which those of others are an XOR and a sum away.
 struct PairReader {
   const float* pairs;
-  int row, column;                              // query g with key 2t; query 2t with key g
+  int row, column;  // query g with key 2t; query 2t with key g
 
   __device__ __forceinline__ PairReader(Pairs& x) : pairs(&x[0][0]) {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;

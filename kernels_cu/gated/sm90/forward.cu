@@ -24,8 +24,8 @@ constexpr int ALL_THREADS = CONSUMER_THREADS<BV> + Shared<Schedule, T, G, BK, BV
 
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
-__launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)
-gated_sm90_forward(const __grid_constant__ Args<T, G> args) {
+    __launch_bounds__(ALL_THREADS<Schedule, T, G, BK, BV>, BK + BV == 128 ? 2 : 1)
+        gated_sm90_forward(const __grid_constant__ Args<T, G> args) {
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int THREADS = ALL_THREADS<Schedule, T, G, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
   constexpr int MAKING = ProducerCoord<BK>::THREADS;
@@ -55,8 +55,8 @@ gated_sm90_forward(const __grid_constant__ Args<T, G> args) {
     }
   }
   fence_async();
-  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();     // barriers and zeros stand, the other block's too
-  else __syncthreads();                                         // barriers and zeros stand
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // barriers and zeros stand, the other block's too
+  else __syncthreads();                                      // barriers and zeros stand
   // Where registers are scarce, consumers get some of the producers'.
   constexpr int UP = THREADS == 384 && Schedule::K_RANKS > 1 ? 192 : 0, DOWN = 120;
   if (threadIdx.x < CONSUMERS) {
@@ -66,5 +66,5 @@ gated_sm90_forward(const __grid_constant__ Args<T, G> args) {
     if constexpr (UP) registers_down<DOWN>();
     produce<Order>(s, args, threadIdx.x - CONSUMERS);
   }
-  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();     // nobody leaves while others copy to it or arrive
+  if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // nobody leaves while others copy to it or arrive
 }

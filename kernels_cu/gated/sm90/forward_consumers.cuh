@@ -19,12 +19,12 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
       if (channel + 8 * n + 2 * t + (x & 1) < shape.K && column + 8 * (x >> 1) < shape.V)
         f(S[4 * n + x], row + (x & 1) * shape.V + 8 * (x >> 1));
     row += 8 * shape.V;
-    __syncwarp();       // else all addresses are made at once, and there are no registers for that
+    __syncwarp();  // else all addresses are made at once, and there are no registers for that
   }
 }
 
 template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays) {
-  const float one = decays[0];          // of all channels, where W is 1
+  const float one = decays[0];  // of all channels, where W is 1
 #pragma unroll
   for (int n = 0; n < N / 4; ++n) {
     float2 decay = {one, one};
@@ -47,7 +47,7 @@ __device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4]
 }
 
 // How the state is read: operands of DEPTH channels.
-template <typename T> struct StateOperand {     // tf32
+template <typename T> struct StateOperand {  // tf32
   static constexpr int DEPTH = 8;
   using Format = tf32;
   // In the order of `put_state_query`.
@@ -72,13 +72,13 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
                                                       const u32 (&v)[2][4],
                                                       const OperandStage<true, T, BK, K_RANKS>& in) {
   using Copy = StateOperand<T>;
-  constexpr int DEPTH = Copy::DEPTH, PARTS = K_RANKS * BK / DEPTH / PART, ACROSS = 4;   // operands a panel
+  constexpr int DEPTH = Copy::DEPTH, PARTS = K_RANKS * BK / DEPTH / PART, ACROSS = 4;  // operands a panel
   u32 a[2][PART][4];
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      float(&mine)[DEPTH / 2] = *reinterpret_cast<float(*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
+      float (&mine)[DEPTH / 2] = *reinterpret_cast<float (*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
       Copy::copy(a[part & 1][n], mine, tile);
       decay_state<W>(mine, in.decay[0] + tile * DEPTH);
     }
@@ -111,7 +111,7 @@ template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   constexpr int K_RANKS = Schedule::K_RANKS, AHEAD = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
-  constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;     // where registers are plenty, few parts
+  constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // where registers are plenty, few parts
   const int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const WorkTile& at = s.work;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
 #pragma unroll
     for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
   };
-  const auto fetch = [&](int chunk) {           // by one thread of the warpgroup
+  const auto fetch = [&](int chunk) {  // by one thread of the warpgroup
     const int slot = chunk % AHEAD;
     Barrier& loaded = s.values[warpgroup][slot];
     barrier_expect(loaded, sizeof s.v[0][0]);
@@ -143,29 +143,27 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     for (int chunk = 0; chunk < AHEAD && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
   for (int chunk = 0; chunk * CHUNK < tokens; ++chunk) {
     const int token = chunk * CHUNK;
-    const int stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);      // uniform, and so are tiles' addresses
+    const int stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // uniform, and so are tiles' addresses
     const bool partial = token + CHUNK > tokens;
     auto& in = s.stages[stage];
-    forget(thread);                             // addresses are cheaper made anew than held in registers
+    forget(thread);  // addresses are cheaper made anew than held in registers
     float o[16];
     barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
     u32 v[2][4];
     T* const tile = s.v[warpgroup][chunk % AHEAD][0];
-    if (partial) {                              // tokens behind the end may be anything, and 0 times that NaN
+    if (partial) {  // tokens behind the end may be anything, and 0 times that NaN
       each_piece([&](int row, int piece) {
         if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(tile, row, piece)) = {0, 0, 0, 0};
       });
-      barrier_sync(VALUES + warpgroup, 128);    // they are zero
+      barrier_sync(VALUES + warpgroup, 128);  // they are zero
     }
     ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
     ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
     barrier_wait(s.full[stage], chunk / STAGES & 1);
     forget(thread);
 
-    if constexpr (Schedule::reads)
-      read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
-    else
-      decay_state<W>(S, in.decay[0]);
+    if constexpr (Schedule::reads) read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
+    else decay_state<W>(S, in.decay[0]);
     wgmma_keep(S);
     wgmma_fence();
     const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
@@ -173,13 +171,13 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
     wgmma_commit();
 
-    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);      // every warp has read v
-    if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) { // meanwhile v takes the place of the last o
+    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+    if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {     // meanwhile v takes the place of the last o
       tensor_store_wait();
       fetch(chunk + AHEAD - 1);
     }
     __syncwarp();
-    if constexpr (Schedule::reads) {            // o takes the place of v
+    if constexpr (Schedule::reads) {  // o takes the place of v
       wgmma_wait<1>();
       wgmma_keep(o);
       forget(thread);
@@ -193,13 +191,13 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     wgmma_wait<0>();
     wgmma_keep(S);
     if (thread % 32 == 0) {
-      const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();     // made
+      const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();  // made
       if (here) barrier_arrive(s.empty[stage]);
       if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
     }
     if constexpr (Schedule::reads) {
       fence_async();
-      barrier_sync(VALUES + warpgroup, 128);    // o stands
+      barrier_sync(VALUES + warpgroup, 128);  // o stands
       if (partial) {
         T* const to = args.o.row(at.batch, at.head, at.start + token) + first;
         const i64 columns = args.shape.V - first;
@@ -215,6 +213,5 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   }
   tensor_store_wait();
   if (args.final)
-    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first,
-                       [](float& x, float* to) { *to = x; });
+    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
 }

@@ -19,8 +19,8 @@
 #include "read_order.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
-constexpr float LEAST = 2.0611536e-9f;          // e^-20
-constexpr int MIDDLE = BC / 2;                  // of a sub-chunk: before this token
+constexpr float LEAST = 2.0611536e-9f;  // e^-20
+constexpr int MIDDLE = BC / 2;          // of a sub-chunk: before this token
 
 // 4 neighbours.
 __device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
@@ -61,8 +61,11 @@ template <int BK> struct ProducerCoord {
   static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
   int group, thread, subchunk, first, channel;
   __device__ __forceinline__ ProducerCoord(u32 producer)
-      : group(producer / THREADS), thread(producer % THREADS), subchunk(producer % THREADS / LANES),
-        first(subchunk * BC), channel(producer % LANES * 4) {}
+      : group(producer / THREADS),
+        thread(producer % THREADS),
+        subchunk(producer % THREADS / LANES),
+        first(subchunk * BC),
+        channel(producer % LANES * 4) {}
 };
 
 // x times factors of W channels.
@@ -147,13 +150,13 @@ __device__ __noinline__ void clear_gates(InputStage<READS, T, G, BK>& in, int fi
   if constexpr (WIDTH<G> == 4)
     for (int row = max(first, tokens); row < first + BC; ++row)
       for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
-  fence_async();                                // the next chunk comes to the same place by another way
+  fence_async();  // the next chunk comes to the same place by another way
 }
 template <bool READS, typename T, typename G, int BK>
 __device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
   for (int row = max(first, tokens); row < first + BC; ++row)
     for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
-  fence_async();                                // likewise
+  fence_async();  // likewise
 }
 
 // decay *= a token's decays, of at least LEAST.
@@ -167,7 +170,7 @@ template <int W> __device__ __forceinline__ void invert(float (&y)[W], const flo
 }
 
 // Sends what this block has made to the cluster's other one; by one thread, after a barrier of those who made it.
-constexpr int SENT = 4;         // copies a chunk
+constexpr int SENT = 4;  // copies a chunk
 template <class Stage> __device__ __forceinline__ void send_operands(const Stage& made, int rank, Barrier& full) {
   copy_to_peer(made.q[rank], sizeof made.q[0], full);
   copy_to_peer(made.k[rank], sizeof made.k[0], full);
@@ -226,7 +229,7 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 #pragma unroll
   for (int c = 0; c < W; ++c) from_start[c] = from_middle[c] = 1.f;
 #pragma unroll
-  for (int i = MIDDLE - 1; i > 0; --i) {        // the first query meets nobody
+  for (int i = MIDDLE - 1; i > 0; --i) {  // the first query meets nobody
     if (INCLUSIVE) invert(back[i], from_middle);
     go_on(from_middle, a[i]);
     if (!INCLUSIVE) invert(back[i], from_middle);
@@ -237,7 +240,7 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
     return *reinterpret_cast<const uint2*>(rows[me.first + i] + me.channel);
   };
   uint2 next = load(loaded, 0), next_key = load(keys, 0);
-  float before_k[4] = {};                       // the last token's key
+  float before_k[4] = {};  // the last token's key
   if (!INCLUSIVE && has_last) unpack<T>(before_k, load(keys, -1));
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
@@ -261,7 +264,7 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
       if (i < MIDDLE) times(x, q, back[i]);
       put_four(&s.middle_q[me.first + i][me.channel], x);
     }
-    if (i >= MIDDLE && i + 1 < BC) {            // the last key meets nobody
+    if (i >= MIDDLE && i + 1 < BC) {  // the last key meets nobody
       invert(back[i], from_middle);
       times(x, k, back[i]);
       put_four(&s.middle_k[me.first + i][me.channel], x);
@@ -301,11 +304,11 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
     for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[me.group], me, decay);
-  barrier_sync(PRODUCERS + me.group, P::THREADS);   // decays stand; gates and the last operands of scores are read
+  barrier_sync(PRODUCERS + me.group, P::THREADS);  // decays stand; gates and the last operands of scores are read
   refill();
   room();
 
-  float near[W], across[W];     // decays: of the half's other sub-chunk if it lies outside, of the chunk's others
+  float near[W], across[W];  // decays: of the half's other sub-chunk if it lies outside, of the chunk's others
   const auto restart = [&](float (&x)[W]) {
 #pragma unroll
     for (int c = 0; c < W; ++c) x[c] = 1.f;
@@ -351,7 +354,7 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
     sum(itself, out.direct[0]);
     if (Order::reads_before_write) sum(last, out.direct[1]);
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
-    barrier_sync(PRODUCERS + me.group, P::THREADS); // all operands stand, queries and keys are read
+    barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
     refill_rows();
     if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0) send_operands(out, rank, full);
 #pragma unroll 1
@@ -359,11 +362,11 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
       make_scores<Order, Schedule>(out.A[rank], scores, out.direct, scale, task, lane);
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
-      barrier_sync(PRODUCERS + me.group, P::THREADS);   // the scores stand
+      barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand
       if (me.thread == 0) send_scores(out, rank, full);
     }
   } else {
-    barrier_sync(PRODUCERS + me.group, P::THREADS);     // keys and the sub-chunks' decays have been read
+    barrier_sync(PRODUCERS + me.group, P::THREADS);  // keys and the sub-chunks' decays have been read
     refill_rows();
   }
 }
@@ -379,14 +382,14 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   const int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
   const i32 channel = i32(args.channel) + rank * BK;
   auto& in = s.inputs[group];
-  const auto fetch_gates = [&](int chunk) {     // by one thread of the group
+  const auto fetch_gates = [&](int chunk) {  // by one thread of the group
     if constexpr (WIDTH<G> == 4) {
       if (chunk * CHUNK >= tokens || thread % P::THREADS) return;
       barrier_expect(s.gates[group], sizeof in.g);
       tensor_load(in.g, args.g, s.gates[group], channel, at.start + chunk * CHUNK, at.head, at.batch);
     }
   };
-  const auto fetch_rows = [&](int chunk) {      // likewise
+  const auto fetch_rows = [&](int chunk) {  // likewise
     if (chunk * CHUNK >= tokens || thread % P::THREADS) return;
     const i32 row = at.start + chunk * CHUNK, h = at.head, b = at.batch;
     Barrier& rows = s.rows[group];
@@ -409,11 +412,11 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   fetch_gates(maker);
   fetch_rows(maker);
   float one = gate_of(maker);
-  float total[4] = {1.f, 1.f, 1.f, 1.f};        // SegmentState: the decay of this group's chunks
+  float total[4] = {1.f, 1.f, 1.f, 1.f};  // SegmentState: the decay of this group's chunks
   u32 iteration = 0;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
-    forget(thread);                             // addresses are cheaper made anew than held in registers
-    const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};    // of one group, which the compiler then knows
+    forget(thread);  // addresses are cheaper made anew than held in registers
+    const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
     const float gate = one;
     const auto refill = [&] {
       fetch_gates(chunk + S::MAKERS);

@@ -4,15 +4,15 @@
 // limits    clusters of two
 #include "tensor.cuh"
 
-constexpr int CHUNK = 32, BC = 8, NUM_SUBCHUNKS = CHUNK / BC;   // tokens
-constexpr int PANEL = 64;                                       // columns of V a warpgroup
+constexpr int CHUNK = 32, BC = 8, NUM_SUBCHUNKS = CHUNK / BC;  // tokens
+constexpr int PANEL = 64;                                      // columns of V a warpgroup
 
 // Everything by one block.
 struct SinglePass {
-  static constexpr bool reads = true;           // whether there are queries and outputs
+  static constexpr bool reads = true;  // whether there are queries and outputs
   static constexpr int CLUSTER_SIZE = 1;
-  static constexpr int K_RANKS = 1;             // blocks that make BK channels each of every chunk
-  static constexpr int CHUNK_RANKS = 1;         // blocks that make chunks in turn
+  static constexpr int K_RANKS = 1;      // blocks that make BK channels each of every chunk
+  static constexpr int CHUNK_RANKS = 1;  // blocks that make chunks in turn
 };
 // More than BK channels: each of two blocks makes BK of them, for both; their scores add up.
 struct ClusterSplitK : SinglePass {
@@ -44,6 +44,11 @@ template <class Schedule, int BV> __device__ __forceinline__ WorkTile work_tile(
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
   const u32 pair = block / tiles, n = pair / H, h = pair % H;
   const Span span = tokens_of(shape, n % count);
-  return {i32(n), i32(n / count), i32(h), i32(block % tiles * BV), i32(span.start), i32(span.stop - span.start),
+  return {i32(n),
+          i32(n / count),
+          i32(h),
+          i32(block % tiles * BV),
+          i32(span.start),
+          i32(span.stop - span.start),
           i64(pair) * shape.K * shape.V};
 }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   const int g = lane >> 2, t = lane & 3;
   const bool within = task < 2, halves = task == 3;
   Sums d[2];
-  if constexpr (sizeof(M) == sizeof(T)) {       // tiles of one type, one place in the program
+  if constexpr (sizeof(M) == sizeof(T)) {  // tiles of one type, one place in the program
     score_tile(d, within ? s.middle_q : s.border_q, within ? s.middle_k : s.border_k, 16 * (task & 1), lane);
   } else if (within) {
     score_tile(d, s.middle_q, s.middle_k, 16 * task, lane);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
       x = 2 * t < g ? x : 2 * t == g ? itself : 0.f;
       y = 2 * t + 1 < g ? y : 2 * t + 1 == g ? itself : 0.f;
     }
-    if (Order::reads_before_write) {            // the last token's key is not decayed yet
+    if (Order::reads_before_write) {  // the last token's key is not decayed yet
       const float last = direct[1][i];
       if (within && 2 * t + 1 == g) x = last;
       if (within ? 2 * t + 2 == g : !halves && g == 0 && t == 3) y = last;

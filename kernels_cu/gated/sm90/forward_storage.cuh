@@ -8,7 +8,7 @@
 #include "swizzled.cuh"
 #include "tensor.cuh"
 
-enum Named { VALUES = 1, PRODUCERS = 3 };   // named barriers: one of a warpgroup, one of a producer group
+enum Named { VALUES = 1, PRODUCERS = 3 };  // named barriers: one of a warpgroup, one of a producer group
 
 // The type of a gate that all channels of a token share: float32, read without a tile of its own.
 struct One {};
@@ -19,21 +19,29 @@ template <> constexpr int WIDTH<One> = 1;
 // digits of tf32 and no range: what may be far from 1 is tf32 there.
 template <typename T> constexpr bool COARSE = false;
 template <> constexpr bool COARSE<bf16> = true;
-template <typename T> struct WideOf { using type = float; };
-template <> struct WideOf<bf16> { using type = bf16; };
+template <typename T> struct WideOf {
+  using type = float;
+};
+template <> struct WideOf<bf16> {
+  using type = bf16;
+};
 template <typename T> using Wide = typename WideOf<T>::type;
 
 // Operands about a sub-chunk's middle. Where scores of two blocks' channels add up and may cancel, in tf32 in any case.
-template <int K_RANKS, typename T> struct MiddleOf { using type = float; };
-template <typename T> struct MiddleOf<1, T> { using type = Wide<T>; };
+template <int K_RANKS, typename T> struct MiddleOf {
+  using type = float;
+};
+template <typename T> struct MiddleOf<1, T> {
+  using type = Wide<T>;
+};
 
 // Whether A takes a second number, for what rounding leaves over: bfloat16 has few digits, and scores that cancel
 // between two blocks' channels must not leave the rounding of both.
 template <class Schedule, typename T> constexpr bool TWO_NUMBERS = COARSE<T> || Schedule::K_RANKS > 1;
 
 template <typename T, typename G> struct Args {
-  TensorMap q, k, g;         // boxes of a chunk's tokens and BK channels
-  TensorMap v, o_boxes;      // boxes of a chunk's tokens and PANEL columns, swizzled
+  TensorMap q, k, g;     // boxes of a chunk's tokens and BK channels
+  TensorMap v, o_boxes;  // boxes of a chunk's tokens and PANEL columns, swizzled
   Rows<T> o;
   Rows<const float> one;     // the gate where it is One
   const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
@@ -81,29 +89,29 @@ template <typename T, int BK> struct alignas(128) InputStage<false, T, One, BK> 
 // Operands of scores, rows padded so that 16 bytes of eight of them lie in all banks.
 template <typename X, int BK> using ScoreRows = X[CHUNK][BK + 16 / sizeof(X)];
 template <bool READS, typename M, typename T, int BK> struct alignas(128) ScoreOperands {
-  ScoreRows<M, BK> middle_q, middle_k;          // within sub-chunks, about their middles
-  ScoreRows<T, BK> border_q, border_k;          // decayed from and to a border: rows from NEAR on sub-chunks 1 and 3
-  static constexpr int NEAR = 0, HALF = 16;     // with 0 and 2, rows from HALF on the second half with the first
+  ScoreRows<M, BK> middle_q, middle_k;       // within sub-chunks, about their middles
+  ScoreRows<T, BK> border_q, border_k;       // decayed from and to a border: rows from NEAR on sub-chunks 1 and 3
+  static constexpr int NEAR = 0, HALF = 16;  // with 0 and 2, rows from HALF on the second half with the first
 };
 template <typename M, typename T, int BK> struct ScoreOperands<false, M, T, BK> {};
 
 template <class Schedule, typename T, typename G, int BK, int BV> struct Shared {
   static constexpr bool READS = Schedule::reads;
   static constexpr int K_RANKS = Schedule::K_RANKS;
-  static constexpr int AHEAD = READS && !COARSE<T> ? 2 : sizeof(G) <= 2 ? 4 : 3;   // chunks of v under way or at hand
+  static constexpr int AHEAD = READS && !COARSE<T> ? 2 : sizeof(G) <= 2 ? 4 : 3;  // chunks of v under way or at hand
   // Groups of producers a block: one where the other block's help, or where shared memory has no room for two. Of what
   // takes more room than gates and data in bfloat16 by one block, it holds one thing beside two groups.
   static constexpr int MORE = (sizeof(G) == 4) + !COARSE<T> + (Schedule::CHUNK_RANKS > 1);
   static constexpr int GROUPS = READS && (K_RANKS > 1 || BK == 128 && MORE > 1) ? 1 : 2;
-  static constexpr int MAKERS = GROUPS * Schedule::CHUNK_RANKS;     // groups that take chunks in turn
-  static constexpr int STAGES = MAKERS > 2 ? MAKERS : 2;            // a maker's stages are its own
+  static constexpr int MAKERS = GROUPS * Schedule::CHUNK_RANKS;  // groups that take chunks in turn
+  static constexpr int STAGES = MAKERS > 2 ? MAKERS : 2;         // a maker's stages are its own
 
   OperandStage<READS, T, BK, K_RANKS> stages[STAGES];
-  T v[BV / PANEL][AHEAD][CHUNK][PANEL];         // then o
+  T v[BV / PANEL][AHEAD][CHUNK][PANEL];  // then o
   ScoreOperands<READS, typename MiddleOf<K_RANKS, T>::type, T, BK> scores[GROUPS];
   InputStage<READS, T, G, BK> inputs[GROUPS];
-  float decays[GROUPS][NUM_SUBCHUNKS][BK];      // of every sub-chunk
-  float u[BK];                                  // the bonus
-  WorkTile work;                                // here, since registers are scarce
+  float decays[GROUPS][NUM_SUBCHUNKS][BK];  // of every sub-chunk
+  float u[BK];                              // the bonus
+  WorkTile work;                            // here, since registers are scarce
   Barrier gates[GROUPS], rows[GROUPS], values[BV / PANEL][AHEAD], full[STAGES], empty[STAGES];
 };

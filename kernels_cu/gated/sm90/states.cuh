@@ -7,7 +7,7 @@
 //           value.
 #include "gated/sm90/decays.cuh"
 
-constexpr int KEPT = 1024;                      // tokens
+constexpr int KEPT = 1024;  // tokens
 
 // A lane's first values of a state that is kept, the others THREADS apart: of that before a sequence's token, a
 // multiple of KEPT behind its start.
@@ -73,7 +73,7 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
     const int row = at / (BV / 8), piece = at % (BV / 8);
     const uint4 x = *reinterpret_cast<const uint4*>(swizzled(from[piece / 8][0], row, piece % 8));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
-    float(&panel)[CHUNK][32] = to[piece / 4];
+    float (&panel)[CHUNK][32] = to[piece / 4];
     *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2)) = {a.x, b.x, c.x, d.x};
     *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2 + 1)) = {a.y, b.y, c.y, d.y};
   }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
 template <int BV>
 __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
   constexpr int PART = 4, PARTS = BV / 8 / PART;
-  u32 columns[2][PART][4];                      // products under way hold theirs, and S has them in another order
+  u32 columns[2][PART][4];  // products under way hold theirs, and S has them in another order
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n)
@@ -107,7 +107,7 @@ __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], 
   multiply(1);
 #pragma unroll
   for (int part = 2; part < PARTS; ++part) {
-    wgmma_wait<1>();                            // the registers of the part before the last are free
+    wgmma_wait<1>();  // the registers of the part before the last are free
     copy(part);
     wgmma_fence();
     multiply(part);

@@ -1,9 +1,10 @@
-// what      Backward on Hopper under one gate for all channels, first sweep: forwards in time, carrying the state. Gives
-//           dq, and for the second sweep what the state has in the gate's gradient.
+// what      Backward on Hopper under one gate for all channels, first sweep: forwards in time, carrying the state.
+//           Gives dq, and for the second sweep what the state has in the gate's gradient.
 // math      per chunk of 32, E_i the decay from its start to token i, L_j from behind token j to its end, D_ij between:
-//           dq_i = scale (sum_{j<=i} D_ij dA_ij k_j + E_i S do_i), dA_ij = do_i . v_j;  S <- E_32 S + sum_j L_j k_j v_j^T
-//           weight_i = scale E_i q_i . S do_i
-// shapes    q k dq [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; initial, dht [N, H, K, V], weights
+//           dq_i = scale (sum_{j<=i} D_ij dA_ij k_j + E_i S do_i), dA_ij = do_i . v_j;  S <- E_32 S + sum_j L_j k_j
+//           v_j^T weight_i = scale E_i q_i . S do_i
+// shapes    q k dq [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; initial, dht [N, H, K, V],
+//           weights
 //           [B, H, T] and ends [N, H] float32: sum_kv S_T dht; these two null where nobody asks for dg
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks and makes their decays
@@ -15,35 +16,34 @@
 #include "warpgroup_backward.cuh"
 
 struct Args {
-  TensorMap q, k, v, do_, dq;                   // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_, dq;  // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
   Rows<bf16> dq_rows;
   Rows<const float> g;
-  const float *initial, *dht;                   // null where there is none
+  const float *initial, *dht;  // null where there is none
   float *ends, *weights;
   Shape shape;
   double scale;
-  i64 P;                                        // segments a sequence
+  i64 P;  // segments a sequence
 };
 
 template <int BK, int BV> struct alignas(1024) Stage {
-  Tile<bf16, BK> q, k;                          // q: then dq
+  Tile<bf16, BK> q, k;  // q: then dq
   Tile<bf16, BV> v, do_;
-  bf16 dA[CHUNK][64];                           // decayed, [query, key], and 32 columns on what rounding left over
+  bf16 dA[CHUNK][64];  // decayed, [query, key], and 32 columns on what rounding left over
   TokenDecays decays;
-  float weights[BK / 16][CHUNK];                // every warp's share
+  float weights[BK / 16][CHUNK];  // every warp's share
 };
 
 template <int BK, int BV> struct Shared {
-  static constexpr int STAGES = BK + BV == 128 ? 3 : 4;      // two blocks of the smallest share a multiprocessor
+  static constexpr int STAGES = BK + BV == 128 ? 3 : 4;  // two blocks of the smallest share a multiprocessor
   Stage<BK, BV> stages[STAGES];
-  float ends[BK / 16];                          // every warp's share
+  float ends[BK / 16];  // every warp's share
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
 };
 constexpr int CONSUMERS_BARRIER = 1;
 
-template <int BK, int BV>
-__device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args) {
+template <int BK, int BV> __device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args) {
   constexpr int STAGES = Shared<BK, BV>::STAGES;
   const Place at = place_of(args.shape, blockIdx.x);
   const i64 K = args.shape.K, V = args.shape.V;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args) {
     if (!more) continue;
     put_decays(stage.decays, gate);
     barrier_arrive(full);
-    gate = gate_of(args.g, at, (next + 1) * CHUNK + lane);     // long before it is needed
+    gate = gate_of(args.g, at, (next + 1) * CHUNK + lane);  // long before it is needed
   }
 }
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, i
   constexpr int STAGES = Shared<BK, BV>::STAGES;
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < tokens; ++turn) {
-    forget(lane);                               // addresses are cheaper made anew than held in registers
+    forget(lane);  // addresses are cheaper made anew than held in registers
     Stage<BK, BV>& in = s.stages[turn % STAGES];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
     float d[2][4], decay[2][4];
@@ -97,8 +97,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, i
   }
 }
 
-template <int BK, int BV>
-__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args) {
+template <int BK, int BV> __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args) {
   constexpr int STAGES = Shared<BK, BV>::STAGES;
   const Place at = place_of(args.shape, blockIdx.x);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, channel = warp * 16 + (threadIdx.x >> 2 & 7);
@@ -131,7 +130,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args) {
     multiply_pairs<false>(from_pairs, raw, in.dA, false);
     multiply_pairs<false, true>(from_pairs, raw, in.dA, true);
     wgmma_commit();
-    wgmma_wait<1>();                            // says that the state's products have ended
+    wgmma_wait<1>();  // says that the state's products have ended
     read_state<BV, true>(from_state, S, by, in.do_, [](int, const u32(&)[4], const u32(&)[4]) {});
     wgmma_keep(S);
     wgmma_fence();
@@ -178,16 +177,16 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args) {
 
 template <int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
-scalar_decay_sm90_backward_queries(const __grid_constant__ Args args) {
+    scalar_decay_sm90_backward_queries(const __grid_constant__ Args args) {
   Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 2 * 32);      // the tokens, then the decays
+      barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
       barrier_init(s.pairs[stage], 3 * 32);
       barrier_init(s.done[stage], CONSUMERS);
     }
-  for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += CONSUMERS + 128)       // no key behind its query
+  for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += CONSUMERS + 128)  // no key behind its query
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].dA)[i % (CHUNK * 32)] = 0;
   fence_async();
   __syncthreads();

@@ -1,11 +1,12 @@
-// what      Backward on Hopper under one gate for all channels, for sequences cut into segments: what each leaves behind
-//           in the state after it, and in the gradient of the state before it.
-// math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E and
-//           L as warpgroup_backward_one_queries has them
+// what      Backward on Hopper under one gate for all channels, for sequences cut into segments: what each leaves
+//           behind in the state after it, and in the gradient of the state before it.
+// math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E
+//           and
+//           L as scalar_decay_sm90_backward_queries has them
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
 //           gated_sm90_backward_segments has them
-// grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp that
-//           moves chunks and makes their decays
+// grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp
+//           that moves chunks and makes their decays
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens and decays are there; done: they have been read
 // numerics  as the sweeps
@@ -14,20 +15,20 @@
 #include "warpgroup_backward.cuh"
 
 struct Args {
-  TensorMap q, k, v, do_;                       // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, do_;  // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const bf16> q_rows, k_rows, v_rows, do_rows;
   Rows<const float> g;
-  const float *initial, *dht;                   // null where there is none
+  const float *initial, *dht;  // null where there is none
   float *states, *decays;
   Shape shape;
   double scale;
-  i64 P;                                        // segments a sequence
+  i64 P;  // segments a sequence
 };
 
 template <int BK, int BV> struct alignas(1024) Stage {
-  Tile<bf16, BK> x;                             // k or q
-  Tile<bf16, BV> y;                             // v or do
-  float decays[CHUNK], all;                     // to the chunk's end, or from its start with `scale`; over all of it
+  Tile<bf16, BK> x;          // k or q
+  Tile<bf16, BV> y;          // v or do
+  float decays[CHUNK], all;  // to the chunk's end, or from its start with `scale`; over all of it
 };
 
 constexpr int STAGES = 4;
@@ -37,8 +38,7 @@ template <int BK, int BV> struct Shared {
 };
 
 template <int BK, int BV>
-__device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args, const Place& at,
-                                     bool backwards) {
+__device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args, const Place& at, bool backwards) {
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (at.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
   const auto first_of = [&](int turn) { return (backwards ? last - turn : turn) * CHUNK; };
@@ -52,7 +52,7 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args, const 
       f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
     });
     __syncwarp();
-    float sum = LOG2E * gate;                   // from the start, or to the end, this token inclusive
+    float sum = LOG2E * gate;  // from the start, or to the end, this token inclusive
 #pragma unroll
     for (int distance = 1; distance < CHUNK; distance *= 2) {
       const int other = backwards ? lane - distance : lane + distance;
@@ -63,13 +63,12 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args, const 
     in.decays[lane] = backwards ? float(args.scale) * exp2_approx(sum) : lane == CHUNK - 1 ? 1.f : exp2_approx(behind);
     if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
     barrier_arrive(s.full[turn % STAGES]);
-    gate = gate_of(args.g, at, first_of(turn + 1) + lane);     // long before it is needed
+    gate = gate_of(args.g, at, first_of(turn + 1) + lane);  // long before it is needed
   }
 }
 
 template <int BK, int BV>
-__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args, const Place& at,
-                                        bool backwards) {
+__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args, const Place& at, bool backwards) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, all = 1.f;
   start<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards, channel);
@@ -95,21 +94,20 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args, con
     barrier_arrive(s.done[turn % STAGES]);
   }
   const i64 slot = slot_of(at, backwards), K = args.shape.K, next = slot + (backwards ? -args.shape.H : args.shape.H);
-  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel, [](float& x, float& y, float* to) {
-    *reinterpret_cast<float2*>(to) = {x, y};
-  });
+  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
+                    [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = all;
 }
 
 template <int BK, int BV>
 __global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
-scalar_decay_sm90_backward_segments(const __grid_constant__ Args args) {
+    scalar_decay_sm90_backward_segments(const __grid_constant__ Args args) {
   Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 2 * 32);      // the tokens, then the decays
+      barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
       barrier_init(s.done[stage], CONSUMERS);
     }
   __syncthreads();

@@ -1,21 +1,24 @@
-// what      Under one gate for all channels, in one pass on Hopper: outputs or gradients by chunks of 64 tokens, which go into
-//           the products as they came.
+// what      Under one gate for all channels, in one pass on Hopper: outputs or gradients by chunks of 64 tokens, which
+//           go into the products as they came.
 // math      per chunk, E_i the decay from its start to token i, L_j from behind token j to its end, D_ij between:
 //           o_i = scale (E_i S q_i + sum_{j<=i} A_ij v_j), A_ij = D_ij q_i . k_j;  S <- E_64 S + sum_j L_j v_j k_j^T
 //           Gradients are such sums too, forwards or backwards in time, where E and L, i and j change places:
-//           dq_i of queries do, keys v, values k;  backwards dk_j of queries v, keys do, values q, and dv_j of queries k, keys
-//           q, values do, both carrying dS in place of S, with `scale` in what they add to it
-// shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V] float32
-// grid      a block for every (sequence, head, BV columns of V, sweep), sequence slowest: a warpgroup for every 64 columns,
-//           with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one that sums up gates
-// passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for sequences
-//           cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq, dk and dv at
-//           once, where nobody asks for dg. Queries: dq alone; Keys: the others
+//           dq_i of queries do, keys v, values k;  backwards dk_j of queries v, keys do, values q, and dv_j of queries
+//           k, keys q, values do, both carrying dS in place of S, with `scale` in what they add to it
+// shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
+//           float32
+// grid      a block for every (sequence, head, BV columns of V, sweep), sequence slowest: a warpgroup for every 64
+//           columns, with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one
+//           that sums up gates
+// passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for
+//           sequences cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq,
+//           dk and dv at once, where nobody asks for dg. Queries: dq alone; Keys: the others
 // smem      Stage: a chunk's tokens, what is made of them, and its results in place of v
 // barriers  full: the tokens and decays are there; scores: so is A; done: so are the results
-// numerics  products of bfloat16 numbers in float32: q, k and v as they came, S as the sum of two, in gradients as one, as A and
-//           the decayed v are.
-//           Decays are powers of sums of the gates that lie between, never of differences of such sums: any gate is exact
+// numerics  products of bfloat16 numbers in float32: q, k and v as they came, S as the sum of two, in gradients as one,
+//           as A and the decayed v are.
+//           Decays are powers of sums of the gates that lie between, never of differences of such sums: any gate is
+//           exact
 // source    Yang et al., 2024, section 4; Sun et al., 2023, section 2.2
 // limits    sm_90a; bfloat16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 constexpr int CHUNK = 64;
@@ -28,7 +31,7 @@ struct Queries {};
 struct Keys {};
 template <class Pass> constexpr bool READS = true;
 template <> constexpr bool READS<Summary> = false;
-template <class Pass> constexpr bool EXACT = false;     // whether S is read as the sum of two bfloat16 numbers, not as one
+template <class Pass> constexpr bool EXACT = false;  // whether S is read as the sum of two bfloat16 numbers, not as one
 template <> constexpr bool EXACT<Whole> = true;
 template <class Pass> constexpr u32 SWEEPS = 1;
 template <> constexpr u32 SWEEPS<Gradients> = 3;
@@ -36,13 +39,13 @@ template <> constexpr u32 SWEEPS<Keys> = 2;
 
 // The arrays by the part they take; so are K and V.
 struct alignas(64) Sweep {
-  TensorMap q, k, v, o;                         // boxes of a chunk's tokens and 128 bytes, swizzled
+  TensorMap q, k, v, o;  // boxes of a chunk's tokens and 128 bytes, swizzled
   Rows<const bf16> q_rows, k_rows, v_rows;
   Rows<bf16> o_rows;
-  const float* initial;                         // null where there is none
-  float* final;                                 // or null
-  i64 K, V, state_k, state_v;                   // strides of the states
-  double read, write;                           // factors of o, and of what tokens add to states and scores
+  const float* initial;        // null where there is none
+  float* final;                // or null
+  i64 K, V, state_k, state_v;  // strides of the states
+  double read, write;          // factors of o, and of what tokens add to states and scores
   i64 backwards;
 };
 
@@ -50,30 +53,31 @@ template <class Pass, typename G> struct Args {
   Sweep sweeps[SWEEPS<Pass>];
   Rows<const G> g;
   Shape shape;
-  float* decays;                                // Summary: [N, H, 2, K], the decay over all chunks, and 1
-  i64 of, needed;                               // Summary: of every so many parts the first so many; nobody needs the others' state
-                                                // Gradients: of every so many segments the first, whose final state is kept
+  float* decays;   // Summary: [N, H, 2, K], the decay over all chunks, and 1
+  i64 of, needed;  // Summary: of every so many parts the first so many; nobody needs the others' state
+                   // Gradients: of every so many segments the first, whose final state is kept
 };
 
-// A chunk's gates, summed within blocks of 2^level tokens, as logarithms to the base 2. Of two tokens in the two halves of a
-// block, the decay between is that of the second's half until it and of the first's half behind it: see `level_of`.
+// A chunk's gates, summed within blocks of 2^level tokens, as logarithms to the base 2. Of two tokens in the two halves
+// of a block, the decay between is that of the second's half until it and of the first's half behind it: see
+// `level_of`.
 struct Gates {
   static constexpr int LEVELS = 6;
-  float until[LEVELS][CHUNK], behind[LEVELS][CHUNK];        // a token inclusive, a token exclusive
-  float start[CHUNK], end[CHUNK];               // E and L: decays, no logarithms
+  float until[LEVELS][CHUNK], behind[LEVELS][CHUNK];  // a token inclusive, a token exclusive
+  float start[CHUNK], end[CHUNK];                     // E and L: decays, no logarithms
 
   __device__ float all() const { return start[CHUNK - 1]; }
 };
 
 template <int BK, int BV> struct alignas(1024) Stage {
   Tile<bf16, BK> q, k;
-  Tile<bf16, BV> v;                             // then o
-  bf16 A[CHUNK][64];                            // [query, key]
+  Tile<bf16, BV> v;   // then o
+  bf16 A[CHUNK][64];  // [query, key]
   Gates gates;
 };
 
 template <int BK, int BV> struct Shared {
-  static constexpr int STAGES = BK == BV ? 3 : 4;           // two blocks of the smallest share a multiprocessor
+  static constexpr int STAGES = BK == BV ? 3 : 4;  // two blocks of the smallest share a multiprocessor
   Stage<BK, BV> stages[STAGES];
   Barrier full[STAGES], scores[STAGES], done[STAGES];
 };
@@ -99,7 +103,7 @@ __device__ __forceinline__ void sum_gates(Gates& to, float first, float second, 
       to.until[level][32 * half + lane] = until[half];
       to.behind[level][32 * half + lane] = behind[half];
       if (size == 32) continue;
-      const float other = __shfl_sync(0xffffffffu, until[half], (lane ^ size) | (size - 1));     // all of the block beside
+      const float other = __shfl_sync(0xffffffffu, until[half], (lane ^ size) | (size - 1));  // all of the block beside
       until[half] += lane & size ? other : 0.f, behind[half] += lane & size ? 0.f : other;
     }
   }
@@ -109,7 +113,8 @@ __device__ __forceinline__ void sum_gates(Gates& to, float first, float second, 
 }
 
 template <typename G, int BK, int BV>
-__device__ __forceinline__ void sum_chunks(Shared<BK, BV>& s, const Rows<const G>& gates, const Place& at, bool backwards) {
+__device__ __forceinline__ void sum_chunks(Shared<BK, BV>& s, const Rows<const G>& gates, const Place& at,
+                                           bool backwards) {
   constexpr int STAGES = Shared<BK, BV>::STAGES;
   const int lane = threadIdx.x & 31;
   G first, second;
@@ -123,7 +128,7 @@ __device__ __forceinline__ void sum_chunks(Shared<BK, BV>& s, const Rows<const G
     if (turn >= STAGES) barrier_wait(s.done[turn % STAGES], turn / STAGES - 1 & 1);
     sum_gates(s.stages[turn % STAGES].gates, to_float(first), to_float(second), lane);
     barrier_arrive(s.full[turn % STAGES]);
-    read(turn + 1);                             // long before they are needed
+    read(turn + 1);  // long before they are needed
   }
 }
 
@@ -151,9 +156,10 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const Sweep& x, const Pl
   }
 }
 
-// ---- a warpgroup that multiplies queries by keys ---------------------------------------------------------------------
+// ---- a warpgroup that multiplies queries by keys --------------------------------------------------------------------
 
-// The two blocks of 8 queries that a warp has: early ones have few keys and late ones many, so each warp as many as the others.
+// The two blocks of 8 queries that a warp has: early ones have few keys and late ones many, so each warp as many as the
+// others.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // The level of the block that has two different tokens in different halves.
@@ -163,8 +169,8 @@ __device__ __forceinline__ constexpr int level_of(int difference) {
   return level;
 }
 
-// Puts the scores of warp WARP, of which a lane has two queries and two neighbours of every 8 keys; those with keys behind their
-// queries, or BACKWARDS before them, stay 0.
+// Puts the scores of warp WARP, of which a lane has two queries and two neighbours of every 8 keys; those with keys
+// behind their queries, or BACKWARDS before them, stay 0.
 template <int WARP, bool BACKWARDS>
 __device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], const Gates& gates) {
   const auto& of_query = BACKWARDS ? gates.behind : gates.until;
@@ -182,18 +188,20 @@ __device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUN
     }
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const int key = 2 * t + p, difference = g ^ key, level = difference > 3 ? 2 : difference > 1;     // 0 of the token itself
+      const int key = 2 * t + p, difference = g ^ key,
+                level = difference > 3 ? 2 : difference > 1;  // 0 of the token itself
       const float decay = exp2_approx(of_query[level][i] + of_key[level][8 * block + key]);
       float& x = d[4 * block + 2 * half + p];
       x = (BACKWARDS ? key < g : key > g) ? 0.f : key == g ? x : x * decay;
     }
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {        // only now: for all the compiler knows, gates could change
+  for (int half = 0; half < 2; ++half) {  // only now: for all the compiler knows, gates could change
     const int block = block_of(WARP, half);
 #pragma unroll
     for (int n = BACKWARDS ? block : 0; n < (BACKWARDS ? CHUNK / 8 : block + 1); ++n)
-      reinterpret_cast<u32*>(swizzled(A[0], 8 * block + g, n))[t] = pack<bf16>(d[4 * n + 2 * half], d[4 * n + 2 * half + 1]);
+      reinterpret_cast<u32*>(swizzled(A[0], 8 * block + g, n))[t] =
+          pack<bf16>(d[4 * n + 2 * half], d[4 * n + 2 * half + 1]);
   }
 }
 
@@ -210,17 +218,20 @@ __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, f
   constexpr int STAGES = Shared<BK, BV>::STAGES;
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < tokens; ++turn) {
-    const int thread = opaque(threadIdx.x), lane = thread & 31, warp = thread / 32 % 4;  // addresses are cheaper made anew
+    const int thread = opaque(threadIdx.x), lane = thread & 31,
+              warp = thread / 32 % 4;  // addresses are cheaper made anew
     Stage<BK, BV>& in = s.stages[turn % STAGES];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
     u32 q[BK / 16][4];
     float d[CHUNK / 2];
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c)
-      ldmatrix_x4(q[c], swizzled(in.q[c / 4][0], 8 * block_of(warp, lane >> 3 & 1) + (lane & 7), c % 4 * 2 + (lane >> 4)));
+      ldmatrix_x4(q[c],
+                  swizzled(in.q[c / 4][0], 8 * block_of(warp, lane >> 3 & 1) + (lane & 7), c % 4 * 2 + (lane >> 4)));
     wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < BK / 16; ++c) wgmma<bf16, CHUNK, false>(d, q[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
+    for (int c = 0; c < BK / 16; ++c)
+      wgmma<bf16, CHUNK, false>(d, q[c], wgmma_tile(in.k[c / 4], 16, 1024) + c % 4 * 32 / 16, c > 0);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(d);
@@ -245,19 +256,20 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
       const int channel = 8 * n + 2 * t + (x & 1), own = column + 8 * (x >> 1);
       if (channel < of.K && own < of.V) f(S[4 * n + x], state + channel * of.state_k + own * of.state_v);
     }
-    __syncwarp();                               // else all addresses are made at once, and there are no registers for that
+    __syncwarp();  // else all addresses are made at once, and there are no registers for that
   }
 }
 
 template <class Pass, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& args, const Sweep& x,
-                                        const Place& at, int first, bool backwards) {
+__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& args, const Sweep& x, const Place& at,
+                                        int first, bool backwards) {
   constexpr int STAGES = Shared<BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = at.pair * x.K * x.V;
   const float read = float(x.read), write = float(x.write);
   float S[BK / 2] = {}, total = 1.f;
-  if (x.initial) each_transposed<BK>(S, x.initial + state, x, column, [](float& value, const float* from) { value = *from; });
+  if (x.initial)
+    each_transposed<BK>(S, x.initial + state, x, column, [](float& value, const float* from) { value = *from; });
 
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
@@ -302,7 +314,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& 
     }
     barrier_arrive(s.done[turn % STAGES]);
   }
-  const bool segments = SWEEPS<Pass> > 1;       // otherwise every state is kept
+  const bool segments = SWEEPS<Pass> > 1;  // otherwise every state is kept
   if (x.final && !(segments && at.sequence % args.of)) {
     const i64 pair = segments ? at.sequence / args.of * args.shape.H + at.head : at.pair;
     each_transposed<BK>(S, x.final + pair * x.K * x.V, x, column, [](float& value, float* to) { *to = value; });
@@ -316,7 +328,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& 
 
 template <class Pass, typename G, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
-scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
+    scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
   Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<BK, BV>::STAGES;
   const Sweep& x = args.sweeps[blockIdx.x % SWEEPS<Pass>];
@@ -328,11 +340,11 @@ scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
   if (column >= x.V || !READS<Pass> && at.sequence % args.of >= args.needed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 2 * 32);      // the tokens, then the decays
+      barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
       barrier_init(s.scores[stage], 128);
       barrier_init(s.done[stage], CONSUMERS<BV>);
     }
-  for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)       // no key behind its query
+  for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)  // no key behind its query
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
   fence_async();
   __syncthreads();

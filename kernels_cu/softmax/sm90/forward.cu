@@ -1,9 +1,11 @@
 // what      softmax_forward on Hopper: producer warps fetch keys and values, two consumer warpgroups multiply.
 // math      that of softmax_forward; while a tile's scores become weights, the last tile's weights multiply its values
 // shapes    q k [B, H, T, K], v o [B, H, T, V], L [B, H, T] float32: log2 sum_j 2^(s_ij log2 e)
-// grid      a block for every QUERIES queries of a (sequence, head), those that see most keys first. Eight warps consume,
+// grid      a block for every QUERIES queries of a (sequence, head), those that see most keys first. Eight warps
+//           consume,
 //           16 queries each; four produce
-// smem      Shared: the queries, then o; two tiles of keys and of values. Rows of 128 bytes in the tensor cores' swizzle
+// smem      Shared: the queries, then o; two tiles of keys and of values. Rows of 128 bytes in the tensor cores'
+//           swizzle
 // barriers  keys[slot], values[slot]: they have arrived (the queries with the first keys); keys_read[slot],
 //           values_read[slot]: the consumers are done with them; enum Named
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
@@ -26,17 +28,14 @@ template <typename T, int D> struct alignas(1024) Shared {
   Place at;
 };
 
-template <int N> __device__ __forceinline__ float (&flat(Fragment<1, N>& d))[N / 2] {
-  return reinterpret_cast<float(&)[N / 2]>(d);
-}
+template <int N>
+__device__ __forceinline__ float (&flat(Fragment<1, N>& d)) [N / 2] { return reinterpret_cast<float (&)[N / 2]>(d); }
 
 template <typename T, int D>
 __device__ __forceinline__ void produce(Shared<T, D>& s, const SoftmaxForwardArgs<T>& args, int seen) {
   auto hand_over = [&](Barrier& b) {
-    if (args.vectors)
-      copies_arrive(b);
-    else
-      barrier_arrive(b);
+    if (args.vectors) copies_arrive(b);
+    else barrier_arrive(b);
   };
   for (int panel = 0; panel < D / PANEL; ++panel)
     fetch<QUERIES, PANEL>(s.q[panel], args.q, s.at, s.at.first, args.shape.K, args.vectors, panel * PANEL);
@@ -105,7 +104,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const SoftmaxForwardArg
     for (int k = 0; k < KEYS / 16; ++k)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float(&from)[4] = p[0][2 * k + r / 2];
+        const float (&from)[4] = p[0][2 * k + r / 2];
         weights[k][r] = pack<T>(from[r % 2 * 2], from[r % 2 * 2 + 1]);
       }
   };
@@ -148,8 +147,7 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const SoftmaxForwardArg
   for (int half = 0; half < 2; ++half) {
     sum[half] = row_sum(sum[half]);
     const int token = query + 8 * half + lane / 4;
-    if (args.L && lane % 4 == 0 && token < at.length)
-      args.L[at.row + token] = scale * most[half] + log2f(sum[half]);
+    if (args.L && lane % 4 == 0 && token < at.length) args.L[at.row + token] = scale * most[half] + log2f(sum[half]);
   }
   auto normaliser = [&](int, int half) { return 1.f / sum[half]; };
   store<D, 1>(o, normaliser, s.q[0], row, args.o, at, query, args.shape.V, args.vectors);
