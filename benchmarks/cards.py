@@ -37,7 +37,7 @@ from linattn_np.arrays import BFLOAT16
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 OPERATORS = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
 SAMPLES = 5
-CHECKED = 100           # tokens a rank
+CHECKED = 100  # tokens a rank
 
 
 class Counted:
@@ -65,17 +65,18 @@ class Counted:
 def trained(rng, shape):
     """Log decays of such a spread, most of it between channels."""
     channels, tokens = rng.standard_normal((*shape[:2], 1, *shape[3:])), rng.standard_normal(shape)
-    return -0.05 * np.exp(1.76 * (0.9 * channels + np.sqrt(1 - 0.9 ** 2) * tokens))
+    return -0.05 * np.exp(1.76 * (0.9 * channels + np.sqrt(1 - 0.9**2) * tokens))
 
 
 def draw(op, rng, tokens, heads, dim):
     """Arrays of a call in float32, [B, T, H, ...] as models have them, in views [B, H, T, ...]."""
+
     def normal(*shape):
         return rng.standard_normal((1, tokens, heads, *shape), dtype=np.float32).swapaxes(1, 2)
 
     arrays = [normal(dim), normal(dim), normal(dim)]
     if op in ("gla", "rwkv6", "simple_gla"):
-        shape = (1, heads, tokens, dim)[:3 if op == "simple_gla" else 4]
+        shape = (1, heads, tokens, dim)[: 3 if op == "simple_gla" else 4]
         arrays.append(trained(rng, shape).astype(np.float32))
     return [*arrays, rng.standard_normal((heads, dim), dtype=np.float32)] if op == "rwkv6" else arrays
 
@@ -92,20 +93,34 @@ class Bench:
     def rows(self):
         for op in self.options.ops:
             errors = self.errors(op)
-            for scaling, tokens, of_one in (("weak", self.options.tokens, self.options.tokens),
-                                            ("strong", self.options.total // self.comm.size, self.options.total)):
+            for scaling, tokens, of_one in (
+                ("weak", self.options.tokens, self.options.tokens),
+                ("strong", self.options.total // self.comm.size, self.options.total),
+            ):
                 times = self.times(op, tokens, of_one)
                 for kind, (ms, one_ms, sent) in times.items():
                     shared = self.comm.size if scaling == "strong" else 1
-                    yield {"op": op, "pass": kind, "scaling": scaling, "ranks": self.comm.size, "tokens": tokens,
-                           "H": self.options.heads, "D": self.options.dim, "dtype": self.options.dtype, "ms": ms,
-                           "one_ms": one_ms, "efficiency": one_ms / ms / shared, "sent": sent, "error": errors[kind]}
+                    yield {
+                        "op": op,
+                        "pass": kind,
+                        "scaling": scaling,
+                        "ranks": self.comm.size,
+                        "tokens": tokens,
+                        "H": self.options.heads,
+                        "D": self.options.dim,
+                        "dtype": self.options.dtype,
+                        "ms": ms,
+                        "one_ms": one_ms,
+                        "efficiency": one_ms / ms / shared,
+                        "sent": sent,
+                        "error": errors[kind],
+                    }
 
     def times(self, op, tokens, of_one):
         """{pass: (ms on all ranks, ms on one, bytes sent)}."""
         rng = np.random.default_rng(self.comm.rank)
         own = self.put(draw(op, rng, tokens, self.options.heads, self.options.dim))
-        if op == "rwkv6":           # u is everyone's
+        if op == "rwkv6":  # u is everyone's
             own[4] = self.put([np.ones(own[4].shape)])[0]
         function, single = getattr(distributed, op), getattr(linattn_np, op)
         found = {}
@@ -155,20 +170,26 @@ class Bench:
         exact = [np.asarray(x.astype(self.dtype), np.float64) for x in whole]
         wanted, exact_pullback = linattn_np.vjp(getattr(linattn_np, op), *exact, mode="recurrent")
         do = np.cos(np.arange(wanted.size)).reshape(wanted.shape)
-        found, gradients = pullback(self.put([do[:, :, part]])[0]), exact_pullback(
-            np.asarray(do.astype(self.dtype), np.float64))
+        found, gradients = (
+            pullback(self.put([do[:, :, part]])[0]),
+            exact_pullback(np.asarray(do.astype(self.dtype), np.float64)),
+        )
         backward = max(self.error(x, y[:, :, part] if y.ndim > 2 else y) for x, y in zip(found, gradients))
-        return {"forward": float(self.comm.together(self.error(o, wanted[:, :, part])).max()),
-                "backward": float(self.comm.together(backward).max())}
+        return {
+            "forward": float(self.comm.together(self.error(o, wanted[:, :, part])).max()),
+            "backward": float(self.comm.together(backward).max()),
+        }
 
     def error(self, x, wanted):
         return np.linalg.norm(np.asarray(self.device.host(x), np.float64) - wanted) / np.linalg.norm(wanted)
 
 
 def show(row):
-    print(f"{row['op']:17} {row['pass']:9} {row['scaling']:7} {row['ranks']} x {row['tokens']:<8} {row['ms']:9.3f} ms "
-          f"one {row['one_ms']:9.3f} ms  {row['efficiency']:6.1%}  sent {row['sent']:>9,} B  error {row['error']:.1e}",
-          flush=True)
+    print(
+        f"{row['op']:17} {row['pass']:9} {row['scaling']:7} {row['ranks']} x {row['tokens']:<8} {row['ms']:9.3f} ms "
+        f"one {row['one_ms']:9.3f} ms  {row['efficiency']:6.1%}  sent {row['sent']:>9,} B  error {row['error']:.1e}",
+        flush=True,
+    )
 
 
 def main():

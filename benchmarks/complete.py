@@ -1,4 +1,5 @@
-"""Completes the figures of a run that ended early: rows that it lacks come from an earlier file of the same card and versions.
+"""Completes the figures of a run that ended early: rows that it lacks come from an earlier file of the same card and
+versions.
 
     python benchmarks/complete.py NEW.json EARLIER.json --changed "retention backward"
 
@@ -30,8 +31,11 @@ def completed(new, earlier, changed=()):
     if differing:
         raise SystemExit(f"the two files differ in {', '.join(differing)}")
     measured = {key(row) for row in new["rows"]}
-    taken = [{"commit": earlier["meta"]["commit"]} | row for row in earlier["rows"]
-             if key(row) not in measured and pass_of(row) not in changed]
+    taken = [
+        {"commit": earlier["meta"]["commit"]} | row
+        for row in earlier["rows"]
+        if key(row) not in measured and pass_of(row) not in changed
+    ]
     return new | {"rows": new["rows"] + taken}
 
 

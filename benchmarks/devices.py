@@ -34,15 +34,18 @@ class Gpu:
         runtime = self.xp.cuda.runtime
         version = runtime.runtimeGetVersion()
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        return {"card": runtime.getDeviceProperties(0)["name"].decode(),
-                "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
-                "cuda": f"{version // 1000}.{version % 1000 // 10}"}
+        return {
+            "card": runtime.getDeviceProperties(0)["name"].decode(),
+            "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
+            "cuda": f"{version // 1000}.{version % 1000 // 10}",
+        }
 
     def wait(self):
         self.xp.cuda.Device().synchronize()
 
     def device_ms(self, calls, samples):
         """Milliseconds of a call on the device, which waits until the host has enqueued them all."""
+
         def enqueue():
             begun = time.perf_counter()
             for call in calls:

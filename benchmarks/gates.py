@@ -1,13 +1,13 @@
 """The log decays of a benchmark, by name: what trained models have, and the extremes on both sides of them.
 
-    trained      -exp(linspace(-4.2, -2.5, K) + 2 normal): the log of a trained RWKV-6's decay is close to normal, with
-                 these means over its channels and this deviation over tokens. The median is weak, the tail strong
-    weak         a 16th of logsigmoid's: GLA's own gates
-    logsigmoid   of standard normal numbers
-    strong       20 times that
-    all-20       -20 everywhere
-    reset        logsigmoid's, and -inf at every 64th token
-    model        what the example's model computes on its text, head by head and piece by piece
+trained      -exp(linspace(-4.2, -2.5, K) + 2 normal): the log of a trained RWKV-6's decay is close to normal, with
+             these means over its channels and this deviation over tokens. The median is weak, the tail strong
+weak         a 16th of logsigmoid's: GLA's own gates
+logsigmoid   of standard normal numbers
+strong       20 times that
+all-20       -20 everywhere
+reset        logsigmoid's, and -inf at every 64th token
+model        what the example's model computes on its text, head by head and piece by piece
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "data" / "austen-x060" / "model.safetensors"
 NAMES = ("trained", "weak", "logsigmoid", "strong", "all-20", "reset", "model")
-FACTORS = {"weak": 1 / 16, "strong": 20}                # of logsigmoid's
+FACTORS = {"weak": 1 / 16, "strong": 20}  # of logsigmoid's
 
 
 def draw(name, rng, xp, shape):
@@ -38,7 +38,9 @@ def draw(name, rng, xp, shape):
 
 
 def of_the_model(shape):
-    """The gates of the example's model on a text: its layers' heads one after the other, as often as `shape` has heads."""
+    """The gates of the example's model on a text: its layers' heads one after the other, as often as `shape` has
+    heads.
+    """
     found = model_gates(shape[2])
     if found.shape[2] != shape[3]:
         raise ValueError(f"the example's model has heads of {found.shape[2]} channels, not {shape[3]}")
@@ -57,7 +59,7 @@ def model_gates(tokens):
     kept, operator = [], layers.rwkv6
 
     def keeping(r, k, v, w, *others, **keywords):
-        kept.append(np.moveaxis(w[0], 1, 0))            # [1, T, H, K]
+        kept.append(np.moveaxis(w[0], 1, 0))  # [1, T, H, K]
         return operator(r, k, v, w, *others, **keywords)
 
     model = RWKV6.from_file(MODEL)

@@ -22,28 +22,30 @@ from functools import partial
 
 def main():
     args = arguments()
-    cpus = sorted(os.sched_getaffinity(0))[:args.threads]
-    os.sched_setaffinity(0, cpus)               # before NumPy is loaded: its BLAS counts the CPUs once
+    cpus = sorted(os.sched_getaffinity(0))[: args.threads]
+    os.sched_setaffinity(0, cpus)  # before NumPy is loaded: its BLAS counts the CPUs once
     import numpy as np
 
     import linattn_np
 
     rng = np.random.default_rng(0)
     q, k, v, gate = rng.standard_normal((4, *args.shape), dtype=np.float32)
-    g = -np.logaddexp(0, -gate)                 # logsigmoid
-    reference = linattn_np.gla(*(x[:, :, :args.checked].astype(np.float64) for x in (q, k, v, g)), mode="recurrent")
+    g = -np.logaddexp(0, -gate)  # logsigmoid
+    reference = linattn_np.gla(*(x[:, :, : args.checked].astype(np.float64) for x in (q, k, v, g)), mode="recurrent")
 
     def check(o):
-        error = np.sqrt(np.mean((o[:, :, :args.checked] - reference) ** 2) / np.mean(reference ** 2))
+        error = np.sqrt(np.mean((o[:, :, : args.checked] - reference) ** 2) / np.mean(reference**2))
         assert error < 2e-5, f"relative error {error:.1e}"
 
     def plain_loop():
         return np.stack([[one_head(np, *head) for head in zip(*row)] for row in zip(q, k, v, g)])
 
-    paths = {"loop, a head at a time": plain_loop,
-             "recurrent, all heads": lambda: linattn_np.gla(q, k, v, g, mode="recurrent"),
-             "chunk": lambda: linattn_np.gla(q, k, v, g),
-             **torch_paths((q, k, v, g), len(cpus))}
+    paths = {
+        "loop, a head at a time": plain_loop,
+        "recurrent, all heads": lambda: linattn_np.gla(q, k, v, g, mode="recurrent"),
+        "chunk": lambda: linattn_np.gla(q, k, v, g),
+        **torch_paths((q, k, v, g), len(cpus)),
+    }
     for call in paths.values():
         check(call())
     times = {name: [] for name in paths}
@@ -52,8 +54,10 @@ def main():
             call()
             times[name].append(milliseconds(call))
 
-    print(f"gla forward, B,H,T,D = {args.shape}, float32, {len(cpus)} threads, NumPy {np.__version__}, "
-          f"{args.rounds} rounds")
+    print(
+        f"gla forward, B,H,T,D = {args.shape}, float32, {len(cpus)} threads, NumPy {np.__version__}, "
+        f"{args.rounds} rounds"
+    )
     for name, own in times.items():
         ratios = [t / chunk for t, chunk in zip(own, times["chunk"])]
         print(f"{name:24s} {spread(own)} ms    {spread(ratios)} times chunk's")

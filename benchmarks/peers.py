@@ -7,10 +7,16 @@ kernels, for up to a minute for a new dtype or head size.
 import sys
 import warnings
 
-FUNCTIONS = {"gla": ("gla", "chunk_gla"), "rwkv6": ("rwkv6", "chunk_rwkv6"), "gla_step": ("gla", "fused_recurrent_gla"),
-             "rwkv6_step": ("rwkv6", "fused_recurrent_rwkv6"), "simple_gla": ("simple_gla", "chunk_simple_gla"),
-             "retention": ("retention", "chunk_retention"), "linear_attention": ("linear_attn", "chunk_linear_attn")}
-MEANING = {"linear_attention": {"normalize": False}}            # what else makes its operator ours
+FUNCTIONS = {
+    "gla": ("gla", "chunk_gla"),
+    "rwkv6": ("rwkv6", "chunk_rwkv6"),
+    "gla_step": ("gla", "fused_recurrent_gla"),
+    "rwkv6_step": ("rwkv6", "fused_recurrent_rwkv6"),
+    "simple_gla": ("simple_gla", "chunk_simple_gla"),
+    "retention": ("retention", "chunk_retention"),
+    "linear_attention": ("linear_attn", "chunk_linear_attn"),
+}
+MEANING = {"linear_attention": {"normalize": False}}  # what else makes its operator ours
 ATTENTION = "softmax_attention"
 
 
@@ -23,11 +29,12 @@ def absent(peer) -> str | None:
     """Why it cannot be measured."""
     try:
         import torch
+
         if peer == "fla":
-            import fla.ops                          # noqa: F401
+            import fla.ops  # noqa: F401
     except ImportError as error:
         return str(error)
-    warnings.filterwarnings("ignore", module="fla")             # more heads than tokens, which steps have
+    warnings.filterwarnings("ignore", module="fla")  # more heads than tokens, which steps have
     return None if torch.cuda.is_available() else "torch finds no GPU"
 
 
@@ -65,17 +72,17 @@ class Call:
         import torch
 
         self.function = function(case.op)
-        self.step, self.keywords = case.step, {"scale": case.D ** -0.5, **MEANING.get(case.op, {})}
+        self.step, self.keywords = case.step, {"scale": case.D**-0.5, **MEANING.get(case.op, {})}
         self.arrays = [self.in_its_layout(torch.from_dlpack(x)) for x in arrays.values()]
         if case.gate == "reset":
-            self.arrays[3] = self.arrays[3].clamp(min=-1e30)    # it takes no -inf
+            self.arrays[3] = self.arrays[3].clamp(min=-1e30)  # it takes no -inf
         if case.step:
             self.keywords |= {"initial_state": torch.from_dlpack(keywords["state"]).clone(), "output_final_state": True}
         if case.sequences:
             self.keywords["cu_seqlens"] = torch.tensor(keywords["cu_seqlens"], device="cuda")
 
     def in_its_layout(self, x):
-        if x.ndim == 2:                                         # u
+        if x.ndim == 2:  # u
             return x
         return x[:, None] if self.step else x.transpose(1, 2).contiguous()
 

@@ -38,16 +38,16 @@ from devices import wall_ms
 
 import linattn_np
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops import OPS, steps
 from linattn_np.declarations import GLA_VALUE_GATE
+from linattn_np.ops import OPS, steps
 
 ROOT = Path(__file__).parents[1]
 DECLARED = {op.name: op for op in (*OPS, GLA_VALUE_GATE, steps.GLA_STEP, steps.RWKV6_STEP)}
-LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 6e-3}       # of `error`, as the tests have them
-NOT_FINITE = 1e30               # the error of a result with NaN or Inf in it: JSON has no name for those
+LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 6e-3}  # of `error`, as the tests have them
+NOT_FINITE = 1e30  # the error of a result with NaN or Inf in it: JSON has no name for those
 CALLS, SAMPLES = 10, 15
 PEER_FIGURES = ("peer_ms", "peer_wall_ms", "peer_error")
-CACHED = 1 << 28                # bytes of arrays that no cache holds
+CACHED = 1 << 28  # bytes of arrays that no cache holds
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -57,13 +57,13 @@ class Case:
     B: int
     T: int
     H: int
-    D: int                      # K and V
+    D: int  # K and V
     dtype: str = "bfloat16"
     gate: str = "logsigmoid"
-    sequences: int = 0          # packed into the row, where it is a row of packed sequences
-    backward: bool = False      # the pullback alone, after a forward pass that is not timed
-    V: int | None = None        # where it is not D
-    memory: str = "aligned"     # how the arrays lie, one of MEMORY
+    sequences: int = 0  # packed into the row, where it is a row of packed sequences
+    backward: bool = False  # the pullback alone, after a forward pass that is not timed
+    V: int | None = None  # where it is not D
+    memory: str = "aligned"  # how the arrays lie, one of MEMORY
 
     @property
     def columns(self) -> int:
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def function(self):
-        return getattr(linattn_np, self.op.split()[0])          # of "gla with gv" too
+        return getattr(linattn_np, self.op.split()[0])  # of "gla with gv" too
 
     @property
     def step(self) -> bool:
@@ -84,24 +84,43 @@ class Case:
     @property
     def fields(self) -> dict:
         """What a row says of it."""
-        return {"op": self.op, "pass": self.kind, "B": self.B, "T": self.T, "H": self.H,
-                "K": self.D, "V": self.columns, "dtype": self.dtype, "gate": self.gate if DECLARED[self.op].gates else None,
-                "sequences": self.sequences, "peer": peers.name(self.op)}
+        return {
+            "op": self.op,
+            "pass": self.kind,
+            "B": self.B,
+            "T": self.T,
+            "H": self.H,
+            "K": self.D,
+            "V": self.columns,
+            "dtype": self.dtype,
+            "gate": self.gate if DECLARED[self.op].gates else None,
+            "sequences": self.sequences,
+            "peer": peers.name(self.op),
+        }
 
     def __str__(self):
         packed = f" in {self.sequences} sequences" * bool(self.sequences)
         gate = f" {self.gate}" * bool(DECLARED[self.op].gates)
         wide = f"x{self.V}" if self.V else ""
         lies = "" if self.memory == "aligned" else f" {self.memory}"
-        return (f"{self.op} {self.B},{self.T},{self.H},{self.D}{wide}{packed} {self.dtype}{gate}{lies}"
-                f"{' backward' * self.backward}")
+        return (
+            f"{self.op} {self.B},{self.T},{self.H},{self.D}{wide}{packed} {self.dtype}{gate}{lies}"
+            f"{' backward' * self.backward}"
+        )
 
 
-SHAPES = ((4, 4096, 64, 128), (8, 4096, 32, 64), (1, 8192, 96, 128), (2, 16384, 16, 128), (1, 131072, 16, 128),
-          (4, 2048, 16, 128), (8, 1024, 8, 64))
+SHAPES = (
+    (4, 4096, 64, 128),
+    (8, 4096, 32, 64),
+    (1, 8192, 96, 128),
+    (2, 16384, 16, 128),
+    (1, 131072, 16, 128),
+    (4, 2048, 16, 128),
+    (8, 1024, 8, 64),
+)
 WIDE = (8, 2048, 32, 256)
-FEW = (1, 32768, 16, 128)                   # heads: sequences are cut
-HEADLINE = (*SHAPES[:4], FEW, SHAPES[-2])   # shapes of the gates that models have, forward and backward
+FEW = (1, 32768, 16, 128)  # heads: sequences are cut
+HEADLINE = (*SHAPES[:4], FEW, SHAPES[-2])  # shapes of the gates that models have, forward and backward
 MEMORY = ("aligned", "bthd", "off by 8 bytes", "slices")
 
 
@@ -121,7 +140,7 @@ def cases_of_gpu(quick):
     yield from (Case(op, *SHAPES[0], gate=gate) for gate in ("strong", "all-20", "reset") for op in gated)
     yield from (Case(op, *SHAPES[0], dtype="float32", gate="trained") for op in gated)
     yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
-    yield from (Case(op, 64, 512, 32, 128) for op in gated)         # as many tokens, without packing
+    yield from (Case(op, 64, 512, 32, 128) for op in gated)  # as many tokens, without packing
     family = ("simple_gla", "retention", "linear_attention")
     others = (*family, GLA_VALUE_GATE.name, "softmax_attention")
     yield from (Case(op, *SHAPES[0]) for op in family)
@@ -144,7 +163,7 @@ def cases_of_cpu(quick):
 def lengths(count, tokens, shortest=24, longest=2048):
     """Lengths of `count` sequences, many short and few long ones, in a random order."""
     more = tokens - count * shortest
-    power = (count - 1) / (more / (longest - shortest) - 0.5) - 1       # so that the last one is the longest
+    power = (count - 1) / (more / (longest - shortest) - 0.5) - 1  # so that the last one is the longest
     weights = np.linspace(0, 1, count) ** power
     bounds = np.round(more * np.cumsum(weights) / weights.sum()).astype(int)
     return np.random.default_rng(0).permutation(shortest + np.diff(bounds, prepend=0)).tolist()
@@ -159,15 +178,17 @@ def draw(case, xp, seed):
     for name, axes in DECLARED[case.op].arrays.items():
         shape = tuple(sizes[axis] for axis in axes.split())
         gate = name in ("g", "gv", "w")
-        if case.step and gate:                  # of one token: [B, H, K]
+        if case.step and gate:  # of one token: [B, H, K]
             x = gates.draw(case.gate, rng, xp, (*shape[:2], 1, shape[2]))[:, :, 0]
         else:
             x = gates.draw(case.gate, rng, xp, shape) if gate else rng.standard_normal(shape, dtype=np.float32)
         arrays[name] = laid(x.astype(np.float32 if name == "u" else dtype), case.memory, xp)
     keywords = {}
     if case.step:
-        keywords = {"state": rng.standard_normal((case.B, case.H, case.D, case.columns), dtype=np.float32),
-                    "out": xp.empty((case.B, case.H, case.columns), dtype)}
+        keywords = {
+            "state": rng.standard_normal((case.B, case.H, case.D, case.columns), dtype=np.float32),
+            "out": xp.empty((case.B, case.H, case.columns), dtype),
+        }
     if case.op == "retention":
         keywords["gamma"] = 1 - 2.0 ** (-5 - np.arange(case.H))
     if case.backward:
@@ -184,7 +205,7 @@ def laid(x, memory, xp):
     if memory == "bthd":
         return xp.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
     if memory == "slices":
-        wide = xp.zeros((*x.shape[:3], 4 * x.shape[3]), x.dtype)[..., :x.shape[3]]
+        wide = xp.zeros((*x.shape[:3], 4 * x.shape[3]), x.dtype)[..., : x.shape[3]]
     else:
         shift = 8 // x.itemsize
         wide = xp.empty(x.size + shift, x.dtype)[shift:].reshape(x.shape)
@@ -215,8 +236,12 @@ def two_heads(x, host):
 
 def exact(case, arrays, keywords, host):
     """What a call must give for `two_heads`: (o,), of a step (o, state), of a backward pass gradients, without u's."""
-    of_two = {"state": lambda x: two_heads(x, host), "gamma": lambda x: x[[0, -1]], "cu_seqlens": list,
-              "do": lambda x: two_heads(x, host)}
+    of_two = {
+        "state": lambda x: two_heads(x, host),
+        "gamma": lambda x: x[[0, -1]],
+        "cu_seqlens": list,
+        "do": lambda x: two_heads(x, host),
+    }
     keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
     arrays = {name: two_heads(x, host) for name, x in arrays.items()}
     if case.backward:
@@ -234,7 +259,7 @@ def by_head(arrays, gradients):
 
 def error(found, wanted):
     """The largest relative error of the results."""
-    errors = [float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y ** 2))) for x, y in zip(found, wanted, strict=True)]
+    errors = [float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2))) for x, y in zip(found, wanted, strict=True)]
     return max(e if math.isfinite(e) else NOT_FINITE for e in errors)
 
 
@@ -257,7 +282,7 @@ def measure(case, device, bandwidth, peer, samples):
     wanted = exact(case, arrays, keywords, device.host)
     nbytes = bytes_moved(case, arrays, keywords)
     row["floor_ms"] = nbytes / bandwidth * 1e3
-    row |= peer(case, arrays, keywords, wanted)                 # before ours has written the state
+    row |= peer(case, arrays, keywords, wanted)  # before ours has written the state
 
     call = prepared(case, arrays, keywords)
     found, taken = device.with_peak(call)
@@ -310,7 +335,7 @@ class Peers:
             return {}
         try:
             return self.measure(case, arrays, keywords, wanted)
-        except Exception as problem:            # whatever a peer fails with: ours is measured, and the reason is said
+        except Exception as problem:  # whatever a peer fails with: ours is measured, and the reason is said
             reason = str(problem).partition("\n")[0][:150]
             say(f"  {peers.name(case.op)} fails: {type(problem).__name__}: {reason}")
             return {}
@@ -363,11 +388,19 @@ def main():
     samples = 5 if args.quick else SAMPLES
     absent = {name: peers.absent(name) if args.peers else "not asked for" for name in ("fla", "torch")}
     bandwidth = copy_bandwidth(device)
-    meta = device.meta() | versions() | {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": args.commit or commit(),
-        "copy_tb_per_s": bandwidth / 1e12}
-    say(f"{meta['card']}, copy {bandwidth / 1e12:.2f} TB/s"
-        + "".join(f"; without {name}: {reason}" for name, reason in absent.items() if reason))
+    meta = (
+        device.meta()
+        | versions()
+        | {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "commit": args.commit or commit(),
+            "copy_tb_per_s": bandwidth / 1e12,
+        }
+    )
+    say(
+        f"{meta['card']}, copy {bandwidth / 1e12:.2f} TB/s"
+        + "".join(f"; without {name}: {reason}" for name, reason in absent.items() if reason)
+    )
     peer = Peers(device, absent, kept_figures(args.keep_peers, meta), args.limit_s, samples)
     rows, failed = [], []
     for case in (cases_of_gpu if meta["cuda"] else cases_of_cpu)(args.quick):
@@ -384,7 +417,7 @@ def main():
             failed.append(f"{case}: relative error {row['error']:.1e}, expected below {LIMITS[case.dtype]:.0e}")
         its = f", {row['peer']} {number(row['peer_ms'])}" if row["peer"] else ""
         say(f"{case}: {number(row['ours_ms'])} ms{its}  [{time.monotonic() - begun:.1f} s]")
-        if args.out:                            # after every row: a run that is cut short leaves what it has
+        if args.out:  # after every row: a run that is cut short leaves what it has
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     show(rows)
@@ -396,10 +429,17 @@ def arguments():
     parser.add_argument("--quick", action="store_true", help="small shapes, few samples")
     parser.add_argument("--ops", nargs="+", choices=DECLARED, help="these operators alone")
     parser.add_argument("--out", type=Path, help="a JSON file, as benchmarks/results has them")
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True,
-                        help="measure fla and torch too")
-    parser.add_argument("--keep-peers", type=Path, nargs="+", default=[], metavar="FILE",
-                        help="earlier JSON files whose figures of peers to use: only what they lack is measured")
+    parser.add_argument(
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="measure fla and torch too"
+    )
+    parser.add_argument(
+        "--keep-peers",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="earlier JSON files whose figures of peers to use: only what they lack is measured",
+    )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which no peer is measured")
     parser.add_argument("--commit", help="what to say of the sources where git cannot")
     return parser.parse_args()
@@ -432,12 +472,26 @@ def show(rows):
     heads = ("floor", "ours", "x floor", "wall", "peer", "x ours", "error", "peer", "MiB")
     print(" " * 56 + "".join(f"{head:>9s}" for head in heads))
     for row in rows:
-        case = Case(row["op"], *(row[axis] for axis in "BTHK"), row["dtype"], row["gate"], row["sequences"],
-                    row["pass"] == "backward")
+        case = Case(
+            row["op"],
+            *(row[axis] for axis in "BTHK"),
+            row["dtype"],
+            row["gate"],
+            row["sequences"],
+            row["pass"] == "backward",
+        )
         ours, its = row["ours_ms"], row["peer_ms"]
-        figures = (number(row["floor_ms"]), number(ours), number(ours and ours / row["floor_ms"], ".2f"),
-                   number(row["wall_ms"]), number(its), number(ours and its and its / ours, ".1f"),
-                   number(row["error"], ".1e"), number(row["peer_error"], ".1e"), number(row["peak_mib"], ".0f"))
+        figures = (
+            number(row["floor_ms"]),
+            number(ours),
+            number(ours and ours / row["floor_ms"], ".2f"),
+            number(row["wall_ms"]),
+            number(its),
+            number(ours and its and its / ours, ".1f"),
+            number(row["error"], ".1e"),
+            number(row["peer_error"], ".1e"),
+            number(row["peak_mib"], ".0f"),
+        )
         print(f"{str(case):56s}" + "".join(f"{text:>9s}" for text in figures))
 
 

@@ -19,26 +19,36 @@ from types import SimpleNamespace
 
 MODELS = ({"L": 12, "D": 768}, {"L": 24, "D": 1024})
 PREFILL = 512
-SAMPLE = 8              # tokens decoded between two looks at the clock
+SAMPLE = 8  # tokens decoded between two looks at the clock
 A_CALL = {"decode": SAMPLE, "prefill": PREFILL}
 DTYPES = ("float32", "bfloat16", "int8", "int4")
-TYPES = ("FP32", "FP16", "Q8_0", "Q4_0", "Q5_1")       # of rwkv.cpp's models
-BANDWIDTH_BYTES = 1 << 28       # several times any cache
-REST = 0.15             # seconds in which one library's threads stop spinning and leave the cores to another's
+TYPES = ("FP32", "FP16", "Q8_0", "Q4_0", "Q5_1")  # of rwkv.cpp's models
+BANDWIDTH_BYTES = 1 << 28  # several times any cache
+REST = 0.15  # seconds in which one library's threads stop spinning and leave the cores to another's
 
 
 def main():
     args = arguments()
-    cpus = sorted(os.sched_getaffinity(0))[:args.threads]
-    os.sched_setaffinity(0, cpus)               # before NumPy is loaded: its BLAS counts the CPUs once
+    cpus = sorted(os.sched_getaffinity(0))[: args.threads]
+    os.sched_setaffinity(0, cpus)  # before NumPy is loaded: its BLAS counts the CPUs once
     import numpy as np
 
     print(f"RWKV-6, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
     rows = [measure(np, sizes, len(cpus), args.rounds, args.rwkv_cpp) for sizes in MODELS]
     if args.out:
         with open(args.out, "w") as file:
-            json.dump({"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL,
-                       "note": args.note, "rows": rows}, file, indent=1)
+            json.dump(
+                {
+                    "device": cpu(),
+                    "numpy": np.__version__,
+                    "threads": len(cpus),
+                    "prefill": PREFILL,
+                    "note": args.note,
+                    "rows": rows,
+                },
+                file,
+                indent=1,
+            )
 
 
 def arguments():
@@ -64,10 +74,12 @@ def measure(np, sizes, threads, rounds, rwkv_cpp):
     models = {dtype: RWKV6(weights, dtype=dtype) for dtype in DTYPES}
     model, peers = models["float32"], {}
     if (peer := load_peer(weights, threads)) is not None:
-        peers["rwkv"] = SimpleNamespace(step=lambda token, state: peer.forward([token], state),
-                                        prompt=lambda tokens: peer.forward(tokens, None))
+        peers["rwkv"] = SimpleNamespace(
+            step=lambda token, state: peer.forward([token], state), prompt=lambda tokens: peer.forward(tokens, None)
+        )
     if rwkv_cpp:
         from rwkv_cpp import RwkvCpp
+
         peers |= {f"rwkv.cpp {type}": RwkvCpp(rwkv_cpp, weights, threads, type) for type in TYPES}
     del weights
     tokens = np.random.default_rng(1).integers(0, model.sizes["V"], PREFILL).tolist()
@@ -81,22 +93,34 @@ def measure(np, sizes, threads, rounds, rwkv_cpp):
         return {"decode": decoding(step, tokens), "prefill": lambda: prompt(tokens)}
 
     calls = {"floor": {"decode": reading(np)}}
-    calls |= {dtype: calls_of(lambda token, state, model=model: model.forward([[token]], state, last=True),
-                              lambda tokens, model=model: model.forward([tokens], last=True))
-              for dtype, model in models.items()}
+    calls |= {
+        dtype: calls_of(
+            lambda token, state, model=model: model.forward([[token]], state, last=True),
+            lambda tokens, model=model: model.forward([tokens], last=True),
+        )
+        for dtype, model in models.items()
+    }
     calls |= {name: calls_of(peer.step, peer.prompt) for name, peer in peers.items()}
     times = interleaved({(name, what): call for name, both in calls.items() for what, call in both.items()}, rounds)
-    seconds = {key: [t / (BANDWIDTH_BYTES / weight_bytes if key[0] == "floor" else A_CALL[key[1]]) for t in samples]
-               for key, samples in times.items()}
+    seconds = {
+        key: [t / (BANDWIDTH_BYTES / weight_bytes if key[0] == "floor" else A_CALL[key[1]]) for t in samples]
+        for key, samples in times.items()
+    }
     row = {**sizes, "weight_bytes": weight_bytes, "results": {}}
     for (name, what), samples in seconds.items():
         median, best = statistics.median(samples), min(samples)
         its = row["results"].setdefault(name, {})
         base = seconds["float32", what]
-        its[what] = {"ms": median * 1e3, "best_ms": best * 1e3, "tokens_per_s": 1 / median,
-                     "times_float32": statistics.median(a / b for a, b in zip(base, samples))}
-        print(f"{name + ' ' + what:24s}{median * 1e3:8.3f} ({best * 1e3:.3f}) ms a token {1 / median:9.1f} tokens/s, "
-              f"{its[what]['times_float32']:.2f} times float32's")
+        its[what] = {
+            "ms": median * 1e3,
+            "best_ms": best * 1e3,
+            "tokens_per_s": 1 / median,
+            "times_float32": statistics.median(a / b for a, b in zip(base, samples)),
+        }
+        print(
+            f"{name + ' ' + what:24s}{median * 1e3:8.3f} ({best * 1e3:.3f}) ms a token {1 / median:9.1f} tokens/s, "
+            f"{its[what]['times_float32']:.2f} times float32's"
+        )
     for name, one in {**models, **peers}.items():
         if name != "rwkv":
             row["results"][name]["bytes"] = memory(one)
@@ -161,6 +185,7 @@ def decoding(step, tokens):
         nonlocal state
         for _ in range(SAMPLE):
             _, state = step(next(tokens), state)
+
     return call
 
 

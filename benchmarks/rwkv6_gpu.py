@@ -28,9 +28,9 @@ from linattn_np.models import RWKV6
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE, TWIN = {"L": 24, "D": 2048}, {"L": 3, "D": 512, "V": 1024}
-STEPS = 10              # a sample of decoding
+STEPS = 10  # a sample of decoding
 PREFILL = 2048
-PROMPT = list(range(1000, 1040))        # whose last logits are compared
+PROMPT = list(range(1000, 1040))  # whose last logits are compared
 
 
 def synthetic(sizes):
@@ -54,15 +54,22 @@ def main():
     weights = synthetic(LARGE)
     exact = RWKV6(weights, "cuda", np.float32).forward([PROMPT], last=True)[0].get()[0]
     figures = measure(weights, exact, args, bandwidth, twins)
-    result = {"device": card, "cupy": cupy.__version__, "copy_tb_per_s": bandwidth / 1e12, "model": LARGE,
-              "dtype": "bfloat16", **figures, "peers": {}}
+    result = {
+        "device": card,
+        "cupy": cupy.__version__,
+        "copy_tb_per_s": bandwidth / 1e12,
+        "model": LARGE,
+        "dtype": "bfloat16",
+        **figures,
+        "peers": {},
+    }
     for name in args.peers:
         free()
         try:
             for peer, found in PEERS[name](weights, exact, args):
                 result["peers"][peer] = found
                 show(peer, found)
-        except Exception as error:              # whatever a peer fails with: ours are measured, and the reason is said
+        except Exception as error:  # whatever a peer fails with: ours are measured, and the reason is said
             result["peers"][name] = {"skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             print(f"{name} is not measured: {result['peers'][name]['skipped']}")
     if args.out:
@@ -87,8 +94,8 @@ def check_twin(batch, steps=4):
     tokens = np.random.default_rng(1).integers(0, TWIN["V"], (batch, steps))
     state, wanted_state, errors = model.initial_state(batch), wanted_by.initial_state(batch), []
     for t in range(steps):
-        found, _ = model.forward(tokens[:, t:t + 1], state)
-        wanted, _ = wanted_by.forward(tokens[:, t:t + 1], wanted_state)
+        found, _ = model.forward(tokens[:, t : t + 1], state)
+        wanted, _ = wanted_by.forward(tokens[:, t : t + 1], wanted_state)
         errors.append(relative_error(found.get(), wanted))
     limit = 1e-4 if batch <= 8 else 5e-2
     assert max(errors) < limit, f"batch {batch}: relative errors {errors}, expected below {limit}"
@@ -99,12 +106,12 @@ def check_twin(batch, steps=4):
 
 
 def relative_error(found, wanted):
-    return float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted ** 2)))
+    return float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2)))
 
 
 def measure(weights, exact, args, bandwidth, twins):
     pool = cupy.get_default_memory_pool()
-    free()                                      # what making the weights took
+    free()  # what making the weights took
     model = RWKV6(weights, "cuda", BFLOAT16)
     free()
     decoder = model.layers.steps_of(1).decoder
@@ -112,8 +119,11 @@ def measure(weights, exact, args, bandwidth, twins):
     print("batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB twin error")
     for batch, error in zip(args.batch, twins):
         rows.append({"batch": batch, **decode(decoder.resized(batch), args.runs, bandwidth), "twin_error": error})
-        print("{batch:5d} {ms:9.3f} {tokens_per_s:9.0f} {weight_gb:10.3f} {state_gb:10.3f} {floor_ms:9.3f}"
-              " {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f} {twin_error:10.1e}".format(**rows[-1]), flush=True)
+        print(
+            "{batch:5d} {ms:9.3f} {tokens_per_s:9.0f} {weight_gb:10.3f} {state_gb:10.3f} {floor_ms:9.3f}"
+            " {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f} {twin_error:10.1e}".format(**rows[-1]),
+            flush=True,
+        )
         free()
     state, token = model.initial_state(), [[1]]
     forward_ms = median_ms(lambda: [model.forward(token, state, last=True) for _ in range(STEPS)], args.runs) / STEPS
@@ -137,9 +147,16 @@ def decode(decoder, runs, bandwidth):
     assert cupy.isfinite(decoder.logits).all()
     state_bytes = 2 * sum(array.nbytes for array in vars(state).values())
     floor_ms = (decoder.weight_bytes + state_bytes) / bandwidth * 1e3
-    return {"ms": ms, "tokens_per_s": batch / ms * 1e3, "weight_gb": decoder.weight_bytes / 1e9,
-            "state_gb": state_bytes / 1e9, "floor_ms": floor_ms, "ratio": ms / floor_ms, "eager_ms": eager_ms,
-            "memory_gb": cupy.get_default_memory_pool().total_bytes() / 1e9}
+    return {
+        "ms": ms,
+        "tokens_per_s": batch / ms * 1e3,
+        "weight_gb": decoder.weight_bytes / 1e9,
+        "state_gb": state_bytes / 1e9,
+        "floor_ms": floor_ms,
+        "ratio": ms / floor_ms,
+        "eager_ms": eager_ms,
+        "memory_gb": cupy.get_default_memory_pool().total_bytes() / 1e9,
+    }
 
 
 # -- the peers --------------------------------------------------------------------------------------------------------
@@ -150,7 +167,7 @@ def rwkv_package(weights, exact, args):
         from rwkv.model import RWKV
     except ImportError:
         raise
-    except Exception as error:                  # its kernels want nvcc, ninja and a compiler
+    except Exception as error:  # its kernels want nvcc, ninja and a compiler
         print(f"the rwkv package runs without its CUDA kernels: {str(error).splitlines()[0]}")
         os.environ["RWKV_CUDA_ON"] = "0"
         from rwkv.model import RWKV
@@ -170,8 +187,16 @@ def rwkv_package(weights, exact, args):
             error = relative_error(model.forward(PROMPT, None)[0].cpu().numpy(), exact)
             rows = [{"batch": 1, **timed(step, STEPS, args.runs)}]
             prefill = timed(lambda: model.forward([1] * PREFILL, None), 1, args.runs)
-            yield f"rwkv {strategy}", {"version": version("rwkv"), "own_kernels": os.environ["RWKV_CUDA_ON"] == "1",
-                                        "error": error, "rows": rows, "prefill": prefill}
+            yield (
+                f"rwkv {strategy}",
+                {
+                    "version": version("rwkv"),
+                    "own_kernels": os.environ["RWKV_CUDA_ON"] == "1",
+                    "error": error,
+                    "rows": rows,
+                    "prefill": prefill,
+                },
+            )
             del model, state, step
 
 
@@ -181,13 +206,21 @@ def fla_model(weights, exact, args):
     from fla.models import RWKV6Config, RWKV6ForCausalLM
 
     L, D, (V, _) = LARGE["L"], LARGE["D"], shapes(**LARGE)["emb.weight"]
-    config = RWKV6Config(hidden_size=D, num_hidden_layers=L, num_heads=D // 64, expand_k=1.0, expand_v=1.0,
-                         vocab_size=V, intermediate_size=D * 7 // 2, fuse_cross_entropy=False)
+    config = RWKV6Config(
+        hidden_size=D,
+        num_hidden_layers=L,
+        num_heads=D // 64,
+        expand_k=1.0,
+        expand_v=1.0,
+        vocab_size=V,
+        intermediate_size=D * 7 // 2,
+        fuse_cross_entropy=False,
+    )
     with torch.device("cuda"):
         model = RWKV6ForCausalLM(config).to(torch.bfloat16).eval()
     model.load_state_dict({name: to_torch(array) for name, array in fla_weights(weights, L).items()})
     for layer in model.model.layers:
-        layer.attn.g_norm.eps = 64e-5           # the config has one eps for all norms
+        layer.attn.g_norm.eps = 64e-5  # the config has one eps for all norms
     free()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
@@ -220,8 +253,11 @@ def timed(call, calls, runs):
 
 def show(name, found):
     for row in (*found["rows"], {"batch": PREFILL, **found["prefill"]}):
-        print("{}: {batch:5d} tokens {ms:9.3f} ms {rate:9.0f} tokens/s {memory_gb:6.2f} GB".format(
-            name, rate=row["batch"] / row["ms"] * 1e3, **row))
+        print(
+            "{}: {batch:5d} tokens {ms:9.3f} ms {rate:9.0f} tokens/s {memory_gb:6.2f} GB".format(
+                name, rate=row["batch"] / row["ms"] * 1e3, **row
+            )
+        )
     print(f"{name}: relative error of the logits {found['error']:.1e}", flush=True)
 
 
@@ -234,20 +270,34 @@ def fla_weights(weights, L):
         for name, (its_name, _) in FLA_BLOCK.items():
             if (mine := f"blocks.{i}.{name}") in weights and not name.startswith("att.time_"):
                 found[f"model.layers.{i}.{its_name}"] = np.squeeze(weights[mine])
-        its, att = f"model.layers.{i}.attn.", {
-            name: weights[f"blocks.{i}.att.time_{name}"] for name in (
-                "maa_x", *(f"maa_{mix}" for mix in FLA_ORDER), "maa_w1", "maa_w2", "decay", "decay_w1", "decay_w2",
-                "faaaa")}
+        its, att = (
+            f"model.layers.{i}.attn.",
+            {
+                name: weights[f"blocks.{i}.att.time_{name}"]
+                for name in (
+                    "maa_x",
+                    *(f"maa_{mix}" for mix in FLA_ORDER),
+                    "maa_w1",
+                    "maa_w2",
+                    "decay",
+                    "decay_w1",
+                    "decay_w2",
+                    "faaaa",
+                )
+            },
+        )
         order = ["wkvrg".index(mix) for mix in FLA_ORDER]
         D, ranks = att["maa_w1"].shape
         found |= {
-            f"{its}x_proj.0.mu": att["maa_x"].ravel(), f"{its}bonus": att["faaaa"],
+            f"{its}x_proj.0.mu": att["maa_x"].ravel(),
+            f"{its}bonus": att["faaaa"],
             f"{its}x_bias": np.stack([att[f"maa_{mix}"].ravel() for mix in FLA_ORDER]),
             f"{its}x_proj.0.linear.weight": att["maa_w1"].T.reshape(5, -1, D)[order].reshape(ranks, D),
             f"{its}x_proj.2.weight": att["maa_w2"][order].transpose(2, 0, 1).reshape(D, ranks),
             f"{its}w_proj.linear.lora.2.bias": att["decay"].ravel(),
             f"{its}w_proj.linear.lora.0.weight": att["decay_w1"].T,
-            f"{its}w_proj.linear.lora.2.weight": att["decay_w2"].T}
+            f"{its}w_proj.linear.lora.2.weight": att["decay_w2"].T,
+        }
     return found
 
 

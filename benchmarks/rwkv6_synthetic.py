@@ -21,11 +21,11 @@ def scaled(name, noise):
     if name.endswith(("_w1", "_w2")):
         return (0.3 * shape[-2] ** -0.5) * noise
     if is_matrix(name, shape):
-        return shape[-1] ** -0.5 * noise                    # (out, in)
+        return shape[-1] ** -0.5 * noise  # (out, in)
     if "time_maa" in name:
         return 0.5 + 0.2 * noise
     if name.endswith("time_decay"):
-        return 1.5 * noise - 3                              # decays from 0.4 to 0.999
+        return 1.5 * noise - 3  # decays from 0.4 to 0.999
     if len(shape) == 1:
-        return 0.1 * noise + name.endswith("weight")        # a norm
+        return 0.1 * noise + name.endswith("weight")  # a norm
     return 0.5 * noise

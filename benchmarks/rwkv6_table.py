@@ -1,8 +1,8 @@
 """Writes the documentation's tables of RWKV-6's speed out of the figures in benchmarks/results.
 
-    python benchmarks/rwkv6_gpu.py --out benchmarks/results/nvidia-h200-rwkv6.json
-    python benchmarks/rwkv6_cpu.py --out benchmarks/results/<cpu>-rwkv6.json
-    python benchmarks/rwkv6_table.py
+python benchmarks/rwkv6_gpu.py --out benchmarks/results/nvidia-h200-rwkv6.json
+python benchmarks/rwkv6_cpu.py --out benchmarks/results/<cpu>-rwkv6.json
+python benchmarks/rwkv6_table.py
 """
 
 import json
@@ -14,7 +14,7 @@ README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "performance.md", RO
 WIDTH = 120
 EQUAL_BITS = {"float32": "rwkv.cpp FP32", "bfloat16": "rwkv.cpp FP16", "int8": "rwkv.cpp Q8_0", "int4": "rwkv.cpp Q4_0"}
 WHAT = {"decode": "decode", "prefill": "prompt"}
-OTHERS = {"float32": ["rwkv"], "int4": ["rwkv.cpp Q5_1"]}       # further peers of a row
+OTHERS = {"float32": ["rwkv"], "int4": ["rwkv.cpp Q5_1"]}  # further peers of a row
 BEGIN, END = "<!-- RWKV-6's speed, written by benchmarks/rwkv6_table.py -->\n", "<!-- end of RWKV-6's speed -->\n"
 
 
@@ -30,8 +30,10 @@ def between(text, begin, end, new) -> str:
 
 def tables() -> str:
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-rwkv6.json"))]
-    return "\n".join(on_a_gpu(result) if "peers" in result else on_a_cpu(result)
-                     for result in sorted(results, key=lambda result: "peers" not in result))
+    return "\n".join(
+        on_a_gpu(result) if "peers" in result else on_a_cpu(result)
+        for result in sorted(results, key=lambda result: "peers" not in result)
+    )
 
 
 def on_a_gpu(result) -> str:
@@ -41,8 +43,16 @@ def on_a_gpu(result) -> str:
     def add(what, tokens, ours, ratio, theirs):
         rate = tokens / ours["ms"] * 1e3
         rates = {name: tokens / row["ms"] * 1e3 for name, row in theirs.items()}
-        rows.append([what, f"{ours['ms']:.2f}", count(rate), ratio, f"{ours['memory_gb']:.1f}",
-                     *(count(rates[name]) if name in rates else "" for name in measured)])
+        rows.append(
+            [
+                what,
+                f"{ours['ms']:.2f}",
+                count(rate),
+                ratio,
+                f"{ours['memory_gb']:.1f}",
+                *(count(rates[name]) if name in rates else "" for name in measured),
+            ]
+        )
         faster.extend(f"{name} ({what}, {its / rate:.1f} times)" for name, its in rates.items() if its > rate)
 
     for row in result["rows"]:
@@ -50,19 +60,29 @@ def on_a_gpu(result) -> str:
         what = f"decode, {row['batch']} sequence{'s' * (row['batch'] > 1)}"
         add(what, row["batch"], row, f"{row['ratio']:.2f}", theirs)
     prompt = result["prefill"]
-    add(f"prompt, {prompt['tokens']} tokens", prompt["tokens"], prompt, "",
-        {name: peer["prefill"] for name, peer in measured.items()})
+    add(
+        f"prompt, {prompt['tokens']} tokens",
+        prompt["tokens"],
+        prompt,
+        "",
+        {name: peer["prefill"] for name, peer in measured.items()},
+    )
     model = result["model"]
-    text = (f"{result['device']}, {model['L']} layers of {model['D']} channels (1.6 billion parameters) in "
-            f"{result['dtype']}. Decoding is a token for each sequence, captured in a CUDA graph; its floor is the time "
-            "to read the weights once, and to read and write the states, at the "
-            f"{result['copy_tb_per_s']:.1f} TB/s of a copy.")
+    text = (
+        f"{result['device']}, {model['L']} layers of {model['D']} channels (1.6 billion parameters) in "
+        f"{result['dtype']}. Decoding is a token for each sequence, captured in a CUDA graph; its floor is the time "
+        "to read the weights once, and to read and write the states, at the "
+        f"{result['copy_tb_per_s']:.1f} TB/s of a copy."
+    )
     errors = ", ".join(f"{name} {its['error']:.1e}" for name, its in {"ours": result, **measured}.items())
-    below = (f"{losses(faster)} `RWKV6.forward`, which takes tokens from the host, has "
-             f"{1e3 / result['forward_ms']:,.0f} tokens/s with one sequence. "
-             f"Relative errors of a prompt's logits against float32: {errors}. {' '.join(versions(measured))}")
-    skipped = "".join(f" {name} was not measured: {peer['skipped']}."
-                      for name, peer in result["peers"].items() if "skipped" in peer)
+    below = (
+        f"{losses(faster)} `RWKV6.forward`, which takes tokens from the host, has "
+        f"{1e3 / result['forward_ms']:,.0f} tokens/s with one sequence. "
+        f"Relative errors of a prompt's logits against float32: {errors}. {' '.join(versions(measured))}"
+    )
+    skipped = "".join(
+        f" {name} was not measured: {peer['skipped']}." for name, peer in result["peers"].items() if "skipped" in peer
+    )
     head = ["", "ms", "tokens/s", "times the floor", "memory, GB", *(f"{name}, tokens/s" for name in measured)]
     return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(below + skipped, WIDTH), ""])
 
@@ -70,8 +90,10 @@ def on_a_gpu(result) -> str:
 def versions(measured):
     """A sentence a package."""
     kernels = ", with its own CUDA kernels"
-    return dict.fromkeys(f"{name.split()[0]} is version {peer['version']}{kernels * peer.get('own_kernels', False)}."
-                         for name, peer in measured.items())
+    return dict.fromkeys(
+        f"{name.split()[0]} is version {peer['version']}{kernels * peer.get('own_kernels', False)}."
+        for name, peer in measured.items()
+    )
 
 
 def on_a_cpu(result) -> str:
@@ -81,23 +103,47 @@ def on_a_cpu(result) -> str:
         for dtype, peer in EQUAL_BITS.items():
             ours, model = found[dtype], f"{row['L']} x {row['D']}, {dtype}"
             theirs = {name: found[name] for name in (peer, *OTHERS.get(dtype, ())) if name in found}
-            cells = [name + " " + ", ".join(count(its[what]["tokens_per_s"]) for what in WHAT if what in its)
-                     for name, its in theirs.items()]
-            rows.append([model, f"{ours['bytes'] / 1e6:,.0f}", f"{ours['decode']['ms']:.2f}",
-                         count(ours["decode"]["tokens_per_s"]), f"{ours['decode']['times_float32']:.2f}",
-                         count(ours["prefill"]["tokens_per_s"]), f"{ours['prefill']['times_float32']:.2f}",
-                         "; ".join(cells)])
-            faster += [f"{name} ({model}, {word}, {ours[what]['ms'] / its[what]['ms']:.2f} times)"
-                       for name, its in theirs.items() for what, word in WHAT.items()
-                       if what in its and its[what]["ms"] < ours[what]["ms"]]
-    floors = " and ".join(f"{row['results']['floor']['decode']['ms']:.1f} ms at {row['L']} x {row['D']}"
-                          for row in result["rows"])
-    text = (f"{result['device']}, {result['threads']} threads, one sequence, models of layers x channels. Decoding in "
-            f"float32 takes at least the time to read the weights, {floors}; a prompt has {result['prefill']} tokens. "
-            "Factors are medians of pairs within a round, figures medians of all rounds. rwkv.cpp keeps the head in 16 "
-            f"bits in its quantised models. {result['note']}".rstrip())
-    head = ["", "MB", "decode, ms", "tokens/s", "times float32", "prompt, tokens/s", "times float32",
-            "peers at equal bits: decode, prompt, tokens/s"]
+            cells = [
+                name + " " + ", ".join(count(its[what]["tokens_per_s"]) for what in WHAT if what in its)
+                for name, its in theirs.items()
+            ]
+            rows.append(
+                [
+                    model,
+                    f"{ours['bytes'] / 1e6:,.0f}",
+                    f"{ours['decode']['ms']:.2f}",
+                    count(ours["decode"]["tokens_per_s"]),
+                    f"{ours['decode']['times_float32']:.2f}",
+                    count(ours["prefill"]["tokens_per_s"]),
+                    f"{ours['prefill']['times_float32']:.2f}",
+                    "; ".join(cells),
+                ]
+            )
+            faster += [
+                f"{name} ({model}, {word}, {ours[what]['ms'] / its[what]['ms']:.2f} times)"
+                for name, its in theirs.items()
+                for what, word in WHAT.items()
+                if what in its and its[what]["ms"] < ours[what]["ms"]
+            ]
+    floors = " and ".join(
+        f"{row['results']['floor']['decode']['ms']:.1f} ms at {row['L']} x {row['D']}" for row in result["rows"]
+    )
+    text = (
+        f"{result['device']}, {result['threads']} threads, one sequence, models of layers x channels. Decoding in "
+        f"float32 takes at least the time to read the weights, {floors}; a prompt has {result['prefill']} tokens. "
+        "Factors are medians of pairs within a round, figures medians of all rounds. rwkv.cpp keeps the head in 16 "
+        f"bits in its quantised models. {result['note']}".rstrip()
+    )
+    head = [
+        "",
+        "MB",
+        "decode, ms",
+        "tokens/s",
+        "times float32",
+        "prompt, tokens/s",
+        "times float32",
+        "peers at equal bits: decode, prompt, tokens/s",
+    ]
     return "\n".join([fill(text, WIDTH), "", *table(head, rows), "", fill(losses(faster), WIDTH), ""])
 
 

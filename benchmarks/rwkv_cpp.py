@@ -12,7 +12,7 @@ import tempfile
 
 import numpy as np
 
-CHUNK = 64              # tokens of a prompt at once, the most that is recommended
+CHUNK = 64  # tokens of a prompt at once, the most that is recommended
 
 
 class RwkvCpp:
@@ -20,9 +20,14 @@ class RwkvCpp:
 
     def __init__(self, library, weights, threads, type="FP32"):
         self.rwkv = ctypes.CDLL(library)
-        for name, restype in (("init_from_file", ctypes.c_void_p), ("get_state_len", ctypes.c_size_t),
-                              ("get_logits_len", ctypes.c_size_t), ("eval", ctypes.c_bool),
-                              ("eval_sequence_in_chunks", ctypes.c_bool), ("quantize_model_file", ctypes.c_bool)):
+        for name, restype in (
+            ("init_from_file", ctypes.c_void_p),
+            ("get_state_len", ctypes.c_size_t),
+            ("get_logits_len", ctypes.c_size_t),
+            ("eval", ctypes.c_bool),
+            ("eval_sequence_in_chunks", ctypes.c_bool),
+            ("quantize_model_file", ctypes.c_bool),
+        ):
             getattr(self.rwkv, f"rwkv_{name}").restype = restype
         with tempfile.TemporaryDirectory() as folder:
             path = f"{folder}/model.bin"
@@ -36,8 +41,9 @@ class RwkvCpp:
             self.context = ctypes.c_void_p(self.rwkv.rwkv_init_from_file(path.encode(), threads, 0))
         if not self.context:
             raise RuntimeError(f"{library} refuses the model")
-        self.state_size, self.logits_size = (getattr(self.rwkv, f"rwkv_get_{name}_len")(self.context)
-                                             for name in ("state", "logits"))
+        self.state_size, self.logits_size = (
+            getattr(self.rwkv, f"rwkv_get_{name}_len")(self.context) for name in ("state", "logits")
+        )
 
     def step(self, token, state):
         """(logits, state) after one more token."""

@@ -7,20 +7,34 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of its backend)
 
 OURS, FLA, INK = "#0b6e8a", "#d9822b", "#333333"
-PANELS = (("forward", ("gla", "rwkv6"), "B, T, H, D"), ("backward", ("gla", "rwkv6"), "B, T, H, D"),
-          ("step", ("gla_step", "rwkv6_step"), "sequences"))
+PANELS = (
+    ("forward", ("gla", "rwkv6"), "B, T, H, D"),
+    ("backward", ("gla", "rwkv6"), "B, T, H, D"),
+    ("step", ("gla_step", "rwkv6_step"), "sequences"),
+)
 
 
 def draw(result, path):
     rows = result["rows"]
     shown = [(*panels, group) for panels in PANELS if (group := by_label(rows, panels[0]))]
     heights = [len(group) + 1.2 for *_, group in shown]
-    image, axes = plt.subplots(len(shown), 2, figsize=(11, 0.36 * sum(heights)), sharex="row", sharey="row",
-                               squeeze=False, layout="constrained", height_ratios=heights)
+    image, axes = plt.subplots(
+        len(shown),
+        2,
+        figsize=(11, 0.36 * sum(heights)),
+        sharex="row",
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+        height_ratios=heights,
+    )
     for (kind, ops, shape, group), across in zip(shown, axes):
         for axis, op in zip(across, ops):
-            panel(axis, op + " backward" * (kind == "backward"),
-                  {label: pair[op] for label, pair in group.items() if op in pair})
+            panel(
+                axis,
+                op + " backward" * (kind == "backward"),
+                {label: pair[op] for label, pair in group.items() if op in pair},
+            )
         names = ["   ".join(filter(None, (what, shape))) for shape, what in group]
         across[0].set_yticks(range(len(names)), names)
         across[0].set_ylim(len(names) - 0.4, -0.6)
@@ -48,8 +62,10 @@ def panel(axis, title, rows):
     for y, row in enumerate(rows.values()):
         found = [row[field] / row["floor_ms"] for field in ("ours_ms", "peer_ms") if row[field]]
         axis.hlines(y, 1, max(found, default=1), color="#c8c8c8", linewidth=1.5, zorder=1)
-    for field, color, name, beside in (("ours_ms", OURS, "linattn_np", {"xytext": (-4, 5)}),
-                                       ("peer_ms", FLA, "flash-linear-attention", {"xytext": (-4, -12)})):
+    for field, color, name, beside in (
+        ("ours_ms", OURS, "linattn_np", {"xytext": (-4, 5)}),
+        ("peer_ms", FLA, "flash-linear-attention", {"xytext": (-4, -12)}),
+    ):
         points = [(row[field] / row["floor_ms"], y, row[field]) for y, row in enumerate(rows.values()) if row[field]]
         axis.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=42, color=color, label=name, zorder=3)
         for x, y, ms in points:
@@ -57,8 +73,9 @@ def panel(axis, title, rows):
 
 
 def limit_x(axis, rows):
-    longest = max((row[field] / row["floor_ms"] for row in rows for field in ("ours_ms", "peer_ms") if row[field]),
-                  default=1)
+    longest = max(
+        (row[field] / row["floor_ms"] for row in rows for field in ("ours_ms", "peer_ms") if row[field]), default=1
+    )
     axis.set_xlim(0.8, longest * 1.6)
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < longest * 1.6]
     axis.set_xticks(ticks, [f"{tick}x" for tick in ticks])

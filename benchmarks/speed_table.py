@@ -14,8 +14,16 @@ from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
 END = "<!-- end of the operators' speed -->\n"
-GATES = {None: "", "trained": "trained gates", "weak": "weak gates", "logsigmoid": "logsigmoid gates", "strong": "strong gates",
-         "all-20": "gates of -20", "reset": "resets", "model": "a model's gates"}
+GATES = {
+    None: "",
+    "trained": "trained gates",
+    "weak": "weak gates",
+    "logsigmoid": "logsigmoid gates",
+    "strong": "strong gates",
+    "all-20": "gates of -20",
+    "reset": "resets",
+    "model": "a model's gates",
+}
 
 
 def main():
@@ -41,7 +49,9 @@ def tables() -> str:
 
 
 def summary() -> str:
-    """The README's: of each card the worst, then every shape once, with the gates of trained models where they were timed."""
+    """The README's: of each card the worst, then every shape once, with the gates of trained models where they were
+    timed.
+    """
     found = []
     for path in results():
         result = json.loads(path.read_text())
@@ -53,10 +63,19 @@ def summary() -> str:
             its = [group.get((shape, what), {}) for group in (forward, backward)]
             lines.append([shape, *(cell for pair in its for op in ("gla", "rwkv6") for cell in cells(pair, op))])
         head = [f"{op}{kind}" for kind in ("", " backward") for op in ("`gla`", "`rwkv6`")]
-        found += [fill(f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours with their multiple of the floor, "
-                       "flash-linear-attention's (fla) with their multiple of ours.", WIDTH), "",
-                  *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines), "",
-                  fill(f"{worst(rows)} {losses(faster(rows))}", WIDTH), ""]
+        found += [
+            fill(
+                f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours "
+                "with their multiple of the floor, "
+                "flash-linear-attention's (fla) with their multiple of ours.",
+                WIDTH,
+            ),
+            "",
+            *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines),
+            "",
+            fill(f"{worst(rows)} {losses(faster(rows))}", WIDTH),
+            "",
+        ]
     return "\n".join(found)
 
 
@@ -67,25 +86,52 @@ def of_card(path) -> str:
     above = [fill(machine(result["meta"]), WIDTH), "", fill(worst(rows), WIDTH), ""]
     if path.with_suffix(".png").exists():
         above += [f"![Times of each shape as multiples of the floor](../benchmarks/results/{path.stem}.png)", ""]
-    return "\n".join([
-        *above, "Milliseconds on the device; ours with its multiple of the floor, fla's with its multiple of ours.", "",
-        *table(["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
-               [[shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
-                for (shape, what), pair in forward.items()]), "",
-        *titled("Backward passes alone; their floor is every input, gradient and the result's gradient once.",
+    return "\n".join(
+        [
+            *above,
+            "Milliseconds on the device; ours with its multiple of the floor, fla's with its multiple of ours.",
+            "",
+            *table(
                 ["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
-                [[shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
-                 for (shape, what), pair in backward.items()]),
-        *titled("The others, forward and backward. Peers are named beside their times, torch for its "
+                [
+                    [shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
+                    for (shape, what), pair in forward.items()
+                ],
+            ),
+            "",
+            *titled(
+                "Backward passes alone; their floor is every input, gradient and the result's gradient once.",
+                ["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"],
+                [
+                    [shape, what, figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
+                    for (shape, what), pair in backward.items()
+                ],
+            ),
+            *titled(
+                "The others, forward and backward. Peers are named beside their times, torch for its "
                 "scaled_dot_product_attention; empty cells were not measured. What bounds softmax attention is "
                 "arithmetic, not the floor.",
-                ["B, T, H, D", "", *("floor", "forward", "peer"), *("floor", "backward", "peer")], others(rows)),
-        fill("One token for so many sequences, 32 heads of 64, states in float32; microseconds of a call in a CUDA "
-             "graph / of eager calls that follow one another.", WIDTH), "",
-        *table(["sequences", "floor", "`gla_step`", "fla", "`rwkv6_step`", "fla"],
-               [[shape, figure(floor(pair) * 1e3), *step_cells(pair, "gla_step"), *step_cells(pair, "rwkv6_step")]
-                for (shape, _), pair in steps.items()]), "",
-        fill(" ".join(filter(None, (losses(faster(rows)), errors(rows), older(rows)))), WIDTH), ""])
+                ["B, T, H, D", "", *("floor", "forward", "peer"), *("floor", "backward", "peer")],
+                others(rows),
+            ),
+            fill(
+                "One token for so many sequences, 32 heads of 64, states in float32; microseconds of a call in a CUDA "
+                "graph / of eager calls that follow one another.",
+                WIDTH,
+            ),
+            "",
+            *table(
+                ["sequences", "floor", "`gla_step`", "fla", "`rwkv6_step`", "fla"],
+                [
+                    [shape, figure(floor(pair) * 1e3), *step_cells(pair, "gla_step"), *step_cells(pair, "rwkv6_step")]
+                    for (shape, _), pair in steps.items()
+                ],
+            ),
+            "",
+            fill(" ".join(filter(None, (losses(faster(rows)), errors(rows), older(rows)))), WIDTH),
+            "",
+        ]
+    )
 
 
 def titled(title, heads, lines):
@@ -98,12 +144,14 @@ def machine(meta) -> str:
     text = f"{meta['card']}, driver {meta['driver']}, {meta['date']}{commit}; CUDA {meta['cuda']}, CuPy {meta['cupy']}"
     if "fla-core" in meta:
         text += f", fla-core {meta['fla-core']} on torch {meta['torch']} and Triton {meta['triton']}"
-    return (f"{text}. Everything in bfloat16 where nothing else is said, `gla` and `rwkv6` with the gates of trained "
-            "RWKV-6 models (`trained` in benchmarks/gates.py), the others with logsigmoid's. Weak gates are a 16th of "
-            "logsigmoid's, strong ones 20 times them; resets are gates of -inf at every 64th token. The floor is every "
-            f"input and result once at the {meta['copy_tb_per_s']:.2f} TB/s of a copy in the same run. Packed sequences "
-            "have 24 to 2047 tokens. fla's kernels do the same work for every gate: its times with gates other than "
-            "logsigmoid's may be those with logsigmoid's.")
+    return (
+        f"{text}. Everything in bfloat16 where nothing else is said, `gla` and `rwkv6` with the gates of trained "
+        "RWKV-6 models (`trained` in benchmarks/gates.py), the others with logsigmoid's. Weak gates are a 16th of "
+        "logsigmoid's, strong ones 20 times them; resets are gates of -inf at every 64th token. The floor is every "
+        f"input and result once at the {meta['copy_tb_per_s']:.2f} TB/s of a copy in the same run. Packed sequences "
+        "have 24 to 2047 tokens. fla's kernels do the same work for every gate: its times with gates other than "
+        "logsigmoid's may be those with logsigmoid's."
+    )
 
 
 def worst(rows) -> str:
@@ -124,7 +172,7 @@ def by_label(rows, kind):
     for row in rows:
         if row["pass"] == kind and row["op"].removesuffix("_step") in ("gla", "rwkv6"):
             found.setdefault(label(row), {})[row["op"]] = row
-    return dict(sorted(found.items(), key=lambda pair: pair[0][1] != ""))        # what else is said comes last
+    return dict(sorted(found.items(), key=lambda pair: pair[0][1] != ""))  # what else is said comes last
 
 
 def others(rows):
@@ -133,8 +181,10 @@ def others(rows):
     for row in rows:
         if row["op"].removesuffix("_step") not in ("gla", "rwkv6"):
             found.setdefault((row["op"], label(row)[0]), {})[row["pass"]] = row
-    return [[shape, f"`{op}`", *named_cells(pair, "forward"), *named_cells(pair, "backward")]
-            for (op, shape), pair in found.items()]
+    return [
+        [shape, f"`{op}`", *named_cells(pair, "forward"), *named_cells(pair, "backward")]
+        for (op, shape), pair in found.items()
+    ]
 
 
 def named_cells(pair, kind):
@@ -149,8 +199,11 @@ def label(row) -> tuple[str, str]:
     if row["pass"] == "step":
         return str(row["B"]), ""
     usual = "logsigmoid" if row["op"] not in ("gla", "rwkv6") else "trained"
-    said = ["" if row["gate"] == usual else GATES[row["gate"]], f"{row['sequences']} packed sequences" if row["sequences"] else "",
-            row["dtype"] if row["dtype"] != "bfloat16" else ""]
+    said = [
+        "" if row["gate"] == usual else GATES[row["gate"]],
+        f"{row['sequences']} packed sequences" if row["sequences"] else "",
+        row["dtype"] if row["dtype"] != "bfloat16" else "",
+    ]
     return ", ".join(str(row[axis]) for axis in "BTHK"), ", ".join(filter(None, said))
 
 
@@ -163,14 +216,18 @@ def cells(pair, op):
     row = pair.get(op, {})
     ours, its = row.get("ours_ms"), row.get("peer_ms")
     ratio = f" ({its / ours:.1f}x)" if ours and its else ""
-    return [f"{figure(ours)}{mark(row)} ({ours / row['floor_ms']:.2f}x)" if ours else "",
-            figure(its) + ratio if its else "wrong" if row.get("peer_error") else ""]
+    return [
+        f"{figure(ours)}{mark(row)} ({ours / row['floor_ms']:.2f}x)" if ours else "",
+        figure(its) + ratio if its else "wrong" if row.get("peer_error") else "",
+    ]
 
 
 def step_cells(pair, op):
     row = pair.get(op, {})
-    return [f"{figure(row[graph] * 1e3)} / {figure(row[eager] * 1e3)}" if row.get(graph) else ""
-            for graph, eager in (("ours_ms", "wall_ms"), ("peer_ms", "peer_wall_ms"))]
+    return [
+        f"{figure(row[graph] * 1e3)} / {figure(row[eager] * 1e3)}" if row.get(graph) else ""
+        for graph, eager in (("ours_ms", "wall_ms"), ("peer_ms", "peer_wall_ms"))
+    ]
 
 
 def mark(row) -> str:
@@ -209,17 +266,29 @@ def faster(rows):
 def errors(rows) -> str:
     """What of the relative errors against float64 is to be said."""
     halves = [row for row in rows if row["dtype"] == "bfloat16" and row["ours_ms"]]
-    text = "Relative errors against float64, in bfloat16: " + "; ".join(filter(None, (
-        extents("", [row for row in halves if row["pass"] != "backward"]),
-        extents("of gradients ", [row for row in halves if row["pass"] == "backward"]))))
-    larger = {}                                     # how many times at most, by what is computed, whatever the shape
+    text = "Relative errors against float64, in bfloat16: " + "; ".join(
+        filter(
+            None,
+            (
+                extents("", [row for row in halves if row["pass"] != "backward"]),
+                extents("of gradients ", [row for row in halves if row["pass"] == "backward"]),
+            ),
+        )
+    )
+    larger = {}  # how many times at most, by what is computed, whatever the shape
     for row in halves:
-        if row["peer_ms"] and row["peer_error"] and row["error"] > 1.02 * row["peer_error"]:    # another order of the sums
+        if (
+            row["peer_ms"] and row["peer_error"] and row["error"] > 1.02 * row["peer_error"]
+        ):  # another order of the sums
             larger[pass_of(row)] = max(row["error"] / row["peer_error"], larger.get(pass_of(row), 0))
     found = ", ".join(f"{what} (up to {times:.2f} times)" for what, times in larger.items())
     wrong = [f"{row['peer']} ({name(row)})" for row in rows if row["peer_error"] and not row["peer_ms"]]
-    return (text + "." + (f" Ours are larger than the peers': {found}." if found else "")
-            + (f" Wrong, and so not timed: {', '.join(wrong)}." if wrong else ""))
+    return (
+        text
+        + "."
+        + (f" Ours are larger than the peers': {found}." if found else "")
+        + (f" Wrong, and so not timed: {', '.join(wrong)}." if wrong else "")
+    )
 
 
 def extents(what, rows):

@@ -18,7 +18,11 @@ import devices
 import gates
 import run
 
-LARGE, FEW, SMALL = run.Case("gla", 4, 4096, 64, 128), run.Case("gla", 2, 16384, 16, 128), run.Case("gla", 8, 4096, 32, 64)
+LARGE, FEW, SMALL = (
+    run.Case("gla", 4, 4096, 64, 128),
+    run.Case("gla", 2, 16384, 16, 128),
+    run.Case("gla", 8, 4096, 32, 64),
+)
 BASES = tuple(replace(case, gate="trained") for case in (LARGE, FEW, SMALL))
 COLUMNS = ((60, 64), (64, 65), (64, 128), (72, 200), (120, 128), (128, 136), (200, 64), (256, 256), (320, 64))
 SHAPES = ((1, 131072, 4, 128), (2, 1024, 512, 64), (64, 37, 64, 128), (1, 513, 8, 128), (1, 64, 1, 64))
@@ -27,13 +31,16 @@ SHAPES = ((1, 131072, 4, 128), (2, 1024, 512, 64), (64, 37, 64, 128), (1, 513, 8
 def variations(base):
     """(what is changed, the case), that of nothing first."""
     yield "", base
-    yield from ((f"{gate} gates", replace(base, gate=gate)) for gate in gates.NAMES
-                if gate != base.gate and (gate != "model" or base.D == 64))
+    yield from (
+        (f"{gate} gates", replace(base, gate=gate))
+        for gate in gates.NAMES
+        if gate != base.gate and (gate != "model" or base.D == 64)
+    )
     yield from ((dtype, replace(base, dtype=dtype)) for dtype in ("float16", "float32"))
     yield from ((memory, replace(base, memory=memory)) for memory in run.MEMORY[1:])
     if base.D == SMALL.D:
         tokens = base.B * base.T * base.H * base.D
-        for K, V in COLUMNS:                    # as many elements in all, on as many heads
+        for K, V in COLUMNS:  # as many elements in all, on as many heads
             yield f"K={K}, V={V}", replace(base, D=K, V=V, T=max(64, 2 * tokens // (base.B * base.H * (K + V))))
         yield from (("another shape", replace(base, B=B, T=T, H=H, D=D)) for B, T, H, D in SHAPES)
 
@@ -56,8 +63,15 @@ def swept(ops, passes, seconds, device):
                         continue
                     multiple = row["ours_ms"] and row["ours_ms"] / row["floor_ms"]
                     usual = usual or multiple
-                    rows.append(row | {"changed": what, "case": str(case), "multiple": multiple,
-                                       "beside_usual": multiple and multiple / usual})
+                    rows.append(
+                        row
+                        | {
+                            "changed": what,
+                            "case": str(case),
+                            "multiple": multiple,
+                            "beside_usual": multiple and multiple / usual,
+                        }
+                    )
                     run.say(line(rows[-1]))
     return rows
 
@@ -65,7 +79,8 @@ def swept(ops, passes, seconds, device):
 def line(row) -> str:
     if row["multiple"] is None:
         return f"WRONG  {row['case']}: relative error {row['error']:.1e}"
-    return f"{row['multiple']:7.2f}x of the floor, {row['beside_usual']:5.2f}x of usual, error {row['error']:.1e}  {row['case']}"
+    multiples = f"{row['multiple']:7.2f}x of the floor, {row['beside_usual']:5.2f}x of usual"
+    return f"{multiples}, error {row['error']:.1e}  {row['case']}"
 
 
 def main():

@@ -5,12 +5,29 @@ from .autodiff import vjp
 from .doubts import LinattnWarning
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain
-from .ops import (OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention)
+from .ops import OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention
 
 __version__ = "0.1.0"
-__all__ = ["gla", "rwkv6", "simple_gla", "retention", "linear_attention", "softmax_attention", "gla_step",
-           "rwkv6_step", "vjp", "explain", "layers", "stages", "OPS", "Explanation", "ContractError",
-           "ContractTypeError", "NotSupported", "LinattnWarning"]
+__all__ = [
+    "gla",
+    "rwkv6",
+    "simple_gla",
+    "retention",
+    "linear_attention",
+    "softmax_attention",
+    "gla_step",
+    "rwkv6_step",
+    "vjp",
+    "explain",
+    "layers",
+    "stages",
+    "OPS",
+    "Explanation",
+    "ContractError",
+    "ContractTypeError",
+    "NotSupported",
+    "LinattnWarning",
+]
 
 
 def __dir__():

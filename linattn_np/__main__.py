@@ -20,9 +20,13 @@ def main(arguments=None) -> int:
 
 def parser() -> Parser:
     lines = [f"  {name:<10}{what}" for name, what in COMMANDS.items()]
-    made = Parser(prog=NAME, usage=f"{NAME} COMMAND ...", description="\n".join([__doc__, "", "commands:", *lines]),
-                  epilog=f"{NAME} COMMAND --help tells a command's options.",
-                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(
+        prog=NAME,
+        usage=f"{NAME} COMMAND ...",
+        description="\n".join([__doc__, "", "commands:", *lines]),
+        epilog=f"{NAME} COMMAND --help tells a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("--version", action="version", version=f"{NAME} {__version__}", help="tell the version, and end")
     made.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
     return made

@@ -15,8 +15,8 @@ FLOATS = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16)) + (BFL
 
 DEVICE_ARRAYS: list[type] = []
 
-_DLPACK_HOST = (1, 3)       # kDLCPU, kDLCUDAHost
-_DLPACK_CUDA = (2, 13)      # kDLCUDA, kDLCUDAManaged
+_DLPACK_HOST = (1, 3)  # kDLCPU, kDLCUDAHost
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 def kind(x) -> str | None:
@@ -35,17 +35,18 @@ def kind(x) -> str | None:
 def to_native(x, whose: str):
     """`x`, of kind `whose`, as a numpy.ndarray or cupy.ndarray over the same memory."""
     if whose in ("numpy", "cupy"):
-        return np.asarray(x) if whose == "numpy" else x         # of a memory map the plain array
+        return np.asarray(x) if whose == "numpy" else x  # of a memory map the plain array
     if whose == "torch" and x.requires_grad:
         x = x.detach()
     if whose == "cuda" or int(x.__dlpack_device__()[0]) in _DLPACK_CUDA:
         import cupy
+
         return cupy.asarray(x) if whose == "cuda" else cupy.from_dlpack(x)
     if int(x.__dlpack_device__()[0]) not in _DLPACK_HOST:
         raise TypeError(f"array of {type(x).__module__} lives on a device that is neither the host nor CUDA")
     if whose == "torch":
         torch = sys.modules["torch"]
-        if x.dtype == torch.bfloat16:           # NumPy's DLPack has no bfloat16: cross as 16-bit integers
+        if x.dtype == torch.bfloat16:  # NumPy's DLPack has no bfloat16: cross as 16-bit integers
             return np.from_dlpack(x.view(torch.int16)).view(BFLOAT16)
     if whose == "jax":
         return np.asarray(x)
@@ -110,6 +111,6 @@ def host_array(numbers):
         return None
     try:
         found = np.asarray(numbers)
-    except ValueError:          # a ragged list
+    except ValueError:  # a ragged list
         return None
     return found if found.dtype.kind in "biuf" else None

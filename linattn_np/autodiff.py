@@ -10,12 +10,12 @@ from .dispatch import backend_module, split_to_fit
 from .grouped import added, beside, callers, cotangents, has_columns
 from .ops import declaration
 from .typing import Array, Backend, Pullback
-from .views import (array_to_backend, callers_sizes, in_kind, state_to_backend, states_to_caller, to_caller,
-                    with_output)
+from .views import array_to_backend, callers_sizes, in_kind, state_to_backend, states_to_caller, to_caller, with_output
 
 
-def vjp(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto",
-        **arguments: Any) -> tuple[Any, Pullback]:
+def vjp(
+    op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", **arguments: Any
+) -> tuple[Any, Pullback]:
     """``(result, pullback)`` of an operator: JAX's convention.
 
     `result` is what ``op(*arrays, **arguments)`` returns. ``pullback(do)``, or ``pullback(do, dht)`` with the gradient
@@ -60,7 +60,7 @@ def pullback(op, *arrays, backend="auto", **arguments):
 
 def bind(op, arrays, arguments):
     declared = declaration(op, "vjp")
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments    # an unknown keyword is Python's TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments  # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
     if arguments.get("out") is not None:
         declared.refuse("out", "cannot be given to vjp")
@@ -72,8 +72,9 @@ def together(results, problem):
     o, finals = zip(*results)
     if finals[0] is None:
         return beside(o), None
-    return beside(o), tuple(beside(parts) if has_columns(axes) else parts[0]
-                            for parts, axes in zip(zip(*finals), problem.op.state))
+    return beside(o), tuple(
+        beside(parts) if has_columns(axes) else parts[0] for parts, axes in zip(zip(*finals), problem.op.state)
+    )
 
 
 def pulled(pulls, problem, do, dht):
@@ -96,15 +97,20 @@ def pulled(pulls, problem, do, dht):
 
 def checked(problem, pulls):
     """The pullbacks of a problem's shares as the caller's: of any arrays that fit, and with results in kind."""
+
     def pullback(do, dht=None):
         declared = problem.op
-        gradients, initial = pulled(pulls, problem, cotangent("do", do, declared.out, problem),
-                                    final_cotangent(dht, problem))
-        result = tuple(in_kind(problem, to_caller(problem, gradient, axes))
-                       for gradient, axes in zip(gradients, declared.arrays.values(), strict=True))
+        gradients, initial = pulled(
+            pulls, problem, cotangent("do", do, declared.out, problem), final_cotangent(dht, problem)
+        )
+        result = tuple(
+            in_kind(problem, to_caller(problem, gradient, axes))
+            for gradient, axes in zip(gradients, declared.arrays.values(), strict=True)
+        )
         if problem.initial_state is None:
             return result
         return (*result, states_to_caller(problem, initial))
+
     return pullback
 
 
@@ -123,6 +129,7 @@ def final_cotangent(dht, problem):
     parts = dht if isinstance(dht, tuple) else (dht,)
     if len(parts) != len(problem.op.state):
         problem.op.refuse("dht", f"has {len(parts)} parts, expected {len(problem.op.state)}")
-    placed = problem.op.placed_states("dht", parts, callers_sizes(problem), problem.home, problem.state_v_first,
-                                      problem.groups)
+    placed = problem.op.placed_states(
+        "dht", parts, callers_sizes(problem), problem.home, problem.state_v_first, problem.groups
+    )
     return tuple(state_to_backend(problem, part, axes) for part, axes in zip(placed, problem.op.state))

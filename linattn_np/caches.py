@@ -21,7 +21,7 @@ class Cache:
         entry = self.kept.get(key)
         if entry is None:
             return None
-        entry[2] = True             # asked for
+        entry[2] = True  # asked for
         return entry[0]
 
     def keep(self, key, value, nbytes: int):

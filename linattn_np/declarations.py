@@ -132,8 +132,12 @@ class Step(Op):
             return None
         if arrays.kind(slots) == "cupy":
             if home == "host" or slots.shape != (count,) or slots.dtype != np.int64:
-                self.refuse("slots", f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
-                                     "beside device arrays", ContractTypeError)
+                self.refuse(
+                    "slots",
+                    f"is a CuPy array {slots.shape} {slots.dtype}, expected int64 [B] = ({count},) "
+                    "beside device arrays",
+                    ContractTypeError,
+                )
             return slots
         if not isinstance(slots, (list, tuple, np.ndarray)):
             self.refuse("slots", f"is a {kind_of(slots)}, expected integers", ContractTypeError)

@@ -43,7 +43,7 @@ def candidates(problem: Problem, backend: str) -> tuple[str, ...]:
 def choose(problem: Problem, backend: str = "auto") -> str:
     """The backend's name, or NotSupported with every reason."""
     against = {}
-    for name in candidates(problem, backend):   # a backend that is not needed is not even imported
+    for name in candidates(problem, backend):  # a backend that is not needed is not even imported
         against[name] = backend_module(name).why_not(problem)
         if against[name] is None:
             return name

@@ -11,9 +11,9 @@ from types import FrameType
 
 import numpy as np
 
-MANY_HEADS = 128            # as many as models have
-LARGEST_SUM = 88.0          # of gates: exp of more overflows float32
-SAMPLES = 16                # tokens whose gates are looked at
+MANY_HEADS = 128  # as many as models have
+LARGEST_SUM = 88.0  # of gates: exp of more overflows float32
+SAMPLES = 16  # tokens whose gates are looked at
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -27,8 +27,10 @@ def of_layout(problem) -> tuple[str, ...]:
     if problem.layout != "bhtd" or T is None or T >= H or H < MANY_HEADS + (T < 2):
         return ()
     name = next(iter(problem.arrays))
-    return (f"{name} is {tuple(problem[name].shape)}, read as [B, H, T, ...]: H={H} heads of T={T} tokens. If it is "
-            '[B, T, H, ...], pass layout="bthd"',)
+    return (
+        f"{name} is {tuple(problem[name].shape)}, read as [B, H, T, ...]: H={H} heads of T={T} tokens. If it is "
+        '[B, T, H, ...], pass layout="bthd"',
+    )
 
 
 def of_gates(problem):
@@ -36,12 +38,14 @@ def of_gates(problem):
     for name in problem.op.gates:
         gate, T = problem.arrays[name], problem.sizes.get("T", 0)
         if gate.ndim > 2 and T > 1 and gate.size and float(gate[0, 0, T // 2, ...].flat[0]) > 0:
-            some = gate[0, 0, ::-(-T // SAMPLES) | 1].astype(np.float64)        # odd: a pattern is seldom as long
+            some = gate[0, 0, :: -(-T // SAMPLES) | 1].astype(np.float64)  # odd: a pattern is seldom as long
             mean = some.mean()
             if some.min() > 0 and mean * T > LARGEST_SUM:
-                yield (f"{name} is above 0 at every token looked at, {mean:.3g} on average, so that the state grows by "
-                       f"exp({mean * T:.3g}) over T={T} tokens. A gate is the natural log of a decay: if {name} holds "
-                       f"decays, pass np.log({name})")
+                yield (
+                    f"{name} is above 0 at every token looked at, {mean:.3g} on average, so that the state grows by "
+                    f"exp({mean * T:.3g}) over T={T} tokens. A gate is the natural log of a decay: if {name} holds "
+                    f"decays, pass np.log({name})"
+                )
 
 
 def tell(problem):

@@ -15,8 +15,9 @@ from .problem import Problem
 from .typing import Array, Backend
 
 
-def explain(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", gradient: bool = False,
-            **arguments: Any) -> Explanation:
+def explain(
+    op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", gradient: bool = False, **arguments: Any
+) -> Explanation:
     """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
 
     With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes.
@@ -29,7 +30,7 @@ def explain(op: Callable[..., Any], *arrays: Array | None, backend: Backend = "a
     'numpy'
     """
     declared = declaration(op, "explain")
-    given = inspect.signature(op).bind(*arrays, **arguments).arguments    # an unknown keyword is Python's TypeError
+    given = inspect.signature(op).bind(*arrays, **arguments).arguments  # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
     return explain_problem(declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments), backend)
 
@@ -43,19 +44,21 @@ class Explanation:
     mode: str | None = None
     kernels: tuple[str, ...] = ()
     tiles: dict = field(default_factory=dict)
-    copies: tuple[str, ...] = ()            # arrays that must be copied first, with the reason
-    bytes: int = 0                          # that must move once: every input read, every output written
-    scratch: int | None = None              # bytes that a pullback takes besides the gradients, where they are known
-    floor_ms: float | None = None           # those bytes over the device's peak bandwidth; None on the host
-    reasons: dict = field(default_factory=dict)         # backend -> why not
+    copies: tuple[str, ...] = ()  # arrays that must be copied first, with the reason
+    bytes: int = 0  # that must move once: every input read, every output written
+    scratch: int | None = None  # bytes that a pullback takes besides the gradients, where they are known
+    floor_ms: float | None = None  # those bytes over the device's peak bandwidth; None on the host
+    reasons: dict = field(default_factory=dict)  # backend -> why not
 
     def __str__(self):
         lines = [f"{self.op}: {self.backend or 'no backend'}" + (f", mode {self.mode}" if self.mode else "")]
         lines += [f"  kernel {name}" for name in self.kernels]
         lines += [f"  {name} = {value}" for name, value in self.tiles.items()]
         lines += [f"  copy: {copy}" for copy in self.copies]
-        lines.append(f"  {self.bytes:,} bytes must move once"
-                     + (f", {self.floor_ms:.4f} ms at peak bandwidth" if self.floor_ms else ""))
+        lines.append(
+            f"  {self.bytes:,} bytes must move once"
+            + (f", {self.floor_ms:.4f} ms at peak bandwidth" if self.floor_ms else "")
+        )
         if self.scratch is not None:
             lines.append(f"  {self.scratch:,} bytes besides the gradients while they are computed")
         lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
@@ -86,8 +89,10 @@ def copies(problem: Problem) -> list[str]:
 
 def bytes_moved(problem: Problem) -> int:
     """Every input read once and every output written once; of a pullback the inputs' gradients are outputs too."""
+
     def size(shape, dtype):
         return math.prod(shape) * dtype.itemsize
+
     total = sum(size(view.shape, view.dtype) for view in problem.arrays.values())
     total += sum(size(part.shape, part.dtype) for part in problem.initial_state or ())
     if problem.gradient:

@@ -38,7 +38,7 @@ def unfold(x, groups: int):
 
 def columns(x, axes: str, start: int, count: int):
     """`count` columns of an array that has any."""
-    return x[..., start:start + count] if has_columns(axes) else x
+    return x[..., start : start + count] if has_columns(axes) else x
 
 
 def cotangents(x, axes: str, start: int, count: int):
@@ -51,10 +51,10 @@ def beside(parts):
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    room = np.empty_like(first, shape=(*first.shape[:-1], sum(part.shape[-1] for part in parts)))     # CuPy's for CuPy's
+    room = np.empty_like(first, shape=(*first.shape[:-1], sum(part.shape[-1] for part in parts)))  # CuPy's for CuPy's
     start = 0
     for part in parts:
-        room[..., start:start + part.shape[-1]] = part
+        room[..., start : start + part.shape[-1]] = part
         start += part.shape[-1]
     return room
 

@@ -14,8 +14,8 @@ from .errors import ContractError, ContractTypeError
 from .ops import gla, gla_step
 from .typing import Integers
 
-NORMS = ("g_norm_swish_gate.weight", "g_norm.weight")       # two names of one weight
-SIZED = ("q_proj.weight", "o_proj.weight", "gk_proj.0.weight")      # what the sizes are read from
+NORMS = ("g_norm_swish_gate.weight", "g_norm.weight")  # two names of one weight
+SIZED = ("q_proj.weight", "o_proj.weight", "gk_proj.0.weight")  # what the sizes are read from
 REQUIRED = (*SIZED, "k_proj.weight", "v_proj.weight", "gk_proj.1.weight", "gk_proj.1.bias")
 
 
@@ -71,9 +71,18 @@ class GatedLinearAttention:
     ...     layer.weights[name] -= 0.01 * gradient
     """
 
-    def __init__(self, weights: Mapping, num_heads: int, *, num_kv_heads: int | None = None,
-                 feature_map: str | None = None, gate_fn: str = "swish", gate_logit_normalizer: float = 16,
-                 clamp_min: float | None = None, norm_eps: float = 1e-5):
+    def __init__(
+        self,
+        weights: Mapping,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        gate_fn: str = "swish",
+        gate_logit_normalizer: float = 16,
+        clamp_min: float | None = None,
+        norm_eps: float = 1e-5,
+    ):
         self.heads = counted("num_heads", num_heads)
         self.kv_heads = self.heads if num_kv_heads is None else counted("num_kv_heads", num_kv_heads)
         if self.heads % self.kv_heads:
@@ -90,19 +99,23 @@ class GatedLinearAttention:
     def __repr__(self):
         q, v = self.weights["q_proj.weight"], self.weights["v_proj.weight"]
         shared = f", {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
-        return (f"GatedLinearAttention({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
-                f"{v.shape[0] // self.kv_heads}{shared}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})")
+        return (
+            f"GatedLinearAttention({q.shape[1]} channels, {self.heads} heads of {q.shape[0] // self.heads} by "
+            f"{v.shape[0] // self.kv_heads}{shared}, {q.dtype} on {'cpu' if isinstance(q, np.ndarray) else 'cuda'})"
+        )
 
-    def __call__(self, x: np.ndarray, state: np.ndarray | None = None, *,
-                 cu_seqlens: Integers | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, x: np.ndarray, state: np.ndarray | None = None, *, cu_seqlens: Integers | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """``(y, final state)`` of x [B, T, D], in its dtype; the state is [N, H, K, V], float32 (or float64).
 
         `state` is where the sequences start, zeros by default; it is not changed. `cu_seqlens` packs N sequences into
         one row, as in `gla`.
         """
         own = self.own("x", x, 3)
-        o, state = gla(*self.project(own)[0], layout="bthd", initial_state=state, output_final_state=True,
-                       cu_seqlens=cu_seqlens)
+        o, state = gla(
+            *self.project(own)[0], layout="bthd", initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+        )
         return self.output(own, o)[0].astype(x.dtype, copy=False), state
 
     def step(self, x: np.ndarray, state: np.ndarray) -> np.ndarray:
@@ -112,8 +125,9 @@ class GatedLinearAttention:
         o = gla_step(q, k, v, g, state)
         return self.output(own, o)[0].astype(x.dtype, copy=False)
 
-    def vjp(self, x: np.ndarray, state: np.ndarray | None = None, *, cu_seqlens: Integers | None = None
-            ) -> tuple[tuple[np.ndarray, np.ndarray], Callable[..., tuple]]:
+    def vjp(
+        self, x: np.ndarray, state: np.ndarray | None = None, *, cu_seqlens: Integers | None = None
+    ) -> tuple[tuple[np.ndarray, np.ndarray], Callable[..., tuple]]:
         """``((y, final state), pullback)``, as `linattn_np.vjp` has it.
 
         ``pullback(dy)``, or ``pullback(dy, dstate)`` with the gradient of the final state, returns the gradient of x,
@@ -121,15 +135,16 @@ class GatedLinearAttention:
         """
         own = self.own("x", x, 3)
         qkvg, pull_project = self.project(own)
-        (o, final), pull_gla = vjp(gla, *qkvg, layout="bthd", initial_state=state, output_final_state=True,
-                                   cu_seqlens=cu_seqlens)
+        (o, final), pull_gla = vjp(
+            gla, *qkvg, layout="bthd", initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+        )
         y, pull_output = self.output(own, o)
 
         def pullback(dy, dstate=None):
             if dy.shape != y.shape:
                 refuse(f"dy is {dy.shape}, expected {y.shape} like y")
             through_gate, do, gradients = pull_output(self.own("dy", dy, 3))
-            *dqkvg, = pull_gla(do, dstate)
+            (*dqkvg,) = pull_gla(do, dstate)
             through_heads, more = pull_project(*dqkvg[:4])
             dx = (through_gate + through_heads).astype(x.dtype, copy=False)
             return dx, {name: (gradients | more)[name] for name in self.weights}, *dqkvg[4:]
@@ -159,9 +174,13 @@ class GatedLinearAttention:
             dlogits = join(dg * sigmoid(-logits) / self.normalizer)
             dlow = dlogits @ w_2
             return dq @ w_q + dk @ w_k + dv @ w_v + dlow @ w_1, {
-                "q_proj.weight": product(dq, x), "k_proj.weight": product(dk, x), "v_proj.weight": product(dv, x),
-                "gk_proj.0.weight": product(dlow, x), "gk_proj.1.weight": product(dlogits, low),
-                "gk_proj.1.bias": rows(dlogits).sum(axis=0)}
+                "q_proj.weight": product(dq, x),
+                "k_proj.weight": product(dk, x),
+                "v_proj.weight": product(dv, x),
+                "gk_proj.0.weight": product(dlow, x),
+                "gk_proj.1.weight": product(dlogits, low),
+                "gk_proj.1.bias": rows(dlogits).sum(axis=0),
+            }
 
         return (q, *map(self.shared, (k, v, g))), pullback
 
@@ -213,8 +232,10 @@ class GatedLinearAttention:
                 refuse(f"{name} is {found[name].shape}, expected two axes")
         wanted = self.shapes(found)
         if unknown := sorted(found.keys() - wanted):
-            refuse(f"{', '.join(unknown)} is none of this layer's weights: {', '.join(wanted)}"
-                   + ("; short convolutions are not supported" if "conv1d" in unknown[0] else ""))
+            refuse(
+                f"{', '.join(unknown)} is none of this layer's weights: {', '.join(wanted)}"
+                + ("; short convolutions are not supported" if "conv1d" in unknown[0] else "")
+            )
         if set(NORMS) <= found.keys():
             refuse(f"{' and '.join(NORMS)} are two names of one weight, and both were given")
         for name, x in found.items():
@@ -242,8 +263,10 @@ class GatedLinearAttention:
     def own(self, name, x, ndim):
         """`x` in the layer's dtype, once it is an array [..., D] where the weights are."""
         if array_kinds.kind(x) not in ("numpy", "cupy"):
-            refuse(f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected a NumPy or CuPy array",
-                   ContractTypeError)
+            refuse(
+                f"{name} is a {type(x).__module__}.{type(x).__qualname__}, expected a NumPy or CuPy array",
+                ContractTypeError,
+            )
         if array_kinds.home(x) != self.home:
             refuse(f"{name} lives on {array_kinds.home(x)}, but the weights on {self.home}", ContractTypeError)
         if x.dtype not in array_kinds.FLOATS:
@@ -257,13 +280,29 @@ class GatedLinearAttention:
 def shapes(D, HK, HV, R, heads, kv_heads) -> dict:
     """Of all weights that there can be; HK and HV are the channels of all heads together."""
     GK, GV = HK // heads * kv_heads, HV // heads * kv_heads
-    return {"q_proj.weight": (HK, D), "k_proj.weight": (GK, D), "v_proj.weight": (GV, D), "g_proj.weight": (HV, D),
-            "gk_proj.0.weight": (R, D), "gk_proj.1.weight": (GK, R), "gk_proj.1.bias": (GK,),
-            **{name: (HV // heads,) for name in NORMS}, "o_proj.weight": (D, HV)}
+    return {
+        "q_proj.weight": (HK, D),
+        "k_proj.weight": (GK, D),
+        "v_proj.weight": (GV, D),
+        "g_proj.weight": (HV, D),
+        "gk_proj.0.weight": (R, D),
+        "gk_proj.1.weight": (GK, R),
+        "gk_proj.1.bias": (GK,),
+        **{name: (HV // heads,) for name in NORMS},
+        "o_proj.weight": (D, HV),
+    }
 
 
-def random_weights(rng: np.random.Generator, hidden_size: int, num_heads: int, *, num_kv_heads: int | None = None,
-                   expand_k: float = 0.5, expand_v: float = 1.0, gate_low_rank_dim: int = 16) -> dict[str, np.ndarray]:
+def random_weights(
+    rng: np.random.Generator,
+    hidden_size: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    expand_k: float = 0.5,
+    expand_v: float = 1.0,
+    gate_low_rank_dim: int = 16,
+) -> dict[str, np.ndarray]:
     """Weights of a new layer, float32 on the host: uniform within 1 / sqrt(inputs), 1 for the norm.
 
     Example
@@ -272,12 +311,18 @@ def random_weights(rng: np.random.Generator, hidden_size: int, num_heads: int, *
     >>> random_weights(np.random.default_rng(0), hidden_size=64, num_heads=4)["q_proj.weight"].shape
     (32, 64)
     """
-    wanted = shapes(hidden_size, int(hidden_size * expand_k), int(hidden_size * expand_v), gate_low_rank_dim,
-                    num_heads, num_kv_heads or num_heads)
+    wanted = shapes(
+        hidden_size,
+        int(hidden_size * expand_k),
+        int(hidden_size * expand_v),
+        gate_low_rank_dim,
+        num_heads,
+        num_kv_heads or num_heads,
+    )
     weights = {}
     for name, shape in wanted.items():
         inputs = gate_low_rank_dim if name == "gk_proj.1.bias" else shape[-1]
-        weights[name] = (rng.uniform(-1, 1, shape) * inputs ** -0.5).astype(np.float32)
+        weights[name] = (rng.uniform(-1, 1, shape) * inputs**-0.5).astype(np.float32)
     weights[NORMS[0]] = np.ones(wanted[NORMS[0]], np.float32)
     del weights[NORMS[1]]
     return weights

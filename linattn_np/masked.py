@@ -1,4 +1,6 @@
-"""Padding taken out of a batch: of a token that is none, the key is nothing and the gate is 0, which keeps the state."""
+"""Padding taken out of a batch: of a token that is none, the key is nothing and the gate is 0, which keeps the
+state.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ def without(x, padding, fill=0.0):
 
 def overwrite(x, padding, fill=0.0):
     """`x` [B, H, T, ...] itself, `fill` where `padding` [B, T] is True; whatever stood there, NaN too."""
-    bits = x.view(f"u{x.dtype.itemsize}")               # NumPy has no casts from Python's numbers to bfloat16
+    bits = x.view(f"u{x.dtype.itemsize}")  # NumPy has no casts from Python's numbers to bfloat16
     B, T = padding.shape
-    where = np.broadcast_to(padding.reshape(B, 1, T, *(1,) * (x.ndim - 3)), x.shape)        # CuPy's for CuPy's
+    where = np.broadcast_to(padding.reshape(B, 1, T, *(1,) * (x.ndim - 3)), x.shape)  # CuPy's for CuPy's
     np.copyto(bits, int(np.array(fill, x.dtype).view(bits.dtype)), where=where)
     return x
 

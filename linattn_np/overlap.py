@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-MOST_PLACES = 64            # of calls alike on a device: the layers of a model
-MOST_WORK: Any = 100_000    # candidates that NumPy may try, in milliseconds: strides can make the question very hard
+MOST_PLACES = 64  # of calls alike on a device: the layers of a model
+MOST_WORK: Any = 100_000  # candidates that NumPy may try, in milliseconds: strides can make the question very hard
 
 
 def elements_apart(x) -> bool:
@@ -22,7 +22,7 @@ def elements_apart(x) -> bool:
 
 def share(x, y) -> bool:
     """Whether two arrays on the host share memory, or have strides for which that would take long to tell."""
-    if not np.may_share_memory(x, y):           # their bounds alone
+    if not np.may_share_memory(x, y):  # their bounds alone
         return False
     try:
         return np.shares_memory(x, y, max_work=MOST_WORK)
@@ -86,5 +86,10 @@ class Addresses:
     """What NumPy's array interface asks of an array that it only compares."""
 
     def __init__(self, x):
-        self.__array_interface__ = {"version": 3, "shape": x.shape, "strides": x.strides, "data": (x.data.ptr, True),
-                                    "typestr": f"|V{x.dtype.itemsize}"}
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": x.shape,
+            "strides": x.strides,
+            "data": (x.data.ptr, True),
+            "typestr": f"|V{x.dtype.itemsize}",
+        }

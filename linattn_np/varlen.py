@@ -15,17 +15,17 @@ from .wording import kind_of, shown
 class Spans:
     """The token ranges of N sequences. Dense batches have one span, 0..T, for each of the B rows."""
 
-    bounds: np.ndarray          # [N+1] int64, cumulated lengths; sequence n is bounds[n]:bounds[n+1]
+    bounds: np.ndarray  # [N+1] int64, cumulated lengths; sequence n is bounds[n]:bounds[n+1]
 
     def __post_init__(self):
-        self.bounds.flags.writeable = False         # calls alike share them
+        self.bounds.flags.writeable = False  # calls alike share them
 
     @property
     def count(self) -> int:
         return len(self.bounds) - 1
 
     @cached_property
-    def lengths(self) -> np.ndarray:        # [N]
+    def lengths(self) -> np.ndarray:  # [N]
         return np.diff(self.bounds)
 
     def __iter__(self):
@@ -50,7 +50,9 @@ class Spans:
         return np.stack([start, np.minimum(start + chunk, self.bounds[sequence + 1])], axis=1)
 
     def segments(self, count: int, aligned: int) -> Spans:
-        """Every sequence cut into `count` ranges of as many tokens, a multiple of `aligned`; the last ones may be empty."""
+        """Every sequence cut into `count` ranges of as many tokens, a multiple of `aligned`; the last ones may be
+        empty.
+        """
         length = -(-self.lengths // (count * aligned)) * aligned
         starts = self.bounds[:-1, None] + np.arange(count) * length[:, None]
         starts = np.minimum(starts, self.bounds[1:, None])
@@ -60,8 +62,10 @@ class Spans:
 def parse(cu_seqlens, total: int) -> Spans:
     """Checks host integers [N+1] against the packed length; ValueError says what is wrong."""
     if not isinstance(cu_seqlens, (list, tuple, np.ndarray)):
-        raise ValueError(f"must be host integers (list, tuple or NumPy array), got {kind_of(cu_seqlens)}; reading it "
-                         "from a device would synchronise")
+        raise ValueError(
+            f"must be host integers (list, tuple or NumPy array), got {kind_of(cu_seqlens)}; reading it "
+            "from a device would synchronise"
+        )
     bounds = host_array(cu_seqlens)
     if bounds is None:
         raise ValueError(f"must be integers in a list, tuple or plain NumPy array, got {shown(cu_seqlens)}")
@@ -71,7 +75,7 @@ def parse(cu_seqlens, total: int) -> Spans:
         raise ValueError(f"must be integers, got {bounds.dtype}")
     if bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(f"must run from 0 to T={total}, got {bounds[0]} to {bounds[-1]}")
-    outside = (bounds < 0) | (bounds > total)               # before any arithmetic, which could wrap
+    outside = (bounds < 0) | (bounds > total)  # before any arithmetic, which could wrap
     if outside.any():
         at = int(np.argmax(outside))
         raise ValueError(f"must lie between 0 and T={total}, got {bounds[at]} at index {at}")

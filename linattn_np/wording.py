@@ -21,6 +21,6 @@ def shown(x) -> str:
         return f"a {kind_of(x)} {tuple(x.shape)} of {x.dtype}"
     try:
         text = " ".join(short.repr(x).split())
-    except Exception:               # a repr of the caller's, or an integer of thousands of digits
+    except Exception:  # a repr of the caller's, or an integer of thousands of digits
         return f"a {kind_of(x)}"
     return text if len(text) <= WIDTH else f"{text[:WIDTH]}..."

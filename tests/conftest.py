@@ -1,8 +1,8 @@
 """Which backends are tested, one object a backend, and random numbers that can be had again.
 
-    pytest                                              numpy, and the CUDA kernels emulated on the CPU, those of Hopper too
-    pytest --backends=cupy,numba                        on a card
-    NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
+pytest                                              numpy, and the CUDA kernels emulated on the CPU, those of Hopper too
+pytest --backends=cupy,numba                        on a card
+NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
 """
 
 import os
@@ -31,11 +31,11 @@ class Backend:
     dtypes = (DOUBLE, SINGLE, HALF, BFLOAT16)
     gradients = False
     materialize = (True, False)
-    gates_choose_the_route = False      # by chunk, so that a later gate of a chunk may move an earlier token's last bit
-    sizes = ("tiny", "small")           # of the cases that run in reasonable time
-    device = None                       # what launches kernels of our own, where there is such a thing
-    rows = {}                           # reference.ROWS here
-    gradient_rows = {"bfloat16": 4}     # the same of gradients: sums by rounded scores, which cancel
+    gates_choose_the_route = False  # by chunk, so that a later gate of a chunk may move an earlier token's last bit
+    sizes = ("tiny", "small")  # of the cases that run in reasonable time
+    device = None  # what launches kernels of our own, where there is such a thing
+    rows = {}  # reference.ROWS here
+    gradient_rows = {"bfloat16": 4}  # the same of gradients: sums by rounded scores, which cancel
 
     def __init__(self, name):
         self.name = name
@@ -84,18 +84,23 @@ class Emulated(Kernels):
     def __init__(self, name):
         super().__init__(name)
         from emulator import EmulatedDevice
+
         from linattn_np.backends import cupy
+
         self.device = EmulatedDevice(self.capability)
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
-            why_not=cupy.unsupported, run=lambda problem: self.results(problem)[0], vjp=self.vjp)
+            why_not=cupy.unsupported, run=lambda problem: self.results(problem)[0], vjp=self.vjp
+        )
 
     def results(self, problem):
         """(results, what the pullback needs besides), of a plan of this call alone."""
         from linattn_np.backends.cupy import PLANNERS, execute
+
         return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device)
 
     def vjp(self, problem):
         from linattn_np.backends.cupy import PLANNERS, execute
+
         result, saved = self.results(problem)
         again = problem.replace(memo=None)
         return result, lambda do, dht: execute.pull(PLANNERS[problem.op], again, self.device, do, dht, saved)
@@ -130,7 +135,8 @@ class OnCard:
     def __init__(self, name):
         super().__init__(name)
         import cupy
-        cupy.cuda.Device().compute_capability           # raises where there is no device
+
+        assert cupy.cuda.Device().compute_capability  # raises where there is no device
         self.cupy = cupy
         cupy.cuda.set_allocator(self.poisoned)
 
@@ -150,6 +156,7 @@ class Cupy(OnCard, Kernels):
     def __init__(self, name):
         super().__init__(name)
         from linattn_np.backends.cupy.device import CupyDevice
+
         self.device = CupyDevice()
         if self.device.capability == 90:
             self.rows, self.gradient_rows = HOPPER_ROWS, HOPPER_GRADIENT_ROWS
@@ -168,12 +175,21 @@ class NumbaSimulated(NumbaKernels):
     sizes = ("tiny",)
 
 
-CLASSES = {"numpy": Numpy, "emulated": Emulated, "hopper": Hopper, "cupy": Cupy, "numba": NumbaSimulated if SIMULATOR else Numba}
+CLASSES = {
+    "numpy": Numpy,
+    "emulated": Emulated,
+    "hopper": Hopper,
+    "cupy": Cupy,
+    "numba": NumbaSimulated if SIMULATOR else Numba,
+}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--backends", default="numpy,emulated,hopper",
-                     help=f"which to test, of {', '.join(CLASSES)}; one that cannot run is a failure")
+    parser.addoption(
+        "--backends",
+        default="numpy,emulated,hopper",
+        help=f"which to test, of {', '.join(CLASSES)}; one that cannot run is a failure",
+    )
     parser.addoption("--seed", type=int, help="of the random inputs; fresh by default and printed at the top")
 
 
@@ -182,7 +198,7 @@ def pytest_configure(config):
     if unknown := set(names) - set(CLASSES):
         raise pytest.UsageError(f"--backends: {', '.join(sorted(unknown))} unknown, expected {', '.join(CLASSES)}")
     config.backends = {name: CLASSES[name] for name in names}
-    if hasattr(config, "workerinput"):                  # one of pytest-xdist's processes
+    if hasattr(config, "workerinput"):  # one of pytest-xdist's processes
         config.option.seed = config.workerinput["seed"]
     elif config.option.seed is None:
         config.option.seed = int.from_bytes(os.urandom(4))
@@ -216,8 +232,12 @@ def pytest_generate_tests(metafunc):
 def with_variants(metafunc, fixture, names):
     """Each of these backends; of a test that asks for `variant` too, with each of its module's VARIANTS that it has."""
     if "variant" in metafunc.fixturenames:
-        cases = [(name, variant) for name in names for variant, (op, *_) in metafunc.module.VARIANTS.items()
-                 if CLASSES[name].modes[op.name]]
+        cases = [
+            (name, variant)
+            for name in names
+            for variant, (op, *_) in metafunc.module.VARIANTS.items()
+            if CLASSES[name].modes[op.name]
+        ]
         metafunc.parametrize(f"{fixture}, variant", cases, indirect=[fixture])
     else:
         metafunc.parametrize(fixture, names, indirect=True)

@@ -72,7 +72,7 @@ def differ(comm):
         compute(comm, scale=0.5 if comm.rank == 1 else 0.25)
     except distributed.Disagreement as error:
         say(f"rank {comm.rank}: {error}")
-    compute(comm)                               # the engine is as good as before
+    compute(comm)  # the engine is as good as before
 
 
 def killed(comm):
@@ -102,8 +102,9 @@ def autograd(comm):
     import torch
 
     from linattn_np.interop import torch as interop
+
     call = Call("rwkv6", np.random.default_rng(0))
-    start = sum(LENGTHS[comm.size][:comm.rank])
+    start = sum(LENGTHS[comm.size][: comm.rank])
     tokens = slice(start, start + LENGTHS[comm.size][comm.rank])
     inputs = [torch.tensor(x[:, :, tokens] if x.ndim == 4 else x, requires_grad=True) for x in call.arrays]
     state = torch.tensor(call.state[0], requires_grad=True)
@@ -127,6 +128,7 @@ def torch_group():
     import torch
 
     from linattn_np.interop.torch import ProcessGroup
+
     torch.distributed.init_process_group("gloo")
     return ProcessGroup(limit_s=60)
 

@@ -1,13 +1,13 @@
 """The record of the last run of the tests on a card, and whether it still speaks of these sources.
 
-    python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--sanitizer PROGRAM] [--out FILE]   on a card
-    python tests/gpu_record.py --check [--out FILE]                                                               anywhere
+    python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--sanitizer PROGRAM] [--out FILE]
+    python tests/gpu_record.py --check [--out FILE]
 
---write runs every test that names a backend, the others being for any machine, and stores what passed, on what, what
-NVIDIA's compute-sanitizer says of sanitized.py where there is one, and a hash of every file that decides what runs on a
-device. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) the sanitizer reports races between warps
-that wait for each other's mbarriers. --check needs the standard library alone; it exits 0 when every hash still matches
-and nothing failed, and else prints why not and exits 1.
+--write wants a card, --check runs anywhere. --write runs every test that names a backend, the others being for any
+machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is one, and a
+hash of every file that decides what runs on a device. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later
+ones) the sanitizer reports races between warps that wait for each other's mbarriers. --check needs the standard library
+alone; it exits 0 when every hash still matches and nothing failed, and else prints why not and exits 1.
 """
 
 import argparse
@@ -28,9 +28,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
-SOURCES = ("kernels_cu/**/*.cu", "kernels_cu/**/*.cuh", "linattn_np/backends/cupy/*.py", "linattn_np/backends/numba/*.py")
+SOURCES = (
+    "kernels_cu/**/*.cu",
+    "kernels_cu/**/*.cuh",
+    "linattn_np/backends/cupy/*.py",
+    "linattn_np/backends/numba/*.py",
+)
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-LIBRARIES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "cuda-core", "torch", "jax", "pytest")
+LIBRARIES = (
+    "numpy",
+    "ml_dtypes",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "numba",
+    "numba-cuda",
+    "cuda-core",
+    "torch",
+    "jax",
+    "pytest",
+)
 
 
 def hashes(root) -> dict[str, str]:
@@ -67,9 +83,11 @@ def check(root, path) -> int:
     for line in said:
         print(line)
     if not said:
-        print(f"{record['card']}, {record['date']}: " + ", ".join(
-            f"{name} {backend['passed']} passed" for name, backend in record["backends"].items()),
-            "and compute-sanitizer found nothing" if record.get("sanitizer") else "without compute-sanitizer")
+        print(
+            f"{record['card']}, {record['date']}: "
+            + ", ".join(f"{name} {backend['passed']} passed" for name, backend in record["backends"].items()),
+            "and compute-sanitizer found nothing" if record.get("sanitizer") else "without compute-sanitizer",
+        )
     return bool(said)
 
 
@@ -78,16 +96,30 @@ def counts(report) -> dict[str, float]:
     suites = list(xml.parse(report).getroot().iter("testsuite"))
     total, skipped = (sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "skipped"))
     failed = sum(int(suite.get(key, 0)) for suite in suites for key in ("failures", "errors"))
-    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped,
-            "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1)}
+    return {
+        "passed": total - failed - skipped,
+        "failed": failed,
+        "skipped": skipped,
+        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1),
+    }
 
 
 def run_tests(root, backend, workers, more) -> dict[str, float]:
     """The tests that name one backend; a run that leaves no report, or ends ill beside a good one, counts as failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "tests", f"--backends={backend}", "-k", backend,
-                   f"--junitxml={report}", "-q", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests",
+            f"--backends={backend}",
+            "-k",
+            backend,
+            f"--junitxml={report}",
+            "-q",
+            *more,
+        ]
         if workers > 1:
             command += ["-n", str(workers), "--dist", "loadgroup"]
         status = subprocess.run(command, cwd=root).returncode
@@ -112,18 +144,29 @@ def run_sanitizer(root, sanitizer, tool) -> dict[str, float]:
     command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, "sanitized.py"]
     begun = time.monotonic()
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(command, cwd=root / "tests", env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
-                         errors="replace")
+    run = subprocess.run(
+        command,
+        cwd=root / "tests",
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
     said = run.stdout + run.stderr
-    errors, calls, files = (re.search(pattern, said) for pattern in
-                            (r"SUMMARY: (\d+) ", r"(\d+) calls of", r"calls of (\d+) kernel files"))
+    errors, calls, files = (
+        re.search(pattern, said) for pattern in (r"SUMMARY: (\d+) ", r"(\d+) calls of", r"calls of (\d+) kernel files")
+    )
     count = int(errors[1]) if errors else 0
     if run.returncode or not errors or not calls:
         count = max(count, 1)
     if count:
         print(said)
-    return {"calls": int(calls[1]) if calls else 0, "kernel_files": int(files[1]) if files else 0, "errors": count,
-            "seconds": round(time.monotonic() - begun, 1)}
+    return {
+        "calls": int(calls[1]) if calls else 0,
+        "kernel_files": int(files[1]) if files else 0,
+        "errors": count,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -141,15 +184,22 @@ def machine() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
     card, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
     import cupy
+
     runtime, supported = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
-    return {"card": card, "driver": driver, "cuda": f"{runtime // 1000}.{runtime % 1000 // 10}",
-            "cuda_of_driver": f"{supported // 1000}.{supported % 1000 // 10}"}
+    return {
+        "card": card,
+        "driver": driver,
+        "cuda": f"{runtime // 1000}.{runtime % 1000 // 10}",
+        "cuda_of_driver": f"{supported // 1000}.{supported % 1000 // 10}",
+    }
 
 
 def commit(root) -> str | None:
     """The commit whose sources were run, marked when the tree has changes of its own; None where git cannot say."""
+
     def git(*arguments):
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", *SOURCES) else "")
     except (OSError, subprocess.CalledProcessError):
@@ -158,9 +208,15 @@ def commit(root) -> str | None:
 
 def write(root, path, backends, workers, sanitizer, more) -> int:
     sources = hashes(root)
-    record = {**machine(), "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(root), "versions": versions(),
-              "backends": {backend: run_tests(root, backend, workers, more) for backend in backends},
-              "sanitizer": sanitize(root, sanitizer), "sources": sources}
+    record = {
+        **machine(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit(root),
+        "versions": versions(),
+        "backends": {backend: run_tests(root, backend, workers, more) for backend in backends},
+        "sanitizer": sanitize(root, sanitizer),
+        "sources": sources,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".part")
     fresh.write_text(json.dumps(record, indent=1) + "\n")
@@ -171,7 +227,9 @@ def write(root, path, backends, workers, sanitizer, more) -> int:
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", action="store_true", help="run the tests on this machine's card and store the record")
+    action.add_argument(
+        "--write", action="store_true", help="run the tests on this machine's card and store the record"
+    )
     action.add_argument("--check", action="store_true", help="compare the record with the sources")
     parser.add_argument("--out", type=Path, default=RECORD, help="the record's file")
     parser.add_argument("--backends", default="cupy,numba")

@@ -14,14 +14,38 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 
-TYPES = {np.dtype(dtype): name for dtype, name in (
-    (np.float64, "Double"), (np.float32, "Float"), (np.float16, "Half"), (ml_dtypes.bfloat16, "BFloat16"),
-    (np.int64, "Long"), (np.int32, "Int"), (np.int16, "Short"), (np.int8, "Char"), (np.uint8, "Byte"),
-    (np.bool, "Bool"))}
-SAFETENSORS = {"Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64",
-               "Int": "I32", "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"}
-MAGIC, PROTOCOL, SYSTEM = 0x1950A86A20F9469CFC6C, 1001, {
-    "protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+TYPES = {
+    np.dtype(dtype): name
+    for dtype, name in (
+        (np.float64, "Double"),
+        (np.float32, "Float"),
+        (np.float16, "Half"),
+        (ml_dtypes.bfloat16, "BFloat16"),
+        (np.int64, "Long"),
+        (np.int32, "Int"),
+        (np.int16, "Short"),
+        (np.int8, "Char"),
+        (np.uint8, "Byte"),
+        (np.bool, "Bool"),
+    )
+}
+SAFETENSORS = {
+    "Double": "F64",
+    "Float": "F32",
+    "Half": "F16",
+    "BFloat16": "BF16",
+    "Long": "I64",
+    "Int": "I32",
+    "Short": "I16",
+    "Char": "I8",
+    "Byte": "U8",
+    "Bool": "BOOL",
+}
+MAGIC, PROTOCOL, SYSTEM = (
+    0x1950A86A20F9469CFC6C,
+    1001,
+    {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}},
+)
 
 
 # -- pickles -------------------------------------------------------------------------------------------------
@@ -97,7 +121,7 @@ def storage(dtype, key, count, *view):
 
 def tensor(base, shape, strides=None, offset=0):
     if strides is None:
-        strides = tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return Call(REBUILD, base, offset, shape, strides, False, Call(ORDERED_DICT))
 
 
@@ -113,8 +137,10 @@ def zipped_pth(weights, stem="model", serialization_id="0" * 40):
 
 
 def state_dict(weights, *view):
-    return {name: tensor(storage(array.dtype, str(key), array.size, *view), array.shape)
-            for key, (name, array) in enumerate(weights.items())}
+    return {
+        name: tensor(storage(array.dtype, str(key), array.size, *view), array.shape)
+        for key, (name, array) in enumerate(weights.items())
+    }
 
 
 def zipped(root, storages, stem="model", serialization_id="0" * 40):
@@ -122,11 +148,18 @@ def zipped(root, storages, stem="model", serialization_id="0" * 40):
 
 
 def entries(pickle_bytes, storages, stem="model", serialization_id="0" * 40, order=b"little"):
-    return [(f"{stem}/{name}", body) for name, body in (
-        ("data.pkl", pickle_bytes), (".format_version", b"1"), (".storage_alignment", b"64"),
-        ("byteorder", order),
-        *((f"data/{key}", body) for key, body in enumerate(storages)), ("version", b"3\n"),
-        (".data/serialization_id", serialization_id.encode()))]
+    return [
+        (f"{stem}/{name}", body)
+        for name, body in (
+            ("data.pkl", pickle_bytes),
+            (".format_version", b"1"),
+            (".storage_alignment", b"64"),
+            ("byteorder", order),
+            *((f"data/{key}", body) for key, body in enumerate(storages)),
+            ("version", b"3\n"),
+            (".data/serialization_id", serialization_id.encode()),
+        )
+    ]
 
 
 def archive(members, local=None, central=None, end=None):
@@ -135,36 +168,83 @@ def archive(members, local=None, central=None, end=None):
     for number, (name, body) in enumerate(members):
         at, raw = out.tell(), name.encode()
         pad = -(at + 34 + len(raw)) % 64
-        header = {"flags": 0x808, "method": 0, "crc": zlib.crc32(body), "packed": len(body),
-                  "unpacked": len(body), "name": raw, "at": at, "extra": b""}
+        header = {
+            "flags": 0x808,
+            "method": 0,
+            "crc": zlib.crc32(body),
+            "packed": len(body),
+            "unpacked": len(body),
+            "name": raw,
+            "at": at,
+            "extra": b"",
+        }
         here = {**header, "crc": 0, "packed": 0, "unpacked": 0, **(local or {}).get(number, {})}
-        out.write(struct.pack("<4s5H3I2H", b"PK\3\4", 0, here["flags"], here["method"], 0, 0, here["crc"],
-                              here["packed"], here["unpacked"], len(here["name"]), pad + 4) + here["name"])
+        out.write(
+            struct.pack(
+                "<4s5H3I2H",
+                b"PK\3\4",
+                0,
+                here["flags"],
+                here["method"],
+                0,
+                0,
+                here["crc"],
+                here["packed"],
+                here["unpacked"],
+                len(here["name"]),
+                pad + 4,
+            )
+            + here["name"]
+        )
         out.write(b"FB" + struct.pack("<H", pad) + b"Z" * pad + body)
         out.write(struct.pack("<4s3I", b"PK\7\10", zlib.crc32(body), len(body), len(body)))
         here = {**header, **(central or {}).get(number, {})}
         directory += struct.pack(
-            "<4s6H3I5H2I", b"PK\1\2", 0, 0, here["flags"], here["method"], 0, 0, here["crc"], here["packed"],
-            here["unpacked"], len(here["name"]), len(here["extra"]), 0, 0, 0, 0, here["at"])
+            "<4s6H3I5H2I",
+            b"PK\1\2",
+            0,
+            0,
+            here["flags"],
+            here["method"],
+            0,
+            0,
+            here["crc"],
+            here["packed"],
+            here["unpacked"],
+            len(here["name"]),
+            len(here["extra"]),
+            0,
+            0,
+            0,
+            0,
+            here["at"],
+        )
         directory += here["name"] + here["extra"]
     here = {"count": len(members), "size": len(directory), "start": out.tell(), **(end or {})}
     out.write(directory)
     at = here.get("end64", out.tell())
-    out.write(struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x31E, 45, 0, 0, here["count"], here["count"],
-                          here["size"], here["start"]))
+    out.write(
+        struct.pack(
+            "<4sQ2H2I4Q", b"PK\6\6", 44, 0x31E, 45, 0, 0, here["count"], here["count"], here["size"], here["start"]
+        )
+    )
     out.write(struct.pack("<4sIQI", b"PK\6\7", 0, at, 1))
-    out.write(struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, len(members), len(members), len(directory),
-                          here["start"] & 0xFFFFFFFF, 0))
+    out.write(
+        struct.pack(
+            "<4s4H2IH", b"PK\5\6", 0, 0, len(members), len(members), len(directory), here["start"] & 0xFFFFFFFF, 0
+        )
+    )
     return out.getvalue()
 
 
 def older_pth(weights, keys=None):
     """`weights` as torch.save writes them without its zip; torch's keys are addresses."""
     keys = [str(key) for key in (keys or range(len(weights)))]
-    root = {name: tensor(storage(array.dtype, key, array.size, None), array.shape)
-            for key, (name, array) in zip(keys, weights.items())}
-    bodies = {key: counted(array.size, body)
-              for key, array, body in zip(keys, weights.values(), stored(weights))}
+    root = {
+        name: tensor(storage(array.dtype, key, array.size, None), array.shape)
+        for key, (name, array) in zip(keys, weights.items())
+    }
+    bodies = {key: counted(array.size, body) for key, array, body in zip(keys, weights.values(), stored(weights))}
     return older(root, sorted(bodies), b"".join(bodies[key] for key in sorted(bodies)))
 
 
@@ -195,14 +275,14 @@ def good_safetensors(weights):
 
 
 # -- the corpus ----------------------------------------------------------------------------------------------
-GOOD = {"emb.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
-        "ln.bias": np.arange(5).astype(ml_dtypes.bfloat16)}
+GOOD = {"emb.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "ln.bias": np.arange(5).astype(ml_dtypes.bfloat16)}
 FLOATS = storage(np.float32, "0", 12)
 COMMAND = "touch canary"
 
 
 def roots():
     """What a data.pkl, or the fourth pickle of the older form, may hold; and what must be said of it."""
+
     def a(*view, **arguments):
         return {"a": tensor(FLOATS, *view, **arguments)}
 
@@ -210,16 +290,16 @@ def roots():
     yield "posix.system", Call(named("posix", "system"), COMMAND), "asks for 'posix system'"
     yield "eval", Call(named("builtins", "eval"), f"__import__('os').system('{COMMAND}')"), "'builtins eval'"
     yield "exec of Python 2", Call(named("__builtin__", "exec"), "open('canary', 'w')"), "'__builtin__ exec'"
-    yield ("subprocess in a value", {"a": Call(named("subprocess", "getoutput"), COMMAND)},
-           "'subprocess getoutput'")
-    yield ("hooks", {"a": Call(REBUILD, FLOATS, 0, (12,), (1,), False, Call(named("os", "system"), COMMAND))},
-           "os system")
-    yield ("getattr", Call(Call(named("builtins", "getattr"), named("os", "path"), "os"), "x"),
-           "'builtins getattr'")
+    yield ("subprocess in a value", {"a": Call(named("subprocess", "getoutput"), COMMAND)}, "'subprocess getoutput'")
+    yield (
+        "hooks",
+        {"a": Call(REBUILD, FLOATS, 0, (12,), (1,), False, Call(named("os", "system"), COMMAND))},
+        "os system",
+    )
+    yield ("getattr", Call(Call(named("builtins", "getattr"), named("os", "path"), "os"), "x"), "'builtins getattr'")
     yield "attrgetter", Call(named("operator", "attrgetter"), "system"), "'operator attrgetter'"
     yield "a dotted name", Call(named("torch._utils", "_rebuild_tensor_v2.__globals__")), "_v2.__globals__'"
-    yield ("a dotted storage", Call(named("torch", "FloatStorage.from_file"), "/etc/passwd"),
-           "FloatStorage.from_file")
+    yield ("a dotted storage", Call(named("torch", "FloatStorage.from_file"), "/etc/passwd"), "FloatStorage.from_file")
     yield "a dotted dict", Call(named("collections", "OrderedDict.fromkeys"), "ab"), "OrderedDict.fromkeys'"
     yield "a name in the module", Call(named("collections OrderedDict", "")), "'collections OrderedDict '"
     yield "an empty module", Call(named("", "collections OrderedDict")), "' collections OrderedDict'"
@@ -227,27 +307,47 @@ def roots():
     yield "an import", Call(named("torch._utils", "_import_dotted_name"), "os"), "_import_dotted_name"
     yield "a module's storage", Call(named("torch.storage", "FloatStorage")), "'torch.storage FloatStorage'"
     yield "numpy objects", Call(named("numpy.core.multiarray", "_reconstruct"), 0), "numpy.core.multiarray"
-    yield ("a storage type called", Call(named("torch", "FloatStorage"), 10 ** 12),
-           "calls a Float32DType, expected a function")
+    yield (
+        "a storage type called",
+        Call(named("torch", "FloatStorage"), 10**12),
+        "calls a Float32DType, expected a function",
+    )
     yield "a string called", Raw(b"X\1\0\0\0a)R"), "calls 'a', expected a function"
     yield "a dict with arguments", Call(ORDERED_DICT, [("a", 1)]), "ordered_dict gets 1 arguments, expected 0"
-    yield ("too few arguments", {"a": Call(REBUILD, FLOATS, 0, (12,))},
-           "rebuild_tensor gets 3 arguments, expected 6")
-    yield ("metadata", {"a": Call(REBUILD, FLOATS, 0, (12,), (1,), False, Call(ORDERED_DICT), {})},
-           "7 arguments")
+    yield ("too few arguments", {"a": Call(REBUILD, FLOATS, 0, (12,))}, "rebuild_tensor gets 3 arguments, expected 6")
+    yield ("metadata", {"a": Call(REBUILD, FLOATS, 0, (12,), (1,), False, Call(ORDERED_DICT), {})}, "7 arguments")
     yield "no storage", {"a": tensor("0", (3,))}, "given something else, expected a storage"
-    yield ("a parameter of nothing", {"a": Call(PARAMETER, 5, True, Call(ORDERED_DICT))},
-           "'a' is 5, expected tensors alone")
-    yield ("a state for a tensor", {"a": Call(REBUILD, FLOATS, 0, (3,), (1,), False, {}, state={"_data": 1})},
-           "sets attributes")
+    yield (
+        "a parameter of nothing",
+        {"a": Call(PARAMETER, 5, True, Call(ORDERED_DICT))},
+        "'a' is 5, expected tensors alone",
+    )
+    yield (
+        "a state for a tensor",
+        {"a": Call(REBUILD, FLOATS, 0, (3,), (1,), False, {}, state={"_data": 1})},
+        "sets attributes",
+    )
     yield "slots for a dict", Call(ORDERED_DICT, state=(None, {"__class__": 1})), "the pickle sets attributes"
     yield "opcode OBJ", Raw(b"(cos\nsystem\no"), "asks for 'os system'"
     for opcode, text in (
-            ("INST", b"(X\1\0\0\0aios\nsystem\n"), ("NEWOBJ", b")\x81"), ("STACK_GLOBAL", b"\x93"),
-            ("EXT1", b"\x82\1"), ("POP", b"0"), ("DUP", b"2"), ("GET", b"g0\n"), ("PERSID", b"P0\n"),
-            ("STRING", b"S'a'\n"), ("FLOAT", b"F1\n"), ("INT", b"I1\n"), ("BINFLOAT", b"G" + bytes(8)),
-            ("NEXT_BUFFER", b"\x97"), ("FROZENSET", b"(\x91"), ("EMPTY_SET", b"\x8f(\x90"),
-            ("MEMOIZE", b"\x94"), ("SHORT_BINUNICODE", b"\x8c\1a")):
+        ("INST", b"(X\1\0\0\0aios\nsystem\n"),
+        ("NEWOBJ", b")\x81"),
+        ("STACK_GLOBAL", b"\x93"),
+        ("EXT1", b"\x82\1"),
+        ("POP", b"0"),
+        ("DUP", b"2"),
+        ("GET", b"g0\n"),
+        ("PERSID", b"P0\n"),
+        ("STRING", b"S'a'\n"),
+        ("FLOAT", b"F1\n"),
+        ("INT", b"I1\n"),
+        ("BINFLOAT", b"G" + bytes(8)),
+        ("NEXT_BUFFER", b"\x97"),
+        ("FROZENSET", b"(\x91"),
+        ("EMPTY_SET", b"\x8f(\x90"),
+        ("MEMOIZE", b"\x94"),
+        ("SHORT_BINUNICODE", b"\x8c\1a"),
+    ):
         yield f"opcode {opcode}", Raw(text), f"the pickle has the opcode {opcode} "
     yield "another protocol", Raw(b"\x80\4}"), "opcode PROTO 4, expected those of a state dict, protocol 2"
     yield "an unknown opcode", Raw(b"\xff"), "damaged .ValueError"
@@ -264,15 +364,13 @@ def roots():
     yield "no UTF-8", Raw(b"X\2\0\0\0\xff\xfe"), "damaged .UnicodeDecodeError"
     yield "a deep list", Raw(b"]" * 100_000 + b"(" + b"]"), "holds a list"
     yield "a deep tuple", Raw(b")" + b"\x85" * 100_000), "holds a tuple"
-    yield ("a deep key", Raw(b"})" + b"\x85" * 100_000 + b"K\1s"),
-           "a key is a tuple, expected a string")
+    yield ("a deep key", Raw(b"})" + b"\x85" * 100_000 + b"K\1s"), "a key is a tuple, expected a string")
     yield "a deep magic number", Raw(b"(" * 100_000), "damaged .IndexError"
     yield "a billion laughs", Raw(b")" + b"q\0h\0\x86" * 1000), "holds a tuple"
     yield "a tuple that doubles", Raw(b"}X\1\0\0\0a)" + b"q\0h\0\x86" * 1000 + b"s"), "'a' is a tuple"
     yield "opcodes without end", Raw(b"}" * 300_000), "more than 262144 opcodes"
     slots = b"".join(b"r" + struct.pack("<I", n << 12) for n in range(270_000))
-    yield ("memo slots without end", Raw(b"}" + slots),
-           "opcodes")
+    yield ("memo slots without end", Raw(b"}" + slots), "opcodes")
     yield "itself", Raw(b"}q\0X\1\0\0\0ah\0s"), "'a' is a dict, expected tensors alone"
     yield "a list of itself", Raw(b"}X\1\0\0\0a]q\0h\0as"), "'a' is a list"
     yield "a list", [tensor(FLOATS, (3,))], "holds a list"
@@ -280,28 +378,42 @@ def roots():
     yield "a number as key", {1: tensor(FLOATS, (3,))}, "a key is 1, expected a string"
     yield "a long key", {"a" * 5000: tensor(FLOATS, (3,))}, "expected a string of up to 1024"
     yield "a key twice", Raw(b"}X\1\0\0\0aNsX\1\0\0\0aNs"), "'a' is there twice"
-    yield ("another kind of reference", {"a": tensor(Persistent("module", "os"), (3,))},
-           "a persistent id is a tuple")
-    yield ("a reference to a name", {"a": tensor(Persistent("module", ORDERED_DICT, "0", "cpu", 1), (3,))},
-           "holds 'module'")
+    yield ("another kind of reference", {"a": tensor(Persistent("module", "os"), (3,))}, "a persistent id is a tuple")
+    yield (
+        "a reference to a name",
+        {"a": tensor(Persistent("module", ORDERED_DICT, "0", "cpu", 1), (3,))},
+        "holds 'module'",
+    )
     numbered = Persistent("storage", named("torch", "FloatStorage"), 0, "cpu", 12)
     yield "a number as storage", {"a": tensor(numbered, (3,))}, "holds 'storage', a Float32DType, 0, 12"
-    yield ("a view of a storage", {"a": tensor(storage(np.float32, "0", 12, ("v", 0, 3)), (3,))},
-           "a persistent id is a tuple")
-    yield ("no such storage", {"a": tensor(storage(np.float32, "9", 12), (3,))},
-           "no storage '9' in the file|belongs to no")
-    yield ("a path as key", {"a": tensor(storage(np.float32, "../../canary", 12), (3,))},
-           "no storage '../../canary'|no tensor")
-    yield ("two dtypes", {"a": tensor(FLOATS, (3,)), "b": tensor(storage(np.int32, "0", 12), (3,))},
-           "in two ways")
-    yield ("a storage that is longer", {"a": tensor(storage(np.float32, "0", 13), (3,))},
-           "of 48 bytes, expected 13 of float32")
-    yield ("a storage of terabytes", {"a": tensor(storage(np.float32, "0", 1 << 40), (3,))},
-           "expected 1099511627776 of")
-    yield ("a storage below nothing", {"a": tensor(storage(np.float32, "0", -12), (3,))},
-           "expected -12 of float32")
-    yield ("too many elements", a((13,)),
-           r"takes 13 elements up to the 13th, expected no more than its storage of 12")
+    yield (
+        "a view of a storage",
+        {"a": tensor(storage(np.float32, "0", 12, ("v", 0, 3)), (3,))},
+        "a persistent id is a tuple",
+    )
+    yield (
+        "no such storage",
+        {"a": tensor(storage(np.float32, "9", 12), (3,))},
+        "no storage '9' in the file|belongs to no",
+    )
+    yield (
+        "a path as key",
+        {"a": tensor(storage(np.float32, "../../canary", 12), (3,))},
+        "no storage '../../canary'|no tensor",
+    )
+    yield ("two dtypes", {"a": tensor(FLOATS, (3,)), "b": tensor(storage(np.int32, "0", 12), (3,))}, "in two ways")
+    yield (
+        "a storage that is longer",
+        {"a": tensor(storage(np.float32, "0", 13), (3,))},
+        "of 48 bytes, expected 13 of float32",
+    )
+    yield (
+        "a storage of terabytes",
+        {"a": tensor(storage(np.float32, "0", 1 << 40), (3,))},
+        "expected 1099511627776 of",
+    )
+    yield ("a storage below nothing", {"a": tensor(storage(np.float32, "0", -12), (3,))}, "expected -12 of float32")
+    yield ("too many elements", a((13,)), r"takes 13 elements up to the 13th, expected no more than its storage of 12")
     yield "too many rows", a((4, 4)), "takes 16 elements"
     yield "an offset past the end", a((3,), offset=10), "up to the 13th"
     yield "an offset before the start", a((3,), offset=-1), "negative or a huge offset"
@@ -316,15 +428,21 @@ def roots():
     yield "a shape of long integers", a((1 << 2000,), (1,)), "negative or a huge"
     yield "an offset that overflows", a((1,), offset=1 << 61), "up to the"
     yield "one element as terabytes", a((1 << 40,), (0,)), "takes 1099511627776 elements"
-    yield ("an empty array that overflows", a((0, 1 << 62), (1, 1)),
-           r"has shape \(0, 4611686018427387904\).*expected an array")
+    yield (
+        "an empty array that overflows",
+        a((0, 1 << 62), (1, 1)),
+        r"has shape \(0, 4611686018427387904\).*expected an array",
+    )
     yield "fewer strides", a((3, 4), (1,)), "2 axes and 1 strides"
     yield "a hundred axes", a((1,) * 100), "100 axes and 100 strides"
     yield "a shape of floats", a((Raw(b"G?\xf0\0\0\0\0\0\0"),), (1,)), "opcode BINFLOAT"
     yield "a shape of bools", a((True,), (1,)), "given something else"
     yield "a shape of strings", a(("3",), (1,)), "given something else"
-    yield ("a shape that is a list", {"a": Call(REBUILD, FLOATS, 0, [3], [1], False, Call(ORDERED_DICT))},
-           "something else")
+    yield (
+        "a shape that is a list",
+        {"a": Call(REBUILD, FLOATS, 0, [3], [1], False, Call(ORDERED_DICT))},
+        "something else",
+    )
 
 
 def archives():
@@ -336,64 +454,95 @@ def archives():
     def changed(**sections):
         return archive(members, **sections)
 
-    yield "deflated", archive([*members[:4], ("model/data/0", deflated), *members[5:]],
-                              central={4: {"method": 8, "unpacked": 48}}), "compressed or encrypted .method 8"
-    yield ("deflated in its own header", changed(local={4: {"method": 8}}),
-           "local header of entry 'model/data/0' disagrees")
+    yield (
+        "deflated",
+        archive([*members[:4], ("model/data/0", deflated), *members[5:]], central={4: {"method": 8, "unpacked": 48}}),
+        "compressed or encrypted .method 8",
+    )
+    yield (
+        "deflated in its own header",
+        changed(local={4: {"method": 8}}),
+        "local header of entry 'model/data/0' disagrees",
+    )
     bomb = zlib.compress(bytes(1 << 24), wbits=-15)
-    yield "a bomb", archive([*members[:4], ("model/data/0", bomb), *members[5:]],
-                            central={4: {"method": 8, "unpacked": 1 << 24}}), "compressed or encrypted"
+    yield (
+        "a bomb",
+        archive([*members[:4], ("model/data/0", bomb), *members[5:]], central={4: {"method": 8, "unpacked": 1 << 24}}),
+        "compressed or encrypted",
+    )
     yield "encrypted", changed(central={4: {"flags": 0x809}}), "compressed or encrypted"
-    yield ("encrypted in its own header", changed(local={4: {"flags": 0x809}}),
-           "disagrees with the zip's directory")
-    yield ("big-endian", archive(entries(pickled(good), body, order=b"big")),
-           "byte order is b'big', expected little")
-    yield ("two pickles", archive([*members, ("other/data.pkl", pickled({}))]),
-           "2 entries named <stem>/data.pkl")
+    yield ("encrypted in its own header", changed(local={4: {"flags": 0x809}}), "disagrees with the zip's directory")
+    yield ("big-endian", archive(entries(pickled(good), body, order=b"big")), "byte order is b'big', expected little")
+    yield ("two pickles", archive([*members, ("other/data.pkl", pickled({}))]), "2 entries named <stem>/data.pkl")
     yield "no pickle", archive(members[1:]), "0 entries named"
     yield "a pickle in another place", archive([("data.pkl", members[0][1]), *members[1:]]), "0 entries named"
     script = pickled(Call(named("__torch__", "M")))
     yield "TorchScript", archive([("m/data.pkl", script), ("m/constants.pkl", b").")]), "asks for '__torch__"
     yield "an entry twice", archive([*members, members[4]]), "'model/data/0' is there twice"
     yield "no storage", archive([*members[:4], *members[5:]]), "no storage '0' in the file"
-    yield ("an entry under another name", changed(local={4: {"name": b"model/data/7"}}),
-           "'model/data/0' disagrees")
+    yield ("an entry under another name", changed(local={4: {"name": b"model/data/7"}}), "'model/data/0' disagrees")
     yield "an entry with another size", changed(local={4: {"unpacked": 4, "packed": 4}}), "disagrees"
     yield "an entry at another's header", changed(central={4: {"at": 0}}), "disagrees"
     yield "an entry outside", changed(central={4: {"at": 1 << 30}}), "cut short or damaged at byte 1073741824"
     yield "entries over each other", overlapping(), "the entries claim .* bytes of a file of .*, expected entries"
     yield "an entry with another checksum", changed(central={4: {"crc": 1}}), "0' is damaged, with the checksum 0x"
-    yield "an entry too long", changed(central={4: {"packed": 1 << 30, "unpacked": 1 << 30}},
-                                       local={4: {"packed": 1 << 30, "unpacked": 1 << 30}}), "runs to byte"
-    yield "an entry of exabytes", changed(central={4: {
-        "packed": 0xFFFFFFFF, "unpacked": 0xFFFFFFFF,
-        "extra": struct.pack("<2H2Q", 1, 16, 1 << 60, 1 << 60)}}), "runs to byte"
-    yield "an entry with a cut zip64 field", changed(central={4: {
-        "packed": 0xFFFFFFFF, "unpacked": 0xFFFFFFFF, "extra": struct.pack("<2H", 1, 16)}}), "runs to byte"
-    yield ("a storage cut short", archive([*members[:4], ("model/data/0", body[0][:-4]), *members[5:]]),
-           "of 44 bytes, expected")
-    yield ("a storage too long", archive([*members[:4], ("model/data/0", body[0] + bytes(4)), *members[5:]]),
-           "of 52 bytes")
-    yield ("an empty storage", archive([*members[:4], ("model/data/0", b""), *members[5:]]),
-           "of 0 bytes, expected 12")
-    yield ("a pickle of megabytes", archive(entries(bytes(1 << 22), body)),
-           "beside the weights has 4194304 bytes")
-    yield ("bytes after the pickle", archive(entries(pickled(good) + b"xyz", body)),
-           "3 bytes follow the pickle")
+    yield (
+        "an entry too long",
+        changed(
+            central={4: {"packed": 1 << 30, "unpacked": 1 << 30}}, local={4: {"packed": 1 << 30, "unpacked": 1 << 30}}
+        ),
+        "runs to byte",
+    )
+    yield (
+        "an entry of exabytes",
+        changed(
+            central={
+                4: {
+                    "packed": 0xFFFFFFFF,
+                    "unpacked": 0xFFFFFFFF,
+                    "extra": struct.pack("<2H2Q", 1, 16, 1 << 60, 1 << 60),
+                }
+            }
+        ),
+        "runs to byte",
+    )
+    yield (
+        "an entry with a cut zip64 field",
+        changed(central={4: {"packed": 0xFFFFFFFF, "unpacked": 0xFFFFFFFF, "extra": struct.pack("<2H", 1, 16)}}),
+        "runs to byte",
+    )
+    yield (
+        "a storage cut short",
+        archive([*members[:4], ("model/data/0", body[0][:-4]), *members[5:]]),
+        "of 44 bytes, expected",
+    )
+    yield (
+        "a storage too long",
+        archive([*members[:4], ("model/data/0", body[0] + bytes(4)), *members[5:]]),
+        "of 52 bytes",
+    )
+    yield ("an empty storage", archive([*members[:4], ("model/data/0", b""), *members[5:]]), "of 0 bytes, expected 12")
+    yield ("a pickle of megabytes", archive(entries(bytes(1 << 22), body)), "beside the weights has 4194304 bytes")
+    yield ("bytes after the pickle", archive(entries(pickled(good) + b"xyz", body)), "3 bytes follow the pickle")
     yield "an empty pickle", archive(entries(b"", body)), "damaged .ValueError"
     yield "a cut pickle", archive(entries(pickled(good)[:-9], body)), "damaged"
-    yield "a name of kilobytes", archive([*members, ("model/" + "n" * 60_000, b"")],
-                                         central={8: {"name": b"n" * 65_000}}), "entry 'n+' disagrees"
+    yield (
+        "a name of kilobytes",
+        archive([*members, ("model/" + "n" * 60_000, b"")], central={8: {"name": b"n" * 65_000}}),
+        "entry 'n+' disagrees",
+    )
     shared = {str(n): tensor(storage(np.float32, "0", 1000), (1000,)) for n in range(50)}
     yield "one storage as fifty", zipped(shared, [bytes(4000)]), "up to '.*' claim .* bytes of a file of"
-    yield ("bytes after the zip", zipped_pth(GOOD) + b"x",
-           "cut short or damaged at byte .* end record in the last 22 bytes")
+    yield (
+        "bytes after the zip",
+        zipped_pth(GOOD) + b"x",
+        "cut short or damaged at byte .* end record in the last 22 bytes",
+    )
     yield "bytes before the zip", b"PK\3\4" + zipped_pth(GOOD), "end record is at byte|damaged at byte"
     yield "a zip64 end elsewhere", changed(end={"end64": 1 << 62}), "expected a zip64 end record"
     yield "a zip64 end at the start", changed(end={"end64": 0}), "expected a zip64 end record"
     yield "a directory elsewhere", changed(end={"start": 0}), "right before its end record"
-    yield ("a directory before the start", changed(end={"start": (1 << 64) - 100}),
-           "right before its end record")
+    yield ("a directory before the start", changed(end={"start": (1 << 64) - 100}), "right before its end record")
     yield "a directory of exabytes", changed(end={"size": 1 << 60}), "right before its end record"
     yield "more entries than there are", changed(end={"count": 1 << 40}), "expected 1099511627776"
     yield "fewer entries than there are", changed(end={"count": 3}), "8 entries.*expected 3"
@@ -413,26 +562,32 @@ def overlapping(count=40):
 def olders():
     good, body = state_dict(GOOD, None), stored(GOOD)
     both = counted(12, body[0]) + counted(5, body[1])
-    yield ("another magic number", older(good, ["0", "1"], both, magic=7),
-           "starts with 7 and 1001, expected torch's 0x1950a")
+    yield (
+        "another magic number",
+        older(good, ["0", "1"], both, magic=7),
+        "starts with 7 and 1001, expected torch's 0x1950a",
+    )
     yield "another protocol number", older(good, ["0", "1"], both, protocol=1002), "and 1002, expected"
-    yield ("big-endian", older(good, ["0", "1"], both, system={**SYSTEM, "little_endian": False}),
-           "byte order is not little")
+    yield (
+        "big-endian",
+        older(good, ["0", "1"], both, system={**SYSTEM, "little_endian": False}),
+        "byte order is not little",
+    )
     yield "a list as system", older(good, ["0", "1"], both, system=[]), "byte order is not little"
-    yield ("code as magic number", older(good, ["0", "1"], both, magic=Call(named("os", "system"), COMMAND)),
-           "'os system'")
+    yield (
+        "code as magic number",
+        older(good, ["0", "1"], both, magic=Call(named("os", "system"), COMMAND)),
+        "'os system'",
+    )
     yield "code as keys", older(good, Call(named("os", "system"), COMMAND), both), "'os system'"
     yield "a dict of keys", older(good, {"0": None}, both), "holds a dict, expected a list of the storages"
     yield "a key twice", older(good, ["0", "0"], both), "'0' is listed twice"
-    yield ("a key of nothing", older(good, ["0", "1", "2"], both),
-           "'2' is listed twice or belongs to no tensor")
+    yield ("a key of nothing", older(good, ["0", "1", "2"], both), "'2' is listed twice or belongs to no tensor")
     yield "a key left out", older(good, ["0"], counted(12, body[0])), "no storage '1' in the file"
     yield "a deep key", older(good, [Raw(b")" + b"\x85" * 100_000)], both), "storage a tuple is listed"
-    yield ("a storage of another count", older(good, ["0", "1"], counted(11, body[0][4:]) + both[56:]),
-           "of 44 bytes")
+    yield ("a storage of another count", older(good, ["0", "1"], counted(11, body[0][4:]) + both[56:]), "of 44 bytes")
     yield "a negative count", older(good, ["0", "1"], counted(-1, body[0]) + both[56:]), "has -1 elements"
-    yield ("a huge count", older(good, ["0", "1"], counted((1 << 63) - 1, body[0]) + both[56:]),
-           "its end before byte")
+    yield ("a huge count", older(good, ["0", "1"], counted((1 << 63) - 1, body[0]) + both[56:]), "its end before byte")
     yield "bytes after the storages", older(good, ["0", "1"], both + b"x"), "1 bytes follow the last storage"
     whole = older_pth(GOOD)
     for size in (2, 10, 15, 100, 140, 300, len(whole) - 60, len(whole) - 12, len(whole) - 1):
@@ -454,20 +609,31 @@ def headers():
     yield "a negative axis", safetensors({"a": described([-3, -4], 0, 48)}, body), "is damaged"
     yield "another shape", safetensors({"a": described([3, 3], 0, 48)}, body), "is damaged"
     yield "an unknown dtype", safetensors({"a": described([12], 0, 48, "F31")}, body), "is damaged"
-    yield ("a dtype NumPy lacks", safetensors({"a": described([48], 0, 48, "F8_E4M3")}, body),
-           "has dtype 'F8_E4M3', expected")
+    yield (
+        "a dtype NumPy lacks",
+        safetensors({"a": described([48], 0, 48, "F8_E4M3")}, body),
+        "has dtype 'F8_E4M3', expected",
+    )
     yield "a hundred axes", safetensors({"a": described([1] * 100, 0, 4)}, bytes(4)), "100 axes|is damaged"
-    yield ("values without names", safetensors({"a": ["F32", [3, 4], [0, 48]]}, body),
-           "is a list in the header|is damaged")
-    yield ("a dtype that is a dict", safetensors({"a": described([3, 4], 0, 48, {"F32": None})}, body),
-           "a dict, exp|damaged")
+    yield (
+        "values without names",
+        safetensors({"a": ["F32", [3, 4], [0, 48]]}, body),
+        "is a list in the header|is damaged",
+    )
+    yield (
+        "a dtype that is a dict",
+        safetensors({"a": described([3, 4], 0, 48, {"F32": None})}, body),
+        "a dict, exp|damaged",
+    )
     yield "no offsets", safetensors({"a": {"dtype": "F32", "shape": [3, 4]}}, body), "is damaged"
     yield "a name twice", safetensors(text[:-1] + b", " + text[1:], body), "key twice|is damaged"
-    yield ("a field twice", safetensors(text.replace(b'"shape"', b'"shape": [12], "shape"'), body),
-           "key twice|is damaged")
+    yield (
+        "a field twice",
+        safetensors(text.replace(b'"shape"', b'"shape": [12], "shape"'), body),
+        "key twice|is damaged",
+    )
     yield "bytes after the weights", safetensors({"a": a}, body + b"x"), "is damaged"
-    yield ("a header of exabytes", safetensors({"a": a}, body, size=1 << 62),
-           "header claims 4611686018427387904 bytes")
+    yield ("a header of exabytes", safetensors({"a": a}, body, size=1 << 62), "header claims 4611686018427387904 bytes")
     yield "a negative header", safetensors({"a": a}, body, size=(1 << 64) - 1), "the header claims"
     yield "no header", safetensors({}, b"", size=0), "the header claims 0 bytes"
     yield "a header of the whole file", safetensors(b"{}" * 10, b"", size=28), "the header claims 28"
@@ -484,36 +650,55 @@ def headers():
 
 def indices():
     """Indices beside a sound shard for each weight, one with both, and a damaged one."""
+
     def index(where):
         return json.dumps({"metadata": {}, "weight_map": where}).encode()
 
     emb, bias = GOOD
-    yield ("a path out of the folder", index({emb: "../outside.safetensors", bias: "2.safetensors"}),
-           "a shard is '../outside")
-    yield ("a path from the root", index({emb: "/etc/passwd", bias: "2.safetensors"}),
-           "a shard is '/etc/passwd'")
-    yield ("a path through the folder", index({emb: "./1.safetensors", bias: "2.safetensors"}),
-           "in the same folder")
+    yield (
+        "a path out of the folder",
+        index({emb: "../outside.safetensors", bias: "2.safetensors"}),
+        "a shard is '../outside",
+    )
+    yield ("a path from the root", index({emb: "/etc/passwd", bias: "2.safetensors"}), "a shard is '/etc/passwd'")
+    yield ("a path through the folder", index({emb: "./1.safetensors", bias: "2.safetensors"}), "in the same folder")
     yield "a path of Windows", index({emb: "..\\1.safetensors", bias: "2.safetensors"}), "in the same folder"
     yield "a drive of Windows", index({emb: "C:1.safetensors", bias: "2.safetensors"}), "in the same folder"
-    yield ("a byte of nothing", index({emb: "1.safetensors\0.safetensors", bias: "2.safetensors"}),
-           "in the same folder")
-    yield ("a pickle", index({emb: "1.pth", bias: "2.safetensors"}),
-           "a shard is '1.pth', expected the name of a .safetens")
-    yield ("the index itself", index({emb: "model.safetensors.index.json"}),
-           "expected the name of a .safetensors file")
-    yield ("a shard that is not there", index({emb: "1.safetensors", bias: "3.safetensors"}),
-           "'3.safetensors' is not there")
-    yield ("a name that no file can have", index({emb: "1.safetensors", bias: "x" * 300 + ".safetensors"}),
-           "the shard 'x+' is not there")
+    yield (
+        "a byte of nothing",
+        index({emb: "1.safetensors\0.safetensors", bias: "2.safetensors"}),
+        "in the same folder",
+    )
+    yield (
+        "a pickle",
+        index({emb: "1.pth", bias: "2.safetensors"}),
+        "a shard is '1.pth', expected the name of a .safetens",
+    )
+    yield ("the index itself", index({emb: "model.safetensors.index.json"}), "expected the name of a .safetensors file")
+    yield (
+        "a shard that is not there",
+        index({emb: "1.safetensors", bias: "3.safetensors"}),
+        "'3.safetensors' is not there",
+    )
+    yield (
+        "a name that no file can have",
+        index({emb: "1.safetensors", bias: "x" * 300 + ".safetensors"}),
+        "the shard 'x+' is not there",
+    )
     yield ("a name that is no text", index({emb: "1.safetensors", bias: "\ud800.safetensors"}), "is not there")
     yield "a folder as shard", index({emb: "1.safetensors", bias: "folder.safetensors"}), "is not there"
     yield "a number as shard", index({emb: 1, bias: "2.safetensors"}), "a shard is 1, expected"
     yield "a list as shard", index({emb: ["1.safetensors"]}), "a shard is a list"
-    yield ("a name too many", index({emb: "1.safetensors", bias: "2.safetensors", "x": "2.safetensors"}),
-           "disagree on 'x'")
-    yield ("a name in the other shard", index({emb: "2.safetensors", bias: "1.safetensors"}),
-           "disagree on 'emb.weight'")
+    yield (
+        "a name too many",
+        index({emb: "1.safetensors", bias: "2.safetensors", "x": "2.safetensors"}),
+        "disagree on 'x'",
+    )
+    yield (
+        "a name in the other shard",
+        index({emb: "2.safetensors", bias: "1.safetensors"}),
+        "disagree on 'emb.weight'",
+    )
     yield "a name left out", index({emb: "1.safetensors", bias: "1.safetensors"}), "disagree on 'ln.bias'"
     yield "a name that only the shard has", index({emb: "both.safetensors"}), "disagree on 'ln.bias'"
     yield "a damaged shard", index({emb: "damaged.safetensors"}), "damaged.safetensors: is damaged"
@@ -521,8 +706,7 @@ def indices():
     yield "a list", index([emb]), "weight_map is a list"
     yield "no weight_map", b"{}", "weight_map is a NoneType"
     yield "a list alone", b"[]", "the JSON is a list, expected an object"
-    yield ("a key twice", b'{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}',
-           "the JSON has a key twice")
+    yield ("a key twice", b'{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', "the JSON has a key twice")
     yield "no JSON", b"{a", "the JSON is damaged"
     yield "no UTF-8", b'{"\xff\xff": 1}', "the JSON is damaged"
     yield "a deep one", b"[" * 1_000_000, "the JSON is damaged"
@@ -548,9 +732,12 @@ def corpus():
     for case, root, complaint in roots():
         yield f"zip: {case}", "model.pth", zipped(root, bodies), complaint
         yield f"older: {case}", "model.pth", older(root, ["0"], counted(12, bodies[0])), complaint
-    for kind, name, cases in (("zip", "model.pth", archives()), ("older", "model.pth", olders()),
-                              ("safetensors", "model.safetensors", headers()),
-                              ("index", "model.safetensors.index.json", indices()),
-                              ("other", "model.pth", others())):
+    for kind, name, cases in (
+        ("zip", "model.pth", archives()),
+        ("older", "model.pth", olders()),
+        ("safetensors", "model.safetensors", headers()),
+        ("index", "model.safetensors.index.json", indices()),
+        ("other", "model.pth", others()),
+    ):
         for case, text, complaint in cases:
             yield f"{kind}: {case}", name, text, complaint

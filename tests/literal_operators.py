@@ -6,12 +6,15 @@ And calls to compare with them.
 from conftest import with_variants
 from reference import draw, draw_states, stated
 
-from linattn_np.ops import OPS
 from linattn_np.declarations import GLA_VALUE_GATE
+from linattn_np.ops import OPS
 
 # An operator of every kind, and what else it is called with.
 VARIANTS = {op.name: (op, {"gamma": 0.8} if op.name == "retention" else {}) for op in (*OPS, GLA_VALUE_GATE)}
-VARIANTS["linear_attention-elu-normalized"] = (VARIANTS["linear_attention"][0], {"feature_map": "elu", "normalize": True})
+VARIANTS["linear_attention-elu-normalized"] = (
+    VARIANTS["linear_attention"][0],
+    {"feature_map": "elu", "normalize": True},
+)
 SIZES = {"B": 2, "H": 2, "T": 21, "K": 8, "V": 6, "N": 2}
 
 
@@ -35,9 +38,13 @@ def literal(xp, scan, name, arrays, state=(), *, gamma=None, feature_map=None, n
         new = outer(k, v)
         if name == "rwkv6":
             return (xp.exp(gate[0])[..., None] * S + new,), scale * read(q, S + u[:, :, None] * new)
-        decay = {"gla": lambda: xp.exp(gate[0])[..., None], "simple_gla": lambda: xp.exp(gate[0])[..., None, None],
-                 "gla with gv": lambda: outer(xp.exp(gate[0]), xp.exp(gate[1])),
-                 "retention": lambda: gamma, "linear_attention": lambda: 1.0}[name]()
+        decay = {
+            "gla": lambda: xp.exp(gate[0])[..., None],
+            "simple_gla": lambda: xp.exp(gate[0])[..., None, None],
+            "gla with gv": lambda: outer(xp.exp(gate[0]), xp.exp(gate[1])),
+            "retention": lambda: gamma,
+            "linear_attention": lambda: 1.0,
+        }[name]()
         S = decay * S + new
         if not normalize:
             return (S,), scale * read(q, S)
@@ -81,7 +88,7 @@ class Call:
 
     def of(self, library, *inputs, **more):
         """What the function of one of linattn_np.interop's modules gives."""
-        arrays, state = inputs[:self.count], inputs[self.count:]
+        arrays, state = inputs[: self.count], inputs[self.count :]
         if state:
             more["initial_state"] = state if len(state) > 1 else state[0]
         if self.final:
@@ -89,4 +96,4 @@ class Call:
         return getattr(library, self.op.name.split()[0])(*arrays, **self.options, **more)
 
     def equation(self, xp, scan, *inputs):
-        return list(literal(xp, scan, self.op.name, inputs[:self.count], inputs[self.count:], **self.options))
+        return list(literal(xp, scan, self.op.name, inputs[: self.count], inputs[self.count :], **self.options))

@@ -5,8 +5,10 @@ import numpy as np
 
 def logits_of(weights, tokens):
     """[T, V] after each of `tokens`, for official names."""
-    w = {name: np.asarray(array, np.float64).squeeze() if "time_maa_w2" not in name else np.asarray(array, np.float64)
-         for name, array in weights.items()}
+    w = {
+        name: np.asarray(array, np.float64).squeeze() if "time_maa_w2" not in name else np.asarray(array, np.float64)
+        for name, array in weights.items()
+    }
     H, N = np.shape(weights["blocks.0.att.time_faaaa"])
     layers = [Layer(w, f"blocks.{i}", H, N) for i in range(sum(name.endswith("ln1.weight") for name in w))]
     rows = []
@@ -31,10 +33,13 @@ class Layer:
         w, att, (H, N, _) = self.w, f"{self.name}.att", self.S.shape
         d, self.att_before = self.att_before - x, x
         low = np.tanh((x + d * w[f"{att}.time_maa_x"]) @ w[f"{att}.time_maa_w1"].reshape(H * N, -1)).reshape(5, -1)
-        mixed = {mix: x + d * (w[f"{att}.time_maa_{mix}"] + low[n] @ w[f"{att}.time_maa_w2"][n])
-                 for n, mix in enumerate("wkvrg")}
-        r, k, v = ((w[f"{att}.{name}.weight"] @ mixed[name[0]]).reshape(H, N)
-                   for name in ("receptance", "key", "value"))
+        mixed = {
+            mix: x + d * (w[f"{att}.time_maa_{mix}"] + low[n] @ w[f"{att}.time_maa_w2"][n])
+            for n, mix in enumerate("wkvrg")
+        }
+        r, k, v = (
+            (w[f"{att}.{name}.weight"] @ mixed[name[0]]).reshape(H, N) for name in ("receptance", "key", "value")
+        )
         g = w[f"{att}.gate.weight"] @ mixed["g"]
         low = np.tanh(mixed["w"] @ w[f"{att}.time_decay_w1"].reshape(H * N, -1))
         z = w[f"{att}.time_decay"] + low @ w[f"{att}.time_decay_w2"].reshape(-1, H * N)

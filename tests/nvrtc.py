@@ -14,7 +14,9 @@ class Usage:
     spilled: int  # bytes stored and loaded
 
 
-ADVICE = re.compile(r"\((C75\d\d)\)([^\n]*)")  # of warpgroup products: waits inserted, products serialised, budgets ignored
+ADVICE = re.compile(
+    r"\((C75\d\d)\)([^\n]*)"
+)  # of warpgroup products: waits inserted, products serialised, budgets ignored
 
 
 def compile_text(text, expressions, arch) -> dict[str, Usage]:
@@ -37,7 +39,7 @@ def translate_text(text, expressions, arch):
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"", 0, [], [])
     for expression in expressions:
         nvrtc.nvrtcAddNameExpression(program, expression.encode())
-    status, = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = bytearray(size)
     nvrtc.nvrtcGetProgramLog(program, log)

@@ -9,22 +9,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from linattn_np import softmax_attention
+from linattn_np.declarations import LINEAR_ATTENTION, NORMALIZED
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import declaration
-from linattn_np.declarations import LINEAR_ATTENTION, NORMALIZED
 
 DECAYS = ("g", "gv", "w")
 
 
-# -- random inputs ------------------------------------------------------------------------------------------------------
+# -- random inputs -----------------------------------------------------------------------------------------------------
 def logsigmoid(x):
     return -np.logaddexp(0, -x)
 
 
 def scattered(value, every):
     """Ordinary gates with `value` at one in `every` places."""
+
     def draw(rng, shape):
         return np.where(rng.random(shape) < 1 / every, value, logsigmoid(rng.standard_normal(shape)))
+
     return draw
 
 
@@ -38,11 +40,13 @@ def spikes(rng, shape):
 def by_channel(rng, shape):
     """Each channel its own strength, from none to a factor e**-30 a token."""
     channels = rng.uniform(-6, 1.5, (*shape[:2], 1, *shape[3:]))
-    return -(10.0 ** channels) * rng.uniform(0.5, 1, shape)
+    return -(10.0**channels) * rng.uniform(0.5, 1, shape)
 
 
 def trained(rng, shape):
-    """As trained RWKV-6 models have them: medians of the channels from weak to ordinary, and a heavy tail over the tokens."""
+    """As trained RWKV-6 models have them: medians of the channels from weak to ordinary, and a heavy tail over the
+    tokens.
+    """
     medians = np.linspace(-4.2, -2.5, shape[3]) if len(shape) > 3 else -3.3
     return -np.exp(medians + 2 * rng.standard_normal(shape))
 
@@ -71,7 +75,7 @@ def draw(op, rng, sizes, dtype=np.float64, gate="logsigmoid", gate_dtype=None):
     for name, axes in op.arrays.items():
         shape = tuple(sizes[axis] for axis in axes.split())
         values = GATES[gate](rng, shape) if name in DECAYS else rng.standard_normal(shape)
-        with np.errstate(over="ignore"):                # -1e30 is -inf in float16
+        with np.errstate(over="ignore"):  # -1e30 is -inf in float16
             arrays.append(np.asarray(values).astype(gate_dtype if gate_dtype and name in op.gates else dtype))
     return arrays
 
@@ -87,7 +91,7 @@ def stated(op, options):
     return NORMALIZED if op is LINEAR_ATTENTION and options.get("normalize") else op
 
 
-# -- the exact answer ---------------------------------------------------------------------------------------------------
+# -- the exact answer --------------------------------------------------------------------------------------------------
 def double(x):
     return tuple(map(double, x)) if isinstance(x, tuple) else None if x is None else np.asarray(x, np.float64)
 
@@ -104,16 +108,30 @@ def exact(function, arrays, *, layout="bhtd", **arguments):
     return swap_heads(o, op.out, layout), final
 
 
-def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamma=None, feature_map=None,
-            normalize=False, causal=True):
+def literal(
+    op,
+    arrays,
+    *,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    gamma=None,
+    feature_map=None,
+    normalize=False,
+    causal=True,
+):
     """(o, final state or None) from the equations as the papers have them, float64."""
     given = dict(zip(op.arrays, arrays))
     q, k, v = (given[name] for name in list(op.arrays)[:3])
     B, H, T, K = q.shape
     V = v.shape[-1]
-    scale = K ** -0.5 if scale is None else scale
-    phi = {None: lambda x: x, "elu": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
-           "relu": lambda x: np.maximum(x, 0), "exp": np.exp}[feature_map]
+    scale = K**-0.5 if scale is None else scale
+    phi = {
+        None: lambda x: x,
+        "elu": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+        "relu": lambda x: np.maximum(x, 0),
+        "exp": np.exp,
+    }[feature_map]
     q, k = phi(q), phi(k)
     gamma = 1 - 2.0 ** (-5 - np.arange(H)) if gamma is None else np.broadcast_to(gamma, H)
     bounds = [0, T] if cu_seqlens is None else list(cu_seqlens)
@@ -132,11 +150,14 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
                 o[b, h, start:stop] = weights @ v[b, h, start:stop] / weights.sum(-1, keepdims=True)
                 continue
             for t in range(start, stop):
-                decay = {"gla": lambda: np.exp(given["g"][b, h, t])[:, None],
-                         "gla with gv": lambda: np.outer(np.exp(given["g"][b, h, t]), np.exp(given["gv"][b, h, t])),
-                         "rwkv6": lambda: np.exp(given["w"][b, h, t])[:, None],
-                         "simple_gla": lambda: np.exp(given["g"][b, h, t]), "retention": lambda: gamma[h],
-                         "linear_attention": lambda: 1.0}[op.name]()
+                decay = {
+                    "gla": lambda: np.exp(given["g"][b, h, t])[:, None],
+                    "gla with gv": lambda: np.outer(np.exp(given["g"][b, h, t]), np.exp(given["gv"][b, h, t])),
+                    "rwkv6": lambda: np.exp(given["w"][b, h, t])[:, None],
+                    "simple_gla": lambda: np.exp(given["g"][b, h, t]),
+                    "retention": lambda: gamma[h],
+                    "linear_attention": lambda: 1.0,
+                }[op.name]()
                 new = np.outer(k[b, h, t], v[b, h, t])
                 if op.name == "rwkv6":
                     o[b, h, t] = scale * q[b, h, t] @ (S[n, h] + given["u"][h][:, None] * new)
@@ -144,7 +165,7 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
                 z[n, h] = z[n, h] + k[b, h, t]
                 if normalize:
                     read, seen = q[b, h, t] @ S[n, h], q[b, h, t] @ z[n, h]
-                    o[b, h, t] = read / seen if seen or read.any() else 0       # 0 / 0 is 0, as the docstring has it
+                    o[b, h, t] = read / seen if seen or read.any() else 0  # 0 / 0 is 0, as the docstring has it
                 elif op.name != "rwkv6":
                     o[b, h, t] = scale * q[b, h, t] @ S[n, h]
     if op.name == "softmax_attention":
@@ -152,14 +173,14 @@ def literal(op, arrays, *, scale=None, initial_state=None, cu_seqlens=None, gamm
     return o, (S, z) if normalize else S
 
 
-# -- error figures ------------------------------------------------------------------------------------------------------
+# -- error figures -----------------------------------------------------------------------------------------------------
 # (whole tensor, worst row) by dtype, finest first. The whole-tensor ones are what the project promises for half and
 # single precision. Measured over all cases of test_contract: float64 1.4e-15 and 1.2e-14; float32 5e-7 and 2e-6 in the
 # CUDA kernels, 2.4e-6 and 2.2e-5 in NumPy's factored blocks; float16 3.6e-4 and 1e-3; bfloat16 1.9e-3 and 3.1e-3
 # where products take tf32. Where all operands are bfloat16, on Hopper, 3.3e-3 and 2.5e-2 over 6,000 rows a gate: a row
 # that cancels to a tenth carries ten times the error, so conftest gives that backend's rows a factor.
 LIMITS = {"float64": (1e-13, 1e-12), "float32": (2e-5, 1e-4), "float16": (2e-3, 4e-3), "bfloat16": (6e-3, 2e-2)}
-ROWS = {}       # by dtype, how many times its limit a row may be off on the backend that a test runs on: conftest sets it
+ROWS = {}  # by dtype, how many times its limit a row may be off on the backend that a test runs on: conftest sets it
 
 
 def limits(dtype, rows=1):
@@ -194,7 +215,8 @@ def assert_close(what, x, wanted, dtype, *, factor=1, rows=1):
     found, (whole, row) = errors(x, wanted), limits(dtype, rows)
     assert found[0] <= factor * whole and found[1] <= factor * row, (
         f"{what}: whole tensor {found[0]:.2e} (limit {factor * whole:.1e}), "
-        f"worst row {found[1]:.2e} (limit {factor * row:.1e})")
+        f"worst row {found[1]:.2e} (limit {factor * row:.1e})"
+    )
 
 
 def same_bits(x, y):
@@ -203,7 +225,7 @@ def same_bits(x, y):
     return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
-# -- guarded memory -----------------------------------------------------------------------------------------------------
+# -- guarded memory ----------------------------------------------------------------------------------------------------
 @dataclass
 class Guarded:
     """An array of NaN inside a larger buffer whose rest must not change."""
@@ -228,4 +250,4 @@ def guarded(backend, shape, dtype, pad=256):
     before = np.full(int(np.prod(shape)) + 2 * pad, np.nan).astype(dtype)
     before[:pad], before[-pad:] = 777, -777
     buffer = backend.asarray(before.copy())
-    return Guarded(buffer[pad:before.size - pad].reshape(shape), buffer, backend, before, pad)
+    return Guarded(buffer[pad : before.size - pad].reshape(shape), buffer, backend, before, pad)

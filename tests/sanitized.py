@@ -1,4 +1,5 @@
-"""Small calls that between them launch every kernel and pass of kernels_cu, for compute-sanitizer to watch on a Hopper card.
+"""Small calls that between them launch every kernel and pass of kernels_cu, for compute-sanitizer to watch on a Hopper
+card.
 
     compute-sanitizer --tool memcheck python tests/sanitized.py
 
@@ -17,8 +18,15 @@ from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simpl
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy import source
-from linattn_np.declarations import (GLA, GLA_STEP, GLA_VALUE_GATE, LINEAR_ATTENTION, RWKV6_STEP, SIMPLE_GLA,
-                                     SOFTMAX_ATTENTION)
+from linattn_np.declarations import (
+    GLA,
+    GLA_STEP,
+    GLA_VALUE_GATE,
+    LINEAR_ATTENTION,
+    RWKV6_STEP,
+    SIMPLE_GLA,
+    SOFTMAX_ATTENTION,
+)
 from linattn_np.declarations import RWKV6 as RWKV6_OP
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
@@ -26,50 +34,56 @@ from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
 PACKED = [0, 5, 5, 70, 133]
-OPERATORS = (                           # B H T K V, dtype, gates, the gates' dtype, keywords
+OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
     ((2, 2, 100, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 2, 70, 128, 136), HALF, "logsigmoid", SINGLE, {}),
     ((1, 1, 40, 40, 24), BFLOAT16, "by_channel", None, {}),
     ((1, 2, 133, 64, 128), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED}),
     ((1, 1, 70, 256, 64), BFLOAT16, "spikes-40", None, {}),
-    ((1, 1, 133, 200, 256), BFLOAT16, "logsigmoid", None, {}),          # two joined blocks that share out registers
-    ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),           # in segments, here and below
+    ((1, 1, 133, 200, 256), BFLOAT16, "logsigmoid", None, {}),  # two joined blocks that share out registers
+    ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),  # in segments, here and below
     ((1, 1, 1100, 256, 64), BFLOAT16, "logsigmoid", None, {}),
-    ((1, 66, 200, 128, 128), BFLOAT16, "trained", None, {}),            # columns of V over a cluster, here and below
+    ((1, 66, 200, 128, 128), BFLOAT16, "trained", None, {}),  # columns of V over a cluster, here and below
     ((1, 32, 600, 64, 136), HALF, "trained", SINGLE, {}),
-    ((1, 67, 133, 128, 128), HALF, "trained", None, {}),                # many heads in the finer type
-    ((1, 1, 70, 20, 9), BFLOAT16, "logsigmoid", None, {}),              # no whole pieces: the kernel of every card
+    ((1, 67, 133, 128, 128), HALF, "trained", None, {}),  # many heads in the finer type
+    ((1, 1, 70, 20, 9), BFLOAT16, "logsigmoid", None, {}),  # no whole pieces: the kernel of every card
     ((1, 2, 70, 64, 64), SINGLE, "some-1e30", None, {}),
     ((1, 1, 133, 20, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 20, 24), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "staged"}),
     ((1, 2, 100, 64, 64), BFLOAT16, "logsigmoid", None, {"mode": "staged"}),
     ((1, 2, 40, 20, 9), SINGLE, "logsigmoid", None, {"mode": "recurrent"}),
-    ((1, 1, 133, 64, 64), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "recurrent"}))
-GRADIENTS = (                           # as for OPERATORS, all with gradients of the final state
+    ((1, 1, 133, 64, 64), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "recurrent"}),
+)
+GRADIENTS = (  # as for OPERATORS, all with gradients of the final state
     ((1, 2, 70, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 1, 530, 20, 24), HALF, "logsigmoid", SINGLE, {}),
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),
-    ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}))
-GATED_VALUES = (                        # as for OPERATORS, and with gradients
+    ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
+)
+GATED_VALUES = (  # as for OPERATORS, and with gradients
     ((1, 2, 40, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 1, 37, 136, 40), HALF, "logsigmoid", SINGLE, {}),
-    ((1, 1, 133, 20, 9), SINGLE, "some-1e30", None, {"cu_seqlens": PACKED}))
-ATTENTION = (                           # B H T K V, dtype, keywords
+    ((1, 1, 133, 20, 9), SINGLE, "some-1e30", None, {"cu_seqlens": PACKED}),
+)
+ATTENTION = (  # B H T K V, dtype, keywords
     ((1, 2, 150, 64, 64), BFLOAT16, {}),
     ((1, 1, 133, 100, 60), HALF, {"cu_seqlens": PACKED}),
-    ((1, 1, 70, 20, 9), BFLOAT16, {"causal": False}))
-FAMILY = (                              # operator, B H T K V, dtype, keywords
+    ((1, 1, 70, 20, 9), BFLOAT16, {"causal": False}),
+)
+FAMILY = (  # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 2, 133, 64, 128), BFLOAT16, {"cu_seqlens": PACKED}),
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 256, 64), HALF, {}),
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 64, 64), BFLOAT16, {}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 40, 20, 9), BFLOAT16, {"feature_map": "elu", "normalize": True}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}),
-    (linear_attention, LINEAR_ATTENTION, (1, 66, 70, 128, 128), BFLOAT16, {"feature_map": "relu"}))     # dq apart
-STEPS = (                               # B H K V, dtype, the state's dtype, slots or None
+    (linear_attention, LINEAR_ATTENTION, (1, 66, 70, 128, 128), BFLOAT16, {"feature_map": "relu"}),
+)  # dq apart
+STEPS = (  # B H K V, dtype, the state's dtype, slots or None
     ((3, 2, 64, 64), BFLOAT16, SINGLE, None),
     ((2, 2, 100, 60), SINGLE, BFLOAT16, None),
     ((2, 1, 20, 9), HALF, HALF, [3, 0]),
-    ((2, 1, 300, 136), SINGLE, SINGLE, [1, 2]))
+    ((2, 1, 300, 136), SINGLE, SINGLE, [1, 2]),
+)
 
 
 def drawn(declared, rng, sizes, dtype, gate="logsigmoid", gate_dtype=None, cu_seqlens=()):
@@ -150,9 +164,17 @@ def prompts(rng, as_filled):
 def calls(rng, run, as_older, as_filled, device):
     """`as_older`: `run` as on a card before Hopper; `as_filled`: any function, with something in every array before
     it is written."""
-    return chain(operators(rng, run), gradients(rng, run), gated_values(rng, run), attention(rng, run),
-                 attention(rng, as_older), family(rng, run, as_filled), steps(rng, run), decoding(rng, device),
-                 prompts(rng, as_filled))
+    return chain(
+        operators(rng, run),
+        gradients(rng, run),
+        gated_values(rng, run),
+        attention(rng, run),
+        attention(rng, as_older),
+        family(rng, run, as_filled),
+        steps(rng, run),
+        decoding(rng, device),
+        prompts(rng, as_filled),
+    )
 
 
 class Older(devices.CupyDevice):
@@ -170,6 +192,7 @@ def kernel_files():
 
 def main():
     import cupy
+
     from linattn_np.backends import cupy as kernels
     from linattn_np.backends.cupy.blas import Cublas
 
@@ -202,7 +225,7 @@ def main():
 
     multiply, Cublas.product = Cublas.product, product
     cupy.cuda.set_allocator(None)
-    devices.OPTIONS += ("-lineinfo",)           # reports name lines
+    devices.OPTIONS += ("-lineinfo",)  # reports name lines
     compiled, program = set(), devices.program
 
     def noted(kernels):

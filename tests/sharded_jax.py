@@ -26,23 +26,31 @@ def draw(name, rng):
     """Arrays of a call, in float64, with an initial state at the end."""
     q, k, g = rng.standard_normal((3, B, H, T, K))
     v, state = rng.standard_normal((B, H, T, V)), rng.standard_normal((B, H, K, V))
-    gates = {"gla": [-np.exp(g)], "rwkv6": [-np.exp(g), rng.standard_normal((H, K))],
-             "simple_gla": [-np.exp(g[..., 0])], "retention": [], "linear_attention": []}
+    gates = {
+        "gla": [-np.exp(g)],
+        "rwkv6": [-np.exp(g), rng.standard_normal((H, K))],
+        "simple_gla": [-np.exp(g[..., 0])],
+        "retention": [],
+        "linear_attention": [],
+    }
     return [q, k, v, *gates[name], state]
 
 
 def loss(function, weights):
     """A number of all results of a call, and its gradients."""
+
     def of(*inputs):
         return sum((x * w).sum() for x, w in zip(function(*inputs), weights, strict=True))
-    return jax.jit(jax.value_and_grad(of, argnums=tuple(range(6))[:function.count]))
+
+    return jax.jit(jax.value_and_grad(of, argnums=tuple(range(6))[: function.count]))
 
 
 def calls(name, **options):
     def call(*inputs):
         *arrays, state = inputs
         return getattr(interop, name)(*arrays, initial_state=state, output_final_state=True, **options)
-    if name == "retention":         # its default decays differ by head, of which a device has its own alone
+
+    if name == "retention":  # its default decays differ by head, of which a device has its own alone
         options["gamma"] = 0.8
     call.count = {"gla": 5, "rwkv6": 6, "simple_gla": 5}.get(name, 4)
     return call
@@ -72,22 +80,38 @@ def with_all_options(rng):
     q, k = rng.standard_normal((2, B, T, H, K))
     v, S = rng.standard_normal((B, T, 2 * H, V)), rng.standard_normal((B, 2 * H, V, K))
     z = np.abs(rng.standard_normal((B, H, K)))
-    options = {"layout": "bthd", "output_final_state": True, "state_v_first": True, "initial_state": (S, z),
-               "feature_map": "elu", "normalize": True}
+    options = {
+        "layout": "bthd",
+        "output_final_state": True,
+        "state_v_first": True,
+        "initial_state": (S, z),
+        "feature_map": "elu",
+        "normalize": True,
+    }
     spec = P(None, "devices")
-    mapped = jax.shard_map(partial(interop.linear_attention, **options, axis_name="devices"), mesh=MESH,
-                           in_specs=(spec,) * 3, out_specs=(spec, P()))
+    mapped = jax.shard_map(
+        partial(interop.linear_attention, **options, axis_name="devices"),
+        mesh=MESH,
+        in_specs=(spec,) * 3,
+        out_specs=(spec, P()),
+    )
     compare("the normaliser over the sequence", mapped(q, k, v), interop.linear_attention(q, k, v, **options))
     g, gv = -np.exp(rng.standard_normal((B, T, H, K))), -np.exp(rng.standard_normal((B, T, 2 * H, V)))
-    mapped = jax.shard_map(partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 5,
-                           out_specs=spec)
+    mapped = jax.shard_map(
+        partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 5, out_specs=spec
+    )
     compare("a gate of values over the sequence", mapped(q, k, v, g, gv), interop.gla(q, k, v, g, gv, layout="bthd"))
     half = [jax.numpy.asarray(x, "bfloat16") for x in (q, k, v, g)]
-    mapped = jax.shard_map(partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 4,
-                           out_specs=spec)
+    mapped = jax.shard_map(
+        partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 4, out_specs=spec
+    )
     assert_close("bfloat16", np.asarray(mapped(*half)), np.asarray(interop.gla(*half, layout="bthd")), "bfloat16")
-    refused = jax.shard_map(partial(interop.gla, cu_seqlens=(0, 6), axis_name="devices"), mesh=MESH,
-                            in_specs=(P(None, None, "devices"),) * 4, out_specs=P(None, None, "devices"))
+    refused = jax.shard_map(
+        partial(interop.gla, cu_seqlens=(0, 6), axis_name="devices"),
+        mesh=MESH,
+        in_specs=(P(None, None, "devices"),) * 4,
+        out_specs=P(None, None, "devices"),
+    )
     try:
         refused(*(x.swapaxes(1, 2)[:1] for x in (q, k, v[:, :, :H], g)))
     except ContractError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("hypothesis")       # of the `dev` extra
+pytest.importorskip("hypothesis")  # of the `dev` extra
 from attack import __main__ as command  # noqa: E402
 from attack import harness, names  # noqa: E402
 from attack.harness import PROPERTIES, Attack, tried  # noqa: E402
@@ -35,7 +35,7 @@ def test_every_property_runs(monkeypatch):
 
 
 def test_a_fault_is_found_and_made_small(monkeypatch):
-    monkeypatch.setattr(harness, "SHRINKING", 60)       # a busy machine takes longer
+    monkeypatch.setattr(harness, "SHRINKING", 60)  # a busy machine takes longer
     there, right = machine("numpy"), machine("numpy").run
 
     def wrong(function, *arrays, **arguments):
@@ -47,7 +47,7 @@ def test_a_fault_is_found_and_made_small(monkeypatch):
 
     there.run = wrong
     count, said = attacked(there, "operators", 40)
-    (law, found), = count.kinds.items()
+    ((law, found),) = count.kinds.items()
     assert "wrong" in law
     assert found.example.V == 3 and found.example.B * found.example.H * found.example.T <= 2
     assert any("--replay operators 'Call(" in line for line in said)

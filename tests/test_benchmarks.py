@@ -21,8 +21,27 @@ import sweep  # noqa: E402
 from devices import Cpu  # noqa: E402
 
 META = {"card", "driver", "cuda", "numpy", "cupy", "date", "commit", "copy_tb_per_s"}
-FIELDS = {"op", "pass", "B", "T", "H", "K", "V", "dtype", "gate", "sequences", "peer", "ours_ms", "wall_ms", "peer_ms",
-          "peer_wall_ms", "floor_ms", "error", "peer_error", "peak_mib"}
+FIELDS = {
+    "op",
+    "pass",
+    "B",
+    "T",
+    "H",
+    "K",
+    "V",
+    "dtype",
+    "gate",
+    "sequences",
+    "peer",
+    "ours_ms",
+    "wall_ms",
+    "peer_ms",
+    "peer_wall_ms",
+    "floor_ms",
+    "error",
+    "peer_error",
+    "peak_mib",
+}
 
 
 def of_small_case(op, dtype="float32", **options):
@@ -31,7 +50,9 @@ def of_small_case(op, dtype="float32", **options):
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("path, text", [("README.md", speed_table.summary()), ("docs/performance.md", speed_table.tables())])
+@pytest.mark.parametrize(
+    "path, text", [("README.md", speed_table.summary()), ("docs/performance.md", speed_table.tables())]
+)
 def test_the_tables_have_the_measured_figures(path, text):
     page = (ROOT / path).read_text()
     assert speed_table.between(page, speed_table.BEGIN, speed_table.END, text) == page
@@ -85,7 +106,7 @@ def test_gates_by_name(gate):
     g = run.gates.draw(gate, rng, np, (2, 20, 130, 64))
     assert g.shape == (2, 20, 130, 64) and g.dtype == np.float32 and (g <= 0).all()
     assert np.isinf(g).any() == (gate == "reset")
-    if gate in ("trained", "model"):                    # weak in the middle, strong at the end, in one head
+    if gate in ("trained", "model"):  # weak in the middle, strong at the end, in one head
         assert -0.2 < np.median(g[0, 0]) and g.min() < -5
 
 
@@ -221,18 +242,22 @@ def test_losses_are_said():
     row = of_small_case("gla", "bfloat16", gate="trained") | {"ours_ms": 1.0, "wall_ms": 1.0, "error": 3e-3}
     better = row | {"peer_ms": 0.5, "peer_wall_ms": 0.8, "peer_error": 2e-3}
     assert speed_table.faster([better]) == [
-        "fla (gla 2, 70, 3, 16, 2.00 times)", "fla (gla 2, 70, 3, 16, eager, 1.25 times)"]
+        "fla (gla 2, 70, 3, 16, 2.00 times)",
+        "fla (gla 2, 70, 3, 16, eager, 1.25 times)",
+    ]
     assert speed_table.name(better | {"gate": "weak"}) == "gla 2, 70, 3, 16, weak gates"
     slow = row | {"floor_ms": 0.5, "T": 71, "peer_ms": None}
     assert speed_table.worst([better | {"floor_ms": 1.0}, slow]) == (
-        "The worst first: gla 2, 71, 3, 16 takes 2.0 times its floor, and gla 2, 70, 3, 16 2.00 times as long as fla.")
+        "The worst first: gla 2, 71, 3, 16 takes 2.0 times its floor, and gla 2, 70, 3, 16 2.00 times as long as fla."
+    )
     wider = better | {"T": 71, "error": 4e-3}
     assert "Ours are larger than the peers': gla (up to 2.00 times)." in speed_table.errors([better, wider])
     gradient = better | {"pass": "backward", "error": 4e-3, "peer_error": 5e-3}
     assert speed_table.faster([gradient])[0] == "fla (gla backward 2, 70, 3, 16, 2.00 times)"
     assert speed_table.errors([better | {"error": 2e-3}, gradient]) == (
         "Relative errors against float64, in bfloat16: ours 2.0e-03 to 2.0e-03, the peers' 2.0e-03 to 2.0e-03; "
-        "of gradients ours 4.0e-03 to 4.0e-03, the peers' 5.0e-03 to 5.0e-03.")
+        "of gradients ours 4.0e-03 to 4.0e-03, the peers' 5.0e-03 to 5.0e-03."
+    )
     wrong = row | {"peer_error": 0.5}
     assert speed_table.faster([wrong]) == []
     assert "Wrong, and so not timed: fla (gla 2, 70, 3, 16)." in speed_table.errors([row, wrong])
@@ -241,8 +266,13 @@ def test_losses_are_said():
 def test_a_run_that_ended_early_is_completed():
     row = of_small_case("gla", "bfloat16") | {"ours_ms": 1.0, "floor_ms": 0.5, "peer_ms": None}
     backward, other = row | {"pass": "backward"}, row | {"op": "retention", "T": 71}
-    old, new = ({"meta": {"card": "a card", "commit": commit}, "rows": rows} for commit, rows in (
-        ("0ld", [row | {"ours_ms": 2.0}, backward, other, other | {"pass": "backward"}]), ("new", [row])))
+    old, new = (
+        {"meta": {"card": "a card", "commit": commit}, "rows": rows}
+        for commit, rows in (
+            ("0ld", [row | {"ours_ms": 2.0}, backward, other, other | {"pass": "backward"}]),
+            ("new", [row]),
+        )
+    )
     found = complete.completed(new, old, ["retention backward"])
     assert found["meta"] == new["meta"]
     assert found["rows"] == [row, *(taken | {"commit": "0ld"} for taken in (backward, other))]
@@ -257,7 +287,8 @@ def test_a_run_that_ended_early_is_completed():
 def test_the_peer_of_softmax_attention_is_named():
     row = of_small_case("softmax_attention", "bfloat16") | {"floor_ms": 0.5, "ours_ms": 1.0, "peer_ms": 2.0}
     assert speed_table.others([row]) == [
-        ["2, 70, 3, 16", "`softmax_attention`", "0.5", "1 (2.00x)", "torch 2 (2.0x)", "", "", ""]]
+        ["2, 70, 3, 16", "`softmax_attention`", "0.5", "1 (2.00x)", "torch 2 (2.0x)", "", "", ""]
+    ]
 
 
 # -- the sweep --------------------------------------------------------------------------------------------------------

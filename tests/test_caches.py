@@ -19,9 +19,9 @@ def test_entries_and_bytes_are_bounded():
         assert cache.keep(key, str(key), 10) == str(key)
     assert list(cache.kept) == [6, 7, 8, 9] and cache.bytes == 40
     assert cache.get(3) is None and cache.get(9) == "9"
-    cache.keep("wide", "x", 95)                     # leaves no room for others
+    cache.keep("wide", "x", 95)  # leaves no room for others
     assert list(cache.kept) == ["wide"] and cache.bytes == 95
-    cache.keep("wider", "x", 1000)                  # one that is wanted is kept, whatever it takes
+    cache.keep("wider", "x", 1000)  # one that is wanted is kept, whatever it takes
     assert list(cache.kept) == ["wider"] and cache.bytes == 1000
     cache.clear()
     assert not cache.kept and not cache.bytes
@@ -81,7 +81,7 @@ def test_many_lists_of_sequences(rng):
 
     held = kept_after([packing] * 60)
     assert held < MEMOS.most and MEMOS.bytes <= MEMOS.most
-    assert held < MEMOS.bytes + (1 << 20)           # what is counted is no less than what is kept on the host
+    assert held < MEMOS.bytes + (1 << 20)  # what is counted is no less than what is kept on the host
 
 
 @pytest.mark.parametrize("mode", ["chunk", "staged"])

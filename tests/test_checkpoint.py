@@ -10,14 +10,17 @@ import hostile
 import ml_dtypes
 import numpy as np
 import pytest
-from hostile import GOOD, Call, Raw, pickled, tensor
+from hostile import GOOD, Call, pickled, tensor
 
 from linattn_np.models import checkpoint
 from linattn_np.models.checkpoint import CheckpointError, read
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
-FORMS = {"zip": ("model.pth", hostile.zipped_pth), "older": ("model.pth", hostile.older_pth),
-         "safetensors": ("model.safetensors", hostile.good_safetensors)}
+FORMS = {
+    "zip": ("model.pth", hostile.zipped_pth),
+    "older": ("model.pth", hostile.older_pth),
+    "safetensors": ("model.safetensors", hostile.good_safetensors),
+}
 CORPUS = list(hostile.corpus())
 
 
@@ -43,8 +46,12 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize("dtype", hostile.TYPES, ids=str)
 def test_every_dtype_in_every_form(form, dtype, rng, tmp_path):
     name, write = form
-    weights = {"matrix": rng.integers(0, 100, (3, 5)).astype(dtype), "scalar": np.ones((), dtype),
-               "none": np.zeros((0, 4), dtype), "axes": rng.integers(0, 2, (2, 1, 3, 2)).astype(dtype)}
+    weights = {
+        "matrix": rng.integers(0, 100, (3, 5)).astype(dtype),
+        "scalar": np.ones((), dtype),
+        "none": np.zeros((0, 4), dtype),
+        "axes": rng.integers(0, 2, (2, 1, 3, 2)).astype(dtype),
+    }
     assert_same(read(written(tmp_path, name, write(weights))), weights)
 
 
@@ -72,12 +79,20 @@ def test_arrays_outlive_the_file(form, tmp_path):
 
 def test_transposed_sliced_and_tied_weights(tmp_path):
     base = np.arange(12, dtype=np.float32)
-    root = {"transposed": tensor(hostile.FLOATS, (4, 3), (1, 4)),
-            "slice": tensor(hostile.FLOATS, (2, 2), (4, 1), 5),
-            "strange": tensor(hostile.FLOATS, (3, 1), (4, 1 << 40), 3)}
+    root = {
+        "transposed": tensor(hostile.FLOATS, (4, 3), (1, 4)),
+        "slice": tensor(hostile.FLOATS, (2, 2), (4, 1), 5),
+        "strange": tensor(hostile.FLOATS, (3, 1), (4, 1 << 40), 3),
+    }
     found = read(written(tmp_path, "model.pth", hostile.zipped(root, [base.tobytes()])))
-    assert_same(found, {"transposed": base.reshape(3, 4).T, "slice": base.reshape(3, 4)[1:, 1:3],
-                        "strange": base.reshape(3, 4)[:, 3:]})
+    assert_same(
+        found,
+        {
+            "transposed": base.reshape(3, 4).T,
+            "slice": base.reshape(3, 4)[1:, 1:3],
+            "strange": base.reshape(3, 4)[:, 3:],
+        },
+    )
 
 
 def test_parameters_and_the_versions_of_modules(tmp_path):
@@ -129,8 +144,7 @@ def shards_in(folder):
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name, content, complaint", [case[1:] for case in CORPUS],
-                         ids=[case[0] for case in CORPUS])
+@pytest.mark.parametrize("name, content, complaint", [case[1:] for case in CORPUS], ids=[case[0] for case in CORPUS])
 def test_hostile_files_are_refused(name, content, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name.endswith(".json"):
@@ -173,8 +187,10 @@ def test_what_is_no_file_is_refused(tmp_path):
     for path in (tmp_path / "model.pth", "/dev/zero"):
         with pytest.raises(CheckpointError, match=f"{path}: is a folder or a device, expected a file"):
             read(path)
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: is a folder without a checkpoint, expected a file, or "
-                                              "a folder with model.safetensors or "):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{tmp_path}: is a folder without a checkpoint, expected a file, or a folder with model.safetensors or ",
+    ):
         read(tmp_path)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "nowhere.pth")
@@ -235,7 +251,9 @@ def test_flipped_bits_of_a_zip_are_seen(rng, tmp_path):
         for at in rng.integers(start, start + array.nbytes, 20):
             content = bytearray(good)
             content[at] ^= 1 << rng.integers(8)
-            with pytest.raises(CheckpointError, match=r"'model/data/.' is damaged, with the checksum 0x\w{8}, expected"):
+            with pytest.raises(
+                CheckpointError, match=r"'model/data/.' is damaged, with the checksum 0x\w{8}, expected"
+            ):
                 read(written(tmp_path, "model.pth", content))
 
 
@@ -251,11 +269,13 @@ def test_a_folder_of_hugging_face(tmp_path):
     shards_in(tmp_path)
     for number, (name, array) in enumerate(GOOD.items(), 1):
         written(tmp_path, f"{number}.bin", hostile.zipped_pth({name: array}))
-    for name, content in (("pytorch_model.bin.index.json", (index % ("1.bin", "2.bin")).encode()),
-                          ("pytorch_model.bin", hostile.zipped_pth(GOOD)),
-                          ("model.safetensors.index.json", (index % ("1.safetensors", "2.safetensors")).encode()),
-                          ("model.safetensors", hostile.good_safetensors(GOOD))):
-        path = written(tmp_path, name, content)         # each goes before those that are there
+    for name, content in (
+        ("pytorch_model.bin.index.json", (index % ("1.bin", "2.bin")).encode()),
+        ("pytorch_model.bin", hostile.zipped_pth(GOOD)),
+        ("model.safetensors.index.json", (index % ("1.safetensors", "2.safetensors")).encode()),
+        ("model.safetensors", hostile.good_safetensors(GOOD)),
+    ):
+        path = written(tmp_path, name, content)  # each goes before those that are there
         assert checkpoint.located(tmp_path) == path
         assert_same(read(tmp_path), GOOD)
         assert_same(read(str(tmp_path)), GOOD)
@@ -271,8 +291,14 @@ def torch():
 def model(torch):
     """A state dict with weights of every dtype, as a module gives it."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
-    for name, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("double", torch.float64),
-                        ("long", torch.int64), ("bool", torch.bool), ("byte", torch.uint8)):
+    for name, dtype in (
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        ("double", torch.float64),
+        ("long", torch.int64),
+        ("bool", torch.bool),
+        ("byte", torch.uint8),
+    ):
         module.register_buffer(f"buffer_{name}", torch.arange(6).reshape(2, 3).to(dtype))
     return module.state_dict()
 

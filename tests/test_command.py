@@ -18,8 +18,12 @@ from linattn_np.command.terminal import Parser
 from linattn_np.models import austen, example
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"rwkv6_decode.py": "generate", "train_rwkv6.py": "train", "compare_attention.py": "compare",
-           "quantise.py": "quantise"}
+SCRIPTS = {
+    "rwkv6_decode.py": "generate",
+    "train_rwkv6.py": "train",
+    "compare_attention.py": "compare",
+    "quantise.py": "quantise",
+}
 
 
 def called(capsys, *words):
@@ -61,8 +65,13 @@ def test_help_reads_well(name, capsys):
 @pytest.mark.parametrize("script, name", SCRIPTS.items())
 def test_the_examples_are_the_commands(script, name):
     def run(word):
-        return subprocess.run([sys.executable, ROOT / "examples" / script, word], capture_output=True, text=True,
-                              timeout=60, env=ENVIRONMENT)
+        return subprocess.run(
+            [sys.executable, ROOT / "examples" / script, word],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=ENVIRONMENT,
+        )
 
     done = run("--help")
     assert done.returncode == 0 and import_module(f"linattn_np.command.{name}").__doc__ in done.stdout
@@ -93,10 +102,18 @@ def test_bench_says_what_is_not_there(capsys, monkeypatch):
 def test_info_tells_what_a_report_needs(capsys):
     code, out, err = called(capsys, "info")
     assert (code, err) == (0, "")
-    for line in (f"linattn_np +{linattn_np.__version__} in ", r"Python +3\.", r"numpy +\d", r"CPU +.* \d+ cores",
-                 "numpy +runs", "cupy +(runs|does not run: .+)", "numba +(runs|does not run: .+)",
-                 r"CuPy's kernels +/.*: \d+ files, [\d.]+ MB", "NumPy's BLAS +.+",
-                 f"example's model +{re.escape(str(AUSTEN))}"):
+    for line in (
+        f"linattn_np +{linattn_np.__version__} in ",
+        r"Python +3\.",
+        r"numpy +\d",
+        r"CPU +.* \d+ cores",
+        "numpy +runs",
+        "cupy +(runs|does not run: .+)",
+        "numba +(runs|does not run: .+)",
+        r"CuPy's kernels +/.*: \d+ files, [\d.]+ MB",
+        "NumPy's BLAS +.+",
+        f"example's model +{re.escape(str(AUSTEN))}",
+    ):
         assert re.search(f"^  {line}", out, re.M), line
 
 
@@ -135,6 +152,7 @@ def test_the_example_model_stands_in_the_checkout_and_in_the_package(tmp_path, m
 # -- threads ----------------------------------------------------------------------------------------------------------
 def blas_threads():
     from threadpoolctl import threadpool_info
+
     return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
 
 
@@ -156,13 +174,13 @@ def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
     assert blas_threads() == before
     with threads.blas_for("cuda", {"D": 256, "F": 896}):
         assert blas_threads() == before
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")         # the user has chosen
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")  # the user has chosen
     with threads.blas_for("cpu", {"D": 256, "F": 896}):
         assert blas_threads() == before
 
 
 def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "threadpoolctl", None)         # cannot be imported
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)  # cannot be imported
     monkeypatch.setattr(threads, "workers", lambda: 2)
     for name in threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)

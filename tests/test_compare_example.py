@@ -13,8 +13,13 @@ from linattn_np.command.compare import LINES, Curve, ends, go_on
 
 
 def compare(*arguments):
-    return subprocess.run([sys.executable, "-m", "linattn_np", "compare", *map(str, arguments)], capture_output=True,
-                          text=True, timeout=60, env=ENVIRONMENT)
+    return subprocess.run(
+        [sys.executable, "-m", "linattn_np", "compare", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
 
 
 def test_it_draws(tmp_path):
@@ -30,10 +35,13 @@ class OutOfMemory(measuring.Cpu):
         raise MemoryError
 
 
-@pytest.mark.parametrize("machine, seconds, end", [
-    (measuring.Cpu, 1e-9, "1,024 tokens would take 0.0002 s, more than --seconds 1e-09"),
-    (OutOfMemory, 2, "1,024 tokens take more memory than there is"),
-])
+@pytest.mark.parametrize(
+    "machine, seconds, end",
+    [
+        (measuring.Cpu, 1e-9, "1,024 tokens would take 0.0002 s, more than --seconds 1e-09"),
+        (OutOfMemory, 2, "1,024 tokens take more memory than there is"),
+    ],
+)
 def test_a_line_that_ends_says_why(machine, seconds, end):
     """On the picture, and it is not tried again."""
     options = SimpleNamespace(heads=1, width=8, seconds=seconds)
@@ -50,13 +58,16 @@ def test_lines_that_coincide_stay_visible():
         assert all(later < earlier - 1 for earlier, later in itertools.pairwise(sizes))
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (("--out", "no/such/folder/x.png"), "there is no folder"),
-    (("--longest", "511"), "expected a whole number from 512 up"),
-    (("--heads", "0"), "expected a whole number from 1 up"),
-    (("--device", "tpu"), "invalid choice"),
-    (("--seconds", "0"), "expected a number above 0"),
-])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--out", "no/such/folder/x.png"), "there is no folder"),
+        (("--longest", "511"), "expected a whole number from 512 up"),
+        (("--heads", "0"), "expected a whole number from 1 up"),
+        (("--device", "tpu"), "invalid choice"),
+        (("--seconds", "0"), "expected a number above 0"),
+    ],
+)
 def test_misuse_is_one_line(arguments, said):
     done = compare(*arguments)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1

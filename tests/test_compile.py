@@ -70,8 +70,9 @@ def test_every_file_is_asked_for():
 
 def test_every_product_of_a_warpgroup_assembles():
     products = [("tf32", "false"), *((kind, way) for kind in ("bf16", "f16") for way in ("false", "true"))]
-    expressions = [f"warpgroup<Product<{kind}, {columns}, {way}>>"
-                   for kind, way in products for columns in (16, 32, 64, 128, 256)]
+    expressions = [
+        f"warpgroup<Product<{kind}, {columns}, {way}>>" for kind, way in products for columns in (16, 32, 64, 128, 256)
+    ]
     text = source.text(Path(__file__).parent / "kernels" / "warpgroup")
     usage = compile_text(text, [*expressions, "warpgroup<Groups>", "warpgroup<Stages>"], "sm_90a")
     assert all(used.spilled == 0 for used in usage.values())
@@ -81,7 +82,8 @@ def test_errors_name_the_true_file_and_line(tmp_path):
     header, kernel = tmp_path / "header.cuh", tmp_path / "source.cu"
     header.write_text("struct Args { long long n; };\n#ifdef WRONG\nwrong in header\n#endif\n")
     kernel.write_text(
-        '#include "ptx.cuh"\n#include "header.cuh"\n\n__global__ void source(const Args args) { wrong; }\n')
+        '#include "ptx.cuh"\n#include "header.cuh"\n\n__global__ void source(const Args args) { wrong; }\n'
+    )
     text = source.text(tmp_path / "source", include={"header.cuh": header})
     with pytest.raises(NVRTCError, match=rf"{kernel}\(4\): error"):
         compile_text(text, ["source"], "sm_80")
@@ -113,8 +115,12 @@ class TooSmall(Wrong):
 
 
 class Swapped(Wrong):
-    arguments = (*instances.Recurrent.arguments[:3], instances.Recurrent.arguments[4], instances.Recurrent.arguments[3],
-                 *instances.Recurrent.arguments[5:])
+    arguments = (
+        *instances.Recurrent.arguments[:3],
+        instances.Recurrent.arguments[4],
+        instances.Recurrent.arguments[3],
+        *instances.Recurrent.arguments[5:],
+    )
 
 
 class Longer(Wrong):

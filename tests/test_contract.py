@@ -11,8 +11,21 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from reference import (GATES, LIMITS, assert_close, double, draw, draw_states, errors, exact, guarded, literal, rms, same_bits,
-                       stated)
+from reference import (
+    GATES,
+    LIMITS,
+    assert_close,
+    double,
+    draw,
+    draw_states,
+    errors,
+    exact,
+    guarded,
+    literal,
+    rms,
+    same_bits,
+    stated,
+)
 
 from linattn_np import NotSupported
 from linattn_np.arrays import BFLOAT16, FLOATS
@@ -30,15 +43,15 @@ class Case:
     H: int = 2
     dtype: str = "float32"
     gate: str = "logsigmoid"
-    gate_dtype: str | None = None           # of gates beside half-precision inputs
+    gate_dtype: str | None = None  # of gates beside half-precision inputs
     layout: str = "bhtd"
-    lengths: tuple = ()                     # of packed sequences; they settle T
-    initial: str | None = None              # dtype of an initial state
+    lengths: tuple = ()  # of packed sequences; they settle T
+    initial: str | None = None  # dtype of an initial state
     final: bool = True
     state_dtype: str | None = None
     chunk_size: int | None = None
     scale: float | None = None
-    fused: bool = False                     # q, k and v are slices of one buffer
+    fused: bool = False  # q, k and v are slices of one buffer
 
     @property
     def sizes(self):
@@ -68,14 +81,19 @@ SMALL = (
     Case("T0", T=0, initial="float32"),
     Case("B0", B=0),
     Case("H0", H=0),
-    *(Case(f"K{K}-V{V}", T=65, K=K, V=V, H=1) for K, V in
-      ((8, 16), (16, 8), (60, 100), (64, 64), (100, 60), (128, 64), (64, 128), (256, 64), (64, 256))),
+    *(
+        Case(f"K{K}-V{V}", T=65, K=K, V=V, H=1)
+        for K, V in ((8, 16), (16, 8), (60, 100), (64, 64), (100, 60), (128, 64), (64, 128), (256, 64), (64, 256))
+    ),
     *(Case(f"gate-{gate}", gate=gate, initial="float32") for gate in GATES),
     *(Case(f"gate-{gate}-bf16", gate=gate, dtype="bfloat16") for gate in ("weak", "all-20", "by_channel", "some-inf")),
     Case("gate-some-inf-f16", gate="some-inf", dtype="float16"),
     Case("gate-some-1e30-gate32", gate="some-1e30", dtype="float16", gate_dtype="float32"),
-    *(Case(f"{dtype}-{gate}", T=3 * 64 + 7, K=64, V=64, H=1, dtype=dtype, gate=gate)
-      for dtype in ("float64", "float32", "float16", "bfloat16") for gate in ("logsigmoid", "weak")),
+    *(
+        Case(f"{dtype}-{gate}", T=3 * 64 + 7, K=64, V=64, H=1, dtype=dtype, gate=gate)
+        for dtype in ("float64", "float32", "float16", "bfloat16")
+        for gate in ("logsigmoid", "weak")
+    ),
     *(Case(f"float64-gate-{gate}", gate=gate, dtype="float64", initial="float64") for gate in GATES),
     Case("bf16-K64-V128", T=20, K=64, V=128, H=1, dtype="bfloat16"),
     Case("bf16-K256-V256", T=140, K=256, V=256, H=1, dtype="bfloat16"),
@@ -102,19 +120,30 @@ SMALL = (
     Case("scale-2", scale=-2.0),
 )
 LARGE = (
-    *(Case(f"large-D{D}-{dtype}", B=2, H=4, T=T, K=D, V=D, dtype=dtype, initial="float32")
-      for dtype in ("float32", "bfloat16", "float16") for D, T in ((64, 1000), (128, 1000), (256, 300))),
-    *(Case(f"large-{gate}-{dtype}", B=2, H=4, T=1000, K=64, V=128, dtype=dtype, gate=gate)
-      for dtype in ("float32", "bfloat16") for gate in ("weak", "zero", "by_channel", "some-inf", "spikes-40", "all-20")),
+    *(
+        Case(f"large-D{D}-{dtype}", B=2, H=4, T=T, K=D, V=D, dtype=dtype, initial="float32")
+        for dtype in ("float32", "bfloat16", "float16")
+        for D, T in ((64, 1000), (128, 1000), (256, 300))
+    ),
+    *(
+        Case(f"large-{gate}-{dtype}", B=2, H=4, T=1000, K=64, V=128, dtype=dtype, gate=gate)
+        for dtype in ("float32", "bfloat16")
+        for gate in ("weak", "zero", "by_channel", "some-inf", "spikes-40", "all-20")
+    ),
     Case("large-packed", H=4, lengths=(0, *range(1, 60), 500, 0), K=100, V=60, dtype="bfloat16", initial="float32"),
     Case("large-bthd-fused", B=2, H=4, T=1000, K=128, V=128, layout="bthd", fused=True, dtype="bfloat16"),
 )
 SIZES = {"tiny": TINY, "small": SMALL, "large": LARGE}
 CASES = {case.name: case for cases in SIZES.values() for case in cases}
-OPTIONS = {     # of operators with options of their own; cases take them in turn
+OPTIONS = {  # of operators with options of their own; cases take them in turn
     "retention": ({}, {"gamma": 0.9}, {"gamma": 0.0}, {"gamma": 1.0}),
-    "linear_attention": ({}, {"feature_map": "elu", "normalize": True}, {"feature_map": "exp"},
-                         {"feature_map": "relu", "normalize": True}, {"feature_map": "elu"}),
+    "linear_attention": (
+        {},
+        {"feature_map": "elu", "normalize": True},
+        {"feature_map": "exp"},
+        {"feature_map": "relu", "normalize": True},
+        {"feature_map": "elu"},
+    ),
     "softmax_attention": ({}, {"causal": False}),
 }
 BY_NAME = {op.name: (op, function) for op, function in OPS.items()}
@@ -135,12 +164,16 @@ def combinations(backends):
                     if size in backend.sizes and np.dtype(case.dtype) in backend.dtypes:
                         for mode in backend.modes[op.name]:
                             if applies(case, op, mode):
-                                yield pytest.param(op.name, case.name, name, mode, id=f"{op.name}-{name}-{mode}-{case.name}")
+                                yield pytest.param(
+                                    op.name, case.name, name, mode, id=f"{op.name}-{name}-{mode}-{case.name}"
+                                )
 
 
 def pytest_generate_tests(metafunc):
     if "mode" in metafunc.fixturenames:
-        metafunc.parametrize("op, case, backend, mode", list(combinations(metafunc.config.backends)), indirect=["backend"])
+        metafunc.parametrize(
+            "op, case, backend, mode", list(combinations(metafunc.config.backends)), indirect=["backend"]
+        )
     elif "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", metafunc.config.backends, indirect=True)
 
@@ -170,7 +203,7 @@ def native_inputs(backend, arrays, op, case):
         return [backend.asarray(x.copy()) for x in arrays]
     buffer = backend.asarray(np.concatenate(arrays[:3], axis=-1))
     K = case.K
-    return [buffer[..., :K], buffer[..., K:2 * K], buffer[..., 2 * K:], *(backend.asarray(x) for x in arrays[3:])]
+    return [buffer[..., :K], buffer[..., K : 2 * K], buffer[..., 2 * K :], *(backend.asarray(x) for x in arrays[3:])]
 
 
 def as_parts(state):
@@ -218,7 +251,7 @@ def test_float64(op, case, backend, mode, seed):
             assert same_bits(backend.tohost(part), copy), "the initial state was changed"
 
 
-# -- what the cases rest on ---------------------------------------------------------------------------------------------
+# -- what the cases rest on --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", [op for op in BY_NAME if op != "softmax_attention"])
 @pytest.mark.parametrize("case", ["tiny-packed", "batch", "T17-bthd", "tiny-all-inf", "scale-2"])
 def test_exact_answer_is_the_papers_equation(op, case, seed):
@@ -244,7 +277,7 @@ def test_error_figures_see_what_they_should(rng):
         assert_close("nan", nan, wanted, "bfloat16")
     rounded = wanted.astype(BFLOAT16)
     assert 1e-3 < errors(rounded, wanted)[0] < 2.5e-3
-    assert np.isclose(rms(np.array([3.0, 4.0])), 12.5 ** 0.5)
+    assert np.isclose(rms(np.array([3.0, 4.0])), 12.5**0.5)
 
 
 def test_what_a_backend_declares_is_what_it_runs(backend):
@@ -268,8 +301,10 @@ def test_new_outputs_lie_in_the_order_of_q(backend):
             continue
         sizes = {"B": 1, "H": 2, "T": 3, "K": 8, "V": 4}
         dense = [backend.asarray(x) for x in draw(op, np.random.default_rng(0), sizes, np.float32)]
-        seen = [backend.asarray(np.ascontiguousarray(swap_heads(backend.tohost(x), axes, "bthd")))
-                for x, axes in zip(dense, op.arrays.values())]
+        seen = [
+            backend.asarray(np.ascontiguousarray(swap_heads(backend.tohost(x), axes, "bthd")))
+            for x, axes in zip(dense, op.arrays.values())
+        ]
         views = [swap_heads(x, axes, "bthd") for x, axes in zip(seen, op.arrays.values())]
         o = backend.run(function, *dense)
         assert o.shape == (1, 2, 3, 4) and o.dtype == np.float32 and o.flags.c_contiguous

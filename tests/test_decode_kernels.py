@@ -8,8 +8,8 @@ from linattn_np import ContractError
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.models import RWKV6
-from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
+from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 
 SMALL = {"V": 50, "D": 64, "H": 4, "N": 16, "A": 8, "W": 8, "F": 224}
 SIZES = {
@@ -18,7 +18,7 @@ SIZES = {
     "odd": {"V": 51, "D": 72, "H": 6, "N": 12, "A": 35, "W": 5, "F": 2056},
 }
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
-LIMIT = 2e-5        # 1.1e-5 is the most that was seen, in 1 of 22 draws; else some 1e-6
+LIMIT = 2e-5  # 1.1e-5 is the most that was seen, in 1 of 22 draws; else some 1e-6
 
 
 def synthetic(rng, sizes, dtype=np.float32):
@@ -53,7 +53,7 @@ def close(found, wanted, tolerance):
 
 
 def relative_error(found, wanted, axis=None):
-    return np.sqrt(np.mean((found - wanted) ** 2, axis) / np.mean(wanted ** 2, axis))
+    return np.sqrt(np.mean((found - wanted) ** 2, axis) / np.mean(wanted**2, axis))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,7 +65,7 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
     tokens = rng.integers(0, decoder.sizes["V"], (B, 3))
     found = decoded(decoder, device, tokens, state)
     for t in range(tokens.shape[1]):
-        wanted, _ = model.forward(tokens[:, t:t + 1], wanted_state)
+        wanted, _ = model.forward(tokens[:, t : t + 1], wanted_state)
         close(found[:, t], wanted[:, 0], LIMIT)
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, LIMIT)
@@ -129,8 +129,17 @@ def test_norms_of_narrow_and_wide_rows(device, D, rng):
     arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
     kernel, before = kernels.NormShift(np.dtype(np.float32)), "x value gate weight bias maa shift".split()
-    args = kernel.pack(**{name: at[name] for name in before}, slots=None, xx=at["xx"], d=at["d"], mixed=at["mixed"],
-                B=1, D=D, C=1, eps=1e-5)
+    args = kernel.pack(
+        **{name: at[name] for name in before},
+        slots=None,
+        xx=at["xx"],
+        d=at["d"],
+        mixed=at["mixed"],
+        B=1,
+        D=D,
+        C=1,
+        eps=1e-5,
+    )
     device.launch(kernel, 1, args)
     x += value / (1 + np.exp(-gate))
     xx = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * weight + bias
@@ -173,12 +182,15 @@ def test_weight_bytes_count_what_a_step_reads(device, rng):
     assert decoder.weight_bytes == everything - embedding + 2 * 4 * SMALL["D"]
 
 
-@pytest.mark.parametrize("change, complaint", [
-    ({"D": 60, "H": 5, "N": 12}, "D is 60, expected a multiple of 8"),
-    ({"F": 100}, "F is 100, expected a multiple of 8"),
-    ({"H": 32, "N": 2}, "N is 2, expected a multiple of 4"),
-    ({"W": 520}, "W is 520, expected at most 512"),
-])
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"D": 60, "H": 5, "N": 12}, "D is 60, expected a multiple of 8"),
+        ({"F": 100}, "F is 100, expected a multiple of 8"),
+        ({"H": 32, "N": 2}, "N is 2, expected a multiple of 4"),
+        ({"W": 520}, "W is 520, expected at most 512"),
+    ],
+)
 def test_sizes_that_are_refused(device, change, complaint, rng):
     with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
         CudaDecoder(synthetic(rng, SMALL | change), np.float32, 1, device)

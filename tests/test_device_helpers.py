@@ -42,6 +42,7 @@ def hopper(device):
     """A device that has the instructions of sm_90a: the emulator, or a card that they were made for."""
     if isinstance(device, CupyDevice):
         import cupy
+
         if cupy.cuda.Device().compute_capability != "90":
             pytest.skip("sm_90a runs on compute capability 9.0 alone")
     return device
@@ -312,15 +313,17 @@ def test_tensor_copies_of_boxes_that_leave_the_array(hopper, rng, swizzled, at, 
     columns, tokens, head, batch = 64, 16, 1, 1
     x = rng.integers(0, 2**16, (2, 3, 40, 80), dtype=np.uint16)
     order = (0, 1, 2, 3) if layout == "bhtd" else (0, 2, 1, 3)
-    from_, to = (hopper.upload(np.ascontiguousarray(y.transpose(order)).view(np.float16)).transpose(order)
-                 for y in (x, np.full_like(x, 7)))
+    from_, to = (
+        hopper.upload(np.ascontiguousarray(y.transpose(order)).view(np.float16)).transpose(order)
+        for y in (x, np.full_like(x, 7))
+    )
     raw = hopper.empty((tokens, columns // 8, 8), np.uint16)
     maps = [hopper.tensor_map(y, columns, tokens, swizzled) for y in (from_, to)]
     fields = dict(raw=hopper.pointer(raw), bytes=raw.nbytes, column=at[0], token=at[1], head=head, batch=batch)
     kernel = TestKernel(f"{KERNELS}/tensor_copies", (), threads=32, arch="sm_90a")
     hopper.launch(kernel, 1, pack(*maps, **fields), smem=1024 + raw.nbytes)
 
-    box = np.pad(x[batch, head], ((0, 16), (0, 128)))[at[1]:at[1] + tokens, at[0]:at[0] + columns]
+    box = np.pad(x[batch, head], ((0, 16), (0, 128)))[at[1] : at[1] + tokens, at[0] : at[0] + columns]
     pieces = np.arange(8) ^ (np.arange(tokens) % 8)[:, None] if swizzled else np.tile(np.arange(8), (tokens, 1))
     np.testing.assert_array_equal(host(raw)[np.arange(tokens)[:, None], pieces].reshape(tokens, columns), box)
     want = np.full_like(x, 7)

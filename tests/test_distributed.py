@@ -12,20 +12,19 @@ from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
+from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.distributed import Disagreement, RankLost, run_threads
 from linattn_np.errors import ContractError, ContractTypeError, NotSupported
 from linattn_np.ops import OPS
-from linattn_np.declarations import GLA_VALUE_GATE
 
 VARIANTS = {op.name: (op, {}) for op in OPS if op.name != "softmax_attention"}
 VARIANTS["retention"] = VARIANTS["retention"][0], {"gamma": [0.5, 0.9]}
 VARIANTS["linear_attention-exp"] = VARIANTS["linear_attention"][0], {"feature_map": "exp"}
-VARIANTS["linear_attention-normalized"] = (VARIANTS["linear_attention"][0],
-                                           {"feature_map": "elu", "normalize": True})
+VARIANTS["linear_attention-normalized"] = (VARIANTS["linear_attention"][0], {"feature_map": "elu", "normalize": True})
 VARIANTS["gla-gv"] = GLA_VALUE_GATE, {}
 SIZES = {"B": 2, "H": 2, "K": 6, "V": 5}
 LENGTHS = {1: [150], 2: [101, 49], 3: [40, 0, 110], 4: [33, 64, 1, 52]}
-BOUNDS = [0, 0, 20, 20, 105, 139, 150, 150]         # empty ones, one within a rank, one over a rank, one over three
+BOUNDS = [0, 0, 20, 20, 105, 139, 150, 150]  # empty ones, one within a rank, one over a rank, one over three
 
 
 class Call:
@@ -34,8 +33,20 @@ class Call:
     Everything is in the layout of the call.
     """
 
-    def __init__(self, variant, rng, *, packed=False, dtype=DOUBLE, states=True, heads=1, mask=False, total=150,
-                 gate="logsigmoid", **options):
+    def __init__(
+        self,
+        variant,
+        rng,
+        *,
+        packed=False,
+        dtype=DOUBLE,
+        states=True,
+        heads=1,
+        mask=False,
+        total=150,
+        gate="logsigmoid",
+        **options,
+    ):
         self.op, self.own = VARIANTS[variant]
         self.name = self.op.name.split()[0]
         self.options = self.own | options
@@ -44,22 +55,32 @@ class Call:
             self.options["cu_seqlens"], sizes["B"] = BOUNDS, 1
         self.arrays = draw(self.op, rng, sizes, dtype, gate)
         declared = stated(self.op, self.own)
-        if heads > 1:                           # value heads, and with them the heads of S, though not of z
+        if heads > 1:  # value heads, and with them the heads of S, though not of z
             grown = sizes | {"H": heads * sizes["H"]}
-            self.arrays = [x if axes.split()[-1] != "V" else y for x, y, axes in zip(
-                self.arrays, draw(self.op, rng, grown, dtype, gate), self.op.arrays.values())]
+            self.arrays = [
+                x if axes.split()[-1] != "V" else y
+                for x, y, axes in zip(self.arrays, draw(self.op, rng, grown, dtype, gate), self.op.arrays.values())
+            ]
             sizes["S"] = heads
         state_dtype = DOUBLE if dtype == DOUBLE else SINGLE
-        self.state = tuple(part if part.ndim == 4 or heads == 1 else part[:, :SIZES["H"]] for part in draw_states(
-            declared, rng, sizes | {"H": heads * sizes["H"]}, state_dtype)) if states else ()
+        self.state = (
+            tuple(
+                part if part.ndim == 4 or heads == 1 else part[:, : SIZES["H"]]
+                for part in draw_states(declared, rng, sizes | {"H": heads * sizes["H"]}, state_dtype)
+            )
+            if states
+            else ()
+        )
         self.do = rng.standard_normal((sizes["B"], heads * sizes["H"], total, sizes["V"])).astype(dtype)
         self.dht = tuple(rng.standard_normal(part.shape).astype(state_dtype) for part in self.state)
         if self.options.get("state_v_first"):
             self.state, self.dht = (tuple(x.swapaxes(2, 3) for x in parts) for parts in (self.state, self.dht))
         if self.options.get("layout") == "bthd":
             self.do = np.ascontiguousarray(self.do.swapaxes(1, 2))
-            self.arrays = [np.ascontiguousarray(x.swapaxes(1, 2)) if "T" in axes.split() else x
-                           for x, axes in zip(self.arrays, self.op.arrays.values())]
+            self.arrays = [
+                np.ascontiguousarray(x.swapaxes(1, 2)) if "T" in axes.split() else x
+                for x, axes in zip(self.arrays, self.op.arrays.values())
+            ]
         self.mask = rng.random((sizes["B"], total)) < 0.8 if mask else None
         if states:
             self.options["output_final_state"] = True
@@ -83,7 +104,7 @@ class Call:
 
     def on_rank(self, lengths, gradient, comm, *, there=lambda x: x, back=lambda x: x, **more):
         """(results, gradients) of one rank, on the host; `there` and `back` take arrays to where it computes."""
-        stop = sum(lengths[:comm.rank + 1])
+        stop = sum(lengths[: comm.rank + 1])
         start = stop - lengths[comm.rank]
         arrays = [there(self.part(x, axes, start, stop)) for x, axes in zip(self.arrays, self.op.arrays.values())]
         given = {**self.given(start, stop), "comm": comm, **more}
@@ -104,8 +125,10 @@ class Call:
     def whole(self, found):
         """What the ranks found, put together; what every rank has must be the same on all, to the bit."""
         results, gradients = zip(*found)
-        return (self.together(results, [self.op.out]),
-                self.together(gradients, self.op.arrays.values()) if gradients[0] else [])
+        return (
+            self.together(results, [self.op.out]),
+            self.together(gradients, self.op.arrays.values()) if gradients[0] else [],
+        )
 
     def together(self, by_rank, axes):
         whole = []
@@ -257,8 +280,14 @@ def test_two_cards(card, operator, rng):
     if card.cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("there is one CUDA device")
     call = Call(operator, rng, dtype=SINGLE, layout="bthd")
-    found = call.whole(run_threads(partial(call.on_rank, [75, 75], True, there=card.asarray, back=card.tohost,
-                                           segment_size=25), 2, device="cuda", limit_s=60))
+    found = call.whole(
+        run_threads(
+            partial(call.on_rank, [75, 75], True, there=card.asarray, back=card.tohost, segment_size=25),
+            2,
+            device="cuda",
+            limit_s=60,
+        )
+    )
     one = call.on_rank([150], True, distributed.Alone(), there=card.asarray, back=card.tohost, segment_size=25)
     assert all(same_bits(x, y) for x, y in zip(flat(found), flat(one), strict=True))
 
@@ -300,13 +329,16 @@ def refused(change, rng, ranks=3, **options):
     return run_threads(on_rank, ranks, limit_s=10)
 
 
-@pytest.mark.parametrize("name, value, words", [
-    ("reverse", True, "reverse is True on rank 2, but False on ranks 0 and 1"),
-    ("mode", "recurrent", "mode is recurrent on rank 2, but auto on ranks 0 and 1"),
-    ("segment_size", 25, "the size of segments is 25 on rank 2, but None on ranks 0 and 1"),
-    ("output_final_state", False, "output_final_state is False on rank 2, but True on ranks 0 and 1"),
-    ("initial_state", None, "initial_state is not given on rank 2, but given on ranks 0 and 1"),
-])
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("reverse", True, "reverse is True on rank 2, but False on ranks 0 and 1"),
+        ("mode", "recurrent", "mode is recurrent on rank 2, but auto on ranks 0 and 1"),
+        ("segment_size", 25, "the size of segments is 25 on rank 2, but None on ranks 0 and 1"),
+        ("output_final_state", False, "output_final_state is False on rank 2, but True on ranks 0 and 1"),
+        ("initial_state", None, "initial_state is not given on rank 2, but given on ranks 0 and 1"),
+    ],
+)
 def test_ranks_that_differ_are_named(name, value, words, rng):
     def change(rank, arrays, given):
         if name == "mode":
@@ -341,14 +373,20 @@ def test_a_refused_call_ends_all_ranks(rng):
         assert type(error) is Disagreement and f"rank 1 refused its call: ContractError: {words}" in str(error)
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"cu_seqlens": [0, 100], "initial_state": None}, "packs all sequences into one row, so B must be 1"),
-    ({"segment_size": 20}, r"segment_size is 20, but the ranks have \[50, 50, 50\] tokens"),
-    ({"segment_size": 0}, "segment_size is 0, expected a positive int or None"),
-    ({"mode": "none"}, "mode is 'none', expected one of"),
-    ({"backend": "cupy"}, "gla: cupy: the arrays are on the host"),
-    ({"initial_state": np.zeros((1, 2, 6, 5))}, "initial_state is .1, 2, 6, 5., expected .N, H, K, V. = .2, 2, 6, 5."),
-])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"cu_seqlens": [0, 100], "initial_state": None}, "packs all sequences into one row, so B must be 1"),
+        ({"segment_size": 20}, r"segment_size is 20, but the ranks have \[50, 50, 50\] tokens"),
+        ({"segment_size": 0}, "segment_size is 0, expected a positive int or None"),
+        ({"mode": "none"}, "mode is 'none', expected one of"),
+        ({"backend": "cupy"}, "gla: cupy: the arrays are on the host"),
+        (
+            {"initial_state": np.zeros((1, 2, 6, 5))},
+            "initial_state is .1, 2, 6, 5., expected .N, H, K, V. = .2, 2, 6, 5.",
+        ),
+    ],
+)
 def test_misfits_are_refused(given, words, rng):
     for error in refused(lambda rank, arrays, all_given: all_given.update(given), rng):
         assert re.search(words, str(error))
@@ -382,7 +420,7 @@ def test_gradients_that_do_not_fit_end_all_ranks(rng):
             distributed.vjp(distributed.gla, *parts, comm=comm, out=parts[2])
         _, pullback = distributed.vjp(distributed.gla, *parts, comm=comm)
         with pytest.raises(ContractError) as raised:
-            pullback(call.do[:, :, :75 - comm.rank])
+            pullback(call.do[:, :, : 75 - comm.rank])
         return str(raised.value)
 
     first, second = run_threads(on_rank, 2, limit_s=10)

@@ -52,9 +52,17 @@ def under_torchrun(ranks, *what):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
-    started = [subprocess.Popen([sys.executable, "distributed_ranks.py", *what], cwd=HERE, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               env=ENVIRONMENT | given | {"RANK": str(rank)}) for rank in range(ranks)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "distributed_ranks.py", *what],
+            cwd=HERE,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=ENVIRONMENT | given | {"RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
     try:
         said = [process.communicate(timeout=60)[0] for process in started]
     finally:
@@ -132,6 +140,7 @@ def test_cupy_has_what_the_nccl_engine_calls():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     assert all(hasattr(cupy.cuda.Stream, name) for name in ("is_capturing", "launch_host_func", "record", "wait_event"))
     from cupy.cuda import nccl
+
     if not nccl.available:
         pytest.skip("CuPy finds no NCCL")
     assert all(hasattr(nccl.NcclCommunicator, name) for name in ("allGather", "send", "recv", "abort", "initAll"))
@@ -176,11 +185,11 @@ def stand_in(monkeypatch):
             self.size, self.rank, self.shared = size, rank, shared
 
         @classmethod
-        def initAll(cls, size):                                     # noqa: N802  (NCCL's name)
+        def initAll(cls, size):  # noqa: N802  (NCCL's name)
             shared = threading.Barrier(size), {}
             return [cls(size, b"", rank, shared) for rank in range(size)]
 
-        def allGather(self, source, to, count, dtype, stream):      # noqa: N802
+        def allGather(self, source, to, count, dtype, stream):  # noqa: N802
             assert (dtype, stream) == (1, 7)
             said.append("own gathers")
             barrier, sources = self.shared
@@ -207,9 +216,14 @@ def stand_in(monkeypatch):
 
     current = Stream()
     nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NcclCommunicator=Communicator)
-    cuda = SimpleNamespace(nccl=nccl, Stream=Stream, Event=lambda disable_timing: "event",
-                           get_current_stream=lambda: current, Device=lambda ordinal: nullcontext(),
-                           runtime=SimpleNamespace(getDeviceCount=lambda: 2))
+    cuda = SimpleNamespace(
+        nccl=nccl,
+        Stream=Stream,
+        Event=lambda disable_timing: "event",
+        get_current_stream=lambda: current,
+        Device=lambda ordinal: nullcontext(),
+        runtime=SimpleNamespace(getDeviceCount=lambda: 2),
+    )
     cupy = SimpleNamespace(cuda=cuda, ndarray=OnCard, empty=lambda shape, dtype: OnCard(np.empty(shape, dtype)))
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -218,8 +232,9 @@ def stand_in(monkeypatch):
 
 def test_the_nccl_engine_gathers_on_its_own_stream(stand_in):
     """What the engine asks of CuPy, with a stand-in: it has no cards to run on here."""
+
     def on_rank(comm):
-        assert (comm.all_gather(np.array([comm.rank]))() == [[0], [1]]).all()       # the host's, beside it
+        assert (comm.all_gather(np.array([comm.rank]))() == [[0], [1]]).all()  # the host's, beside it
         wait = comm.all_gather(OnCard(np.full(3, 10.0 * comm.rank)))
         gathered = wait().host
         if comm.rank == 0:
@@ -255,8 +270,12 @@ def test_the_benchmark_runs_on_threads(tmp_path):
     subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=60, env=ENVIRONMENT)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     found = {(row["op"], row["pass"], row["scaling"]) for row in rows}
-    assert found == {(op, kind, scaling) for op in ("gla", "rwkv6") for kind in ("forward", "backward")
-                     for scaling in ("weak", "strong")}
+    assert found == {
+        (op, kind, scaling)
+        for op in ("gla", "rwkv6")
+        for kind in ("forward", "backward")
+        for scaling in ("weak", "strong")
+    }
     state_and_decay, digest, bonus = 4 * 2 * (8 * 8 + 8), 32, 4 * 2 * 8
     for row in rows:
         assert row["sent"] == state_and_decay + digest + bonus * ((row["op"], row["pass"]) == ("rwkv6", "backward"))
@@ -267,14 +286,20 @@ def test_the_benchmark_runs_on_threads(tmp_path):
 def test_shard_map():
     """Results and gradients of arrays that are cut over four devices; JAX makes these of a host when it starts."""
     pytest.importorskip("jax", reason="jax is not installed")
-    done = subprocess.run([sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=200,
-                          env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=200, env=ENVIRONMENT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     names = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
     wanted = [*(f"{name} over heads" for name in names), "gla over batch", "rwkv6 over batch"]
-    wanted += ["rwkv6 over batch unchecked", *(f"{name} over the sequence" for name in names),
-               "gla over the sequence in reverse", "rwkv6 over the sequence unchecked",
-               "the normaliser over the sequence", "a gate of values over the sequence"]
+    wanted += [
+        "rwkv6 over batch unchecked",
+        *(f"{name} over the sequence" for name in names),
+        "gla over the sequence in reverse",
+        "rwkv6 over the sequence unchecked",
+        "the normaliser over the sequence",
+        "a gate of values over the sequence",
+    ]
     *holding, refusal = done.stdout.splitlines()
     assert holding == wanted
     assert refusal.startswith("gla: cu_seqlens cannot be combined with axis_name")

@@ -13,17 +13,23 @@ from linattn_np import stages
 from linattn_np.ops import OPS
 
 PUBLIC = {name: x for name in linattn_np.__all__ if inspect.isfunction(x := getattr(linattn_np, name))}
-PUBLIC |= {f"stages.{name}": getattr(stages, name) for name in
-           ("chunk_cumsum", "gated_qk", "inter_chunk", "intra_chunk", "combine")}
+PUBLIC |= {
+    f"stages.{name}": getattr(stages, name)
+    for name in ("chunk_cumsum", "gated_qk", "inter_chunk", "intra_chunk", "combine")
+}
 
 
 ROOT = Path(__file__).parents[1]
 # A module of Numba kernels cannot be imported without Numba, and has no examples.
-MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-                 for path in (ROOT / "linattn_np").rglob("*.py") if "numba" not in path.parts)
+MODULES = sorted(
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for path in (ROOT / "linattn_np").rglob("*.py")
+    if "numba" not in path.parts
+)
 
-NEEDED = {f"linattn_np.interop.{module}": module.split("_")[0]
-          for module in ("jax", "jax_axis", "torch", "torch_transforms")}
+NEEDED = {
+    f"linattn_np.interop.{module}": module.split("_")[0] for module in ("jax", "jax_axis", "torch", "torch_transforms")
+}
 
 
 @pytest.mark.parametrize("module", MODULES)

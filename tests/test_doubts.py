@@ -33,14 +33,21 @@ def test_time_where_heads_should_be(arrays):
     (message,) = told(lambda: gla(*turned))
     assert message.startswith("gla: q is (2, 500, 4, 8), read as [B, H, T, ...]: H=500 heads of T=4 tokens.")
     assert 'layout="bthd"' in message
-    for call in (lambda: gla(*turned), lambda: vjp(gla, *turned), lambda: explain(gla, *turned),
-                 lambda: softmax_attention(*turned[:3]), lambda: gla(*turned, output_final_state=True)):
-        assert len(told(call)) == 1                             # those alike an earlier one too
+    for call in (
+        lambda: gla(*turned),
+        lambda: vjp(gla, *turned),
+        lambda: explain(gla, *turned),
+        lambda: softmax_attention(*turned[:3]),
+        lambda: gla(*turned, output_final_state=True),
+    ):
+        assert len(told(call)) == 1  # those alike an earlier one too
     assert not told(lambda: gla(*turned, layout="bthd")) and not told(lambda: gla(*arrays))
 
 
-@pytest.mark.parametrize("H, T, expected", [(128, 1, 0), (96, 2, 0), (64, 16, 0), (128, 4, 1), (129, 1, 1), (300, 1, 1),
-                                            (300, 300, 0), (300, 512, 0)])
+@pytest.mark.parametrize(
+    "H, T, expected",
+    [(128, 1, 0), (96, 2, 0), (64, 16, 0), (128, 4, 1), (129, 1, 1), (300, 1, 1), (300, 300, 0), (300, 512, 0)],
+)
 def test_heads_that_models_have(H, T, expected):
     x = np.zeros((1, H, T, 2), np.float32)
     assert len(told(lambda: gla(x, x, x, x))) == expected
@@ -64,7 +71,7 @@ def test_gates_above_0_that_do_not_overflow(arrays):
     above[:, :, ::2] = 3.0
     for gates in (np.full_like(g, 0.1), above, np.full_like(g, np.nan), np.full_like(g, -np.inf)):
         assert not told(lambda: gla(q, k, v, gates))
-    assert not told(lambda: gla(*(x[:, :, :80] for x in (q, k, v, np.full_like(g, 0.9)))))      # 72 nats at most
+    assert not told(lambda: gla(*(x[:, :, :80] for x in (q, k, v, np.full_like(g, 0.9)))))  # 72 nats at most
     assert told(lambda: gla(*(x[:, :, :20] for x in (q, k, v, np.full_like(g, 5.0)))))
 
 

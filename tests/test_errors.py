@@ -6,11 +6,25 @@ from conftest import SIMULATOR, Numpy
 from reference import assert_close, draw, guarded, same_bits
 
 import linattn_np
-from linattn_np import (ContractError, ContractTypeError, NotSupported, explain, gla, gla_step, linear_attention,
-                        retention, rwkv6, rwkv6_step, simple_gla, softmax_attention, stages, vjp)
+from linattn_np import (
+    ContractError,
+    ContractTypeError,
+    NotSupported,
+    explain,
+    gla,
+    gla_step,
+    linear_attention,
+    retention,
+    rwkv6,
+    rwkv6_step,
+    simple_gla,
+    softmax_attention,
+    stages,
+    vjp,
+)
 from linattn_np.arrays import BFLOAT16
-from linattn_np.ops import OPS
 from linattn_np.declarations import GLA_STEP
+from linattn_np.ops import OPS
 
 B, H, T, K, V = 2, 3, 7, 4, 5
 SIZES = {"B": B, "H": H, "T": T, "K": K, "V": V, "N": B}
@@ -31,7 +45,12 @@ WRONG_CALLS = {
     # shapes and ranks
     "rank": (gla, {"k": zeros(B, T, K)}, ContractError, ["k has 3 axes", "(2, 7, 4)", "[B, H, T, K]"]),
     "rank-bthd": (gla, {"k": zeros(B, T, K), "layout": "bthd"}, ContractError, ["k has 3 axes", "[B, T, H, K]"]),
-    "scalar": (gla, {"q": np.float32(1) * zeros(1)[0]}, ContractTypeError, ["q is a numpy.float32", "expected an array"]),
+    "scalar": (
+        gla,
+        {"q": np.float32(1) * zeros(1)[0]},
+        ContractTypeError,
+        ["q is a numpy.float32", "expected an array"],
+    ),
     "T": (gla, {"v": zeros(B, H, 3, V)}, ContractError, ["v has T=3", "T=7 elsewhere", "(2, 3, 3, 5)", "[B, H, T, V]"]),
     "B": (gla, {"k": zeros(1, H, T, K)}, ContractError, ["k has B=1", "B=2 elsewhere"]),
     "H": (gla, {"g": zeros(B, 1, T, K)}, ContractError, ["g has H=1", "H=3 elsewhere"]),
@@ -43,12 +62,27 @@ WRONG_CALLS = {
     "no-values": (gla, {"v": zeros(B, H, T, 0)}, ContractError, ["v has V=0", "at least 1"]),
     "layout-swapped": (gla, {"layout": "bthd", "v": zeros(B, T, H, V)}, ContractError, ["v has ", "[B, T, H, V]"]),
     # dtypes and kinds
-    "integers": (gla, {"q": zeros(B, H, T, K, dtype=np.int32)}, ContractTypeError, ["q has dtype int32", "float64", "bfloat16"]),
+    "integers": (
+        gla,
+        {"q": zeros(B, H, T, K, dtype=np.int32)},
+        ContractTypeError,
+        ["q has dtype int32", "float64", "bfloat16"],
+    ),
     "complex": (gla, {"v": zeros(B, H, T, V, dtype=np.complex64)}, ContractTypeError, ["v has dtype complex64"]),
     "long-double": (gla, {"v": zeros(B, H, T, V, dtype=np.longdouble)}, ContractTypeError, ["v has dtype"]),
-    "mixed-dtypes": (gla, {"k": zeros(B, H, T, K, dtype=np.float64)}, ContractTypeError, ["k has dtype float64", "float32"]),
+    "mixed-dtypes": (
+        gla,
+        {"k": zeros(B, H, T, K, dtype=np.float64)},
+        ContractTypeError,
+        ["k has dtype float64", "float32"],
+    ),
     "half-k": (gla, {"k": zeros(B, H, T, K, dtype=BFLOAT16)}, ContractTypeError, ["k has dtype bfloat16", "float32"]),
-    "half-gate": (gla, {"g": zeros(B, H, T, K, dtype=np.float16)}, ContractTypeError, ["g has dtype float16", "float32"]),
+    "half-gate": (
+        gla,
+        {"g": zeros(B, H, T, K, dtype=np.float16)},
+        ContractTypeError,
+        ["g has dtype float16", "float32"],
+    ),
     "double-gate": (gla, {"g": zeros(B, H, T, K, dtype=np.float64)}, ContractTypeError, ["g has dtype float64"]),
     "list": (gla, {"q": zeros(B, H, T, K).tolist()}, ContractTypeError, ["q is a builtins.list", "expected an array"]),
     "none": (gla, {"v": None}, ContractTypeError, ["v is a builtins.NoneType"]),
@@ -61,17 +95,42 @@ WRONG_CALLS = {
     "chunk_size-odd": (gla, {"chunk_size": 40}, ContractError, ["chunk_size is 40", "multiple of 16"]),
     "chunk_size-negative": (gla, {"chunk_size": -64}, ContractError, ["chunk_size is -64"]),
     "chunk_size-float": (gla, {"chunk_size": 64.0}, ContractError, ["chunk_size is 64.0", "multiple of 16"]),
-    "chunk_size-huge": (gla, {"chunk_size": 16 * 10**5000}, ContractError, ["chunk_size is a builtins.int", "multiple of 16"]),
+    "chunk_size-huge": (
+        gla,
+        {"chunk_size": 16 * 10**5000},
+        ContractError,
+        ["chunk_size is a builtins.int", "multiple of 16"],
+    ),
     "chunk_size-bool": (gla, {"chunk_size": True}, ContractError, ["chunk_size is True"]),
-    "chunk_size-recurrent": (gla, {"chunk_size": 64, "mode": "recurrent"}, ContractError, ["chunk_size", "'recurrent'"]),
+    "chunk_size-recurrent": (
+        gla,
+        {"chunk_size": 64, "mode": "recurrent"},
+        ContractError,
+        ["chunk_size", "'recurrent'"],
+    ),
     "materialize": (gla, {"materialize": "yes"}, ContractError, ["materialize is 'yes'", "True, False or None"]),
-    "materialize-recurrent": (gla, {"materialize": True, "mode": "recurrent"}, ContractError, ["materialize", "'recurrent'"]),
-    "materialize-staged": (gla, {"materialize": False, "mode": "staged"}, ContractError, ["materialize is False", "'staged'"]),
+    "materialize-recurrent": (
+        gla,
+        {"materialize": True, "mode": "recurrent"},
+        ContractError,
+        ["materialize", "'recurrent'"],
+    ),
+    "materialize-staged": (
+        gla,
+        {"materialize": False, "mode": "staged"},
+        ContractError,
+        ["materialize is False", "'staged'"],
+    ),
     "scale-text": (gla, {"scale": "1"}, ContractTypeError, ["scale is '1'", "finite number"]),
     "scale-nan": (gla, {"scale": float("nan")}, ContractError, ["scale is nan", "finite number"]),
     "scale-inf": (gla, {"scale": float("inf")}, ContractError, ["scale is inf", "finite number"]),
     "scale-huge": (gla, {"scale": 10**400}, ContractError, ["scale is 1000", "finite number in float32"]),
-    "scale-digits": (gla, {"scale": -10**5000}, ContractError, ["scale is a builtins.int", "finite number in float32"]),
+    "scale-digits": (
+        gla,
+        {"scale": -(10**5000)},
+        ContractError,
+        ["scale is a builtins.int", "finite number in float32"],
+    ),
     "scale-double": (gla, {"scale": 1e300}, ContractError, ["scale is 1e+300", "finite number in float32"]),
     "scale-half": (gla, {"scale": np.float64(4e38)}, ContractError, ["scale is", "finite number in float32"]),
     "scale-array": (gla, {"scale": zeros(1)}, ContractTypeError, ["scale is", "finite number"]),
@@ -82,23 +141,53 @@ WRONG_CALLS = {
     "reverse-none": (gla, {"reverse": None}, ContractTypeError, ["reverse is None", "True or False"]),
     "output_final_state": (gla, {"output_final_state": "no"}, ContractTypeError, ["output_final_state is 'no'"]),
     "state_v_first": (gla, {"state_v_first": zeros(2)}, ContractTypeError, ["state_v_first is a numpy.ndarray (2,)"]),
-    "state_v_first-state": (gla, {"state_v_first": zeros(2), "initial_state": zeros(B, H, K, V)}, ContractTypeError,
-                            ["state_v_first is a numpy.ndarray (2,)"]),
+    "state_v_first-state": (
+        gla,
+        {"state_v_first": zeros(2), "initial_state": zeros(B, H, K, V)},
+        ContractTypeError,
+        ["state_v_first is a numpy.ndarray (2,)"],
+    ),
     "normalize": (linear_attention, {"normalize": "no"}, ContractTypeError, ["normalize is 'no'", "True or False"]),
     "causal": (softmax_attention, {"causal": 0}, ContractTypeError, ["causal is 0", "True or False"]),
     "materialize-number": (gla, {"materialize": 0}, ContractError, ["materialize is 0", "True, False or None"]),
     # states
-    "state-shape": (gla, {"initial_state": zeros(B, H, V, K)}, ContractError,
-                    ["initial_state is (2, 3, 5, 4)", "[N, H, K, V]", "(2, 3, 4, 5)"]),
-    "state-count": (gla, {"initial_state": zeros(3, H, K, V)}, ContractError, ["initial_state is (3, 3, 4, 5)", "(2, 3, 4, 5)"]),
-    "state-dtype": (gla, {"initial_state": zeros(B, H, K, V, dtype=np.int64)}, ContractTypeError, ["initial_state has dtype int64"]),
+    "state-shape": (
+        gla,
+        {"initial_state": zeros(B, H, V, K)},
+        ContractError,
+        ["initial_state is (2, 3, 5, 4)", "[N, H, K, V]", "(2, 3, 4, 5)"],
+    ),
+    "state-count": (
+        gla,
+        {"initial_state": zeros(3, H, K, V)},
+        ContractError,
+        ["initial_state is (3, 3, 4, 5)", "(2, 3, 4, 5)"],
+    ),
+    "state-dtype": (
+        gla,
+        {"initial_state": zeros(B, H, K, V, dtype=np.int64)},
+        ContractTypeError,
+        ["initial_state has dtype int64"],
+    ),
     "state-list": (gla, {"initial_state": [1.0]}, ContractTypeError, ["initial_state is a builtins.list"]),
-    "state-of-two": (gla, {"initial_state": (zeros(B, H, K, V), zeros(B, H, K))}, ContractTypeError,
-                     ["initial_state has 2 parts", "expected 1"]),
-    "state-without-normaliser": (linear_attention, {"normalize": True, "initial_state": zeros(B, H, K, V)}, ContractTypeError,
-                                 ["initial_state has 1 parts", "expected 2"]),
-    "state-normaliser-shape": (linear_attention, {"normalize": True, "initial_state": (zeros(B, H, K, V), zeros(B, H, V))},
-                               ContractError, ["initial_state is (2, 3, 5)", "[N, H, K]"]),
+    "state-of-two": (
+        gla,
+        {"initial_state": (zeros(B, H, K, V), zeros(B, H, K))},
+        ContractTypeError,
+        ["initial_state has 2 parts", "expected 1"],
+    ),
+    "state-without-normaliser": (
+        linear_attention,
+        {"normalize": True, "initial_state": zeros(B, H, K, V)},
+        ContractTypeError,
+        ["initial_state has 1 parts", "expected 2"],
+    ),
+    "state-normaliser-shape": (
+        linear_attention,
+        {"normalize": True, "initial_state": (zeros(B, H, K, V), zeros(B, H, V))},
+        ContractError,
+        ["initial_state is (2, 3, 5)", "[N, H, K]"],
+    ),
     "state_dtype": (gla, {"state_dtype": np.int32}, ContractTypeError, ["state_dtype is int32", "float32"]),
     "state_dtype-text": (gla, {"state_dtype": "no such"}, ContractTypeError, ["state_dtype is 'no such'"]),
     # options of single operators
@@ -110,13 +199,27 @@ WRONG_CALLS = {
     "gamma-words": (retention, {"gamma": ["half"] * H}, ContractTypeError, ["gamma is", "host numbers"]),
     "gamma-long": (retention, {"gamma": [2.0] * 10**5}, ContractError, ["gamma is (100000,)"]),
     "gamma-huge": (retention, {"gamma": [10**400] * H}, ContractTypeError, ["gamma is [1000", "host numbers"]),
-    "gamma-masked": (retention, {"gamma": np.ma.masked_array([0.5] * H, [True, False, False])}, ContractTypeError,
-                     ["gamma is a numpy.ma.MaskedArray (3,)", "host numbers"]),
-    "feature_map-array": (linear_attention, {"feature_map": zeros(2)}, ContractError, ["feature_map is a numpy.ndarray (2,)"]),
-    "feature_map": (linear_attention, {"feature_map": "gelu"}, ContractError, ["feature_map is 'gelu'", "'elu'", "'exp'"]),
+    "gamma-masked": (
+        retention,
+        {"gamma": np.ma.masked_array([0.5] * H, [True, False, False])},
+        ContractTypeError,
+        ["gamma is a numpy.ma.MaskedArray (3,)", "host numbers"],
+    ),
+    "feature_map-array": (
+        linear_attention,
+        {"feature_map": zeros(2)},
+        ContractError,
+        ["feature_map is a numpy.ndarray (2,)"],
+    ),
+    "feature_map": (
+        linear_attention,
+        {"feature_map": "gelu"},
+        ContractError,
+        ["feature_map is 'gelu'", "'elu'", "'exp'"],
+    ),
     "feature_map-function": (linear_attention, {"feature_map": np.exp}, ContractError, ["feature_map is", "'elu'"]),
 }
-WRONG_BOUNDS = {    # cu_seqlens, and what the message says beside its name
+WRONG_BOUNDS = {  # cu_seqlens, and what the message says beside its name
     "short": ([0, T - 1], ["from 0 to T=7", "0 to 6"]),
     "long": ([0, T + 1], ["from 0 to T=7", "0 to 8"]),
     "late": ([1, T], ["from 0 to T=7", "1 to 7"]),
@@ -178,8 +281,15 @@ def test_wrong_argument(wrong, numpy_host):
         if "rank" not in wrong:
             changes = {**changes, "v": zeros(B, H, T, V)}
     state = given | changes
-    assert_refused(numpy_host, lambda: function(**{**given, **changes, "out": out.view}), error,
-                   DECLARED[function].name, pieces, out=out, unchanged=[x for x in state.values() if isinstance(x, np.ndarray)])
+    assert_refused(
+        numpy_host,
+        lambda: function(**{**given, **changes, "out": out.view}),
+        error,
+        DECLARED[function].name,
+        pieces,
+        out=out,
+        unchanged=[x for x in state.values() if isinstance(x, np.ndarray)],
+    )
 
 
 @pytest.mark.parametrize("wrong", WRONG_BOUNDS)
@@ -187,14 +297,26 @@ def test_wrong_argument(wrong, numpy_host):
 def test_wrong_cu_seqlens(function, wrong, numpy_host):
     bounds, pieces = WRONG_BOUNDS[wrong]
     out = guarded(numpy_host, (1, H, T, V), np.float32)
-    assert_refused(numpy_host, lambda: function(**good_call(function, batch=1), cu_seqlens=bounds, out=out.view),
-                   ContractError, DECLARED[function].name, ["cu_seqlens", *pieces], out=out)
+    assert_refused(
+        numpy_host,
+        lambda: function(**good_call(function, batch=1), cu_seqlens=bounds, out=out.view),
+        ContractError,
+        DECLARED[function].name,
+        ["cu_seqlens", *pieces],
+        out=out,
+    )
 
 
 def test_cu_seqlens_wants_one_row(numpy_host):
     out = guarded(numpy_host, (B, H, T, V), np.float32)
-    assert_refused(numpy_host, lambda: gla(**good_call(gla), cu_seqlens=[0, T], out=out.view), ContractError, "gla",
-                   ["cu_seqlens", "B must be 1", "B=2"], out=out)
+    assert_refused(
+        numpy_host,
+        lambda: gla(**good_call(gla), cu_seqlens=[0, T], out=out.view),
+        ContractError,
+        "gla",
+        ["cu_seqlens", "B must be 1", "B=2"],
+        out=out,
+    )
 
 
 def outs():
@@ -225,7 +347,10 @@ class Mine(np.ndarray):
 
 SUBCLASSES = {
     "masked": (lambda x: np.ma.masked_array(x, x > 0), "numpy.ma.MaskedArray, whose mask would be ignored.*x.filled"),
-    "matrix": (lambda x: x.reshape(-1, x.shape[-1]).view(np.matrix), r"numpy.matrix, a subclass of numpy.ndarray.*np.asarray\(x\)"),
+    "matrix": (
+        lambda x: x.reshape(-1, x.shape[-1]).view(np.matrix),
+        r"numpy.matrix, a subclass of numpy.ndarray.*np.asarray\(x\)",
+    ),
     "own": (lambda x: x.view(Mine), r"test_errors.Mine, a subclass of numpy.ndarray.*np.asarray\(x\)"),
     "records": (lambda x: x.view(np.recarray), r"numpy.rec.*, a subclass of numpy.ndarray.*np.asarray\(x\)"),
 }
@@ -236,7 +361,12 @@ SUBCLASSES = {
 def test_subclasses_are_refused(kind):
     """Their rules would hold in one mode and not in another; the error says how to be rid of them."""
     make, message = SUBCLASSES[kind]
-    given = {**good_call(gla), "initial_state": zeros(B, H, K, V), "out": zeros(B, H, T, V), "mask": np.ones((B, T), bool)}
+    given = {
+        **good_call(gla),
+        "initial_state": zeros(B, H, K, V),
+        "out": zeros(B, H, T, V),
+        "mask": np.ones((B, T), bool),
+    }
     for name in given:
         with pytest.raises(ContractTypeError, match=f"gla: {name} is a .*{message}"):
             gla(**{**given, name: make(given[name])})
@@ -261,8 +391,21 @@ def test_no_error_prints_an_array():
     """Nor a list, whatever it is given for."""
     wide, numbers = zeros(1000, 100), list(range(10**4))
     given = good_call(gla)
-    for name in ("layout", "mode", "scale", "chunk_size", "materialize", "state_dtype", "reverse", "backend", "cu_seqlens",
-                 "output_final_state", "initial_state", "out", "mask"):
+    for name in (
+        "layout",
+        "mode",
+        "scale",
+        "chunk_size",
+        "materialize",
+        "state_dtype",
+        "reverse",
+        "backend",
+        "cu_seqlens",
+        "output_final_state",
+        "initial_state",
+        "out",
+        "mask",
+    ):
         for wrong in (wide, numbers, ["text" * 1000], "text" * 1000):
             with pytest.raises((ContractError, TypeError)) as caught:
                 gla(**given, **{name: wrong})
@@ -282,18 +425,23 @@ def test_out_must_not_overlap(victim):
     buffer = np.random.default_rng(0).standard_normal(4 * B * H * T * V).astype(np.float32)
     given = {**good_call(gla), "initial_state": zeros(B, H, K, V)}
     shape = given[victim].shape
-    given[victim] = buffer[:np.prod(shape)].reshape(shape)
+    given[victim] = buffer[: np.prod(shape)].reshape(shape)
     before = buffer.copy()
     with pytest.raises(ContractError, match=f"gla: out shares memory with {victim}"):
-        gla(**given, out=buffer[8:8 + B * H * T * V].reshape(B, H, T, V))
+        gla(**given, out=buffer[8 : 8 + B * H * T * V].reshape(B, H, T, V))
     assert same_bits(buffer, before)
 
 
 def test_unknown_keywords_are_typeerrors():
     arrays = good_call(gla).values()
-    for call in (lambda: gla(*arrays, scal=1.0), lambda: vjp(gla, *arrays, scal=1.0), lambda: explain(gla, *arrays, scal=1.0),
-                 lambda: gla(*arrays, 1.0), lambda: vjp(gla, *arrays, gamma=0.5),
-                 lambda: linattn_np.softmax_attention(*list(arrays)[:3], initial_state=None)):
+    for call in (
+        lambda: gla(*arrays, scal=1.0),
+        lambda: vjp(gla, *arrays, scal=1.0),
+        lambda: explain(gla, *arrays, scal=1.0),
+        lambda: gla(*arrays, 1.0),
+        lambda: vjp(gla, *arrays, gamma=0.5),
+        lambda: linattn_np.softmax_attention(*list(arrays)[:3], initial_state=None),
+    ):
         with pytest.raises(TypeError):
             call()
 
@@ -304,7 +452,7 @@ def test_missing_arrays_are_typeerrors():
             function(zeros(B, H, T, K))
 
 
-# -- steps --------------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 def wrong_steps():
     state = zeros(B, H, K, V)
     return {
@@ -337,19 +485,21 @@ def test_wrong_step(wrong, numpy_host):
     arrays = dict(zip(GLA_STEP.arrays, draw(GLA_STEP, np.random.default_rng(0), SIZES, np.float32)))
     given = {**arrays, "state": np.random.default_rng(1).standard_normal((B, H, K, V)).astype(np.float32), **changes}
     unchanged = [x for x in given.values() if isinstance(x, np.ndarray)]
-    assert_refused(numpy_host, lambda: gla_step(**given, out=out.view), error, "gla_step", pieces, out=out, unchanged=unchanged)
+    assert_refused(
+        numpy_host, lambda: gla_step(**given, out=out.view), error, "gla_step", pieces, out=out, unchanged=unchanged
+    )
 
 
 @pytest.mark.parametrize("victim", ["state", "q", "g"])
 def test_step_state_and_out_must_not_overlap(victim):
     arrays = dict(zip(GLA_STEP.arrays, draw(GLA_STEP, np.random.default_rng(0), SIZES, np.float32)))
     buffer = np.random.default_rng(1).standard_normal(2 * B * H * K * V).astype(np.float32)
-    state, out = buffer[:B * H * K * V].reshape(B, H, K, V), buffer[5:5 + B * H * V].reshape(B, H, V)
+    state, out = buffer[: B * H * K * V].reshape(B, H, K, V), buffer[5 : 5 + B * H * V].reshape(B, H, V)
     if victim == "state":
         message, given = "out shares memory with state", {**arrays, "state": state, "out": out}
     else:
         message = f"state shares memory with {victim}"
-        given = {**arrays, victim: buffer[5:5 + B * H * K].reshape(B, H, K), "state": state}
+        given = {**arrays, victim: buffer[5 : 5 + B * H * K].reshape(B, H, K), "state": state}
     before = buffer.copy()
     with pytest.raises(ContractError, match=f"gla_step: {message}"):
         gla_step(**given)
@@ -361,8 +511,10 @@ def test_step_wants_a_state():
         rwkv6_step(*(zeros(B, H, K) for _ in range(4)), zeros(H, K))
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("op", [gla_step, np.sum, "gla", None, stages.combine], ids=["step", "ufunc", "name", "none", "stage"])
+# -- gradients ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "op", [gla_step, np.sum, "gla", None, stages.combine], ids=["step", "ufunc", "name", "none", "stage"]
+)
 def test_vjp_and_explain_want_an_operator(op):
     for function in (vjp, explain):
         with pytest.raises(TypeError, match=f"{function.__name__}: op is .*expected one of.*gla, rwkv6"):
@@ -375,12 +527,17 @@ def test_vjp_refuses_out():
         vjp(gla, *good_call(gla).values(), out=out)
 
 
-@pytest.mark.parametrize("do, error, pieces", [
-    (zeros(B, H, T, K), ContractError, ["do is (2, 3, 7, 4)", "(2, 3, 7, 5)"]),
-    (zeros(T, V), ContractError, ["do has 2 axes", "[B, H, T, V]"]),
-    (zeros(B, H, T, V, dtype=np.int8), ContractTypeError, ["do has dtype int8"]),
-    ([1.0], ContractTypeError, ["do is a builtins.list", "expected an array"]),
-    (None, ContractTypeError, ["do is a builtins.NoneType"])], ids=["shape", "rank", "dtype", "list", "none"])
+@pytest.mark.parametrize(
+    "do, error, pieces",
+    [
+        (zeros(B, H, T, K), ContractError, ["do is (2, 3, 7, 4)", "(2, 3, 7, 5)"]),
+        (zeros(T, V), ContractError, ["do has 2 axes", "[B, H, T, V]"]),
+        (zeros(B, H, T, V, dtype=np.int8), ContractTypeError, ["do has dtype int8"]),
+        ([1.0], ContractTypeError, ["do is a builtins.list", "expected an array"]),
+        (None, ContractTypeError, ["do is a builtins.NoneType"]),
+    ],
+    ids=["shape", "rank", "dtype", "list", "none"],
+)
 def test_wrong_do(do, error, pieces):
     _, pull = vjp(gla, *good_call(gla).values())
     with pytest.raises(error) as caught:
@@ -392,7 +549,11 @@ def test_wrong_do(do, error, pieces):
 def test_wrong_dht():
     do = zeros(B, H, T, V)
     _, pull = vjp(gla, *good_call(gla).values())
-    for dht, piece in ((zeros(B, H, V, K), "dht is (2, 3, 5, 4)"), ((do, do), "dht has 2 parts"), ([1.0], "dht is a builtins.list")):
+    for dht, piece in (
+        (zeros(B, H, V, K), "dht is (2, 3, 5, 4)"),
+        ((do, do), "dht has 2 parts"),
+        ([1.0], "dht is a builtins.list"),
+    ):
         with pytest.raises(ContractError) as caught:
             pull(do, dht)
         assert f"gla: {piece}" in str(caught.value)
@@ -407,25 +568,64 @@ def test_the_operator_forgotten(function):
     with pytest.raises(TypeError) as caught:
         function(*good_call(gla).values())
     message = str(caught.value)
-    assert message.startswith(f"{function.__name__}: op is missing, as in {function.__name__}(linattn_np.gla, q, k, v, g)")
+    assert message.startswith(
+        f"{function.__name__}: op is missing, as in {function.__name__}(linattn_np.gla, q, k, v, g)"
+    )
     assert "a numpy.ndarray (2, 3, 7, 4) of float32" in message and "\n" not in message
 
 
-# -- stages -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("call, error, pieces", [
-    (lambda x: stages.chunk_cumsum(x[0]), ContractError, ["chunk_cumsum: g has 3 axes", "[B, H, T, K]"]),
-    (lambda x: stages.chunk_cumsum(x, chunk_size=10), ContractError, ["chunk_cumsum: chunk_size is 10", "multiple of 16"]),
-    (lambda x: stages.chunk_cumsum(x, layout="x"), ContractError, ["chunk_cumsum: layout is 'x'"]),
-    (lambda x: stages.chunk_cumsum(x, backend="x"), ContractError, ["chunk_cumsum: backend is 'x'"]),
-    (lambda x: stages.chunk_cumsum(x, cu_seqlens=[0, 1]), ContractError, ["chunk_cumsum: cu_seqlens"]),
-    (lambda x: stages.gated_qk(x, x, x, x, exclusive="no"), ContractTypeError, ["gated_qk: exclusive is 'no'", "True or False"]),
-    (lambda x: stages.gated_qk(x, x, x, x[:, :, :2]), ContractError, ["gated_qk: e has T=2", "T=7"]),
-    (lambda x: stages.gated_qk(x, x, x.astype(np.float64), x), ContractTypeError, ["gated_qk: b has dtype float64", "float32"]),
-    (lambda x: stages.inter_chunk(x, x, x, initial_state=x), ContractError, ["inter_chunk: initial_state is"]),
-    (lambda x: stages.intra_chunk(x, x, x, u=x), ContractError, ["intra_chunk: u has 4 axes", "[H, K]"]),
-    (lambda x: stages.combine(x, zeros(B, H, 2, K, K), zeros(B, H, T, 64), x), ContractError, ["combine: h has NC=2", "makes it 1"]),
-    (lambda x: stages.combine(x, zeros(B, H, 1, K, K), zeros(B, H, T, 16), x), ContractError, ["combine: A has C=16", "makes it 64"]),
-], ids=["rank", "chunk_size", "layout", "backend", "cu_seqlens", "exclusive", "T", "computed", "state", "u", "NC", "C"])
+# -- stages ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "call, error, pieces",
+    [
+        (lambda x: stages.chunk_cumsum(x[0]), ContractError, ["chunk_cumsum: g has 3 axes", "[B, H, T, K]"]),
+        (
+            lambda x: stages.chunk_cumsum(x, chunk_size=10),
+            ContractError,
+            ["chunk_cumsum: chunk_size is 10", "multiple of 16"],
+        ),
+        (lambda x: stages.chunk_cumsum(x, layout="x"), ContractError, ["chunk_cumsum: layout is 'x'"]),
+        (lambda x: stages.chunk_cumsum(x, backend="x"), ContractError, ["chunk_cumsum: backend is 'x'"]),
+        (lambda x: stages.chunk_cumsum(x, cu_seqlens=[0, 1]), ContractError, ["chunk_cumsum: cu_seqlens"]),
+        (
+            lambda x: stages.gated_qk(x, x, x, x, exclusive="no"),
+            ContractTypeError,
+            ["gated_qk: exclusive is 'no'", "True or False"],
+        ),
+        (lambda x: stages.gated_qk(x, x, x, x[:, :, :2]), ContractError, ["gated_qk: e has T=2", "T=7"]),
+        (
+            lambda x: stages.gated_qk(x, x, x.astype(np.float64), x),
+            ContractTypeError,
+            ["gated_qk: b has dtype float64", "float32"],
+        ),
+        (lambda x: stages.inter_chunk(x, x, x, initial_state=x), ContractError, ["inter_chunk: initial_state is"]),
+        (lambda x: stages.intra_chunk(x, x, x, u=x), ContractError, ["intra_chunk: u has 4 axes", "[H, K]"]),
+        (
+            lambda x: stages.combine(x, zeros(B, H, 2, K, K), zeros(B, H, T, 64), x),
+            ContractError,
+            ["combine: h has NC=2", "makes it 1"],
+        ),
+        (
+            lambda x: stages.combine(x, zeros(B, H, 1, K, K), zeros(B, H, T, 16), x),
+            ContractError,
+            ["combine: A has C=16", "makes it 64"],
+        ),
+    ],
+    ids=[
+        "rank",
+        "chunk_size",
+        "layout",
+        "backend",
+        "cu_seqlens",
+        "exclusive",
+        "T",
+        "computed",
+        "state",
+        "u",
+        "NC",
+        "C",
+    ],
+)
 def test_wrong_stage(call, error, pieces):
     with pytest.raises(error) as caught:
         call(zeros(B, H, T, K))
@@ -433,12 +633,14 @@ def test_wrong_stage(call, error, pieces):
     assert all(piece in str(caught.value) for piece in pieces), str(caught.value)
 
 
-# -- backends -----------------------------------------------------------------------------------------------------------
+# -- backends ----------------------------------------------------------------------------------------------------------
 @pytest.mark.skipif(SIMULATOR, reason="host arrays are what the simulator takes")
 def test_named_backends_that_cannot_run_say_why():
     arrays = good_call(gla).values()
     for name in ("cupy", "numba"):
-        with pytest.raises(NotSupported, match=f"^gla: {name}: (the arrays are on the host|{name}.* is not installed)") as caught:
+        with pytest.raises(
+            NotSupported, match=f"^gla: {name}: (the arrays are on the host|{name}.* is not installed)"
+        ) as caught:
             gla(*arrays, backend=name)
         assert isinstance(caught.value, ValueError)
 
@@ -448,8 +650,13 @@ def test_stages_without_kernels_for_a_dtype_say_so(backend):
         return
     x = backend.asarray(zeros(B, H, T, K, dtype=np.float64))
     A, h = (backend.asarray(zeros(B, H, *shape, dtype=np.float64)) for shape in ((T, 64), (1, K, K)))
-    for stage, arrays in ((stages.chunk_cumsum, [x]), (stages.gated_qk, [x] * 4), (stages.inter_chunk, [x] * 3),
-                          (stages.intra_chunk, [x] * 3), (stages.combine, [x, h, A, x])):
+    for stage, arrays in (
+        (stages.chunk_cumsum, [x]),
+        (stages.gated_qk, [x] * 4),
+        (stages.inter_chunk, [x] * 3),
+        (stages.intra_chunk, [x] * 3),
+        (stages.combine, [x, h, A, x]),
+    ):
         with pytest.raises(NotSupported, match=f"{stage.__name__}: {backend.name}: .*float64"):
             backend.run(stage, *arrays)
 
@@ -478,7 +685,10 @@ def test_host_and_device_do_not_mix(card):
     there = card.asarray
     refused = [
         (lambda: gla(there(q), k, there(v), there(g)), "arrays must share one library"),
-        (lambda: gla(there(q), there(k), there(v), there(g), initial_state=zeros(B, H, K, V)), "initial_state lives on host"),
+        (
+            lambda: gla(there(q), there(k), there(v), there(g), initial_state=zeros(B, H, K, V)),
+            "initial_state lives on host",
+        ),
         (lambda: gla(there(q), there(k), there(v), there(g), out=zeros(B, H, T, V)), "out lives on host"),
         (lambda: gla(q, k, v, g, out=there(zeros(B, H, T, V))), "out lives on cuda:0"),
         (lambda: gla_step(*(there(x[:, :, 0]) for x in (q, k, v, g)), zeros(B, H, K, V)), "state lives on host"),

@@ -21,16 +21,22 @@ import linattn_np
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 GENERATE = [sys.executable, "-m", "linattn_np", "generate"]
 COMMAND = [*GENERATE, "--device", "cpu"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
 
 
 def decode(*arguments, stdin=b""):
-    return subprocess.run([*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, timeout=60, env=ENVIRONMENT)
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, timeout=60, env=ENVIRONMENT
+    )
 
 
 def start(*arguments, **options):
-    return subprocess.Popen([*COMMAND, *arguments], env=ENVIRONMENT, stdout=subprocess.PIPE,
-                            **{"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options})
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        **{"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options},
+    )
 
 
 def austen():
@@ -44,10 +50,45 @@ def test_it_writes_english_with_no_argument():
     assert done.returncode == 0, messages
     assert text.startswith("It is a truth universally acknowledged, that ")
     words = re.findall(r"[a-z]+", text.lower())
-    assert sum(word in {"the", "and", "of", "to", "a", "in", "was", "her", "it", "that", "i", "he", "she", "not", "be",
-                        "his", "had", "as", "for", "with", "you", "is", "have", "at", "by"} for word in words) > len(words) / 5
-    assert re.match(r"device (cpu: RWKV6: device 'cuda' cannot be used: .+|cuda)\n"
-                    r"prefill 45 tokens at \d+ tokens/s\ndecode 400 tokens at \d+ tokens/s\n$", messages)
+    assert (
+        sum(
+            word
+            in {
+                "the",
+                "and",
+                "of",
+                "to",
+                "a",
+                "in",
+                "was",
+                "her",
+                "it",
+                "that",
+                "i",
+                "he",
+                "she",
+                "not",
+                "be",
+                "his",
+                "had",
+                "as",
+                "for",
+                "with",
+                "you",
+                "is",
+                "have",
+                "at",
+                "by",
+            }
+            for word in words
+        )
+        > len(words) / 5
+    )
+    assert re.match(
+        r"device (cpu: RWKV6: device 'cuda' cannot be used: .+|cuda)\n"
+        r"prefill 45 tokens at \d+ tokens/s\ndecode 400 tokens at \d+ tokens/s\n$",
+        messages,
+    )
 
 
 def test_greedy_text():
@@ -89,49 +130,58 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
     process = start("--model", echo_model, "--prompt", "€", "--tokens", "7", "--temperature", "0")
     pieces = []
     while piece := os.read(process.stdout.fileno(), 100):
-        pieces.append(piece.decode())           # raises on a part of a character
+        pieces.append(piece.decode())  # raises on a part of a character
     process.communicate()
-    assert "".join(pieces) == "€€€\ufffd\n"     # the last of the 7 begins a character that ends there
+    assert "".join(pieces) == "€€€\ufffd\n"  # the last of the 7 begins a character that ends there
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    (["--tokens", "0"], "argument --tokens: is '0', expected a whole number from 1 up"),
-    (["--tokens", "many"], "argument --tokens: is 'many', expected"),
-    (["--seed=-1"], "argument --seed: is '-1', expected a whole number from 0 up"),
-    (["--temperature=-1"], "temperature is -1.0, expected a number from 0 up"),
-    (["--temperature=hot"], "argument --temperature: invalid float value: 'hot'"),
-    (["--top-p=0"], "top_p is 0.0, expected a number above 0 and up to 1"),
-    (["--prompt="], "argument --prompt: is empty, expected some text"),
-    (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
-    (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
-    (["--dtype=float16"], "argument --dtype: float16 does not go with --device cpu, which takes float32, bfloat16, int8"),
-    (["--device=cuda", "--dtype=int8"], "argument --dtype: int8 does not go with --device cuda, which takes float32, float16"),
-    (["--fast"], "unrecognized arguments: --fast"),
-    (["--model=nowhere.safetensors"], "No such file or directory: 'nowhere.safetensors'"),
-    (["--model=examples"], "is a folder without a checkpoint, expected a file, or a folder with model.safetensors"),
-    (["--tokens", "9" * 5000], "argument --tokens: is '99"),
-    (["--model", __file__], "expected a .pth that torch wrote, or the ending .safetensors"),
-    (["--top-k=-1"], "argument --top-k: is '-1', expected a whole number from 0 up"),
-    (["--stop="], "argument --stop: is empty, expected some text"),
-    (["--presence=nan"], "Sampling: presence is nan, expected a finite number"),
-    (["--prompt=-"], "argument --prompt: stdin is empty, expected some text"),
-    (["--chat", "--prompt=-"], "argument --chat: reads its lines from stdin, so --prompt cannot be -"),
-    (["--output=o"], "argument --output: goes with --batch-file only"),
-    (["--slots=2"], "argument --slots: goes with --batch-file only"),
-    (["--batch-file=i"], "argument --batch-file: wants --output"),
-    (["--batch-file=i", "--output=o", "--chat"], "argument --batch-file: does not go with --chat"),
-    (["--batch-file=nowhere.jsonl", "--output=o"], "No such file or directory: 'nowhere.jsonl'"),
-    (["--save-state=nowhere/s.npz"], "argument --save-state: nowhere/s.npz cannot be written"),
-    (["--load-state=nowhere.npz", "--prompt=a"], "No such file or directory: 'nowhere.npz'"),
-    (["--load-state", AUSTEN, "--prompt=a"], "is no saved state, or a damaged one"),
-    (["--load-state", __file__, "--prompt=a"], "starts with b'\"\"\"`lina', expected what State.save has written"),
-    (["--load-state=/dev/zero", "--prompt=a"], "is a folder or a device, expected a file"),
-    (["--vocab=/dev/zero"], "World.from_file: /dev/zero is a folder or a device"),
-    (["--batch-file=/dev/zero", "--output=o"], "/dev/zero, line 1 has more than 16777216 bytes"),
-    (["--tokenizer=bytes", "--vocab=v"], "argument --vocab: does not go with --tokenizer bytes"),
-    (["--vocab=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
-    (["--vocab", __file__], "World.from_file: "),
-])
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--tokens", "0"], "argument --tokens: is '0', expected a whole number from 1 up"),
+        (["--tokens", "many"], "argument --tokens: is 'many', expected"),
+        (["--seed=-1"], "argument --seed: is '-1', expected a whole number from 0 up"),
+        (["--temperature=-1"], "temperature is -1.0, expected a number from 0 up"),
+        (["--temperature=hot"], "argument --temperature: invalid float value: 'hot'"),
+        (["--top-p=0"], "top_p is 0.0, expected a number above 0 and up to 1"),
+        (["--prompt="], "argument --prompt: is empty, expected some text"),
+        (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
+        (
+            ["--dtype=float16"],
+            "argument --dtype: float16 does not go with --device cpu, which takes float32, bfloat16, int8",
+        ),
+        (
+            ["--device=cuda", "--dtype=int8"],
+            "argument --dtype: int8 does not go with --device cuda, which takes float32, float16",
+        ),
+        (["--fast"], "unrecognized arguments: --fast"),
+        (["--model=nowhere.safetensors"], "No such file or directory: 'nowhere.safetensors'"),
+        (["--model=examples"], "is a folder without a checkpoint, expected a file, or a folder with model.safetensors"),
+        (["--tokens", "9" * 5000], "argument --tokens: is '99"),
+        (["--model", __file__], "expected a .pth that torch wrote, or the ending .safetensors"),
+        (["--top-k=-1"], "argument --top-k: is '-1', expected a whole number from 0 up"),
+        (["--stop="], "argument --stop: is empty, expected some text"),
+        (["--presence=nan"], "Sampling: presence is nan, expected a finite number"),
+        (["--prompt=-"], "argument --prompt: stdin is empty, expected some text"),
+        (["--chat", "--prompt=-"], "argument --chat: reads its lines from stdin, so --prompt cannot be -"),
+        (["--output=o"], "argument --output: goes with --batch-file only"),
+        (["--slots=2"], "argument --slots: goes with --batch-file only"),
+        (["--batch-file=i"], "argument --batch-file: wants --output"),
+        (["--batch-file=i", "--output=o", "--chat"], "argument --batch-file: does not go with --chat"),
+        (["--batch-file=nowhere.jsonl", "--output=o"], "No such file or directory: 'nowhere.jsonl'"),
+        (["--save-state=nowhere/s.npz"], "argument --save-state: nowhere/s.npz cannot be written"),
+        (["--load-state=nowhere.npz", "--prompt=a"], "No such file or directory: 'nowhere.npz'"),
+        (["--load-state", AUSTEN, "--prompt=a"], "is no saved state, or a damaged one"),
+        (["--load-state", __file__, "--prompt=a"], 'starts with b\'"""`lina\', expected what State.save has written'),
+        (["--load-state=/dev/zero", "--prompt=a"], "is a folder or a device, expected a file"),
+        (["--vocab=/dev/zero"], "World.from_file: /dev/zero is a folder or a device"),
+        (["--batch-file=/dev/zero", "--output=o"], "/dev/zero, line 1 has more than 16777216 bytes"),
+        (["--tokenizer=bytes", "--vocab=v"], "argument --vocab: does not go with --tokenizer bytes"),
+        (["--vocab=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (["--vocab", __file__], "World.from_file: "),
+    ],
+)
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint):
     done = decode(*arguments)
     last = done.stderr.decode().splitlines()[-1]
@@ -144,8 +194,10 @@ def test_other_files_are_one_line_and_exit_code_2(tmp_path):
     path = tmp_path / "model.safetensors"
     weights = austen()
     wide = {name: weights[name][:200] for name in ("emb.weight", "head.weight")}
-    for change, complaint in (({"blocks.0.att.gate_w1": np.zeros((256, 8), np.float32)}, "belongs to RWKV-6 x060a, expected"),
-                              (wide, "has a vocabulary of 200 tokens, expected 256 (bytes) or 65536 (World)")):
+    for change, complaint in (
+        ({"blocks.0.att.gate_w1": np.zeros((256, 8), np.float32)}, "belongs to RWKV-6 x060a, expected"),
+        (wide, "has a vocabulary of 200 tokens, expected 256 (bytes) or 65536 (World)"),
+    ):
         save_file({**weights, **change}, path)
         done = decode(f"--model={path}")
         assert (done.returncode, done.stdout) == (2, b"")
@@ -178,7 +230,9 @@ def test_a_saved_state_goes_on(tmp_path):
     decode("--prompt", "Mr. Knightley an", "--tokens", 1, *GREEDY, "--save-state", state)
     done = decode("--prompt", " Mrs. W", "--tokens", 5, *GREEDY, "--load-state", state, "--save-state", again)
     assert done.stdout == b" Mrs. Weston\n"
-    whole = decode("--prompt", "Mr. Knightley and Mrs. W", "--tokens", 5, *GREEDY, "--save-state", tmp_path / "whole.npz")
+    whole = decode(
+        "--prompt", "Mr. Knightley and Mrs. W", "--tokens", 5, *GREEDY, "--save-state", tmp_path / "whole.npz"
+    )
     assert whole.stdout == b"Mr. Knightley and Mrs. Weston\n"
     np.testing.assert_allclose(np.load(again)["wkv"], np.load(tmp_path / "whole.npz")["wkv"], rtol=0, atol=1e-4)
     alone = decode("--load-state", state)
@@ -212,40 +266,58 @@ def batch(tmp_path):
         done = decode("--batch-file", source, "--output", target, *arguments)
         assert not list(tmp_path.glob("*.part"))
         return done, target
+
     return run
 
 
 def test_a_batch_is_what_the_texts_are_alone(batch):
-    lines = [{"prompt": "It is a truth", "seed": 3}, b"", {"prompt": "Mr. Knight", "temperature": 0, "stop": " his"},
-             {"prompt": "Emm", "temperature": 0, "tokens": 1}, {"prompt": "Anne " * 200, "top_p": 0.5, "top_k": 3}]
+    lines = [
+        {"prompt": "It is a truth", "seed": 3},
+        b"",
+        {"prompt": "Mr. Knight", "temperature": 0, "stop": " his"},
+        {"prompt": "Emm", "temperature": 0, "tokens": 1},
+        {"prompt": "Anne " * 200, "top_p": 0.5, "top_k": 3},
+    ]
     done, target = batch(lines, "--slots", 2, "--tokens", 25)
     assert done.returncode == 0, done.stderr
     out = [json.loads(line) for line in target.read_text().splitlines()]
     assert [line["prompt"] for line in out] == [line["prompt"] for line in lines if line]
-    assert [(line["finish"], line["tokens"]) for line in out] == [("length", 25), ("stop", 11), ("length", 1), ("length", 25)]
+    assert [(line["finish"], line["tokens"]) for line in out] == [
+        ("length", 25),
+        ("stop", 11),
+        ("length", 1),
+        ("length", 25),
+    ]
     assert out[1]["text"] == "ley and" and out[2]["text"] == "a"
     alone = decode("--prompt", "It is a truth", "--seed", 3, "--tokens", 25).stdout.decode()
     assert alone == f"It is a truth{out[0]['text']}\n"
 
 
-@pytest.mark.parametrize("line, complaint", [
-    (b"Emma was", "line 2: the JSON is damaged (Expecting value"),
-    (b"\xff", "line 2: "),
-    (b"[" * 100_000, "line 2: "),
-    (["Emma"], "line 2: the JSON is a list, expected an object"),
-    ({"prompt": ""}, "line 2: expected an object"),
-    ({"prompt": 3}, "line 2: prompt is a int, expected str"),
-    ({"prompt": "a", "length": 3}, "line 2: has an unknown 'length', expected prompt, tokens"),
-    ({"prompt": "a", "tokens": 0}, "line 2: tokens is 0, expected a whole number from 1 up"),
-    ({"prompt": "a", "tokens": True}, "line 2: tokens is a bool, expected int"),
-    ({"prompt": "a", "seed": -1}, "line 2: seed is -1, expected"),
-    ({"prompt": "a", "top_p": 2}, "line 2: Sampling: top_p is 2, expected"),
-    ({"prompt": "a", "stop": [""]}, "line 2: Text: stop is [''], expected"),
-    ({"prompt": "\ud800"}, "line 2: Bytes.encode: text has"),
-    (b'{"prompt": "a", "prompt": "b"}', "line 2: the JSON has a key twice"),
-    ({"prompt": "a", "temperature": 10**400}, "line 2: Sampling: temperature is a whole number of 1329 bits, expected"),
-    ({"prompt": "a", "seed": -10**400}, "line 2: seed is a whole number of 1329 bits, expected"),
-], ids=range(16))
+@pytest.mark.parametrize(
+    "line, complaint",
+    [
+        (b"Emma was", "line 2: the JSON is damaged (Expecting value"),
+        (b"\xff", "line 2: "),
+        (b"[" * 100_000, "line 2: "),
+        (["Emma"], "line 2: the JSON is a list, expected an object"),
+        ({"prompt": ""}, "line 2: expected an object"),
+        ({"prompt": 3}, "line 2: prompt is a int, expected str"),
+        ({"prompt": "a", "length": 3}, "line 2: has an unknown 'length', expected prompt, tokens"),
+        ({"prompt": "a", "tokens": 0}, "line 2: tokens is 0, expected a whole number from 1 up"),
+        ({"prompt": "a", "tokens": True}, "line 2: tokens is a bool, expected int"),
+        ({"prompt": "a", "seed": -1}, "line 2: seed is -1, expected"),
+        ({"prompt": "a", "top_p": 2}, "line 2: Sampling: top_p is 2, expected"),
+        ({"prompt": "a", "stop": [""]}, "line 2: Text: stop is [''], expected"),
+        ({"prompt": "\ud800"}, "line 2: Bytes.encode: text has"),
+        (b'{"prompt": "a", "prompt": "b"}', "line 2: the JSON has a key twice"),
+        (
+            {"prompt": "a", "temperature": 10**400},
+            "line 2: Sampling: temperature is a whole number of 1329 bits, expected",
+        ),
+        ({"prompt": "a", "seed": -(10**400)}, "line 2: seed is a whole number of 1329 bits, expected"),
+    ],
+    ids=range(16),
+)
 def test_a_damaged_line_is_named_and_nothing_is_written(batch, line, complaint):
     done, target = batch([{"prompt": "a"}, line])
     assert done.returncode == 2 and complaint in done.stderr.decode().splitlines()[-1]
@@ -271,22 +343,33 @@ def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
     weights = austen()
     weights["emb.weight"][ord("~")] = np.nan
     save_file(weights, tmp_path / "model.safetensors")
-    done, target = batch([{"prompt": "Emm", "tokens": 1}, {"prompt": "a~"}, {"prompt": "Mr. Knight", "tokens": 3}],
-                         "--model", tmp_path / "model.safetensors", *GREEDY)
+    done, target = batch(
+        [{"prompt": "Emm", "tokens": 1}, {"prompt": "a~"}, {"prompt": "Mr. Knight", "tokens": 3}],
+        "--model",
+        tmp_path / "model.safetensors",
+        *GREEDY,
+    )
     assert done.returncode == 2
     last = done.stderr.decode().splitlines()[-1]
     assert "in.jsonl, line 2: logits are nan for token 0, expected numbers below inf; the" in last
     assert [json.loads(line) for line in target.read_text().splitlines()] == [
         {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"},
-        {"prompt": "a~", "text": "", "tokens": 0, "finish": "error",
-         "error": "logits are nan for token 0, expected numbers below inf"},
-        {"prompt": "Mr. Knight", "text": "ley", "tokens": 3, "finish": "length"}]
+        {
+            "prompt": "a~",
+            "text": "",
+            "tokens": 0,
+            "finish": "error",
+            "error": "logits are nan for token 0, expected numbers below inf",
+        },
+        {"prompt": "Mr. Knight", "text": "ley", "tokens": 3, "finish": "length"},
+    ]
 
 
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 def interruptible(*arguments, **options):
-    return start(*map(str, arguments), **options,
-                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    return start(
+        *map(str, arguments), **options, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    )
 
 
 def until(descriptor, wanted):
@@ -314,7 +397,7 @@ def test_an_interrupt_keeps_the_texts_that_are_done(finished, tmp_path):
     assert process.wait(60) == 130
     process.stdout.close()
     os.close(leader)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"][:1 + finished]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"][: 1 + finished]
     if finished:
         assert json.loads(target.read_text()) == {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"}
 
@@ -332,8 +415,9 @@ def test_an_interrupt_writes_the_state(tmp_path):
 
 def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
     state = tmp_path / "state.npz"
-    process = interruptible("--chat", "--tokens", 1000000, "--stop", "nowhere", *GREEDY, "--save-state", state,
-                            stdin=subprocess.PIPE)
+    process = interruptible(
+        "--chat", "--tokens", 1000000, "--stop", "nowhere", *GREEDY, "--save-state", state, stdin=subprocess.PIPE
+    )
     for line in (b"How do you do?\n", b"And you?\n"):
         process.stdin.write(line)
         process.stdin.flush()
@@ -341,7 +425,8 @@ def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
         process.send_signal(signal.SIGINT)
         until(process.stdout.fileno(), b"\n")
     process.stdin.close()
-    rest, messages = process.stdout.read(), process.stderr.read()
+    process.stdout.read()
+    messages = process.stderr.read()
     assert process.wait(60) == 0, messages
     assert re.fullmatch(rb"device cpu\nprefill \d+ tokens at .*\ndecode \d+ tokens at \d+ tokens/s\n", messages)
     assert decode("--load-state", state, "--prompt", "And", "--tokens", 1).returncode == 0
@@ -374,14 +459,18 @@ def test_a_folder_of_hugging_face_by_its_path(tmp_path):
 
 def test_progress_shows_on_a_terminal():
     leader, follower = pty.openpty()
-    process = subprocess.Popen([*COMMAND, "--tokens", "1", "--prompt", "Anne " * 300], stdout=subprocess.DEVNULL,
-                               stderr=follower, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        [*COMMAND, "--tokens", "1", "--prompt", "Anne " * 300],
+        stdout=subprocess.DEVNULL,
+        stderr=follower,
+        env=ENVIRONMENT,
+    )
     os.close(follower)
     seen = b""
     try:
         while piece := os.read(leader, 1000):
             seen += piece
-    except OSError:                             # how a terminal says that its last writer has left
+    except OSError:  # how a terminal says that its last writer has left
         pass
     os.close(leader)
     assert process.wait(60) == 0

@@ -48,7 +48,7 @@ def test_every_mode_is_named():
     arrays = draw(op, np.random.default_rng(0), SIZES)
     for mode in op.modes:
         assert explain(gla, *arrays, mode=mode).mode == mode
-    assert explain(gla, *arrays).mode in op.modes           # what "auto" became
+    assert explain(gla, *arrays).mode in op.modes  # what "auto" became
 
 
 def test_nothing_is_computed():
@@ -102,8 +102,13 @@ def test_hopper_has_a_kernel_of_its_own(device):
     """For half data whose rows are whole pieces of 16 bytes; the other one takes what is left."""
     every = instances.GatedForward
     own = instances.GatedForwardSm90 if device.capability == 90 else every
-    for sizes, dtype, cls in ((SIXTEEN, BFLOAT16, own), (SIXTEEN, np.float16, own), (SIXTEEN, np.float32, every),
-                              ({**SIXTEEN, "V": 12}, BFLOAT16, every), ({**SIXTEEN, "K": 136}, BFLOAT16, own)):
+    for sizes, dtype, cls in (
+        (SIXTEEN, BFLOAT16, own),
+        (SIXTEEN, np.float16, own),
+        (SIXTEEN, np.float32, every),
+        ({**SIXTEEN, "V": 12}, BFLOAT16, every),
+        ({**SIXTEEN, "K": 136}, BFLOAT16, own),
+    ):
         arrays = [device.upload(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), sizes, dtype)]
         plan = planned.plan_of(next(iter(OPS)).bind(arrays), device)
         (kernel,) = plan.kernels
@@ -128,7 +133,10 @@ def test_on_the_card(card):
 
 
 def test_device_arrays_go_to_cupy_first(card):
-    arrays = [card.asarray(x) for x in draw(next(op for op in OPS if op.name == "rwkv6"), np.random.default_rng(0), SIZES, np.float32)]
+    arrays = [
+        card.asarray(x)
+        for x in draw(next(op for op in OPS if op.name == "rwkv6"), np.random.default_rng(0), SIZES, np.float32)
+    ]
     assert explain(rwkv6, *arrays).backend == "cupy"
     quadratic = explain(rwkv6, *arrays, mode="parallel")
     assert quadratic.backend is None and set(quadratic.reasons) == {"numpy", "cupy", "numba"}

@@ -1,4 +1,6 @@
-"""Batches, text and training take any model with the face that they ask for; what models and layers say of themselves."""
+"""Batches, text and training take any model with the face that they ask for; what models and layers say of
+themselves.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ class Sums:
         return Sums(self.total.copy())
 
     def row(self, slot):
-        return Sums(self.total[slot:slot + 1])
+        return Sums(self.total[slot : slot + 1])
 
     def put(self, slot, state):
         self.total[slot] = state.total[0]

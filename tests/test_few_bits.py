@@ -24,7 +24,7 @@ from linattn_np.models import matrix_loops  # it imports Numba
 ROOT = Path(__file__).parents[1]
 AUSTEN = ROOT / "examples" / "data" / "austen-x060"
 QUANTISE = ROOT / "examples" / "quantise.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
 FEW_BITS = ("bfloat16", "int8", "int4")
 BITS = {"bfloat16": 16, "int8": 8, "int4": 4.5}
 # Of products, relative; int4's numbers come with an offset, which cancels.
@@ -76,7 +76,7 @@ def test_inputs_of_zero_are_not_read(format, rng):
     wanted = matrix(x, Board())
     close(wanted, x @ matrix.widened().T, LIMIT[format])
     if format == "bfloat16":
-        matrix.bits[:, :, ::3] = 0x7FC0                 # NaN
+        matrix.bits[:, :, ::3] = 0x7FC0  # NaN
         np.testing.assert_array_equal(matrix(x, Board()), wanted)
     assert not matrix(np.zeros((1, 70), np.float32), Board()).any()
 
@@ -179,8 +179,10 @@ def test_a_board_says_when_it_is_over(size):
 # -- models -----------------------------------------------------------------------------------------------------------
 def rounded(weights):
     """Matrices that bfloat16 can hold, in float32."""
-    return {name: array.astype(ml_dtypes.bfloat16).astype(np.float32) if is_matrix(name) else array
-            for name, array in weights.items()}
+    return {
+        name: array.astype(ml_dtypes.bfloat16).astype(np.float32) if is_matrix(name) else array
+        for name, array in weights.items()
+    }
 
 
 @pytest.mark.parametrize("lengths", [[1] * 12, [12], [30, 1, 1, 9]], ids=str)
@@ -263,7 +265,7 @@ def test_the_default_is_the_checkpoints(weights, tmp_path, monkeypatch):
     half = {name: array.astype(np.float16) for name, array in weights.items()}
     assert RWKV6(half).layers.dtype == "float32"
     assert RWKV6.from_file(AUSTEN / "model.safetensors").layers.dtype == "bfloat16"
-    monkeypatch.setitem(sys.modules, "linattn_np.models.matrix_loops", None)        # as if there were no Numba
+    monkeypatch.setitem(sys.modules, "linattn_np.models.matrix_loops", None)  # as if there were no Numba
     monkeypatch.delattr(linattn_np.models, "matrix_loops")
     matrices.loops.cache_clear()
     assert RWKV6.from_file(AUSTEN / "model.safetensors").layers.dtype == "float32"
@@ -280,21 +282,24 @@ def test_a_quantised_file_is_the_same_model(dtype, tmp_path):
     model, tokens = RWKV6.from_file(path), [list(b"Emma was")]
     assert model.layers.dtype == dtype
     np.testing.assert_array_equal(model.forward(tokens)[0], RWKV6(weights, dtype=dtype).forward(tokens)[0])
-    wide = RWKV6.from_file(path, dtype="float32")           # with the matrices of low rank in bfloat16
+    wide = RWKV6.from_file(path, dtype="float32")  # with the matrices of low rank in bfloat16
     close(wide.forward(tokens)[0], model.forward(tokens)[0], 1e-4 if dtype == "bfloat16" else 1e-2)
-    write_arrays(path, RWKV6.quantise(checkpoint.read(path), dtype))                    # once more changes little
+    write_arrays(path, RWKV6.quantise(checkpoint.read(path), dtype))  # once more changes little
     close(RWKV6.from_file(path).forward(tokens)[0], model.forward(tokens)[0], 0.1)
 
 
-@pytest.mark.parametrize("change, complaint", [
-    ({"head.weight.scales": np.ones(3, np.float32)}, r"scales' is float32 \(3,\), expected float32 \(256,\)"),
-    ({"head.weight.scales": np.ones(256, np.float16)}, r"is float16 \(256,\), expected float32"),
-    ({"head.weight.scales": np.full(256, np.nan, np.float32)}, "has numbers that are not finite"),
-    ({"head.weight": np.ones((256, 256), np.int16)}, "'head.weight' is int16 with 2 axes and has scales"),
-    ({"head.weight": np.ones((2, 256, 256), np.int8)}, "'head.weight' is int8 with 3 axes and has scales"),
-    ({"head.weight": np.ones((256, 255), np.int8)}, r"head.weight is \(256, 255\), expected"),
-    ({"neck.weight.scales": np.ones(3, np.float32)}, "'neck.weight.scales' are the scales of no matrix"),
-])
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"head.weight.scales": np.ones(3, np.float32)}, r"scales' is float32 \(3,\), expected float32 \(256,\)"),
+        ({"head.weight.scales": np.ones(256, np.float16)}, r"is float16 \(256,\), expected float32"),
+        ({"head.weight.scales": np.full(256, np.nan, np.float32)}, "has numbers that are not finite"),
+        ({"head.weight": np.ones((256, 256), np.int16)}, "'head.weight' is int16 with 2 axes and has scales"),
+        ({"head.weight": np.ones((2, 256, 256), np.int8)}, "'head.weight' is int8 with 3 axes and has scales"),
+        ({"head.weight": np.ones((256, 255), np.int8)}, r"head.weight is \(256, 255\), expected"),
+        ({"neck.weight.scales": np.ones(3, np.float32)}, "'neck.weight.scales' are the scales of no matrix"),
+    ],
+)
 def test_files_that_are_refused(change, complaint, tmp_path):
     stored = RWKV6.quantise(checkpoint.read(AUSTEN / "model.safetensors"), "int8")
     path = tmp_path / "few.safetensors"
@@ -313,8 +318,14 @@ def test_a_file_without_its_scales_is_refused(tmp_path):
 
 # -- the example ------------------------------------------------------------------------------------------------------
 def quantise(*arguments):
-    return subprocess.run([sys.executable, str(QUANTISE), *map(str, arguments)], capture_output=True, text=True,
-                          timeout=120, env=ENVIRONMENT, check=False)
+    return subprocess.run(
+        [sys.executable, str(QUANTISE), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -334,12 +345,15 @@ def test_the_example_writes_a_file_and_tells_the_loss(novel, tmp_path):
     assert wrote.startswith(f"wrote {out}, 3.1 MB of 8.1") and "head.weight.scales" in load_file(out)
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    (["--out=few.bin"], "argument --out: is few.bin, expected the ending .safetensors"),
-    (["--out={model}"], "argument --out: is the file of --model, which would be lost"),
-    (["--out=few.safetensors", "--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
-    (["--out=few.safetensors", "--model={empty}"], "is empty"),
-])
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--out=few.bin"], "argument --out: is few.bin, expected the ending .safetensors"),
+        (["--out={model}"], "argument --out: is the file of --model, which would be lost"),
+        (["--out=few.safetensors", "--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["--out=few.safetensors", "--model={empty}"], "is empty"),
+    ],
+)
 def test_what_the_example_refuses(novel, tmp_path, arguments, complaint):
     model, empty = tmp_path / "model.safetensors", tmp_path / "empty.safetensors"
     save_file(load_file(AUSTEN / "model.safetensors"), model)

@@ -54,10 +54,12 @@ def test_a_users_own_part_is_never_touched(save, tmp_path):
 
 def test_two_processes_that_save_to_one_path_tear_nothing(tmp_path):
     path, writers = tmp_path / "x", []
-    script = ("import sys; from linattn_np.models.files import replaced\n"
-              "for _ in range(60):\n"
-              "    with replaced(sys.argv[1]) as file:\n"
-              "        for _ in range(100): file.write(sys.argv[2].encode() * 5000)")
+    script = (
+        "import sys; from linattn_np.models.files import replaced\n"
+        "for _ in range(60):\n"
+        "    with replaced(sys.argv[1]) as file:\n"
+        "        for _ in range(100): file.write(sys.argv[2].encode() * 5000)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}
     for letter in "ab":
         writers.append(subprocess.Popen([sys.executable, "-c", script, str(path), letter], env=environment))
@@ -200,11 +202,18 @@ def test_lines_end_somewhere(tmp_path):
         list(lines(file, 1000))
 
 
-@pytest.mark.parametrize("text, complaint", [
-    ('{"a": 1, "a": 1}', "the JSON has a key twice"), ('{"a": {"b": 1, "b": 2}}', "the JSON has a key twice"),
-    ("[1]", "the JSON is a list, expected an object"), ("{a}", "the JSON is damaged .Expecting"),
-    ("[" * 100_000, "the JSON is damaged"), ("9" * 5000, "the JSON is damaged"), (b"\xff\xff", "the JSON is damaged"),
-])
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ('{"a": 1, "a": 1}', "the JSON has a key twice"),
+        ('{"a": {"b": 1, "b": 2}}', "the JSON has a key twice"),
+        ("[1]", "the JSON is a list, expected an object"),
+        ("{a}", "the JSON is damaged .Expecting"),
+        ("[" * 100_000, "the JSON is damaged"),
+        ("9" * 5000, "the JSON is damaged"),
+        (b"\xff\xff", "the JSON is damaged"),
+    ],
+)
 def test_json_that_is_refused(text, complaint):
     with pytest.raises(FileError, match=complaint):
         json_object(text)

@@ -9,8 +9,8 @@ import linattn_np
 from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import GLA, OPS, RWKV6
 
-CHUNK, SUB_CHUNK = 32, 8        # tokens of Hopper's kernel: within the smaller ones scores meet in the middle
-WAYS = {"one token resets": -np.inf, "one is beyond float32's exponents": -200., "one grows": 30.}
+CHUNK, SUB_CHUNK = 32, 8  # tokens of Hopper's kernel: within the smaller ones scores meet in the middle
+WAYS = {"one token resets": -np.inf, "one is beyond float32's exponents": -200.0, "one grows": 30.0}
 
 
 def problem(op, rng, K, T=6 * CHUNK, V=64):
@@ -54,7 +54,9 @@ def test_gates_that_nobody_sees_change_nothing(backend, rng, op, K, gate):
     assert (bits(mild) == bits(strong)).all()
 
 
-@pytest.mark.parametrize("gate", ["trained", "weak", "logsigmoid", "all-20", "spikes-40", "some-inf", "some-1e30", "positive"])
+@pytest.mark.parametrize(
+    "gate", ["trained", "weak", "logsigmoid", "all-20", "spikes-40", "some-inf", "some-1e30", "positive"]
+)
 @pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_errors_are_of_one_class(backend, rng, op, K, gate):
@@ -74,7 +76,9 @@ def test_a_last_bit_depends_on_gates_of_its_own_sub_chunk_alone(device, rng, op)
     arrays, other = ([device.upload(x) for x in draw(op, rng, sizes, BFLOAT16, gate)] for gate in ("weak", "some-inf"))
     before = bits(planned.run(op.bind(arrays), device)[0])
     for at in (5, 8, 17, 28, 44):
-        mixed = [np.concatenate([x[:, :, :at], y[:, :, at:]], axis=2) if x.ndim == 4 else x for x, y in zip(arrays, other)]
+        mixed = [
+            np.concatenate([x[:, :, :at], y[:, :, at:]], axis=2) if x.ndim == 4 else x for x, y in zip(arrays, other)
+        ]
         after = bits(planned.run(op.bind([device.upload(x) for x in mixed]), device)[0])
         same = at // SUB_CHUNK * SUB_CHUNK if at % SUB_CHUNK < SUB_CHUNK // 2 else at
         assert (before[:, :, :same] == after[:, :, :same]).all()
@@ -107,10 +111,12 @@ def test_large_arrays_overflow_no_gradient(rng, op, large):
         o, pull = linattn_np.vjp(op, *(x.astype(dtype) for x in arrays), mode=mode, backend="numpy")
         results.append((o, *pull(np.ones_like(o))))
     for name, got, wanted in zip(("o", "dq", "dk", "dv", "dg", "du"), *results, strict=False):
-        assert_close(name, got, wanted, np.dtype(np.float32), rows=2 if op is linattn_np.rwkv6 and name == "dg" else 1)    # a sum that cancels
+        assert_close(
+            name, got, wanted, np.dtype(np.float32), rows=2 if op is linattn_np.rwkv6 and name == "dg" else 1
+        )  # a sum that cancels
 
 
-@pytest.mark.parametrize("gate", (-1., -30.))
+@pytest.mark.parametrize("gate", (-1.0, -30.0))
 def test_scores_may_cancel_between_the_channels(backend, rng, gate):
     """K > 128 takes two launches on Hopper, whose scores of a token with itself are large here and nearly opposite."""
     needs_half_data(backend, GLA)
@@ -119,7 +125,7 @@ def test_scores_may_cancel_between_the_channels(backend, rng, gate):
     k[..., 128:] += (rng.standard_normal(k[..., 128:].shape) / 16).astype(BFLOAT16)
     arrays = {"q": q, "k": k, "v": v, "g": g}
     wanted, _ = exact(linattn_np.gla, list(arrays.values()))
-    apart, _ = exact(linattn_np.gla, [q[..., :128], k[..., :128], v, g[..., :128]], scale=256 ** -0.5)
+    apart, _ = exact(linattn_np.gla, [q[..., :128], k[..., :128], v, g[..., :128]], scale=256**-0.5)
     o = run(backend, GLA, arrays)
     whole, row = limits(BFLOAT16)
     assert errors(o, wanted)[0] <= whole

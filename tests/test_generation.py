@@ -16,7 +16,11 @@ from linattn_np.models.sampling import likeliest
 from linattn_np.models.text import read
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
-PROMPTS = [b"It is a truth universally", b"E", b"Mr. Knightley, a sensible man about seven or eight-and-thirty, was not only"]
+PROMPTS = [
+    b"It is a truth universally",
+    b"E",
+    b"Mr. Knightley, a sensible man about seven or eight-and-thirty, was not only",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,7 @@ def test_packed_prompts_equal_one_by_one(austen):
     assert last.shape == (3, 256)
     for n, prompt in enumerate(PROMPTS):
         alone, alone_state = austen.forward([list(prompt)])
-        np.testing.assert_allclose(packed[0, bounds[n]:bounds[n + 1]], alone[0], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(packed[0, bounds[n] : bounds[n + 1]], alone[0], rtol=0, atol=1e-4)
         np.testing.assert_allclose(last[n], alone[0, -1], rtol=0, atol=1e-4)
         np.testing.assert_allclose(state.wkv[:, n], alone_state.wkv[:, 0], rtol=0, atol=1e-4)
         np.testing.assert_array_equal(state.ffn_shift.shape, (4, 3, 256))
@@ -52,15 +56,18 @@ def test_slots_touch_their_rows_only(austen):
         np.testing.assert_allclose(part[:, [4, 1]], wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    ({"cu_seqlens": [0, 2, 2, 3]}, "cu_seqlens has an empty prompt at index 1"),
-    ({"cu_seqlens": [0, 4]}, "cu_seqlens must run from 0 to T=3, got 0 to 4"),
-    ({"slots": [0]}, "slots needs a state"),
-    ({"slots": [0, 1], "state": State}, r"slots is \(2,\) int64, expected integers \[N\] = \(1,\)"),
-    ({"slots": [2], "state": State}, "slots runs from 2 to 2, but the state has 2 rows"),
-    ({"slots": [0.0], "state": State}, r"slots is \(1,\) float64, expected integers"),
-    ({"slots": [1, 1], "cu_seqlens": [0, 1, 3], "state": State}, "slots names a row twice"),
-])
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ({"cu_seqlens": [0, 2, 2, 3]}, "cu_seqlens has an empty prompt at index 1"),
+        ({"cu_seqlens": [0, 4]}, "cu_seqlens must run from 0 to T=3, got 0 to 4"),
+        ({"slots": [0]}, "slots needs a state"),
+        ({"slots": [0, 1], "state": State}, r"slots is \(2,\) int64, expected integers \[N\] = \(1,\)"),
+        ({"slots": [2], "state": State}, "slots runs from 2 to 2, but the state has 2 rows"),
+        ({"slots": [0.0], "state": State}, r"slots is \(1,\) float64, expected integers"),
+        ({"slots": [1, 1], "cu_seqlens": [0, 1, 3], "state": State}, "slots names a row twice"),
+    ],
+)
 def test_rows_that_are_refused(austen, arguments, complaint):
     if "state" in arguments:
         arguments = {**arguments, "state": austen.initial_state(2)}
@@ -92,7 +99,7 @@ def test_joining_and_leaving_equals_alone(austen):
     run(10, n0=a, n1=b)
     batch.leave(a)
     (c,) = batch.join(PROMPTS[2:], how[2:])
-    assert c == a                                       # the slot that was left
+    assert c == a  # the slot that was left
     run(20, n1=b, n2=c)
     assert [len(text) for text in written] == [15, 30, 20]
     assert written == [wanted[0][:15], wanted[1], wanted[2][:20]]
@@ -114,16 +121,22 @@ def test_a_sequence_goes_on_from_a_state(austen):
     assert rest[1:] == bytes(batch.step()[other] for _ in range(9))
 
 
-@pytest.mark.parametrize("change, complaint", [
-    (lambda batch: batch.join([b"a", b"b", b"c"], Sampling()), "3 prompts want to join, but only 2 of 2 slots are free"),
-    (lambda batch: batch.join([], Sampling()), "prompts is empty"),
-    (lambda batch: batch.join([b"a"], [Sampling()] * 2), "1 prompts come with 2 ways of sampling"),
-    (lambda batch: batch.join([b"a", b""], Sampling()), "prompts holds an empty one"),
-    (lambda batch: batch.join([b"a", 7], Sampling()), "prompts holds a int that is no sequence of tokens"),
-    (lambda batch: batch.join([[[1, 2], [3]]], Sampling()), "prompts holds a list that is no sequence of tokens"),
-    (lambda batch: batch.join([[[1, 2]]], Sampling()), "prompts holds a list that is no sequence of tokens"),
-    (lambda batch: batch.leave(0), "slot is 0, expected one in use: none is"),
-])
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (
+            lambda batch: batch.join([b"a", b"b", b"c"], Sampling()),
+            "3 prompts want to join, but only 2 of 2 slots are free",
+        ),
+        (lambda batch: batch.join([], Sampling()), "prompts is empty"),
+        (lambda batch: batch.join([b"a"], [Sampling()] * 2), "1 prompts come with 2 ways of sampling"),
+        (lambda batch: batch.join([b"a", b""], Sampling()), "prompts holds an empty one"),
+        (lambda batch: batch.join([b"a", 7], Sampling()), "prompts holds a int that is no sequence of tokens"),
+        (lambda batch: batch.join([[[1, 2], [3]]], Sampling()), "prompts holds a list that is no sequence of tokens"),
+        (lambda batch: batch.join([[[1, 2]]], Sampling()), "prompts holds a list that is no sequence of tokens"),
+        (lambda batch: batch.leave(0), "slot is 0, expected one in use: none is"),
+    ],
+)
 def test_what_a_batch_refuses(austen, change, complaint):
     batch = Batch(austen, 2)
     with pytest.raises(ContractError, match=complaint):
@@ -131,7 +144,7 @@ def test_what_a_batch_refuses(austen, change, complaint):
     assert batch.free == 2 and batch.step() == {}
 
 
-# -- states on disk ------------------------------------------------------------------------------------------------------
+# -- states on disk ----------------------------------------------------------------------------------------------------
 def test_saving_and_loading_changes_no_bit(austen, tmp_path):
     _, state = austen.forward([list(PROMPTS[2])])
     state.save(tmp_path / "state.npz")
@@ -144,25 +157,35 @@ def test_saving_and_loading_changes_no_bit(austen, tmp_path):
 
 def npz(**changes):
     """The arrays of a sound state of two layers, or with changes."""
-    arrays = {"att_shift": np.zeros((2, 3, 6), np.float32), "wkv": np.zeros((2, 3, 2, 3, 3), np.float32),
-              "ffn_shift": np.zeros((2, 3, 6), np.float32)}
+    arrays = {
+        "att_shift": np.zeros((2, 3, 6), np.float32),
+        "wkv": np.zeros((2, 3, 2, 3, 3), np.float32),
+        "ffn_shift": np.zeros((2, 3, 6), np.float32),
+    }
     return {name: array for name, array in {**arrays, **changes}.items() if array is not None}
 
 
-@pytest.mark.parametrize("changes, complaint", [
-    (dict(wkv=None), "holds att_shift, ffn_shift, expected att_shift, ffn_shift, wkv"),
-    (dict(more=np.zeros(1)), "holds att_shift, ffn_shift, more, wkv, expected"),
-    (dict(wkv=np.zeros((2, 3, 2, 3, 3))), "has wkv in float64, expected float32"),
-    (dict(att_shift=np.zeros((2, 3, 6), np.int32)), "has att_shift in int32, expected float32"),
-    (dict(att_shift=np.zeros((2, 3, 6), ">f4")), "has att_shift in >f4, expected float32"),
-    (dict(ffn_shift=np.array([{}], object)), "has ffn_shift in object, expected float32"),
-    (dict(ffn_shift=np.zeros(3, [("a", "f4")])), "has ffn_shift with another header, expected that of a plain array"),
-    (dict(ffn_shift=np.float32(1)), "state.ffn_shift is .., expected .2, 3, 6."),
-    (dict(ffn_shift=np.zeros((2, 2, 6), np.float32)), "state.ffn_shift is .2, 2, 6., expected .2, 3, 6."),
-    (dict(wkv=np.zeros((2, 3, 2, 3, 4), np.float32)), "state.wkv is .2, 3, 2, 3, 4., expected .2, 3, 2, 3, 3."),
-    (dict(wkv=np.zeros((2, 3, 2, 4, 4), np.float32)), "state.wkv has H=2 heads of N=4, expected H x N = D = 6"),
-    (dict(wkv=np.zeros((1,) * 20, np.float32)), "has wkv in 4 bytes, expected as many as an array of 20 axes has"),
-], ids=range(12))
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        (dict(wkv=None), "holds att_shift, ffn_shift, expected att_shift, ffn_shift, wkv"),
+        (dict(more=np.zeros(1)), "holds att_shift, ffn_shift, more, wkv, expected"),
+        (dict(wkv=np.zeros((2, 3, 2, 3, 3))), "has wkv in float64, expected float32"),
+        (dict(att_shift=np.zeros((2, 3, 6), np.int32)), "has att_shift in int32, expected float32"),
+        (dict(att_shift=np.zeros((2, 3, 6), ">f4")), "has att_shift in >f4, expected float32"),
+        (dict(ffn_shift=np.array([{}], object)), "has ffn_shift in object, expected float32"),
+        (
+            dict(ffn_shift=np.zeros(3, [("a", "f4")])),
+            "has ffn_shift with another header, expected that of a plain array",
+        ),
+        (dict(ffn_shift=np.float32(1)), "state.ffn_shift is .., expected .2, 3, 6."),
+        (dict(ffn_shift=np.zeros((2, 2, 6), np.float32)), "state.ffn_shift is .2, 2, 6., expected .2, 3, 6."),
+        (dict(wkv=np.zeros((2, 3, 2, 3, 4), np.float32)), "state.wkv is .2, 3, 2, 3, 4., expected .2, 3, 2, 3, 3."),
+        (dict(wkv=np.zeros((2, 3, 2, 4, 4), np.float32)), "state.wkv has H=2 heads of N=4, expected H x N = D = 6"),
+        (dict(wkv=np.zeros((1,) * 20, np.float32)), "has wkv in 4 bytes, expected as many as an array of 20 axes has"),
+    ],
+    ids=range(12),
+)
 def test_every_part_of_a_saved_state_is_checked(changes, complaint, tmp_path):
     path = tmp_path / "state.npz"
     np.savez(path, **npz())
@@ -223,15 +246,15 @@ def test_damage_anywhere_is_refused_with_our_error(rng, tmp_path):
     for _ in range(1500):
         content = bytearray(whole)
         if rng.integers(4) == 0:
-            content = content[:rng.integers(len(content))]
-        for at in rng.integers(0, len(content) or 1, rng.integers(1, 4))[:len(content)]:
+            content = content[: rng.integers(len(content))]
+        for at in rng.integers(0, len(content) or 1, rng.integers(1, 4))[: len(content)]:
             content[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.integers(256)])
         path.write_bytes(content)
         try:
             found = State.load(path)
         except ContractError:
             refused += 1
-        else:                           # a byte that means nothing here, such as an entry's date
+        else:  # a byte that means nothing here, such as an entry's date
             for name in npz():
                 np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
     assert refused > 1000
@@ -246,25 +269,30 @@ def part(change):
     def changed(state):
         state.att_shift = change(state.att_shift)
         return state
+
     return changed
 
 
-@pytest.mark.parametrize("change, complaint", [
-    (part(lambda x: x.astype(np.int32)), "state.att_shift has dtype int32, expected float32"),
-    (part(lambda x: x.astype(np.float16)), "state.att_shift has dtype float16, expected float32"),
-    (part(lambda x: x.astype(np.float64)), "state.att_shift has dtype float64, expected float32"),
-    (part(lambda x: np.ma.masked_array(x)), "state.att_shift is a numpy.ma.*MaskedArray, expected a plain array"),
-    (part(lambda x: x.view(Unlike)), "state.att_shift is a test_generation.Unlike, expected a plain array"),
-    (part(lambda x: x.tolist()), "state.att_shift is a builtins.list, expected a plain array"),
-    (part(lambda x: x[:, :, :-1]), r"state.att_shift is \(4, 1, 255\), expected \(4, 1, 256\)"),
-    (part(lambda x: x[:, 0]), r"state.att_shift is \(4, 256\), expected \(4, .*, 256\)"),
-    (lambda state: {"wkv": state.wkv}, "state is a dict, expected a State"),
-    (lambda state: None, "state is a NoneType, expected a State"),
-], ids=range(10))
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (part(lambda x: x.astype(np.int32)), "state.att_shift has dtype int32, expected float32"),
+        (part(lambda x: x.astype(np.float16)), "state.att_shift has dtype float16, expected float32"),
+        (part(lambda x: x.astype(np.float64)), "state.att_shift has dtype float64, expected float32"),
+        (part(lambda x: np.ma.masked_array(x)), "state.att_shift is a numpy.ma.*MaskedArray, expected a plain array"),
+        (part(lambda x: x.view(Unlike)), "state.att_shift is a test_generation.Unlike, expected a plain array"),
+        (part(lambda x: x.tolist()), "state.att_shift is a builtins.list, expected a plain array"),
+        (part(lambda x: x[:, :, :-1]), r"state.att_shift is \(4, 1, 255\), expected \(4, 1, 256\)"),
+        (part(lambda x: x[:, 0]), r"state.att_shift is \(4, 256\), expected \(4, .*, 256\)"),
+        (lambda state: {"wkv": state.wkv}, "state is a dict, expected a State"),
+        (lambda state: None, "state is a NoneType, expected a State"),
+    ],
+    ids=range(10),
+)
 def test_a_state_is_checked_wherever_it_enters(austen, change, complaint):
     state = change(austen.initial_state())
     enters = [austen.on_device, lambda state: Batch(austen, 2).join([b"a"], Sampling(), [state])]
-    if state is not None:               # which means a fresh one here
+    if state is not None:  # which means a fresh one here
         enters += [lambda state: austen.forward([[1]], state), lambda state: read(austen, b"a", state)]
     for enter in enters:
         with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
@@ -273,8 +301,10 @@ def test_a_state_is_checked_wherever_it_enters(austen, change, complaint):
 
 def test_a_sequence_goes_on_from_one_sequence(austen):
     batch = Batch(austen, 2)
-    for enter in (lambda state: batch.join([b"a", b"b"], Sampling(), [austen.initial_state(), state]),
-                  lambda state: read(austen, b"a", state)):
+    for enter in (
+        lambda state: batch.join([b"a", b"b"], Sampling(), [austen.initial_state(), state]),
+        lambda state: read(austen, b"a", state),
+    ):
         with pytest.raises(ContractError, match=r"state.att_shift is \(4, 3, 256\), expected \(4, 1, 256\)"):
             enter(austen.initial_state(3))
     assert batch.free == 2 and not batch.pool.wkv.any()
@@ -310,7 +340,7 @@ def test_states_that_are_refused(austen, tmp_path):
         austen.on_device(State(*(np.zeros((1, 1, 1), np.float32) for _ in range(3))))
 
 
-# -- drawing ---------------------------------------------------------------------------------------------------------------
+# -- drawing -----------------------------------------------------------------------------------------------------------
 def test_top_k_keeps_the_likeliest():
     draw = Sampling(top_k=2, seed=0).sampler()
     assert {draw(np.log([0.3, 0.12, 0.5, 0.08])) for _ in range(300)} == {0, 2}
@@ -320,11 +350,11 @@ def test_few_are_sorted_of_many_and_nothing_changes(rng):
     """The likeliest of all logits, sorted as a whole, against what `likeliest` finds first."""
     for top_k, top_p in ((0, 0.5), (0, 0.99), (3, 1.0), (40, 0.9), (500, 0.3)):
         p = rng.dirichlet(np.full(300, 0.1))
-        wanted = np.argsort(-p, kind="stable")[:top_k or None]
+        wanted = np.argsort(-p, kind="stable")[: top_k or None]
         cumulated = np.cumsum(p[wanted])
-        wanted = wanted[:np.searchsorted(cumulated, top_p * cumulated[-1]) + 1]
+        wanted = wanted[: np.searchsorted(cumulated, top_p * cumulated[-1]) + 1]
         found = likeliest(p, top_k, top_p)
-        np.testing.assert_array_equal(found[:len(wanted)], wanted)
+        np.testing.assert_array_equal(found[: len(wanted)], wanted)
         assert top_k > 300 or len(found) < 300
 
 
@@ -332,21 +362,28 @@ def test_penalties_follow_their_equation():
     how = Sampling(temperature=0, presence=0.5, frequency=0.25, fading=0.5)
     sampler = how.sampler()
     logits = np.array([1.0, 0.6, 0.0])
-    assert sampler(logits) == 0                                     # counts {0: 1}
-    assert sampler(logits) == 1                                     # 1 - 0.5 - 0.25 = 0.25 < 0.6; counts {0: 0.5, 1: 1}
+    assert sampler(logits) == 0  # counts {0: 1}
+    assert sampler(logits) == 1  # 1 - 0.5 - 0.25 = 0.25 < 0.6; counts {0: 0.5, 1: 1}
     np.testing.assert_allclose(sampler.penalized(logits), [1 - 0.5 - 0.125, 0.6 - 0.5 - 0.25, 0.0])
 
 
-@pytest.mark.parametrize("how, complaint", [
-    ({"top_k": -1}, "top_k is -1, expected a whole number from 0 up"), ({"top_k": 2.5}, "top_k is 2.5"),
-    ({"presence": float("inf")}, "presence is inf, expected a finite number"), ({"frequency": "much"}, "frequency is 'much'"),
-    ({"fading": 1.5}, "fading is 1.5, expected a number from 0 to 1"),
-    ({"temperature": 10**400}, "temperature is a whole number of 1329 bits, expected a number from 0 up"),
-    ({"top_p": 10**400}, "top_p is a whole number of 1329 bits"), ({"frequency": -10**400}, "frequency is a whole"),
-    ({"presence": 1e31}, "presence is 1e.31, expected a finite number from -1e30 to 1e30"),
-    ({"seed": -1}, "seed is -1, expected None, a whole number from 0 up, or"), ({"seed": 1.5}, "seed is 1.5, expected"),
-    ({"seed": "1"}, "seed is '1', expected None"),
-])
+@pytest.mark.parametrize(
+    "how, complaint",
+    [
+        ({"top_k": -1}, "top_k is -1, expected a whole number from 0 up"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"presence": float("inf")}, "presence is inf, expected a finite number"),
+        ({"frequency": "much"}, "frequency is 'much'"),
+        ({"fading": 1.5}, "fading is 1.5, expected a number from 0 to 1"),
+        ({"temperature": 10**400}, "temperature is a whole number of 1329 bits, expected a number from 0 up"),
+        ({"top_p": 10**400}, "top_p is a whole number of 1329 bits"),
+        ({"frequency": -(10**400)}, "frequency is a whole"),
+        ({"presence": 1e31}, "presence is 1e.31, expected a finite number from -1e30 to 1e30"),
+        ({"seed": -1}, "seed is -1, expected None, a whole number from 0 up, or"),
+        ({"seed": 1.5}, "seed is 1.5, expected"),
+        ({"seed": "1"}, "seed is '1', expected None"),
+    ],
+)
 def test_ways_of_drawing_that_are_refused(how, complaint):
     with pytest.raises(ContractError, match=f"Sampling: {complaint}"):
         Sampling(**how)
@@ -360,11 +397,15 @@ def test_the_least_temperatures_are_greedy(temperature, how):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("logits, complaint", [
-    ([0, 1, np.nan, np.nan], "logits are nan for token 2, expected numbers below inf"),
-    ([0, 1, np.inf, 3], "logits are inf for token 2, expected numbers below inf"),
-    ([-np.inf] * 4, "logits are -inf for all 4 tokens, expected one that can be drawn"),
-], ids=range(3))
+@pytest.mark.parametrize(
+    "logits, complaint",
+    [
+        ([0, 1, np.nan, np.nan], "logits are nan for token 2, expected numbers below inf"),
+        ([0, 1, np.inf, 3], "logits are inf for token 2, expected numbers below inf"),
+        ([-np.inf] * 4, "logits are -inf for all 4 tokens, expected one that can be drawn"),
+    ],
+    ids=range(3),
+)
 def test_logits_that_cannot_be_drawn_from(temperature, logits, complaint):
     with pytest.raises(ContractError, match=f"Sampling: {complaint}"):
         Sampling(temperature=temperature, top_p=0.9).sampler()(np.float32(logits))

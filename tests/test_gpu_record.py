@@ -37,8 +37,13 @@ def root(tmp_path):
 @pytest.fixture
 def path(root):
     """A record of a good run of the tree."""
-    record = {"card": "card", "date": "day", "backends": {"cupy": PASSED, "numba": PASSED}, "sanitizer": CLEAN,
-              "sources": gpu_record.hashes(root)}
+    record = {
+        "card": "card",
+        "date": "day",
+        "backends": {"cupy": PASSED, "numba": PASSED},
+        "sanitizer": CLEAN,
+        "sources": gpu_record.hashes(root),
+    }
     (root / "record.json").write_text(json.dumps(record))
     return root / "record.json"
 
@@ -64,13 +69,20 @@ def test_what_runs_on_no_card_may_change(root, path):
 def test_sources_that_came_and_went(root, path, capsys):
     (root / "kernels_cu/gated/forward.cu").rename(root / "kernels_cu/gated/backward.cu")
     assert gpu_record.check(root, path) == 1
-    assert capsys.readouterr().out == "kernels_cu/gated/backward.cu: new since\nkernels_cu/gated/forward.cu: gone since\n"
+    assert (
+        capsys.readouterr().out == "kernels_cu/gated/backward.cu: new since\nkernels_cu/gated/forward.cu: gone since\n"
+    )
 
 
-@pytest.mark.parametrize("backends, said", [
-    ({"cupy": PASSED, "numba": {**PASSED, "failed": 2}}, "numba: 2 failed"),
-    ({"cupy": {**PASSED, "passed": 0}}, "cupy: nothing passed"),
-    ({}, "no backend was run")], ids=["failed", "nothing", "none"])
+@pytest.mark.parametrize(
+    "backends, said",
+    [
+        ({"cupy": PASSED, "numba": {**PASSED, "failed": 2}}, "numba: 2 failed"),
+        ({"cupy": {**PASSED, "passed": 0}}, "cupy: nothing passed"),
+        ({}, "no backend was run"),
+    ],
+    ids=["failed", "nothing", "none"],
+)
 def test_a_run_that_was_not_good(root, path, backends, said, capsys):
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "backends": backends}))
@@ -95,20 +107,37 @@ def test_a_run_without_a_sanitizer_says_so(root, path, capsys):
 CALLS, TWO = "4 calls of 2 kernel files", "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"
 
 
-@pytest.mark.parametrize("said, status, errors, calls", [
-    ([CALLS, "========= ERROR SUMMARY: 0 errors"], 0, 0, 4),
-    ([CALLS, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"], 0, 0, 4),
-    ([CALLS, TWO], 1, 2, 4),
-    ([CALLS, TWO], 0, 2, 4),
-    ([CALLS, "========= ERROR SUMMARY: 300 errors", "========= ERROR SUMMARY: 200 errors were not printed."], 1, 300, 4),
-    (["Traceback", "========= ERROR SUMMARY: 0 errors"], 1, 1, 0),
-    (["========= Error: Target application terminated before first instrumented API call"], 0, 1, 0),
-    ([CALLS], 0, 1, 4)])
+@pytest.mark.parametrize(
+    "said, status, errors, calls",
+    [
+        ([CALLS, "========= ERROR SUMMARY: 0 errors"], 0, 0, 4),
+        ([CALLS, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"], 0, 0, 4),
+        ([CALLS, TWO], 1, 2, 4),
+        ([CALLS, TWO], 0, 2, 4),
+        (
+            [CALLS, "========= ERROR SUMMARY: 300 errors", "========= ERROR SUMMARY: 200 errors were not printed."],
+            1,
+            300,
+            4,
+        ),
+        (["Traceback", "========= ERROR SUMMARY: 0 errors"], 1, 1, 0),
+        (["========= Error: Target application terminated before first instrumented API call"], 0, 1, 0),
+        ([CALLS], 0, 1, 4),
+    ],
+)
 def test_what_a_sanitizer_says(tmp_path, said, status, errors, calls):
     """A stand-in for the program, which in place of the calls prints what is given."""
     program = tmp_path / "compute-sanitizer"
-    program.write_text("\n".join(["#!/bin/sh", "echo Version 1.2.3 public", *(f"echo '{line}'" for line in said),
-                                  f'[ "$1" = --version ] || exit {status}\n']))
+    program.write_text(
+        "\n".join(
+            [
+                "#!/bin/sh",
+                "echo Version 1.2.3 public",
+                *(f"echo '{line}'" for line in said),
+                f'[ "$1" = --version ] || exit {status}\n',
+            ]
+        )
+    )
     program.chmod(0o755)
     (tmp_path / "tests").mkdir()
     found = gpu_record.sanitize(tmp_path, str(program))
@@ -129,7 +158,9 @@ def test_the_sanitized_calls_launch_every_kernel(monkeypatch, rng, backends):
     monkeypatch.setattr(model, "layers_on", lambda _: cuda_layers.CudaLayers)
     monkeypatch.setattr(cuda_decode, "current_device", lambda: hopper.device)
     with np.errstate(all="ignore"):
-        for _ in sanitized.calls(rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device):
+        for _ in sanitized.calls(
+            rng, hopper.run, older.run, lambda function, *a, **k: function(*a, **k), hopper.device
+        ):
             pass
     assert {kernel.file for kernel in launched} == sanitized.kernel_files()
     assert set(map(passes, launched)) >= set(map(passes, catalog.kernels()))
@@ -154,8 +185,10 @@ SUITE = {
 }
 
 
-@pytest.mark.parametrize("suite, passed, failed, skipped",
-                         [("good", 1, 0, 1), ("failing", 1, 1, 0), ("erring", 1, 1, 0), ("broken", 0, 1, 0)])
+@pytest.mark.parametrize(
+    "suite, passed, failed, skipped",
+    [("good", 1, 0, 1), ("failing", 1, 1, 0), ("erring", 1, 1, 0), ("broken", 0, 1, 0)],
+)
 def test_counts_of_a_run(tmp_path, suite, passed, failed, skipped):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--backends')\n")
@@ -185,10 +218,17 @@ def test_write_stores_what_ran(root, monkeypatch, capsys):
 def test_check_needs_the_standard_library_alone(path):
     """Run as a program without site-packages. Whether the sources match is another matter."""
     program = Path(gpu_record.__file__)
-    found = subprocess.run([sys.executable, "-I", "-S", str(program), "--check", "--out", str(path)], capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-I", "-S", str(program), "--check", "--out", str(path)], capture_output=True, text=True
+    )
     assert found.returncode == 1 and not found.stderr
     assert "kernels_cu/include/tile.cuh: gone since" in found.stdout
-    assert subprocess.run([sys.executable, "-I", "-S", str(program), "--check", "--nonsense"], capture_output=True).returncode == 2
+    assert (
+        subprocess.run(
+            [sys.executable, "-I", "-S", str(program), "--check", "--nonsense"], capture_output=True
+        ).returncode
+        == 2
+    )
 
 
 def test_the_repository_has_device_sources():

@@ -31,7 +31,7 @@ class Case:
     gate: str = "logsigmoid"
     gate_dtype: str | None = None
     layout: str = "bhtd"
-    lengths: tuple = ()                     # of packed sequences; they settle T
+    lengths: tuple = ()  # of packed sequences; they settle T
     initial: str | None = "float32"
     dht: bool = True
     scale: float | None = None
@@ -51,12 +51,22 @@ class Case:
 
 CASES = {
     **{f"T{T}": Case(T=T, B=2) for T in (1, 15, 16, 17, 63, 64, 65)},
-    "T0": Case(T=0), "B0": Case(B=0), "H0": Case(H=0),
-    **{f"K{K}-V{V}": Case(T=18, K=K, V=V, H=1) for K, V in ((1, 1), (8, 16), (60, 100), (128, 64), (64, 256), (256, 100))},
-    **{f"K{K}-V{V}-{dtype}": Case(T=40, K=K, V=V, H=1, dtype=dtype)
-       for K, V, dtype in ((64, 64, "bfloat16"), (128, 128, "bfloat16"), (256, 256, "bfloat16"), (64, 128, "float16"))},
-    "no-states": Case(initial=None, dht=False), "no-dht": Case(dht=False), "no-initial": Case(initial=None),
-    "kept": Case(T=530, K=64, V=64, H=1), "kept-no-dht": Case(T=512, H=1, dht=False),
+    "T0": Case(T=0),
+    "B0": Case(B=0),
+    "H0": Case(H=0),
+    **{
+        f"K{K}-V{V}": Case(T=18, K=K, V=V, H=1)
+        for K, V in ((1, 1), (8, 16), (60, 100), (128, 64), (64, 256), (256, 100))
+    },
+    **{
+        f"K{K}-V{V}-{dtype}": Case(T=40, K=K, V=V, H=1, dtype=dtype)
+        for K, V, dtype in ((64, 64, "bfloat16"), (128, 128, "bfloat16"), (256, 256, "bfloat16"), (64, 128, "float16"))
+    },
+    "no-states": Case(initial=None, dht=False),
+    "no-dht": Case(dht=False),
+    "no-initial": Case(initial=None),
+    "kept": Case(T=530, K=64, V=64, H=1),
+    "kept-no-dht": Case(T=512, H=1, dht=False),
     "kept-weak-bf16": Case(T=530, K=64, V=64, H=1, dtype="bfloat16", gate="weak"),
     "kept-all-20-f16": Case(T=530, K=64, V=64, H=1, dtype="float16", gate="all-20", dht=False),
     **{f"gate-{gate}": Case(gate=gate) for gate in GATES},
@@ -66,10 +76,15 @@ CASES = {
     "gate32-f16": Case(dtype="float16", gate_dtype="float32", V=60),
     "initial-bf16": Case(dtype="bfloat16", initial="bfloat16", K=64, V=64, H=1),
     "initial-f64": Case(initial="float64", H=1),
-    "bthd": Case(layout="bthd", B=2), "scale": Case(scale=-2.0),
-    "packed": Case(lengths=(0, 1, 17, 0, 20, 0)), "packed-many": Case(lengths=(2,) * 19, H=3, K=6), "packed-kept": Case(lengths=(300, 0, 257, 16), H=1),
+    "bthd": Case(layout="bthd", B=2),
+    "scale": Case(scale=-2.0),
+    "packed": Case(lengths=(0, 1, 17, 0, 20, 0)),
+    "packed-many": Case(lengths=(2,) * 19, H=3, K=6),
+    "packed-kept": Case(lengths=(300, 0, 257, 16), H=1),
     "segments-bf16": Case(T=1100, K=64, V=72, H=1, dtype="bfloat16", gate="weak"),
-    "segments-gate32-bf16": Case(T=1030, K=72, V=128, H=1, dtype="bfloat16", gate_dtype="float32", initial=None, dht=False),
+    "segments-gate32-bf16": Case(
+        T=1030, K=72, V=128, H=1, dtype="bfloat16", gate_dtype="float32", initial=None, dht=False
+    ),
     "segments-f16": Case(T=1100, K=64, V=72, H=1, dtype="float16", gate="trained"),
     "segments-packed-bf16": Case(lengths=(0, 1100, 7), K=24, V=8, H=1, dtype="bfloat16", layout="bthd"),
     "packed-bthd-bf16": Case(lengths=(0, 33, 64, 3), layout="bthd", dtype="bfloat16", K=64, V=64),
@@ -79,8 +94,13 @@ CASES = {
 def pytest_generate_tests(metafunc):
     able = {name: cls for name, cls in metafunc.config.backends.items() if issubclass(cls, Kernels)}
     if "case" in metafunc.fixturenames:
-        cases = [(name, op, case) for name, cls in able.items() for op in BY_NAME
-                 for case in CASES if issubclass(cls, OnCard) or worth_it(name, op, case)]
+        cases = [
+            (name, op, case)
+            for name, cls in able.items()
+            for op in BY_NAME
+            for case in CASES
+            if issubclass(cls, OnCard) or worth_it(name, op, case)
+        ]
         metafunc.parametrize("backend, op, case", cases, indirect=["backend"])
         return
     if "backend" in metafunc.fixturenames:
@@ -164,7 +184,7 @@ def test_float64(op, backend, case, rng):
 def test_strong_gates_of_one_head(op, backend, T, rng):
     """They leave the other heads alone."""
     call = Call(op, Case(T=T, K=32, V=32, H=3, dtype="bfloat16"), rng)
-    call.arrays[3][0, 1, T - 20:T - 15] = -20
+    call.arrays[3][0, 1, T - 20 : T - 15] = -20
     _, found = call.on(backend)
     call.assert_close("a strong head", found, call.exact[1])
 
@@ -180,7 +200,7 @@ def test_no_gate_is_special(op, backend, gate, dtype, gate_dtype, rng):
     whole = {"bfloat16": 4e-3, "float16": 2e-3}[dtype]
     for name, x, exact in zip(call.names, found, wanted, strict=True):
         x, size = double(x), rms(exact)
-        if name in DECAYS:                      # all of it may be far below what its sums are made of
+        if name in DECAYS:  # all of it may be far below what its sums are made of
             size = max(size, rms(double(call.arrays[0]) * wanted[0]))
         error = rms(x - exact) / size
         assert error <= whole, f"{gate}: d{name} is off by {error:.1e}"
@@ -255,6 +275,7 @@ def test_split_sequence_equals_whole(op, backend, rng):
     call, axes = Call(op, case, rng), BY_NAME[op][0].arrays.values()
     _, whole = call.on(backend)
     for at in (1, 37, 64):
+
         def part(tokens, start, dht, call=call):
             piece = Call(op, case, rng)
             piece.arrays = [x[:, :, tokens] if "T" in a.split() else x for x, a in zip(call.arrays, axes)]
@@ -262,8 +283,12 @@ def test_split_sequence_equals_whole(op, backend, rng):
             return piece
 
         first = part(slice(0, at), call.options["initial_state"], None)
-        _, half = backend.run(call.function, *map(backend.asarray, first.arrays), output_final_state=True,
-                              initial_state=backend.asarray(call.options["initial_state"]))
+        _, half = backend.run(
+            call.function,
+            *map(backend.asarray, first.arrays),
+            output_final_state=True,
+            initial_state=backend.asarray(call.options["initial_state"]),
+        )
         _, (*rest, first.dht) = part(slice(at, None), backend.tohost(half), call.dht).on(backend)
         _, (*begin, start) = first.on(backend)
         joined = [np.concatenate([x, y], axis=2) if "T" in a.split() else x + y for a, x, y in zip(axes, begin, rest)]
@@ -278,12 +303,12 @@ def test_packing_equals_one_by_one(op, backend, rng):
     for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
         alone = Call(op, Case(T=int(stop - start)), rng)
         alone.arrays = [x[:, :, start:stop] if x.ndim == 4 else x for x in call.arrays]
-        alone.do, alone.dht = call.do[:, :, start:stop], call.dht[n:n + 1]
-        alone.options["initial_state"] = call.options["initial_state"][n:n + 1]
+        alone.do, alone.dht = call.do[:, :, start:stop], call.dht[n : n + 1]
+        alone.options["initial_state"] = call.options["initial_state"][n : n + 1]
         _, found = alone.on(backend)
         for name, x, y in zip(call.names, packed, found):
             if name != "u":
-                assert same_bits(x[n:n + 1] if name == "initial_state" else x[:, :, start:stop], y), f"d{name} of {n}"
+                assert same_bits(x[n : n + 1] if name == "initial_state" else x[:, :, start:stop], y), f"d{name} of {n}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -316,7 +341,7 @@ def test_views_of_any_strides(op, backend, rng):
         assert same_bits(backend.tohost(x), backend.tohost(y))
 
 
-# -- what is launched, what it takes, what is refused -------------------------------------------------------------------
+# -- what is launched, what it takes, what is refused ------------------------------------------------------------------
 def large(op, dtype=BFLOAT16, **sizes):
     """A problem that is only planned: the system gives no memory for zeros before they are touched."""
     sizes = {"B": 1, "H": 2, "T": 131072, "K": 128, "V": 128, "N": 1, **sizes}
@@ -356,20 +381,24 @@ def test_explain_speaks_of_the_pullback(backend, rng):
     assert forward.scratch is None and backward.scratch == 4 * 3 * 64 * 64
     assert backward.bytes == 2 * sum(x.nbytes for x in arrays) + arrays[2].nbytes
     assert [kernel.split(".cu")[0] for kernel in backward.kernels] == [
-        f"gated/backward_{what}" for what in ("queries", "keys", "values")]
+        f"gated/backward_{what}" for what in ("queries", "keys", "values")
+    ]
     assert backward.tiles["checkpoint every"] == 256 and "besides the gradients" in str(backward)
 
 
 def test_what_has_no_gradient_kernel_is_refused(backend, rng):
     sizes = {"B": 1, "H": 1, "T": 3, "K": 8, "V": 8, "N": 1}
-    for wrong, reason in (({"V": 257}, "V=257 is over 256, the columns its gradients"), ({"K": 257}, "K=257 is over 256")):
+    for wrong, reason in (
+        ({"V": 257}, "V=257 is over 256, the columns its gradients"),
+        ({"K": 257}, "K=257 is over 256"),
+    ):
         with pytest.raises(NotSupported, match=reason):
             backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, {**sizes, **wrong}, np.float32)))
     with pytest.raises(NotSupported, match="no float64 kernels"):
         backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, sizes, np.float64)))
 
 
-# -- what only a card does or holds -------------------------------------------------------------------------------------
+# -- what only a card does or holds ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("T", [75, 1100])
 def test_a_captured_pullback(op, T, card, rng, monkeypatch):
     """Replayed with strong gates, with others, and with those again: nothing is left over."""
@@ -377,11 +406,11 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
         pytest.skip("Numba has no gradients")
     monkeypatch.setattr(execute, "in_graphs", [])
     call = Call(op, Case(T=T, K=32, V=32, H=3, dtype="bfloat16", initial=None), rng)
-    bonus = [u.astype(np.float32) for u in call.arrays[4:]]     # else it is copied, and the plan drawn up at every call
+    bonus = [u.astype(np.float32) for u in call.arrays[4:]]  # else it is copied, and the plan drawn up at every call
     arrays, do = [card.asarray(x) for x in (*call.arrays[:4], *bonus)], card.asarray(call.do)
     gates, mild = arrays[3], arrays[3].copy()
     strong = mild.copy()
-    strong[0, 1, T - 20:T - 15] = -20
+    strong[0, 1, T - 20 : T - 15] = -20
     _, pull = card.run(vjp, call.function, *arrays)
 
     def of(given):
@@ -392,7 +421,7 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
     stream = card.cupy.cuda.Stream(non_blocking=True)
     card.cupy.cuda.Device().synchronize()
     with stream:
-        pull(do)                                # a first call on a stream sends its tables
+        pull(do)  # a first call on a stream sends its tables
         stream.synchronize()
         stream.begin_capture()
         found = pull(do)
@@ -411,11 +440,15 @@ def test_no_gate_takes_longer(op, card, gradient):
     cupy, sizes = card.cupy, {"B": 2, "H": 16, "T": 16384, "K": 128, "V": 128, "N": 2}
     declared, function = BY_NAME[op]
     for dtype in (BFLOAT16, np.float16):
-        arrays = [cupy.random.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32)
-                  for axes in declared.arrays.values()]
+        arrays = [
+            cupy.random.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32)
+            for axes in declared.arrays.values()
+        ]
         normal = arrays[3]
-        gates = {"weak": -cupy.log1p(cupy.exp(-normal)) / 16,
-                 "trained": -cupy.exp(cupy.linspace(-4.2, -2.5, 128, dtype=np.float32) + 2 * normal)}
+        gates = {
+            "weak": -cupy.log1p(cupy.exp(-normal)) / 16,
+            "trained": -cupy.exp(cupy.linspace(-4.2, -2.5, 128, dtype=np.float32) + 2 * normal),
+        }
         arrays = [x.astype(dtype) for x in arrays]
         taken = {}
         for name, g in gates.items():
@@ -438,8 +471,10 @@ def test_memory_taken_on_a_card(op, card):
         pytest.skip("Numba has no gradients")
     cupy, declared = card.cupy, BY_NAME[op][0]
     sizes = {"B": 1, "H": 16, "T": 131072, "K": 128, "V": 128, "N": 1}
-    arrays = [cupy.random.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32).astype(BFLOAT16)
-              for axes in declared.arrays.values()]
+    arrays = [
+        cupy.random.standard_normal([sizes[axis] for axis in axes.split()], dtype=np.float32).astype(BFLOAT16)
+        for axes in declared.arrays.values()
+    ]
     arrays[3] = -abs(arrays[3])
     _, pull = vjp(BY_NAME[op][1], *arrays)
     do, pool = arrays[2], cupy.get_default_memory_pool()
@@ -449,7 +484,7 @@ def test_memory_taken_on_a_card(op, card):
     taken = pool.total_bytes() - before - sum(x.nbytes for x in found)
     stated = explain(BY_NAME[op][1], *arrays, gradient=True).scratch
     assert stated <= 1.5 * sum(x.nbytes for x in arrays)
-    assert taken <= stated + (1 << 24)          # the pool rounds up
+    assert taken <= stated + (1 << 24)  # the pool rounds up
     assert all(bool(cupy.isfinite(x.astype(np.float32)).all()) for x in found)
     pool.free_all_blocks()
 
@@ -463,7 +498,9 @@ def test_more_rows_than_65535(op, card, rng):
     rows = [0, 1, 499, 999]
     few = Call(op, Case(B=4, H=70, T=18, K=16, V=16), rng)
     few.arrays = [x[rows] if x.ndim == 4 else x for x in call.arrays]
-    few.do, few.dht, few.options["initial_state"] = (x[rows] for x in (call.do, call.dht, call.options["initial_state"]))
+    few.do, few.dht, few.options["initial_state"] = (
+        x[rows] for x in (call.do, call.dht, call.options["initial_state"])
+    )
     _, wanted = few.exact
     for name, x, y in zip(call.names, found, wanted):
         if name != "u":
@@ -476,12 +513,16 @@ def test_a_batch_stride_beyond_2_to_the_31_elements(op, card, rng):
     call = Call(op, Case(B=2, H=1, T=100, K=64, V=64, dtype="bfloat16"), rng)
     buffer, there, at = card.cupy.empty((2, 2**31 + 2**16), BFLOAT16), [], 0
     for x in (*call.arrays[:4], call.do):
-        view = buffer[:, at:at + x[0].size].reshape(x.shape)
+        view = buffer[:, at : at + x[0].size].reshape(x.shape)
         view[...] = card.asarray(x)
         at += x[0].size
         there.append(view)
     *arrays, do = there
-    _, pull = vjp(call.function, *arrays, *map(card.asarray, call.arrays[4:]),
-                  initial_state=card.asarray(call.options["initial_state"]))
+    _, pull = vjp(
+        call.function,
+        *arrays,
+        *map(card.asarray, call.arrays[4:]),
+        initial_state=card.asarray(call.options["initial_state"]),
+    )
     call.assert_close("wide", list(map(card.tohost, pull(do, card.asarray(call.dht)))), call.exact[1])
     card.cupy.get_default_memory_pool().free_all_blocks()

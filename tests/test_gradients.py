@@ -26,14 +26,20 @@ VARIANTS = {
 }
 DECLARED = {function: op for op, function in OPS.items()}
 SMALL = {"B": 2, "H": 2, "T": 6, "K": 3, "V": 2}
-LONG = {"B": 1, "H": 2, "T": 37, "K": 5, "V": 3}            # three chunks of 16
+LONG = {"B": 1, "H": 2, "T": 37, "K": 5, "V": 3}  # three chunks of 16
 
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
-        able = [name for name, backend in metafunc.config.backends.items() if backend.gradients and DOUBLE in backend.dtypes]
-        cases = [(name, variant, mode) for name in able for variant, (function, _) in VARIANTS.items()
-                 for mode in metafunc.config.backends[name].modes[DECLARED[function].name]]
+        able = [
+            name for name, backend in metafunc.config.backends.items() if backend.gradients and DOUBLE in backend.dtypes
+        ]
+        cases = [
+            (name, variant, mode)
+            for name in able
+            for variant, (function, _) in VARIANTS.items()
+            for mode in metafunc.config.backends[name].modes[DECLARED[function].name]
+        ]
         if "mode" in metafunc.fixturenames:
             metafunc.parametrize("backend, variant, mode", cases, indirect=["backend"])
         else:
@@ -69,7 +75,7 @@ class Call:
         return [*self.op.arrays, *("initial_state" for _ in self.start)]
 
     def arguments(self, inputs):
-        arrays, start = inputs[:len(self.arrays)], tuple(inputs[len(self.arrays):])
+        arrays, start = inputs[: len(self.arrays)], tuple(inputs[len(self.arrays) :])
         return arrays, {**self.fixed, **({"initial_state": start if len(start) > 1 else start[0]} if start else {})}
 
     def results(self, inputs):
@@ -88,11 +94,17 @@ class Call:
 
 def flat(result):
     """(o, final) with final a tuple or not, as one list."""
-    return [part for x in result for part in (x if isinstance(x, tuple) else (x,))] if isinstance(result, tuple) else [result]
+    return (
+        [part for x in result for part in (x if isinstance(x, tuple) else (x,))]
+        if isinstance(result, tuple)
+        else [result]
+    )
 
 
 def dot(xs, ys):
-    return sum(float((np.asarray(x, np.float64) * np.asarray(y, np.float64)).sum()) for x, y in zip(xs, ys, strict=True))
+    return sum(
+        float((np.asarray(x, np.float64) * np.asarray(y, np.float64)).sum()) for x, y in zip(xs, ys, strict=True)
+    )
 
 
 def differences(call, weights, which, places, step=1e-6):
@@ -122,7 +134,7 @@ def assert_gradients(call, places_each=None):
             places = call.rng.choice(x.size, places_each, replace=False)
         wanted = differences(call, weights, which, places)
         error = np.abs(gradient.ravel()[places] - wanted)
-        size = np.sqrt(np.mean(wanted ** 2)) + 1e-3
+        size = np.sqrt(np.mean(wanted**2)) + 1e-3
         assert error.max() <= 1e-6 * max(size, 1), f"d{name}: off by {error.max():.1e} where gradients are {size:.1e}"
 
 
@@ -165,9 +177,12 @@ def test_modes_agree(backend, rng):
     """Every mode's gradient is the recurrence's, for every gate it may meet."""
     for variant, (function, _) in VARIANTS.items():
         op = DECLARED[function]
-        for gate in ("logsigmoid", "all-20", "some-inf", "all-inf", "some-1e30", "spikes-40", "positive") if op.gates else ("zero",):
-            calls = [Call(variant, mode, LONG, np.random.default_rng(7), gate=gate)
-                     for mode in backend.modes[op.name]]
+        for gate in (
+            ("logsigmoid", "all-20", "some-inf", "all-inf", "some-1e30", "spikes-40", "positive")
+            if op.gates
+            else ("zero",)
+        ):
+            calls = [Call(variant, mode, LONG, np.random.default_rng(7), gate=gate) for mode in backend.modes[op.name]]
             weights = calls[0].cotangents()
             wanted, *others = (call.pullback()[1](*weights) for call in calls)
             for call, gradients in zip(calls[1:], others):
@@ -190,7 +205,9 @@ def test_narrow_dtypes(backend, variant, mode, dtype, rng):
     weights = call.cotangents()
     gradients = call.pullback()[1](*weights)
     exact = Call(variant, mode, call.sizes, rng)
-    wanted = exact.pullback([np.asarray(x, np.float64) for x in call.inputs])[1](*(np.asarray(x, np.float64) for x in weights))
+    wanted = exact.pullback([np.asarray(x, np.float64) for x in call.inputs])[1](
+        *(np.asarray(x, np.float64) for x in weights)
+    )
     for name, x, gradient, y in zip(call.names, call.inputs, gradients, wanted):
         assert gradient.dtype == x.dtype and gradient.shape == x.shape
         assert_close(f"d{name}", gradient, y, dtype, factor=3)
@@ -223,7 +240,7 @@ def test_split_sequence_equals_whole(backend, variant, mode, rng):
     (_, *half), pull_first = call.pullback(part(slice(0, at), call.start))
     _, pull_rest = call.pullback(part(slice(at, None), half))
     rest = pull_rest(do[:, :, at:], *dht)
-    first = pull_first(do[:, :, :at], *rest[len(axes):])
+    first = pull_first(do[:, :, :at], *rest[len(axes) :])
     for name, a, x, y, wanted in zip(call.names, [*axes, *([["N"]] * len(call.start))], first, rest, whole):
         joined = np.concatenate([x, y], axis=2) if "T" in a else x if name == "initial_state" else x + y
         assert_close(f"d{name}", joined, wanted, np.float64, factor=100)

@@ -12,7 +12,10 @@ from linattn_np.ops import OPS
 
 G = 3
 VARIANTS = {op.name: (op, function, {}) for op, function in OPS.items() if op.state}
-VARIANTS["linear_attention-elu-normalized"] = (*VARIANTS["linear_attention"][:2], {"feature_map": "elu", "normalize": True})
+VARIANTS["linear_attention-elu-normalized"] = (
+    *VARIANTS["linear_attention"][:2],
+    {"feature_map": "elu", "normalize": True},
+)
 SIZES = {"B": 2, "H": 2, "T": 40, "K": 16, "V": 8, "N": 2}
 PACKED = {**SIZES, "B": 1, "N": 3}
 BOUNDS = [0, 23, 23, 40]
@@ -27,11 +30,17 @@ def heads(axes):
 def drawn(op, options, rng, sizes, dtype=SINGLE):
     """Arrays and states of a grouped call."""
     many = {**sizes, "H": G * sizes["H"]}
-    arrays = [y if heads(axes) > 1 else x for x, y, axes in
-              zip(draw(op, rng, sizes, dtype), draw(op, rng, many, dtype), op.arrays.values())]
+    arrays = [
+        y if heads(axes) > 1 else x
+        for x, y, axes in zip(draw(op, rng, sizes, dtype), draw(op, rng, many, dtype), op.arrays.values())
+    ]
     stated_op = stated(op, options)
-    states = tuple(y if heads(axes) > 1 else x for x, y, axes in
-                   zip(draw_states(stated_op, rng, sizes, dtype), draw_states(stated_op, rng, many, dtype), stated_op.state))
+    states = tuple(
+        y if heads(axes) > 1 else x
+        for x, y, axes in zip(
+            draw_states(stated_op, rng, sizes, dtype), draw_states(stated_op, rng, many, dtype), stated_op.state
+        )
+    )
     return arrays, states
 
 
@@ -45,7 +54,7 @@ def gathered(x, axes):
     if heads(axes) > 1:
         return x
     at = axes.split().index("H")
-    return x.reshape(*x.shape[:at], -1, G, *x.shape[at + 1:]).sum(at + 1)
+    return x.reshape(*x.shape[:at], -1, G, *x.shape[at + 1 :]).sum(at + 1)
 
 
 def spread(op, options, sizes):
@@ -73,8 +82,9 @@ def in_memory(x, axes, layout):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)],
-                         ids=["bhtd", "bhtd-turned", "bthd-turned"])
+@pytest.mark.parametrize(
+    "layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)], ids=["bhtd", "bhtd-turned", "bthd-turned"]
+)
 def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, rng):
     """Every mode; turned: backwards in time with states [N, HV, V, K]."""
     op, function, options = VARIANTS[variant]
@@ -82,14 +92,24 @@ def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, 
     options = {**options, **({"cu_seqlens": BOUNDS} if packed else {}), "reverse": turns}
     host, start = drawn(op, options, rng, sizes)
     axes = list(op.arrays.values())
-    wanted, expected = exact(function, [repeated(x, a) for x, a in zip(host, axes)],
-                             initial_state=whole(tuple(map(repeated, start, stated(op, options).state))),
-                             **spread(op, options, sizes))
+    wanted, expected = exact(
+        function,
+        [repeated(x, a) for x, a in zip(host, axes)],
+        initial_state=whole(tuple(map(repeated, start, stated(op, options).state))),
+        **spread(op, options, sizes),
+    )
     for mode in backend.modes[op.name]:
         there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, axes)]
         o, final = backend.run(
-            function, *there, mode=mode, layout=layout, **options, output_final_state=True, state_v_first=turns,
-            initial_state=whole(tuple(backend.asarray(turned(part) if turns else part) for part in start)))
+            function,
+            *there,
+            mode=mode,
+            layout=layout,
+            **options,
+            output_final_state=True,
+            state_v_first=turns,
+            initial_state=whole(tuple(backend.asarray(turned(part) if turns else part) for part in start)),
+        )
         assert_close(f"o, {mode}", backend.tohost(o), in_memory(wanted, op.out, layout), SINGLE)
         assert all(stride > 0 for stride in o.strides)
         for part, x, a in zip(parts(final), parts(expected), stated(op, options).state, strict=True):
@@ -97,8 +117,9 @@ def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, 
             assert_close("state", turned(part) if turns else part, gathered(x, a) / (G if heads(a) == 1 else 1), SINGLE)
 
 
-@pytest.mark.parametrize("layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)],
-                         ids=["bhtd", "bhtd-turned", "bthd-turned"])
+@pytest.mark.parametrize(
+    "layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)], ids=["bhtd", "bhtd-turned", "bthd-turned"]
+)
 def test_gradients(backend, variant, layout, turns, rng):
     """Those of the repeated call in float64, added up over a group; the initial state's too."""
     if not backend.gradients:
@@ -135,8 +156,15 @@ def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
     def states(given):
         return whole(tuple(backend.asarray(turned(part) if turns else part) for part in given))
 
-    _, pull = backend.run(vjp, function, *(backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, axes)),
-                          layout=layout, state_v_first=turns, initial_state=states(start), **options)
+    _, pull = backend.run(
+        vjp,
+        function,
+        *(backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, axes)),
+        layout=layout,
+        state_v_first=turns,
+        initial_state=states(start),
+        **options,
+    )
     *found, initial = pull(backend.asarray(in_memory(do, op.out, layout)), states(dht))
 
     def first(x, a):
@@ -145,9 +173,12 @@ def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):
         return x if heads(a) > 1 else np.where(np.arange(x.shape[1])[:, None] % G == 0, x, 0)
 
     double = [repeated(x, a).astype(np.float64) for x, a in zip(host, axes)]
-    *wanted, expected = vjp(function, *double, initial_state=whole(tuple(repeated(x, a).astype(np.float64) for x, a in
-                            zip(start, state))), **spread(op, options, sizes))[1](
-                                do.astype(np.float64), whole(tuple(map(first, dht, state))))
+    *wanted, expected = vjp(
+        function,
+        *double,
+        initial_state=whole(tuple(repeated(x, a).astype(np.float64) for x, a in zip(start, state))),
+        **spread(op, options, sizes),
+    )[1](do.astype(np.float64), whole(tuple(map(first, dht, state))))
     for (name, a), x, y in zip(op.arrays.items(), found, wanted, strict=True):
         assert_close(f"d{name}", backend.tohost(x), in_memory(gathered(y, a), a, layout), SINGLE, factor=10)
     for part, x, a in zip(parts(initial), parts(expected), state, strict=True):
@@ -164,8 +195,9 @@ def test_calls_alike_and_out(backend, layout, rng):
         wanted, expected = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())], initial_state=start)
         there = [backend.asarray(in_memory(x, a, layout)) for x, a in zip(host, op.arrays.values())]
         out = backend.asarray(in_memory(np.full((2, 2 * G, 40, 8), np.nan, SINGLE), op.out, layout))
-        o, final = backend.run(gla, *there, layout=layout, out=out, initial_state=backend.asarray(start),
-                               output_final_state=True)
+        o, final = backend.run(
+            gla, *there, layout=layout, out=out, initial_state=backend.asarray(start), output_final_state=True
+        )
         assert o is out
         assert_close("o", backend.tohost(out), in_memory(wanted, op.out, layout), SINGLE)
         assert_close("state", backend.tohost(final), expected, SINGLE)
@@ -175,12 +207,14 @@ def test_in_half_precision(backend, rng):
     """Where the kernels for the latest cards step in."""
     op = VARIANTS["gla"][0]
     host, _ = drawn(op, {}, rng, {**SIZES, "K": 64, "V": 32}, BFLOAT16)
-    o = backend.run(gla, *(backend.asarray(in_memory(x, a, "bthd")) for x, a in zip(host, op.arrays.values())), layout="bthd")
+    o = backend.run(
+        gla, *(backend.asarray(in_memory(x, a, "bthd")) for x, a in zip(host, op.arrays.values())), layout="bthd"
+    )
     wanted, _ = exact(gla, [repeated(x, a) for x, a in zip(host, op.arrays.values())])
     assert_close("o", backend.tohost(o), wanted.swapaxes(1, 2), BFLOAT16)
 
 
-# -- on the host alone --------------------------------------------------------------------------------------------------
+# -- on the host alone -------------------------------------------------------------------------------------------------
 def test_only_one_layout_copies(rng):
     op = VARIANTS["gla"][0]
     host, _ = drawn(op, {}, rng, SIZES, np.float64)
@@ -211,7 +245,9 @@ def test_heads_that_do_not_fit_are_refused(rng):
     for few in (1, 3, 5):
         with pytest.raises(ContractError, match=f"gla: v has .*{few}.*H=2.*expected \\[B, H, T, V\\]"):
             gla(q, k, np.zeros((2, few, 40, 8)), g)
-    with pytest.raises(ContractError, match=r"initial_state is \(2, 2, 16, 8\), expected \[N, HV, K, V\] = \(2, 4, 16, 8\)"):
+    with pytest.raises(
+        ContractError, match=r"initial_state is \(2, 2, 16, 8\), expected \[N, HV, K, V\] = \(2, 4, 16, 8\)"
+    ):
         gla(q, k, v, g, initial_state=np.zeros((2, 2, 16, 8)))
     with pytest.raises(ContractError, match=r"out is \(2, 2, 40, 8\), expected \[B, HV, T, V\] = \(2, 4, 40, 8\)"):
         gla(q, k, v, g, out=np.zeros((2, 2, 40, 8)))

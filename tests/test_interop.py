@@ -41,7 +41,7 @@ class Standard(Foreign):
 
 class Elsewhere(Foreign):
     def __dlpack_device__(self):
-        return (7, 0)           # Vulkan
+        return (7, 0)  # Vulkan
 
 
 @pytest.fixture
@@ -81,7 +81,9 @@ def test_initial_states_and_gradients_of_dlpack(arrays, rng):
 
 def test_libraries_do_not_mix(arrays):
     q, k, v, g = arrays
-    with pytest.raises(ContractTypeError, match="gla: arrays must share one library, got q: numpy, k: dlpack, v: numpy"):
+    with pytest.raises(
+        ContractTypeError, match="gla: arrays must share one library, got q: numpy, k: dlpack, v: numpy"
+    ):
         gla(q, Foreign(k), v, g)
 
 
@@ -103,14 +105,16 @@ def test_objects_and_foreign_byte_orders(arrays):
 
 def test_importing_and_calling_imports_no_other_library():
     """Not even where they are installed."""
-    code = ("import sys, numpy as np, linattn_np; x = np.zeros((1, 1, 3, 4)); linattn_np.gla(x, x, x, x);"
-            "linattn_np.explain(linattn_np.gla, x, x, x, x);"
-            "print([name for name in ('cupy', 'numba', 'torch', 'jax') if name in sys.modules])")
+    code = (
+        "import sys, numpy as np, linattn_np; x = np.zeros((1, 1, 3, 4)); linattn_np.gla(x, x, x, x);"
+        "linattn_np.explain(linattn_np.gla, x, x, x, x);"
+        "print([name for name in ('cupy', 'numba', 'torch', 'jax') if name in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 
-# -- libraries that may be installed --------------------------------------------------------------------------------------
+# -- libraries that may be installed -----------------------------------------------------------------------------------
 @pytest.fixture
 def torch():
     return pytest.importorskip("torch", reason="torch is not installed")
@@ -138,7 +142,9 @@ def test_torch_gradients_are_never_cut(torch, arrays):
         there = [torch.from_numpy(x.copy()).requires_grad_(n == turn) for n, x in enumerate(arrays)]
         name = "qkvg"[turn]
         for call in (gla, lambda *x: vjp(gla, *x), lambda *x: explain(gla, *x)):
-            with pytest.raises(ContractTypeError, match=f"gla: {name} requires grad, .* import gla from linattn_np.interop.torch"):
+            with pytest.raises(
+                ContractTypeError, match=f"gla: {name} requires grad, .* import gla from linattn_np.interop.torch"
+            ):
                 call(*there)
         with torch.no_grad():
             assert same_bits(gla(*there).numpy(), gla(*arrays))
@@ -152,9 +158,13 @@ def test_torch_gradients_are_never_cut(torch, arrays):
 
 def test_torch_transformations_are_refused(torch, arrays):
     q, k, v, g = map(torch.from_numpy, arrays)
-    with pytest.raises(ContractTypeError, match="gla: q is a tensor under a transformation of torch.func.*interop.torch"):
+    with pytest.raises(
+        ContractTypeError, match="gla: q is a tensor under a transformation of torch.func.*interop.torch"
+    ):
         torch.func.grad(lambda q: gla(q, k, v, g).sum())(q)
-    with pytest.raises(ContractTypeError, match="gla: k is a tensor under a transformation of torch.func.*interop.torch"):
+    with pytest.raises(
+        ContractTypeError, match="gla: k is a tensor under a transformation of torch.func.*interop.torch"
+    ):
         torch.func.vmap(lambda k: gla(q, k, v, g))(k[None])
 
 
@@ -164,7 +174,11 @@ def test_torch_compile_is_refused(torch, arrays):
 
 
 def test_jax_tracers_are_refused(jax, arrays):
-    for transformed in (jax.jit(gla), jax.grad(lambda *x: gla(*x).sum()), lambda *x: jax.vmap(gla)(*(y[None] for y in x))):
+    for transformed in (
+        jax.jit(gla),
+        jax.grad(lambda *x: gla(*x).sum()),
+        lambda *x: jax.vmap(gla)(*(y[None] for y in x)),
+    ):
         with pytest.raises(ContractTypeError, match="gla: q is a .*Tracer.* import gla from linattn_np.interop.jax"):
             transformed(*map(jax.numpy.asarray, arrays))
 

@@ -14,10 +14,9 @@ from reference import assert_close, draw, same_bits
 import linattn_np
 from linattn_np import ContractError, ContractTypeError
 from linattn_np.arrays import BFLOAT16
-from linattn_np.declarations import GLA
-from linattn_np.declarations import RETENTION
+from linattn_np.declarations import GLA, RETENTION
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # the other tests on a card need its memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests on a card need its memory
 jax = pytest.importorskip("jax", reason="jax is not installed")
 interop = pytest.importorskip("linattn_np.interop.jax")
 jnp = jax.numpy
@@ -163,7 +162,7 @@ def test_scan_and_checkpoint_gradients(home, rng):
         for scale in scales:
             o, *_ = literal(jnp, jax.lax.scan, "simple_gla", (x * scale, k, x, g))
             x = jnp.tanh(o)
-        return (x ** 2).sum()
+        return (x**2).sum()
 
     scales = jnp.asarray([0.5, 1.0, 1.5], home.dtype)
     compare(jax.jit(jax.grad(loss, (0, 1)))(q, scales), jax.grad(unrolled, (0, 1))(q, scales), home.dtype, factor=100)
@@ -192,10 +191,10 @@ def test_calls_alike_are_compiled_once(rng):
     assert len(interop.PRIMITIVES.kept) == before + 1
     found = [interop.retention(*arrays, gamma=[0.5, 0.6], scale=scale) for scale in (0.0, -0.0)]
     assert [bool(np.signbit(np.asarray(o)).any()) for o in found] == [True, True]
-    assert len(interop.PRIMITIVES.kept) == before + 3                   # 0.0 equals -0.0 and is another scale
+    assert len(interop.PRIMITIVES.kept) == before + 3  # 0.0 equals -0.0 and is another scale
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 def test_misfits_are_refused_while_tracing(rng):
     q, k, v, g = draw(GLA, rng, SIZES, np.float32)
     with pytest.raises(ContractError, match="gla: v has T=3, but T=21 elsewhere"):

@@ -143,7 +143,7 @@ def test_gradients_of_some(home, rng):
     fixed = [x.detach() for x in (k, v, g, start)]
     _, final = interop.gla(q, *fixed[:3], initial_state=fixed[3], output_final_state=True)
     final.sum().backward()
-    assert not q.grad.any()                     # the final state does not depend on q
+    assert not q.grad.any()  # the final state does not depend on q
     q.grad = None
     o = interop.gla(q, *fixed[:3])
     assert o.requires_grad and not interop.gla(q.detach(), *fixed[:3]).requires_grad
@@ -159,7 +159,7 @@ def test_gradients_on_a_side_stream(home, rng):
     case = Case("gla", rng)
     inputs = home.put(case.arrays)
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(10 ** 8)              # what was enqueued before is not done when the call returns
+        torch.cuda._sleep(10**8)  # what was enqueued before is not done when the call returns
         late = [x * 1 for x in inputs]
         found = case.gradients(case.ours, late)
         torch.cuda.current_stream().synchronize()
@@ -190,7 +190,7 @@ def test_training(rng):
     assert losses[-1] < losses[0]
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 def test_misfits_are_refused(rng):
     arrays = draw(GLA, rng, SIZES, np.float32)
     q, k, v, g = map(torch.from_numpy, arrays)
@@ -215,8 +215,11 @@ def test_gradients_of_gradients_are_refused(rng):
         gradient.sum().backward()
 
 
-# -- transformations ----------------------------------------------------------------------------------------------------
-GIVEN = {"gla": {"mode": "chunk", "chunk_size": 16, "state_dtype": np.float64}, "rwkv6": {"scale": 1.0, "reverse": True}}
+# -- transformations ---------------------------------------------------------------------------------------------------
+GIVEN = {
+    "gla": {"mode": "chunk", "chunk_size": 16, "state_dtype": np.float64},
+    "rwkv6": {"scale": 1.0, "reverse": True},
+}
 
 
 def weighed(case, **given):
@@ -246,7 +249,9 @@ def test_compiled_gradients(name, rng):
     loss = weighed(case, **given)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        compare(torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(loss(*inputs), inputs), torch.float64)
+        compare(
+            torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(loss(*inputs), inputs), torch.float64
+        )
 
 
 @compiles
@@ -262,7 +267,9 @@ def test_compiled_with_masks_and_layouts(rng):
     compare(found, wanted, torch.float64)
     gated = torch.compile(lambda *x: interop.gla(*x), backend="aot_eager", fullgraph=True)
     five = [x.detach() for x in (*arrays, arrays[2])]
-    compare([gated(*(x.transpose(1, 2) for x in five))], [interop.gla(*(x.transpose(1, 2) for x in five))], torch.float64)
+    compare(
+        [gated(*(x.transpose(1, 2) for x in five))], [interop.gla(*(x.transpose(1, 2) for x in five))], torch.float64
+    )
 
 
 @pytest.mark.parametrize("name", ["gla", "rwkv6", "retention", "linear_attention"])

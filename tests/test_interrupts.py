@@ -24,7 +24,7 @@ def two_threads(monkeypatch):
 
 def press_ctrl_c(times=1):
     for _ in range(times):
-        time.sleep(0.03)            # a thread that is just about to wait would not notice
+        time.sleep(0.03)  # a thread that is just about to wait would not notice
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
@@ -39,7 +39,7 @@ class Tasks:
         if len(self.begun) == 3:
             self.some.set()
         if threading.current_thread() is threading.main_thread():
-            for _ in range(50):                 # Python code, which an interrupt can stop
+            for _ in range(50):  # Python code, which an interrupt can stop
                 time.sleep(self.pause / 50)
         else:
             time.sleep(self.pause)
@@ -55,7 +55,7 @@ def test_ctrl_c_waits_for_those_at_work(caller, presses):
     with pytest.raises(KeyboardInterrupt):
         cores.in_parallel(tasks, range(100), caller=caller)
     begun, done = list(tasks.begun), list(tasks.done)
-    assert len(done) >= len(begun) - caller and len(begun) < 20         # the main thread's own task was cut short
+    assert len(done) >= len(begun) - caller and len(begun) < 20  # the main thread's own task was cut short
     finger.join()
     time.sleep(2 * tasks.pause)
     assert tasks.begun == begun and tasks.done == done

@@ -6,11 +6,9 @@ from reference import GATES, assert_close, draw, exact, same_bits
 
 from linattn_np import OPS, gla, gla_step
 from linattn_np.arrays import BFLOAT16
-from linattn_np.declarations import GLA
-from linattn_np.declarations import RWKV6
-from linattn_np.declarations import GLA_STEP
+from linattn_np.declarations import GLA, GLA_STEP, RWKV6
 
-pytestmark = pytest.mark.xdist_group("large")       # one at a time: workers share the card's memory
+pytestmark = pytest.mark.xdist_group("large")  # one at a time: workers share the card's memory
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +25,8 @@ def repeated(card, values, shape):
     piece, x = card.asarray(values), card.cupy.empty(shape, values.dtype)
     flat = x.reshape(-1)
     for start in range(0, flat.size, piece.size):
-        part = flat[start:start + piece.size]
-        part[...] = piece[:part.size]
+        part = flat[start : start + piece.size]
+        part[...] = piece[: part.size]
     return x
 
 
@@ -41,9 +39,15 @@ def test_arrays_beyond_2_to_the_31_elements(card, mode, layout, rng):
     H, T, K, V = 4096, 2064, 256, 16
     count = 2**22 + 1
     arrays = []
-    for draw_values, D in ((rng.standard_normal, K), (rng.standard_normal, K), (rng.standard_normal, V),
-                           (lambda n: GATES["logsigmoid"](rng, n), K)):
-        arrays.append(repeated(card, draw_values(count).astype(BFLOAT16), (1, H, T, D) if layout == "bhtd" else (1, T, H, D)))
+    for draw_values, D in (
+        (rng.standard_normal, K),
+        (rng.standard_normal, K),
+        (rng.standard_normal, V),
+        (lambda n: GATES["logsigmoid"](rng, n), K),
+    ):
+        arrays.append(
+            repeated(card, draw_values(count).astype(BFLOAT16), (1, H, T, D) if layout == "bhtd" else (1, T, H, D))
+        )
     assert arrays[0].size > 2**31
     o, final = card.run(gla, *arrays, mode=mode, layout=layout, output_final_state=True)
     ends = [0, H - 1]
@@ -58,12 +62,14 @@ def test_arrays_beyond_2_to_the_31_elements(card, mode, layout, rng):
 
 @pytest.fixture
 def wide(card, rng):
-    """Host arrays, and the same on the card in a buffer [2, 2**31 + 65536] of NaN: the batch's stride is the buffer's."""
+    """Host arrays, and the same on the card in a buffer [2, 2**31 + 65536] of NaN: the batch's stride is the
+    buffer's.
+    """
     host = draw(GLA, rng, {"B": 2, "H": 1, "T": 100, "K": 64, "V": 64, "N": 2}, BFLOAT16)
     buffer, there, at = card.cupy.empty((2, 2**31 + 2**16), BFLOAT16), [], 0
     for x in host:
         size = x[0].size
-        view = buffer[:, at:at + size].reshape(x.shape)
+        view = buffer[:, at : at + size].reshape(x.shape)
         view[...] = card.asarray(x)
         assert view.base is not None and view.strides[0] == buffer.strides[0]
         there.append(view)
@@ -135,7 +141,7 @@ def test_work_is_on_the_current_stream_and_can_be_captured(card, rng):
     host = draw(GLA_STEP, rng, {"B": 2, "H": 2, "K": 64, "V": 64, "N": 2}, np.float32)
     there = [card.asarray(x) for x in host]
     state, out = card.asarray(np.zeros((2, 2, 64, 64), np.float32)), card.cupy.empty((2, 2, 64), np.float32)
-    card.run(gla_step, *there, state, out=out)              # compiled and loaded
+    card.run(gla_step, *there, state, out=out)  # compiled and loaded
     state[...] = 0
     stream = card.cupy.cuda.Stream(non_blocking=True)
     card.cupy.cuda.Device().synchronize()

@@ -11,8 +11,11 @@ from linattn_np.contract import CHUNK
 from linattn_np.ops import OPS
 
 NORMALIZED = {"feature_map": "elu", "normalize": True}
-SIZES = {"tiny": {"B": 1, "H": 1, "T": 18, "K": 4, "V": 3}, "small": {"B": 2, "H": 3, "T": 150, "K": 20, "V": 12},
-         "large": {"B": 2, "H": 3, "T": 333, "K": 64, "V": 128}}
+SIZES = {
+    "tiny": {"B": 1, "H": 1, "T": 18, "K": 4, "V": 3},
+    "small": {"B": 2, "H": 3, "T": 150, "K": 20, "V": 12},
+    "large": {"B": 2, "H": 3, "T": 333, "K": 64, "V": 128},
+}
 
 
 @dataclass
@@ -78,9 +81,11 @@ def subjects(backends, speaks_of):
 
 def law_of(speaks_of):
     """A law of those (op, mode, options) only."""
+
     def mark(test):
         test.speaks_of = speaks_of
         return test
+
     return mark
 
 
@@ -130,13 +135,13 @@ def test_packing_equals_one_by_one(subject):
     o, end = packed if stateful else (packed, ())
     for n, (a, b) in enumerate(zip(bounds[:-1], bounds[1:])):
         if stateful:
-            mine = tuple(part[n:n + 1] for part in as_parts(start))
+            mine = tuple(part[n : n + 1] for part in as_parts(start))
             given["initial_state"] = mine if isinstance(start, tuple) else mine[0]
         alone = subject(tokens(arrays, subject.op, a, b), **given)
         o_alone, end_alone = alone if stateful else (alone, ())
         assert_close(f"sequence {n}", o[:, :, a:b], o_alone, np.float32)
         for part, wanted in zip(as_parts(end), as_parts(end_alone)):
-            assert_close(f"state of sequence {n}", part[n:n + 1], wanted, np.float32)
+            assert_close(f"state of sequence {n}", part[n : n + 1], wanted, np.float32)
 
 
 @pytest.mark.parametrize("gate", ["logsigmoid", "some-inf", "all-20"])
@@ -144,8 +149,10 @@ def test_the_future_changes_no_bit_of_the_past(subject, gate):
     arrays = subject.draw()
     before = subject(arrays)
     for at in subject.cuts:
-        other = [np.concatenate([x[:, :, :at], y[:, :, at:]], axis=2) if "T" in axes.split() else x
-                 for x, y, axes in zip(arrays, subject.draw(gate), subject.op.arrays.values())]
+        other = [
+            np.concatenate([x[:, :, :at], y[:, :, at:]], axis=2) if "T" in axes.split() else x
+            for x, y, axes in zip(arrays, subject.draw(gate), subject.op.arrays.values())
+        ]
         after, same = subject(other)[:, :, :at], at
         if subject.op.gates and subject.mode != "recurrent" and subject.backend.gates_choose_the_route:
             same = at // CHUNK * CHUNK
@@ -201,8 +208,10 @@ def test_permuting_rows_permutes_bits(subject, axis):
     rows = {axis: max(2, subject.sizes[axis])}
     arrays, decays = subject.draw(**rows), {}
     order = subject.rng.permutation(rows[axis])
-    moved = [np.take(x, order, axes.split().index(axis)) if axis in axes.split() else x
-             for x, axes in zip(arrays, subject.op.arrays.values())]
+    moved = [
+        np.take(x, order, axes.split().index(axis)) if axis in axes.split() else x
+        for x, axes in zip(arrays, subject.op.arrays.values())
+    ]
     if subject.op.name == "retention":
         gamma = subject.rng.uniform(0.5, 1, arrays[0].shape[1])
         decays = {"gamma": gamma}, {"gamma": gamma[order] if axis == "H" else gamma}
@@ -224,10 +233,12 @@ def test_keeping_states_changes_nothing(subject):
     arrays = subject.draw()
     wanted = subject(arrays)
     for materialize in subject.backend.materialize:
-        assert_close(f"materialize={materialize}", subject(arrays, mode="auto", materialize=materialize), wanted, np.float32)
+        assert_close(
+            f"materialize={materialize}", subject(arrays, mode="auto", materialize=materialize), wanted, np.float32
+        )
 
 
-# -- operators against each other ---------------------------------------------------------------------------------------
+# -- operators against each other --------------------------------------------------------------------------------------
 def each_way(backend, rng, *functions):
     """Subjects of the operators in each mode that all of them have on the backend."""
     ops = [op for function in functions for op, public in OPS.items() if public is function]

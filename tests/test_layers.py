@@ -55,9 +55,19 @@ def placed(place, weights, options):
     return GatedLinearAttention(weights, H, **options)
 
 
-# -- the equations ------------------------------------------------------------------------------------------------------
-def literal(weights, x, S=None, *, num_kv_heads=H, feature_map=None, gate_fn="swish", gate_logit_normalizer=16,
-            clamp_min=-np.inf, norm_eps=1e-5):
+# -- the equations -----------------------------------------------------------------------------------------------------
+def literal(
+    weights,
+    x,
+    S=None,
+    *,
+    num_kv_heads=H,
+    feature_map=None,
+    gate_fn="swish",
+    gate_logit_normalizer=16,
+    clamp_min=-np.inf,
+    norm_eps=1e-5,
+):
     """(y, final state) of one sequence x [T, D] in float64, a token and a head at a time."""
     W = {name: np.asarray(w, np.float64) for name, w in weights.items()}
     K, V = W["q_proj.weight"].shape[0] // H, W["o_proj.weight"].shape[1] // H
@@ -76,8 +86,8 @@ def literal(weights, x, S=None, *, num_kv_heads=H, feature_map=None, gate_fn="sw
             shared = h * num_kv_heads // H
             keys, values, own = (slice(at * size, at * size + size) for at, size in ((shared, K), (shared, V), (h, K)))
             S[h] = np.exp(np.maximum(g[keys], clamp_min))[:, None] * S[h] + np.outer(phi(k[keys]), v[values])
-            o_h = K ** -0.5 * phi(q[own]) @ S[h]
-            o.append(o_h / np.sqrt(np.mean(o_h ** 2) + norm_eps) * norm)
+            o_h = K**-0.5 * phi(q[own]) @ S[h]
+            o.append(o_h / np.sqrt(np.mean(o_h**2) + norm_eps) * norm)
         o = np.concatenate(o)
         if "g_proj.weight" in W:
             o = o * act(W["g_proj.weight"] @ x_t)
@@ -122,7 +132,7 @@ def test_both_names_of_the_norm(rng):
     assert same_bits(GatedLinearAttention(weights, H)(x)[0], GatedLinearAttention(other, H)(x)[0])
 
 
-# -- the state ----------------------------------------------------------------------------------------------------------
+# -- the state ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("variant", ["plain", "grouped"])
 def test_prompt_then_steps(place, variant, rng):
     layer = placed(place, weights_of(rng, VARIANTS[variant]), VARIANTS[variant])
@@ -143,10 +153,10 @@ def test_packed_sequences(place, rng):
     for n, tokens in ((0, slice(0, 12)), (2, slice(12, 30))):
         alone, state = layer(x[:, tokens])
         assert_close("y", place.tohost(y[:, tokens]), place.tohost(alone), finest(place), factor=10)
-        assert_close("state", place.tohost(states[n:n + 1]), place.tohost(state), finest(place), factor=10)
+        assert_close("state", place.tohost(states[n : n + 1]), place.tohost(state), finest(place), factor=10)
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------------------
 def assert_gradients(layer, rng, x, state=None, places=20, **given):
     """All that `vjp` returns against central differences of the layer itself."""
     (y, final), pull = layer.vjp(x, state, **given)
@@ -164,7 +174,7 @@ def assert_gradients(layer, rng, x, state=None, places=20, **given):
 
     for name, array, gradient in pairs:
         assert gradient.shape == array.shape and gradient.dtype == array.dtype, name
-        size = np.sqrt(np.mean(gradient ** 2)) + 1e-3
+        size = np.sqrt(np.mean(gradient**2)) + 1e-3
         for place in rng.choice(array.size, min(places, array.size), replace=False):
             at, step, values = np.unravel_index(place, array.shape), 1e-6, []
             before = array[at]
@@ -229,7 +239,7 @@ def test_training_with_gradients(place, rng):
     assert losses[-1] < 0.7 * losses[0]
 
 
-# -- dtypes and other libraries -----------------------------------------------------------------------------------------
+# -- dtypes and other libraries ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16], ids=["float16", "bfloat16"])
 def test_half_precision_is_computed_in_float32(place, dtype, rng):
     weights = {name: w.astype(dtype) for name, w in weights_of(rng, {}).items()}
@@ -264,50 +274,73 @@ def test_weights_of_torch(rng):
     assert same_bits(layer(x)[0], GatedLinearAttention(weights, H)(x)[0])
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 def changed(weights, name, w):
     return {**weights, name: w}
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda w: {n: x for n, x in w.items() if n != "k_proj.weight"}, "k_proj.weight missing from the weights"),
-    (lambda w: {}, "q_proj.weight, o_proj.weight, gk_proj.0.weight, .* missing"),
-    (lambda w: changed(w, "q_conv1d.weight", w["q_proj.weight"]), "q_conv1d.weight is none of .* convolutions are not"),
-    (lambda w: changed(w, "g_proj.bias", w["gk_proj.1.bias"]), "g_proj.bias is none of this layer's weights"),
-    (lambda w: changed(w, NORMS[1], w[NORMS[0]]), "two names of one weight"),
-    (lambda w: changed(w, "v_proj.weight", w["v_proj.weight"][:-1]), "v_proj.weight is .23, 24., expected .24, 24."),
-    (lambda w: changed(w, "gk_proj.1.weight", w["gk_proj.1.weight"].T), "1.weight is .5, 48., expected .48, 5."),
-    (lambda w: changed(w, "gk_proj.1.bias", w["gk_proj.1.bias"][:, None]), "1.bias is .48, 1., expected .48,."),
-    (lambda w: changed(w, "o_proj.weight", w["o_proj.weight"][:12]), "o_proj.weight is .12, 24., expected .24, 24."),
-    (lambda w: changed(w, "o_proj.weight", w["o_proj.weight"][0]), r"o_proj.weight is \(24,\), expected two axes"),
-    (lambda w: changed(w, "q_proj.weight", w["q_proj.weight"][:46]), "q_proj.weight is .46, 24., with 46 channels for num_heads=4"),
-    (lambda w: changed(w, "q_proj.weight", w["q_proj.weight"][:0]), "with 0 channels for num_heads=4"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w: {n: x for n, x in w.items() if n != "k_proj.weight"}, "k_proj.weight missing from the weights"),
+        (lambda w: {}, "q_proj.weight, o_proj.weight, gk_proj.0.weight, .* missing"),
+        (
+            lambda w: changed(w, "q_conv1d.weight", w["q_proj.weight"]),
+            "q_conv1d.weight is none of .* convolutions are not",
+        ),
+        (lambda w: changed(w, "g_proj.bias", w["gk_proj.1.bias"]), "g_proj.bias is none of this layer's weights"),
+        (lambda w: changed(w, NORMS[1], w[NORMS[0]]), "two names of one weight"),
+        (
+            lambda w: changed(w, "v_proj.weight", w["v_proj.weight"][:-1]),
+            "v_proj.weight is .23, 24., expected .24, 24.",
+        ),
+        (lambda w: changed(w, "gk_proj.1.weight", w["gk_proj.1.weight"].T), "1.weight is .5, 48., expected .48, 5."),
+        (lambda w: changed(w, "gk_proj.1.bias", w["gk_proj.1.bias"][:, None]), "1.bias is .48, 1., expected .48,."),
+        (
+            lambda w: changed(w, "o_proj.weight", w["o_proj.weight"][:12]),
+            "o_proj.weight is .12, 24., expected .24, 24.",
+        ),
+        (lambda w: changed(w, "o_proj.weight", w["o_proj.weight"][0]), r"o_proj.weight is \(24,\), expected two axes"),
+        (
+            lambda w: changed(w, "q_proj.weight", w["q_proj.weight"][:46]),
+            "q_proj.weight is .46, 24., with 46 channels for num_heads=4",
+        ),
+        (lambda w: changed(w, "q_proj.weight", w["q_proj.weight"][:0]), "with 0 channels for num_heads=4"),
+    ],
+)
 def test_weights_of_the_wrong_kind_are_refused(change, message, rng):
     with pytest.raises(ContractError, match=f"GatedLinearAttention: .*{message}"):
         GatedLinearAttention(change(weights_of(rng, {})), H)
 
 
-@pytest.mark.parametrize("w, message", [([[1.0]], "is a builtins.list, expected an array"),
-                                        (None, "is a builtins.NoneType, expected an array"),
-                                        (np.zeros((48, 24), int), "has dtype int64, expected floats"),
-                                        (np.zeros((48, 24), object), "has dtype object, expected floats")])
+@pytest.mark.parametrize(
+    "w, message",
+    [
+        ([[1.0]], "is a builtins.list, expected an array"),
+        (None, "is a builtins.NoneType, expected an array"),
+        (np.zeros((48, 24), int), "has dtype int64, expected floats"),
+        (np.zeros((48, 24), object), "has dtype object, expected floats"),
+    ],
+)
 def test_weights_of_the_wrong_type_are_refused(w, message, rng):
     with pytest.raises(ContractTypeError, match=f"q_proj.weight {message}"):
         GatedLinearAttention(changed(weights_of(rng, {}), "q_proj.weight", w), H)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"num_heads": 0}, "num_heads is 0, expected a positive integer"),
-    ({"num_heads": 5}, "with 48 channels for num_heads=5"),
-    ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads is 3, expected a divisor of num_heads, 4"),
-    ({"num_heads": 4, "num_kv_heads": 2}, "k_proj.weight is .48, 24., expected .24, 24."),
-    ({"num_heads": 4, "feature_map": "elu"}, "feature_map is 'elu', expected one of 'relu', 'sigmoid', 'swish'"),
-    ({"num_heads": 4, "gate_fn": None}, "gate_fn is None, expected one of"),
-    ({"num_heads": 4, "gate_logit_normalizer": 0}, "gate_logit_normalizer is 0, expected a positive number"),
-    ({"num_heads": 4, "clamp_min": "low"}, "clamp_min is 'low', expected a number or None"),
-    ({"num_heads": 4, "norm_eps": float("nan")}, "norm_eps is nan, expected a positive number"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_heads": 0}, "num_heads is 0, expected a positive integer"),
+        ({"num_heads": 5}, "with 48 channels for num_heads=5"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads is 3, expected a divisor of num_heads, 4"),
+        ({"num_heads": 4, "num_kv_heads": 2}, "k_proj.weight is .48, 24., expected .24, 24."),
+        ({"num_heads": 4, "feature_map": "elu"}, "feature_map is 'elu', expected one of 'relu', 'sigmoid', 'swish'"),
+        ({"num_heads": 4, "gate_fn": None}, "gate_fn is None, expected one of"),
+        ({"num_heads": 4, "gate_logit_normalizer": 0}, "gate_logit_normalizer is 0, expected a positive number"),
+        ({"num_heads": 4, "clamp_min": "low"}, "clamp_min is 'low', expected a number or None"),
+        ({"num_heads": 4, "norm_eps": float("nan")}, "norm_eps is nan, expected a positive number"),
+    ],
+)
 def test_options_that_do_not_fit_are_refused(options, message, rng):
     with pytest.raises(ContractError, match=f"GatedLinearAttention: .*{message}"):
         GatedLinearAttention(weights_of(rng, {}), **options)
@@ -317,14 +350,15 @@ def test_arrays_that_do_not_fit_are_refused(rng):
     layer = GatedLinearAttention(weights_of(rng, {}), H)
     x = rng.standard_normal((2, 7, D))
     for call, message in [
-            (lambda: layer(x[0]), r"x is \(7, 24\), expected \[B, T, D\] with D=24"),
-            (lambda: layer(x[..., :5]), r"x is \(2, 7, 5\), expected"),
-            (lambda: layer.step(x, None), r"x is \(2, 7, 24\), expected \[B, D\]"),
-            (lambda: layer(x.astype(int)), "x has dtype int64"),
-            (lambda: layer(x.tolist()), "x is a builtins.list, expected a NumPy or CuPy array"),
-            (lambda: layer(x, np.zeros((1, H, 12, 6))), r"gla: initial_state is \(1, 4, 12, 6\), expected"),
-            (lambda: layer.vjp(x)[1](x[:1]), r"dy is \(1, 7, 24\), expected \(2, 7, 24\) like y"),
-            (lambda: layer(x, cu_seqlens=[0, 7]), "gla: cu_seqlens")]:
+        (lambda: layer(x[0]), r"x is \(7, 24\), expected \[B, T, D\] with D=24"),
+        (lambda: layer(x[..., :5]), r"x is \(2, 7, 5\), expected"),
+        (lambda: layer.step(x, None), r"x is \(2, 7, 24\), expected \[B, D\]"),
+        (lambda: layer(x.astype(int)), "x has dtype int64"),
+        (lambda: layer(x.tolist()), "x is a builtins.list, expected a NumPy or CuPy array"),
+        (lambda: layer(x, np.zeros((1, H, 12, 6))), r"gla: initial_state is \(1, 4, 12, 6\), expected"),
+        (lambda: layer.vjp(x)[1](x[:1]), r"dy is \(1, 7, 24\), expected \(2, 7, 24\) like y"),
+        (lambda: layer(x, cu_seqlens=[0, 7]), "gla: cu_seqlens"),
+    ]:
         with pytest.raises(ContractError, match=message):
             call()
 

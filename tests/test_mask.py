@@ -11,7 +11,10 @@ from linattn_np.ops import OPS
 
 VARIANTS = {op.name: (op, function, {}) for op, function in OPS.items() if op.state and op.name != "retention"}
 LINEAR = VARIANTS["linear_attention"][:2]
-VARIANTS |= {f"linear_attention-{phi}-normalized": (*LINEAR, {"feature_map": phi, "normalize": True}) for phi in ("elu", "relu", "exp")}
+VARIANTS |= {
+    f"linear_attention-{phi}-normalized": (*LINEAR, {"feature_map": phi, "normalize": True})
+    for phi in ("elu", "relu", "exp")
+}
 SIZES = {"B": 3, "H": 2, "T": 50, "K": 16, "V": 8, "N": 3}
 
 
@@ -36,7 +39,7 @@ def row(x, axes, b, mask):
     names = axes.split()
     if names[0] not in "BN":
         return x
-    return x[b:b + 1][:, :, mask[b]] if "T" in names else x[b:b + 1]
+    return x[b : b + 1][:, :, mask[b]] if "T" in names else x[b : b + 1]
 
 
 def whole(given):
@@ -55,16 +58,27 @@ def test_is_the_call_without_padding(backend, variant, reverse, rng):
     options = {**options, "reverse": reverse}
     for mode in backend.modes[op.name]:
         there = [backend.asarray(soiled(x, axes, mask)) for x, axes in zip(host, op.arrays.values())]
-        o, final = backend.run(function, *there, mode=mode, mask=backend.asarray(mask), output_final_state=True,
-                               initial_state=whole(tuple(map(backend.asarray, start))), **options)
+        o, final = backend.run(
+            function,
+            *there,
+            mode=mode,
+            mask=backend.asarray(mask),
+            output_final_state=True,
+            initial_state=whole(tuple(map(backend.asarray, start))),
+            **options,
+        )
         o = backend.tohost(o)
         assert not o.swapaxes(1, 2)[~mask].any()
         for b in range(3):
-            wanted, expected = exact(function, [row(x, axes, b, mask) for x, axes in zip(host, op.arrays.values())],
-                                     initial_state=whole(tuple(part[b:b + 1] for part in start)), **options)
+            wanted, expected = exact(
+                function,
+                [row(x, axes, b, mask) for x, axes in zip(host, op.arrays.values())],
+                initial_state=whole(tuple(part[b : b + 1] for part in start)),
+                **options,
+            )
             assert_close(f"o, {mode}", row(o, op.out, b, mask), wanted, SINGLE)
             for part, x in zip(parts(final), parts(expected), strict=True):
-                assert_close("state", backend.tohost(part)[b:b + 1], x, SINGLE)
+                assert_close("state", backend.tohost(part)[b : b + 1], x, SINGLE)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
@@ -78,15 +92,22 @@ def test_gradients(backend, variant, reverse, rng):
     do, dht = rng.standard_normal((3, 2, 50, 8)).astype(SINGLE), draw_states(state, rng, SIZES, SINGLE)
     options = {**options, "reverse": reverse}
     there = [backend.asarray(soiled(x, axes, mask)) for x, axes in zip(host, op.arrays.values())]
-    _, pull = backend.run(vjp, function, *there, mask=backend.asarray(mask), **options,
-                          initial_state=whole(tuple(map(backend.asarray, start))))
+    _, pull = backend.run(
+        vjp,
+        function,
+        *there,
+        mask=backend.asarray(mask),
+        **options,
+        initial_state=whole(tuple(map(backend.asarray, start))),
+    )
     *found, initial = pull(backend.asarray(soiled(do, op.out, mask)), whole(tuple(map(backend.asarray, dht))))
     sums = {}
     for b in range(3):
         double = [row(x, axes, b, mask).astype(np.float64) for x, axes in zip(host, op.arrays.values())]
-        before, after = (whole(tuple(x[b:b + 1].astype(np.float64) for x in states)) for states in (start, dht))
+        before, after = (whole(tuple(x[b : b + 1].astype(np.float64) for x in states)) for states in (start, dht))
         *wanted, expected = vjp(function, *double, **options, initial_state=before)[1](
-            row(do, op.out, b, mask).astype(np.float64), after)
+            row(do, op.out, b, mask).astype(np.float64), after
+        )
         for (name, axes), x, y in zip(op.arrays.items(), found, wanted, strict=True):
             x = backend.tohost(x)
             if "T" not in axes.split():
@@ -95,7 +116,7 @@ def test_gradients(backend, variant, reverse, rng):
             assert not x.swapaxes(1, 2)[~mask].any()
             assert_close(f"d{name}", row(x, axes, b, mask), y, SINGLE, factor=10)
         for part, x in zip(parts(initial), parts(expected), strict=True):
-            assert_close("dh0", backend.tohost(part)[b:b + 1], x, SINGLE, factor=10)
+            assert_close("dh0", backend.tohost(part)[b : b + 1], x, SINGLE, factor=10)
     for name, (x, y) in sums.items():
         assert_close(f"d{name}", x, y, SINGLE, factor=10)
 
@@ -118,7 +139,7 @@ def test_calls_alike_grouped_and_out(backend, dtype, rng):
             assert_close("o", row(o, op.out, b, mask), wanted, dtype)
 
 
-# -- on the host alone --------------------------------------------------------------------------------------------------
+# -- on the host alone -------------------------------------------------------------------------------------------------
 def test_arrays_are_read_only_read(rng):
     """The caller's arrays stay as they are, and all tokens masked in is the plain call to the last bit."""
     arrays = draw(VARIANTS["gla"][0], rng, SIZES)

@@ -15,15 +15,21 @@ LAYERS = 3
 @pytest.fixture(params=[False, True], ids=["plain", "tuned"])
 def weights(request, rng):
     """Random official parameters; Fortran order and other strides must not matter."""
-    return {name: np.asfortranarray(rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32))
-            for name, axes in names.declared(LAYERS, request.param).items()}
+    return {
+        name: np.asfortranarray(rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32))
+        for name, axes in names.declared(LAYERS, request.param).items()
+    }
 
 
 def to_hugging_face(weights):
     renamed = {}
     for name, array in weights.items():
-        for old, new in (("emb.", "embeddings."), (".att.", ".attention."), (".ffn.", ".feed_forward."),
-                         ("ln0", "pre_ln")):
+        for old, new in (
+            ("emb.", "embeddings."),
+            (".att.", ".attention."),
+            (".ffn.", ".feed_forward."),
+            ("ln0", "pre_ln"),
+        ):
             name = name.replace(old, new)
         renamed[name if name == "head.weight" else f"rwkv.{name}"] = array
     return renamed
@@ -36,9 +42,18 @@ def to_fla(weights):
         made[f"model.norm.{part}"] = weights[f"ln_out.{part}"]
         made[f"model.layers.0.pre_norm.{part}"] = weights[f"blocks.0.ln0.{part}"]
     for i in range(LAYERS):
-        att = {name: weights[f"blocks.{i}.att.{name}"] for name in (
-            "time_maa_x", "time_maa_w1", "time_maa_w2", "time_decay", "time_decay_w1", "time_decay_w2",
-            "time_faaaa")}
+        att = {
+            name: weights[f"blocks.{i}.att.{name}"]
+            for name in (
+                "time_maa_x",
+                "time_maa_w1",
+                "time_maa_w2",
+                "time_decay",
+                "time_decay_w1",
+                "time_decay_w2",
+                "time_faaaa",
+            )
+        }
         to = f"model.layers.{i}"
         made[f"{to}.attn.x_proj.0.mu"] = att["time_maa_x"].reshape(-1)
         w, k, v, r, g = np.split(att["time_maa_w1"], 5, axis=1)
@@ -82,8 +97,11 @@ def test_every_naming_gives_the_same_arrays(naming, weights, rng):
 
 @pytest.mark.parametrize("naming", NAMINGS)
 def test_only_flas_mix_is_copied(naming, weights):
-    copied = {name for name, array in names.official(NAMINGS[naming](weights)).items()
-              if not np.shares_memory(array, weights[name])}
+    copied = {
+        name
+        for name, array in names.official(NAMINGS[naming](weights)).items()
+        if not np.shares_memory(array, weights[name])
+    }
     parts = {name.split(".")[-1] for name in copied}
     assert parts == ({f"time_maa_{x}" for x in ("w1", "w2", *"rwkvg")} if naming == "fla" else set())
 
@@ -97,52 +115,62 @@ def test_a_tuned_state_keeps_its_official_name(weights):
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("version, found", [
-    ("RWKV-4", ["blocks.0.att.time_decay", "blocks.0.att.time_first", "blocks.0.att.time_mix_k"]),
-    ("RWKV-4", ["rwkv.blocks.0.attention.time_first", "rwkv.blocks.0.attention.time_mix_key"]),
-    ("RWKV-5", ["blocks.0.att.ln_x.weight", "blocks.0.att.time_decay", "blocks.0.att.time_first"]),
-    ("RWKV-5", ["blocks.0.att.time_mix_k", "blocks.0.att.ln_x.weight", "blocks.0.att.time_faaaa"]),
-    ("RWKV-5", ["rwkv.blocks.0.attention.time_mix_key", "rwkv.blocks.0.attention.ln_x.weight"]),
-    ("RWKV-6 x060a", ["blocks.0.att.time_maa_w1", "blocks.0.att.gate_w1", "blocks.0.att.gate_w2"]),
-    ("RWKV-6 x060b or x060c", ["blocks.0.att.time_maa_rkvw_w1", "blocks.0.att.time_maa_rkvw_w2"]),
-    ("RWKV-7", ["blocks.0.att.x_r", "blocks.0.att.w0", "blocks.0.att.a0", "blocks.0.att.k_k"]),
-    ("RWKV-7", ["blocks.0.att.a0", "blocks.0.att.w0"]),
-    ("RWKV-7", ["model.layers.0.attn.k_k", "model.layers.0.attn.w_lora.lora.0.weight"]),
-])
+@pytest.mark.parametrize(
+    "version, found",
+    [
+        ("RWKV-4", ["blocks.0.att.time_decay", "blocks.0.att.time_first", "blocks.0.att.time_mix_k"]),
+        ("RWKV-4", ["rwkv.blocks.0.attention.time_first", "rwkv.blocks.0.attention.time_mix_key"]),
+        ("RWKV-5", ["blocks.0.att.ln_x.weight", "blocks.0.att.time_decay", "blocks.0.att.time_first"]),
+        ("RWKV-5", ["blocks.0.att.time_mix_k", "blocks.0.att.ln_x.weight", "blocks.0.att.time_faaaa"]),
+        ("RWKV-5", ["rwkv.blocks.0.attention.time_mix_key", "rwkv.blocks.0.attention.ln_x.weight"]),
+        ("RWKV-6 x060a", ["blocks.0.att.time_maa_w1", "blocks.0.att.gate_w1", "blocks.0.att.gate_w2"]),
+        ("RWKV-6 x060b or x060c", ["blocks.0.att.time_maa_rkvw_w1", "blocks.0.att.time_maa_rkvw_w2"]),
+        ("RWKV-7", ["blocks.0.att.x_r", "blocks.0.att.w0", "blocks.0.att.a0", "blocks.0.att.k_k"]),
+        ("RWKV-7", ["blocks.0.att.a0", "blocks.0.att.w0"]),
+        ("RWKV-7", ["model.layers.0.attn.k_k", "model.layers.0.attn.w_lora.lora.0.weight"]),
+    ],
+)
 def test_other_versions_are_refused(version, found):
     with pytest.raises(CheckpointError, match=f"' belongs to {version}, expected the parameters of RWKV-6"):
         names.official(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("naming, gone, complaint", [
-    ("official", "head.weight", "lacks 'head.weight', expected the parameters of RWKV-6 x060 with 3 blocks"),
-    ("official", "att.time_maa_w1", "lacks 'blocks.0.att.time_maa_w1' and 2 more, expected"),
-    ("official", "blocks.2.ffn.", "lacks 'blocks.2.ffn.time_maa_k' and 4 more, expected"),
-    ("official", "blocks.1.", r"lacks 'blocks.1.ln1.weight' and \d+ more and has an unknown 'blocks.2."),
-    ("official", "blocks.", r"lacks 'blocks.0.ln0.weight' and 1 more, expected .* with 0 blocks"),
-    ("Hugging Face", "pre_ln.bias", "lacks 'rwkv.blocks.0.pre_ln.bias', expected"),
-    ("Hugging Face", "head.weight", "lacks 'head.weight', expected"),
-    ("Hugging Face", "forward.key", "lacks 'rwkv.blocks.0.feed_forward.key.weight' and 2 more, expected"),
-    ("fla", "x_bias", "lacks 'model.layers.0.attn.x_bias' and 2 more, expected"),
-    ("fla", "lm_head", "lacks 'lm_head.weight', expected"),
-    ("fla", "lora.2.bias", "lacks 'model.layers.0.attn.w_proj.linear.lora.2.bias' and 2 more"),
-])
+@pytest.mark.parametrize(
+    "naming, gone, complaint",
+    [
+        ("official", "head.weight", "lacks 'head.weight', expected the parameters of RWKV-6 x060 with 3 blocks"),
+        ("official", "att.time_maa_w1", "lacks 'blocks.0.att.time_maa_w1' and 2 more, expected"),
+        ("official", "blocks.2.ffn.", "lacks 'blocks.2.ffn.time_maa_k' and 4 more, expected"),
+        ("official", "blocks.1.", r"lacks 'blocks.1.ln1.weight' and \d+ more and has an unknown 'blocks.2."),
+        ("official", "blocks.", r"lacks 'blocks.0.ln0.weight' and 1 more, expected .* with 0 blocks"),
+        ("Hugging Face", "pre_ln.bias", "lacks 'rwkv.blocks.0.pre_ln.bias', expected"),
+        ("Hugging Face", "head.weight", "lacks 'head.weight', expected"),
+        ("Hugging Face", "forward.key", "lacks 'rwkv.blocks.0.feed_forward.key.weight' and 2 more, expected"),
+        ("fla", "x_bias", "lacks 'model.layers.0.attn.x_bias' and 2 more, expected"),
+        ("fla", "lm_head", "lacks 'lm_head.weight', expected"),
+        ("fla", "lora.2.bias", "lacks 'model.layers.0.attn.w_proj.linear.lora.2.bias' and 2 more"),
+    ],
+)
 def test_incomplete_models_are_refused(naming, gone, complaint, weights):
-    rest = {name: array for name, array in NAMINGS[naming](weights).items()
-            if gone not in name and "time_state" not in name}
+    rest = {
+        name: array for name, array in NAMINGS[naming](weights).items() if gone not in name and "time_state" not in name
+    }
     with pytest.raises(CheckpointError, match=complaint):
         names.official(rest)
 
 
-@pytest.mark.parametrize("added, complaint", [
-    ("blocks.0.att.time_state", "lacks 'blocks.1.att.time_state' and 1 more, expected"),
-    ("blocks.0.att.extra", "has an unknown 'blocks.0.att.extra', expected"),
-    ("rwkv.embeddings.weight", "has an unknown 'rwkv.embeddings.weight', expected"),
-    ("blocks.00.ln1.weight", r"lacks 'blocks.3.ln1.weight' and \d+ more and has an unknown 'blocks.00.ln1"),
-    ("model.layers.0.attn.bonus", "lacks 'model.layers.0.pre|has an unknown 'blocks.1"),
-    ("blocks.x", r"and has an unknown 'blocks.x', expected"),
-    ("\ud800" * 10_000, r"has an unknown '(\\ud800)+'"),
-])
+@pytest.mark.parametrize(
+    "added, complaint",
+    [
+        ("blocks.0.att.time_state", "lacks 'blocks.1.att.time_state' and 1 more, expected"),
+        ("blocks.0.att.extra", "has an unknown 'blocks.0.att.extra', expected"),
+        ("rwkv.embeddings.weight", "has an unknown 'rwkv.embeddings.weight', expected"),
+        ("blocks.00.ln1.weight", r"lacks 'blocks.3.ln1.weight' and \d+ more and has an unknown 'blocks.00.ln1"),
+        ("model.layers.0.attn.bonus", "lacks 'model.layers.0.pre|has an unknown 'blocks.1"),
+        ("blocks.x", r"and has an unknown 'blocks.x', expected"),
+        ("\ud800" * 10_000, r"has an unknown '(\\ud800)+'"),
+    ],
+)
 def test_names_left_over_are_refused(added, complaint):
     weights = dict.fromkeys(names.declared(LAYERS), np.zeros(3))
     with pytest.raises(CheckpointError, match=complaint) as caught:
@@ -150,12 +178,16 @@ def test_names_left_over_are_refused(added, complaint):
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("name, shape, official", [
-    ("attn.x_bias", (3, 16), "att.time_maa_w"), ("attn.x_proj.0.linear.weight", (16, 16), "att.time_maa_w1"),
-    ("attn.x_proj.0.linear.weight", (), "att.time_maa_w1"),
-    ("attn.x_proj.2.weight", (16, 16), "att.time_maa_w2"),
-    ("attn.w_proj.linear.lora.0.weight", (16,), "att.time_decay_w1"),
-])
+@pytest.mark.parametrize(
+    "name, shape, official",
+    [
+        ("attn.x_bias", (3, 16), "att.time_maa_w"),
+        ("attn.x_proj.0.linear.weight", (16, 16), "att.time_maa_w1"),
+        ("attn.x_proj.0.linear.weight", (), "att.time_maa_w1"),
+        ("attn.x_proj.2.weight", (16, 16), "att.time_maa_w2"),
+        ("attn.w_proj.linear.lora.0.weight", (16,), "att.time_decay_w1"),
+    ],
+)
 def test_shapes_that_cannot_be_official_are_refused(name, shape, official, weights):
     changed = to_fla(weights) | {f"model.layers.1.{name}": np.zeros(shape)}
     complaint = f"'model.layers.1.{name}' is {shape}, expected what blocks.1.{official} can be made of"

@@ -6,19 +6,26 @@ import pytest
 from reference import draw, draw_states, exact, stated
 
 from linattn_np import gla, linear_attention, retention, rwkv6, simple_gla, softmax_attention, stages, vjp
-from linattn_np.ops import declaration
 from linattn_np.declarations import GLA_VALUE_GATE
+from linattn_np.ops import declaration
 
 OPERATORS = {
-    "gla": (gla, {}), "rwkv6": (rwkv6, {}), "simple_gla": (simple_gla, {}), "retention": (retention, {}),
+    "gla": (gla, {}),
+    "rwkv6": (rwkv6, {}),
+    "simple_gla": (simple_gla, {}),
+    "retention": (retention, {}),
     "linear_attention": (linear_attention, {}),
     "normalized": (linear_attention, {"feature_map": "elu", "normalize": True}),
     "gv": (gla, {}),
 }
 POISONS = (np.nan, np.inf, -np.inf)
 SIZES = {"B": 2, "H": 3, "T": 101, "K": 7, "V": 5}
-EVERY_MODE = [(name, mode) for name, (function, _) in OPERATORS.items()
-              for mode in (GLA_VALUE_GATE if name == "gv" else declaration(function, "test")).modes if mode != "recurrent"]
+EVERY_MODE = [
+    (name, mode)
+    for name, (function, _) in OPERATORS.items()
+    for mode in (GLA_VALUE_GATE if name == "gv" else declaration(function, "test")).modes
+    if mode != "recurrent"
+]
 
 
 class Call:
@@ -70,7 +77,7 @@ def test_no_value_that_is_not_finite_goes_where_the_recurrence_does_not_take_it(
     for which, argument in enumerate(Call(name, rng).op.arrays):
         for poison in POISONS:
             if argument in ("g", "w", "gv") and poison == -np.inf:
-                continue                                        # an ordinary gate: test_laws and test_gradients
+                continue  # an ordinary gate: test_laws and test_gradients
             for gate in ("weak", "logsigmoid", "some-inf"):
                 call = Call(name, rng, gate, packed=packed).poison(rng, which, poison)
                 assert_same(f"{poison} in {argument}, {gate}", call.results(mode), call.results("recurrent"))
@@ -90,8 +97,12 @@ def test_nor_does_it_in_the_backward_pass(name, packed, rng):
                 else:
                     x = do if argument == "do" else dht[0]
                     x[tuple(rng.integers(n) for n in x.shape)] = poison
-                assert_same(f"{poison} in {argument}, {gate}", call.gradients("chunk", do, dht),
-                            call.gradients("recurrent", do, dht), 1e-3)
+                assert_same(
+                    f"{poison} in {argument}, {gate}",
+                    call.gradients("chunk", do, dht),
+                    call.gradients("recurrent", do, dht),
+                    1e-3,
+                )
 
 
 @pytest.mark.parametrize("name, mode", [("gla", "chunk"), ("rwkv6", "chunk"), ("gla", "staged"), ("gla", "parallel")])
@@ -104,8 +115,15 @@ def test_grouped_heads_and_long_sequences(name, mode, count, rng, monkeypatch):
     state = np.repeat(call.options["initial_state"], 2, axis=1)
     wanted = call.function(q, k, v, *rest, mode="recurrent", **{**call.options, "initial_state": state})
     for materialize in (True, False):
-        found = call.function(q, k, v, *rest, mode=mode, **{**call.options, "initial_state": state},
-                              **({"materialize": materialize} if mode == "chunk" else {}))
+        found = call.function(
+            q,
+            k,
+            v,
+            *rest,
+            mode=mode,
+            **{**call.options, "initial_state": state},
+            **({"materialize": materialize} if mode == "chunk" else {}),
+        )
         assert_same(f"materialize={materialize}", flat(found), flat(wanted))
 
 
@@ -129,10 +147,10 @@ def test_causal_softmax_keeps_it_from_the_past(which, poison, rng):
         dq, dk, dv = pull(arrays[3])
         dq_clean, dk_clean, dv_clean = clean_pull(do)
         np.testing.assert_allclose(dq[:, :, :at], dq_clean[:, :, :at], rtol=1e-10, atol=1e-13)
-        if which in (0, 3):                             # of one query: its own gradient, and those of the keys it sees
+        if which in (0, 3):  # of one query: its own gradient, and those of the keys it sees
             for x, y in ((dk, dk_clean), (dv, dv_clean)):
-                np.testing.assert_allclose(x[:, :, at + 1:], y[:, :, at + 1:], rtol=1e-10, atol=1e-13)
-            np.testing.assert_allclose(dq[:, :, at + 1:], dq_clean[:, :, at + 1:], rtol=1e-10, atol=1e-13)
+                np.testing.assert_allclose(x[:, :, at + 1 :], y[:, :, at + 1 :], rtol=1e-10, atol=1e-13)
+            np.testing.assert_allclose(dq[:, :, at + 1 :], dq_clean[:, :, at + 1 :], rtol=1e-10, atol=1e-13)
 
 
 def test_the_stage_that_combines_is_causal(rng):
@@ -150,14 +168,26 @@ def test_the_stage_that_combines_is_causal(rng):
 # -- overflow on the way to a finite result ----------------------------------------------------------------------------
 def ones(T, *gates, K=1):
     g = np.zeros((1, 1, T, K), np.float32)
-    g[0, 0, :len(gates)] = np.array(gates, np.float32)[:, None]
+    g[0, 0, : len(gates)] = np.array(gates, np.float32)[:, None]
     one = np.ones((1, 1, T, K), np.float32)
     return one, one, one, g
 
 
 @pytest.mark.parametrize("mode", ["chunk", "staged", "parallel"])
-@pytest.mark.parametrize("gates", [(50, 50), (86, 0), (0, 88), (60, -60, 60, -60), (80, -100, 80), (1,) * 60,
-                                   (40, 40, -80, 40, 40), (-80, 85, 85, -80), (-np.inf, 80, 80)])
+@pytest.mark.parametrize(
+    "gates",
+    [
+        (50, 50),
+        (86, 0),
+        (0, 88),
+        (60, -60, 60, -60),
+        (80, -100, 80),
+        (1,) * 60,
+        (40, 40, -80, 40, 40),
+        (-80, 85, 85, -80),
+        (-np.inf, 80, 80),
+    ],
+)
 def test_growing_gates_overflow_where_the_recurrence_does(mode, gates):
     for function in (gla, rwkv6):
         for size in (1, 20, 1e-20, 1e20):
@@ -196,15 +226,15 @@ def test_small_and_large_values_under_gates_that_sum_up(function, mode, rng):
 
 # -- a gate's gradient, to its own size --------------------------------------------------------------------------------
 GATES = {
-    "one of -20": lambda rng, shape: np.where(np.arange(shape[2])[:, None] % 13 == 5, -20, -.01 + np.zeros(shape)),
-    "spikes": lambda rng, shape: np.where(rng.random(shape) < .03, -rng.uniform(3, 60, shape), -.01),
+    "one of -20": lambda rng, shape: np.where(np.arange(shape[2])[:, None] % 13 == 5, -20, -0.01 + np.zeros(shape)),
+    "spikes": lambda rng, shape: np.where(rng.random(shape) < 0.03, -rng.uniform(3, 60, shape), -0.01),
     "all -20": lambda rng, shape: np.full(shape, -20.0),
     "trained": lambda rng, shape: -np.exp(np.linspace(-4.2, -2.5, shape[-1]) + 2 * rng.standard_normal(shape)),
     "logsigmoid": lambda rng, shape: -np.logaddexp(0, -rng.standard_normal(shape)),
     "weak": lambda rng, shape: -np.logaddexp(0, -rng.standard_normal(shape)) / 16,
     "strong": lambda rng, shape: -20 * np.logaddexp(0, -rng.standard_normal(shape)),
 }
-HALVED = ("one of -20", "all -20", "strong")            # in every chunk
+HALVED = ("one of -20", "all -20", "strong")  # in every chunk
 
 
 def gate_gradient_and_size(function, q, k, v, g, do):
@@ -230,7 +260,7 @@ def test_gate_gradients_are_right_to_their_own_size(kind, function, chunk_size, 
     u = (np.zeros((2, 8), np.float32),) if function is rwkv6 else ()
     dg = vjp(function, q, k, v, g, *u, chunk_size=chunk_size)[1](do)[3]
     off = (np.abs(dg - wanted) / np.where(size == 0, 1, size))[size > 1e-30].max()
-    limit = 1e-4 if chunk_size is None else 3e-4        # larger chunks have more pairs whose rounding stays
+    limit = 1e-4 if chunk_size is None else 3e-4  # larger chunks have more pairs whose rounding stays
     assert off <= (2e-6 if kind in HALVED else limit), f"off by {off:.1e} of what it is made of"
     assert not dg[:, :, 0].any(), "no gate comes to anything before there is a state"
-    assert np.abs(dg[size == 0]).max() <= 1e-6 * np.abs(wanted).max()       # RWKV-6 reads nothing behind its last gate
+    assert np.abs(dg[size == 0]).max() <= 1e-6 * np.abs(wanted).max()  # RWKV-6 reads nothing behind its last gate

@@ -17,7 +17,7 @@ from linattn_np.ops import GLA, GLA_STEP, RWKV6, RWKV6_STEP, SIMPLE_GLA
 
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 CHUNK = 2 * SUB_CHUNK
-SHARED = 48 * 1024              # bytes of shared memory a block has without asking
+SHARED = 48 * 1024  # bytes of shared memory a block has without asking
 
 needs_numba = pytest.mark.skipif(find_spec("numba_cuda") is None, reason="numba-cuda is not installed")
 needs_compiler = pytest.mark.skipif(SIMULATOR, reason="Numba's simulator compiles nothing")
@@ -28,11 +28,13 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
 
 def bound(op, dtype=np.float32, strided=False, **arguments):
     """A problem of arrays of the sizes above; `strided` ones are in the order of Fortran."""
+
     def array(name, axes):
         single = np.float64 if dtype == np.float64 else np.float32
         shape = [SIZES[axis] for axis in axes.split()]
         made = np.zeros(shape[::-1] if strided else shape, single if name in op.computed else dtype)
         return made.T if strided else made
+
     if op in declarations.STAGES:
         arguments["chunk_size"] = CHUNK
     problem = op.bind([array(name, axes) for name, axes in op.arrays.items()], **arguments)
@@ -46,8 +48,11 @@ def step(op, dtype=np.float32, strided=False):
 
 
 CALLS = {
-    **{f"{op.name}-{mode}": lambda op=op, mode=mode, **kw: bound(op, mode=mode, **kw)
-       for op in (GLA, RWKV6) for mode in ("staged", "recurrent")},
+    **{
+        f"{op.name}-{mode}": lambda op=op, mode=mode, **kw: bound(op, mode=mode, **kw)
+        for op in (GLA, RWKV6)
+        for mode in ("staged", "recurrent")
+    },
     **{op.name: lambda op=op, **kw: step(op, **kw) for op in (GLA_STEP, RWKV6_STEP)},
     **{f"{op.name}-{'u' in op.arrays}": lambda op=op, **kw: bound(op, **kw) for op in declarations.STAGES},
 }
@@ -64,6 +69,7 @@ def ptx_of_launches(monkeypatch, compiled, problem, capability):
     from numba import cuda
 
     from linattn_np.backends.numba import plans
+
     found = []
 
     def compile_only(kernel, blocks, threads, *arguments):
@@ -122,13 +128,16 @@ assert ("row_stack" in vars(np)) == before == {has_row_stack}
 
 
 # -- reasons -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("problem, reason", [
-    (lambda: bound(GLA, mode="chunk"), "it has modes 'staged' and 'recurrent', not 'chunk'"),
-    (lambda: bound(GLA, mode="parallel"), "it has modes 'staged' and 'recurrent', not 'parallel'"),
-    (lambda: bound(GLA, gradient=True), "it has no gradients"),
-    (lambda: bound(GLA, materialize=False), "materialize=False asks for a fused kernel"),
-    (lambda: bound(SIMPLE_GLA), "it has gla, rwkv6, their steps and the five stages only"),
-])
+@pytest.mark.parametrize(
+    "problem, reason",
+    [
+        (lambda: bound(GLA, mode="chunk"), "it has modes 'staged' and 'recurrent', not 'chunk'"),
+        (lambda: bound(GLA, mode="parallel"), "it has modes 'staged' and 'recurrent', not 'parallel'"),
+        (lambda: bound(GLA, gradient=True), "it has no gradients"),
+        (lambda: bound(GLA, materialize=False), "materialize=False asks for a fused kernel"),
+        (lambda: bound(SIMPLE_GLA), "it has gla, rwkv6, their steps and the five stages only"),
+    ],
+)
 def test_reasons(problem, reason):
     assert reason in backend_package.why_not(problem())
 
@@ -136,17 +145,21 @@ def test_reasons(problem, reason):
 def test_longest_key(monkeypatch):
     monkeypatch.setitem(SIZES, "K", 257)
     for problem in (bound(GLA, mode="recurrent"), step(GLA_STEP)):
-        assert backend_package.why_not(problem) == \
-            "K=257 is more than the 256 channels its recurrence keeps in registers"
+        assert (
+            backend_package.why_not(problem) == "K=257 is more than the 256 channels its recurrence keeps in registers"
+        )
 
 
 @needs_numba
-@pytest.mark.parametrize("setting, home, reason", [
-    ("0", "host", "the arrays are on the host"),
-    ("0", "cuda:0", None),
-    ("1", "host", None),
-    ("1", "cuda:0", "Numba's simulator is on (NUMBA_ENABLE_CUDASIM), and it takes host arrays only"),
-])
+@pytest.mark.parametrize(
+    "setting, home, reason",
+    [
+        ("0", "host", "the arrays are on the host"),
+        ("0", "cuda:0", None),
+        ("1", "host", None),
+        ("1", "cuda:0", "Numba's simulator is on (NUMBA_ENABLE_CUDASIM), and it takes host arrays only"),
+    ],
+)
 def test_home(monkeypatch, setting, home, reason):
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", setting)
     assert backend_package.why_not(dataclasses.replace(bound(GLA), home=home)) == reason

@@ -23,8 +23,15 @@ def gates(shape):
     mixed = weak.copy()
     mixed[1] = -30.0
     mixed[2, 10] = -1e30
-    return {"weak": weak, "strong": np.full(shape, -20.0), "resets": resets, "mixed": mixed, "positive": -weak,
-            "forget": np.full(shape, -np.inf), "tall": np.where(rng.random(shape) < 0.1, 20.0, weak)}
+    return {
+        "weak": weak,
+        "strong": np.full(shape, -20.0),
+        "resets": resets,
+        "mixed": mixed,
+        "positive": -weak,
+        "forget": np.full(shape, -np.inf),
+        "tall": np.where(rng.random(shape) < 0.1, 20.0, weak),
+    }
 
 
 def literal_scores(q, k, g, exclusive):
@@ -32,7 +39,7 @@ def literal_scores(q, k, g, exclusive):
     A = np.zeros((*q.shape[:-1], q.shape[-2]))
     for i in range(q.shape[-2]):
         for j in range(i if exclusive else i + 1):
-            between = g[..., j + 1:i if exclusive else i + 1, :].sum(-2)
+            between = g[..., j + 1 : i if exclusive else i + 1, :].sum(-2)
             A[..., i, j] = (q[..., i, :] * k[..., j, :] * np.exp(between)).sum(-1)
     return A
 
@@ -57,10 +64,14 @@ def test_scores_are_exact_for_every_gate(kind, exclusive, width, C):
     g = gates((4, C, width))[kind]
     qg, kg, A, decay, _ = gated(q, k, g, exclusive)
     before = np.concatenate([np.zeros((4, 1, width)), g], axis=1)
-    b = np.stack([before[:, :i + 1].sum(1) for i in range(C + 1)], axis=1)
-    e = np.stack([g[:, j + 1:].sum(1) for j in range(C)], axis=1)
-    for got, expected in ((A, literal_scores(q, k, g, exclusive)), (kg, k * np.exp(e)), (decay, np.exp(b[:, -1])),
-                          (qg, q * np.exp(b[:, :-1] if exclusive else b[:, 1:]))):
+    b = np.stack([before[:, : i + 1].sum(1) for i in range(C + 1)], axis=1)
+    e = np.stack([g[:, j + 1 :].sum(1) for j in range(C)], axis=1)
+    for got, expected in (
+        (A, literal_scores(q, k, g, exclusive)),
+        (kg, k * np.exp(e)),
+        (decay, np.exp(b[:, -1])),
+        (qg, q * np.exp(b[:, :-1] if exclusive else b[:, 1:])),
+    ):
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13 * max(1.0, np.abs(expected).max()))
 
 
@@ -80,13 +91,19 @@ def test_gradients_of_scores_are_their_transpose():
             dA = np.tril(rng.standard_normal((4, 32, 32)), -1)
             known = gated(q, k, g, exclusive)[-1]
             with np.errstate(all="ignore"):
-                gq, gk, _ = scores.gated_scores_vjp(q, k, known, exclusive, dA, dqg.copy(), dkg.copy(),
-                                                    np.zeros((4, 6)), Scratch(g.dtype))
+                gq, gk, _ = scores.gated_scores_vjp(
+                    q, k, known, exclusive, dA, dqg.copy(), dkg.copy(), np.zeros((4, 6)), Scratch(g.dtype)
+                )
             of_q, of_k = gated(dq, k, g, exclusive), gated(q, dk, g, exclusive)
             for direction, gradient, A, x, dx in ((dq, gq, of_q[2], of_q[0], dqg), (dk, gk, of_k[2], of_k[1], dkg)):
                 forward = (dA * A).sum((1, 2)) + (dx * x).sum((1, 2))
-                np.testing.assert_allclose((direction * gradient).sum((1, 2)), forward, rtol=1e-9,
-                                           atol=1e-11 * max(1.0, np.abs(A).max()), err_msg=kind)
+                np.testing.assert_allclose(
+                    (direction * gradient).sum((1, 2)),
+                    forward,
+                    rtol=1e-9,
+                    atol=1e-11 * max(1.0, np.abs(A).max()),
+                    err_msg=kind,
+                )
 
 
 def test_prefix_and_suffix_sums_know_no_differences():
@@ -112,11 +129,11 @@ def test_packing_there_and_back(bounds):
     for cut in range(1, len(table) + 1):
         back = np.full_like(x, np.nan)
         for first in range(0, len(table), cut):
-            segment = Segment(table[first:first + cut], 16)
+            segment = Segment(table[first : first + cut], 16)
             packed = segment.pack(x, x.dtype)
-            for c, (start, stop) in enumerate(table[first:first + cut]):
-                assert np.array_equal(packed[:, :, c, :stop - start], x[:, :, start:stop])
-                assert not packed[:, :, c, stop - start:].any()
+            for c, (start, stop) in enumerate(table[first : first + cut]):
+                assert np.array_equal(packed[:, :, c, : stop - start], x[:, :, start:stop])
+                assert not packed[:, :, c, stop - start :].any()
             segment.unpack_into(back, packed)
         assert np.array_equal(back, x)
 
@@ -153,8 +170,14 @@ def test_threads_segments_and_materialize_change_no_bit(op, bounds, monkeypatch)
             for materialize in (True, False, None):
                 monkeypatch.setattr(chunked, "workers", lambda: workers)
                 monkeypatch.setattr(chunked, "SEGMENT_ELEMENTS", elements)
-                (o, final), pull = linattn_np.vjp(op, *arrays, initial_state=initial, output_final_state=True,
-                                                  cu_seqlens=bounds, materialize=materialize)
+                (o, final), pull = linattn_np.vjp(
+                    op,
+                    *arrays,
+                    initial_state=initial,
+                    output_final_state=True,
+                    cu_seqlens=bounds,
+                    materialize=materialize,
+                )
                 results.append((o, final, *pull(v, initial)))
     for result in results[1:]:
         assert all(np.array_equal(x, y) for x, y in zip(result, results[0], strict=True))
@@ -176,8 +199,9 @@ def test_streaming_never_holds_every_state():
     assert peak_bytes(lambda: linattn_np.gla(q, k, v, g, materialize=False)) - q.nbytes < states / 2
 
 
-@pytest.mark.parametrize("call", [linattn_np.softmax_attention,
-                                  lambda *a: linattn_np.simple_gla(*a, -np.abs(a[0][..., 0]), mode="parallel")])
+@pytest.mark.parametrize(
+    "call", [linattn_np.softmax_attention, lambda *a: linattn_np.simple_gla(*a, -np.abs(a[0][..., 0]), mode="parallel")]
+)
 def test_quadratic_forms_never_hold_the_square(call):
     q, k, v = rng.standard_normal((3, 1, 1, 4096, 8), dtype=np.float32)
     assert peak_bytes(lambda: call(q, k, v)) < 4096**2 * 4 / 8
@@ -208,8 +232,19 @@ def test_a_thread_keeps_no_large_arrays():
 def test_segments_cut_every_sequence_into_as_many():
     spans = varlen.parse([0, 0, 70, 102, 300], 300)
     assert list(spans.segments(3, 32)) == [
-        (0, 0), (0, 0), (0, 0), (0, 32), (32, 64), (64, 70), (70, 102), (102, 102), (102, 102),
-        (102, 198), (198, 294), (294, 300)]
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (0, 32),
+        (32, 64),
+        (64, 70),
+        (70, 102),
+        (102, 102),
+        (102, 102),
+        (102, 198),
+        (198, 294),
+        (294, 300),
+    ]
     assert list(varlen.dense(64).segments(2, 32)) == [(0, 32), (32, 64)]
 
 
@@ -217,8 +252,7 @@ def test_segments_cut_every_sequence_into_as_many():
 @pytest.mark.parametrize("caller", [False, True])
 def test_tasks_leave_the_settings_as_they_were(tasks, caller):
     before = np.geterr(), np.getbufsize()
-    inside = cores.in_parallel(lambda task: (set(np.geterr().values()), np.getbufsize()), range(tasks),
-                               caller=caller)
+    inside = cores.in_parallel(lambda task: (set(np.geterr().values()), np.getbufsize()), range(tasks), caller=caller)
     assert inside == [({"ignore"}, cores.BUFFER)] * tasks
     assert (np.geterr(), np.getbufsize()) == before
 

@@ -14,8 +14,11 @@ from linattn_np.ops.steps import GLA_STEP
 
 SIZES = {"B": 2, "H": 3, "T": 8, "K": 4, "V": 4, "N": 2}
 FLOAT = np.dtype(np.float32)
-HARD = (   # strides of two arrays, how far apart
-    (85128, 107004, 121172, 125796), (80232, 111776, 121408, 154636), 1207)
+HARD = (  # strides of two arrays, how far apart
+    (85128, 107004, 121172, 125796),
+    (80232, 111776, 121408, 154636),
+    1207,
+)
 
 
 def inputs(op=GLA):
@@ -29,7 +32,7 @@ def test_out_over_the_mask(function):
     memory = np.ones(2 * 3 * 8 * 4, FLOAT)
     mask = memory.view(bool)[:16].reshape(2, 8)
     out, before = memory.reshape(2, 3, 8, 4), memory.copy()
-    for _ in range(2):                              # the second one is like the first
+    for _ in range(2):  # the second one is like the first
         with pytest.raises(ContractError, match=f"{op.name}: out shares memory with mask"):
             function(*inputs(op), mask=mask, out=out)
     assert same_bits(memory, before)
@@ -52,9 +55,14 @@ def test_a_stage_out_over_its_input():
 def overlapping(shape):
     """Writable arrays of which two elements are one."""
     memory = np.zeros(2 * np.prod(shape), FLOAT)
-    dense = memory[:np.prod(shape)].reshape(shape).strides
-    strides = {"stride-0": (0, *dense[1:]), "all-one": (0,) * len(shape), "windows": (*dense[:-2], 4, 4),
-               "backwards": (*dense[:-2], -8, 4), "shifted": (*dense[:-2], 2, 4)}
+    dense = memory[: np.prod(shape)].reshape(shape).strides
+    strides = {
+        "stride-0": (0, *dense[1:]),
+        "all-one": (0,) * len(shape),
+        "windows": (*dense[:-2], 4, 4),
+        "backwards": (*dense[:-2], -8, 4),
+        "shifted": (*dense[:-2], 2, 4),
+    }
     return {kind: as_strided(memory[40:], shape, steps) for kind, steps in strides.items()}
 
 
@@ -87,7 +95,7 @@ def test_interleaved_arrays_are_taken():
     """The columns of one buffer, as a fused projection has them."""
     q, k, v, g = inputs()
     fused = np.concatenate([q, k, v, g, v], axis=-1)
-    parts = [fused[..., 4 * n:4 * n + 4] for n in range(5)]
+    parts = [fused[..., 4 * n : 4 * n + 4] for n in range(5)]
     assert gla(*parts[:4], out=parts[4]) is parts[4]
     np.testing.assert_array_equal(parts[4], gla(q, k, v, g))
 
@@ -97,13 +105,13 @@ def test_crafted_strides_take_no_time():
     memory = np.zeros(1 << 22, FLOAT)
     shape = (12, 13, 12, 13)
     q = as_strided(memory, shape, HARD[0])
-    out = as_strided(memory[HARD[2]:], shape, HARD[1])
+    out = as_strided(memory[HARD[2] :], shape, HARD[1])
     start = time.perf_counter()
     assert overlap.share(q, out)
     assert time.perf_counter() - start < 0.5
 
 
-# -- on a device --------------------------------------------------------------------------------------------------------
+# -- on a device -------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def place():
     """Arrays of CuPy at addresses that nobody looks at."""

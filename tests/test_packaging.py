@@ -23,14 +23,28 @@ LAZY = {"cupy", "numba", "numba_cuda", "torch", "jax", "scipy", "safetensors", "
 # -- the wheel ------------------------------------------------------------------------------------------------------
 def test_wheel_holds_every_module_and_kernel(tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="the build needs setuptools 77 or newer")
-    source = tmp_path / "source"                    # a copy: building leaves its traces in the tree
+    source = tmp_path / "source"  # a copy: building leaves its traces in the tree
     for name in ("linattn_np", "kernels_cu"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "examples" / "data", source / "examples" / "data")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-                    "--disable-pip-version-check", "--wheel-dir", str(tmp_path), str(source)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--disable-pip-version-check",
+            "--wheel-dir",
+            str(tmp_path),
+            str(source),
+        ],
+        check=True,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"linattn_np-{linattn_np.__version__}-py3-none-any.whl"
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -49,8 +63,16 @@ def test_source_distribution_can_test_itself(tmp_path):
     for name in ("linattn_np", "kernels_cu", "tests", "benchmarks", "examples", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=made_later)
     (source / ".ci").mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md",
-                 ".ci/run"):
+    for name in (
+        "setup.cfg",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        ".ci/run",
+    ):
         shutil.copy(ROOT / name, source / name)
     wanted = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     build = "import setuptools.build_meta as backend; backend.build_sdist('..')"
@@ -64,11 +86,19 @@ def test_source_distribution_can_test_itself(tmp_path):
 # -- importing ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("module", ["linattn_np", "linattn_np.models", "linattn_np.interop", "linattn_np.distributed"])
 def test_import_is_fast_and_loads_no_array_library(module):
-    code = ("import json, sys, time, numpy; start = time.perf_counter()\n"
-            f"import {module}\n"
-            "print(json.dumps([time.perf_counter() - start, sorted(sys.modules)]))")
-    seconds, modules = min(json.loads(subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=True,
-                                                     capture_output=True, text=True).stdout) for _ in range(3))
+    code = (
+        "import json, sys, time, numpy; start = time.perf_counter()\n"
+        f"import {module}\n"
+        "print(json.dumps([time.perf_counter() - start, sorted(sys.modules)]))"
+    )
+    seconds, modules = min(
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", code], cwd=PACKAGE.parent, check=True, capture_output=True, text=True
+            ).stdout
+        )
+        for _ in range(3)
+    )
     assert not LAZY & set(modules)
     assert seconds < 0.5
 
@@ -83,17 +113,40 @@ def imports(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join((*package[:len(package) - node.level + 1], *filter(None, [node.module]))) if node.level else node.module
+            base = (
+                ".".join((*package[: len(package) - node.level + 1], *filter(None, [node.module])))
+                if node.level
+                else node.module
+            )
             inside = node.level and (PACKAGE.parent / base.replace(".", "/")).is_dir()
             yield from ((f"{base}.{alias.name}" if inside else base, top) for alias in node.names)
 
 
-MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix(): list(imports(path)) for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 # What knows a model by its face alone; a training names one kind as its default.
-AROUND = ("batch", "checkpoint", "checks", "devices", "example", "face", "files", "fused", "matrices", "matrix_loops",
-          "products", "quantised", "sampling", "stored_zip", "text", "threads", "tokenizers")
-CHECKED = ["arguments", "errors", "typing"]         # what public functions outside the operators check and say with
+AROUND = (
+    "batch",
+    "checkpoint",
+    "checks",
+    "devices",
+    "example",
+    "face",
+    "files",
+    "fused",
+    "matrices",
+    "matrix_loops",
+    "products",
+    "quantised",
+    "sampling",
+    "stored_zip",
+    "text",
+    "threads",
+    "tokenizers",
+)
+CHECKED = ["arguments", "errors", "typing"]  # what public functions outside the operators check and say with
 
 # What the files of a room may import: prefixes of our own modules, and libraries beside the standard one.
 ROOMS = {
@@ -114,8 +167,23 @@ ROOMS = {
     "problem": (["arguments", "varlen"], ["numpy"]),
     "views": (["arrays", "grouped", "layouts", "masked", "problem"], ["numpy"]),
     "call_cache": (["arrays", "caches", "layouts", "problem"], ["numpy"]),
-    "contract": (["arguments", "arrays", "call_cache", "doubts", "errors", "grouped", "layouts", "overlap", "problem",
-                  "varlen", "views", "wording"], ["numpy"]),
+    "contract": (
+        [
+            "arguments",
+            "arrays",
+            "call_cache",
+            "doubts",
+            "errors",
+            "grouped",
+            "layouts",
+            "overlap",
+            "problem",
+            "varlen",
+            "views",
+            "wording",
+        ],
+        ["numpy"],
+    ),
     "declarations": (["arrays", "contract", "errors", "wording"], ["numpy"]),
     "dispatch": (["contract", "errors", "problem", "views"], []),
     "ops": (["ops", "arrays", "declarations", "dispatch", "views", "wording", "typing"], ["numpy"]),
@@ -123,8 +191,23 @@ ROOMS = {
     "autodiff": (["arrays", "dispatch", "grouped", "ops", "views", "typing"], []),
     "explanation": (["dispatch", "errors", "ops", "problem", "typing"], []),
     "layers": (["arguments", "arrays", "autodiff", "errors", "ops", "typing"], ["numpy"]),
-    "distributed": (["distributed", "arrays", "autodiff", "dispatch", "errors", "grouped", "layouts", "ops", "stages", "typing",
-                     "varlen", "views"], ["numpy"]),
+    "distributed": (
+        [
+            "distributed",
+            "arrays",
+            "autodiff",
+            "dispatch",
+            "errors",
+            "grouped",
+            "layouts",
+            "ops",
+            "stages",
+            "typing",
+            "varlen",
+            "views",
+        ],
+        ["numpy"],
+    ),
     "distributed/engine": ([], ["numpy"]),
     "distributed/mpi": (["distributed.engine"], ["numpy", "mpi4py"]),
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
@@ -133,11 +216,15 @@ ROOMS = {
     "distributed/threads": (["distributed"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
     "interop/calls": (["autodiff", "contract", "ops", "views"], ["numpy", "cupy"]),
-    "interop/jax": (["interop.calls", "interop.jax_axis", "arrays", "caches", "call_cache", "errors", "foreign", "ops", "typing"],
-                    ["numpy", "jax"]),
+    "interop/jax": (
+        ["interop.calls", "interop.jax_axis", "arrays", "caches", "call_cache", "errors", "foreign", "ops", "typing"],
+        ["numpy", "jax"],
+    ),
     "interop/jax_axis": ([], ["numpy", "jax"]),
-    "interop/torch": (["interop.calls", "interop.torch_transforms", "distributed", "errors", "ops", "typing", "wording"],
-                      ["numpy", "torch", "cupy"]),
+    "interop/torch": (
+        ["interop.calls", "interop.torch_transforms", "distributed", "errors", "ops", "typing", "wording"],
+        ["numpy", "torch", "cupy"],
+    ),
     "interop/torch_transforms": (["interop.calls", "arrays", "errors", "ops"], ["numpy", "torch"]),
     "models": ([f"models.{name}" for name in AROUND] + CHECKED, ["numpy", "ml_dtypes", "cupy", "safetensors"]),
     "models/__init__": (["models"], []),
@@ -145,19 +232,40 @@ ROOMS = {
     "models/quantised": ([f"models.{name}" for name in AROUND] + ["arrays", "errors"], ["numpy"]),
     "models/matrix_loops": ([], ["numpy", "numba", "llvmlite"]),
     "models/rwkv6/numba_loops": ([], ["numpy", "numba"]),
-    "models/training": ([f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6"], ["numpy", "cupy", "safetensors"]),
+    "models/training": (
+        [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6"],
+        ["numpy", "cupy", "safetensors"],
+    ),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6/cuda_prefill": (["models", "ops", "backends.cupy"], ["numpy"]),
     "command/__init__": ([], []),
-    "command": (["command", "arrays", "backends.numpy.cores", "explain", "gla", "models", "ops", "vjp", "NotSupported", "__version__"],
-                ["numpy", "cupy", "matplotlib", "threadpoolctl"]),
+    "command": (
+        [
+            "command",
+            "arrays",
+            "backends.numpy.cores",
+            "explain",
+            "gla",
+            "models",
+            "ops",
+            "vjp",
+            "NotSupported",
+            "__version__",
+        ],
+        ["numpy", "cupy", "matplotlib", "threadpoolctl"],
+    ),
     "__main__": (["command", "__version__"], []),
     "backends/__init__": ([], []),
-    "backends/numpy": (["backends.numpy", "arrays", "caches", "contract", "declarations", "two_gates", "varlen"],
-                       ["numpy"]),
-    "backends/cupy": (["backends.cupy", "arrays", "contract", "declarations", "two_gates", "varlen"], ["numpy", "cupy"]),
+    "backends/numpy": (
+        ["backends.numpy", "arrays", "caches", "contract", "declarations", "two_gates", "varlen"],
+        ["numpy"],
+    ),
+    "backends/cupy": (
+        ["backends.cupy", "arrays", "contract", "declarations", "two_gates", "varlen"],
+        ["numpy", "cupy"],
+    ),
     "backends/numba": (["backends.numba", "backends.cupy", "arrays", "contract", "varlen"], ["numpy", "numba"]),
     "__init__": ([""], []),
 }
@@ -176,8 +284,9 @@ def test_imports_point_downwards(module):
         top = name.split(".")[0]
         if top == "linattn_np":
             inner = name.removeprefix("linattn_np").removeprefix(".")
-            assert any(prefix == "" or inner == prefix or inner.startswith(f"{prefix}.") for prefix in ours), \
+            assert any(prefix == "" or inner == prefix or inner.startswith(f"{prefix}.") for prefix in ours), (
                 f"linattn_np/{module}.py imports {name}; its room may import {ours}"
+            )
         else:
             assert top in libraries or top in sys.stdlib_module_names, f"linattn_np/{module}.py imports {name}"
 
@@ -191,17 +300,30 @@ def test_no_circle_of_imports():
         return names.get(name) or names.get(name.rpartition(".")[0])
 
     needs = {module: {needed(name) for name, _ in found} - {module, None} for module, found in MODULES.items()}
-    graphlib.TopologicalSorter(needs).prepare()         # CycleError names a circle
+    graphlib.TopologicalSorter(needs).prepare()  # CycleError names a circle
     assert needs["models/batch"] - {"errors", "typing"} == {"models/checks", "models/face", "models/sampling"}
 
 
 def test_array_libraries_are_imported_where_they_are_used():
     """Numba's runtime, which only a call reaches, and what is there for one library need it to be imported at all."""
-    at_the_top = {module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)}
-    assert at_the_top <= {"backends/numba/runtime", "interop/jax", "interop/jax_axis", "interop/torch",
-                          "interop/torch_transforms", "models/matrix_loops", "models/rwkv6/numba_loops"}
-    assert not any(name.startswith("linattn_np.interop") for module, found in MODULES.items()
-                   if not module.startswith("interop/") for name, _ in found)
+    at_the_top = {
+        module for module, found in MODULES.items() if any(name.split(".")[0] in LAZY and top for name, top in found)
+    }
+    assert at_the_top <= {
+        "backends/numba/runtime",
+        "interop/jax",
+        "interop/jax_axis",
+        "interop/torch",
+        "interop/torch_transforms",
+        "models/matrix_loops",
+        "models/rwkv6/numba_loops",
+    }
+    assert not any(
+        name.startswith("linattn_np.interop")
+        for module, found in MODULES.items()
+        if not module.startswith("interop/")
+        for name, _ in found
+    )
 
 
 def test_arrow_test_sees_imports():

@@ -47,17 +47,22 @@ def test_the_loop_is_the_operator(rng):
 def table(page, heading):
     """The rows of the first table under a page's heading, a list of cells each."""
     section = (ROOT / page).read_text().split(f"# {heading}\n", 1)[1].split("\n#", 1)[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
     return rows[2:]
 
 
 def test_operators_table():
     assert [(name, arrays) for name, _, arrays in table("README.md", "Operators")] == [
-        (f"`{op.name}`", f"`{' '.join(op.arrays)}`") for op in linattn_np.OPS]
+        (f"`{op.name}`", f"`{' '.join(op.arrays)}`") for op in linattn_np.OPS
+    ]
 
 
 def test_modes_table():
-    assert {mode for mode, _ in table("docs/backends.md", "Modes")} == {f'`"{mode}"`' for op in linattn_np.OPS for mode in op.modes}
+    assert {mode for mode, _ in table("docs/backends.md", "Modes")} == {
+        f'`"{mode}"`' for op in linattn_np.OPS for mode in op.modes
+    }
 
 
 def test_files_and_folders_exist():

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import cache
 from threading import Thread
 
 import numpy as np
@@ -49,7 +50,7 @@ def changed(x):
     wide = np.concatenate([x, x], axis=-1)
     read_only = x.copy()
     read_only.flags.writeable = False
-    return [wide[..., :x.shape[-1]], wide[..., ::2], np.asfortranarray(x), x[:, ::-1], read_only]
+    return [wide[..., : x.shape[-1]], wide[..., ::2], np.asfortranarray(x), x[:, ::-1], read_only]
 
 
 def test_what_differs_shares_nothing():
@@ -60,21 +61,39 @@ def test_what_differs_shares_nothing():
     assert GLA.bind(arrays(T=41)).memo is not memo
     assert GLA.bind(arrays(), layout="bthd").memo is not memo
     assert GLA.bind(arrays(), gradient=True).memo is not memo
-    problems = [GLA.bind(arrays(B=1), **options) for options in (
-        {}, {"scale": 1.0}, {"scale": 0.0}, {"scale": -0.0}, {"mode": "chunk"}, {"chunk_size": 32}, {"chunk_size": 64},
-        {"output_final_state": True}, {"state_dtype": np.float64}, {"materialize": True}, {"cu_seqlens": [0, 40]},
-        {"cu_seqlens": [0, 39, 40]}, {"cu_seqlens": [0, 38, 40]}, {"out": np.empty((1, 2, 40, 8), np.float32)},
-        {"initial_state": np.zeros((1, 2, 16, 8), np.float32)}, {"initial_state": np.zeros((1, 2, 16, 8), BFLOAT16)})]
+    problems = [
+        GLA.bind(arrays(B=1), **options)
+        for options in (
+            {},
+            {"scale": 1.0},
+            {"scale": 0.0},
+            {"scale": -0.0},
+            {"mode": "chunk"},
+            {"chunk_size": 32},
+            {"chunk_size": 64},
+            {"output_final_state": True},
+            {"state_dtype": np.float64},
+            {"materialize": True},
+            {"cu_seqlens": [0, 40]},
+            {"cu_seqlens": [0, 39, 40]},
+            {"cu_seqlens": [0, 38, 40]},
+            {"out": np.empty((1, 2, 40, 8), np.float32)},
+            {"initial_state": np.zeros((1, 2, 16, 8), np.float32)},
+            {"initial_state": np.zeros((1, 2, 16, 8), BFLOAT16)},
+        )
+    ]
     assert len({id(problem.memo) for problem in problems}) == len(problems)
     assert np.signbit([problem.scale for problem in problems[2:4]]).tolist() == [False, True]
-    assert GLA.bind(arrays(B=1), cu_seqlens=np.array([0, 39, 40])).memo is problems[11].memo        # by value
-    decays = [RETENTION.bind(arrays(RETENTION), gamma=gamma) for gamma in (
-        [0.5, 0.25], [0.5, 0.2], 0.5, [0.5, 0.5], np.float32([0.5, 0.25]), np.array([0.5, 0.25]))]
-    assert len({id(problem.memo) for problem in decays}) == 5 and decays[5].memo is decays[0].memo   # by value
+    assert GLA.bind(arrays(B=1), cu_seqlens=np.array([0, 39, 40])).memo is problems[11].memo  # by value
+    decays = [
+        RETENTION.bind(arrays(RETENTION), gamma=gamma)
+        for gamma in ([0.5, 0.25], [0.5, 0.2], 0.5, [0.5, 0.5], np.float32([0.5, 0.25]), np.array([0.5, 0.25]))
+    ]
+    assert len({id(problem.memo) for problem in decays}) == 5 and decays[5].memo is decays[0].memo  # by value
     assert RETENTION.bind(arrays(RETENTION), gamma=[1, 0]).memo is not None
 
 
-LOOKALIKES = {      # right arguments, and wrong ones that equal them
+LOOKALIKES = {  # right arguments, and wrong ones that equal them
     "scale": ({"scale": 1.0}, {"scale": True}, ContractTypeError),
     "chunk_size": ({"chunk_size": 64}, {"chunk_size": 64.0}, ContractError),
     "cu_seqlens": ({"cu_seqlens": [0, 40]}, {"cu_seqlens": [0.0, 40.0]}, ContractError),
@@ -154,9 +173,13 @@ def test_no_array_is_kept():
         run(GLA_STEP, inputs, device(), state=state, out=out)
         gla_step(*inputs, state, out=out)
         sequence = arrays(layout="bthd")
-        kept += map(weakref.ref, (*sequence, *flat(run(GLA, sequence, device(), layout="bthd", output_final_state=True))))
+        kept += map(
+            weakref.ref, (*sequence, *flat(run(GLA, sequence, device(), layout="bthd", output_final_state=True)))
+        )
         problem, do = GLA.bind(arrays(), gradient=True), arrays()[2]
-        kept += map(weakref.ref, (do, *problem.arrays.values(), *flat(planned.replayed_pull(problem, device(), do, None)[0])))
+        kept += map(
+            weakref.ref, (do, *problem.arrays.values(), *flat(planned.replayed_pull(problem, device(), do, None)[0]))
+        )
         del inputs, out, state, sequence, problem, do
         gc.collect()
         assert not any(ref() is not None for ref in kept)
@@ -171,13 +194,20 @@ def test_device_arrays_differ_by_place():
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
     assert signature(array()) == signature(array(1 << 21))
-    others = [array(device=1), array((1 << 20) + 4), array(dtype=np.float16), array(shape=(3, 2)), array(strides=(4, 8))]
+    others = [
+        array(device=1),
+        array((1 << 20) + 4),
+        array(dtype=np.float16),
+        array(shape=(3, 2)),
+        array(strides=(4, 8)),
+    ]
     assert len({signature(x) for x in (array(), *others)}) == 6
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
-def device(capability=80, made={}):
-    return made.setdefault(capability, EmulatedDevice(capability))
+@cache
+def device(capability=80):
+    return EmulatedDevice(capability)
 
 
 def run(op, inputs, on, **arguments):
@@ -189,8 +219,12 @@ def flat(result):
 
 
 CALLS = {
-    "plain": {}, "recurrent": {"mode": "recurrent"}, "staged": {"mode": "staged"}, "scale": {"scale": -2.0},
-    "final": {"output_final_state": True}, "bthd": {"layout": "bthd", "output_final_state": True},
+    "plain": {},
+    "recurrent": {"mode": "recurrent"},
+    "staged": {"mode": "staged"},
+    "scale": {"scale": -2.0},
+    "final": {"output_final_state": True},
+    "bthd": {"layout": "bthd", "output_final_state": True},
     "packed": {"cu_seqlens": [0, 17, 17, 40], "output_final_state": True},
     "packed-staged": {"cu_seqlens": [0, 17, 40], "mode": "staged"},
 }
@@ -211,7 +245,9 @@ def test_a_replay_does_what_the_plan_does(op, case, dtype, capability, monkeypat
     planned.forbid_planning(monkeypatch, op)
     found += [flat(run(op, call, on, **options)) for call in calls[1:]]
     for left, right in zip(found, wanted):
-        assert all(x is y is None or same_bits(x, y) and x.strides == y.strides for x, y in zip(left, right, strict=True))
+        assert all(
+            x is y is None or same_bits(x, y) and x.strides == y.strides for x, y in zip(left, right, strict=True)
+        )
     assert not np.shares_memory(found[1][0], found[2][0])
 
 
@@ -240,19 +276,30 @@ def test_what_copies_is_replayed_too(monkeypatch):
         wanted, state = gla(q, k, v, g, output_final_state=True)
         out = np.full((2, 2, 8, 40), np.nan, np.float32).swapaxes(2, 3)
         columns = np.asfortranarray(q)
-        start = np.zeros((2, 2, 16, 8))                                 # float64, which the kernels do not read
-        for inputs, options in (((columns, k, v, g), {}), ((q, k, v, g), {"out": out}), ((q, k, v, g), {"initial_state": start})):
+        start = np.zeros((2, 2, 16, 8))  # float64, which the kernels do not read
+        for inputs, options in (
+            ((columns, k, v, g), {}),
+            ((q, k, v, g), {"out": out}),
+            ((q, k, v, g), {"initial_state": start}),
+        ):
             problem = GLA.bind(inputs, **options)
             o, _ = planned.replayed(problem, device())
             assert o is out or "out" not in options
             np.testing.assert_allclose(o, wanted, rtol=1e-3, atol=1e-4)
             assert len(planned.compiled(problem)) == 1
-        assert flat(run(GLA, (q, k, v, g), device(), output_final_state=True, state_dtype=np.float64))[1].dtype == np.float64
+        assert (
+            flat(run(GLA, (q, k, v, g), device(), output_final_state=True, state_dtype=np.float64))[1].dtype
+            == np.float64
+        )
 
 
 PULLS = {
-    "plain": {}, "states": {"start": True, "dht": True}, "dht": {"dht": True}, "bthd": {"layout": "bthd", "start": True},
-    "reverse": {"reverse": True}, "packed": {"cu_seqlens": [0, 17, 17, 40], "start": True, "dht": True},
+    "plain": {},
+    "states": {"start": True, "dht": True},
+    "dht": {"dht": True},
+    "bthd": {"layout": "bthd", "start": True},
+    "reverse": {"reverse": True},
+    "packed": {"cu_seqlens": [0, 17, 17, 40], "start": True, "dht": True},
     "segments": {"T": 300, "B": 1, "dht": True},
 }
 
@@ -279,7 +326,7 @@ def test_a_recorded_pullback_does_what_the_plan_does(op, case, dtype, capability
     for (problem, *_), head in zip(calls, (1, None, 0, None)):
         if head is not None:
             problem.arrays[op.gates[0]][:, head, 20:25] = -20
-    calls[0][0].memo.pop("plans", None)                                     # of other lengths of segments
+    calls[0][0].memo.pop("plans", None)  # of other lengths of segments
     wanted = [planned.pull(problem, on, do, dht) for problem, do, dht in calls]
     found = [planned.replayed_pull(calls[0][0], on, *calls[0][1:])]
     assert len(planned.compiled(calls[0][0])) == 1
@@ -292,7 +339,9 @@ def test_a_recorded_pullback_does_what_the_plan_does(op, case, dtype, capability
 
 
 def test_pullbacks_of_other_gradients_share_nothing(monkeypatch):
-    """Nor do a pullback and the forward pass of the same problem; where time is reversed it may have room for o or not."""
+    """Nor do a pullback and the forward pass of the same problem; where time is reversed it may have room for o or
+    not.
+    """
     on = EmulatedDevice()
     problem, do, dht = pull_problem(GLA, np.float32, 50, T=41, dht=True, reverse=True)
     strided = np.concatenate([do, do], axis=-1)[..., :16]

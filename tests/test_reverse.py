@@ -11,7 +11,10 @@ from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import OPS
 
 RECURRENT = {op.name: (op, function, {}) for op, function in OPS.items() if op.state}
-RECURRENT["linear_attention-elu-normalized"] = (*RECURRENT["linear_attention"][:2], {"feature_map": "elu", "normalize": True})
+RECURRENT["linear_attention-elu-normalized"] = (
+    *RECURRENT["linear_attention"][:2],
+    {"feature_map": "elu", "normalize": True},
+)
 SIZES = {"B": 2, "H": 2, "T": 70, "K": 16, "V": 8, "N": 2}
 BOUNDS = [0, 40, 40, 70]
 PACKED = {**SIZES, "B": 1, "N": 3}
@@ -20,8 +23,12 @@ PACKED = {**SIZES, "B": 1, "N": 3}
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         listed = metafunc.config.backends
-        cases = [(name, variant, mode) for name, backend in listed.items() for variant, (op, *_) in RECURRENT.items()
-                 for mode in backend.modes[op.name]]
+        cases = [
+            (name, variant, mode)
+            for name, backend in listed.items()
+            for variant, (op, *_) in RECURRENT.items()
+            for mode in backend.modes[op.name]
+        ]
         if "mode" in metafunc.fixturenames:
             metafunc.parametrize("backend, variant, mode", cases, indirect=["backend"])
         else:
@@ -57,8 +64,14 @@ def test_is_the_call_on_flipped_arrays(backend, variant, mode, packed, v_first, 
     host, start = draw(op, rng, sizes, SINGLE), draw_states(stated(op, options), rng, sizes, SINGLE)
     options = {**options, "mode": mode, **({"cu_seqlens": bounds} if packed else {})}
     o, final = backend.run(
-        function, *map(backend.asarray, host), **options, reverse=True, state_v_first=v_first, output_final_state=True,
-        initial_state=whole(tuple(backend.asarray(turned(part) if v_first else part) for part in start)))
+        function,
+        *map(backend.asarray, host),
+        **options,
+        reverse=True,
+        state_v_first=v_first,
+        output_final_state=True,
+        initial_state=whole(tuple(backend.asarray(turned(part) if v_first else part) for part in start)),
+    )
     options.pop("mode")
     backwards = [flipped(x, axes, bounds) for x, axes in zip(host, op.arrays.values())]
     wanted, expected = exact(function, backwards, initial_state=whole(start), **options)
@@ -88,13 +101,26 @@ def test_gradients(backend, variant, mode, packed, rng):
     def there(x):
         return tuple(map(there, x)) if isinstance(x, tuple) else backend.asarray(np.ascontiguousarray(x))
 
-    _, pull = backend.run(vjp, function, *map(there, host), mode=mode, reverse=True, state_v_first=True,
-                          initial_state=there(whole(tuple(map(turned, start)))), **options)
+    _, pull = backend.run(
+        vjp,
+        function,
+        *map(there, host),
+        mode=mode,
+        reverse=True,
+        state_v_first=True,
+        initial_state=there(whole(tuple(map(turned, start)))),
+        **options,
+    )
     *found, initial = pull(there(do), there(whole(tuple(map(turned, dht)))))
     double = [flipped(x, axes, bounds).astype(np.float64) for x, axes in zip(host, op.arrays.values())]
     *wanted, expected = gradients_of(
-        function, double, tuple(part.astype(np.float64) for part in start), flipped(do, op.out, bounds).astype(np.float64),
-        tuple(part.astype(np.float64) for part in dht), **options)
+        function,
+        double,
+        tuple(part.astype(np.float64) for part in start),
+        flipped(do, op.out, bounds).astype(np.float64),
+        tuple(part.astype(np.float64) for part in dht),
+        **options,
+    )
     for (name, axes), x, y in zip(op.arrays.items(), found, wanted, strict=True):
         assert_close(f"d{name}", backend.tohost(x), flipped(y, axes, bounds), SINGLE, factor=10)
     for part, x in zip(parts(initial), parts(expected), strict=True):
@@ -118,8 +144,16 @@ def test_calls_alike_and_out(backend, rng):
         wanted, expected = exact(gla, [x[:, :, ::-1] for x in host], initial_state=start)
         there = [backend.asarray(np.ascontiguousarray(x.swapaxes(1, 2))) for x in host]
         out = backend.asarray(np.full((2, 70, 2, 8), np.nan, SINGLE))
-        o, final = backend.run(gla, *there, layout="bthd", reverse=True, state_v_first=True, out=out,
-                               initial_state=backend.asarray(turned(start)), output_final_state=True)
+        o, final = backend.run(
+            gla,
+            *there,
+            layout="bthd",
+            reverse=True,
+            state_v_first=True,
+            out=out,
+            initial_state=backend.asarray(turned(start)),
+            output_final_state=True,
+        )
         assert o is out
         assert_close("o", backend.tohost(out).swapaxes(1, 2), wanted[:, :, ::-1], SINGLE)
         assert_close("state", turned(backend.tohost(final)), expected, SINGLE)
@@ -136,7 +170,7 @@ def test_both_directions_meet(backend, rng):
     assert_close("o", both - present, full @ v, SINGLE, factor=10)
 
 
-# -- on the host alone --------------------------------------------------------------------------------------------------
+# -- on the host alone -------------------------------------------------------------------------------------------------
 def test_results_of_other_libraries(rng):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     arrays = draw(RECURRENT["gla"][0], rng, SIZES)
@@ -150,7 +184,9 @@ def test_results_of_other_libraries(rng):
 
 def test_states_of_the_wrong_order_are_refused(rng):
     arrays, start = draw(RECURRENT["gla"][0], rng, SIZES), np.zeros((2, 2, 16, 8))
-    with pytest.raises(ContractError, match=r"initial_state is \(2, 2, 16, 8\), expected \[N, H, V, K\] = \(2, 2, 8, 16\)"):
+    with pytest.raises(
+        ContractError, match=r"initial_state is \(2, 2, 16, 8\), expected \[N, H, V, K\] = \(2, 2, 8, 16\)"
+    ):
         gla(*arrays, initial_state=start, state_v_first=True)
     with pytest.raises(ContractError, match=r"dht is \(2, 2, 16, 8\), expected \[N, H, V, K\]"):
         vjp(gla, *arrays, state_v_first=True)[1](np.zeros((2, 2, 70, 8)), start)
@@ -158,7 +194,9 @@ def test_states_of_the_wrong_order_are_refused(rng):
 
 def test_a_normaliser_has_one_order(rng):
     q, k, v = draw(RECURRENT["linear_attention"][0], rng, SIZES)
-    _, (S, z) = linear_attention(q, k, v, feature_map="exp", normalize=True, state_v_first=True, output_final_state=True)
+    _, (S, z) = linear_attention(
+        q, k, v, feature_map="exp", normalize=True, state_v_first=True, output_final_state=True
+    )
     assert S.shape == (2, 2, 8, 16) and z.shape == (2, 2, 16)
 
 

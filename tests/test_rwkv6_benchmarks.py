@@ -26,8 +26,12 @@ def measured():
 
 def test_a_faster_peer_is_named_with_its_factor(load, measured):
     speeds = load("rwkv6_table")
-    peer = {"version": "1.2", "error": 0.01, "rows": [{"batch": 8, "ms": measured["rows"][1]["ms"] / 2}],
-            "prefill": {"ms": measured["prefill"]["ms"] * 2}}
+    peer = {
+        "version": "1.2",
+        "error": 0.01,
+        "rows": [{"batch": 8, "ms": measured["rows"][1]["ms"] / 2}],
+        "prefill": {"ms": measured["prefill"]["ms"] * 2},
+    }
     measured["peers"] = {"other": peer, "absent": {"skipped": "ImportError: no module"}}
     text = " ".join(speeds.on_a_gpu(measured).split())
     assert "Faster than ours: other (decode, 8 sequences, 2.0 times)." in text
@@ -38,14 +42,18 @@ def test_a_faster_peer_is_named_with_its_factor(load, measured):
 
 def test_the_page_keeps_what_is_around_its_tables(load):
     begin, end = (speeds := load("rwkv6_table")).BEGIN, speeds.END
-    assert speeds.between(f"before\n{begin}old\n{end}after\n", begin, end, "new\n") == f"before\n{begin}new\n{end}after\n"
+    assert (
+        speeds.between(f"before\n{begin}old\n{end}after\n", begin, end, "new\n") == f"before\n{begin}new\n{end}after\n"
+    )
 
 
 def test_fla_gets_the_same_weights(load, rng):
     pytest.importorskip("cupy", reason="the benchmark on a GPU computes with CuPy")
     gpu, make = load("rwkv6_gpu"), load("rwkv6_synthetic")
-    weights = {name: make.scaled(name, rng.standard_normal(shape, np.float32))
-               for name, shape in make.shapes(2, 128, V=30).items()}
+    weights = {
+        name: make.scaled(name, rng.standard_normal(shape, np.float32))
+        for name, shape in make.shapes(2, 128, V=30).items()
+    }
     found = official(gpu.fla_weights(weights, 2))
     assert list(found) == list(weights)
     for name, array in weights.items():

@@ -35,8 +35,10 @@ def golden():
 def weights(rng):
     """Random parameters of a model with two layers."""
     names = {**EMBEDDING, **{f"blocks.{i}.{name}": axes for i in range(2) for name, axes in BLOCK.items()}, **HEAD}
-    return {name: rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32) * 0.3
-            for name, axes in names.items()}
+    return {
+        name: rng.standard_normal([SIZES[axis] for axis in axes.split()], np.float32) * 0.3
+        for name, axes in names.items()
+    }
 
 
 def logits_in_calls(model, tokens, lengths):
@@ -49,8 +51,11 @@ def logits_in_calls(model, tokens, lengths):
 
 
 # -- logits ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("lengths", [[160], [1] * 160, [1, 159], [159, 1], [15, 17, 128], [64, 96], [65, 1, 94]],
-                         ids=lambda lengths: f"{len(lengths)} calls from {lengths[0]}")
+@pytest.mark.parametrize(
+    "lengths",
+    [[160], [1] * 160, [1, 159], [159, 1], [15, 17, 128], [64, 96], [65, 1, 94]],
+    ids=lambda lengths: f"{len(lengths)} calls from {lengths[0]}",
+)
 def test_logits_are_the_golden_ones(austen, golden, lengths):
     prompt, wanted = golden
     logits, _ = logits_in_calls(austen, prompt[None], lengths)
@@ -105,15 +110,18 @@ def test_any_float_dtype_is_kept_as_float32(weights, dtype, tmp_path):
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("tokens, complaint", [
-    ([[1, 2, 3], [1, 2]], r"ragged, with rows of \[3, 2\] tokens; expected \[B, T\]"),
-    ([1, 2], r"is \(2,\), expected \[B, T\]"),
-    ([[]], r"is \(1, 0\), expected \[B, T\] with at least one token"),
-    ([[0.5]], "dtype float64, expected integers"),
-    ([[True]], "dtype bool, expected integers"),
-    ([[0, 256]], "from 0 to 256, but the vocabulary has 256 tokens"),
-    ([[-1]], "from -1 to -1, but the vocabulary has 256 tokens"),
-])
+@pytest.mark.parametrize(
+    "tokens, complaint",
+    [
+        ([[1, 2, 3], [1, 2]], r"ragged, with rows of \[3, 2\] tokens; expected \[B, T\]"),
+        ([1, 2], r"is \(2,\), expected \[B, T\]"),
+        ([[]], r"is \(1, 0\), expected \[B, T\] with at least one token"),
+        ([[0.5]], "dtype float64, expected integers"),
+        ([[True]], "dtype bool, expected integers"),
+        ([[0, 256]], "from 0 to 256, but the vocabulary has 256 tokens"),
+        ([[-1]], "from -1 to -1, but the vocabulary has 256 tokens"),
+    ],
+)
 def test_tokens_that_are_refused(austen, tokens, complaint):
     with pytest.raises(ContractError, match=f"RWKV6: tokens .*{complaint}"):
         austen.forward(tokens)
@@ -129,46 +137,65 @@ def test_state_of_another_batch_is_refused(austen):
 def renamed(old, new):
     def change(weights):
         return {name.replace(old, new): array for name, array in weights.items()}
+
     return change
 
 
 def without(part):
     def change(weights):
         return {name: array for name, array in weights.items() if part not in name}
+
     return change
 
 
 def having(**added):
     def change(weights):
         return {**weights, **{name.replace("__", "."): np.zeros(shape, np.float32) for name, shape in added.items()}}
+
     return change
 
 
 def cast(name, dtype):
     def change(weights):
         return {**weights, name: weights[name].astype(dtype)}
+
     return change
 
 
-@pytest.mark.parametrize("change, complaint", [
-    (having(blocks__0__att__gate_w1=(16, 4)), "gate_w1' belongs to RWKV-6 x060a, expected the parameters of RWKV-6 x060"),
-    (renamed("att.time_maa_w1", "att.time_maa_rkvw_w1"), "belongs to RWKV-6 x060b or x060c, expected"),
-    (having(blocks__0__att__x_r=(1, 1, 16)), "belongs to RWKV-7, expected"),
-    (renamed("time_maa_k", "time_mix_k"), "belongs to RWKV-5, expected"),
-    (renamed("att.", "attention."), r"lacks 'blocks.0.att.time_maa_x' and \d+ more and has an unknown 'blocks.0.attention"),
-    (renamed("blocks.1.", "blocks.2."), r"lacks 'blocks.1.ln1.weight' and \d+ more and has an unknown 'blocks.2."),
-    (without("blocks."), r"lacks 'blocks.0.ln0.weight' and \d+ more"),
-    (without("time_maa"), r"lacks 'blocks.0.att.time_maa_x' and \d+ more"),
-    (without("head.weight"), "lacks 'head.weight', expected the parameters of RWKV-6 x060 with 2 blocks"),
-    (having(blocks__1__att__time_state=(2, 8, 8)), "lacks 'blocks.0.att.time_state', expected"),
-    (having(head__weight=(11, 15)), r"head.weight is \(11, 15\), expected \[V, D\] = \(11, 16\)"),
-    (having(blocks__1__att__time_faaaa=(16,)), r"time_faaaa is \(16,\), expected \[H, N\] = \(2, 8\)"),
-    (having(blocks__1__ffn__key__weight=(20, 16)), r"ffn.key.weight is \(20, 16\), expected \[F, D\] = \(24, 16\)"),
-    (having(emb__weight=()), r"emb.weight is \(\), expected \[V, D\] = \('V', 'D'\)"),
-    (having(blocks__0__att__time_faaaa=(4, 8), blocks__1__att__time_faaaa=(4, 8)), "H=4 heads of N=8, expected H x N = D = 16"),
-    (having(blocks__0__att__time_maa_w2=(5, 4, 16), blocks__1__att__time_maa_w2=(5, 4, 16)), "time_maa_w1 has 15 columns, expected 5 x A = 20"),
-    (cast("emb.weight", np.int32), "emb.weight has dtype int32, expected floats"),
-])
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (
+            having(blocks__0__att__gate_w1=(16, 4)),
+            "gate_w1' belongs to RWKV-6 x060a, expected the parameters of RWKV-6 x060",
+        ),
+        (renamed("att.time_maa_w1", "att.time_maa_rkvw_w1"), "belongs to RWKV-6 x060b or x060c, expected"),
+        (having(blocks__0__att__x_r=(1, 1, 16)), "belongs to RWKV-7, expected"),
+        (renamed("time_maa_k", "time_mix_k"), "belongs to RWKV-5, expected"),
+        (
+            renamed("att.", "attention."),
+            r"lacks 'blocks.0.att.time_maa_x' and \d+ more and has an unknown 'blocks.0.attention",
+        ),
+        (renamed("blocks.1.", "blocks.2."), r"lacks 'blocks.1.ln1.weight' and \d+ more and has an unknown 'blocks.2."),
+        (without("blocks."), r"lacks 'blocks.0.ln0.weight' and \d+ more"),
+        (without("time_maa"), r"lacks 'blocks.0.att.time_maa_x' and \d+ more"),
+        (without("head.weight"), "lacks 'head.weight', expected the parameters of RWKV-6 x060 with 2 blocks"),
+        (having(blocks__1__att__time_state=(2, 8, 8)), "lacks 'blocks.0.att.time_state', expected"),
+        (having(head__weight=(11, 15)), r"head.weight is \(11, 15\), expected \[V, D\] = \(11, 16\)"),
+        (having(blocks__1__att__time_faaaa=(16,)), r"time_faaaa is \(16,\), expected \[H, N\] = \(2, 8\)"),
+        (having(blocks__1__ffn__key__weight=(20, 16)), r"ffn.key.weight is \(20, 16\), expected \[F, D\] = \(24, 16\)"),
+        (having(emb__weight=()), r"emb.weight is \(\), expected \[V, D\] = \('V', 'D'\)"),
+        (
+            having(blocks__0__att__time_faaaa=(4, 8), blocks__1__att__time_faaaa=(4, 8)),
+            "H=4 heads of N=8, expected H x N = D = 16",
+        ),
+        (
+            having(blocks__0__att__time_maa_w2=(5, 4, 16), blocks__1__att__time_maa_w2=(5, 4, 16)),
+            "time_maa_w1 has 15 columns, expected 5 x A = 20",
+        ),
+        (cast("emb.weight", np.int32), "emb.weight has dtype int32, expected floats"),
+    ],
+)
 def test_files_of_other_models_are_refused(weights, change, complaint, tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(change(weights), path)
@@ -193,11 +220,21 @@ def test_other_paths_are_refused(tmp_path):
 
 
 def test_other_names_and_forms_are_the_same_model(weights, tmp_path):
-    """The mapping itself is tested with names.py, the files with checkpoint.py: here that the model goes through both."""
+    """The mapping itself is tested with names.py, the files with checkpoint.py: here that the model goes through
+    both.
+    """
     wanted, _ = RWKV6(weights).forward([[1, 2, 3]])
     (tmp_path / "model.pth").write_bytes(zipped_pth(weights))
-    renamed = {"rwkv." + name.replace("att.", "attention.").replace("ffn.", "feed_forward.").replace("emb.", "embeddings.")
-               .replace("ln0", "pre_ln") if name != "head.weight" else name: array for name, array in weights.items()}
+    renamed = {
+        "rwkv."
+        + name.replace("att.", "attention.")
+        .replace("ffn.", "feed_forward.")
+        .replace("emb.", "embeddings.")
+        .replace("ln0", "pre_ln")
+        if name != "head.weight"
+        else name: array
+        for name, array in weights.items()
+    }
     save_file(renamed, tmp_path / "model.safetensors")
     for file in ("model.pth", "model.safetensors"):
         found, _ = RWKV6.from_file(tmp_path / file).forward([[1, 2, 3]])
@@ -255,7 +292,7 @@ def test_greedy_text_is_the_argmax_of_the_logits(austen):
     prompt = list(b"It is a truth")
     written = text(austen, temperature=0)
     logits, _ = austen.forward([prompt + list(written)])
-    assert bytes(logits[0, len(prompt) - 1:-1].argmax(-1).tolist()) == written
+    assert bytes(logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()) == written
 
 
 def test_a_seed_can_be_had_again(austen):
@@ -266,17 +303,24 @@ def test_a_small_top_p_is_greedy(austen):
     assert text(austen, top_p=1e-9, seed=1) == text(austen, temperature=0)
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    ({"temperature": -1}, "temperature is -1, expected a number from 0 up"),
-    ({"temperature": float("nan")}, "temperature is nan"), ({"temperature": float("inf")}, "temperature is inf"),
-    ({"top_p": 0}, "top_p is 0, expected a number above 0 and up to 1"), ({"top_p": 1.1}, "top_p is 1.1"),
-])
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ({"temperature": -1}, "temperature is -1, expected a number from 0 up"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_p": 0}, "top_p is 0, expected a number above 0 and up to 1"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+    ],
+)
 def test_sampling_that_is_refused_before_the_first_token(austen, arguments, complaint):
     with pytest.raises(ContractError, match=complaint):
         austen.generate(b"It", **arguments)
 
 
-@pytest.mark.parametrize("top_p, drawn", [(1.0, {0, 1, 2, 3}), (0.85, {0, 1, 2}), (0.75, {0, 2}), (0.5, {2}), (0.1, {2})])
+@pytest.mark.parametrize(
+    "top_p, drawn", [(1.0, {0, 1, 2, 3}), (0.85, {0, 1, 2}), (0.75, {0, 2}), (0.5, {2}), (0.1, {2})]
+)
 def test_top_p_keeps_the_likeliest(top_p, drawn, rng):
     logits = np.log(np.float32([0.3, 0.12, 0.5, 0.08]))
     assert {sample(logits, 1.0, top_p, rng) for _ in range(400)} == drawn

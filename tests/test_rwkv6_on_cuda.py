@@ -18,6 +18,7 @@ HALF = np.dtype(np.float16)
 @pytest.fixture
 def on_cuda(device, monkeypatch):
     """`RWKV6` on the device under test. Emulated, a graph is the launches that were bound when it was captured."""
+
     def capture(decoder, tokens, state, slots=None):
         decoder.bind(tokens, state, slots, False)
         decoder.captured = decoder.launches
@@ -94,8 +95,11 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
     for part in (*pool.arrays, *wanted_pool.arrays):
         part[:, [1, 3]] = 7
     packed, column = rng.integers(0, SMALL["V"], (1, 9)), rng.integers(0, SMALL["V"], (3, 1))
-    for tokens, how in ((packed, {"cu_seqlens": bounds, "last": True}), (column, {}),
-                        (column.T, {"cu_seqlens": [0, 1, 2, 3]})):
+    for tokens, how in (
+        (packed, {"cu_seqlens": bounds, "last": True}),
+        (column, {}),
+        (column.T, {"cu_seqlens": [0, 1, 2, 3]}),
+    ):
         found, _ = model.forward(tokens, pool, slots=slots, **how)
         wanted, _ = reference.forward(tokens, wanted_pool, slots=slots, **how)
         assert found.shape == wanted.shape
@@ -148,6 +152,7 @@ def calls(on_cuda, monkeypatch):
         def method(decoder, *arguments):
             done.append(f"{name} {decoder.batch}")
             return original(decoder, *arguments)
+
         return method
 
     for name in ("step", "capture", "replay"):
@@ -169,10 +174,10 @@ def test_a_graph_is_captured_once_a_state_comes_again(on_cuda, calls, rng):
         found, done = step(state, token)
         kept.append((found, reference.forward([[token]], wanted)[0]))
         assert done == expected
-    assert step(other, 1)[1] == ["step 1"]                          # new arrays, no graph yet
+    assert step(other, 1)[1] == ["step 1"]  # new arrays, no graph yet
     assert step(state, 4)[1] == ["step 1"]
     close(model.to_host(step(state, 5)[0]), [reference.forward([[token]], wanted)[0] for token in (4, 5)][1], 1e-5)
-    for found, expected in kept:                                    # no later step has written over them
+    for found, expected in kept:  # no later step has written over them
         close(model.to_host(found), expected, 1e-5)
 
 
@@ -191,9 +196,17 @@ def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
 
 
 # -- dtypes, progress, refusals --------------------------------------------------------------------------------
-@pytest.mark.parametrize("stored, asked, kept", [
-    ("float32", None, "float32"), ("float64", None, "float32"), ("float16", None, "float16"),
-    ("bfloat16", None, "bfloat16"), ("float32", "bfloat16", "bfloat16"), ("bfloat16", np.float32, "float32")])
+@pytest.mark.parametrize(
+    "stored, asked, kept",
+    [
+        ("float32", None, "float32"),
+        ("float64", None, "float32"),
+        ("float16", None, "float16"),
+        ("bfloat16", None, "bfloat16"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", np.float32, "float32"),
+    ],
+)
 def test_dtype_is_what_was_asked_for_or_the_files_half(on_cuda, stored, asked, kept, rng):
     weights = {name: array.astype(stored) for name, array in synthetic(rng, SMALL).items()}
     assert on_cuda(weights, asked).layers.steps_of(1).decoder.dtype == np.dtype(kept)

@@ -18,14 +18,16 @@ torch = pytest.importorskip("torch", reason="the rwkv package computes with torc
 peer_model = pytest.importorskip("rwkv.model", reason="the rwkv package is what the logits are compared with")
 
 TOLERANCE = 5e-5
-SHAPES = {"heads of 64": {"L": 2, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448},
-          "heads of 32": {"L": 5, "H": 3, "N": 32, "A": 8, "W": 16, "F": 320},
-          "heads of 16, odd ranks": {"L": 5, "H": 4, "N": 16, "A": 5, "W": 7, "F": 100},
-          "heads of 8": {"L": 3, "H": 4, "N": 8, "A": 3, "W": 4, "F": 99},
-          "one head, one layer": {"L": 1, "H": 1, "N": 64, "A": 64, "W": 128, "F": 64},
-          "heads of 128": {"L": 2, "H": 2, "N": 128, "A": 16, "W": 32, "F": 896},
-          "many heads": {"L": 2, "H": 12, "N": 16, "A": 32, "W": 64, "F": 672},
-          "twelve layers": {"L": 12, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448}}
+SHAPES = {
+    "heads of 64": {"L": 2, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448},
+    "heads of 32": {"L": 5, "H": 3, "N": 32, "A": 8, "W": 16, "F": 320},
+    "heads of 16, odd ranks": {"L": 5, "H": 4, "N": 16, "A": 5, "W": 7, "F": 100},
+    "heads of 8": {"L": 3, "H": 4, "N": 8, "A": 3, "W": 4, "F": 99},
+    "one head, one layer": {"L": 1, "H": 1, "N": 64, "A": 64, "W": 128, "F": 64},
+    "heads of 128": {"L": 2, "H": 2, "N": 128, "A": 16, "W": 32, "F": 896},
+    "many heads": {"L": 2, "H": 12, "N": 16, "A": 32, "W": 64, "F": 672},
+    "twelve layers": {"L": 12, "H": 2, "N": 64, "A": 32, "W": 64, "F": 448},
+}
 
 
 def checkpoint(rng, L, H, N, A, W, F, V=97):
@@ -34,12 +36,12 @@ def checkpoint(rng, L, H, N, A, W, F, V=97):
 
     def parameter(name, shape):
         noise = rng.standard_normal(shape, np.float32)
-        if name.endswith(("_w1", "_w2")):       # small, as trained ones are: large ones amplify either model's rounding
+        if name.endswith(("_w1", "_w2")):  # small, as trained ones are: large ones amplify either model's rounding
             return np.float32(0.3 * shape[-2] ** -0.5) * noise
         if name.endswith(".weight"):
             return 1 + np.float32(0.3) * noise if len(shape) == 1 else np.float32(shape[-1] ** -0.5) * noise
         if name.endswith("time_decay"):
-            return np.float32(1.5) * noise - 3                      # decays from 0.4 to 0.999
+            return np.float32(1.5) * noise - 3  # decays from 0.4 to 0.999
         return np.float32(0.3) * noise + np.float32(0.5 * ("time_maa" in name))
 
     return {name: parameter(name, [sizes[axis] for axis in axes.split()]) for name, axes in names.items()}
@@ -51,7 +53,7 @@ def test_logits_are_the_rwkv_packages(sizes, rng, tmp_path):
     torch.save({name: torch.from_numpy(x) for name, x in weights.items()}, tmp_path / "model.pth")
     model, peer = RWKV6(weights), peer_model.RWKV(str(tmp_path / "model"), "cpu fp32", verbose=False)
     ours, theirs, state, peer_state = [], [], None, None
-    for part in (tokens[:80], *([token] for token in tokens[80:])):         # a prompt, then token by token
+    for part in (tokens[:80], *([token] for token in tokens[80:])):  # a prompt, then token by token
         found, state = model.forward([part], state)
         wanted, peer_state = peer.forward(part, peer_state, full_output=True)
         ours.append(found[0])
@@ -59,7 +61,7 @@ def test_logits_are_the_rwkv_packages(sizes, rng, tmp_path):
     ours, theirs, exact = np.concatenate(ours), np.concatenate(theirs), logits_of(weights, tokens)
 
     def largest(difference):
-        return np.abs(difference).max(axis=1)           # of a token's logits
+        return np.abs(difference).max(axis=1)  # of a token's logits
 
     its_error = largest(theirs - exact)
     good = its_error < TOLERANCE / 2

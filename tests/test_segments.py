@@ -37,8 +37,12 @@ def split_columns(monkeypatch):
 
 
 def computed(device, op, arrays, start, final, **arguments):
-    problem = op.bind([device.upload(x) for x in arrays], output_final_state=final,
-                      initial_state=None if start is None else device.upload(start), **arguments)
+    problem = op.bind(
+        [device.upload(x) for x in arrays],
+        output_final_state=final,
+        initial_state=None if start is None else device.upload(start),
+        **arguments,
+    )
     o, parts = planned.run(problem, device)
     return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
 
@@ -46,8 +50,11 @@ def computed(device, op, arrays, start, final, **arguments):
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
 @pytest.mark.parametrize("P, R", [(2, 3), (3, 2), (5, 8)])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("op, K, V", [(GLA, 64, 64), (RWKV6, 128, 72), (GLA, 200, 136), (SIMPLE_GLA, 128, 64)],
-                         ids=["gla", "rwkv6", "wide-gla", "simple_gla"])
+@pytest.mark.parametrize(
+    "op, K, V",
+    [(GLA, 64, 64), (RWKV6, 128, 72), (GLA, 200, 136), (SIMPLE_GLA, 128, 64)],
+    ids=["gla", "rwkv6", "wide-gla", "simple_gla"],
+)
 def test_parts_of_segments(hopper, rng, monkeypatch, op, K, V, packed, P, R, final):
     """Odd lengths, empty sequences, more parts than chunks; the same bits at every call."""
     cut(monkeypatch, P, R)
@@ -63,27 +70,37 @@ def test_parts_of_segments(hopper, rng, monkeypatch, op, K, V, packed, P, R, fin
 
 @pytest.mark.parametrize("gate", ["trained", "weak", "by_channel", "spikes-40", "some-inf", "all-inf", "positive"])
 @pytest.mark.parametrize("P", [2, 3])
-@pytest.mark.parametrize("op, K, V, dtype", [(GLA, 72, 64, BFLOAT16), (RWKV6, 128, 136, HALF), (GLA, 136, 64, BFLOAT16),
-                                             (SIMPLE_GLA, 64, 64, HALF), (SIMPLE_GLA, 136, 64, BFLOAT16)],
-                         ids=["gla", "rwkv6", "wide-gla", "simple_gla", "wide-simple_gla"])
+@pytest.mark.parametrize(
+    "op, K, V, dtype",
+    [
+        (GLA, 72, 64, BFLOAT16),
+        (RWKV6, 128, 136, HALF),
+        (GLA, 136, 64, BFLOAT16),
+        (SIMPLE_GLA, 64, 64, HALF),
+        (SIMPLE_GLA, 136, 64, BFLOAT16),
+    ],
+    ids=["gla", "rwkv6", "wide-gla", "simple_gla", "wide-simple_gla"],
+)
 def test_segments_of_any_gates(hopper, rng, monkeypatch, op, K, V, dtype, P, gate):
     """States that depend on all of a segment's tokens, on the last, or on none."""
     cut(monkeypatch, P, 1)
     arrays = draw(op, rng, {"B": 1, "H": 1, "T": 1050, "K": K, "V": V}, dtype, gate)
     start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
-    if gate == "positive":                                      # a state that grows e^10 times, and float16
+    if gate == "positive":  # a state that grows e^10 times, and float16
         arrays[2], start = arrays[2] / dtype.type(1024), start / 1024
     found = computed(hopper, op, arrays, start, True)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
-        assert_close(what, x, y, dtype, rows=4)         # so many have some that cancel
+        assert_close(what, x, y, dtype, rows=4)  # so many have some that cancel
 
 
 @pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
 @pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("op, K, V, dtype", [(GLA, 128, 128, BFLOAT16), (RWKV6, 72, 136, BFLOAT16),
-                                             (RWKV6, 128, 128, HALF), (GLA, 64, 72, HALF)],
-                         ids=["gla", "wide-rwkv6", "rwkv6", "small-gla"])
+@pytest.mark.parametrize(
+    "op, K, V, dtype",
+    [(GLA, 128, 128, BFLOAT16), (RWKV6, 72, 136, BFLOAT16), (RWKV6, 128, 128, HALF), (GLA, 64, 72, HALF)],
+    ids=["gla", "wide-rwkv6", "rwkv6", "small-gla"],
+)
 def test_columns_split_over_a_cluster(hopper, rng, monkeypatch, op, K, V, dtype, packed, P, gate_dtype):
     """Blocks that make chunks in turn for both, one of them more than the other; the same bits at every call."""
     split_columns(monkeypatch)
@@ -124,22 +141,36 @@ def forward(D, schedule=instances.SINGLE_PASS, dtype=BFLOAT16):
     return instances.GatedForwardSm90.fitting("AfterWrite", schedule, dtype, dtype, D, D)
 
 
-@pytest.mark.parametrize("heads, longest, final, P, R", [
-    (64, 2048, False, 2, 2),        # 64 blocks of 1024 tokens leave half of the card idle
-    (64, 2048, True, 2, 1),         # 128 do not
-    (32, 16384, False, 4, 4),       # 96 leave some of it, 384 hardly any in three waves
-    (1, 1100, False, 8, 1),         # no shorter than 128 tokens
-])
+@pytest.mark.parametrize(
+    "heads, longest, final, P, R",
+    [
+        (64, 2048, False, 2, 2),  # 64 blocks of 1024 tokens leave half of the card idle
+        (64, 2048, True, 2, 1),  # 128 do not
+        (32, 16384, False, 4, 4),  # 96 leave some of it, 384 hardly any in three waves
+        (1, 1100, False, 8, 1),  # no shorter than 128 tokens
+    ],
+)
 def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     summary = forward(128, instances.SEGMENT_STATE)
     assert tuning.segments(heads, longest, tuning.resident_blocks(summary, H200)) == P
     assert tuning.parts(summary, heads, 128, P, longest, final, H200) == R
 
 
-@pytest.mark.parametrize("heads, V, longest, split", [
-    (64, 128, 2048, True), (66, 128, 2048, True), (67, 128, 2048, False), (64, 64, 2048, False), (33, 136, 2048, True),
-    (34, 136, 2048, False), (32, 128, 16384, True), (16, 128, 32768, False), (1, 128, 300, True), (1, 128, 1100, False),
-])
+@pytest.mark.parametrize(
+    "heads, V, longest, split",
+    [
+        (64, 128, 2048, True),
+        (66, 128, 2048, True),
+        (67, 128, 2048, False),
+        (64, 64, 2048, False),
+        (33, 136, 2048, True),
+        (34, 136, 2048, False),
+        (32, 128, 16384, True),
+        (16, 128, 32768, False),
+        (1, 128, 300, True),
+        (1, 128, 1100, False),
+    ],
+)
 def test_which_heads_are_split_by_columns(heads, V, longest, split):
     assert tuning.split_columns(heads, V, longest, H200) == split
 
@@ -153,6 +184,7 @@ def test_two_blocks_of_the_smallest_share_a_multiprocessor():
 
 def test_tuning_asks_the_device():
     """On a card with fewer multiprocessors, or too little shared memory for two blocks, sequences are cut otherwise."""
+
     class Small(EmulatedDevice):
         multiprocessors, shared_per_multiprocessor = 66, 164 * 1024
 

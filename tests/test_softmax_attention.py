@@ -34,8 +34,8 @@ class Case:
     causal: bool = True
     scale: float | None = None
     layout: str = "bhtd"
-    lengths: tuple = ()                 # of packed sequences; they settle T
-    fused: bool = False                 # q, k and v are slices of one buffer
+    lengths: tuple = ()  # of packed sequences; they settle T
+    fused: bool = False  # q, k and v are slices of one buffer
 
     @property
     def sizes(self):
@@ -50,8 +50,9 @@ class Case:
 CASES = {
     **{f"T{T}": Case(T=T) for T in (0, 1, 32, 63, 64, 65, 127, 128, 129, 200)},
     **{f"T{T}-full": Case(T=T, causal=False) for T in (1, 33, 65, 130)},
-    **{f"K{K}-V{V}": Case(K=K, V=V) for K, V in
-       ((8, 16), (1, 1), (128, 128), (64, 128), (128, 64), (60, 100), (9, 20))},
+    **{
+        f"K{K}-V{V}": Case(K=K, V=V) for K, V in ((8, 16), (1, 1), (128, 128), (64, 128), (128, 64), (60, 100), (9, 20))
+    },
     "D128-full-f16": Case(T=130, K=128, V=128, dtype=HALF, causal=False),
     "f16": Case(dtype=HALF, H=2),
     "B0": Case(B=0),
@@ -75,12 +76,14 @@ def case(request):
 
 def inputs(backend, case, arrays):
     """The host arrays where the backend wants them, in the case's layout and buffers."""
-    arrays = [np.ascontiguousarray(swap_heads(x, axes, case.layout)) for x, axes in
-              zip(arrays, SOFTMAX_ATTENTION.arrays.values())]
+    arrays = [
+        np.ascontiguousarray(swap_heads(x, axes, case.layout))
+        for x, axes in zip(arrays, SOFTMAX_ATTENTION.arrays.values())
+    ]
     if not case.fused:
         return [backend.asarray(x) for x in arrays]
     buffer, K = backend.asarray(np.concatenate(arrays, axis=-1)), case.K
-    return [buffer[..., :K], buffer[..., K:2 * K], buffer[..., 2 * K:]]
+    return [buffer[..., :K], buffer[..., K : 2 * K], buffer[..., 2 * K :]]
 
 
 def in_order(backend, case, x):
@@ -112,7 +115,7 @@ def test_gradients(backend, case, rng):
     for name, x, gradient, wanted in zip("qkv", given, gradients, exact_pull(double(do)), strict=True):
         assert gradient.shape == x.shape and gradient.dtype == x.dtype
         gradient = in_order(backend, case, gradient)
-        if wanted.any():                        # one key's weight is 1 whatever its score, and so with a scale of 0
+        if wanted.any():  # one key's weight is 1 whatever its score, and so with a scale of 0
             whole, row = errors(gradient, wanted)
             most_whole, most_row = LIMITS[case.dtype.name]
             # a row of dq that cancels carries the rounding of its o; single numbers cancel as they like
@@ -142,8 +145,9 @@ def test_the_future_changes_nothing(backend, rng):
     arrays = draw(SOFTMAX_ATTENTION, rng, Case(T=150).sizes, BFLOAT16)
     o = backend.tohost(backend.run(softmax_attention, *map(backend.asarray, arrays)))
     for t in (1, 64, 101):
-        changed = [np.concatenate([x[:, :, :t], rng.standard_normal(x[:, :, t:].shape).astype(x.dtype)], 2)
-                   for x in arrays]
+        changed = [
+            np.concatenate([x[:, :, :t], rng.standard_normal(x[:, :, t:].shape).astype(x.dtype)], 2) for x in arrays
+        ]
         other = backend.tohost(backend.run(softmax_attention, *map(backend.asarray, changed)))
         assert same_bits(o[:, :, :t], other[:, :, :t]) and not same_bits(o[:, :, t:], other[:, :, t:])
 
@@ -157,8 +161,12 @@ def test_packed_sequences_are_calls_of_their_own(backend, causal, rng):
     do = rng.standard_normal(arrays[2].shape).astype(BFLOAT16)
 
     def results(arrays, do, **options):
-        o, pull = backend.run(lambda *x, **named: vjp(softmax_attention, *x, **named), *map(backend.asarray, arrays),
-                              causal=causal, **options)
+        o, pull = backend.run(
+            lambda *x, **named: vjp(softmax_attention, *x, **named),
+            *map(backend.asarray, arrays),
+            causal=causal,
+            **options,
+        )
         return [backend.tohost(x) for x in (o, *pull(backend.asarray(do)))]
 
     for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
@@ -222,8 +230,8 @@ def test_a_long_sequence_on_the_card(card, rng):
     assert pool.total_bytes() - before <= 5 * q.nbytes
     k, v = (double(x[0, 0]) for x in arrays[1:])
     for t in (0, 1, 1000, T - 1):
-        weights = np.exp(k[:t + 1] @ double(arrays[0][0, 0, t]) / 8)
-        assert errors(card.tohost(o[0, 0, t:t + 1]), (weights @ v[:t + 1] / weights.sum())[None])[0] < 0.02
+        weights = np.exp(k[: t + 1] @ double(arrays[0][0, 0, t]) / 8)
+        assert errors(card.tohost(o[0, 0, t : t + 1]), (weights @ v[: t + 1] / weights.sum())[None])[0] < 0.02
     assert all(bool(card.cupy.isfinite(x.astype(np.float32)).all()) for x in gradients)
 
 
@@ -238,9 +246,15 @@ def test_what_is_planned(capability, rng):
     assert backward.tiles["softmax_backward_keys keys"] == 64
 
 
-@pytest.mark.parametrize("sizes, dtype, words", [
-    ({"K": 64, "V": 64}, np.float32, ("float32", "float16, bfloat16")), ({"K": 64, "V": 64}, np.float64, ("float64",)),
-    ({"K": 136, "V": 64}, HALF, ("K=136 is over 128",)), ({"K": 64, "V": 200}, HALF, ("V=200 is over 128",))])
+@pytest.mark.parametrize(
+    "sizes, dtype, words",
+    [
+        ({"K": 64, "V": 64}, np.float32, ("float32", "float16, bfloat16")),
+        ({"K": 64, "V": 64}, np.float64, ("float64",)),
+        ({"K": 136, "V": 64}, HALF, ("K=136 is over 128",)),
+        ({"K": 64, "V": 200}, HALF, ("V=200 is over 128",)),
+    ],
+)
 def test_the_kernels_say_what_they_do_not_take(backend, sizes, dtype, words, rng):
     arrays = [backend.asarray(x) for x in draw(SOFTMAX_ATTENTION, rng, {"B": 1, "H": 1, "T": 3, **sizes}, dtype)]
     if backend.name == "numpy":

@@ -18,15 +18,18 @@ class Inputs:
         self.q, self.k, self.v = (rng.standard_normal((1, H, T, D)).astype(dtype) for D in (K, K, V))
         self.g, self.u = GATES[gate](rng, (1, H, T, K)).astype(dtype), rng.standard_normal((H, K)).astype(dtype)
         self.start = rng.standard_normal((len(bounds) - 1, H, K, V)).astype(np.float32)
-        self.table = [(n, a, min(a + chunk, stop)) for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:]))
-                      for a in range(start, stop, chunk)]
+        self.table = [
+            (n, a, min(a + chunk, stop))
+            for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:]))
+            for a in range(start, stop, chunk)
+        ]
 
     def cumsum(self):
         g = double(self.g)
         b, e = np.zeros_like(g), np.zeros_like(g)
         for _, start, stop in self.table:
             for t in range(start, stop):
-                b[:, :, t], e[:, :, t] = g[:, :, start:t + 1].sum(2), g[:, :, t + 1:stop].sum(2)
+                b[:, :, t], e[:, :, t] = g[:, :, start : t + 1].sum(2), g[:, :, t + 1 : stop].sum(2)
         return b, e
 
     def gated(self, exclusive):
@@ -34,7 +37,7 @@ class Inputs:
         d = b.copy()
         if exclusive:
             for _, start, stop in self.table:
-                d[:, :, start], d[:, :, start + 1:stop] = 0, b[:, :, start:stop - 1]
+                d[:, :, start], d[:, :, start + 1 : stop] = 0, b[:, :, start : stop - 1]
         return double(self.q) * np.exp(d), double(self.k) * np.exp(e)
 
     def states(self):
@@ -44,7 +47,8 @@ class Inputs:
         for c, (n, start, stop) in enumerate(self.table):
             h[0, :, c] = state[n]
             state[n] = np.exp(b[0, :, stop - 1])[..., None] * state[n] + np.einsum(
-                "htk,htv->hkv", kg[0, :, start:stop], double(self.v)[0, :, start:stop])
+                "htk,htv->hkv", kg[0, :, start:stop], double(self.v)[0, :, start:stop]
+            )
         return h, state
 
     def scores(self, exclusive):
@@ -53,7 +57,7 @@ class Inputs:
         for _, start, stop in self.table:
             for i in range(start, stop):
                 for j in range(start, i + 1):
-                    decay = np.exp(g[:, :, j + 1:i + (not exclusive)].sum(2)) if i > j else u if exclusive else 1.0
+                    decay = np.exp(g[:, :, j + 1 : i + (not exclusive)].sum(2)) if i > j else u if exclusive else 1.0
                     A[:, :, i, j - start] = (q[:, :, i] * k[:, :, j] * decay).sum(-1)
         return A
 
@@ -61,8 +65,10 @@ class Inputs:
         (qg, _), (h, _), A = self.gated(exclusive), self.states(), self.scores(exclusive)
         o = np.empty(self.v.shape)
         for c, (_, start, stop) in enumerate(self.table):
-            o[:, :, start:stop] = scale * (qg[:, :, start:stop] @ h[:, :, c]
-                                           + A[:, :, start:stop, :stop - start] @ double(self.v)[:, :, start:stop])
+            o[:, :, start:stop] = scale * (
+                qg[:, :, start:stop] @ h[:, :, c]
+                + A[:, :, start:stop, : stop - start] @ double(self.v)[:, :, start:stop]
+            )
         return o
 
 
@@ -84,10 +90,16 @@ FOR_A_SIMULATOR = ("short", "packed", "some-inf", "bfloat16")
 
 
 def pytest_generate_tests(metafunc):
-    metafunc.parametrize("backend, shape", [
-        pytest.param(name, shape, id=f"{name}-{shape}") for name, backend in metafunc.config.backends.items()
-        for shape in (FOR_A_SIMULATOR if backend.sizes == ("tiny",) else SHAPES)
-        if np.dtype(SHAPES[shape].get("dtype", np.float32)) in backend.dtypes], indirect=["backend"])
+    metafunc.parametrize(
+        "backend, shape",
+        [
+            pytest.param(name, shape, id=f"{name}-{shape}")
+            for name, backend in metafunc.config.backends.items()
+            for shape in (FOR_A_SIMULATOR if backend.sizes == ("tiny",) else SHAPES)
+            if np.dtype(SHAPES[shape].get("dtype", np.float32)) in backend.dtypes
+        ],
+        indirect=["backend"],
+    )
 
 
 @pytest.fixture
@@ -135,10 +147,12 @@ def test_gated_qk(backend, inputs, exclusive):
 
 def test_inter_chunk(backend, inputs):
     (_, kg), (b, _), (h, final) = inputs.gated(False), inputs.cumsum(), inputs.states()
-    found = run(backend, inputs, stages.inter_chunk, kg, inputs.v, b, initial_state=inputs.start, output_final_state=True)
+    found = run(
+        backend, inputs, stages.inter_chunk, kg, inputs.v, b, initial_state=inputs.start, output_final_state=True
+    )
     for x, wanted in zip(found, (h, final)):
         assert x.dtype == accuracy(inputs)
-        assert_close("state", x, wanted, inputs.v.dtype)       # beside a half v, kg may be rounded for the product
+        assert_close("state", x, wanted, inputs.v.dtype)  # beside a half v, kg may be rounded for the product
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
@@ -149,7 +163,7 @@ def test_intra_chunk(backend, inputs, exclusive):
     assert_close("A", A, inputs.scores(exclusive), accuracy(inputs))
     for _, start, stop in inputs.table:
         for i in range(start, stop):
-            assert not A[:, :, i, i - start + 1:].any(), "a weight above the diagonal"
+            assert not A[:, :, i, i - start + 1 :].any(), "a weight above the diagonal"
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
@@ -160,8 +174,10 @@ def test_combine(backend, inputs, exclusive):
     assert o.dtype == inputs.v.dtype
     assert_close("o", o, inputs.combined(exclusive, 0.3), inputs.v.dtype)
     there = [backend.asarray(x.astype(accuracy(inputs))) for x in (qg, h, A)] + [backend.asarray(inputs.v)]
-    assert backend.run(stages.combine, *there, scale=0.3, chunk_size=inputs.chunk, cu_seqlens=inputs.bounds,
-                       out=out.view) is out.view
+    assert (
+        backend.run(stages.combine, *there, scale=0.3, chunk_size=inputs.chunk, cu_seqlens=inputs.bounds, out=out.view)
+        is out.view
+    )
     out.assert_rest_untouched()
     assert same_bits(backend.tohost(out.view), o)
 
@@ -169,7 +185,9 @@ def test_combine(backend, inputs, exclusive):
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_the_pipeline_is_the_operator(backend, inputs, exclusive):
     """Stage after stage gives what mode "staged" gives, in either layout."""
-    q, k, v, g, u = (backend.asarray(np.ascontiguousarray(x)) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.u))
+    q, k, v, g, u = (
+        backend.asarray(np.ascontiguousarray(x)) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.u)
+    )
     how = {"chunk_size": inputs.chunk, "cu_seqlens": inputs.bounds}
     wanted = backend.run(rwkv6 if exclusive else gla, q, k, v, g, *([u] if exclusive else []), mode="staged", **how)
     for layout in ("bthd",) if backend.sizes == ("tiny",) else ("bhtd", "bthd"):

@@ -6,14 +6,19 @@ from reference import GATES, LIMITS, assert_close, double, draw, exact, guarded,
 
 from linattn_np import NotSupported, gla, gla_step, rwkv6, rwkv6_step
 from linattn_np.arrays import BFLOAT16
-from linattn_np.declarations import GLA
-from linattn_np.declarations import RWKV6
-from linattn_np.declarations import GLA_STEP, RWKV6_STEP
+from linattn_np.declarations import GLA, GLA_STEP, RWKV6, RWKV6_STEP
 
 STEPS = {"gla": (GLA_STEP, gla_step, GLA, gla), "rwkv6": (RWKV6_STEP, rwkv6_step, RWKV6, rwkv6)}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": BFLOAT16}
-SHAPES = {"B1": (1, 2, 16, 16), "B3": (3, 2, 16, 16), "uneven": (2, 1, 20, 9), "K1-V1": (1, 1, 1, 1),
-          "wide": (2, 2, 100, 60), "two-tiles": (1, 2, 70, 72), "D256": (1, 1, 256, 256)}
+SHAPES = {
+    "B1": (1, 2, 16, 16),
+    "B3": (3, 2, 16, 16),
+    "uneven": (2, 1, 20, 9),
+    "K1-V1": (1, 1, 1, 1),
+    "wide": (2, 2, 100, 60),
+    "two-tiles": (1, 2, 70, 72),
+    "D256": (1, 1, 256, 256),
+}
 
 
 @pytest.fixture(params=STEPS)
@@ -76,7 +81,7 @@ def test_shapes(backend, op, shape, state_dtype, rng):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(backend, op, gate, rng):
-    check(backend, op, (2, 3, 16, 8), np.float32, np.float32, rng, gate)       # several, as one score alone may cancel
+    check(backend, op, (2, 3, 16, 8), np.float32, np.float32, rng, gate)  # several, as one score alone may cancel
 
 
 def test_float32_gate_beside_half_inputs(backend, op, rng):

@@ -32,7 +32,7 @@ def fed(tokens, text):
 def before_stop(text, stop):
     """The text before the stop string that is complete first; all of it without one."""
     ends = [(text.index(string) + len(string), text.index(string)) for string in stop if string in text]
-    return text[:min(ends)[1]] if ends else text
+    return text[: min(ends)[1]] if ends else text
 
 
 @pytest.mark.parametrize("stop", [["aba"], ["ab", "b"], ["aab", "abb", "bbb"], ["abab", "ba"], ["aaaa"]], ids=" ".join)
@@ -48,7 +48,7 @@ def test_a_token_may_hold_more_than_the_stop_string():
     world = World([bytes([byte]) for byte in range(256)] + [b"abcd", b"xab"])
     text = Text(world, stop=["bc"])
     assert fed(world.encode("xabcd"), text) == ["xa", ""] and text.finish == "stop"
-    assert fed(world.encode("abcd"), Text(world, stop=["abcd", "bc"])) == ["a"]        # "bc" is complete first
+    assert fed(world.encode("abcd"), Text(world, stop=["abcd", "bc"])) == ["a"]  # "bc" is complete first
 
 
 def test_nothing_is_held_that_no_stop_string_begins_with():
@@ -67,7 +67,7 @@ def test_the_ending_id_ends_the_text():
     text = Text(world, stop=["bb"])
     assert fed([*world.encode("ab"), 0, *world.encode("c")], text) == ["a", "", "b"]
     assert (text.finish, text.count) == ("end", 3)
-    assert fed([0], Text(Bytes(), length=1)) == ["\0"]          # a byte like any other
+    assert fed([0], Text(Bytes(), length=1)) == ["\0"]  # a byte like any other
 
 
 @pytest.mark.parametrize("stop", ["ab", [""], [3]])
@@ -89,7 +89,7 @@ def test_ids_past_the_vocabulary_are_never_drawn():
 def test_a_long_prompt_is_read_in_pieces(austen):
     prompt, seen = list(b"Anne " * 300), []
     rest, state = read(austen, prompt, progress=seen.append)
-    assert seen == [PIECE, 2 * PIECE] and rest == prompt[2 * PIECE:]
+    assert seen == [PIECE, 2 * PIECE] and rest == prompt[2 * PIECE :]
     pieces, _ = austen.forward([rest], state, last=True)
     whole, _ = austen.forward([prompt], last=True)
     np.testing.assert_allclose(pieces, whole, rtol=0, atol=1e-3)
@@ -109,22 +109,37 @@ def test_texts_side_by_side_are_what_they_are_alone(austen, slots):
     prompts, lengths = (b"Miss Woodh", b"Mr. Darc", b"Captain Went", b"It is a tru"), (20, 20, 2, 20)
     requests = [Request(list(prompt), GREEDY, length, [" "]) for prompt, length in zip(prompts, lengths)]
     done = {number: text for number, text, _ in complete(austen, Bytes(), requests, slots)}
-    assert done == {number: bytes(islice(austen.generate(prompt, temperature=0), length)).decode().split(" ")[0]
-                    for number, (prompt, length) in enumerate(zip(prompts, lengths))}
+    assert done == {
+        number: bytes(islice(austen.generate(prompt, temperature=0), length)).decode().split(" ")[0]
+        for number, (prompt, length) in enumerate(zip(prompts, lengths))
+    }
 
 
 def test_one_request_that_fails_ends_alone(austen):
     def request(prompt=b"Miss Woodh", how=GREEDY, **others):
         return Request(list(prompt), how, **{"length": 3, **others})
 
-    requests = [request(), request([256]), request(how="hot"), request(length=0), request(stop=3), request(prompt=b""),
-                request(state=austen.initial_state(2)), request()]
+    requests = [
+        request(),
+        request([256]),
+        request(how="hot"),
+        request(length=0),
+        request(stop=3),
+        request(prompt=b""),
+        request(state=austen.initial_state(2)),
+        request(),
+    ]
     done = {number: (piece, text.finish, text.error) for number, piece, text in complete(austen, Bytes(), requests, 2)}
     assert done.pop(0) == done.pop(7) == ("ous", "length", None)
     assert {(piece, finish) for piece, finish, _ in done.values()} == {("", "error")}
     assert [done[number][2].split(", expected")[0] for number in sorted(done)] == [
-        "RWKV6: tokens runs from 256 to 256, but the vocabulary has 256 tokens", "Request: how is a str",
-        "Text: length is 0", "Text: stop is 3", "RWKV6: tokens is (1, 0)", "RWKV6: state.att_shift is (4, 2, 256)"]
+        "RWKV6: tokens runs from 256 to 256, but the vocabulary has 256 tokens",
+        "Request: how is a str",
+        "Text: length is 0",
+        "Text: stop is 3",
+        "RWKV6: tokens is (1, 0)",
+        "RWKV6: state.att_shift is (4, 2, 256)",
+    ]
 
 
 def test_nothing_but_requests_that_fail(austen):
@@ -138,8 +153,10 @@ def test_logits_that_are_no_numbers_end_one_text(austen):
     lost.wkv[0, 0, 0, 0, 0] = np.nan
     requests = [Request(list(b"Miss Woodh"), GREEDY, 3), Request(list(b"ight"), GREEDY, 3, state=lost)]
     done = {number: (piece, text.finish, text.error) for number, piece, text in complete(austen, Bytes(), requests, 2)}
-    assert done == {0: ("ous", "length", None),
-                    1: ("", "error", "logits are nan for token 0, expected numbers below inf")}
+    assert done == {
+        0: ("ous", "length", None),
+        1: ("", "error", "logits are nan for token 0, expected numbers below inf"),
+    }
 
 
 def test_a_text_can_be_closed():

@@ -21,8 +21,19 @@ from linattn_np.models.tokenizers import TOKENS, VOCABULARY, Bytes, World
 GOLDEN = json.loads((Path(__file__).parent / "data" / "world_ids.json").read_text())
 TEXTS = {name: case["text"] for name, case in GOLDEN["texts"].items()}
 SINGLE = [bytes([byte]) for byte in range(256)]
-LONGER = [b"ab", b"abc", b"abcabc", b"bca", b"cc", b"c" * 9, "é".encode(), "日本".encode(), b"\xa5\xe6",
-          b"'\"\\'", b"\r\n"]
+LONGER = [
+    b"ab",
+    b"abc",
+    b"abcabc",
+    b"bca",
+    b"cc",
+    b"c" * 9,
+    "é".encode(),
+    "日本".encode(),
+    b"\xa5\xe6",
+    b"'\"\\'",
+    b"\r\n",
+]
 FILLING = [f"<{number}>".encode() for number in range(TOKENS - len(SINGLE + LONGER))]
 
 
@@ -44,10 +55,12 @@ def lines():
 @pytest.fixture
 def written(tmp_path, lines):
     """A function that writes the vocabulary, or other lines, to a file."""
+
     def write(lines=lines, newline="\n"):
         path = tmp_path / VOCABULARY
         path.write_bytes("".join(line + newline for line in lines).encode())
         return path
+
     return write
 
 
@@ -99,7 +112,7 @@ def test_every_id_is_the_longest_match(small):
         for id in small.encode(text):
             token = max(filter(rest.startswith, SINGLE + LONGER), key=len)
             assert small.tokens[id] == token
-            rest = rest[len(token):]
+            rest = rest[len(token) :]
         assert not rest
 
 
@@ -133,8 +146,9 @@ def test_the_end_of_a_text_has_no_text(small):
     assert Bytes.end is None
 
 
-@pytest.mark.parametrize("ids", [[-1], [97, 268], [10**30], [1.0], [True], ["a"], [None],
-                                 np.zeros((2, 2), int)], ids=repr)
+@pytest.mark.parametrize(
+    "ids", [[-1], [97, 268], [10**30], [1.0], [True], ["a"], [None], np.zeros((2, 2), int)], ids=repr
+)
 def test_wrong_ids_are_refused(tokenizer, ids):
     wanted = f"expected whole numbers from 0 to {tokenizer.size - 1}"
     with pytest.raises(ContractError, match=rf"decode: ids holds .*, {wanted}"):
@@ -163,7 +177,7 @@ def test_a_stream_gives_a_character_with_its_last_byte():
 
 
 def test_a_stream_of_random_bytes_is_their_text(tokenizer, rng):
-    stream = tokenizer.stream()                 # one for all: a flushed stream is as new
+    stream = tokenizer.stream()  # one for all: a flushed stream is as new
     for length in range(300):
         data = bytes(rng.choice(list(b"a\x80\xbf\xc3\xe6\x97\xa5\xed\xf0\x9f\xf4\xff"), length).tolist())
         streamed = "".join(map(stream.feed, tokenizer.encode(data))) + stream.flush()
@@ -185,7 +199,7 @@ def test_a_vocabulary_is_read_from_its_file(written, newline):
     assert list(world.tokens.values()) == [b"", *SINGLE, *LONGER, *FILLING]
 
 
-DAMAGE = {                                      # line 300, or what stands in its place, and the complaint
+DAMAGE = {  # line 300, or what stands in its place, and the complaint
     "empty": ("", r"is b'', expected: id 'literal' length"),
     "no literal": ("300 9", r"is b'300 9', expected: id"),
     "no length": ("300 'spam'", r"is b.*, expected: id 'literal' length"),
@@ -253,8 +267,10 @@ def test_a_bundled_vocabulary_is_read_without_importing_its_package(written, mon
 
 def test_no_bundled_vocabulary():
     """In a process of its own, where no other test has imported such a package."""
-    script = ("import sys; from linattn_np.models.tokenizers import World; sys.path.clear()\n"
-              "try: World.installed()\n"
-              "except FileNotFoundError as error: print(error)")
+    script = (
+        "import sys; from linattn_np.models.tokenizers import World; sys.path.clear()\n"
+        "try: World.installed()\n"
+        "except FileNotFoundError as error: print(error)"
+    )
     printed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert "no installed package bundles" in printed and "pip install pyrwkv-tokenizer" in printed

@@ -30,7 +30,7 @@ from linattn_np.models.rwkv6.parameters import Layout, is_matrix, sizes_of
 from linattn_np.models.training import Settings, Text, Training
 
 TRAIN = [sys.executable, "-m", "linattn_np", "train"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}   # the package under test
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
 TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
 SMALL = Settings(layers=2, width=16, head_size=8, batch=4, context=24, steps=30, lr=1e-2, dropout=0.1)
 V = 11
@@ -52,8 +52,7 @@ def value_and_gradient(layout, vector, tokens, drop=training.keep, products=Host
 
 
 def slope(layout, vector, tokens, direction, drop=lambda: training.keep, h=1e-6):
-    ends = [grad.loss(layout.tree(vector + step * direction), tokens, HostProducts(), drop())[0]
-            for step in (h, -h)]
+    ends = [grad.loss(layout.tree(vector + step * direction), tokens, HostProducts(), drop())[0] for step in (h, -h)]
     return (ends[0] - ends[1]) / (2 * h)
 
 
@@ -116,7 +115,7 @@ def close(value, gradient, wanted_value, wanted, limit):
 def test_half_precision_products_round_and_no_more(wide):
     layout, vector, tokens = wide
     single = vector.astype(np.float32)
-    matrices = Rounded().cast(single[:layout.matrices])
+    matrices = Rounded().cast(single[: layout.matrices])
     found = value_and_gradient(layout, single, tokens, products=Rounded(), matrices=matrices)
     assert found[1].dtype == np.float32
     close(*found, *value_and_gradient(layout, vector, tokens), 1e-2)
@@ -129,8 +128,9 @@ def test_the_card_computes_the_same_gradients(card, wide):
     for dtype, limit in (("float32", 1e-5), ("bfloat16", 1e-2)):
         products, single = CudaProducts(dtype), card.asarray(vector.astype(np.float32))
         gradient = card.cupy.full(layout.size, np.nan, np.float32)
-        value, pull = grad.loss(layout.tree(single, products.cast(single[:layout.matrices])), card.asarray(tokens),
-                                     products, training.keep)
+        value, pull = grad.loss(
+            layout.tree(single, products.cast(single[: layout.matrices])), card.asarray(tokens), products, training.keep
+        )
         pull(layout.tree(gradient))
         close(float(value), card.tohost(gradient), *value_and_gradient(layout, vector, tokens), limit)
 
@@ -140,13 +140,20 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
     from linattn_np.backends.cupy import blas
 
     def on_device(x):
-        return SimpleNamespace(shape=x.shape, strides=x.strides, itemsize=x.itemsize, dtype=x.dtype,
-                               data=SimpleNamespace(ptr=x.ctypes.data))
+        return SimpleNamespace(
+            shape=x.shape,
+            strides=x.strides,
+            itemsize=x.itemsize,
+            dtype=x.dtype,
+            data=SimpleNamespace(ptr=x.ctypes.data),
+        )
 
     def call(name, *arguments):
         if name != "cublasGemmStridedBatchedEx":
             return
-        (_, of_a, of_b, m, n, k, _, a, _, lda, next_a, b, _, ldb, next_b, beta, c, _, ldc, next_c, count, *_) = arguments
+        (_, of_a, of_b, m, n, k, _, a, _, lda, next_a, b, _, ldb, next_b, beta, c, _, ldc, next_c, count, *_) = (
+            arguments
+        )
 
         def matrices(pointer, how, rows, columns, leading, apart):
             """By columns, `leading` apart; transposed if `how` says so."""
@@ -203,8 +210,8 @@ def test_a_step_is_adamws():
         tokens, rate = one.text.batch(step - 1), one.learning_rate()
         _, gradient = value_and_gradient(one.layout, weights, tokens)
         gradient *= min(1, training.CLIP / np.linalg.norm(gradient))
-        first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient ** 2
-        update = first / (1 - 0.9 ** step) / (np.sqrt(second / (1 - 0.99 ** step)) + 1e-8)
+        first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
+        update = first / (1 - 0.9**step) / (np.sqrt(second / (1 - 0.99**step)) + 1e-8)
         weights -= rate * (update + 0.5 * decayed * weights)
         one.step()
     assert np.abs(one.weights - weights).max() < 2e-4
@@ -278,7 +285,9 @@ def test_killed_at_a_random_moment_it_goes_on_as_if_it_had_not_been(tmp_path):
         whole.step()
     whole.save_model(tmp_path / "whole.safetensors")
 
-    killed = subprocess.Popen([*command, "--out", str(tmp_path / "out"), *new], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out"), *new], env=ENVIRONMENT, stderr=subprocess.DEVNULL
+    )
     while not (tmp_path / "out" / "training.safetensors").exists():
         assert killed.poll() is None
     time.sleep(random.uniform(0, 0.2))
@@ -295,30 +304,37 @@ def about(**changes):
     return np.frombuffer(json.dumps({**asdict(SMALL), **changes}).encode(), np.uint8)
 
 
-@pytest.mark.parametrize("change, complaint", [
-    (dict(weights=None), "holds first, second, seconds, .*, expected a training"),
-    (dict(extra=np.zeros(3)), "holds extra"),
-    (dict(weights=np.zeros(5, np.float32)), "has 5 weights for 2 layers of 16"),
-    (dict(second=np.zeros(5, np.float32)), "has 5 elements of second, expected"),
-    (dict(first=np.zeros((2, 5), np.float32)), "has first in float32 with 2 axes"),
-    (dict(weights=np.zeros(5)), "has weights in float64"),
-    (dict(step=np.array([-1])), "is at step -1"),
-    (dict(seconds=np.array([np.nan])), "is at step 0 after nan seconds"),
-    (dict(text=np.zeros(32, np.uint8)), "is the training on another text"),
-    (dict(settings=np.frombuffer(b"[" * 100_000, np.uint8)), "has settings that are none"),
-    (dict(settings=np.frombuffer(b"{}", np.uint8)), "has settings that are none"),
-    (dict(settings=about(layers=10**9)), "has .* weights for 1000000000 layers"),
-    (dict(settings=about(layers="2")), "layers is '2', expected a whole number"),
-    (dict(settings=about(lr=float("nan"))), "lr is nan, expected"),
-    (dict(settings=about(head_size=5)), "width 16 is no multiple of the head size 5"),
-    (dict(settings=about(width=32)), "elements of weights, expected"),
-    (dict(settings=about(lr=10**400)), "lr is a whole number of 1329 bits, expected a number above 0"),
-    (dict(settings=about(steps=None, minutes=10**400)), "minutes is a whole number of 1329 bits"),
-    (dict(settings=about(steps=10**400)), "steps is a whole number of 1329 bits, expected a whole number from 1"),
-    (dict(settings=about(batch=(1 << 31) - 1)), "batch x context is 2147483647 x 24, expected at most 16777216 bytes"),
-    (dict(settings=about(context=1 << 30)), "batch x context is 4 x 1073741824, expected at most"),
-    (dict(settings=np.frombuffer(b'{"lr": 1, "lr": 1}', np.uint8)), "are none .*: the JSON has a key twice"),
-], ids=range(22))
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (dict(weights=None), "holds first, second, seconds, .*, expected a training"),
+        (dict(extra=np.zeros(3)), "holds extra"),
+        (dict(weights=np.zeros(5, np.float32)), "has 5 weights for 2 layers of 16"),
+        (dict(second=np.zeros(5, np.float32)), "has 5 elements of second, expected"),
+        (dict(first=np.zeros((2, 5), np.float32)), "has first in float32 with 2 axes"),
+        (dict(weights=np.zeros(5)), "has weights in float64"),
+        (dict(step=np.array([-1])), "is at step -1"),
+        (dict(seconds=np.array([np.nan])), "is at step 0 after nan seconds"),
+        (dict(text=np.zeros(32, np.uint8)), "is the training on another text"),
+        (dict(settings=np.frombuffer(b"[" * 100_000, np.uint8)), "has settings that are none"),
+        (dict(settings=np.frombuffer(b"{}", np.uint8)), "has settings that are none"),
+        (dict(settings=about(layers=10**9)), "has .* weights for 1000000000 layers"),
+        (dict(settings=about(layers="2")), "layers is '2', expected a whole number"),
+        (dict(settings=about(lr=float("nan"))), "lr is nan, expected"),
+        (dict(settings=about(head_size=5)), "width 16 is no multiple of the head size 5"),
+        (dict(settings=about(width=32)), "elements of weights, expected"),
+        (dict(settings=about(lr=10**400)), "lr is a whole number of 1329 bits, expected a number above 0"),
+        (dict(settings=about(steps=None, minutes=10**400)), "minutes is a whole number of 1329 bits"),
+        (dict(settings=about(steps=10**400)), "steps is a whole number of 1329 bits, expected a whole number from 1"),
+        (
+            dict(settings=about(batch=(1 << 31) - 1)),
+            "batch x context is 2147483647 x 24, expected at most 16777216 bytes",
+        ),
+        (dict(settings=about(context=1 << 30)), "batch x context is 4 x 1073741824, expected at most"),
+        (dict(settings=np.frombuffer(b'{"lr": 1, "lr": 1}', np.uint8)), "are none .*: the JSON has a key twice"),
+    ],
+    ids=range(22),
+)
 def test_a_hostile_checkpoint_is_refused(change, complaint, tmp_path):
     path = tmp_path / "training.safetensors"
     Training(TEXT, SMALL).save(path)
@@ -345,27 +361,44 @@ def command(tmp_path, capsys):
 
     def run(*arguments, small=small):
         try:
-            code = main(["train", "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--device", "cpu",
-                         *map(str, [*small, *arguments])])
+            code = main(
+                [
+                    "train",
+                    "--text",
+                    str(tmp_path / "text"),
+                    "--out",
+                    str(tmp_path / "out"),
+                    "--device",
+                    "cpu",
+                    *map(str, [*small, *arguments]),
+                ]
+            )
         except SystemExit as end:
             code = end.code
         return code, capsys.readouterr().err.splitlines()[-1]
+
     return run
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    (["--text=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
-    (["--text", os.devnull], "Training: the text has 0 bytes, 0 of them to learn, expected at least 49 for a context of 24"),
-    (["--context=2000"], "expected at least 4001 for a context of 2000"),
-    (["--head-size=7"], "RWKV6: width 16 is no multiple of the head size 7"),
-    (["--batch=0"], "argument --batch: is '0', expected a whole number from 1 up"),
-    (["--lr=-1"], "Training: lr is -1.0, expected a number above 0"),
-    (["--dropout=1"], "Training: dropout is 1.0, expected a number from 0 up and below 1"),
-    (["--minutes=3"], "argument --minutes: not allowed with argument --steps"),
-    (["--every=-1"], "argument --every: is -1.0, expected"),
-    (["--resume"], "No such file or directory"),
-    (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
-])
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--text=nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (
+            ["--text", os.devnull],
+            "Training: the text has 0 bytes, 0 of them to learn, expected at least 49 for a context of 24",
+        ),
+        (["--context=2000"], "expected at least 4001 for a context of 2000"),
+        (["--head-size=7"], "RWKV6: width 16 is no multiple of the head size 7"),
+        (["--batch=0"], "argument --batch: is '0', expected a whole number from 1 up"),
+        (["--lr=-1"], "Training: lr is -1.0, expected a number above 0"),
+        (["--dropout=1"], "Training: dropout is 1.0, expected a number from 0 up and below 1"),
+        (["--minutes=3"], "argument --minutes: not allowed with argument --steps"),
+        (["--every=-1"], "argument --every: is -1.0, expected"),
+        (["--resume"], "No such file or directory"),
+        (["--device=tpu"], "argument --device: invalid choice: 'tpu'"),
+    ],
+)
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, command):
     code, line = command(*arguments)
     assert code == 2 and line.startswith("linattn-np train: ") and complaint in line
@@ -413,7 +446,11 @@ def test_too_much_for_the_memory_is_one_line(command, monkeypatch):
 
 
 def test_settings_are_refused_with_their_reason():
-    for change, complaint in ((dict(steps=None), "expected either steps or minutes"), (dict(steps=0), "steps is 0"),
-                              (dict(minutes=1), "expected either"), (dict(batch=True), "batch is True")):
+    for change, complaint in (
+        (dict(steps=None), "expected either steps or minutes"),
+        (dict(steps=0), "steps is 0"),
+        (dict(minutes=1), "expected either"),
+        (dict(batch=True), "batch is True"),
+    ):
         with pytest.raises(ContractError, match=complaint):
             replace(SMALL, **change)

@@ -24,7 +24,7 @@ class Case:
     V: int = 9
     groups: int = 1
     dtype: np.dtype = SINGLE
-    gates: tuple = (None, None)         # dtypes
+    gates: tuple = (None, None)  # dtypes
     regimes: tuple = ("logsigmoid", "logsigmoid")
     bounds: tuple = None
     masked: bool = False
@@ -92,10 +92,16 @@ HARD = [pair for gate in GATES for pair in ((gate, "logsigmoid"), ("logsigmoid",
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
-        listed = {name: backend for name, backend in metafunc.config.backends.items() if backend.modes[GLA_VALUE_GATE.name]}
+        listed = {
+            name: backend for name, backend in metafunc.config.backends.items() if backend.modes[GLA_VALUE_GATE.name]
+        }
         if "case" in metafunc.fixturenames:
-            cases = [(name, case) for name, backend in listed.items()
-                     for case, x in CASES.items() if x.dtype in backend.dtypes]
+            cases = [
+                (name, case)
+                for name, backend in listed.items()
+                for case, x in CASES.items()
+                if x.dtype in backend.dtypes
+            ]
             metafunc.parametrize("backend, case", cases, indirect=["backend"])
         else:
             metafunc.parametrize("backend", listed, indirect=True)
@@ -119,9 +125,12 @@ def computed(case, arrays, start, mask):
     """(o, final states) by the equation, a sequence and value head at a time."""
     o, final = np.zeros(arrays[2].shape), double(start).copy()
     for n, b, tokens in sequences(case, mask):
-        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(GLA_VALUE_GATE.arrays, arrays)]
-        o[b:b + 1][:, :, tokens], final[n:n + 1] = literal(GLA_VALUE_GATE, alone, scale=case.scale,
-                                                           initial_state=final[n:n + 1])
+        alone = [
+            double(x)[b : b + 1, heads(case, name)][:, :, tokens] for name, x in zip(GLA_VALUE_GATE.arrays, arrays)
+        ]
+        o[b : b + 1][:, :, tokens], final[n : n + 1] = literal(
+            GLA_VALUE_GATE, alone, scale=case.scale, initial_state=final[n : n + 1]
+        )
     return o, final
 
 
@@ -129,13 +138,15 @@ def pulled_back(case, arrays, start, mask, do, dht):
     """The gradients, those of a token's step one after the other."""
     found, initial = [np.zeros(x.shape) for x in arrays], double(dht).copy()
     for n, b, tokens in sequences(case, mask):
-        alone = [double(x)[b:b + 1, heads(case, name)][:, :, tokens] for name, x in zip(GLA_VALUE_GATE.arrays, arrays)]
-        _, pull = vjp(gla, *alone, scale=case.scale, initial_state=double(start)[n:n + 1], mode="recurrent")
-        *gradients, initial[n:n + 1] = pull(double(do)[b:b + 1][:, :, tokens], double(dht)[n:n + 1])
+        alone = [
+            double(x)[b : b + 1, heads(case, name)][:, :, tokens] for name, x in zip(GLA_VALUE_GATE.arrays, arrays)
+        ]
+        _, pull = vjp(gla, *alone, scale=case.scale, initial_state=double(start)[n : n + 1], mode="recurrent")
+        *gradients, initial[n : n + 1] = pull(double(do)[b : b + 1][:, :, tokens], double(dht)[n : n + 1])
         for x, (name, dx) in zip(found, zip(GLA_VALUE_GATE.arrays, gradients)):
             if name not in ("v", "gv"):
                 dx = dx.reshape(1, case.H, case.groups, *dx.shape[2:]).sum(2)
-            x[b:b + 1][:, :, tokens] = dx
+            x[b : b + 1][:, :, tokens] = dx
     return found, initial
 
 
@@ -175,8 +186,15 @@ def test_is_the_equation(backend, case, rng):
         inputs = [there(backend, case, x, mask) for x in arrays]
         before = [backend.tohost(x).copy() for x in inputs]
         for out in (None, guarded(backend, swap_heads(wanted, "B H T D", case.layout).shape, case.dtype)):
-            o, final = backend.run(gla, *inputs, mode=mode, initial_state=states_there(backend, case, start),
-                                   out=out and out.view, output_final_state=True, **arguments(backend, case, mask))
+            o, final = backend.run(
+                gla,
+                *inputs,
+                mode=mode,
+                initial_state=states_there(backend, case, start),
+                out=out and out.view,
+                output_final_state=True,
+                **arguments(backend, case, mask),
+            )
             assert out is None or o is out.view
             assert o.dtype == case.dtype
             assert_close(f"o, {mode}", swap_heads(backend.tohost(o), "B H T D", case.layout), wanted, case.dtype)
@@ -193,8 +211,9 @@ def test_gradients(backend, case, rng):
     do = rng.standard_normal(arrays[2].shape).astype(case.dtype)
     wanted, expected = pulled_back(case, arrays, start, mask, do, dht)
     inputs = [there(backend, case, x, mask) for x in arrays]
-    _, pull = backend.run(vjp, gla, *inputs, initial_state=states_there(backend, case, start),
-                          **arguments(backend, case, mask))
+    _, pull = backend.run(
+        vjp, gla, *inputs, initial_state=states_there(backend, case, start), **arguments(backend, case, mask)
+    )
     *found, initial = pull(there(backend, case, do, mask), states_there(backend, case, dht))
     for (name, given), x, y in zip(zip(GLA_VALUE_GATE.arrays, arrays), found, wanted, strict=True):
         assert x.dtype == given.dtype
@@ -265,8 +284,10 @@ def test_turned_over_it_is_itself(backend, rng):
     """sum o do of one is that of the other, with keys for values and queries for gradients."""
     (q, k, v, g, gv), _ = Case(T=40, K=12, V=12).drawn(rng)
     do = rng.standard_normal(v.shape).astype(SINGLE)
-    o, dq = (backend.tohost(backend.run(gla, *map(backend.asarray, arrays), scale=1.0))
-             for arrays in ((q, k, v, g, gv), (do, v, k, gv, g)))
+    o, dq = (
+        backend.tohost(backend.run(gla, *map(backend.asarray, arrays), scale=1.0))
+        for arrays in ((q, k, v, g, gv), (do, v, k, gv, g))
+    )
     assert_close("sum", (o * do).sum(-1, dtype=DOUBLE), (q * dq).sum(-1, dtype=DOUBLE), SINGLE)
 
 
@@ -305,7 +326,7 @@ def test_what_kernels_do_not_take_is_refused(backend, rng):
     assert backend.run(gla, q, k, wide, g, wide).shape == (1, 2, 5, 257)
 
 
-# -- the host plans -----------------------------------------------------------------------------------------------------
+# -- the host plans ----------------------------------------------------------------------------------------------------
 def flat(result):
     return [x for part in result for x in flat(part)] if isinstance(result, tuple) else [result]
 
@@ -320,8 +341,10 @@ def test_plans_and_replays(stateful, dtype, gates, rng):
         do = rng.standard_normal(arrays[2].shape).astype(dtype)
         initial = start if stateful else None
         problem = GLA_VALUE_GATE.bind(arrays, gradient=True, output_final_state=True, initial_state=initial)
-        for one, many, rest in ((planned.run, planned.replayed, ()),
-                                (planned.pull, planned.replayed_pull, (do, (dht,) if stateful else None))):
+        for one, many, rest in (
+            (planned.run, planned.replayed, ()),
+            (planned.pull, planned.replayed_pull, (do, (dht,) if stateful else None)),
+        ):
             wanted, found = flat(one(problem, on, *rest)), flat(many(problem, on, *rest))
             assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
     assert len(planned.compiled(problem)) == 2
@@ -339,7 +362,7 @@ def test_scratch_is_what_is_made(rng):
     assert planned.plan_of(problem.replace(initial_state=(start,)), on).scratch - scratch == 2 * start.nbytes
 
 
-# -- the public face, on the host alone ---------------------------------------------------------------------------------
+# -- the public face, on the host alone --------------------------------------------------------------------------------
 def test_finite_differences(rng):
     case = Case(T=5, K=3, V=2, dtype=DOUBLE, bounds=(0, 2, 5))
     arrays, (start, dht) = case.drawn(rng)
@@ -405,7 +428,11 @@ WRONG = {
     "K": ({"gv": np.zeros((2, 3, 7), SINGLE)}, ContractError, "gv has 3 axes"),
     "T": ({"gv": np.zeros((2, 3, 6, 5), SINGLE)}, ContractError, "gv has T=6, but T=7 elsewhere"),
     "H": ({"gv": np.zeros((2, 6, 7, 5), SINGLE)}, ContractError, "gv has H=6, but H=3 elsewhere"),
-    "HV": ({"v": np.zeros((2, 6, 7, 5), SINGLE)}, ContractError, "gv has HV=3, but HV=6 elsewhere; gv is .2, 3, 7, 5., "),
+    "HV": (
+        {"v": np.zeros((2, 6, 7, 5), SINGLE)},
+        ContractError,
+        "gv has HV=3, but HV=6 elsewhere; gv is .2, 3, 7, 5., ",
+    ),
     "heads": ({name: np.zeros((2, 4, 7, 5), SINGLE) for name in ("v", "gv")}, ContractError, "v has 4 heads"),
     "dtype": ({"gv": np.zeros((2, 3, 7, 5), HALF)}, ContractTypeError, "gv has dtype float16"),
     "list": ({"gv": [0.0]}, ContractTypeError, "gv is a builtins.list"),

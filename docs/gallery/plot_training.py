@@ -14,7 +14,7 @@ from linattn_np.layers import GatedLinearAttention, random_weights
 
 rng = np.random.default_rng(0)
 B, T, D, STEPS = 8, 64, 16, 400
-keep = np.linspace(0.5, 0.95, D)                                # of the average, per channel
+keep = np.linspace(0.5, 0.95, D)  # of the average, per channel
 
 
 def draw():

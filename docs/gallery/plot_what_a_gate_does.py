@@ -13,7 +13,7 @@ import linattn_np
 
 T, K = 96, 32
 rng = np.random.default_rng(0)
-q = k = np.full((1, 1, T, K), K**-0.5, np.float32)          # every token asks the same, so that only gates differ
+q = k = np.full((1, 1, T, K), K**-0.5, np.float32)  # every token asks the same, so that only gates differ
 v = np.eye(T, dtype=np.float32)[None, None]
 
 trained = -np.exp(np.linspace(-4.2, -2.5, K) + 2 * rng.standard_normal((1, 1, T, K)))

@@ -12,12 +12,15 @@ def svg(name, width, height, parts):
     (HERE / name).write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="13" fill="{INK}">\n<rect width="100%" height="100%" fill="white"/>\n'
-        f"{text}\n</svg>\n")
+        f"{text}\n</svg>\n"
+    )
 
 
 def box(x, y, width, height, color, opacity=1.0):
-    return (f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" fill-opacity="{opacity}" '
-            'stroke="white"/>')
+    return (
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{color}" fill-opacity="{opacity}" '
+        'stroke="white"/>'
+    )
 
 
 def words(x, y, text, anchor="start"):
@@ -34,12 +37,19 @@ def chunk():
                 parts.append(box(x0 + j * CELL, y0 + i * CELL, CELL, CELL, BLUE if j <= i else PALE))
         if n:
             parts.append(box(left, y0, C * CELL, C * CELL, ORANGE, 0.55))
-    parts += [words(left, 28, "keys and values, chunk after chunk"), words(180, top + 60, "queries of chunk 1", "end"),
-              words(180, top + 60 + C * CELL, "queries of chunk 2", "end")]
+    parts += [
+        words(left, 28, "keys and values, chunk after chunk"),
+        words(180, top + 60, "queries of chunk 1", "end"),
+        words(180, top + 60 + C * CELL, "queries of chunk 2", "end"),
+    ]
     x, y = left + 2 * C * CELL + 24, top + 20
-    for n, (color, text) in enumerate(((BLUE, "scores A of the chunk's own tokens"),
-                                       (ORANGE, "earlier chunks: one product with the state S"),
-                                       (PALE, "the future: never read"))):
+    for n, (color, text) in enumerate(
+        (
+            (BLUE, "scores A of the chunk's own tokens"),
+            (ORANGE, "earlier chunks: one product with the state S"),
+            (PALE, "the future: never read"),
+        )
+    ):
         parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
     svg("chunk.svg", 780, 290, parts)
 
@@ -59,9 +69,14 @@ def subchunks():
                 color = ORANGE
             parts.append(box(left + j * 8, top + i * 8, 8, 8, color))
     x, y = left + 290, top + 20
-    for n, (color, text) in enumerate(((BLUE, "same sub-chunk of 8: factors meet in its middle"),
-                                       (GREEN, "same half of 16: at the border of the two sub-chunks"),
-                                       (ORANGE, "different halves: at token 16"), (PALE, "the future"))):
+    for n, (color, text) in enumerate(
+        (
+            (BLUE, "same sub-chunk of 8: factors meet in its middle"),
+            (GREEN, "same half of 16: at the border of the two sub-chunks"),
+            (ORANGE, "different halves: at token 16"),
+            (PALE, "the future"),
+        )
+    ):
         parts += [box(x, y + 28 * n, 16, 16, color), words(x + 24, y + 13 + 28 * n, text)]
     svg("subchunks.svg", 780, 310, parts)
 

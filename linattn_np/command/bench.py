@@ -17,7 +17,7 @@ from ..ops import OPS
 from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
 from .terminal import bar, say, status, whole
 
-TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}      # no single steps
+TIMED = {op.name: (op, function) for op, function in OPS.items() if "T" in op.out.split()}  # no single steps
 
 
 def declare(parser):
@@ -55,7 +55,7 @@ def timed(device, op, function, sizes, floor) -> list[str]:
     arrays = drawn(device, op, **sizes)
     read = sum(x.nbytes for x in arrays)
     try:
-        o = function(*arrays)                               # compiles, and warms up
+        o = function(*arrays)  # compiles, and warms up
         forward = compared(median_ms(device, partial(function, *arrays)), floor * (read + o.nbytes))
     except (NotSupported, MemoryError) as why:
         return [word_for(why), ""] * 2

@@ -21,8 +21,12 @@ from .measuring import chosen, declare_device, drawn, median_ms, ms_of_a_byte
 from .terminal import bar, status, whole
 
 # Colour, width and size of the markers: a line that another covers is wider, and shows on both sides of it.
-LINES = {"softmax_attention": ("softmax attention", "#b5442e", 6.5, 11), "gla": ("GLA", "#0b6e8a", 4.8, 9),
-         "rwkv6": ("RWKV-6", "#b39ddb", 3, 7), "retention": ("retention", "#2f6b1e", 1.2, 4)}
+LINES = {
+    "softmax_attention": ("softmax attention", "#b5442e", 6.5, 11),
+    "gla": ("GLA", "#0b6e8a", 4.8, 9),
+    "rwkv6": ("RWKV-6", "#b39ddb", 3, 7),
+    "retention": ("retention", "#2f6b1e", 1.2, 4),
+}
 COMPARED = {op.name: (op, function) for op, function in OPS.items() if op.name in LINES}
 SHORTEST = 512
 
@@ -40,11 +44,15 @@ class Curve:
 def declare(parser):
     add = parser.add_argument
     declare_device(add)
-    add("--longest", type=whole(SHORTEST), metavar="TOKENS",
-        help=f"from {SHORTEST} doubled up to here (default: 131072, on the CPU 16384)")
+    add(
+        "--longest",
+        type=whole(SHORTEST),
+        metavar="TOKENS",
+        help=f"from {SHORTEST} doubled up to here (default: 131072, on the CPU 16384)",
+    )
     add("--heads", type=whole(1), default=16, help="(default: 16)")
     add("--width", type=whole(8), default=64, help="K and V, a head's (default: 64)")
-    add("--seconds", type=float, default=2., help="calls that would take longer are left out (default: 2)")
+    add("--seconds", type=float, default=2.0, help="calls that would take longer are left out (default: 2)")
     add("--out", type=Path, default=Path("compare.png"), help="(default: compare.png)")
 
 
@@ -53,7 +61,7 @@ def run(options):
         raise ValueError(f"argument --out: there is no folder {options.out.absolute().parent}")
     if not options.seconds > 0:
         raise ValueError(f"argument --seconds: is {options.seconds}, expected a number above 0")
-    check_plots()                           # before minutes of measuring
+    check_plots()  # before minutes of measuring
     device = chosen(options.device)
     curves = measured(device, options)
     draw(curves, ms_of_a_byte(device), device, options)
@@ -64,8 +72,9 @@ def check_plots():
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("the picture is drawn by matplotlib, which is not installed: "
-                          "pip install 'linattn-np[plot]' brings it") from None
+        raise ImportError(
+            "the picture is drawn by matplotlib, which is not installed: pip install 'linattn-np[plot]' brings it"
+        ) from None
 
 
 def measured(device, options) -> dict:
@@ -106,7 +115,7 @@ def add_point(curve, device, op, T, options):
     declared, function = COMPARED[op]
     sizes = dict(B=1, H=options.heads, T=T, K=options.width, V=options.width)
     call = partial(function, *drawn(device, declared, **sizes))
-    call()                                                  # compiles, and warms up
+    call()  # compiles, and warms up
     taken, ms = device.taken(call), median_ms(device, call)
     curve.bytes.append(taken)
     curve.ms.append(ms)
@@ -123,8 +132,9 @@ def draw(curves, floor, device, options):
     image, (above, below) = plt.subplots(2, 1, figsize=(8, 8.5), sharex=True, layout="constrained")
     for op, curve in curves.items():
         name, colour, width, size = LINES[op]
-        how = dict(color=colour, linewidth=width, marker="o", markersize=size, markeredgecolor="white",
-                   markeredgewidth=0.6)
+        how = dict(
+            color=colour, linewidth=width, marker="o", markersize=size, markeredgecolor="white", markeredgewidth=0.6
+        )
         above.plot(curve.T, curve.ms, label=name, **how)
         below.plot(curve.T, np.divide(curve.bytes, 2**20), **how)
         if curve.end and curve.T:

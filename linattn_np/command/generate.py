@@ -1,9 +1,9 @@
 """Writes text with an RWKV-6 model: reads the prompt, then goes on token by token. No torch.
 
-    linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
-    linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
-    linattn-np generate --load-state novel.npz --prompt " And then"
-    linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
+linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
+linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
+linattn-np generate --load-state novel.npz --prompt " And then"
+linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
 """
 
 import json
@@ -28,10 +28,17 @@ from .threads import blas_for
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
-TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"      # how the World models were taught to converse
-LINE = {"prompt": str, "tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int, "seed": int,
-        "stop": (str, list)}
-LONGEST = 1 << 24       # bytes of a line of --batch-file
+TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"  # how the World models were taught to converse
+LINE = {
+    "prompt": str,
+    "tokens": int,
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": int,
+    "seed": int,
+    "stop": (str, list),
+}
+LONGEST = 1 << 24  # bytes of a line of --batch-file
 
 
 def run(options):
@@ -47,43 +54,95 @@ def run(options):
 
 def declare(parser):
     add = parser.add_argument_group("the model").add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: cuda where CuPy can use it, else cpu (default)")
-    add("--dtype", choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))), default="auto",
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)",
+    )
+    add(
+        "--dtype",
+        choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))),
+        default="auto",
         help="of the matrices; float16 on cuda only, int8 and int4 on the cpu only, where all but float32 need Numba. "
-        "auto: the checkpoint's if that has fewer bits than 32, else float32 (default)")
-    add("--model", metavar="PATH", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
-        "(default: a small model of Jane Austen's novels that comes with the package)")
-    add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
-        help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
-    add("--vocab", metavar="PATH", help="World's vocabulary file (default: that in the folder of --model, or of an "
-        "installed package)")
+        "auto: the checkpoint's if that has fewer bits than 32, else float32 (default)",
+    )
+    add(
+        "--model",
+        metavar="PATH",
+        help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
+        "(default: a small model of Jane Austen's novels that comes with the package)",
+    )
+    add(
+        "--tokenizer",
+        choices=("auto", "bytes", "world"),
+        default="auto",
+        help="auto: bytes for a vocabulary of 256, world for 65536 (default)",
+    )
+    add(
+        "--vocab",
+        metavar="PATH",
+        help="World's vocabulary file (default: that in the folder of --model, or of an installed package)",
+    )
 
     add = parser.add_argument_group("what is read").add_argument
-    add("--prompt", type=some_text, help="- reads stdin, as does a pipe or a file there when no prompt is given; "
-        f"one line end at its end is left out (default: {PROMPT!r})")
-    add("--chat", action="store_true", help="answer the lines of stdin as an assistant, from \"User:\" to the stop "
+    add(
+        "--prompt",
+        type=some_text,
+        help="- reads stdin, as does a pipe or a file there when no prompt is given; "
+        f"one line end at its end is left out (default: {PROMPT!r})",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help='answer the lines of stdin as an assistant, from "User:" to the stop '
         "string (default: an empty line); --prompt goes before. It wants a World model that was taught to converse: "
         "the default model is no chat model, it carries on like a novel. Ctrl-C stops an answer, and between "
-        "answers the chat")
-    add("--batch-file", metavar="IN.jsonl", help='a line {"prompt": ...} for each text, with "tokens", "temperature", '
-        '"top_p", "top_k", "seed", "stop" where it differs from the options; wants --output')
-    add("--output", metavar="OUT.jsonl", help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
+        "answers the chat",
+    )
+    add(
+        "--batch-file",
+        metavar="IN.jsonl",
+        help='a line {"prompt": ...} for each text, with "tokens", "temperature", '
+        '"top_p", "top_k", "seed", "stop" where it differs from the options; wants --output',
+    )
+    add(
+        "--output",
+        metavar="OUT.jsonl",
+        help='lines {"prompt", "text", "tokens", "finish": "stop", "length" or '
         '"end"} in the order of --batch-file, written when all are done or Ctrl-C ends them. A text that could not go '
-        'on has "finish": "error" and an "error"')
+        'on has "finish": "error" and an "error"',
+    )
     add("--slots", type=whole(1), help="texts of --batch-file that are written side by side (default: 8)")
-    add("--load-state", metavar="FILE", help="go on from a state of --save-state: it has read everything up to the "
-        "last token written. It holds no next token, so it wants a --prompt, --chat or --batch-file to read")
-    add("--save-state", metavar="FILE", help="write the state (.npz) in the end: it has read the prompt and all that "
-        "was written, a stop string too; Ctrl-C stops the text and writes the state")
+    add(
+        "--load-state",
+        metavar="FILE",
+        help="go on from a state of --save-state: it has read everything up to the "
+        "last token written. It holds no next token, so it wants a --prompt, --chat or --batch-file to read",
+    )
+    add(
+        "--save-state",
+        metavar="FILE",
+        help="write the state (.npz) in the end: it has read the prompt and all that "
+        "was written, a stop string too; Ctrl-C stops the text and writes the state",
+    )
 
     add = parser.add_argument_group("what is written").add_argument
     add("--tokens", type=whole(1), default=400, help="how many to write at most (default: %(default)s)")
-    add("--stop", action="append", type=some_text, metavar="STRING",
-        help="ends the text, and is not written; repeatable")
+    add(
+        "--stop",
+        action="append",
+        type=some_text,
+        metavar="STRING",
+        help="ends the text, and is not written; repeatable",
+    )
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
-    add("--top-p", type=float, default=0.9,
-        help="draw from the likeliest that hold this probability together (default: %(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=0.9,
+        help="draw from the likeliest that hold this probability together (default: %(default)s)",
+    )
     add("--top-k", type=whole(0), default=0, help="draw from so many of the likeliest; 0 is all (default)")
     add("--presence", type=float, default=0.0, help="lowers the logit of a token written before, once (default: 0)")
     add("--frequency", type=float, default=0.0, help="lowers it as many times as it was written (default: 0)")
@@ -92,6 +151,7 @@ def declare(parser):
 
 def check_combination(options):
     """What can be refused before a model is loaded."""
+
     def conflict(which, why):
         raise ValueError(f"argument {which}: {why}")
 
@@ -108,8 +168,9 @@ def check_combination(options):
         conflict("--chat", "reads its lines from stdin, so --prompt cannot be -")
     dtypes = DTYPES.get(options.device)
     if dtypes and options.dtype not in ("auto", *dtypes):
-        conflict("--dtype", f"{options.dtype} does not go with --device {options.device}, "
-                            f"which takes {', '.join(dtypes)}")
+        conflict(
+            "--dtype", f"{options.dtype} does not go with --device {options.device}, which takes {', '.join(dtypes)}"
+        )
     if options.vocab and options.tokenizer == "bytes":
         conflict("--vocab", "does not go with --tokenizer bytes")
     for name in ("output", "save_state"):
@@ -134,8 +195,9 @@ def inputs(options):
 
 
 def sampling(options, **line):
-    given = {name: getattr(options, name)
-             for name in ("temperature", "top_p", "top_k", "presence", "frequency", "seed")}
+    given = {
+        name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "presence", "frequency", "seed")
+    }
     return Sampling(**{**given, **line})
 
 
@@ -145,6 +207,7 @@ def load(options) -> RWKV6:
         device = "cpu"
     dtype = None if options.dtype == "auto" else options.dtype
     with status(f"loading {path.name} ...") as show:
+
         def progress(done, total):
             show(f"loading {path.name} {bar(done / total)} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
@@ -163,14 +226,18 @@ def tokenizer_of(options, model):
     if kind == "auto":
         kind = "world" if options.vocab else {256: "bytes", 65536: "world"}.get(size)
         if kind is None:
-            raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 "
-                             "(World); --tokenizer says which it is")
+            raise ValueError(
+                f"{options.model} has a vocabulary of {size} tokens, expected 256 (bytes) or 65536 "
+                "(World); --tokenizer says which it is"
+            )
     beside = options.model / VOCABULARY
     vocabulary = options.vocab or (beside if beside.is_file() else None)
     tokenizer = Bytes() if kind == "bytes" else World.from_file(vocabulary) if vocabulary else World.installed()
     if tokenizer.size > size:
-        raise ValueError(f"{options.model} has a vocabulary of {size} tokens, expected at least {tokenizer.size} "
-                         f"for --tokenizer {kind}")
+        raise ValueError(
+            f"{options.model} has a vocabulary of {size} tokens, expected at least {tokenizer.size} "
+            f"for --tokenizer {kind}"
+        )
     return tokenizer
 
 
@@ -199,8 +266,12 @@ class Writer:
     def answer(self, prompt: bytes, stop) -> Text:
         tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
         with status("reading ...") as show:
-            rest, state = read(self.model, tokens, self.state,
-                               lambda done: show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens"))
+            rest, state = read(
+                self.model,
+                tokens,
+                self.state,
+                lambda done: show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens"),
+            )
             batch = Batch(self.model, 1)
             (slot,) = batch.join([rest], self.how, [state])
         first = time.perf_counter()
@@ -234,7 +305,7 @@ def interrupts():
         pressed.append(number)
         signal.signal(signal.SIGINT, before)
 
-    if before is signal.default_int_handler:                # and not where interrupts are ignored
+    if before is signal.default_int_handler:  # and not where interrupts are ignored
         signal.signal(signal.SIGINT, press)
     try:
         yield lambda: bool(pressed)
@@ -289,7 +360,7 @@ def converse(options, model, state):
             turn = before + TURN.format(line.strip())
             try:
                 text = writer.answer(os.fsencode(turn), options.stop or (TURN_ENDS,))
-            except KeyboardInterrupt:       # while it read, or pressed twice: the state is the one before the turn
+            except KeyboardInterrupt:  # while it read, or pressed twice: the state is the one before the turn
                 print(flush=True)
                 continue
             # A stop string has been read and closes the turn; an answer that ended otherwise has to be closed.
@@ -313,21 +384,29 @@ def write_batch(options, model, state):
     try:
         with status("writing ...") as show:
             for number, text, how in complete(model, options.vocabulary, requests, options.slots or 8):
-                done[number] = {"prompt": asked[number][1]["prompt"], "text": text, "tokens": how.count,
-                                "finish": how.finish, **({"error": how.error} if how.error else {})}
+                done[number] = {
+                    "prompt": asked[number][1]["prompt"],
+                    "text": text,
+                    "tokens": how.count,
+                    "finish": how.finish,
+                    **({"error": how.error} if how.error else {}),
+                }
                 show(f"writing {bar(len(done) / len(asked))} {len(done)} of {len(asked)} texts")
     finally:
         if done or not asked:
             write_lines(options.output, [done[number] for number in sorted(done)])
         if len(done) < len(asked):
-            say(f"{len(done)} of {len(asked)} texts are done, "
-                + (f"{options.output} has them" if done else f"{options.output} is not written"))
+            say(
+                f"{len(done)} of {len(asked)} texts are done, "
+                + (f"{options.output} has them" if done else f"{options.output} is not written")
+            )
     count = sum(line["tokens"] for line in done.values())
     say(f"{len(asked)} texts, {count} tokens at {count / (time.perf_counter() - start):.0f} tokens/s, prompts included")
     for number in sorted(done):
         if error := done[number].get("error"):
-            raise ValueError(f"{options.batch_file}, line {asked[number][0]}: {error}; "
-                             f"the other texts are in {options.output}")
+            raise ValueError(
+                f"{options.batch_file}, line {asked[number][0]}: {error}; the other texts are in {options.output}"
+            )
 
 
 def write_lines(path, objects):
@@ -378,8 +457,11 @@ def request(options, line, number, state) -> Request:
     stop = [stop] if isinstance(stop, str) else stop
     try:
         Text(tokenizer, stop=stop)
-        how = sampling(options, vocabulary=tokenizer.size,
-                       **{name: line[name] for name in ("temperature", "top_p", "top_k", "seed") if name in line})
+        how = sampling(
+            options,
+            vocabulary=tokenizer.size,
+            **{name: line[name] for name in ("temperature", "top_p", "top_k", "seed") if name in line},
+        )
         return Request(tokenizer.encode(line["prompt"]), how, line.get("tokens", options.tokens), stop, state)
     except ValueError as error:
         raise ValueError(f"{options.batch_file}, line {number}: {error}") from None

@@ -23,10 +23,30 @@ from ..models.devices import check_device
 from .threads import VARIABLES
 
 PACKAGE = Path(__file__).resolve().parents[1]
-PACKAGES = ("numpy", "ml_dtypes", "safetensors", "cupy-cuda12x", "cupy-cuda13x", "cupy", "numba", "numba-cuda",
-            "threadpoolctl", "matplotlib", "pyrwkv-tokenizer", "mpi4py", "torch", "jax")
-SET_BY_USER = (*VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR",
-               "NUMBA_ENABLE_CUDASIM")
+PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "safetensors",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "cupy",
+    "numba",
+    "numba-cuda",
+    "threadpoolctl",
+    "matplotlib",
+    "pyrwkv-tokenizer",
+    "mpi4py",
+    "torch",
+    "jax",
+)
+SET_BY_USER = (
+    *VARIABLES,
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_PATH",
+    "CUPY_CACHE_DIR",
+    "NUMBA_CACHE_DIR",
+    "NUMBA_ENABLE_CUDASIM",
+)
 
 
 def declare(parser):
@@ -34,8 +54,14 @@ def declare(parser):
 
 
 def run(options):
-    for title, facts in (("versions", versions), ("devices", devices), ("backends", backends), ("caches", caches),
-                         ("threads", threads), ("environment", environment)):
+    for title, facts in (
+        ("versions", versions),
+        ("devices", devices),
+        ("backends", backends),
+        ("caches", caches),
+        ("threads", threads),
+        ("environment", environment),
+    ):
         print(title)
         for name, fact in facts():
             print(f"  {name:<18}{' '.join(told(fact).split())}", flush=True)
@@ -79,8 +105,10 @@ def devices():
 
 def card(runtime, i) -> str:
     about = runtime.getDeviceProperties(i)
-    return (f"{about['name'].decode()}, compute capability {about['major']}.{about['minor']}, "
-            f"{about['totalGlobalMem'] / 2**30:.0f} GiB")
+    return (
+        f"{about['name'].decode()}, compute capability {about['major']}.{about['minor']}, "
+        f"{about['totalGlobalMem'] / 2**30:.0f} GiB"
+    )
 
 
 def version(number) -> str:
@@ -109,9 +137,11 @@ def route(xp, name, missing) -> str:
 
 def caches():
     home = Path.home()
-    for name, variable, folder in (("CuPy's kernels", "CUPY_CACHE_DIR", home / ".cupy" / "kernel_cache"),
-                                   ("CUDA's kernels", "CUDA_CACHE_PATH", home / ".nv" / "ComputeCache"),
-                                   ("Numba's loops", "NUMBA_CACHE_DIR", PACKAGE)):
+    for name, variable, folder in (
+        ("CuPy's kernels", "CUPY_CACHE_DIR", home / ".cupy" / "kernel_cache"),
+        ("CUDA's kernels", "CUDA_CACHE_PATH", home / ".nv" / "ComputeCache"),
+        ("Numba's loops", "NUMBA_CACHE_DIR", PACKAGE),
+    ):
         folder = Path(os.environ.get(variable) or folder)
         files = [path for path in folder.rglob("*.nb[ic]" if folder == PACKAGE else "*") if path.is_file()]
         yield name, f"{folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"

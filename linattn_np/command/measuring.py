@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import BFLOAT16
 
 CALLS = 5
-COPIED = 1 << 28                # bytes of the copy that gives the floor
+COPIED = 1 << 28  # bytes of the copy that gives the floor
 
 
 class Cpu:
@@ -57,8 +57,12 @@ class Cuda:
 
 
 def declare_device(add):
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: cuda where CuPy can use it, else cpu (default)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)",
+    )
 
 
 def chosen(name):
@@ -101,4 +105,3 @@ def ms_of_a_byte(device) -> float:
     source = device.xp.ones(COPIED, np.uint8)
     target = device.xp.empty_like(source)
     return median_ms(device, lambda: device.xp.copyto(target, source)) / (2 * COPIED)
-

@@ -19,20 +19,33 @@ from .generate import tokenizer_of
 from .terminal import bar, say, status, whole
 from .threads import blas_for
 
-PIECE = 512             # tokens that are read at a time
+PIECE = 512  # tokens that are read at a time
 
 
 def declare(parser):
     add = parser.add_argument
-    add("--model", metavar="PATH", help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face (default: that "
-        "of Jane Austen's novels, which comes with the package)")
-    add("--dtype", choices=("bfloat16", "int8", "int4"), required=True, help="of the large matrices: int8 has a scale "
-        "for every row, int4 one for 32 neighbours. The embedding and the matrices of low rank become bfloat16")
+    add(
+        "--model",
+        metavar="PATH",
+        help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face (default: that "
+        "of Jane Austen's novels, which comes with the package)",
+    )
+    add(
+        "--dtype",
+        choices=("bfloat16", "int8", "int4"),
+        required=True,
+        help="of the large matrices: int8 has a scale "
+        "for every row, int4 one for 32 neighbours. The embedding and the matrices of low rank become bfloat16",
+    )
     add("--out", required=True, metavar="FILE", help="a .safetensors file")
     add("--text", required=True, metavar="FILE", help="what the loss is measured on")
     add("--tokens", type=whole(2), default=4096, help="of the text (default: %(default)s)")
-    add("--tokenizer", choices=("auto", "bytes", "world"), default="auto",
-        help="auto: bytes for a vocabulary of 256, world for 65536 (default)")
+    add(
+        "--tokenizer",
+        choices=("auto", "bytes", "world"),
+        default="auto",
+        help="auto: bytes for a vocabulary of 256, world for 65536 (default)",
+    )
     add("--vocab", metavar="PATH", help="World's vocabulary file")
 
 
@@ -45,10 +58,10 @@ def run(options):
             raise ValueError(f"argument --out: is the file of --{name}, which would be lost")
     check_writable(options.out)
     if options.dtype != "bfloat16":
-        loops()                             # what reads the file again, before anything is written
+        loops()  # what reads the file again, before anything is written
     weights = checkpoint.read(options.model)
     model = RWKV6(weights)
-    tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[:options.tokens]
+    tokens = tokenizer_of(options, model).encode(Path(options.text).read_bytes())[: options.tokens]
     if len(tokens) < 2:
         raise ValueError(f"argument --text: has {len(tokens)} tokens, expected at least 2")
     with blas_for(model.device, model.sizes):
@@ -67,7 +80,7 @@ def loss(model, tokens, when) -> float:
     with status(f"reading {when} ...") as show:
         for start in range(0, len(tokens) - 1, PIECE):
             show(f"reading {when} {bar(start / len(tokens))}")
-            part = tokens[start:start + PIECE + 1]
+            part = tokens[start : start + PIECE + 1]
             logits, state = model.forward([part[:-1]], state)
             logits = logits[0].astype(np.float64)
             logits -= logits.max(-1, keepdims=True)

@@ -26,7 +26,7 @@ def run(command, name, arguments=None) -> int:
         command.run(options)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:                     # whoever read has left: leave too, and let Python flush into nothing
+    except BrokenPipeError:  # whoever read has left: leave too, and let Python flush into nothing
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
@@ -53,6 +53,7 @@ def whole(least):
         if not (text.isascii() and text.isdecimal() and len(text) <= 18) or int(text) < least:
             raise argparse.ArgumentTypeError(f"is {shown(text)}, expected a whole number from {least} up")
         return int(text)
+
     return number
 
 
@@ -60,6 +61,7 @@ def whole(least):
 @contextmanager
 def status(first):
     """A function that shows how far things are, on a terminal's last line, which is blank again in the end."""
+
     def show(line):
         if sys.stderr.isatty():
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

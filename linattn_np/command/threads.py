@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from ..backends.numpy.cores import workers
 from .terminal import say
 
-SHARE = 4 << 20         # bytes of a matrix for which another thread pays
+SHARE = 4 << 20  # bytes of a matrix for which another thread pays
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -30,8 +30,10 @@ def blas_for(device: str, sizes: dict):
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
-        say("this model is faster with fewer threads of BLAS: pip install 'linattn-np[threads]', "
-            f"or set OPENBLAS_NUM_THREADS={count}")
+        say(
+            "this model is faster with fewer threads of BLAS: pip install 'linattn-np[threads]', "
+            f"or set OPENBLAS_NUM_THREADS={count}"
+        )
         yield
         return
     with threadpool_limits(count, "blas"):

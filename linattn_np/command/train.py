@@ -25,7 +25,7 @@ DEFAULTS = {
     "cuda": dict(layers=4, width=256, head_size=64, batch=64, context=512, minutes=2, lr=2e-3, dropout=0.2),
 }
 CHECKPOINT, MODEL = "training.safetensors", "model.safetensors"
-SHOWN = 0.2         # seconds between two states of the progress bar
+SHOWN = 0.2  # seconds between two states of the progress bar
 
 
 def run(options):
@@ -37,16 +37,39 @@ def run(options):
 def declare(parser):
     add = parser.add_argument
     add("--text", required=True, metavar="FILE", help="what to learn, any bytes")
-    add("--out", required=True, metavar="FOLDER", help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file "
-        f"read, and {CHECKPOINT}, from which --resume goes on; both are whole whenever the program ends, and however")
-    add("--resume", action="store_true", help="go on with the training in --out; on the CPU it ends with the same bits "
-        "as one that was never interrupted")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: cuda where CuPy can use it, else cpu (default)")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the matrices in products on cuda "
-        "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu")
-    add("--every", type=float, default=60, metavar="SECONDS",
-        help="between held-out losses and checkpoints (default: %(default)s)")
+    add(
+        "--out",
+        required=True,
+        metavar="FOLDER",
+        help=f"gets {MODEL}, which linattn-np generate and RWKV6.from_file "
+        f"read, and {CHECKPOINT}, from which --resume goes on; both are whole whenever the program ends, and however",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with the training in --out; on the CPU it ends with the same bits "
+        "as one that was never interrupted",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)",
+    )
+    add(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of the matrices in products on cuda "
+        "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu",
+    )
+    add(
+        "--every",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="between held-out losses and checkpoints (default: %(default)s)",
+    )
 
     add = parser.add_argument_group("the training", "Defaults are those of the cpu / of cuda.").add_argument
 
@@ -61,8 +84,9 @@ def declare(parser):
     setting("context", whole(1), "bytes of each that are predicted in a step")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=whole(1), help="how many, instead of --minutes")
-    length.add_argument("--minutes", type=float,
-                        help="how long to train, held-out losses and checkpoints included (2 / 2)")
+    length.add_argument(
+        "--minutes", type=float, help="how long to train, held-out losses and checkpoints included (2 / 2)"
+    )
     setting("lr", float, "the learning rate after the warm-up, from where it falls to 0 as a cosine")
     setting("weight_decay", float, "AdamW's, of matrices")
     setting("dropout", float, "share of elements that are dropped")
@@ -111,8 +135,10 @@ def device_of(wanted) -> str:
 
 def train(training, folder, every):
     """Until it is done; what an interrupt loses are the steps since the last report."""
-    say(f"{training.layout.size:,} parameters; {len(training.text.learned):,} bytes to learn, "
-        f"{len(training.text.held):,} held out")
+    say(
+        f"{training.layout.size:,} parameters; {len(training.text.learned):,} bytes to learn, "
+        f"{len(training.text.held):,} held out"
+    )
     with status("training ...") as show:
         part = Part(training)
         while training.done < 1:
@@ -145,7 +171,7 @@ class Part:
         return time.perf_counter() - self.shown
 
     def seen(self) -> str:
-        loss = float(self.losses[-1])                   # waits for the device, so it comes before the speed
+        loss = float(self.losses[-1])  # waits for the device, so it comes before the speed
         self.shown = time.perf_counter()
         return f"loss {loss:.3f}, {self.speed():,.0f} bytes/s"
 

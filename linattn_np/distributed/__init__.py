@@ -15,5 +15,20 @@ from .sockets import Sockets
 from .startup import connect
 from .threads import run_threads
 
-__all__ = ["gla", "rwkv6", "simple_gla", "retention", "linear_attention", "vjp", "connect", "run_threads", "Engine",
-           "Alone", "Mpi", "Nccl", "Sockets", "RankLost", "Disagreement"]
+__all__ = [
+    "gla",
+    "rwkv6",
+    "simple_gla",
+    "retention",
+    "linear_attention",
+    "vjp",
+    "connect",
+    "run_threads",
+    "Engine",
+    "Alone",
+    "Mpi",
+    "Nccl",
+    "Sockets",
+    "RankLost",
+    "Disagreement",
+]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ContractError
 
-DIGEST = 16         # bytes
+DIGEST = 16  # bytes
 
 
 class Disagreement(ContractError):
@@ -41,7 +41,7 @@ def agree(comm, name, check):
 
 def all_texts(comm, text, lengths):
     padded = np.zeros(lengths.max(), np.uint8)
-    padded[:len(text)] = np.frombuffer(text, np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
     return [json.loads(row[:length].tobytes()) for row, length in zip(comm.all_gather(padded)(), lengths)]
 
 

@@ -10,20 +10,20 @@ class Piece:
     """The tokens of one sequence in one segment."""
 
     sequence: int
-    start: int              # of the segment's tokens
+    start: int  # of the segment's tokens
     stop: int
-    earlier: bool           # the recurrence has run over tokens of it in another segment before
-    later: bool             # and will afterwards
+    earlier: bool  # the recurrence has run over tokens of it in another segment before
+    later: bool  # and will afterwards
 
 
 @dataclass(frozen=True)
 class Segment:
     """Tokens of one rank that are computed in one call."""
 
-    index: int              # in the order of the tokens, over all ranks
+    index: int  # in the order of the tokens, over all ranks
     rank: int
-    slot: int               # among those of its rank
-    start: int              # of its rank's tokens
+    slot: int  # among those of its rank
+    start: int  # of its rank's tokens
     stop: int
     pieces: tuple[Piece, ...]
 
@@ -56,14 +56,18 @@ class Cut:
                 pieces = tuple(self.pieces(bounds, first + start, first + stop))
                 self.segments.append(Segment(len(self.segments), rank, slot, start, stop, pieces))
             first += length
-        self.slots = max(segment.slot for segment in self.segments) + 1         # of the rank that has most segments
+        self.slots = max(segment.slot for segment in self.segments) + 1  # of the rank that has most segments
 
     def pieces(self, bounds, first, last):
         for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
             if max(start, first) < min(stop, last):
                 before, after = start < first, stop > last
-                yield Piece(n, max(start, first) - first, min(stop, last) - first,
-                            *((after, before) if self.reverse else (before, after)))
+                yield Piece(
+                    n,
+                    max(start, first) - first,
+                    min(stop, last) - first,
+                    *((after, before) if self.reverse else (before, after)),
+                )
 
     def running(self, backwards=False):
         """The segments in the order of the recurrence, or of its gradient."""
@@ -79,5 +83,9 @@ class Cut:
 
     def owners(self, backwards=False):
         """[(segment, piece)] where each sequence ends, or with `backwards` begins: one for each that has tokens."""
-        return [(segment, piece) for segment in self.segments for piece in segment.pieces
-                if not (piece.earlier if backwards else piece.later)]
+        return [
+            (segment, piece)
+            for segment in self.segments
+            for piece in segment.pieces
+            if not (piece.earlier if backwards else piece.later)
+        ]

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-LIMIT_S = 600.0         # how long a rank waits for the others by default, as torch.distributed does with NCCL
+LIMIT_S = 600.0  # how long a rank waits for the others by default, as torch.distributed does with NCCL
 
 
 class RankLost(RuntimeError):
@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     rank: int
     size: int
-    homes: tuple[str, ...]                  # the arrays that it takes: "host", "cuda"
+    homes: tuple[str, ...]  # the arrays that it takes: "host", "cuda"
 
     def all_gather(self, x) -> Callable[[], Any]:
         """Sends `x`, of one shape and dtype on all ranks. The function that comes back waits, and gives [size, ...]."""

@@ -24,6 +24,7 @@ class Mpi:
 
     def __init__(self, communicator=None, *, limit_s=LIMIT_S):
         from mpi4py import MPI
+
         self.byte, self.limit_s = MPI.BYTE, limit_s
         self.communicator = (communicator or MPI.COMM_WORLD).Dup()
         self.rank, self.size = self.communicator.rank, self.communicator.size
@@ -49,7 +50,7 @@ class Mpi:
         deadline, pause = time.monotonic() + self.limit_s, 1e-6
         while not request.Test():
             if time.monotonic() > deadline:
-                atexit.register(self.communicator.Abort, 1)         # MPI's own end would wait for the rank that hangs
+                atexit.register(self.communicator.Abort, 1)  # MPI's own end would wait for the rank that hangs
                 raise RankLost(f"waited {self.limit_s:g} s for {whom}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

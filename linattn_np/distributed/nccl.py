@@ -10,7 +10,7 @@ import numpy as np
 
 from .engine import LIMIT_S, RankLost
 
-GREETING = 128      # bytes of NCCL's unique id, by which its ranks find each other
+GREETING = 128  # bytes of NCCL's unique id, by which its ranks find each other
 
 
 class Nccl:
@@ -29,6 +29,7 @@ class Nccl:
     def __init__(self, host, *, communicator=None, limit_s=LIMIT_S):
         import cupy
         from cupy.cuda import nccl
+
         if not nccl.available:
             raise RuntimeError("CuPy finds no NCCL; pip install nvidia-nccl-cu13, or -cu12 with cupy-cuda12x")
         if communicator is None:
@@ -38,15 +39,16 @@ class Nccl:
         self.host, self.communicator = host, communicator
         self.rank, self.size = host.rank, host.size
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.reports = cupy.cuda.Stream(non_blocking=True)      # apart: a message would wait for Python's lock
+        self.reports = cupy.cuda.Stream(non_blocking=True)  # apart: a message would wait for Python's lock
         self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s)
 
     def all_gather(self, x):
         if isinstance(x, np.ndarray):
             return self.host.all_gather(x)
-        gathered, read = self.cupy.empty((self.size, *x.shape), x.dtype), [x]       # x lives until NCCL has read it
-        done = self.enqueue(lambda stream: self.communicator.allGather(
-            x.data.ptr, gathered.data.ptr, x.nbytes, self.byte, stream))
+        gathered, read = self.cupy.empty((self.size, *x.shape), x.dtype), [x]  # x lives until NCCL has read it
+        done = self.enqueue(
+            lambda stream: self.communicator.allGather(x.data.ptr, gathered.data.ptr, x.nbytes, self.byte, stream)
+        )
 
         def wait():
             self.watch.check()
@@ -76,7 +78,7 @@ class Nccl:
         self.stream.wait_event(current.record(self.event()))
         work(self.stream.ptr)
         done = self.stream.record(self.event())
-        if not self.stream.is_capturing():              # a graph runs the stream's work again, but not the watch
+        if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch
             self.reports.wait_event(done)
             self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
         return done
@@ -89,6 +91,7 @@ def of_one_process(ends, limit_s):
     """The engines of one process with a card for each of `ends`, engines of its threads: rank r on device r."""
     import cupy
     from cupy.cuda import nccl
+
     count = cupy.cuda.runtime.getDeviceCount()
     if count < len(ends):
         raise RuntimeError(f"{len(ends)} ranks want as many CUDA devices, there are {count}")

@@ -8,9 +8,30 @@ from .. import ops
 from .share import Share
 
 
-def gla(q, k, v, g, gv=None, *, comm, segment_size=None, scale=None, initial_state=None, output_final_state=False,
-        state_dtype=None, cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
-        chunk_size=None, materialize=None, backend="auto", out=None):
+def gla(
+    q,
+    k,
+    v,
+    g,
+    gv=None,
+    *,
+    comm,
+    segment_size=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    mask=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """`linattn_np.gla` of a sequence whose tokens lie on several ranks, each with a part, in the order of the ranks.
 
         S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -54,15 +75,56 @@ def gla(q, k, v, g, gv=None, *, comm, segment_size=None, scale=None, initial_sta
     >>> bool(np.allclose(o, linattn_np.gla(q, k, v, g)))
     True
     """
-    return forward(ops.gla, comm, segment_size, q=q, k=k, v=v, g=g, gv=gv, scale=scale, initial_state=initial_state,
-                   output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask,
-                   reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size,
-                   materialize=materialize, backend=backend, out=out)
+    return forward(
+        ops.gla,
+        comm,
+        segment_size,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        gv=gv,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )
 
 
-def rwkv6(r, k, v, w, u, *, comm, segment_size=None, scale=None, initial_state=None, output_final_state=False,
-          state_dtype=None, cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
-          chunk_size=None, materialize=None, backend="auto", out=None):
+def rwkv6(
+    r,
+    k,
+    v,
+    w,
+    u,
+    *,
+    comm,
+    segment_size=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    mask=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """`linattn_np.rwkv6` of a sequence whose tokens lie on several ranks.
 
         o_t = scale * r_t^T (S_{t-1} + diag(u) k_t v_t^T),      S_t = diag(exp w_t) S_{t-1} + k_t v_t^T
@@ -84,15 +146,55 @@ def rwkv6(r, k, v, w, u, *, comm, segment_size=None, scale=None, initial_state=N
     >>> bool(np.allclose(o, linattn_np.rwkv6(r, k, v, w, u)))
     True
     """
-    return forward(ops.rwkv6, comm, segment_size, r=r, k=k, v=v, w=w, u=u, scale=scale, initial_state=initial_state,
-                   output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask,
-                   reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size,
-                   materialize=materialize, backend=backend, out=out)
+    return forward(
+        ops.rwkv6,
+        comm,
+        segment_size,
+        r=r,
+        k=k,
+        v=v,
+        w=w,
+        u=u,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )
 
 
-def simple_gla(q, k, v, g, *, comm, segment_size=None, scale=None, initial_state=None, output_final_state=False,
-               state_dtype=None, cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd",
-               mode="auto", chunk_size=None, materialize=None, backend="auto", out=None):
+def simple_gla(
+    q,
+    k,
+    v,
+    g,
+    *,
+    comm,
+    segment_size=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    mask=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """`linattn_np.simple_gla` of a sequence whose tokens lie on several ranks.
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -112,15 +214,53 @@ def simple_gla(q, k, v, g, *, comm, segment_size=None, scale=None, initial_state
     >>> bool(np.allclose(o, linattn_np.simple_gla(*arrays)))
     True
     """
-    return forward(ops.simple_gla, comm, segment_size, q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state,
-                   output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask,
-                   reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size,
-                   materialize=materialize, backend=backend, out=out)
+    return forward(
+        ops.simple_gla,
+        comm,
+        segment_size,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )
 
 
-def retention(q, k, v, *, comm, segment_size=None, gamma=None, scale=None, initial_state=None,
-              output_final_state=False, state_dtype=None, cu_seqlens=None, reverse=False, state_v_first=False,
-              layout="bhtd", mode="auto", chunk_size=None, materialize=None, backend="auto", out=None):
+def retention(
+    q,
+    k,
+    v,
+    *,
+    comm,
+    segment_size=None,
+    gamma=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """`linattn_np.retention` of a sequence whose tokens lie on several ranks.
 
         S_t = gamma_h S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -138,16 +278,54 @@ def retention(q, k, v, *, comm, segment_size=None, gamma=None, scale=None, initi
     >>> np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2).ravel()
     array([1.   , 1.5  , 1.75 , 1.875])
     """
-    return forward(ops.retention, comm, segment_size, q=q, k=k, v=v, gamma=gamma, scale=scale,
-                   initial_state=initial_state, output_final_state=output_final_state, state_dtype=state_dtype,
-                   cu_seqlens=cu_seqlens, reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode,
-                   chunk_size=chunk_size, materialize=materialize, backend=backend, out=out)
+    return forward(
+        ops.retention,
+        comm,
+        segment_size,
+        q=q,
+        k=k,
+        v=v,
+        gamma=gamma,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )
 
 
-def linear_attention(q, k, v, *, comm, segment_size=None, feature_map=None, normalize=False, scale=None,
-                     initial_state=None, output_final_state=False, state_dtype=None, cu_seqlens=None, mask=None,
-                     reverse=False, state_v_first=False, layout="bhtd", mode="auto", chunk_size=None, materialize=None,
-                     backend="auto", out=None):
+def linear_attention(
+    q,
+    k,
+    v,
+    *,
+    comm,
+    segment_size=None,
+    feature_map=None,
+    normalize=False,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    mask=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """`linattn_np.linear_attention` of a sequence whose tokens lie on several ranks.
 
         S_t = S_{t-1} + phi(k_t) v_t^T,     z_t = z_{t-1} + phi(k_t)
@@ -166,15 +344,39 @@ def linear_attention(q, k, v, *, comm, segment_size=None, feature_map=None, norm
     >>> np.concatenate(distributed.run_threads(on_a_rank, 2), axis=2).ravel()
     array([1., 2., 3., 4.])
     """
-    return forward(ops.linear_attention, comm, segment_size, q=q, k=k, v=v, feature_map=feature_map,
-                   normalize=normalize, scale=scale, initial_state=initial_state,
-                   output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask,
-                   reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size,
-                   materialize=materialize, backend=backend, out=out)
+    return forward(
+        ops.linear_attention,
+        comm,
+        segment_size,
+        q=q,
+        k=k,
+        v=v,
+        feature_map=feature_map,
+        normalize=normalize,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )
 
 
-OPERATORS = {gla: ops.gla, rwkv6: ops.rwkv6, simple_gla: ops.simple_gla, retention: ops.retention,
-             linear_attention: ops.linear_attention}
+OPERATORS = {
+    gla: ops.gla,
+    rwkv6: ops.rwkv6,
+    simple_gla: ops.simple_gla,
+    retention: ops.retention,
+    linear_attention: ops.linear_attention,
+}
 
 
 def forward(function, comm, segment_size, **given):
@@ -210,9 +412,11 @@ def vjp(op, *arrays, **arguments):
     True
     """
     if op not in OPERATORS:
-        raise TypeError(f"vjp: op is {op!r}, expected one of linattn_np.distributed's operators: "
-                        + ", ".join(function.__name__ for function in OPERATORS))
-    bound = inspect.signature(op).bind(*arrays, **arguments)        # an unknown keyword is Python's own TypeError
+        raise TypeError(
+            f"vjp: op is {op!r}, expected one of linattn_np.distributed's operators: "
+            + ", ".join(function.__name__ for function in OPERATORS)
+        )
+    bound = inspect.signature(op).bind(*arrays, **arguments)  # an unknown keyword is Python's own TypeError
     bound.apply_defaults()
     given = bound.arguments
     comm, segment_size, out = given.pop("comm"), given.pop("segment_size"), given["out"]

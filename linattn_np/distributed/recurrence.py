@@ -22,19 +22,21 @@ class Recurrence:
     def __init__(self, function, problem):
         self.function, self.problem, self.dtype = function, problem, problem.compute_dtype
         sizes = callers_sizes(problem)
-        self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}        # by what an array's columns are
+        self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}  # by what an array's columns are
         self.K, self.V = sizes["K"], sizes["V"]
 
     def state_shapes(self, rows):
         """Of every part of so many sequences' states."""
         S = (rows, self.heads["V"], self.K, self.V)
-        return [S, (rows, self.heads["K"], self.K)][:len(self.problem.op.state)]
+        return [S, (rows, self.heads["K"], self.K)][: len(self.problem.op.state)]
 
     def gate_shapes(self, rows):
         """Of the decays that a segment tells the others: none where all know them."""
         axes = {name: self.problem.op.arrays[name].split() for name in self.problem.op.gates if name != "u"}
-        return [(rows, self.heads["V" if "V" in of else "K"], *(getattr(self, axis) for axis in of[3:]))
-                for of in axes.values()]
+        return [
+            (rows, self.heads["V" if "V" in of else "K"], *(getattr(self, axis) for axis in of[3:]))
+            for of in axes.values()
+        ]
 
     def gates(self, arrays, mask):
         """exp of the sums over tokens: [rows, heads, channels], or [rows, heads] for a gate a head.
@@ -83,8 +85,12 @@ class Recurrence:
     def by_stages(self) -> bool:
         """On the host `gla` and `rwkv6` without an o take a third of their time; a card's fused pass is faster."""
         problem = self.problem
-        return (problem.home == "host" and problem.op.name in ("gla", "rwkv6") and problem.groups == 1
-                and problem.mode in ("auto", "chunk"))
+        return (
+            problem.home == "host"
+            and problem.op.name in ("gla", "rwkv6")
+            and problem.groups == 1
+            and problem.mode in ("auto", "chunk")
+        )
 
     @property
     def turns_over(self) -> bool:
@@ -99,7 +105,7 @@ class Recurrence:
         """
         problem = self.problem
         q, gates = arrays[0], arrays[3:4]
-        dtype = q.dtype if do.dtype == q.dtype else self.dtype          # a gradient may be finer than its result
+        dtype = q.dtype if do.dtype == q.dtype else self.dtype  # a gradient may be finer than its result
         given = given | {"reverse": not given["reverse"]}
         if problem.op.gates:
             g = gates[0]
@@ -112,7 +118,7 @@ class Recurrence:
         operator = ops.gla if problem.op.reads_before_write else self.function
         (dS,) = self.final_state(operator, (q, q, do, *gates), given)
         dS = dS * problem.scale
-        if "gamma" in problem.options:          # one decay a head: exact after the sum
+        if "gamma" in problem.options:  # one decay a head: exact after the sum
             dS *= self.decay((), 1)
         return [dS]
 
@@ -135,7 +141,7 @@ def staged_state(k, v, g, reverse, mask, dtype):
 
 def total_decay(g, mask, dtype):
     g = wide(g)
-    if mask is not None:                        # padding keeps the state, whatever stands there
+    if mask is not None:  # padding keeps the state, whatever stands there
         kept = mask[:, None] if g.ndim == 3 else mask[:, None, :, None]
         g = np.where(kept, g, np.zeros_like(g))
     with np.errstate(all="ignore"):
@@ -158,6 +164,7 @@ def as_kind(x, example):
 def kept_on_device(contents, shape, dtype, device):
     """An array on a CUDA device, sent there once: a copy from the host could not be captured into a graph."""
     import cupy
+
     with cupy.cuda.Device(device):
         return cupy.asarray(np.frombuffer(contents, dtype).reshape(shape))
 

@@ -27,8 +27,8 @@ from .engine import Engine
 from .recurrence import Recurrence, Row, wide
 
 Bound = namedtuple("Bound", "problem arrays state mask out bounds")
-COMPUTED = ("mode", "chunk_size", "materialize", "backend")        # said to every call of the operator as it is
-OWN = ("gamma", "feature_map", "normalize")                         # some operators' own
+COMPUTED = ("mode", "chunk_size", "materialize", "backend")  # said to every call of the operator as it is
+OWN = ("gamma", "feature_map", "normalize")  # some operators' own
 OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
 
 
@@ -40,8 +40,9 @@ class Share:
         self.declared, inputs, self.given = declaration(function, "linattn_np.distributed").taken_apart(given)
         self.gradient = gradient
         if not isinstance(comm, Engine):
-            self.declared.refuse("comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives",
-                                 ContractTypeError)
+            self.declared.refuse(
+                "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
+            )
         bound, lengths = agree(comm, self.declared.name, lambda: self.check(inputs))
         self.problem, self.arrays, self.state, self.mask, self.out, bounds = bound
         self.packed = bounds is not None
@@ -49,7 +50,7 @@ class Share:
         self.cut = Cut(lengths, [0, sum(lengths)] if bounds is None else bounds.tolist(), self.reverse, segment_size)
         self.own = self.cut.of(comm.rank)
         self.recurrence = Recurrence(function, self.problem)
-        self.rows = 1 if self.packed else self.problem.sizes["B"]       # of states for each sequence of the cut
+        self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
         self.sequences = len(bounds) - 1 if self.packed else 1
         self.common = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
         self.common |= {"scale": self.problem.scale, "reverse": self.reverse}
@@ -64,11 +65,14 @@ class Share:
         declared, given = self.declared, self.given
         options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
-        (split_to_fit if self.gradient else choose)(problem, given["backend"])     # no backend: no rank begins
+        (split_to_fit if self.gradient else choose)(problem, given["backend"])  # no backend: no rank begins
         declared, sizes = problem.op, callers_sizes(problem)
         if problem.home.split(":")[0] not in self.comm.homes:
-            declared.refuse("comm", f"is a {type(self.comm).__name__}, which takes arrays on "
-                                    f"{', '.join(self.comm.homes)}, but these are on {problem.home}")
+            declared.refuse(
+                "comm",
+                f"is a {type(self.comm).__name__}, which takes arrays on "
+                f"{', '.join(self.comm.homes)}, but these are on {problem.home}",
+            )
         if self.size is not None and (type(self.size) is not int or self.size < 1):
             declared.refuse("segment_size", f"is {self.size!r}, expected a positive int or None")
         bounds = self.check_sequences(declared, sizes)
@@ -76,15 +80,24 @@ class Share:
         native = [declared.native(name, x)[0] for name, x in zip(declared.arrays, inputs)]
         arrays = [swap_heads(x, axes, problem.layout) for x, axes in zip(native, declared.arrays.values())]
         out = given.get("out")
-        state = declared.initial_state(given["initial_state"], sizes | {"N": self.count(sizes, bounds)}, problem.home,
-                                       problem.state_v_first, problem.groups)
+        state = declared.initial_state(
+            given["initial_state"],
+            sizes | {"N": self.count(sizes, bounds)},
+            problem.home,
+            problem.state_v_first,
+            problem.groups,
+        )
         meaning = {"the operator": declared.name, "a gradient": self.gradient, "the size of segments": self.size}
         meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {"the heads of v": arrays[2].shape[1]}
         meaning |= {f"the dtype of {name}": x.dtype for name, x in zip(declared.arrays, arrays)}
-        meaning |= {"the arrays' home": problem.home.split(":")[0], "scale": problem.scale, "reverse": problem.reverse,
-                    "initial_state": "given" if state else "not given",
-                    "output_final_state": problem.output_final_state,
-                    "cu_seqlens": None if bounds is None else bounds.tolist()}
+        meaning |= {
+            "the arrays' home": problem.home.split(":")[0],
+            "scale": problem.scale,
+            "reverse": problem.reverse,
+            "initial_state": "given" if state else "not given",
+            "output_final_state": problem.output_final_state,
+            "cu_seqlens": None if bounds is None else bounds.tolist(),
+        }
         meaning |= {name: given[name] for name in (*COMPUTED, "feature_map", "normalize") if name in given}
         if "gamma" in problem.options:
             meaning["gamma"] = problem.options["gamma"].tolist()
@@ -108,8 +121,11 @@ class Share:
             except ValueError as error:
                 op.refuse("cu_seqlens", f"{error}, the tokens of all ranks: {lengths}")
         if self.size and any(length % self.size for length in lengths[:-1]):
-            op.refuse("segment_size", f"is {self.size}, but the ranks have {lengths} tokens, expected multiples of it "
-                                      "on all but the last, so that cuts do not depend on the ranks")
+            op.refuse(
+                "segment_size",
+                f"is {self.size}, but the ranks have {lengths} tokens, expected multiples of it "
+                "on all but the last, so that cuts do not depend on the ranks",
+            )
 
     @staticmethod
     def count(sizes, bounds):
@@ -150,8 +166,10 @@ class Share:
 
         That is in single precision at least, so that its gradients are, which are added up.
         """
-        return [x[:, :, start:stop] if "T" in axes.split() else wide(x)
-                for x, axes in zip(arrays, self.problem.op.arrays.values())]
+        return [
+            x[:, :, start:stop] if "T" in axes.split() else wide(x)
+            for x, axes in zip(arrays, self.problem.op.arrays.values())
+        ]
 
     def masked(self, start, stop):
         return {} if self.mask is None else {"mask": self.mask[:, start:stop]}
@@ -210,7 +228,7 @@ class Share:
                 found[segment.index] = state
             if leaves is None:
                 continue
-            if arrives is not leaves:               # the sequence begins here
+            if arrives is not leaves:  # the sequence begins here
                 state = None
                 if edge is not None:
                     state = [x[self.place(leaves.sequence)].astype(self.recurrence.dtype) for x in edge]
@@ -230,7 +248,7 @@ class Share:
         row = Row(self.recurrence.state_shapes(self.rows))
         edge = self.dht if backwards else self.state
         whole = [self.empty((self.rows * self.sequences, *shape[1:])) for shape in row.shapes]
-        for n, states in enumerate(whole):          # of a sequence without tokens the state passes through
+        for n, states in enumerate(whole):  # of a sequence without tokens the state passes through
             states[...] = 0 if edge is None else edge[n].astype(self.recurrence.dtype, copy=False)
         if not places:
             return whole
@@ -254,8 +272,12 @@ class Share:
         """o, or (o, final state), of this rank's tokens."""
         if self.state is not None:
             self.state = self.of_caller(self.state)
-        wait = self.crossing(False, lambda segment, piece, start, stop: self.recurrence.summary(
-            self.tokens(start, stop, self.arrays), self.common | self.masked(start, stop)))
+        wait = self.crossing(
+            False,
+            lambda segment, piece, start, stop: self.recurrence.summary(
+                self.tokens(start, stop, self.arrays), self.common | self.masked(start, stop)
+            ),
+        )
         o = self.out if self.out is not None else self.room() if len(self.own) > 1 else None
         final, self.pulls, came_in = {}, {}, None
         for segment in sorted(self.own, key=lambda segment: segment.incoming is not None):
@@ -273,7 +295,7 @@ class Share:
                 if states is not None and not piece.later:
                     final[piece.sequence] = [part[self.place(at)] for part in states]
         if came_in is None:
-            wait()                              # a rank that needs nothing takes part all the same
+            wait()  # a rank that needs nothing takes part all the same
         result = self.as_caller(o, self.problem.op.out) if self.out is None else self.given["out"]
         if not self.problem.output_final_state:
             return result
@@ -287,10 +309,10 @@ class Share:
         elif o is None:
             result = self.function(*arrays, **given)
         else:
-            result = self.function(*arrays, **given, out=o[:, :, segment.start:segment.stop])
+            result = self.function(*arrays, **given, out=o[:, :, segment.start : segment.stop])
         found, states = result if self.problem.output_final_state else (result, None)
         if self.gradient and o is not None:
-            o[:, :, segment.start:segment.stop] = found
+            o[:, :, segment.start : segment.stop] = found
         return found, states if states is None or isinstance(states, tuple) else (states,)
 
     def room(self):
@@ -310,8 +332,8 @@ class Share:
                 came_in = wait()
             known = None if segment.outgoing is None else came_in[segment.index]
             states = self.states_of(segment, segment.outgoing, known, self.dht)
-            found = self.pulls[segment.index](do[:, :, segment.start:segment.stop], states)
-            gradients[segment.index] = found[:len(op.arrays)]
+            found = self.pulls[segment.index](do[:, :, segment.start : segment.stop], states)
+            gradients[segment.index] = found[: len(op.arrays)]
             if self.state is not None and segment.pieces:
                 parts = found[-1] if isinstance(found[-1], tuple) else (found[-1],)
                 for at, piece in enumerate(segment.pieces):
@@ -319,8 +341,10 @@ class Share:
                         initial[piece.sequence] = [part[self.place(at)] for part in parts]
         if came_in is None:
             wait()
-        result = tuple(self.as_caller(self.joined(number, name, gradients), axes)
-                       for number, (name, axes) in enumerate(op.arrays.items()))
+        result = tuple(
+            self.as_caller(self.joined(number, name, gradients), axes)
+            for number, (name, axes) in enumerate(op.arrays.items())
+        )
         if self.state is None:
             return result
         return *result, self.handed_out(self.shared(initial, True), [part.dtype for part in self.state])
@@ -335,8 +359,9 @@ class Share:
             parts = dht if isinstance(dht, tuple) else (dht,)
             if len(parts) != len(op.state):
                 op.refuse("dht", f"has {len(parts)} parts, expected {len(op.state)}")
-            dht = self.of_caller(op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first,
-                                                  problem.groups))
+            dht = self.of_caller(
+                op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first, problem.groups)
+            )
         meaning = {"the pass": "backward", "the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
         return (do, dht), 0, meaning
 
@@ -344,7 +369,7 @@ class Share:
         if self.recurrence.turns_over:
             given = self.common | self.masked(start, stop)
             return self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
-        found = self.pulls[segment.index](do[:, :, segment.start:segment.stop])[-1]
+        found = self.pulls[segment.index](do[:, :, segment.start : segment.stop])[-1]
         rows = self.place(segment.pieces.index(piece))
         return [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
 
@@ -357,7 +382,7 @@ class Share:
             return gradients[self.own[0].index][number]
         whole = np.empty_like(x)
         for segment in self.own:
-            whole[:, :, segment.start:segment.stop] = gradients[segment.index][number]
+            whole[:, :, segment.start : segment.stop] = gradients[segment.index][number]
         return whole
 
     def summed(self, x, mine):

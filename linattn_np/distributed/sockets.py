@@ -79,7 +79,7 @@ class Sockets:
         sent = [self.sender.submit(self.push, peer, message) for peer in others]
 
         def wait():
-            for peer in reversed(others):       # the ranks that send to this one first
+            for peer in reversed(others):  # the ranks that send to this one first
                 self.read(peer, as_bytes(gathered[peer]))
             for each in sent:
                 each.result()

@@ -12,7 +12,7 @@ from .engine import LIMIT_S, Alone
 from .mpi import Mpi
 from .sockets import Sockets
 
-MPIEXECS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")     # Open MPI, MPICH, PMIx, Intel
+MPIEXECS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")  # Open MPI, MPICH, PMIx, Intel
 TORCHRUNS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,8 +49,9 @@ def of_environment(environment, limit_s):
         return Alone()
     absent = [name for name in TORCHRUNS if name not in environment]
     if absent:
-        raise ValueError(f"connect: WORLD_SIZE is set, but not {', '.join(absent)}; torchrun sets all of "
-                         + ", ".join(TORCHRUNS))
+        raise ValueError(
+            f"connect: WORLD_SIZE is set, but not {', '.join(absent)}; torchrun sets all of " + ", ".join(TORCHRUNS)
+        )
     rank, size, address, port = (environment[name] for name in TORCHRUNS)
     return Sockets(int(rank), int(size), address, int(port) + 1, limit_s=limit_s) if int(size) > 1 else Alone()
 
@@ -60,10 +61,12 @@ def on_card(host, limit_s):
     import cupy
 
     from .nccl import Nccl
+
     place, count = place_on_host(host), cupy.cuda.runtime.getDeviceCount()
     if place >= count:
-        raise RuntimeError(f"connect: rank {host.rank} is number {place + 1} on its host, which has {count} "
-                           "CUDA devices")
+        raise RuntimeError(
+            f"connect: rank {host.rank} is number {place + 1} on its host, which has {count} CUDA devices"
+        )
     cupy.cuda.Device(place).use()
     return Nccl(host, limit_s=limit_s)
 
@@ -72,4 +75,4 @@ def place_on_host(host) -> int:
     """How many lower ranks run on this rank's host."""
     own = np.frombuffer(hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest(), np.uint8)
     names = host.all_gather(own)()
-    return int((names[:host.rank] == own).all(axis=1).sum())
+    return int((names[: host.rank] == own).all(axis=1).sum())

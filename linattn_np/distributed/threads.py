@@ -30,6 +30,7 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     ends = [Threads(meeting, rank) for rank in range(size)]
     if device == "cuda":
         from .nccl import of_one_process
+
         ends = of_one_process(ends, limit_s)
     results = [None] * size
 
@@ -52,6 +53,7 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
 
 def on_card(ordinal):
     import cupy
+
     return cupy.cuda.Device(ordinal)
 
 
@@ -104,7 +106,7 @@ class Threads:
     def all_gather(self, x):
         name = "all", self.gathered
         self.gathered += 1
-        self.meeting.leave(name, self.rank, x.copy())       # the caller may write to x before the slowest has read it
+        self.meeting.leave(name, self.rank, x.copy())  # the caller may write to x before the slowest has read it
 
         def wait():
             found = self.meeting.read(name, self.size, self.size)

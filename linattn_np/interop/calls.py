@@ -100,5 +100,6 @@ def flat(result) -> list:
 def on_stream(device: int, pointer: int):
     """CuPy enqueues its work on another library's stream of CUDA device `device`."""
     import cupy
+
     with cupy.cuda.Device(device), cupy.cuda.ExternalStream(pointer, device):
         yield

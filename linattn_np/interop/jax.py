@@ -44,16 +44,16 @@ from ..typing import F
 from .calls import Operator, blank, on_stream, outline, together
 from .jax_axis import along
 
-HOST = 1        # DLPack's kDLCPU
+HOST = 1  # DLPack's kDLCPU
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
-pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))        # the second in JAX before 0.8
+pcast, pvary = (getattr(jax.lax, name, None) for name in ("pcast", "pvary"))  # the second in JAX before 0.8
 mark_varying = partial(pcast, to="varying") if pcast else pvary
 
 
 def differentiable(function: F) -> F:
     """The JAX function that computes what the operator `function` does."""
     more = () if function is ops.softmax_attention else ("axis_name",)
-    operator = Operator.of(function, without=("out", "mask"), more=more)    # keyword arguments are static, no mask is
+    operator = Operator.of(function, without=("out", "mask"), more=more)  # keyword arguments are static, no mask is
 
     def public(*positional, **named):
         axis_name = named.pop("axis_name", None) if more else None
@@ -115,7 +115,7 @@ def varying(results, *inputs):
 def manual_axes(x) -> frozenset:
     """The axes of `shard_map` over which `x` is known to vary; none outside of it."""
     kind = jax.typeof(x)
-    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())      # JAX before 0.10
+    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())  # JAX before 0.10
 
 
 def like(x):

@@ -19,8 +19,11 @@ def along(axis_name, run, problem, arrays, state, arguments):
     `run(arrays, state, arguments)` is the operator on this device's tokens; `problem` one call of it, checked.
     """
     if problem.varlen:
-        problem.op.refuse("cu_seqlens", "cannot be combined with axis_name, as sequences would end elsewhere on every "
-                                        "device; linattn_np.distributed takes it")
+        problem.op.refuse(
+            "cu_seqlens",
+            "cannot be combined with axis_name, as sequences would end elsewhere on every "
+            "device; linattn_np.distributed takes it",
+        )
     dtype, v_first = problem.compute_dtype, problem.state_v_first
     plain = {**arguments, "state_v_first": False, "state_dtype": dtype}
     _, *own = run(arrays, None, {**plain, "output_final_state": True})
@@ -37,8 +40,9 @@ def along(axis_name, run, problem, arrays, state, arguments):
         before = [jnp.where(earlier, factor * x + part[device], x) for x, part in zip(before, own)]
     o, *final = run(arrays, before, plain)
     last = place == (0 if problem.reverse else count - 1)
-    return o, *(jax.lax.psum(jnp.where(last, turned(part, v_first), 0), axis_name).astype(problem.state_dtype)
-                for part in final)
+    return o, *(
+        jax.lax.psum(jnp.where(last, turned(part, v_first), 0), axis_name).astype(problem.state_dtype) for part in final
+    )
 
 
 def turned(state, v_first):
@@ -52,8 +56,11 @@ def decay_of(problem, arrays):
         return jnp.asarray(gamma, problem.compute_dtype)[:, None, None]
     tokens = 1 if problem.layout == "bthd" else 2
     named = zip(problem.op.arrays, arrays)
-    sums = [jnp.exp(total(g.astype(problem.compute_dtype), tokens)) for name, g in named
-            if name in problem.op.gates and name != "u"]
+    sums = [
+        jnp.exp(total(g.astype(problem.compute_dtype), tokens))
+        for name, g in named
+        if name in problem.op.gates and name != "u"
+    ]
     if not sums:
         return None
     factor = sums[0] if sums[0].ndim == 3 else sums[0][..., None]

@@ -124,14 +124,19 @@ class ProcessGroup:
         self.torch = torch.distributed
         self.group = self.torch.group.WORLD if group is None else group
         self.rank, self.size = self.torch.get_rank(self.group), self.torch.get_world_size(self.group)
-        self.host = self.torch.new_group(self.torch.get_process_group_ranks(self.group), backend="gloo",
-                                         timeout=timedelta(seconds=limit_s), use_local_synchronization=True)
+        self.host = self.torch.new_group(
+            self.torch.get_process_group_ranks(self.group),
+            backend="gloo",
+            timeout=timedelta(seconds=limit_s),
+            use_local_synchronization=True,
+        )
 
     def all_gather(self, x):
-        gathered = np.empty_like(x, shape=(self.size, *x.shape))        # CuPy's for CuPy's
+        gathered = np.empty_like(x, shape=(self.size, *x.shape))  # CuPy's for CuPy's
         with on_current_stream(x), self.reporting():
-            work = self.torch.all_gather([as_tensor(part) for part in gathered], as_tensor(x), self.group_of(x),
-                                         async_op=True)
+            work = self.torch.all_gather(
+                [as_tensor(part) for part in gathered], as_tensor(x), self.group_of(x), async_op=True
+            )
 
         def wait():
             with on_current_stream(x), self.reporting():
@@ -155,7 +160,7 @@ class ProcessGroup:
     def reporting(self):
         try:
             yield
-        except RuntimeError as error:           # gloo's and NCCL's, a time limit too
+        except RuntimeError as error:  # gloo's and NCCL's, a time limit too
             raise distributed.RankLost(f"rank {self.rank} of {self.size} lost the others: {error}") from error
 
 
@@ -169,6 +174,7 @@ def on_current_stream(x):
     if isinstance(x, np.ndarray):
         return nullcontext()
     import cupy
+
     return torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr, x.device.id))
 
 

@@ -19,20 +19,27 @@ from ..arrays import BFLOAT16
 from ..errors import NotSupported
 from .calls import Operator, blank, on_stream, outline
 
-DTYPES = {torch.float64: np.dtype("f8"), torch.float32: np.dtype("f4"), torch.float16: np.dtype("f2"),
-          torch.bfloat16: BFLOAT16, torch.bool: np.dtype(bool)}
+DTYPES = {
+    torch.float64: np.dtype("f8"),
+    torch.float32: np.dtype("f4"),
+    torch.float16: np.dtype("f2"),
+    torch.bfloat16: BFLOAT16,
+    torch.bool: np.dtype(bool),
+}
 OF_TORCH = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
-COMPILES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)      # earlier Dynamo loses a gradient's operator
+COMPILES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # earlier Dynamo loses a gradient's operator
 
 
 def watching(tensors) -> bool:
     """Whether torch records or transforms what is called, instead of running it."""
     if torch.compiler.is_compiling():
         if not COMPILES:
-            raise NotSupported("linattn_np.interop.torch: torch.compile needs torch 2.15 or newer; call the operator "
-                               "in a function under torch.compiler.disable")
+            raise NotSupported(
+                "linattn_np.interop.torch: torch.compile needs torch 2.15 or newer; call the operator "
+                "in a function under torch.compiler.disable"
+            )
         return True
     return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
@@ -59,13 +66,13 @@ def taken_apart(tensors, call):
     arguments = dict(arguments)
     if masked:
         arguments["mask"] = tensors[arrays + parts]
-    return operator_named(name), tensors[:arrays], tensors[arrays:arrays + parts] or None, arguments
+    return operator_named(name), tensors[:arrays], tensors[arrays : arrays + parts] or None, arguments
 
 
 def split(given, call):
     """(a call's tensors, the cotangents behind them)."""
     _, counts, _ = ast.literal_eval(call)
-    return given[:sum(counts)], given[sum(counts):]
+    return given[: sum(counts)], given[sum(counts) :]
 
 
 @cache
@@ -156,10 +163,13 @@ class Gradients(torch.autograd.Function):
 
 def one_by_one(operator):
     """How torch.func.vmap maps `operator`: over its elements one after the other."""
+
     def mapped(info, in_dims, *arguments):
-        results = [operator(*(element(x, dims, i) for x, dims in zip(arguments, in_dims)))
-                   for i in range(info.batch_size)]
+        results = [
+            operator(*(element(x, dims, i) for x, dims in zip(arguments, in_dims))) for i in range(info.batch_size)
+        ]
         return [torch.stack(parts) for parts in zip(*results)], [0] * len(results[0])
+
     return mapped
 
 

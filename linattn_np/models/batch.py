@@ -19,7 +19,7 @@ class Sequence:
 
     slot: int
     sampler: Sampler
-    logits: np.ndarray          # [V], host
+    logits: np.ndarray  # [V], host
 
 
 class Batch:
@@ -67,13 +67,18 @@ class Batch:
         prompts = [tokens_of(prompt) for prompt in prompts]
         how = how if isinstance(how, list) else [how] * len(prompts)
         if not prompts or not all(map(len, prompts)):
-            refuse("prompts holds an empty one, expected at least a token in each" if prompts else
-                   "prompts is empty, expected at least one")
+            refuse(
+                "prompts holds an empty one, expected at least a token in each"
+                if prompts
+                else "prompts is empty, expected at least one"
+            )
         if odd := [one for one in how if not isinstance(one, Sampling)]:
             refuse(f"how holds a {type(odd[0]).__name__}, expected Sampling", ContractTypeError)
         if len(how) != len(prompts) or (states is not None and len(states) != len(prompts)):
-            refuse(f"{len(prompts)} prompts come with {len(how)} ways of sampling"
-                   + (f" and {len(states)} states" if states is not None else ""))
+            refuse(
+                f"{len(prompts)} prompts come with {len(how)} ways of sampling"
+                + (f" and {len(states)} states" if states is not None else "")
+            )
         if len(prompts) > self.free:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
         tokens = self.model.checked(np.concatenate(prompts)[None])
@@ -82,13 +87,15 @@ class Batch:
             states = [self.model.initial_state()] * len(prompts)
         else:
             states = [self.model.on_device(state, rows=1) for state in states]
-        slots = [slot for slot in range(self.slots) if slot not in self.sequences][:len(prompts)]
+        slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
         for slot, state in zip(slots, states):
             self.pool.put(slot, state)
         bounds = np.cumsum([0, *map(len, prompts)])
         logits, _ = self.model.forward(tokens, self.pool, cu_seqlens=bounds, slots=slots, last=True)
-        self.sequences |= {slot: Sequence(slot, sampler, row)
-                           for slot, sampler, row in zip(slots, samplers, self.model.to_host(logits))}
+        self.sequences |= {
+            slot: Sequence(slot, sampler, row)
+            for slot, sampler, row in zip(slots, samplers, self.model.to_host(logits))
+        }
         return slots
 
     def complaint(self, slot: int) -> str | None:
@@ -126,15 +133,18 @@ class Batch:
             refuse(f"slot is {slot!r}, expected one in use: {', '.join(map(str, self.sequences)) or 'none is'}")
         return slot
 
+
 def tokens_of(prompt):
     """A prompt's tokens [T], not yet checked against a vocabulary."""
     try:
         tokens = np.asarray(list(prompt))
-    except (TypeError, ValueError):             # nothing to go through; or tokens that are sequences themselves
+    except (TypeError, ValueError):  # nothing to go through; or tokens that are sequences themselves
         tokens = None
     if tokens is None or tokens.ndim != 1:
-        refuse(f"prompts holds a {type(prompt).__qualname__} that is no sequence of tokens, expected host integers [T]",
-               ContractTypeError)
+        refuse(
+            f"prompts holds a {type(prompt).__qualname__} that is no sequence of tokens, expected host integers [T]",
+            ContractTypeError,
+        )
     return tokens
 
 

@@ -14,8 +14,8 @@ import pickletools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 from types import FunctionType
+from typing import NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -25,21 +25,39 @@ from .files import FileError, json_object, mapped
 from .stored_zip import MAX_AXES, MAX_INDEX, directory
 
 # Enough for a thousand layers, and small enough that a hostile file cannot make the reader work for long.
-MAX_OPCODES = 1 << 18       # of one pickle; a tensor takes about 40
+MAX_OPCODES = 1 << 18  # of one pickle; a tensor takes about 40
 MAX_NAME = 1024
 
 # What a folder of Hugging Face holds, the first of them that is there.
 IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SHARDS = (".safetensors", ".bin")
 
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001      # torch's older form: the first two of its five pickles
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # torch's older form: the first two of its five pickles
 
-STORAGES = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": ml_dtypes.bfloat16,
-            "Long": np.int64, "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8,
-            "Bool": np.bool}
-SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-               "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-               "BOOL": np.bool}
+STORAGES = {
+    "Double": np.float64,
+    "Float": np.float32,
+    "Half": np.float16,
+    "BFloat16": ml_dtypes.bfloat16,
+    "Long": np.int64,
+    "Int": np.int32,
+    "Short": np.int16,
+    "Char": np.int8,
+    "Byte": np.uint8,
+    "Bool": np.bool,
+}
+SAFETENSORS = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool,
+}
 
 
 class CheckpointError(FileError):
@@ -104,8 +122,7 @@ def read(path) -> dict[str, np.ndarray]:
             return zipped(data)
         if data[:2] == b"\x80\2":
             return five_pickles(data)
-        refuse(f"starts with {data[:8]!r}",
-               "a .pth that torch wrote, or the ending .safetensors or .index.json")
+        refuse(f"starts with {data[:8]!r}", "a .pth that torch wrote, or the ending .safetensors or .index.json")
     except FileError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -130,9 +147,11 @@ def arrays(data, tensors, places) -> dict[str, np.ndarray]:
         start, size = places[tensor.storage.key]
         array = view(data, start, size, tensor, name)
         claimed += array.nbytes
-        if claimed > 2 * len(data):             # twice: the two of a tied pair may share a storage
-            refuse(f"the tensors up to {shown(name)} claim {claimed} bytes of a file of {len(data)}",
-                   "weights that the file holds")
+        if claimed > 2 * len(data):  # twice: the two of a tied pair may share a storage
+            refuse(
+                f"the tensors up to {shown(name)} claim {claimed} bytes of a file of {len(data)}",
+                "weights that the file holds",
+            )
         found[name] = array
     return found
 
@@ -141,22 +160,27 @@ def view(data, start, size, tensor, name):
     storage, shape, strides = tensor.storage, tensor.shape, tensor.strides
     itemsize = storage.dtype.itemsize
     if size != storage.count * itemsize:
-        refuse(f"{shown(name)} has a storage of {size} bytes",
-               f"{storage.count} of {storage.dtype}, {storage.count * itemsize} bytes")
+        refuse(
+            f"{shown(name)} has a storage of {size} bytes",
+            f"{storage.count} of {storage.dtype}, {storage.count * itemsize} bytes",
+        )
     if len(shape) != len(strides) or len(shape) > MAX_AXES:
-        refuse(f"{shown(name)} has {len(shape)} axes and {len(strides)} strides",
-               f"as many, up to {MAX_AXES}")
+        refuse(f"{shown(name)} has {len(shape)} axes and {len(strides)} strides", f"as many, up to {MAX_AXES}")
     if any(not 0 <= number < 1 << 63 for number in (tensor.offset, *shape, *strides)):
         refuse(f"{shown(name)} has a negative or a huge offset, size or stride", "63 bits, from 0 up")
     elements = math.prod(shape)
     end = tensor.offset + (1 + sum((n - 1) * stride for n, stride in zip(shape, strides)) if elements else 0)
     if max(end, elements) > storage.count:
-        refuse(f"{shown(name)} with offset {tensor.offset}, shape {shape}, strides {strides} takes "
-               f"{elements} elements up to the {end}th", f"no more than its storage of {storage.count}")
+        refuse(
+            f"{shown(name)} with offset {tensor.offset}, shape {shape}, strides {strides} takes "
+            f"{elements} elements up to the {end}th",
+            f"no more than its storage of {storage.count}",
+        )
     try:
-        return np.ndarray(shape, storage.dtype, data, start + tensor.offset * itemsize,
-                          [stride * itemsize for stride in strides])
-    except (ValueError, OverflowError) as error:        # empty, with an axis beyond NumPy's integers
+        return np.ndarray(
+            shape, storage.dtype, data, start + tensor.offset * itemsize, [stride * itemsize for stride in strides]
+        )
+    except (ValueError, OverflowError) as error:  # empty, with an axis beyond NumPy's integers
         refuse(f"{shown(name)} has shape {shape}, strides {strides} ({error})", "an array")
 
 
@@ -168,14 +192,15 @@ def zipped(data):
         refuse(f"the zip has {len(pickles)} entries named <stem>/data.pkl", "one, as torch writes it")
     stem = pickles[0].removesuffix("data.pkl")
     order = content(data, entries.get(f"{stem}byteorder", (0, 0)))
-    if order not in (b"", b"little"):                   # older torch does not tell, and was little
+    if order not in (b"", b"little"):  # older torch does not tell, and was little
         refuse(f"the byte order is {order[:20]!r}", "little")
     stream = io.BytesIO(content(data, entries[pickles[0]]))
     tensors = state_dict(unpickle(stream))
     if rest := stream.read():
         refuse(f"{len(rest)} bytes follow the pickle in data.pkl", "none")
-    places = {name.removeprefix(f"{stem}data/"): place for name, place in entries.items()
-              if name.startswith(f"{stem}data/")}
+    places = {
+        name.removeprefix(f"{stem}data/"): place for name, place in entries.items() if name.startswith(f"{stem}data/")
+    }
     return arrays(data, tensors, places)
 
 
@@ -183,7 +208,7 @@ def content(data, place) -> bytes:
     start, size = place
     if size > MAX_INDEX:
         refuse(f"an entry beside the weights has {size} bytes", f"at most {MAX_INDEX}")
-    return data[start:start + size]
+    return data[start : start + size]
 
 
 # -- .pth, the older form: magic, protocol, system, state dict, keys; then each storage, its count first -----
@@ -191,8 +216,7 @@ def five_pickles(data):
     stream = io.BytesIO(data[:MAX_INDEX])
     magic, protocol, system = (unpickle(stream) for _ in range(3))
     if magic != MAGIC or protocol != PROTOCOL:
-        refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}",
-               f"torch's {MAGIC:#x} and {PROTOCOL}")
+        refuse(f"the pickle starts with {shown(magic)} and {shown(protocol)}", f"torch's {MAGIC:#x} and {PROTOCOL}")
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         refuse("the byte order is not little", "little")
     tensors, keys = state_dict(unpickle(stream)), unpickle(stream)
@@ -202,14 +226,12 @@ def five_pickles(data):
     places, here = {}, stream.tell()
     for key in keys:
         if not isinstance(key, str) or key not in storages or key in places:
-            refuse(f"storage {shown(key)} is listed twice or belongs to no tensor",
-                   "each tensor's storage once")
-        (count,) = struct.unpack("<q", data[here:here + 8].ljust(8, b"\xff"))
+            refuse(f"storage {shown(key)} is listed twice or belongs to no tensor", "each tensor's storage once")
+        (count,) = struct.unpack("<q", data[here : here + 8].ljust(8, b"\xff"))
         size = count * storages[key].dtype.itemsize
         here += 8
         if not 0 <= size <= len(data) - here:
-            refuse(f"storage {shown(key)} has {count} elements from byte {here}",
-                   f"its end before byte {len(data)}")
+            refuse(f"storage {shown(key)} has {count} elements from byte {here}", f"its end before byte {len(data)}")
         places[key] = here, size
         here += size
     if here != len(data):
@@ -223,8 +245,11 @@ def ordered_dict():
 
 
 def rebuild_tensor(storage, offset, shape, strides, requires_grad, hooks):
-    if not (isinstance(storage, Storage) and type(shape) is type(strides) is tuple
-            and all(type(number) is int for number in (offset, *shape, *strides))):
+    if not (
+        isinstance(storage, Storage)
+        and type(shape) is type(strides) is tuple
+        and all(type(number) is int for number in (offset, *shape, *strides))
+    ):
         refuse("_rebuild_tensor_v2 is given something else", "a storage, an offset, a shape and strides")
     return Tensor(storage, offset, shape, strides)
 
@@ -233,9 +258,12 @@ def rebuild_parameter(tensor, requires_grad, hooks):
     return tensor
 
 
-GLOBALS = {"collections OrderedDict": ordered_dict, "torch._utils _rebuild_tensor_v2": rebuild_tensor,
-           "torch._utils _rebuild_parameter": rebuild_parameter,
-           **{f"torch {name}Storage": np.dtype(dtype) for name, dtype in STORAGES.items()}}
+GLOBALS = {
+    "collections OrderedDict": ordered_dict,
+    "torch._utils _rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils _rebuild_parameter": rebuild_parameter,
+    **{f"torch {name}Storage": np.dtype(dtype) for name, dtype in STORAGES.items()},
+}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
@@ -245,7 +273,7 @@ def unpickle(stream):
         return run(pickletools.genops(stream))
     except CheckpointError:
         raise
-    except (ValueError, IndexError, KeyError) as error:     # no whole pickle, an empty stack, an unset memo
+    except (ValueError, IndexError, KeyError) as error:  # no whole pickle, an empty stack, an unset memo
         refuse(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})", "one that torch wrote")
 
 
@@ -259,7 +287,7 @@ def state_dict(value) -> dict[str, Tensor]:
 
 
 def run(program):
-    frames, memo, storages = [[]], {}, {}       # a mark opens a frame; what is left of it is the mark's items
+    frames, memo, storages = [[]], {}, {}  # a mark opens a frame; what is left of it is the mark's items
     for step, (opcode, argument, _) in enumerate(program):
         if step == MAX_OPCODES:
             refuse(f"the pickle has more than {MAX_OPCODES} opcodes", "a state dict")
@@ -301,7 +329,7 @@ def run(program):
                 top.append(storage_of(top.pop(), storages))
             case "REDUCE":
                 top.append(called(*taken(top, 2)))
-            case "BUILD":               # the versions of modules, which torch hangs on a state dict
+            case "BUILD":  # the versions of modules, which torch hangs on a state dict
                 if [type(item) for item in (*taken(top, 1), top[-1])] != [dict, dict]:
                     refuse("the pickle sets attributes", "at most those of a state dict")
             case "PROTO" if argument == 2:
@@ -309,8 +337,7 @@ def run(program):
             case "STOP":
                 return top.pop()
             case name:
-                refuse(f"the pickle has the opcode {name} {shown(argument)}",
-                       "those of a state dict, protocol 2")
+                refuse(f"the pickle has the opcode {name} {shown(argument)}", "those of a state dict, protocol 2")
 
 
 def taken(stack, count):
@@ -348,14 +375,20 @@ def called(function, arguments):
 
 def storage_of(reference, storages):
     """What a persistent id means: ('storage', type, key, device, count), and in the older form None."""
-    if (type(reference) is not tuple or len(reference) not in (5, 6)
-            or any(item is not None for item in reference[5:])):
+    if type(reference) is not tuple or len(reference) not in (5, 6) or any(item is not None for item in reference[5:]):
         refuse(f"a persistent id is {shown(reference)}", "('storage', type, key, device, count)")
     tag, dtype, key, _, count = reference[:5]
-    if (type(tag) is not str or tag != "storage" or not isinstance(dtype, np.dtype) or type(key) is not str
-            or type(count) is not int):
-        refuse(f"a persistent id holds {shown(tag)}, {shown(dtype)}, {shown(key)}, {shown(count)}",
-               "'storage', a storage type, a key, a count")
+    if (
+        type(tag) is not str
+        or tag != "storage"
+        or not isinstance(dtype, np.dtype)
+        or type(key) is not str
+        or type(count) is not int
+    ):
+        refuse(
+            f"a persistent id holds {shown(tag)}, {shown(dtype)}, {shown(key)}, {shown(count)}",
+            "'storage', a storage type, a key, a count",
+        )
     storage = Storage(key, dtype, count)
     if storages.setdefault(key, storage) != storage:
         refuse(f"storage {shown(key)} is described in two ways", "one dtype and one size")
@@ -369,24 +402,23 @@ def safetensors(data, path):
 
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_INDEX, len(data) - 8):
-        refuse(f"the header claims {size} bytes in a file of {len(data)}",
-               f"at most {MAX_INDEX}, inside of the file")
+        refuse(f"the header claims {size} bytes in a file of {len(data)}", f"at most {MAX_INDEX}, inside of the file")
     try:
         with safe_open(path, framework="numpy"):
-            header = json_object(data[8:8 + size])
+            header = json_object(data[8 : 8 + size])
     except SafetensorError as error:
         refuse(f"is damaged ({str(error)[:200]})", "a sound safetensors file")
     header.pop("__metadata__", None)
     tensors, places = {}, {}
     for name, described in header.items():
-        if not isinstance(described, dict):             # the package takes a list of the values, too
+        if not isinstance(described, dict):  # the package takes a list of the values, too
             refuse(f"{shown(name)} is {shown(described)} in the header", "a dict")
         dtype, shape, (first, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
-        if len(shape) > MAX_AXES:                       # before their products, which take the square of the axes
+        if len(shape) > MAX_AXES:  # before their products, which take the square of the axes
             refuse(f"{shown(name)} has {len(shape)} axes", f"up to {MAX_AXES}")
         if not isinstance(dtype, str) or dtype not in SAFETENSORS:
             refuse(f"{shown(name)} has dtype {shown(dtype)}", "one of " + ", ".join(SAFETENSORS))
-        strides = tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         storage = Storage(name, np.dtype(SAFETENSORS[dtype]), math.prod(shape))
         tensors[name] = Tensor(storage, 0, tuple(shape), strides)
         places[name] = 8 + size + first, end - first
@@ -405,7 +437,7 @@ def shards(data, folder):
     for name, shard in where.items():
         if not isinstance(shard, str) or set(shard) & set("/\\:\0") or not shard.endswith(SHARDS):
             refuse(f"a shard is {shown(shard)}", "the name of a .safetensors file, or a .bin one, in the same folder")
-        if not os.path.isfile(folder / shard):          # False for a name that no file can have, too
+        if not os.path.isfile(folder / shard):  # False for a name that no file can have, too
             refuse(f"the shard {shown(shard)} is not there", "it in the same folder")
         names.setdefault(shard, set()).add(name)
     found = {}

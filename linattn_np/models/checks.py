@@ -20,7 +20,7 @@ def real(owner: str, name: str, value, wanted: str, fits) -> float:
     """`value` as a float, once it is a real number, not infinite as one, and `fits`; else ContractError."""
     try:
         number = float(value) if is_real(value) else np.nan
-    except OverflowError:           # an int beyond float64
+    except OverflowError:  # an int beyond float64
         number = np.inf
     if not np.isfinite(number) or not fits(number):
         raise ContractError(f"{owner}: {name} is {shown(value)}, expected {wanted}")

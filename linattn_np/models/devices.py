@@ -20,7 +20,7 @@ def check_device(owner: str, device: str):
 
         if not cupy.cuda.is_available():
             raise ImportError("CuPy finds no CUDA device")
-        from cupy.cuda import cublas            # noqa: F401  the matrix products are cuBLAS's
+        from cupy.cuda import cublas  # noqa: F401  the matrix products are cuBLAS's
     except ImportError as error:
         raise NotSupported(f"{owner}: device 'cuda' cannot be used: {str(error).splitlines()[0]}") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FOLDERS = ("data", "../examples/data")          # inside the package when installed, beside it in a checkout
+FOLDERS = ("data", "../examples/data")  # inside the package when installed, beside it in a checkout
 
 
 def austen() -> Path:
@@ -23,6 +23,8 @@ def austen() -> Path:
         path = (package / folder).resolve() / "austen-x060" / "model.safetensors"
         if path.is_file():
             return path
-    raise FileNotFoundError("the example's model, austen-x060/model.safetensors, is missing in "
-                            f"{package / FOLDERS[0]}: a wheel of linattn-np brings it, and a checkout has it in "
-                            "examples/data")
+    raise FileNotFoundError(
+        "the example's model, austen-x060/model.safetensors, is missing in "
+        f"{package / FOLDERS[0]}: a wheel of linattn-np brings it, and a checkout has it in "
+        "examples/data"
+    )

@@ -18,21 +18,22 @@ class State(Protocol):
         """Replaces one row by the state of one sequence."""
 
 
-S = TypeVar("S", bound=State)           # a model's own
+S = TypeVar("S", bound=State)  # a model's own
 
 
 class Model(Protocol[S]):
     """A language model that reads and writes."""
 
-    sizes: dict[str, int]               # "V" is the vocabulary's
+    sizes: dict[str, int]  # "V" is the vocabulary's
 
     def checked(self, tokens) -> Any:
         """`tokens` [B, T] as host integers of the vocabulary, or ContractError."""
 
     def initial_state(self, batch: int = 1) -> S: ...
 
-    def forward(self, tokens, state: S | None = None, *, cu_seqlens=None, slots=None,
-                last: bool = False) -> tuple[Any, S]:
+    def forward(
+        self, tokens, state: S | None = None, *, cu_seqlens=None, slots=None, last: bool = False
+    ) -> tuple[Any, S]:
         """``(logits, state)``, as `RWKV6.forward` has them; `state` is updated in place."""
 
     def on_device(self, state: S, rows: int | None = None) -> S:
@@ -46,7 +47,7 @@ class Layout(Protocol):
     """A model's parameters in one vector, matrices first."""
 
     size: int
-    matrices: int                       # where the matrices end
+    matrices: int  # where the matrices end
 
     def initial(self, seed: int) -> Any:
         """A float32 vector to start from."""

@@ -57,6 +57,7 @@ def lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
 
 def json_object(text) -> dict:
     """The JSON object in `text`; FileError for anything else, and where a key is there twice, at any depth."""
+
     def unique(pairs):
         if len(pairs) != len(dict(pairs)):
             refuse("the JSON has a key twice", "keys that differ")
@@ -83,7 +84,7 @@ def replaced(path) -> Iterator[BinaryIO]:
     """
     old = check_writable(path)
     if old is not None and not stat.S_ISREG(old.st_mode):
-        whole = io.BytesIO()                    # in which a writer can seek
+        whole = io.BytesIO()  # in which a writer can seek
         yield whole
         with open(path, "wb") as file:
             file.write(whole.getbuffer())
@@ -92,7 +93,7 @@ def replaced(path) -> Iterator[BinaryIO]:
     folder = os.path.dirname(target)
     # A name of its own for every writer, of which no two may share a file, and no user's.
     part = os.path.join(folder, f".linattn-{secrets.token_hex(8)}.part")
-    mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)          # the umask is the system's to take off
+    mode = 0o666 if old is None else stat.S_IMODE(old.st_mode)  # the umask is the system's to take off
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -106,7 +107,7 @@ def replaced(path) -> Iterator[BinaryIO]:
         with suppress(FileNotFoundError):
             os.unlink(part)
         raise
-    with suppress(OSError):         # some file systems cannot sync a folder; the file is in its place all the same
+    with suppress(OSError):  # some file systems cannot sync a folder; the file is in its place all the same
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -15,13 +15,15 @@ def of(x):
 
 def fused(function):
     """An elementwise `function` that is one launch where the arrays are CuPy's."""
+
     @wraps(function)
     def call(*arrays):
         return (function if of(arrays[0]) is np else on_cupy(function))(*arrays)
+
     return call
 
 
 @cache
 def on_cupy(function):
-    name = f"linattn_{function.__name__}"           # its own could be one of CUDA's, as tanh is
+    name = f"linattn_{function.__name__}"  # its own could be one of CUDA's, as tanh is
     return sys.modules["cupy"].fuse(kernel_name=name)(function)

@@ -23,12 +23,12 @@ from ..errors import ContractError, NotSupported
 from .threads import Board
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-TILE, BLOCK = 64, 32            # rows that lie side by side; numbers of a row that share a scale in int4
-FEW = 16                        # tokens: with more, widening the matrix once costs less than reading it for each
+TILE, BLOCK = 64, 32  # rows that lie side by side; numbers of a row that share a scale in int4
+FEW = 16  # tokens: with more, widening the matrix once costs less than reading it for each
 # Numbers that are widened at a time: few stay in a core's own cache, many save BLAS from arranging x again and again.
 WIDE = {"a token": 1 << 13, "least": 1 << 18, "most": 1 << 22}
-CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)     # of int4's scale, as parts of what the largest asks for
-CACHED = 1 << 16                # numbers that are rounded at a time
+CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # of int4's scale, as parts of what the largest asks for
+CACHED = 1 << 16  # numbers that are rounded at a time
 NONE = np.zeros(1, np.float32)
 
 
@@ -72,10 +72,10 @@ class Matrix:
         room = np.empty(K * TILE * most, np.float32)
         for tile in range(0, tiles, most):
             first, last = TILE * tile, min(M, TILE * (tile + most))
-            wide = room[:K * TILE * min(most, tiles - tile)].reshape(K, -1)
+            wide = room[: K * TILE * min(most, tiles - tile)].reshape(K, -1)
             with board.helped(wide.nbytes):
                 loops().widen(board.array, self.code, *self.where, start + tile, wide)
-            np.matmul(x, wide[:, :last - first], out=y[:, first:last])
+            np.matmul(x, wide[:, : last - first], out=y[:, first:last])
 
     def widened(self) -> np.ndarray:
         """float32, of `shape`: the numbers that products are of."""
@@ -181,6 +181,8 @@ def loops():
     try:
         from . import matrix_loops
     except ImportError as error:
-        raise NotSupported("matrices in fewer than 32 bits need Numba on the CPU, pip install 'linattn-np[cpu]': "
-                           f"{str(error).splitlines()[0]}") from None
+        raise NotSupported(
+            "matrices in fewer than 32 bits need Numba on the CPU, pip install 'linattn-np[cpu]': "
+            f"{str(error).splitlines()[0]}"
+        ) from None
     return matrix_loops

@@ -13,24 +13,25 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-TILE = 64                   # rows of W that are summed side by side
-LANES = 8                   # numbers in a vector
+TILE = 64  # rows of W that are summed side by side
+LANES = 8  # numbers in a vector
 VECTORS = TILE // LANES
-OFFSETS = [264.0, 24.0] * (VECTORS // 2)        # of int4: 256 + q and 16 + q, less the 8 of q - 8
-BLOCK = 32                  # inputs that share a scale in int4
+OFFSETS = [264.0, 24.0] * (VECTORS // 2)  # of int4: 256 + q and 16 + q, less the 8 of q - 8
+BLOCK = 32  # inputs that share a scale in int4
 CODES = {"bfloat16": 0, "int8": 1, "int4": 2}
-BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}         # of an input's numbers in a tile
+BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of an input's numbers in a tile
 
 # What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim has
 # the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits.
 CLAIM, DONE, WORK = 0, 8, 16
 FIELD = 20
-(FORMAT, BITS, SCALES, X, Y, CHOSEN, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES,
- NUMBER) = range(WORK, WORK + 14)
+(FORMAT, BITS, SCALES, X, Y, CHOSEN, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, NUMBER) = range(
+    WORK, WORK + 14
+)
 BOARD = WORK + 16
-WIDENING = 0                # instead of a number of tokens
+WIDENING = 0  # instead of a number of tokens
 STOP = -1
-SPINS = 200                 # looks at the board between two offers of the core to others
+SPINS = 200  # looks at the board between two offers of the core to others
 
 LOOP = {"nogil": True, "cache": True, "fastmath": {"contract", "nsz", "arcp", "reassoc"}}
 yields = types.ExternalFunction("sched_yield", types.int32()) if hasattr(os, "sched_yield") else njit(lambda: 0)
@@ -76,6 +77,7 @@ def add_atomic(typing, address, value):
 @intrinsic
 def exchanged(typing, address, old, new):
     """Whether `old` was there, and `new` is now."""
+
     def generate(context, builder, signature, arguments):
         address, old, new = arguments
         pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
@@ -142,7 +144,8 @@ def everywhere(builder, value):
 
 def fused_multiply_add(builder, *vectors):
     fma = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(SINGLES, [SINGLES] * 3), f"llvm.fma.v{LANES}f32")
+        builder.module, ir.FunctionType(SINGLES, [SINGLES] * 3), f"llvm.fma.v{LANES}f32"
+    )
     return builder.call(fma, vectors)
 
 
@@ -152,6 +155,7 @@ def sums(format):
     to[TILE] = the sum of x[k] W[k]. For int4 these are the inputs of one block, `start` is minus the sum of x[k], which
     takes the OFFSETS away, and the sum is added to what is there.
     """
+
     @intrinsic
     def tile_sums(typing, tile, scales, x, chosen, first, last, start, to):
         def generate(context, builder, signature, arguments):
@@ -186,6 +190,7 @@ def sums(format):
 
 def wide_row(format):
     """The intrinsic (row, scales, to): to[TILE] = an input's numbers in a tile."""
+
     @intrinsic
     def wide(typing, row, scales, to):
         def generate(context, builder, signature, arguments):
@@ -229,7 +234,7 @@ def multiply_tile(board, tile, sums):
     """A tile of a product, for all its tokens."""
     format, bits, scales = board[FORMAT], board[BITS], board[SCALES]
     rows, columns, blocks, tokens, tiles = board[ROWS], board[COLUMNS], board[BLOCKS], board[TOKENS], board[TILES]
-    which, within = tile // tiles, tile % tiles         # of several matrices, and of its rows
+    which, within = tile // tiles, tile % tiles  # of several matrices, and of its rows
     to, first = sums.ctypes.data, tile * columns
     for token in range(tokens):
         row = which * tokens + token
@@ -238,14 +243,29 @@ def multiply_tile(board, tile, sums):
         if format == 0:
             bfloat16_sums(bits + 2 * TILE * first, 0, x, chosen, 0, int_at(starts + 4 * blocks), np.float32(0), to)
         elif format == 1:
-            int8_sums(bits + TILE * first, scales + 4 * TILE * tile, x, chosen, 0, int_at(starts + 4 * blocks),
-                      np.float32(0), to)
+            int8_sums(
+                bits + TILE * first,
+                scales + 4 * TILE * tile,
+                x,
+                chosen,
+                0,
+                int_at(starts + 4 * blocks),
+                np.float32(0),
+                to,
+            )
         else:
             sums[:] = 0
             for block in range(blocks):
-                int4_sums(bits + TILE // 2 * first, scales + 2 * TILE * (tile * blocks + block), x, chosen,
-                          int_at(starts + 4 * block), int_at(starts + 4 * block + 4),
-                          -float_at(totals + 4 * block), to)
+                int4_sums(
+                    bits + TILE // 2 * first,
+                    scales + 2 * TILE * (tile * blocks + block),
+                    x,
+                    chosen,
+                    int_at(starts + 4 * block),
+                    int_at(starts + 4 * block + 4),
+                    -float_at(totals + 4 * block),
+                    to,
+                )
         y = board[Y] + 4 * (row * rows + within * TILE)
         for m in range(min(TILE, rows - within * TILE)):
             store_float(y + 4 * m, sums[m])

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import ContractError
 from .checks import real, shown, whole
 
-PENALTY = "a finite number from -1e30 to 1e30"      # so that a penalty, times its count, stays a float32
+PENALTY = "a finite number from -1e30 to 1e30"  # so that a penalty, times its count, stays a float32
 
 
 def moderate(x):
@@ -58,10 +58,12 @@ class Sampling:
 
     def __post_init__(self):
         for name, fits, wanted in (
-                ("temperature", lambda x: x >= 0, "a number from 0 up"),
-                ("top_p", lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
-                ("presence", moderate, PENALTY), ("frequency", moderate, PENALTY),
-                ("fading", lambda x: 0 <= x <= 1, "a number from 0 to 1")):
+            ("temperature", lambda x: x >= 0, "a number from 0 up"),
+            ("top_p", lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
+            ("presence", moderate, PENALTY),
+            ("frequency", moderate, PENALTY),
+            ("fading", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+        ):
             object.__setattr__(self, name, real("Sampling", name, getattr(self, name), wanted, fits))
         whole("Sampling", "top_k", self.top_k, 0)
         if self.vocabulary is not None:
@@ -69,8 +71,10 @@ class Sampling:
         try:
             np.random.default_rng(self.seed)
         except (TypeError, ValueError):
-            raise ContractError(f"Sampling: seed is {shown(self.seed)}, expected None, a whole number from 0 up, or "
-                                "what else numpy.random.default_rng takes") from None
+            raise ContractError(
+                f"Sampling: seed is {shown(self.seed)}, expected None, a whole number from 0 up, or "
+                "what else numpy.random.default_rng takes"
+            ) from None
 
     def sampler(self) -> Sampler:
         """One sequence's drawing: it has the random numbers and remembers what was drawn."""
@@ -86,8 +90,8 @@ class Sampler:
 
     def complaint(self, logits) -> str | None:
         """Why no token can be drawn from `logits`: one is NaN or inf, or all are -inf."""
-        logits = np.asarray(logits[:self.how.vocabulary])
-        greatest = logits.max()                             # NaN if one of them is
+        logits = np.asarray(logits[: self.how.vocabulary])
+        greatest = logits.max()  # NaN if one of them is
         if np.isfinite(greatest):
             return None
         if greatest == -np.inf:
@@ -99,7 +103,7 @@ class Sampler:
     def __call__(self, logits) -> int:
         if complaint := self.complaint(logits):
             raise ContractError(f"Sampling: {complaint}")
-        token = self.draw(self.penalized(np.asarray(logits[:self.how.vocabulary], np.float32)))
+        token = self.draw(self.penalized(np.asarray(logits[: self.how.vocabulary], np.float32)))
         self.counts = {drawn: count * self.how.fading for drawn, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
         return token
@@ -116,13 +120,13 @@ class Sampler:
         how = self.how
         if how.temperature == 0:
             return int(logits.argmax())
-        with np.errstate(over="ignore"):                    # a quotient of -inf is what a small temperature means
+        with np.errstate(over="ignore"):  # a quotient of -inf is what a small temperature means
             p = np.exp(np.divide(logits - logits.max(), how.temperature, dtype=np.float64).astype(np.float32))
         p /= p.sum()
         order = likeliest(p, how.top_k, how.top_p)
         cumulated = np.cumsum(p[order], dtype=np.float64)
         total = cumulated[-1] if how.top_k else 1
-        kept = np.searchsorted(cumulated, how.top_p * total) + 1                # the token that crosses it is still in
+        kept = np.searchsorted(cumulated, how.top_p * total) + 1  # the token that crosses it is still in
         cumulated = cumulated[:kept]
         return int(order[np.searchsorted(cumulated, self.rng.random() * cumulated[-1], side="right")])
 
@@ -130,10 +134,10 @@ class Sampler:
 def likeliest(p, top_k, top_p):
     """Ids from the likeliest on, `top_k` of them or at least as many as hold `top_p`: few are sorted, of many."""
     if top_k == 0 and top_p == 1:
-        return np.arange(len(p))                            # any order will do
+        return np.arange(len(p))  # any order will do
     if top_k:
         least = -np.partition(-p, min(top_k, len(p)) - 1)[min(top_k, len(p)) - 1]
     else:
-        least = (1 - top_p) / len(p)                        # all that are less hold less than 1 - top_p together
+        least = (1 - top_p) / len(p)  # all that are less hold less than 1 - top_p together
     ids = np.flatnonzero(p >= least)
-    return ids[np.argsort(-p[ids], kind="stable")][:top_k or None]
+    return ids[np.argsort(-p[ids], kind="stable")][: top_k or None]

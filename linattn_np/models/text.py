@@ -13,7 +13,7 @@ from .face import Model, State
 from .sampling import Sampling
 from .tokenizers import Tokenizer
 
-PIECE = 512         # tokens of a prompt that are read at a time: what is in flight stays small, and progress shows
+PIECE = 512  # tokens of a prompt that are read at a time: what is in flight stays small, and progress shows
 
 
 class Text:
@@ -37,8 +37,11 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int | None = None, stop: Sequence[str] = ()):
-        if isinstance(stop, str) or not isinstance(stop, Iterable) or not all(
-                isinstance(string, str) and string for string in stop):
+        if (
+            isinstance(stop, str)
+            or not isinstance(stop, Iterable)
+            or not all(isinstance(string, str) and string for string in stop)
+        ):
             raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
         if length is not None:
             whole("Text", "length", length, 1)
@@ -57,7 +60,7 @@ class Text:
         found = [(start + len(string), start) for string in self.stop if (start := text.find(string)) >= 0]
         if found:
             self.finish = "stop"
-            return text[:min(found)[1]]
+            return text[: min(found)[1]]
         if self.count == self.length:
             self.finish = "length"
             return text + self.stream.flush()
@@ -73,8 +76,14 @@ class Text:
     def beginning(self, text):
         """The length of the longest end of `text` that a stop string begins with."""
         longest = max(map(len, self.stop), default=1) - 1
-        return next((n for n in range(min(longest, len(text)), 0, -1)
-                     if any(string.startswith(text[-n:]) for string in self.stop)), 0)
+        return next(
+            (
+                n
+                for n in range(min(longest, len(text)), 0, -1)
+                if any(string.startswith(text[-n:]) for string in self.stop)
+            ),
+            0,
+        )
 
 
 @dataclass
@@ -141,14 +150,18 @@ def begun(model, tokenizer, request):
     return text, request.how, *read(model, request.prompt, request.state)
 
 
-def read(model: Model, prompt: Sequence[int], state: State | None = None,
-         progress: Callable[[int], object] = lambda done: None) -> tuple[Sequence[int], State]:
+def read(
+    model: Model,
+    prompt: Sequence[int],
+    state: State | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> tuple[Sequence[int], State]:
     """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before."""
     model.checked([list(prompt)])
     state = model.initial_state() if state is None else model.on_device(state, rows=1).copy()
     start = 0
     while len(prompt) - start > PIECE:
-        model.forward([prompt[start:start + PIECE]], state, last=True)
+        model.forward([prompt[start : start + PIECE]], state, last=True)
         start += PIECE
         progress(start)
     return prompt[start:], state

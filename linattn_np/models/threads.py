@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-SHARE = 4 << 20         # bytes of matrices for which it pays to wake another thread
+SHARE = 4 << 20  # bytes of matrices for which it pays to wake another thread
 
 
 def count() -> int:
@@ -77,4 +77,4 @@ class Board:
             yield
         finally:
             self.busy = False
-            self.loops.stop(self.array)         # for those, too, that come late, from an earlier time
+            self.loops.stop(self.array)  # for those, too, that come late, from an earlier time

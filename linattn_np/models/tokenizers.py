@@ -1,9 +1,9 @@
 """Text to token ids and back, for the models of this package: single bytes, and the RWKV World vocabulary.
 
-    tokenizer = World.installed()
-    stream = tokenizer.stream()
-    for token in model.generate(tokenizer.encode("Emma was")):
-        print(stream.feed(token), end="")
+tokenizer = World.installed()
+stream = tokenizer.stream()
+for token in model.generate(tokenizer.encode("Emma was")):
+    print(stream.feed(token), end="")
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from . import files
 
 VOCABULARY = "rwkv_vocab_v20230424.txt"
 TOKENS = 65_529
-PACKAGES = ("pyrwkv_tokenizer", "rwkv")         # on PyPI, each with the vocabulary beside its modules
-MAX_LINE = 1 << 16                              # bytes, far more than any token takes
-START = 4                                       # bytes that tell which longer tokens may follow
-SHORT = (3, 2, 1)                               # lengths below it, to try in any case
+PACKAGES = ("pyrwkv_tokenizer", "rwkv")  # on PyPI, each with the vocabulary beside its modules
+MAX_LINE = 1 << 16  # bytes, far more than any token takes
+START = 4  # bytes that tell which longer tokens may follow
+SHORT = (3, 2, 1)  # lengths below it, to try in any case
 LINE = re.compile(rb"""(\d{1,9}) (b?(['"]).*\3) (\d{1,9})""")
 
 
 class Tokenizer:
     """What tokens mean: `tokens[id]` is the bytes of an id, `size` the least number above every id."""
 
-    end: int | None = None                      # the id that ends a text, where the vocabulary has one
+    end: int | None = None  # the id that ends a text, where the vocabulary has one
 
     def __init__(self, tokens: dict[int, bytes]):
         self.tokens = tokens
@@ -60,13 +60,15 @@ class Tokenizer:
         if isinstance(text, bytes):
             return text
         if not isinstance(text, str):
-            self.refuse("encode", f"text is a {type(text).__qualname__}, expected str or bytes",
-                        ContractTypeError)
+            self.refuse("encode", f"text is a {type(text).__qualname__}, expected str or bytes", ContractTypeError)
         try:
             return text.encode()
         except UnicodeEncodeError as error:
-            self.refuse("encode", f"text has {text[error.start]!r} at position {error.start}, "
-                                  "which UTF-8 cannot hold; give the bytes themselves")
+            self.refuse(
+                "encode",
+                f"text has {text[error.start]!r} at position {error.start}, "
+                "which UTF-8 cannot hold; give the bytes themselves",
+            )
 
     def refuse(self, method, complaint, error=ContractError) -> NoReturn:
         raise error(f"{type(self).__name__}.{method}: {complaint}") from None
@@ -160,8 +162,10 @@ class World(Tokenizer):
             for folder in (spec and spec.submodule_search_locations) or ():
                 if (path := Path(folder) / VOCABULARY).is_file():
                     return cls.from_file(path)
-        raise FileNotFoundError(f"World.installed: no installed package bundles {VOCABULARY}: "
-                                "pip install 'linattn-np[world]', or give its path to World.from_file (--vocab)")
+        raise FileNotFoundError(
+            f"World.installed: no installed package bundles {VOCABULARY}: "
+            "pip install 'linattn-np[world]', or give its path to World.from_file (--vocab)"
+        )
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of `text`, a str in UTF-8."""
@@ -169,24 +173,25 @@ class World(Tokenizer):
         data, ids, lengths = self.utf8(text), self.ids, self.lengths
         found, start = [], 0
         while start < len(data):
-            for length in lengths.get(data[start:start + START], SHORT):
-                id = ids.get(data[start:start + length])
+            for length in lengths.get(data[start : start + START], SHORT):
+                id = ids.get(data[start : start + length])
                 if id is not None:
                     found.append(id)
-                    start += length         # past the end where the slice was cut short: it was all the rest
+                    start += length  # past the end where the slice was cut short: it was all the rest
                     break
         return found
 
 
 def read_vocabulary(path) -> list[bytes]:
-    found: dict[bytes, int] = {}                # the line of each token so far
+    found: dict[bytes, int] = {}  # the line of each token so far
     try:
         with files.opened(path) as file:
             for number, line in files.lines(file, MAX_LINE):
                 token = parse(line.rstrip(b"\r\n"), number)
                 if token in found:
-                    refuse_line(number, f"has the token {shortened(token)} of line {found[token]} again, "
-                                        "expected a new one")
+                    refuse_line(
+                        number, f"has the token {shortened(token)} of line {found[token]} again, expected a new one"
+                    )
                 found[token] = number
     except ContractError as error:
         comma = "," if str(error).startswith("line ") else ""

@@ -25,13 +25,13 @@ from .fused import fused, of
 from .products import CudaProducts, HostProducts
 from .rwkv6 import RWKV6
 
-HELD_OUT = 0.05             # of the text, its end
-MAX_BYTES = 1 << 24         # of a step, far more than any machine has the memory for
-WARM_UP = 0.02              # of the training
-CLIP = 1.0                  # the gradient's greatest norm
+HELD_OUT = 0.05  # of the text, its end
+MAX_BYTES = 1 << 24  # of a step, far more than any machine has the memory for
+WARM_UP = 0.02  # of the training
+CLIP = 1.0  # the gradient's greatest norm
 BETAS, EPS = (0.9, 0.99), 1e-8
-VECTORS = ("weights", "first", "second")        # of a checkpoint: the model, and AdamW's two moments
-Corpus = bytes           # `Training.bytes` is a number
+VECTORS = ("weights", "first", "second")  # of a checkpoint: the model, and AdamW's two moments
+Corpus = bytes  # `Training.bytes` is a number
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ class Training:
     (1.0, True, True)
     """
 
-    def __init__(self, text: bytes, settings: Settings, device: str = "cpu", dtype="bfloat16",
-                 kind: type[Trainable] = RWKV6):
+    def __init__(
+        self, text: bytes, settings: Settings, device: str = "cpu", dtype="bfloat16", kind: type[Trainable] = RWKV6
+    ):
         check_device("Training", device)
         self.settings, self.device, self.loss = settings, device, kind.loss
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
@@ -110,6 +111,7 @@ class Training:
         self.products: CudaProducts | HostProducts
         if device == "cuda":
             import cupy
+
             self.xp, self.products = cupy, CudaProducts(dtype)
         else:
             self.xp, self.products = np, HostProducts()
@@ -119,8 +121,9 @@ class Training:
         self.to = self.layout.tree(self.gradient)
 
     def __repr__(self):
-        return (f"Training({self.layout.size:,} parameters, {self.products.dtype} on {self.device}, "
-                f"{self.done:.0%} done)")
+        return (
+            f"Training({self.layout.size:,} parameters, {self.products.dtype} on {self.device}, {self.done:.0%} done)"
+        )
 
     @property
     def done(self) -> float:
@@ -134,7 +137,7 @@ class Training:
         """Read so far."""
         return self.step_number * self.settings.batch * self.settings.context
 
-    @np.errstate(all="ignore")          # a loss that is not finite is what tells
+    @np.errstate(all="ignore")  # a loss that is not finite is what tells
     def step(self):
         """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
         self.count_time()
@@ -145,11 +148,17 @@ class Training:
         self.step_number += 1
         xp, steps = self.xp, self.step_number
         norm = xp.sqrt((self.gradient * self.gradient).sum())
-        matrices = self.weights[:self.layout.matrices]
+        matrices = self.weights[: self.layout.matrices]
         matrices *= 1 - rate * decay
         self.weights, self.first, self.second = adam(
-            self.weights, self.gradient, self.first, self.second, CLIP / xp.maximum(norm, CLIP), rate,
-            *(1 - beta ** steps for beta in BETAS))
+            self.weights,
+            self.gradient,
+            self.first,
+            self.second,
+            CLIP / xp.maximum(norm, CLIP),
+            rate,
+            *(1 - beta**steps for beta in BETAS),
+        )
         return value
 
     def learning_rate(self):
@@ -164,7 +173,7 @@ class Training:
 
     def tree(self):
         """The weights as products take them."""
-        return self.layout.tree(self.weights, self.products.cast(self.weights[:self.layout.matrices]))
+        return self.layout.tree(self.weights, self.products.cast(self.weights[: self.layout.matrices]))
 
     def drop(self):
         rate, seed = self.settings.dropout, np.random.SeedSequence([self.settings.seed, self.step_number])
@@ -189,18 +198,32 @@ class Training:
         """All that `restore` needs, in one file, which is there whole or not at all."""
         about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
         vectors = {name: on_host(getattr(self, name)) for name in VECTORS}
-        write_arrays(path, {**vectors, "settings": about, "text": self.text.fingerprint,
-                     "step": np.array([self.step_number]), "seconds": np.array([self.seconds])})
+        write_arrays(
+            path,
+            {
+                **vectors,
+                "settings": about,
+                "text": self.text.fingerprint,
+                "step": np.array([self.step_number]),
+                "seconds": np.array([self.seconds]),
+            },
+        )
 
     def save_model(self, path):
         """The weights under the model's names for files; matrices in the dtype of products."""
         named = self.layout.named(on_host(self.weights))
-        write_arrays(path, {name: array.astype(self.products.dtype) if array.squeeze().ndim > 1 else array
-                     for name, array in named.items()})
+        write_arrays(
+            path,
+            {
+                name: array.astype(self.products.dtype) if array.squeeze().ndim > 1 else array
+                for name, array in named.items()
+            },
+        )
 
     @classmethod
-    def restore(cls, path, text: Corpus, device: str = "cpu", dtype="bfloat16",
-                kind: type[Trainable] = RWKV6) -> Training:
+    def restore(
+        cls, path, text: Corpus, device: str = "cpu", dtype="bfloat16", kind: type[Trainable] = RWKV6
+    ) -> Training:
         """A training as `save` left it; CheckpointError for a file that holds none, or one of another text."""
         stored = checkpoint.read(path)
         try:
@@ -222,11 +245,13 @@ class Text:
     def __init__(self, text, settings):
         bytes_, self.settings = np.frombuffer(text, np.uint8), settings
         held = int(len(bytes_) * HELD_OUT)
-        self.learned, self.held = bytes_[:len(bytes_) - held], bytes_[len(bytes_) - held:]
-        least = 2 * settings.context + 1        # a row from any of an epoch's starts
+        self.learned, self.held = bytes_[: len(bytes_) - held], bytes_[len(bytes_) - held :]
+        least = 2 * settings.context + 1  # a row from any of an epoch's starts
         if len(self.learned) < least or len(self.held) < 2:
-            refuse(f"the text has {len(bytes_)} bytes, {len(self.learned)} of them to learn, "
-                   f"expected at least {least} for a context of {settings.context}")
+            refuse(
+                f"the text has {len(bytes_)} bytes, {len(self.learned)} of them to learn, "
+                f"expected at least {least} for a context of {settings.context}"
+            )
         self.rows = (len(self.learned) - settings.context) // settings.context
         self.fingerprint = np.frombuffer(hashlib.sha256(bytes_).digest(), np.uint8)
 
@@ -241,7 +266,7 @@ class Text:
         return shift + order[row] * self.settings.context
 
     def cut(self, text, starts):
-        return np.stack([text[start:start + self.settings.context + 1] for start in starts]).astype(np.int64)
+        return np.stack([text[start : start + self.settings.context + 1] for start in starts]).astype(np.int64)
 
     def held_out(self):
         """Batches that hold every byte of the held-out end but the first once; a rest comes as a short row."""
@@ -249,7 +274,7 @@ class Text:
         whole = (len(self.held) - 1) // context
         for first in range(0, whole, batch):
             yield self.cut(self.held, [row * context for row in range(first, min(first + batch, whole))])
-        if len(rest := self.held[whole * context:]) > 1:
+        if len(rest := self.held[whole * context :]) > 1:
             yield rest[None].astype(np.int64)
 
 
@@ -287,14 +312,20 @@ def adam(weights, gradient, first, second, clip, rate, correction, correction_of
 # -- files ------------------------------------------------------------------------------------------------------------
 def checked(stored, kind) -> Settings:
     """The settings of a checkpoint, once all that it holds fits them."""
-    kinds = {**dict.fromkeys(VECTORS, np.float32), "settings": np.uint8, "text": np.uint8, "step": np.int64,
-             "seconds": np.float64}
+    kinds = {
+        **dict.fromkeys(VECTORS, np.float32),
+        "settings": np.uint8,
+        "text": np.uint8,
+        "step": np.int64,
+        "seconds": np.float64,
+    }
     if stored.keys() != kinds.keys():
         refuse(f"holds {', '.join(sorted(stored)[:9])}, expected a training: {', '.join(sorted(kinds))}")
     for name, dtype in kinds.items():
         if stored[name].dtype != dtype or stored[name].ndim != 1:
-            refuse(f"has {name} in {stored[name].dtype} with {stored[name].ndim} axes, "
-                   f"expected {np.dtype(dtype)} with one")
+            refuse(
+                f"has {name} in {stored[name].dtype} with {stored[name].ndim} axes, expected {np.dtype(dtype)} with one"
+            )
     try:
         about = json_object(stored["settings"].tobytes())
     except FileError as error:
@@ -302,7 +333,7 @@ def checked(stored, kind) -> Settings:
     if about.keys() != {field.name for field in fields(Settings)}:
         refuse("has settings that are none of a training")
     settings, size = Settings(**about), len(stored["weights"])
-    if settings.layers * settings.width > size:             # before a table of so many layers is made
+    if settings.layers * settings.width > size:  # before a table of so many layers is made
         refuse(f"has {size} weights for {settings.layers} layers of {settings.width}")
     wanted = kind.trainable(settings.layers, settings.width, settings.head_size).size
     for name, count in (*((name, wanted) for name in VECTORS), ("text", 32), ("step", 1), ("seconds", 1)):

@@ -13,7 +13,7 @@ from .simple_gla import SIMPLE_GLA, simple_gla
 from .softmax_attention import SOFTMAX_ATTENTION, softmax_attention
 from .steps import GLA_STEP, RWKV6_STEP, gla_step, rwkv6_step
 
-OPS = {op: getattr(import_module(f"{__name__}.{op.name}"), op.name) for op in OPERATORS}     # a module each, of its name
+OPS = {op: getattr(import_module(f"{__name__}.{op.name}"), op.name) for op in OPERATORS}  # a module each, of its name
 
 
 def declaration(function, caller: str):
@@ -24,5 +24,6 @@ def declaration(function, caller: str):
     given = f"is {shown(function)}"
     if kind(function) is not None:
         given = f"is missing, as in {caller}(linattn_np.gla, q, k, v, g): the first argument {given}"
-    raise TypeError(f"{caller}: op {given}, expected one of linattn_np's operators: "
-                    + ", ".join(op.name for op in OPS))
+    raise TypeError(
+        f"{caller}: op {given}, expected one of linattn_np's operators: " + ", ".join(op.name for op in OPS)
+    )

@@ -10,23 +10,66 @@ from ..typing import A, Array, MaskedOptions, State
 
 
 @overload
-def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: Literal[False] = False,
-        **options: Unpack[MaskedOptions]) -> A: ...
+def gla(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    gv: Array | None = None,
+    *,
+    output_final_state: Literal[False] = False,
+    **options: Unpack[MaskedOptions],
+) -> A: ...
 
 
 @overload
-def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: Literal[True],
-        **options: Unpack[MaskedOptions]) -> tuple[A, State]: ...
+def gla(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    gv: Array | None = None,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[MaskedOptions],
+) -> tuple[A, State]: ...
 
 
 @overload
-def gla(q: A, k: Array, v: Array, g: Array, gv: Array | None = None, *, output_final_state: bool,
-        **options: Unpack[MaskedOptions]) -> A | tuple[A, State]: ...
+def gla(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    gv: Array | None = None,
+    *,
+    output_final_state: bool,
+    **options: Unpack[MaskedOptions],
+) -> A | tuple[A, State]: ...
 
 
-def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_state=False, state_dtype=None,
-        cu_seqlens=None, mask=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
-        chunk_size=None, materialize=None, backend="auto", out=None):
+def gla(
+    q,
+    k,
+    v,
+    g,
+    gv=None,
+    *,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    mask=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """Gated linear attention with a decay for every key channel.
 
         S_t = diag(exp g_t) S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -122,7 +165,21 @@ def gla(q, k, v, g, gv=None, *, scale=None, initial_state=None, output_final_sta
     True
     """
     op, arrays = (GLA, (q, k, v, g)) if gv is None else (GLA_VALUE_GATE, (q, k, v, g, gv))
-    return call(op, arrays, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-                state_dtype=state_dtype, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse,
-                state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size, materialize=materialize,
-                backend=backend, out=out)
+    return call(
+        op,
+        arrays,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )

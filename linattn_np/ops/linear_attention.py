@@ -15,24 +15,45 @@ class LinearAttentionOptions(MaskedOptions, total=False):
 
 
 @overload
-def linear_attention(q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False,
-                     **options: Unpack[LinearAttentionOptions]) -> A: ...
+def linear_attention(
+    q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False, **options: Unpack[LinearAttentionOptions]
+) -> A: ...
 
 
 @overload
-def linear_attention(q: A, k: Array, v: Array, *, output_final_state: Literal[True],
-                     **options: Unpack[LinearAttentionOptions]) -> tuple[A, State]: ...
+def linear_attention(
+    q: A, k: Array, v: Array, *, output_final_state: Literal[True], **options: Unpack[LinearAttentionOptions]
+) -> tuple[A, State]: ...
 
 
 @overload
-def linear_attention(q: A, k: Array, v: Array, *, output_final_state: bool,
-                     **options: Unpack[LinearAttentionOptions]) -> A | tuple[A, State]: ...
+def linear_attention(
+    q: A, k: Array, v: Array, *, output_final_state: bool, **options: Unpack[LinearAttentionOptions]
+) -> A | tuple[A, State]: ...
 
 
-def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, initial_state=None,
-                     output_final_state=False, state_dtype=None, cu_seqlens=None, mask=None,
-                     reverse=False, state_v_first=False, layout="bhtd", mode="auto", chunk_size=None,
-                     materialize=None, backend="auto", out=None):
+def linear_attention(
+    q,
+    k,
+    v,
+    *,
+    feature_map=None,
+    normalize=False,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    mask=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """Causal linear attention, with an optional feature map and normaliser.
 
         S_t = S_{t-1} + phi(k_t) v_t^T,     z_t = z_{t-1} + phi(k_t)
@@ -60,7 +81,23 @@ def linear_attention(q, k, v, *, feature_map=None, normalize=False, scale=None, 
     >>> bool(np.allclose(o[:, :, 0], v[:, :, 0]))         # the first token can only attend to itself
     True
     """
-    return call(LINEAR_ATTENTION, (q, k, v), feature_map=feature_map, normalize=normalize, scale=scale,
-                initial_state=initial_state, output_final_state=output_final_state, state_dtype=state_dtype,
-                cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode,
-                chunk_size=chunk_size, materialize=materialize, backend=backend, out=out)
+    return call(
+        LINEAR_ATTENTION,
+        (q, k, v),
+        feature_map=feature_map,
+        normalize=normalize,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )

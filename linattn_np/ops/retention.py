@@ -17,23 +17,43 @@ class RetentionOptions(Options, total=False):
 
 
 @overload
-def retention(q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False,
-              **options: Unpack[RetentionOptions]) -> A: ...
+def retention(
+    q: A, k: Array, v: Array, *, output_final_state: Literal[False] = False, **options: Unpack[RetentionOptions]
+) -> A: ...
 
 
 @overload
-def retention(q: A, k: Array, v: Array, *, output_final_state: Literal[True],
-              **options: Unpack[RetentionOptions]) -> tuple[A, State]: ...
+def retention(
+    q: A, k: Array, v: Array, *, output_final_state: Literal[True], **options: Unpack[RetentionOptions]
+) -> tuple[A, State]: ...
 
 
 @overload
-def retention(q: A, k: Array, v: Array, *, output_final_state: bool,
-              **options: Unpack[RetentionOptions]) -> A | tuple[A, State]: ...
+def retention(
+    q: A, k: Array, v: Array, *, output_final_state: bool, **options: Unpack[RetentionOptions]
+) -> A | tuple[A, State]: ...
 
 
-def retention(q, k, v, *, gamma=None, scale=None, initial_state=None, output_final_state=False,
-              state_dtype=None, cu_seqlens=None, reverse=False, state_v_first=False, layout="bhtd", mode="auto",
-              chunk_size=None, materialize=None, backend="auto", out=None):
+def retention(
+    q,
+    k,
+    v,
+    *,
+    gamma=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    state_dtype=None,
+    cu_seqlens=None,
+    reverse=False,
+    state_v_first=False,
+    layout="bhtd",
+    mode="auto",
+    chunk_size=None,
+    materialize=None,
+    backend="auto",
+    out=None,
+):
     """Retention: linear attention with a fixed decay a head.
 
         S_t = gamma_h S_{t-1} + k_t v_t^T,        o_t = scale * q_t^T S_t
@@ -56,7 +76,21 @@ def retention(q, k, v, *, gamma=None, scale=None, initial_state=None, output_fin
     >>> linattn_np.retention(q, k, v, gamma=0.5).ravel()
     array([1.  , 1.5 , 1.75])
     """
-    return call(RETENTION, (q, k, v), gamma=gamma, scale=scale, initial_state=initial_state,
-                output_final_state=output_final_state, state_dtype=state_dtype, cu_seqlens=cu_seqlens,
-                reverse=reverse, state_v_first=state_v_first, layout=layout, mode=mode, chunk_size=chunk_size,
-                materialize=materialize, backend=backend, out=out)
+    return call(
+        RETENTION,
+        (q, k, v),
+        gamma=gamma,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_dtype=state_dtype,
+        cu_seqlens=cu_seqlens,
+        reverse=reverse,
+        state_v_first=state_v_first,
+        layout=layout,
+        mode=mode,
+        chunk_size=chunk_size,
+        materialize=materialize,
+        backend=backend,
+        out=out,
+    )

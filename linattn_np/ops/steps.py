@@ -8,8 +8,18 @@ from ..typing import A, Array, Backend, Integers
 from ..views import in_kind
 
 
-def gla_step(q: A, k: Array, v: Array, g: Array, state: Array, *, slots: Integers | None = None,
-             scale: float | None = None, backend: Backend = "auto", out: Array | None = None) -> A:
+def gla_step(
+    q: A,
+    k: Array,
+    v: Array,
+    g: Array,
+    state: Array,
+    *,
+    slots: Integers | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    out: Array | None = None,
+) -> A:
     """One token of `gla` for B sequences; `state` is updated in place.
 
         S <- diag(exp g) S + k v^T,     o = scale * q^T S           (Yang et al., 2024, eq. 3)
@@ -44,8 +54,19 @@ def gla_step(q: A, k: Array, v: Array, g: Array, state: Array, *, slots: Integer
     return step(GLA_STEP, (q, k, v, g), state, slots, scale, backend, out)
 
 
-def rwkv6_step(r: A, k: Array, v: Array, w: Array, u: Array, state: Array, *, slots: Integers | None = None,
-               scale: float | None = None, backend: Backend = "auto", out: Array | None = None) -> A:
+def rwkv6_step(
+    r: A,
+    k: Array,
+    v: Array,
+    w: Array,
+    u: Array,
+    state: Array,
+    *,
+    slots: Integers | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+    out: Array | None = None,
+) -> A:
     """One token of `rwkv6` for B sequences; `state` is updated in place.
 
         o = scale * r^T (S + diag(u) k v^T),    S <- diag(exp w) S + k v^T      (Peng et al., 2024, eq. 18-19)

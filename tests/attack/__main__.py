@@ -23,14 +23,14 @@ from attack import names  # noqa: E402
 from attack.harness import PROPERTIES, Attack, Line, Refused, told, tried  # noqa: E402
 from attack.machines import machine  # noqa: E402
 
-ADDRESSES = 8 << 30     # bytes that the process may ask for: a fault must not take the machine with it
+ADDRESSES = 8 << 30  # bytes that the process may ask for: a fault must not take the machine with it
 BACKENDS = ("numpy", "cupy", "emulated", "hopper", "numba")
 
 
 def main(arguments=None) -> int:
     options = parsed(arguments)
     there = machine(options.backend)
-    if options.backend != "cupy":               # which reserves far more addresses than it uses
+    if options.backend != "cupy":  # which reserves far more addresses than it uses
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if options.replay:
         return replay(*options.replay, there)
@@ -40,8 +40,11 @@ def main(arguments=None) -> int:
         line.clear()
         print(text, flush=True)
 
-    chosen = [p for p in PROPERTIES.values() if (not options.only or p.name in options.only)
-              and (p.machines is None or options.backend in p.machines)]
+    chosen = [
+        p
+        for p in PROPERTIES.values()
+        if (not options.only or p.name in options.only) and (p.machines is None or options.backend in p.machines)
+    ]
     number = options.seed if options.seed is not None else time.time_ns() % (1 << 32)
     say(f"{len(chosen)} properties for {options.seconds:g} s on {options.backend}, --seed {number}")
     counts = Attack(there, chosen, options.seconds, number, say, line).run()
@@ -54,15 +57,16 @@ def parsed(arguments):
     parser.add_argument("--seconds", type=float, default=600, help="of the whole attack; 600 by default")
     parser.add_argument("--backend", choices=BACKENDS, default="numpy")
     parser.add_argument("--seed", type=int, help="of all that is random; fresh by default, and printed")
-    parser.add_argument("--only", nargs="+", choices=list(PROPERTIES), metavar="PROPERTY",
-                        help=f"of {', '.join(PROPERTIES)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(PROPERTIES), metavar="PROPERTY", help=f"of {', '.join(PROPERTIES)}"
+    )
     parser.add_argument("--replay", nargs=2, metavar=("PROPERTY", "EXAMPLE"), help="an example as a fault prints it")
     return parser.parse_args(arguments)
 
 
 def replay(name, example, there) -> int:
     try:
-        tried(PROPERTIES[name], eval(example, vars(names)), there)      # the developer's own words
+        tried(PROPERTIES[name], eval(example, vars(names)), there)  # the developer's own words
     except Refused:
         print("refused")
     except Exception as error:

@@ -11,17 +11,19 @@ from dataclasses import dataclass, fields
 
 import ml_dtypes
 import numpy as np
-from attack.harness import Fault, require
 from hypothesis import strategies as st
 from reference import DECAYS, GATES, LIMITS, logsigmoid, scattered, stated
 
+from attack.harness import Fault, require
 from linattn_np.arrays import BFLOAT16
+from linattn_np.declarations import GLA, GLA_VALUE_GATE
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import OPS
-from linattn_np.declarations import GLA, GLA_VALUE_GATE
 
 DTYPES = {str(d): d for d in (np.dtype("float64"), np.dtype("float32"), np.dtype("float16"), BFLOAT16)}
-FUNCTIONS = {op.name: (op, function) for op, function in OPS.items()} | {GLA_VALUE_GATE.name: (GLA_VALUE_GATE, OPS[GLA])}
+FUNCTIONS = {op.name: (op, function) for op, function in OPS.items()} | {
+    GLA_VALUE_GATE.name: (GLA_VALUE_GATE, OPS[GLA])
+}
 TOLERANCES = {name: row for name, (_, row) in LIMITS.items()} | {"float64": 1e-11}
 
 
@@ -40,12 +42,20 @@ def burst(rng, shape):
 
 
 ALL_GATES = GATES | {
-    "trained": trained, "spikes-1e30": scattered(-1e30, 40), "one-reset": scattered(-np.inf, 60), "burst": burst,
-    "few-20": scattered(-20.0, 15), "few-86": scattered(-86.0, 15),
+    "trained": trained,
+    "spikes-1e30": scattered(-1e30, 40),
+    "one-reset": scattered(-np.inf, 60),
+    "burst": burst,
+    "few-20": scattered(-20.0, 15),
+    "few-86": scattered(-86.0, 15),
     "growth": lambda rng, shape: rng.uniform(-0.2, 0.5, shape),
     "strong-growth": lambda rng, shape: rng.choice([0.0, -2.0, 8.0, 50.0], shape, p=[0.5, 0.3, 0.1, 0.1]),
-    "mixed": lambda rng, shape: np.where(rng.random(shape) < 0.5, logsigmoid(rng.standard_normal(shape)),
-                                         rng.choice([0.0, -0.0, -20.0, -1e4, -1e30, -np.inf], shape))}
+    "mixed": lambda rng, shape: np.where(
+        rng.random(shape) < 0.5,
+        logsigmoid(rng.standard_normal(shape)),
+        rng.choice([0.0, -0.0, -20.0, -1e4, -1e30, -np.inf], shape),
+    ),
+}
 GROWING = ("burst", "growth", "strong-growth", "positive")
 MEMORIES = ("plain", "fused", "heads-inside", "backwards", "every-second", "odd", "shared-head")
 
@@ -66,15 +76,15 @@ class Call:
     seed: int = 0
     gate: str = "zero"
     gate_dtype: str | None = None
-    loudness: float = 1.0               # factor of v
-    groups: int = 1                     # value heads for each head
-    lengths: tuple | None = None        # of packed sequences, T together
-    masked: float | None = None         # the share of tokens that are padding
+    loudness: float = 1.0  # factor of v
+    groups: int = 1  # value heads for each head
+    lengths: tuple | None = None  # of packed sequences, T together
+    masked: float | None = None  # the share of tokens that are padding
     reverse: bool = False
     state_v_first: bool = False
     layout: str = "bhtd"
-    memory: str = "plain"               # how the arrays lie, of MEMORIES
-    initial: str | None = None          # dtype of an initial state
+    memory: str = "plain"  # how the arrays lie, of MEMORIES
+    initial: str | None = None  # dtype of an initial state
     final: bool = False
     state_dtype: str | None = None
     chunk_size: int | None = None
@@ -84,7 +94,7 @@ class Call:
     feature_map: str | None = None
     normalize: bool = False
     causal: bool = True
-    plants: tuple = ()                  # (array, token, place behind it, "nan", "inf" or "-inf")
+    plants: tuple = ()  # (array, token, place behind it, "nan", "inf" or "-inf")
 
     def __repr__(self):
         given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -140,10 +150,20 @@ class Call:
 
     def arguments(self) -> dict:
         """Keyword arguments without mode and backend; arrays on the host."""
-        own = {"scale": self.scale, "layout": self.layout, "chunk_size": self.chunk_size,
-               "materialize": self.materialize, "reverse": self.reverse, "state_v_first": self.state_v_first,
-               "gamma": self.gamma, "feature_map": self.feature_map, "normalize": self.normalize,
-               "causal": self.causal, "output_final_state": self.final, "state_dtype": self.state_dtype}
+        own = {
+            "scale": self.scale,
+            "layout": self.layout,
+            "chunk_size": self.chunk_size,
+            "materialize": self.materialize,
+            "reverse": self.reverse,
+            "state_v_first": self.state_v_first,
+            "gamma": self.gamma,
+            "feature_map": self.feature_map,
+            "normalize": self.normalize,
+            "causal": self.causal,
+            "output_final_state": self.final,
+            "state_dtype": self.state_dtype,
+        }
         own = {name: x for name, x in own.items() if name in self.takes}
         if self.lengths is not None:
             own["cu_seqlens"] = [0, *np.cumsum(self.lengths).tolist()]
@@ -171,8 +191,10 @@ class Call:
         if not (self.final and self.declared.state):
             return do, None
         single = np.float64 if self.dtype == "float64" else np.float32
-        parts = tuple(rng.standard_normal(self.shape(axes)).astype(single)
-                      for axes in stated(self.declared, {"normalize": self.normalize}).state)
+        parts = tuple(
+            rng.standard_normal(self.shape(axes)).astype(single)
+            for axes in stated(self.declared, {"normalize": self.normalize}).state
+        )
         if self.state_v_first:
             parts = tuple(x.swapaxes(2, 3).copy() if x.ndim == 4 else x for x in parts)
         return do, parts if len(parts) > 1 else parts[0]
@@ -183,7 +205,7 @@ def placed(machine, x, memory):
     if x.ndim < 3 or memory == "plain" or not x.size:
         return machine.asarray(np.ascontiguousarray(x))
     if memory == "fused":
-        return machine.asarray(np.concatenate([x, x], axis=-1))[..., :x.shape[-1]]
+        return machine.asarray(np.concatenate([x, x], axis=-1))[..., : x.shape[-1]]
     if memory == "heads-inside":
         return machine.asarray(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2)
     if memory == "backwards":
@@ -204,8 +226,10 @@ def there(machine, x):
 
 def given(call, machine):
     """(arrays, keyword arguments) where the machine computes, as the caller's layout has them."""
-    arrays = [swap_heads(placed(machine, x, call.memory), axes, call.layout)
-              for x, axes in zip(call.arrays().values(), call.declared.arrays.values())]
+    arrays = [
+        swap_heads(placed(machine, x, call.memory), axes, call.layout)
+        for x, axes in zip(call.arrays().values(), call.declared.arrays.values())
+    ]
     arguments = call.arguments()
     for name in ("initial_state", "mask"):
         if arguments.get(name) is not None:
@@ -233,8 +257,11 @@ def double(x):
 
 def exactly(call, arrays, arguments):
     """(keyword arguments for the exact answer)"""
-    given = {name: x for name, x in arguments.items()
-             if name not in ("layout", "chunk_size", "materialize", "state_dtype", "mode")}
+    given = {
+        name: x
+        for name, x in arguments.items()
+        if name not in ("layout", "chunk_size", "materialize", "state_dtype", "mode")
+    }
     if given.get("initial_state") is not None:
         given["initial_state"] = double(given["initial_state"])
     return given
@@ -250,7 +277,7 @@ def truth(call, arrays, arguments):
 
 def softmax(call, q, k, v, bounds, scale):
     """Row by row, so that no row meets a token that it does not see."""
-    o, scale = np.empty(v.shape), call.K ** -0.5 if scale is None else scale
+    o, scale = np.empty(v.shape), call.K**-0.5 if scale is None else scale
     bounds = [0, call.T] if bounds is None else bounds
     with np.errstate(all="ignore"):
         for start, stop in zip(bounds[:-1], bounds[1:]):
@@ -292,8 +319,11 @@ def judge(law, found, wanted, bound, must, dtype, factor=1.0, least=0.0):
     if bad.any():
         at = np.unravel_index(np.argmax(np.where(bad, error / allowed, 0)), error.shape)
         at = tuple(int(i) for i in at)
-        raise Fault(f"{law}: wrong", f"{found[at]!s} for {wanted[at]!r} at {at}, where {allowed[at]:.1e} is allowed; "
-                                     f"{int(bad.sum())} of {bad.size} in all")
+        raise Fault(
+            f"{law}: wrong",
+            f"{found[at]!s} for {wanted[at]!r} at {at}, where {allowed[at]:.1e} is allowed; "
+            f"{int(bad.sum())} of {bad.size} in all",
+        )
 
 
 def least(call):
@@ -305,7 +335,8 @@ def least(call):
 def lengths_of(T):
     """Packed sequences that come to T tokens, some of them empty."""
     return st.lists(st.integers(0, T), max_size=5).map(
-        lambda cuts: tuple(int(n) for n in np.diff([0, *sorted(cuts), T])))
+        lambda cuts: tuple(int(n) for n in np.diff([0, *sorted(cuts), T]))
+    )
 
 
 EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130)
@@ -347,7 +378,14 @@ def calls(draw, machine, *, ops=None, gradient=False, plants=True, gates=None, e
         B = 1
     kinds = gates or list(ALL_GATES)
     return Call(
-        op, mode, dtype, B, H, T, K, V,
+        op,
+        mode,
+        dtype,
+        B,
+        H,
+        T,
+        K,
+        V,
         seed=draw(st.integers(0, 999)),
         gate=draw(st.sampled_from(kinds)) if declared.gates else "zero",
         gate_dtype=draw(st.sampled_from((None, "float32"))) if declared.gates and DTYPES[dtype].itemsize == 2 else None,
@@ -364,17 +402,23 @@ def calls(draw, machine, *, ops=None, gradient=False, plants=True, gates=None, e
         state_dtype=draw(st.sampled_from((None, None, *DTYPES))) if has_state and not gradient else None,
         chunk_size=draw(st.sampled_from((None, 16, 32, 48, 64, 128))) if chunked else None,
         materialize=draw(st.sampled_from((None, None, True, False) if mode != "staged" else (None, True)))
-        if chunked and "materialize" in takes and op != GLA_VALUE_GATE.name else None,
+        if chunked and "materialize" in takes and op != GLA_VALUE_GATE.name
+        else None,
         scale=draw(st.sampled_from((None, None, 1.0, -0.5, 0.0))),
         gamma=draw(st.sampled_from((None, 0.0, 0.5, 0.97, 1.0))) if "gamma" in takes else None,
         feature_map=draw(st.sampled_from((None, "elu", "relu", "exp"))) if "feature_map" in takes else None,
         normalize="normalize" in takes and draw(maybe),
         causal="causal" not in takes or draw(maybe),
-        plants=draw(planted(declared, T)) if plants and T else ())
+        plants=draw(planted(declared, T)) if plants and T else (),
+    )
 
 
 def planted(declared, T):
     """At most two numbers that are not finite, mostly none."""
-    one = st.tuples(st.sampled_from([name for name, axes in declared.arrays.items() if "T" in axes.split()]),
-                    st.integers(0, T - 1), st.integers(0, 500), st.sampled_from(("nan", "inf", "-inf")))
+    one = st.tuples(
+        st.sampled_from([name for name, axes in declared.arrays.items() if "T" in axes.split()]),
+        st.integers(0, T - 1),
+        st.integers(0, 500),
+        st.sampled_from(("nan", "inf", "-inf")),
+    )
     return st.one_of(st.just(()), st.just(()), st.lists(one, min_size=1, max_size=2).map(tuple))

@@ -16,10 +16,10 @@ from unittest import mock
 
 import hostile
 import numpy as np
-from attack.harness import Fault, Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import same_bits
 
+from attack.harness import Fault, Refused, holds_for, require
 from linattn_np import ContractError
 from linattn_np.__main__ import main
 from linattn_np.models import RWKV6, State, World, checkpoint, tokenizers
@@ -35,7 +35,7 @@ SMALL = 64 << 20
 class Edit:
     """One change of some bytes; `at` is a share of the file, so that it means something in any file."""
 
-    kind: str               # "flip", "put", "insert", "cut", "end", "double"
+    kind: str  # "flip", "put", "insert", "cut", "end", "double"
     at: float
     data: bytes = b""
     size: int = 1
@@ -43,29 +43,76 @@ class Edit:
     def __call__(self, text: bytes) -> bytes:
         at = min(int(self.at * len(text)), max(len(text) - 1, 0))
         if self.kind == "flip":
-            return text[:at] + bytes([text[at] ^ (1 << self.size % 8)]) + text[at + 1:] if text else text
+            return text[:at] + bytes([text[at] ^ (1 << self.size % 8)]) + text[at + 1 :] if text else text
         if self.kind == "put":
-            return text[:at] + self.data + text[at + len(self.data):]
+            return text[:at] + self.data + text[at + len(self.data) :]
         if self.kind == "insert":
             return text[:at] + self.data + text[at:]
         if self.kind == "cut":
-            return text[:at] + text[at + self.size:]
+            return text[:at] + text[at + self.size :]
         if self.kind == "end":
             return text[:at]
-        return text[:at] + text[at:at + self.size] * 2 + text[at + self.size:]
+        return text[:at] + text[at : at + self.size] * 2 + text[at + self.size :]
 
 
-NUMBERS = [struct.pack(f"<{kind}", n) for kind, n in (
-    ("B", 0), ("B", 255), ("H", 0xFFFF), ("I", 0xFFFFFFFF), ("I", 0x7FFFFFFF), ("I", 1 << 31), ("Q", (1 << 64) - 1),
-    ("q", -1), ("Q", 1 << 62), ("Q", 1 << 40), ("I", 1 << 24))]
+NUMBERS = [
+    struct.pack(f"<{kind}", n)
+    for kind, n in (
+        ("B", 0),
+        ("B", 255),
+        ("H", 0xFFFF),
+        ("I", 0xFFFFFFFF),
+        ("I", 0x7FFFFFFF),
+        ("I", 1 << 31),
+        ("Q", (1 << 64) - 1),
+        ("q", -1),
+        ("Q", 1 << 62),
+        ("Q", 1 << 40),
+        ("I", 1 << 24),
+    )
+]
 EDITS = st.builds(
-    Edit, st.sampled_from(("flip", "flip", "put", "put", "insert", "cut", "end", "double")),
-    st.floats(0, 1, exclude_max=True), st.one_of(st.sampled_from(NUMBERS), st.binary(max_size=6)), st.integers(1, 200))
+    Edit,
+    st.sampled_from(("flip", "flip", "put", "put", "insert", "cut", "end", "double")),
+    st.floats(0, 1, exclude_max=True),
+    st.one_of(st.sampled_from(NUMBERS), st.binary(max_size=6)),
+    st.integers(1, 200),
+)
 JSON_VALUES = st.one_of(
-    st.none(), st.booleans(), st.sampled_from((0, -1, 1, 1 << 31, 1 << 63, 1 << 64, 10 ** 400, 0.5, 1e308, float("nan"),
-                                               float("inf"), "", "F32", "F4", "a" * 2000, [], {}, [[]], [-1], [1 << 62],
-                                               [1] * 100_000, [1 << 40, 1 << 40], [0, 1 << 62], [48, 0], [0, 48])),
-    st.lists(st.integers(-2, 50), max_size=4), st.text(max_size=5))
+    st.none(),
+    st.booleans(),
+    st.sampled_from(
+        (
+            0,
+            -1,
+            1,
+            1 << 31,
+            1 << 63,
+            1 << 64,
+            10**400,
+            0.5,
+            1e308,
+            float("nan"),
+            float("inf"),
+            "",
+            "F32",
+            "F4",
+            "a" * 2000,
+            [],
+            {},
+            [[]],
+            [-1],
+            [1 << 62],
+            [1] * 100_000,
+            [1 << 40, 1 << 40],
+            [0, 1 << 62],
+            [48, 0],
+            [0, 48],
+        )
+    ),
+    st.lists(st.integers(-2, 50), max_size=4),
+    st.text(max_size=5),
+)
 
 
 @dataclass(frozen=True)
@@ -74,15 +121,23 @@ class Damaged:
 
     kind: str
     edits: tuple = ()
-    fields: tuple = ()          # ((tensor or None, field or None, value), ...)
+    fields: tuple = ()  # ((tensor or None, field or None, value), ...)
 
 
 KINDS = ("safetensors", "zip", "older", "index")
 FILES = st.builds(
-    Damaged, st.sampled_from(KINDS), st.lists(EDITS, max_size=3).map(tuple),
-    st.lists(st.tuples(st.sampled_from((*hostile.GOOD, "__metadata__", "x", None)),
-                       st.sampled_from(("dtype", "shape", "data_offsets", "more", None)), JSON_VALUES),
-             max_size=2).map(tuple))
+    Damaged,
+    st.sampled_from(KINDS),
+    st.lists(EDITS, max_size=3).map(tuple),
+    st.lists(
+        st.tuples(
+            st.sampled_from((*hostile.GOOD, "__metadata__", "x", None)),
+            st.sampled_from(("dtype", "shape", "data_offsets", "more", None)),
+            JSON_VALUES,
+        ),
+        max_size=2,
+    ).map(tuple),
+)
 
 
 def write(folder, damaged) -> Path:
@@ -91,14 +146,18 @@ def write(folder, damaged) -> Path:
     if damaged.kind == "index":
         for n, (name, x) in enumerate(weights.items()):
             (folder / f"{n}.safetensors").write_bytes(hostile.good_safetensors({name: x}))
-        text = json.dumps(changed({"metadata": {}, "weight_map": {
-            name: f"{n}.safetensors" for n, name in enumerate(weights)}}, damaged.fields)).encode()
+        text = json.dumps(
+            changed(
+                {"metadata": {}, "weight_map": {name: f"{n}.safetensors" for n, name in enumerate(weights)}},
+                damaged.fields,
+            )
+        ).encode()
         path = folder / "model.safetensors.index.json"
     elif damaged.kind == "safetensors":
         whole = hostile.good_safetensors(weights)
         size = struct.unpack("<Q", whole[:8])[0]
-        header = changed(json.loads(whole[8:8 + size]), damaged.fields)
-        text, path = hostile.safetensors(header, whole[8 + size:]), folder / "model.safetensors"
+        header = changed(json.loads(whole[8 : 8 + size]), damaged.fields)
+        text, path = hostile.safetensors(header, whole[8 + size :]), folder / "model.safetensors"
     else:
         text = hostile.zipped_pth(weights) if damaged.kind == "zip" else hostile.older_pth(weights)
         path = folder / "model.pth"
@@ -135,7 +194,8 @@ def checkpoints(damaged, machine):
             x.tobytes()
         if damaged.kind == "zip" or not damaged.edits and not damaged.fields:
             same = weights.keys() == hostile.GOOD.keys() and all(
-                same_bits(np.asarray(x), hostile.GOOD[name]) for name, x in weights.items())
+                same_bits(np.asarray(x), hostile.GOOD[name]) for name, x in weights.items()
+            )
             require(same, "checkpoints: damaged weights load", damaged.kind)
 
 
@@ -145,24 +205,29 @@ class Npz:
     """A saved state: members as (dtype, shape) that the header claims and numbers that are there, and its damage."""
 
     compressed: bool = False
-    members: tuple = ()         # ((name, dtype, shape, numbers), ...) beyond or instead of the sound ones
+    members: tuple = ()  # ((name, dtype, shape, numbers), ...) beyond or instead of the sound ones
     edits: tuple = ()
 
 
 SHAPES = st.sampled_from(((2, 1, 4), (2, 1, 2, 2, 2), (0,), (), (1 << 40,), (1 << 62, 4), (-1,), (2,) * 70, (3, 3)))
 HEADERS = ("<f4", ">f4", "<f8", "<i4", "|O", "<U9", "|V8", "<c8", "<M8[s]", "[('a', '<f4')]", "junk")
-MEMBERS = st.tuples(st.sampled_from(("att_shift", "wkv", "ffn_shift", "more", "", "../x")), st.sampled_from(HEADERS),
-                    SHAPES, st.sampled_from((0, 8, 16, 1 << 25)))
-STATE_FILES = st.builds(Npz, st.booleans(), st.lists(MEMBERS, max_size=2).map(tuple),
-                        st.lists(EDITS, max_size=3).map(tuple))
-
-
-
+MEMBERS = st.tuples(
+    st.sampled_from(("att_shift", "wkv", "ffn_shift", "more", "", "../x")),
+    st.sampled_from(HEADERS),
+    SHAPES,
+    st.sampled_from((0, 8, 16, 1 << 25)),
+)
+STATE_FILES = st.builds(
+    Npz, st.booleans(), st.lists(MEMBERS, max_size=2).map(tuple), st.lists(EDITS, max_size=3).map(tuple)
+)
 
 
 def npz(file) -> bytes:
-    sound = {"att_shift": ("<f4", (2, 1, 4), 8), "wkv": ("<f4", (2, 1, 2, 2, 2), 16),
-             "ffn_shift": ("<f4", (2, 1, 4), 8)}
+    sound = {
+        "att_shift": ("<f4", (2, 1, 4), 8),
+        "wkv": ("<f4", (2, 1, 2, 2, 2), 16),
+        "ffn_shift": ("<f4", (2, 1, 4), 8),
+    }
     for name, *rest in file.members:
         sound[name] = tuple(rest)
     out = io.BytesIO()
@@ -203,15 +268,38 @@ def saved_states(file, machine):
 class Vocabulary:
     """Lines of a small vocabulary, some replaced."""
 
-    lines: tuple = ()           # ((share of the file, line), ...)
+    lines: tuple = ()  # ((share of the file, line), ...)
     edits: tuple = ()
 
 
-LINES = st.one_of(st.sampled_from((
-    "", "1", "1 'a' 1", "300 '' 0", "5 b'\\xff\\xfe' 2", "9 '\u00e9' 2", "9 9 1", "9 'a'*9 9", "9 __import__('os') 1",
-    "9 '" + "a" * 100_000 + "' 100000", "9 " + "(" * 5000 + " 1", "9 {'a'} 1", "-9 'a' 1", "9 'a' -1", "9 f'{1}' 1",
-    "9 '\\ud800' 3", "9 'a' 1 1", "9999999999999999999999 'a' 1", "9 'a' " + "9" * 5000, "9 u'a' 1", "9 'a' 'b' 2")),
-    st.text(max_size=12))
+LINES = st.one_of(
+    st.sampled_from(
+        (
+            "",
+            "1",
+            "1 'a' 1",
+            "300 '' 0",
+            "5 b'\\xff\\xfe' 2",
+            "9 '\u00e9' 2",
+            "9 9 1",
+            "9 'a'*9 9",
+            "9 __import__('os') 1",
+            "9 '" + "a" * 100_000 + "' 100000",
+            "9 " + "(" * 5000 + " 1",
+            "9 {'a'} 1",
+            "-9 'a' 1",
+            "9 'a' -1",
+            "9 f'{1}' 1",
+            "9 '\\ud800' 3",
+            "9 'a' 1 1",
+            "9999999999999999999999 'a' 1",
+            "9 'a' " + "9" * 5000,
+            "9 u'a' 1",
+            "9 'a' 'b' 2",
+        )
+    ),
+    st.text(max_size=12),
+)
 PLACED = st.tuples(st.floats(0, 1, exclude_max=True), LINES)
 VOCABULARIES = st.builds(Vocabulary, st.lists(PLACED, max_size=2).map(tuple), st.lists(EDITS, max_size=2).map(tuple))
 
@@ -235,8 +323,10 @@ def vocabularies(file, machine):
         except ContractError as error:
             raise Refused from error
     for words in (b"the cat \xff\x00 abcdx", bytes(range(256))):
-        require(b"".join(world.decode_bytes([id]) for id in world.encode(words)) == words,
-                "vocabularies: a text does not come back")
+        require(
+            b"".join(world.decode_bytes([id]) for id in world.encode(words)) == words,
+            "vocabularies: a text does not come back",
+        )
 
 
 # -- batches of texts --------------------------------------------------------------------------------------------------
@@ -253,14 +343,41 @@ class Batch:
     edits: tuple = ()
 
 
-FIELDS = st.dictionaries(st.sampled_from(("prompt", "tokens", "temperature", "top_p", "top_k", "seed", "stop", "more")),
-                         st.one_of(JSON_VALUES, st.sampled_from((0, 1, 2, 0.5, 1e-300, 1e-45, "a", ["a"]))), max_size=4)
+FIELDS = st.dictionaries(
+    st.sampled_from(("prompt", "tokens", "temperature", "top_p", "top_k", "seed", "stop", "more")),
+    st.one_of(JSON_VALUES, st.sampled_from((0, 1, 2, 0.5, 1e-300, 1e-45, "a", ["a"]))),
+    max_size=4,
+)
 LINE = FIELDS.map(lambda fields: json.dumps({"prompt": "Miss", "tokens": 2} | fields)).filter(
-    lambda line: len(line) < 3000)
-BATCHES = st.builds(Batch, st.lists(st.one_of(LINE, LINE, LINE, st.sampled_from(
-    ("", "null", "[]", "{", '{"prompt": "a", "prompt": "b"}', '{"prompt": 1e999}', "[" * 5000, '"' + "a" * 5000,
-     '{"prompt": "a", "temperature": 1' + "0" * 400 + "}", '{"prompt": "\\ud800", "tokens": 1}'))),
-    min_size=1, max_size=3).map(tuple), st.lists(EDITS, max_size=1).map(tuple))
+    lambda line: len(line) < 3000
+)
+BATCHES = st.builds(
+    Batch,
+    st.lists(
+        st.one_of(
+            LINE,
+            LINE,
+            LINE,
+            st.sampled_from(
+                (
+                    "",
+                    "null",
+                    "[]",
+                    "{",
+                    '{"prompt": "a", "prompt": "b"}',
+                    '{"prompt": 1e999}',
+                    "[" * 5000,
+                    '"' + "a" * 5000,
+                    '{"prompt": "a", "temperature": 1' + "0" * 400 + "}",
+                    '{"prompt": "\\ud800", "tokens": 1}',
+                )
+            ),
+        ),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+    st.lists(EDITS, max_size=1).map(tuple),
+)
 
 
 @holds_for(lambda machine: BATCHES, machines=ON_HOST, memory=SMALL, round=15)

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-ROUND = 150             # examples of a property before the next one has its turn
-SHRINKING = 4           # seconds that a new fault may take to become small
-KINDS = 60              # faults of a property that are told apart; the others are only counted
-PATIENCE = 20           # seconds after which an example hangs; twenty times that where kernels are built first
-MEMORY = 256 << 20      # bytes by which an example may raise what the process had at most
+ROUND = 150  # examples of a property before the next one has its turn
+SHRINKING = 4  # seconds that a new fault may take to become small
+KINDS = 60  # faults of a property that are told apart; the others are only counted
+PATIENCE = 20  # seconds after which an example hangs; twenty times that where kernels are built first
+MEMORY = 256 << 20  # bytes by which an example may raise what the process had at most
 
 
 class Fault(AssertionError):
@@ -58,10 +58,10 @@ class Property:
     name: str
     check: Callable
     examples: Callable
-    machines: tuple[str, ...] | None        # those that it speaks of, None for all
-    round: int                              # examples in a round
-    memory: int                             # bytes, as MEMORY; this and the next where no kernels are built
-    seconds: float | None                   # of the thread's own time that an example may take
+    machines: tuple[str, ...] | None  # those that it speaks of, None for all
+    round: int  # examples in a round
+    memory: int  # bytes, as MEMORY; this and the next where no kernels are built
+    seconds: float | None  # of the thread's own time that an example may take
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Count:
     tried: int = 0
     refused: int = 0
     faults: int = 0
-    kinds: dict = field(default_factory=dict)       # law -> Found
+    kinds: dict = field(default_factory=dict)  # law -> Found
 
 
 @dataclass
@@ -86,10 +86,12 @@ PROPERTIES: dict[str, Property] = {}
 
 def holds_for(examples, *, machines=None, round=ROUND, memory=MEMORY, seconds=None):
     """Makes a check a property, under its own name."""
+
     def mark(check):
         name = check.__name__.replace("_", "-")
         PROPERTIES[name] = Property(name, check, examples, machines, round, memory, seconds)
         return check
+
     return mark
 
 
@@ -135,7 +137,7 @@ class Attack:
                 tried(p, example, self.machine)
             except Refused:
                 count.refused += not new
-            except Exception as error:              # hypothesis sees those alone that are new
+            except Exception as error:  # hypothesis sees those alone that are new
                 law = law_of(error)
                 count.faults += not new
                 if not new and law in count.kinds:
@@ -149,8 +151,14 @@ class Attack:
                     count.kinds[law] = Found(told(error), example)
                     raise
 
-        how = settings(max_examples=p.round, deadline=None, database=None, report_multiple_bugs=False,
-                       phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))
+        how = settings(
+            max_examples=p.round,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
         number = int.from_bytes(hashlib.sha256(f"{self.number} {p.name} {turn}".encode()).digest()[:8])
         try:
             how(seed(number)(given(p.examples(self.machine))(body)))()
@@ -167,16 +175,20 @@ class Attack:
             self.say(self.report(p, count.kinds[law]))
 
     def report(self, p, found):
-        return (f"\nFAULT of {p.name}: {found.text}\n  python tests/attack --backend {self.machine.name} "
-                f"--replay {p.name} {shell(repr(found.example))}\n")
+        return (
+            f"\nFAULT of {p.name}: {found.text}\n  python tests/attack --backend {self.machine.name} "
+            f"--replay {p.name} {shell(repr(found.example))}\n"
+        )
 
     def progress(self, p):
         spent = time.monotonic() - self.start
         totals = [sum(getattr(c, name) for c in self.counts.values()) for name in ("tried", "refused")]
         kinds = sum(len(c.kinds) for c in self.counts.values())
         done = min(1.0, spent / self.seconds)
-        return (f"[{'#' * int(20 * done):<20}] {spent:4.0f} of {self.seconds:.0f} s  {totals[0]} tried, "
-                f"{totals[1]} refused, {kinds} kinds of fault  {p.name}")
+        return (
+            f"[{'#' * int(20 * done):<20}] {spent:4.0f} of {self.seconds:.0f} s  {totals[0]} tried, "
+            f"{totals[1]} refused, {kinds} kinds of fault  {p.name}"
+        )
 
 
 def tried(p: Property, example, machine):
@@ -197,8 +209,10 @@ def tried(p: Property, example, machine):
 @contextmanager
 def alarm(seconds):
     """Raises Hang into what takes longer."""
+
     def ring(*_):
         raise Hang(f"not done after {seconds} s")
+
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass, field
 
 import numpy as np
-from attack.files import austen
-from attack.harness import Fault, Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import same_bits
 
+from attack.files import austen
+from attack.harness import Fault, Refused, holds_for, require
 from linattn_np import ContractError
 from linattn_np.models import Batch, Sampling, State
 
@@ -27,18 +27,29 @@ class Drawing:
     times: int = 1
 
 
-HOSTILE = (float("nan"), float("inf"), -1, 10 ** 400, "1", None, True, [1], 1j)
-WAYS = st.fixed_dictionaries({}, optional={
-    "temperature": st.sampled_from((0, 0.0, 1, 1e-45, 1e-300, 5e-324, 1e-3, 1e30, 1.7e308, np.float16(0.5), *HOSTILE)),
-    "top_k": st.sampled_from((0, 1, 2, 10 ** 30, np.int8(3), *HOSTILE)),
-    "top_p": st.sampled_from((1, 0.5, 1e-300, 1e-9, 5e-324, 1 - 1e-16, *HOSTILE)),
-    "presence": st.sampled_from((0.0, 1.0, -1e38, 1e39, 1e308, *HOSTILE)),
-    "frequency": st.sampled_from((0.0, 1.0, 1e39, -1e308, *HOSTILE)),
-    "fading": st.sampled_from((0, 0.5, 1, *HOSTILE)),
-    "seed": st.sampled_from((0, 7, 2 ** 200, *HOSTILE)),
-    "vocabulary": st.sampled_from((None, 1, 2, 10 ** 30, *HOSTILE))})
-LOGITS = st.lists(st.one_of(st.floats(-5, 5), st.sampled_from(
-    (0.0, -0.0, 1e38, -1e38, 1e30, float("nan"), float("inf"), -float("inf")))), min_size=1, max_size=6).map(tuple)
+HOSTILE = (float("nan"), float("inf"), -1, 10**400, "1", None, True, [1], 1j)
+WAYS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from(
+            (0, 0.0, 1, 1e-45, 1e-300, 5e-324, 1e-3, 1e30, 1.7e308, np.float16(0.5), *HOSTILE)
+        ),
+        "top_k": st.sampled_from((0, 1, 2, 10**30, np.int8(3), *HOSTILE)),
+        "top_p": st.sampled_from((1, 0.5, 1e-300, 1e-9, 5e-324, 1 - 1e-16, *HOSTILE)),
+        "presence": st.sampled_from((0.0, 1.0, -1e38, 1e39, 1e308, *HOSTILE)),
+        "frequency": st.sampled_from((0.0, 1.0, 1e39, -1e308, *HOSTILE)),
+        "fading": st.sampled_from((0, 0.5, 1, *HOSTILE)),
+        "seed": st.sampled_from((0, 7, 2**200, *HOSTILE)),
+        "vocabulary": st.sampled_from((None, 1, 2, 10**30, *HOSTILE)),
+    },
+)
+LOGITS = st.lists(
+    st.one_of(
+        st.floats(-5, 5), st.sampled_from((0.0, -0.0, 1e38, -1e38, 1e30, float("nan"), float("inf"), -float("inf")))
+    ),
+    min_size=1,
+    max_size=6,
+).map(tuple)
 
 
 @holds_for(lambda machine: st.builds(Drawing, WAYS, LOGITS, st.integers(1, 4)), machines=ON_HOST, seconds=1.0)
@@ -49,16 +60,22 @@ def drawing(case, machine):
         tokens = [sampler(np.array(case.logits, np.float32)) for _ in range(case.times)]
     except ContractError as error:
         raise Refused from error
-    logits = np.array(case.logits, np.float32)[:case.how.get("vocabulary")]
+    logits = np.array(case.logits, np.float32)[: case.how.get("vocabulary")]
     require(not np.isnan(logits).any(), "drawing: a token out of NaN", str(tokens))
     for token in tokens:
         require(0 <= token < len(logits), "drawing: a token that is none", str(token))
         penalised = case.how.get("presence") or case.how.get("frequency")
-        require(np.isneginf(logits).all() or not np.isneginf(logits[token]) or penalised,
-                "drawing: a token of probability 0", str(token))
+        require(
+            np.isneginf(logits).all() or not np.isneginf(logits[token]) or penalised,
+            "drawing: a token of probability 0",
+            str(token),
+        )
         sure = case.how.get("temperature", 1.0) < 1e-30 and not penalised
-        require(not sure or logits[token] == logits.max(), "drawing: not the likeliest token at no temperature",
-                f"{token} of {case.logits}")
+        require(
+            not sure or logits[token] == logits.max(),
+            "drawing: not the likeliest token at no temperature",
+            f"{token} of {case.logits}",
+        )
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -72,13 +89,25 @@ class Entering:
 
 
 CHANGES = {
-    "nothing": lambda x: x, "int32": lambda x: x.astype(np.int32), "float16": lambda x: x.astype(np.float16),
-    "float64": lambda x: x.astype(np.float64), "bool": lambda x: x.astype(bool), "complex": lambda x: x.astype(complex),
-    "list": lambda x: x.tolist(), "none": lambda x: None, "more rows": lambda x: np.concatenate([x, x, x], axis=1),
-    "no rows": lambda x: x[:, :0], "an axis less": lambda x: x[0], "more layers": lambda x: np.concatenate([x, x]),
-    "masked": np.ma.masked_array, "objects": lambda x: x.astype(object), "big-endian": lambda x: x.astype(">f4"),
-    "read-only": lambda x: frozen(x), "backwards": lambda x: x[..., ::-1].copy()[..., ::-1],
-    "one number for all": lambda x: np.broadcast_to(x[..., :1], x.shape)}
+    "nothing": lambda x: x,
+    "int32": lambda x: x.astype(np.int32),
+    "float16": lambda x: x.astype(np.float16),
+    "float64": lambda x: x.astype(np.float64),
+    "bool": lambda x: x.astype(bool),
+    "complex": lambda x: x.astype(complex),
+    "list": lambda x: x.tolist(),
+    "none": lambda x: None,
+    "more rows": lambda x: np.concatenate([x, x, x], axis=1),
+    "no rows": lambda x: x[:, :0],
+    "an axis less": lambda x: x[0],
+    "more layers": lambda x: np.concatenate([x, x]),
+    "masked": np.ma.masked_array,
+    "objects": lambda x: x.astype(object),
+    "big-endian": lambda x: x.astype(">f4"),
+    "read-only": lambda x: frozen(x),
+    "backwards": lambda x: x[..., ::-1].copy()[..., ::-1],
+    "one number for all": lambda x: np.broadcast_to(x[..., :1], x.shape),
+}
 SOUND = ("nothing", "backwards")
 SAME_NUMBERS = (*SOUND, "read-only", "one number for all", "float64", "masked", "objects", "big-endian")
 
@@ -95,8 +124,12 @@ def prompted():
     return austen().forward([list(b"Miss Woodhouse, h")])[1]
 
 
-ENTERING = st.builds(Entering, st.sampled_from(("forward", "a step", "pool", "join", "on_device", "all parts join")),
-                     st.sampled_from(("att_shift", "wkv", "ffn_shift")), st.sampled_from(list(CHANGES)))
+ENTERING = st.builds(
+    Entering,
+    st.sampled_from(("forward", "a step", "pool", "join", "on_device", "all parts join")),
+    st.sampled_from(("att_shift", "wkv", "ffn_shift")),
+    st.sampled_from(list(CHANGES)),
+)
 
 
 @holds_for(lambda machine: ENTERING, machines=ON_HOST, seconds=2.0)
@@ -121,7 +154,7 @@ def states_that_enter(case, machine):
             found, _ = model.forward([list(b"and")], model.on_device(state).copy(), last=True)
         else:
             batch = Batch(model, 2)
-            slot, = batch.join([list(b"and")], Sampling(temperature=0), [state])
+            (slot,) = batch.join([list(b"and")], Sampling(temperature=0), [state])
             found = batch.sequences[slot].logits[None]
     except ContractError as error:
         require(case.change not in SOUND, "states: a sound one is refused", str(error))
@@ -142,16 +175,22 @@ class Joining:
     slots: int = 2
 
 
-PROMPTS = st.lists(st.one_of(st.lists(st.integers(0, 255), min_size=1, max_size=5).map(tuple), st.sampled_from(
-    ((), (256,), (-1,), (0.5,), ("a",), (None,), (2 ** 70,), ((1, 2), (3,)), (float("nan"),), "abc", None, 7))),
-    max_size=3).map(tuple)
+PROMPTS = st.lists(
+    st.one_of(
+        st.lists(st.integers(0, 255), min_size=1, max_size=5).map(tuple),
+        st.sampled_from(
+            ((), (256,), (-1,), (0.5,), ("a",), (None,), (2**70,), ((1, 2), (3,)), (float("nan"),), "abc", None, 7)
+        ),
+    ),
+    max_size=3,
+).map(tuple)
 
 
 @holds_for(lambda machine: st.builds(Joining, PROMPTS, WAYS, st.integers(1, 3)), machines=ON_HOST, seconds=2.0)
 def joining(case, machine):
     """Joined, or refused with every slot as free as before."""
     batch = Batch(austen(), case.slots)
-    other, = batch.join([[97, 98]], Sampling(temperature=0)) if case.slots > 1 else (None,)
+    (other,) = batch.join([[97, 98]], Sampling(temperature=0)) if case.slots > 1 else (None,)
     free, before = batch.free, None if other is None else batch.state(other).wkv
     try:
         slots = batch.join(list(case.prompts), Sampling(**case.how))
@@ -160,8 +199,9 @@ def joining(case, machine):
             batch.leave(slot)
     except ContractError as error:
         require(batch.free == free, "joining: a refused prompt takes a slot")
-        require(other is None or same_bits(batch.state(other).wkv, before),
-                "joining: a refused prompt moves a neighbour")
+        require(
+            other is None or same_bits(batch.state(other).wkv, before), "joining: a refused prompt moves a neighbour"
+        )
         raise Refused from error
     except TypeError as error:
         raise Fault(f"joining: TypeError, {error!s:.60}", repr(case.prompts)) from error

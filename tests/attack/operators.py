@@ -5,13 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from attack.calls import (DTYPES, FUNCTIONS, GROWING, Call, calls, double, flat, given, home, judge, least, magnitudes,
-                          there, truth)
-from attack.harness import Refused, holds_for, require
 from conftest import Kernels
 from hypothesis import strategies as st
 from reference import literal, same_bits, stated
 
+from attack.calls import (
+    DTYPES,
+    FUNCTIONS,
+    GROWING,
+    Call,
+    calls,
+    double,
+    flat,
+    given,
+    home,
+    judge,
+    least,
+    magnitudes,
+    there,
+    truth,
+)
+from attack.harness import Refused, holds_for, require
 from linattn_np import NotSupported, vjp
 from linattn_np.layouts import swap_heads
 
@@ -62,8 +76,9 @@ def coarser(*names):
 
 
 def judge_call(law, call, found, wanted, bounds, must):
-    for part, (x, y, bound, where, dtype) in enumerate(zip(found, wanted, bounds, must, dtypes(call, len(found)),
-                                                          strict=True)):
+    for part, (x, y, bound, where, dtype) in enumerate(
+        zip(found, wanted, bounds, must, dtypes(call, len(found)), strict=True)
+    ):
         what = f"{law}: {call.op}, {'o' if part == 0 else 'state'}{where_planted(call)}"
         require(x.dtype == DTYPES[dtype], f"{what}: dtype", f"{x.dtype}, expected {dtype}")
         judge(what, x, y, bound, where, coarser(dtype, call.dtype), least=least(call))
@@ -140,9 +155,11 @@ def spelled(call):
             at = np.arange(start, start + length)
             at = at if keep is None else at[keep[b, at]]
             at = at[::-1] if call.reverse else at
-            row = [x[b:b + 1, :, at] if "T" in axes.split() else x
-                   for x, axes in zip(arrays.values(), call.declared.arrays.values())]
-            own = None if states is None else tuple(x[b + n:b + n + 1] for x in states)
+            row = [
+                x[b : b + 1, :, at] if "T" in axes.split() else x
+                for x, axes in zip(arrays.values(), call.declared.arrays.values())
+            ]
+            own = None if states is None else tuple(x[b + n : b + n + 1] for x in states)
             own = own if own is None or call.normalize else own[0]
             part, end = literal(call.declared, row, initial_state=own, **options)
             o[b, :, at] = part[0].swapaxes(0, 1)
@@ -153,7 +170,7 @@ def spelled(call):
     declared = stated(call.declared, {"normalize": call.normalize}).state
     parts = [np.concatenate(x) for x in zip(*ends)] or [np.zeros(call.shape(axes)) for axes in declared]
     if len(parts) > 1 and ends:
-        parts[1] = parts[1][:, ::call.groups]
+        parts[1] = parts[1][:, :: call.groups]
     return [o, parts[0].swapaxes(2, 3) if call.state_v_first else parts[0], *parts[1:]]
 
 
@@ -177,13 +194,21 @@ def gradients(call, machine):
     do, dht = call.cotangents()
     there_do = machine.asarray(swap_heads(do, call.declared.out, call.layout))
     try:
-        found = pulled(lambda *a, **k: machine.run(vjp, *a, **k), call, arrays, arguments, there_do,
-                       None if dht is None else there(machine, dht))
+        found = pulled(
+            lambda *a, **k: machine.run(vjp, *a, **k),
+            call,
+            arrays,
+            arguments,
+            there_do,
+            None if dht is None else there(machine, dht),
+        )
     except NotSupported as error:
         raise Refused from error
     found = [machine.tohost(x) for x in found]
-    found = [*(swap_heads(x, axes, call.layout) for x, axes in zip(found, call.declared.arrays.values())),
-             *found[len(arrays):]]
+    found = [
+        *(swap_heads(x, axes, call.layout) for x, axes in zip(found, call.declared.arrays.values())),
+        *found[len(arrays) :],
+    ]
     wanted = exact_gradients(call, call.arrays(), call.arguments(), do, dht)
     bounds = gradient_bounds(call, wanted, do, dht)
     stepwise = wanted if call.gate not in GROWING else stepwise_gradients(call, do, dht)
@@ -192,8 +217,16 @@ def gradients(call, machine):
     for name, x, y, bound, own in zip(names, found, wanted, bounds, stepwise, strict=True):
         own = np.where(spread(beyond, call, name), np.nan, own)
         dtype = coarser(str(x.dtype), call.dtype)
-        judge(f"gradients: {call.op}, d{name}{where_planted(call)}", x, y, bound,
-              np.isfinite(y) & np.isfinite(double(own)), dtype, 2.0, least(call))
+        judge(
+            f"gradients: {call.op}, d{name}{where_planted(call)}",
+            x,
+            y,
+            bound,
+            np.isfinite(y) & np.isfinite(double(own)),
+            dtype,
+            2.0,
+            least(call),
+        )
 
 
 def spread(beyond, call, name):
@@ -211,8 +244,9 @@ def exact_gradients(call, arrays, arguments, do, dht):
     arrays = [double(x) for x in arrays.values()]
     if call.op == "softmax_attention":
         return softmax_gradients(call, *arrays, arguments.get("cu_seqlens"), double(do))
-    kept = {name: x for name, x in arguments.items()
-            if name not in ("layout", "chunk_size", "materialize", "state_dtype")} | {"mode": "recurrent"}
+    kept = {
+        name: x for name, x in arguments.items() if name not in ("layout", "chunk_size", "materialize", "state_dtype")
+    } | {"mode": "recurrent"}
     if kept.get("initial_state") is not None:
         kept["initial_state"] = double(kept["initial_state"])
     return pulled(on_numpy, call, arrays, kept, double(do), None if dht is None else double(dht))
@@ -220,13 +254,16 @@ def exact_gradients(call, arrays, arguments, do, dht):
 
 def stepwise_gradients(call, do, dht):
     """Those of the NumPy backend's mode "recurrent" in the call's own precision."""
-    kept = {name: x for name, x in call.arguments().items() if name not in ("layout", "chunk_size", "materialize",
-                                                                            "state_dtype")} | {"mode": "recurrent"}
+    kept = {
+        name: x
+        for name, x in call.arguments().items()
+        if name not in ("layout", "chunk_size", "materialize", "state_dtype")
+    } | {"mode": "recurrent"}
     return pulled(on_numpy, call, list(call.arrays().values()), kept, do, dht)
 
 
 def softmax_gradients(call, q, k, v, bounds, do):
-    scale = call.K ** -0.5 if call.scale is None else call.scale
+    scale = call.K**-0.5 if call.scale is None else call.scale
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     bounds = [0, call.T] if bounds is None else bounds
     with np.errstate(all="ignore"):
@@ -250,11 +287,11 @@ def gradient_bounds(call, wanted, do, dht):
     A gate's gradient is a difference of running sums, so its limit is what these sums come to.
     """
     if call.op == "softmax_attention" or call.feature_map or call.normalize:
-        return [np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0)) * (1 + call.loudness))
-                for x in wanted]
+        return [
+            np.full(x.shape, 10 * (1 + abs(x[np.isfinite(x)]).max(initial=0)) * (1 + call.loudness)) for x in wanted
+        ]
     arrays, arguments = magnitudes(call, call.arrays(), call.arguments())
-    bounds = exact_gradients(call, arrays, arguments, abs(double(do)),
-                             None if dht is None else abs(double(dht)))
+    bounds = exact_gradients(call, arrays, arguments, abs(double(do)), None if dht is None else abs(double(dht)))
     names = list(call.declared.arrays)
     gates = [name for name in ("g", "gv", "w") if name in names]
     if gates:
@@ -267,15 +304,30 @@ def gradient_bounds(call, wanted, do, dht):
     return bounds
 
 
-@holds_for(lambda machine: calls(machine, gradient=True, plants=False, edges=False,
-                                 gates=["zero", "logsigmoid", "weak", "growth", "few-20"]), machines=("numpy",))
+@holds_for(
+    lambda machine: calls(
+        machine, gradient=True, plants=False, edges=False, gates=["zero", "logsigmoid", "weak", "growth", "few-20"]
+    ),
+    machines=("numpy",),
+)
 def slopes(call, machine):
     """<do, J dx> by central differences in float64 is <pullback(do), dx>."""
-    call = replace(call, dtype="float64", gate_dtype=None, initial=call.initial and "float64", state_dtype=None,
-                   T=min(call.T, 40) or 1, lengths=None, loudness=1.0, memory="plain", layout="bhtd",
-                   K=min(call.K, 20), V=min(call.V, 20))
+    call = replace(
+        call,
+        dtype="float64",
+        gate_dtype=None,
+        initial=call.initial and "float64",
+        state_dtype=None,
+        T=min(call.T, 40) or 1,
+        lengths=None,
+        loudness=1.0,
+        memory="plain",
+        layout="bhtd",
+        K=min(call.K, 20),
+        V=min(call.V, 20),
+    )
     if call.feature_map == "relu":
-        return                                              # its kink has no slope
+        return  # its kink has no slope
     arrays, arguments = given(call, machine)
     do, dht = call.cotangents()
     inputs = [*arrays, *flat(arguments.get("initial_state", ()))]
@@ -284,10 +336,10 @@ def slopes(call, machine):
 
     def value(step):
         moved = [x + step * d for x, d in zip(inputs, directions)]
-        kept, start = dict(arguments), tuple(moved[len(arrays):])
+        kept, start = dict(arguments), tuple(moved[len(arrays) :])
         if start:
             kept["initial_state"] = start if len(start) > 1 else start[0]
-        parts = flat(machine.run(call.function, *moved[:len(arrays)], **kept))
+        parts = flat(machine.run(call.function, *moved[: len(arrays)], **kept))
         return sum(float((x * y).sum()) for x, y in zip(parts, flat((do,) if dht is None else (do, dht))))
 
     found = pulled(lambda *a, **k: machine.run(vjp, *a, **k), call, arrays, arguments, do, dht)
@@ -320,8 +372,9 @@ class Split:
 
 def splits(machine):
     ops = [name for name, (op, _) in FUNCTIONS.items() if op.state]
-    return st.builds(Split, calls(machine, ops=ops, plants=False).map(lambda c: replace(c, lengths=None)),
-                     st.integers(0, 130))
+    return st.builds(
+        Split, calls(machine, ops=ops, plants=False).map(lambda c: replace(c, lengths=None)), st.integers(0, 130)
+    )
 
 
 @holds_for(splits)
@@ -357,13 +410,13 @@ def packed_is_one_by_one(call, machine):
         arguments.pop("state_dtype") if not call.declared.state else arguments.update(state_dtype=call.state_dtype)
         del arguments["cu_seqlens"]
         if "initial_state" in arguments:
-            own = tuple(x[n:n + 1] for x in flat(arguments["initial_state"]))
+            own = tuple(x[n : n + 1] for x in flat(arguments["initial_state"]))
             arguments["initial_state"] = own if len(own) > 1 else own[0]
         alone = home(machine, call, run(machine, call, arrays, arguments))
         stop = start + length
-        parts = [x[:, :, start:stop] if i == 0 else x[n:n + 1] for i, x in enumerate(together)]
-        limits = [x[:, :, start:stop] if i == 0 else x[n:n + 1] for i, x in enumerate(bounds)]
-        where = [x[:, :, start:stop] if i == 0 else x[n:n + 1] for i, x in enumerate(must)]
+        parts = [x[:, :, start:stop] if i == 0 else x[n : n + 1] for i, x in enumerate(together)]
+        limits = [x[:, :, start:stop] if i == 0 else x[n : n + 1] for i, x in enumerate(bounds)]
+        where = [x[:, :, start:stop] if i == 0 else x[n : n + 1] for i, x in enumerate(must)]
         where = [x & np.isfinite(double(y)) for x, y in zip(where, alone)]
         judge_call("packed", call, parts, [double(x) for x in alone], [2 * x for x in limits], where)
         start = stop
@@ -379,8 +432,15 @@ def the_past_is_the_past(call, machine):
     reached = reached_by_plants(call, 1) | excused(call, machine)
     arrays, arguments = magnitudes(sound, sound.arrays(), sound.arguments())
     bound = truth(sound, arrays.values(), arguments)[0]
-    judge(f"past: {call.op}{where_planted(call)}", after, double(before), 2 * bound,
-          ~reached & np.isfinite(double(before)), call.dtype, least=least(call))
+    judge(
+        f"past: {call.op}{where_planted(call)}",
+        after,
+        double(before),
+        2 * bound,
+        ~reached & np.isfinite(double(before)),
+        call.dtype,
+        least=least(call),
+    )
 
 
 def reached_by_plants(call, block):

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from attack.calls import Call, calls, given, home
-from attack.harness import Refused, holds_for, require
 from hypothesis import strategies as st
-from attack.operators import run
 from reference import same_bits
 
+from attack.calls import Call, calls, given, home
+from attack.harness import Refused, holds_for, require
+from attack.operators import run
 from linattn_np import ContractError, NotSupported
 from linattn_np.models import State
 
@@ -86,10 +86,18 @@ class Interrupted:
 
 def interrupted(machine):
     sizes = st.sampled_from(((4, 4, 600, 32, 32), (1, 8, 400, 64, 64), (2, 2, 1500, 16, 64)))
-    large = st.builds(lambda call, sizes: Call(
-        call.op, call.mode, call.dtype if call.dtype != "bfloat16" else "float32",
-        *(sizes if call.mode != "parallel" else (2, 4, 300, 16, 16)), seed=call.seed, gate="logsigmoid"),
-        calls(machine, plants=False, edges=False), sizes)
+    large = st.builds(
+        lambda call, sizes: Call(
+            call.op,
+            call.mode,
+            call.dtype if call.dtype != "bfloat16" else "float32",
+            *(sizes if call.mode != "parallel" else (2, 4, 300, 16, 16)),
+            seed=call.seed,
+            gate="logsigmoid",
+        ),
+        calls(machine, plants=False, edges=False),
+        sizes,
+    )
     return st.builds(Interrupted, large, st.floats(0.0002, 0.02))
 
 
@@ -100,7 +108,7 @@ def interrupts(case, machine):
     arrays, arguments = given(call, machine)
     out = np.zeros(call.shape("B H T V"), call.dtype)
     timer = threading.Timer(case.after, _thread.interrupt_main)
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # which a shell's background jobs are without
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are without
     broken = True
     try:
         timer.start()
@@ -112,7 +120,7 @@ def interrupts(case, machine):
         pass
     timer.join()
     if not broken:
-        raise Refused                       # too late to interrupt anything
+        raise Refused  # too late to interrupt anything
     before = out.copy()
     time.sleep(0.03)
     require(same_bits(out, before), "interrupts: a dead call writes into out", call.op)
@@ -138,9 +146,11 @@ def held(machine) -> int:
         return there + int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-KEPT = st.builds(Kept, st.sampled_from(("gla", "rwkv6", "simple_gla", "retention", "linear_attention",
-                                        "softmax_attention")),
-                 st.sampled_from(("cu_seqlens", "chunk_size", "gamma", "scale")))
+KEPT = st.builds(
+    Kept,
+    st.sampled_from(("gla", "rwkv6", "simple_gla", "retention", "linear_attention", "softmax_attention")),
+    st.sampled_from(("cu_seqlens", "chunk_size", "gamma", "scale")),
+)
 
 
 @holds_for(lambda machine: KEPT, machines=("numpy", "cupy"), round=3, memory=1 << 30)
@@ -151,8 +161,12 @@ def memory_that_is_kept(case, machine):
     if case.argument not in call.takes:
         raise Refused
     arrays, arguments = given(call, machine)
-    values = {"cu_seqlens": lambda n: np.repeat([0, 1, 2], [1 + n, 100_000 - n, 1]),
-              "chunk_size": lambda n: 128 * (n + 1), "gamma": lambda n: n / 100, "scale": lambda n: n / 100}
+    values = {
+        "cu_seqlens": lambda n: np.repeat([0, 1, 2], [1 + n, 100_000 - n, 1]),
+        "chunk_size": lambda n: 128 * (n + 1),
+        "gamma": lambda n: n / 100,
+        "scale": lambda n: n / 100,
+    }
     gc.collect()
     before = held(machine)
     for n in range(count):
@@ -175,10 +189,18 @@ class LargeChunk:
     chunk_size: int = 1 << 20
 
 
-@holds_for(lambda machine: st.builds(LargeChunk, calls(machine, plants=False).filter(
-    lambda call: call.mode in ("chunk", "staged") or call.op == "softmax_attention"),
-    st.sampled_from((1 << 9, 1 << 11, 1 << 12, 1 << 31, 1 << 62, 1 << 70))),
-    machines=("numpy", "cupy"), memory=192 << 20, seconds=2.0)
+@holds_for(
+    lambda machine: st.builds(
+        LargeChunk,
+        calls(machine, plants=False).filter(
+            lambda call: call.mode in ("chunk", "staged") or call.op == "softmax_attention"
+        ),
+        st.sampled_from((1 << 9, 1 << 11, 1 << 12, 1 << 31, 1 << 62, 1 << 70)),
+    ),
+    machines=("numpy", "cupy"),
+    memory=192 << 20,
+    seconds=2.0,
+)
 def large_chunks(case, machine):
     """A chunk takes no more time and memory than the tokens that there are; or it is refused."""
     arrays, arguments = given(case.call, machine)
@@ -198,13 +220,16 @@ class Saving:
     rows: int = 50
 
 
-@holds_for(lambda machine: st.builds(Saving, st.integers(2, 4), st.sampled_from((1, 50, 400))), machines=("numpy",),
-           round=3)
+@holds_for(
+    lambda machine: st.builds(Saving, st.integers(2, 4), st.sampled_from((1, 50, 400))), machines=("numpy",), round=3
+)
 def saving(case, machine):
     """Whoever reads gets one whole state; nothing else is in the folder in the end, and a user's own file stays."""
     rng = np.random.default_rng(0)
-    states = [State(*(rng.standard_normal((2, case.rows, *axes), dtype=np.float32) for axes in ((8,), (2, 4, 4), (8,))))
-              for _ in range(case.writers)]
+    states = [
+        State(*(rng.standard_normal((2, case.rows, *axes), dtype=np.float32) for axes in ((8,), (2, 4, 4), (8,))))
+        for _ in range(case.writers)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.npz"
         (Path(folder) / "state.npz.part").write_text("a user's own")
@@ -213,8 +238,13 @@ def saving(case, machine):
             done = [pool.submit(lambda state=state: [state.save(path) for _ in range(6)]) for state in states]
             while not all(future.done() for future in done):
                 found = State.load(path)
-                require(any(same_bits(found.wkv, state.wkv) and same_bits(found.att_shift, state.att_shift)
-                            for state in states), "saving: a mixture is read")
+                require(
+                    any(
+                        same_bits(found.wkv, state.wkv) and same_bits(found.att_shift, state.att_shift)
+                        for state in states
+                    ),
+                    "saving: a mixture is read",
+                )
         for future in done:
             future.result()
         left = sorted(os.listdir(folder))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from attack.calls import ALL_GATES, DTYPES, GROWING, double, judge, lengths_of
-from attack.harness import Refused, holds_for, require
 from hypothesis import strategies as st
 from reference import DECAYS, same_bits
 
+from attack.calls import ALL_GATES, DTYPES, GROWING, double, judge, lengths_of
+from attack.harness import Refused, holds_for, require
 from linattn_np import NotSupported, gla, gla_step, rwkv6, rwkv6_step, stages
 from linattn_np.layers import GatedLinearAttention, random_weights
 from linattn_np.ops.steps import GLA_STEP, RWKV6_STEP
@@ -32,8 +32,8 @@ class Step:
     K: int = 1
     V: int = 1
     slots: tuple | None = None
-    pool: int = 0               # rows beyond B
-    memory: str = "plain"       # "plain", "layer": a slice of a state of all layers, "odd": one number behind the start
+    pool: int = 0  # rows beyond B
+    memory: str = "plain"  # "plain", "layer": a slice of a state of all layers, "odd": one number behind the start
     scale: float | None = None
     seed: int = 0
 
@@ -42,8 +42,11 @@ class Step:
         sizes = {"B": self.B, "H": self.H, "K": self.K, "V": self.V}
         for name, axes in STEPS[self.op][0].arrays.items():
             shape = tuple(sizes[axis] for axis in axes.split())
-            x = (ALL_GATES[self.gate](rng, (*shape[:2], 1, *shape[2:]))[:, :, 0] if name in DECAYS
-                 else rng.standard_normal(shape))
+            x = (
+                ALL_GATES[self.gate](rng, (*shape[:2], 1, *shape[2:]))[:, :, 0]
+                if name in DECAYS
+                else rng.standard_normal(shape)
+            )
             with np.errstate(over="ignore"):
                 found[name] = x.astype(DTYPES[self.dtype])
         rows = self.B + self.pool if self.slots is not None else self.B
@@ -56,10 +59,21 @@ def steps(draw, machine):
     B, pool = draw(st.integers(0, 4)), draw(st.integers(0, 3))
     slots = draw(st.none() | st.permutations(range(B + pool)).map(lambda rows: tuple(rows[:B])))
     sizes = st.one_of(st.integers(1, 9), st.sampled_from((16, 17, 32, 33, 64)))
-    return Step(draw(st.sampled_from(list(STEPS))), draw(st.sampled_from([str(d) for d in machine.dtypes])),
-                draw(st.sampled_from(list(DTYPES))), draw(st.sampled_from(STABLE)), B, draw(st.integers(0, 3)),
-                draw(sizes), draw(sizes), slots, pool, draw(st.sampled_from(("plain", "layer", "odd"))),
-                draw(st.sampled_from((None, 1.0, -2.0, 0.0))), draw(st.integers(0, 999)))
+    return Step(
+        draw(st.sampled_from(list(STEPS))),
+        draw(st.sampled_from([str(d) for d in machine.dtypes])),
+        draw(st.sampled_from(list(DTYPES))),
+        draw(st.sampled_from(STABLE)),
+        B,
+        draw(st.integers(0, 3)),
+        draw(sizes),
+        draw(sizes),
+        slots,
+        pool,
+        draw(st.sampled_from(("plain", "layer", "odd"))),
+        draw(st.sampled_from((None, 1.0, -2.0, 0.0))),
+        draw(st.integers(0, 999)),
+    )
 
 
 def step_equation(step, arrays):
@@ -69,7 +83,7 @@ def step_equation(step, arrays):
     S, new = state[rows], k[..., None] * v[..., None, :]
     after = np.exp(gate)[..., None] * S + new
     seen = S + bonus[0][:, :, None] * new if bonus else after
-    o = (step.K ** -0.5 if step.scale is None else step.scale) * (q[..., None] * seen).sum(-2)
+    o = (step.K**-0.5 if step.scale is None else step.scale) * (q[..., None] * seen).sum(-2)
     state[rows] = after
     return o, state
 
@@ -87,8 +101,9 @@ def a_step(step, machine):
         memory = machine.asarray(np.concatenate([np.zeros(1, arrays["state"].dtype), arrays["state"].ravel()]))
         state = memory[1:].reshape(shape)
     try:
-        o = machine.run(STEPS[step.op][1], *inputs, state,
-                        slots=None if step.slots is None else list(step.slots), scale=step.scale)
+        o = machine.run(
+            STEPS[step.op][1], *inputs, state, slots=None if step.slots is None else list(step.slots), scale=step.scale
+        )
     except NotSupported as error:
         raise Refused from error
     wanted, after = step_equation(step, arrays)
@@ -132,11 +147,21 @@ class Pipeline:
 def pipelines(draw, machine):
     T, packed = draw(st.integers(0, 70 if machine.quick else 34)), draw(st.booleans())
     sizes = st.one_of(st.integers(1, 9), st.sampled_from((16, 17, 33)))
-    return Pipeline(draw(lengths_of(T)) if packed else (T,), packed, 1 if packed else draw(st.integers(0, 2)),
-                    draw(st.integers(0, 2)), draw(sizes), draw(sizes),
-                    draw(st.sampled_from([str(d) for d in machine.dtypes])), draw(st.sampled_from(STABLE)),
-                    draw(st.booleans()), draw(st.sampled_from((16, 32, 64))), draw(st.sampled_from(("bhtd", "bthd"))),
-                    draw(st.sampled_from((None, 1.0, -0.5))), draw(st.integers(0, 999)))
+    return Pipeline(
+        draw(lengths_of(T)) if packed else (T,),
+        packed,
+        1 if packed else draw(st.integers(0, 2)),
+        draw(st.integers(0, 2)),
+        draw(sizes),
+        draw(sizes),
+        draw(st.sampled_from([str(d) for d in machine.dtypes])),
+        draw(st.sampled_from(STABLE)),
+        draw(st.booleans()),
+        draw(st.sampled_from((16, 32, 64))),
+        draw(st.sampled_from(("bhtd", "bthd"))),
+        draw(st.sampled_from((None, 1.0, -0.5))),
+        draw(st.integers(0, 999)),
+    )
 
 
 @holds_for(pipelines)
@@ -199,12 +224,20 @@ def layers(draw, machine):
     heads = draw(st.sampled_from((1, 2, 4)))
     packed, T = draw(st.booleans()), draw(st.integers(0, 40))
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0]))
-    return Layer(heads * draw(st.sampled_from((2, 4, 8))), heads, kv_heads, 1 if packed else draw(st.integers(0, 3)),
-                 draw(lengths_of(T)) if packed else (T,), packed,
-                 draw(st.sampled_from(("float64", "float32", "float16"))),
-                 draw(st.sampled_from((None, "relu", "sigmoid", "swish"))),
-                 draw(st.sampled_from(("swish", "sigmoid", "relu"))), draw(st.sampled_from((None, -0.02, -5.0))),
-                 draw(st.integers(0, 40)), draw(st.integers(0, 999)))
+    return Layer(
+        heads * draw(st.sampled_from((2, 4, 8))),
+        heads,
+        kv_heads,
+        1 if packed else draw(st.integers(0, 3)),
+        draw(lengths_of(T)) if packed else (T,),
+        packed,
+        draw(st.sampled_from(("float64", "float32", "float16"))),
+        draw(st.sampled_from((None, "relu", "sigmoid", "swish"))),
+        draw(st.sampled_from(("swish", "sigmoid", "relu"))),
+        draw(st.sampled_from((None, -0.02, -5.0))),
+        draw(st.integers(0, 40)),
+        draw(st.integers(0, 999)),
+    )
 
 
 @holds_for(layers, machines=("numpy", "cupy"))
@@ -214,8 +247,14 @@ def a_layer(layer, machine):
     weights = random_weights(rng, layer.D, layer.heads, num_kv_heads=layer.kv_heads)
     wide = layer.dtype == "float64"
     weights = {name: machine.asarray(x.astype(np.float64 if wide else np.float32)) for name, x in weights.items()}
-    own = GatedLinearAttention(weights, layer.heads, num_kv_heads=layer.kv_heads, feature_map=layer.feature_map,
-                               gate_fn=layer.gate_fn, clamp_min=layer.clamp_min)
+    own = GatedLinearAttention(
+        weights,
+        layer.heads,
+        num_kv_heads=layer.kv_heads,
+        feature_map=layer.feature_map,
+        gate_fn=layer.gate_fn,
+        clamp_min=layer.clamp_min,
+    )
     x = machine.asarray(rng.standard_normal((layer.B, T, layer.D)).astype(layer.dtype))
     bounds = [0, *np.cumsum(layer.lengths).tolist()]
     y, state = own(x, **({"cu_seqlens": bounds} if layer.packed else {}))
@@ -232,7 +271,7 @@ def a_layer(layer, machine):
         for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
             alone, end = own(x[:, start:stop])
             same("packed", y[:, start:stop], alone)
-            same("packed state", state[n:n + 1], end)
+            same("packed state", state[n : n + 1], end)
         return
     at = layer.at % (T + 1)
     first, half = own(x[:, :at])
@@ -266,6 +305,6 @@ def slope(own, x, rng):
     terms = [float((dx * direction).sum())] + [float((gradients[name] * turned[name]).sum()) for name in kept]
     size = sum(map(abs, terms)) + abs(value(0)) + 1e-2
     errors = [abs((value(h) - value(-h)) / (2 * h) - sum(terms)) / size for h in (1e-5, 1e-6, 1e-7)]
-    if own.feature_map is None or own.feature_map.__name__ != "Relu":           # which has a kink, as a clamp has
+    if own.feature_map is None or own.feature_map.__name__ != "Relu":  # which has a kink, as a clamp has
         kinked = own.clamp_min is not None or own.gate_fn.__name__ == "Relu"
         require(min(errors) < (1e-2 if kinked else 1e-4), "layers: gradient", f"differs by {min(errors):.1e}")

@@ -96,7 +96,9 @@ def _load(kernel):
 
 
 class EmulatedDevice:
-    """`device.CupyDevice` on NumPy arrays; `empty` holds NaN, so that a value nobody wrote shows. Sizes are an H200's."""
+    """`device.CupyDevice` on NumPy arrays; `empty` holds NaN, so that a value nobody wrote shows. Sizes are an
+    H200's.
+    """
 
     multiprocessors = 132
     shared_per_multiprocessor, shared_per_block = 228 * 1024, 227 * 1024
@@ -146,11 +148,16 @@ class Memory:
     def __init__(self, x, shape, strides, offset):
         at, _ = x.__array_interface__["data"]
         self.x = x
-        self.__array_interface__ = {"data": (at + offset, not x.flags.writeable), "shape": shape, "strides": strides,
-                                    "typestr": f"|V{x.dtype.itemsize}", "version": 3}
+        self.__array_interface__ = {
+            "data": (at + offset, not x.flags.writeable),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{x.dtype.itemsize}",
+            "version": 3,
+        }
 
 
-# -- kernels of the tests' own ------------------------------------------------------------------------------------------
+# -- kernels of the tests' own -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TestKernel(Kernel):
     """Any instance of any file, whose argument is whatever `pack` made."""

@@ -7,11 +7,11 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 
-NORMAL, TRANSPOSED = 0, 1           # of cublasOperation_t
-DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}     # of cudaDataType
-COMPUTE_32F = 68                    # of cublasComputeType_t
-DEFAULT_ALGORITHM = -1              # of cublasGemmAlgo_t
-WORKSPACE = 32 << 20                # bytes, as cuBLAS takes on sm_90; our own, so that a graph allocates none
+NORMAL, TRANSPOSED = 0, 1  # of cublasOperation_t
+DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, BFLOAT16: 14}  # of cudaDataType
+COMPUTE_32F = 68  # of cublasComputeType_t
+DEFAULT_ALGORITHM = -1  # of cublasGemmAlgo_t
+WORKSPACE = 32 << 20  # bytes, as cuBLAS takes on sm_90; our own, so that a graph allocates none
 
 
 class Cublas:
@@ -19,7 +19,7 @@ class Cublas:
 
     def __init__(self):
         import cupy
-        from cupy.cuda import cublas        # noqa: F401  finds the library and loads it
+        from cupy.cuda import cublas  # noqa: F401  finds the library and loads it
 
         self.stream = cupy.cuda.get_current_stream
         self.cublas = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
@@ -40,10 +40,32 @@ class Cublas:
         workspace = pointer(self.workspace.data.ptr)
         self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
         # cuBLAS goes by columns: what it sees is y^T = b^T a^T.
-        self.call("cublasGemmStridedBatchedEx", self.handle, of_b, of_a, N, M, K, ctypes.byref(one),
-                  pointer(b.data.ptr), DATA[b.dtype], ldb, stride_b, pointer(a.data.ptr), DATA[a.dtype], lda, stride_a,
-                  ctypes.byref(beta), pointer(y.data.ptr), DATA[y.dtype], ldy, stride_y, C, COMPUTE_32F,
-                  DEFAULT_ALGORITHM)
+        self.call(
+            "cublasGemmStridedBatchedEx",
+            self.handle,
+            of_b,
+            of_a,
+            N,
+            M,
+            K,
+            ctypes.byref(one),
+            pointer(b.data.ptr),
+            DATA[b.dtype],
+            ldb,
+            stride_b,
+            pointer(a.data.ptr),
+            DATA[a.dtype],
+            lda,
+            stride_a,
+            ctypes.byref(beta),
+            pointer(y.data.ptr),
+            DATA[y.dtype],
+            ldy,
+            stride_y,
+            C,
+            COMPUTE_32F,
+            DEFAULT_ALGORITHM,
+        )
 
     def call(self, name, *arguments):
         status = getattr(self.cublas, name)(*arguments)

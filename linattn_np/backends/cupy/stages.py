@@ -12,7 +12,6 @@ from .instances import CHANNELS, channels, read_order
 from .kernel import CTYPES, Kernel
 from .plan import FLOAT32, Array, Draft, ceil_div
 
-
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
 
 

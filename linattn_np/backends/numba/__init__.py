@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from .routes import KERNELS, LONGEST_KEY, MODES, STAGES, mode
 
+
 def why_not(problem) -> str | None:
     simulated = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
     if problem.op.name not in KERNELS:
@@ -35,11 +36,13 @@ def why_not(problem) -> str | None:
 
 def run(problem):
     from . import plans
+
     return plans.run(problem)
 
 
 def describe(problem, bytes_moved) -> dict:
     from . import plans
+
     recurrent = mode(problem) == "recurrent"
     return {
         "mode": mode(problem) if problem.op.name not in STAGES else None,

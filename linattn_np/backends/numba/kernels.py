@@ -11,14 +11,14 @@ from functools import cache
 from .runtime import cuda
 
 THREADS = 64
-COLS = 16                       # value channels of a tile
-GROUPS = THREADS // COLS        # threads that share a column
-ROWS = 64                       # rows of a tile of the state or of the output
-ROWS_EACH = ROWS // GROUPS      # rows of it that one thread keeps in registers
-INNER = 32                      # the summed axis of a product, staged this many at a time
-SUB = 16                        # tokens of a sub-chunk, contract.SUB_CHUNK
+COLS = 16  # value channels of a tile
+GROUPS = THREADS // COLS  # threads that share a column
+ROWS = 64  # rows of a tile of the state or of the output
+ROWS_EACH = ROWS // GROUPS  # rows of it that one thread keeps in registers
+INNER = 32  # the summed axis of a product, staged this many at a time
+SUB = 16  # tokens of a sub-chunk, contract.SUB_CHUNK
 SUB_EACH = SUB // GROUPS
-PADDED = INNER + 1              # so that the rows of a tile start in different banks
+PADDED = INNER + 1  # so that the rows of a tile start in different banks
 
 
 @cuda.jit
@@ -114,7 +114,7 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
                 h[row, head, c, k0 + first + r, v0 + col] = r_h[r]
         start, stop = chunks[c, 0], chunks[c, 1]
         for t0 in range(start, stop, INNER):
-            cuda.syncthreads()                              # the tile before this one has been read
+            cuda.syncthreads()  # the tile before this one has been read
             for i in range(thread, INNER * ROWS, THREADS):
                 m, x = i // ROWS, i % ROWS
                 inside = t0 + m < stop and k0 + x < K
@@ -123,10 +123,10 @@ def inter_chunk(kg, v, b, chunks, first_chunk, h, state):
                 m, y = i // COLS, i % COLS
                 inside = t0 + m < stop and v0 + y < V
                 s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if inside else real(0)
-            if t0 == start:                                 # as many threads as rows
+            if t0 == start:  # as many threads as rows
                 inside = k0 + thread < K
                 s_decay[thread] = real(math.exp(b[row, head, stop - 1, k0 + thread])) if inside else real(0)
-            cuda.syncthreads()                              # the tile is complete
+            cuda.syncthreads()  # the tile is complete
             if t0 == start:
                 for r in range(ROWS_EACH):
                     r_h[r] *= s_decay[first + r]
@@ -163,7 +163,7 @@ def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
     NC, pairs = chunks.shape[0], subs * (subs - 1) // 2
     block = cuda.blockIdx.x
     c, head, row = block // pairs % NC, block // (pairs * NC) % H, block // (pairs * NC * H)
-    i, j = 1, block % pairs                                 # row i of the triangle has i sub-chunks of keys
+    i, j = 1, block % pairs  # row i of the triangle has i sub-chunks of keys
     while j >= i:
         j -= i
         i += 1
@@ -196,11 +196,11 @@ def intra_chunk_below(q, k, g, chunks, subs, A, exclusive):
             for m in range(SUB - 1, -1, -1):
                 s_k[m, x] = real(k[row, head, keys + m, k0 + x]) * real(math.exp(total))
                 total += real(g[row, head, keys + m, k0 + x])
-        cuda.syncthreads()                                  # both tiles are complete
+        cuda.syncthreads()  # both tiles are complete
         for m in range(INNER):
             for r in range(SUB_EACH):
                 r_a[r] += s_q[first + r, m] * s_k[col, m]
-        cuda.syncthreads()                                  # both tiles have been read
+        cuda.syncthreads()  # both tiles have been read
 
     for r in range(SUB_EACH):
         if queries + first + r < stop:
@@ -247,7 +247,7 @@ def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
             s_q[m, x] = real(q[row, head, start + m, k0 + x]) if inside else real(0)
             s_k[m, x] = real(k[row, head, start + m, k0 + x]) if inside else real(0)
             s_decay[m, x] = real(math.exp(real(g[row, head, start + m, k0 + x]))) if inside else real(0)
-        cuda.syncthreads()                                  # the three tiles are complete
+        cuda.syncthreads()  # the three tiles are complete
         for x in range(group, min(INNER, K - k0), GROUPS):
             w = s_k[j, x]
             for i in range(SUB):
@@ -257,7 +257,7 @@ def intra_chunk_diagonal(q, k, g, u, chunks, subs, A, exclusive):
                     s_part[group, i, j] += s_q[i, x] * (before if exclusive else w)
                 elif i == j:
                     s_part[group, i, j] += s_q[i, x] * (u[head, k0 + x] * w)
-        cuda.syncthreads()                                  # they have been read; in the end, A is summed
+        cuda.syncthreads()  # they have been read; in the end, A is summed
 
     for p in range(thread, SUB * SUB, THREADS):
         m, x = p // SUB, p % SUB
@@ -304,7 +304,7 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
     for r in range(ROWS_EACH):
         r_o[r] = real(0)
 
-    for k0 in range(0, K, INNER):                           # qg h
+    for k0 in range(0, K, INNER):  # qg h
         for i in range(thread, ROWS * INNER, THREADS):
             r, m = i // INNER, i % INNER
             inside = t0 + r < stop and k0 + m < K
@@ -313,13 +313,13 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
             m, y = i // COLS, i % COLS
             inside = k0 + m < K and v0 + y < V
             s_right[m, y] = h[row, head, c, k0 + m, v0 + y] if inside else real(0)
-        cuda.syncthreads()                                  # both tiles are complete
+        cuda.syncthreads()  # both tiles are complete
         for m in range(INNER):
             for r in range(ROWS_EACH):
                 r_o[r] += s_left[first + r, m] * s_right[m, col]
-        cuda.syncthreads()                                  # both tiles have been read
+        cuda.syncthreads()  # both tiles have been read
 
-    for j0 in range(0, min(stop, t0 + ROWS) - start, INNER):        # A v, up to the diagonal
+    for j0 in range(0, min(stop, t0 + ROWS) - start, INNER):  # A v, up to the diagonal
         for i in range(thread, ROWS * INNER, THREADS):
             r, m = i // INNER, i % INNER
             inside = t0 + r < stop and start + j0 + m < stop
@@ -328,12 +328,12 @@ def combine(qg, h, A, v, chunks, subs, o, scale):
             m, y = i // COLS, i % COLS
             inside = start + j0 + m < stop and v0 + y < V
             s_right[m, y] = real(v[row, head, start + j0 + m, v0 + y]) if inside else real(0)
-        cuda.syncthreads()                                  # both tiles are complete
+        cuda.syncthreads()  # both tiles are complete
         for m in range(INNER):
             for r in range(ROWS_EACH):
-                if j0 + m <= first_row + first + r:         # or its zero weight would meet a NaN that is yet to come
+                if j0 + m <= first_row + first + r:  # or its zero weight would meet a NaN that is yet to come
                     r_o[r] += s_left[first + r, m] * s_right[m, col]
-        cuda.syncthreads()                                  # both tiles have been read
+        cuda.syncthreads()  # both tiles have been read
 
     for r in range(ROWS_EACH):
         if t0 + first + r < stop and v0 + col < V:
@@ -398,7 +398,7 @@ def recurrent(key_channels):
             for i in range(thread, count * COLS, THREADS):
                 m, y = i // COLS, i % COLS
                 s_v[m, y] = real(v[row, head, t0 + m, v0 + y]) if v0 + y < V else real(0)
-            cuda.syncthreads()                              # the tokens are here, the parts before are summed
+            cuda.syncthreads()  # the tokens are here, the parts before are summed
             for m in range(count):
                 part = real(0)
                 for r in range(each):
@@ -410,7 +410,7 @@ def recurrent(key_channels):
                     if not exclusive:
                         part += s_q[m, x] * r_s[r]
                 s_part[m, group, col] = part
-            cuda.syncthreads()                              # every part is there, the tokens have been read
+            cuda.syncthreads()  # every part is there, the tokens have been read
             for i in range(thread, count * COLS, THREADS):
                 m, y = i // COLS, i % COLS
                 total = real(0)

@@ -79,8 +79,22 @@ def walk(problem, q, k, v, g, u, bounds, rows, state):
     out = problem.out if problem.out is None or problem.out.ndim == 4 else problem.out[:, :, None]
     o = output(problem, q, v.shape, out)
     N, H, V = problem.shape("N H V")
-    launch(kernels.recurrent(key_channels(problem)), N * H * tiles_of(V, kernels.COLS), kernels.THREADS,
-           q, k, v, g, u, bounds, rows, state, o, real(problem)(problem.scale), problem.op.reads_before_write)
+    launch(
+        kernels.recurrent(key_channels(problem)),
+        N * H * tiles_of(V, kernels.COLS),
+        kernels.THREADS,
+        q,
+        k,
+        v,
+        g,
+        u,
+        bounds,
+        rows,
+        state,
+        o,
+        real(problem)(problem.scale),
+        problem.op.reads_before_write,
+    )
     return finished(problem, o, out)
 
 
@@ -93,8 +107,7 @@ def chunk_cumsum(problem, g, chunks):
 
 def gated_qk(problem, q, k, b, e, chunks, exclusive):
     qg, kg = (empty_like(problem, q, q.shape) for _ in range(2))
-    launch(kernels.gated_qk, channel_blocks(q, chunks), kernels.THREADS,
-           q, k, b, e, chunks, qg, kg, exclusive)
+    launch(kernels.gated_qk, channel_blocks(q, chunks), kernels.THREADS, q, k, b, e, chunks, qg, kg, exclusive)
     return qg, kg
 
 
@@ -113,10 +126,31 @@ def intra_chunk(problem, q, k, g, u, chunks):
     B, H, T = problem.shape("B H T")
     A = empty_like(problem, q, (B, H, T, chunk_size(problem)))
     subs = sub_chunks(problem)
-    launch(kernels.intra_chunk_below, B * H * len(chunks) * (subs * (subs - 1) // 2), kernels.THREADS,
-           q, k, g, chunks, subs, A, problem.op.reads_before_write)
-    launch(kernels.intra_chunk_diagonal, B * H * len(chunks) * subs, kernels.THREADS,
-           q, k, g, u, chunks, subs, A, problem.op.reads_before_write)
+    launch(
+        kernels.intra_chunk_below,
+        B * H * len(chunks) * (subs * (subs - 1) // 2),
+        kernels.THREADS,
+        q,
+        k,
+        g,
+        chunks,
+        subs,
+        A,
+        problem.op.reads_before_write,
+    )
+    launch(
+        kernels.intra_chunk_diagonal,
+        B * H * len(chunks) * subs,
+        kernels.THREADS,
+        q,
+        k,
+        g,
+        u,
+        chunks,
+        subs,
+        A,
+        problem.op.reads_before_write,
+    )
     return A
 
 
@@ -125,8 +159,7 @@ def combine(problem, qg, h, A, v, chunks, like):
     subs = sub_chunks(problem)
     o = output(problem, like, v.shape, problem.out)
     blocks = B * H * len(chunks) * tiles_of(subs * SUB_CHUNK, kernels.ROWS) * tiles_of(V, kernels.COLS)
-    launch(kernels.combine, blocks, kernels.THREADS,
-           qg, h, A, v, chunks, subs, o, real(problem)(problem.scale))
+    launch(kernels.combine, blocks, kernels.THREADS, qg, h, A, v, chunks, subs, o, real(problem)(problem.scale))
     return finished(problem, o, problem.out)
 
 
@@ -155,9 +188,17 @@ def run_combine(problem):
     return combine(problem, qg, h, A, v, chunk_table(problem), like=qg)
 
 
-PLANS = {"gla": operator, "rwkv6": operator, "gla_step": step, "rwkv6_step": step,
-         "chunk_cumsum": run_chunk_cumsum, "gated_qk": run_gated_qk, "inter_chunk": run_inter_chunk,
-         "intra_chunk": run_intra_chunk, "combine": run_combine}
+PLANS = {
+    "gla": operator,
+    "rwkv6": operator,
+    "gla_step": step,
+    "rwkv6_step": step,
+    "chunk_cumsum": run_chunk_cumsum,
+    "gated_qk": run_gated_qk,
+    "inter_chunk": run_inter_chunk,
+    "intra_chunk": run_intra_chunk,
+    "combine": run_combine,
+}
 
 
 # -- arrays in, arrays out -----------------------------------------------------------------------------------
@@ -249,14 +290,23 @@ def channel_blocks(x, chunks) -> int:
 def tiles(problem, recurrent) -> dict:
     if recurrent:
         return {"K": key_channels(problem), "BV": kernels.COLS, "threads": kernels.THREADS}
-    return {"chunk_size": chunk_size(problem), "BC": kernels.SUB, "BT": kernels.ROWS, "BK": kernels.INNER,
-            "BV": kernels.COLS, "threads": kernels.THREADS}
+    return {
+        "chunk_size": chunk_size(problem),
+        "BC": kernels.SUB,
+        "BT": kernels.ROWS,
+        "BK": kernels.INNER,
+        "BV": kernels.COLS,
+        "threads": kernels.THREADS,
+    }
 
 
 def copies(problem) -> tuple[str, ...]:
     arrays = {**problem.arrays, "out": problem.out, "state": problem.options.get("state")}
-    return tuple(f"{name}: bfloat16, which Numba cannot take, through float32"
-                 for name, x in arrays.items() if x is not None and x.dtype == BFLOAT16)
+    return tuple(
+        f"{name}: bfloat16, which Numba cannot take, through float32"
+        for name, x in arrays.items()
+        if x is not None and x.dtype == BFLOAT16
+    )
 
 
 def floor_ms(problem, bytes_moved):

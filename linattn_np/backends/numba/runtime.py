@@ -18,7 +18,7 @@ finally:
 from numba import cuda
 from numba.core import config
 
-SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])       # which Numba makes from the environment
+SIMULATED = bool(vars(config)["ENABLE_CUDASIM"])  # which Numba makes from the environment
 
 
 def launch(kernel, blocks, threads, *arguments):
@@ -29,7 +29,7 @@ def launch(kernel, blocks, threads, *arguments):
         kernel[blocks, threads](*map(simulated, arguments))
     else:
         stream = cuda.external_stream(sys.modules["cupy"].cuda.get_current_stream().ptr)
-        with warnings.catch_warnings():                     # of a small grid: the problem is small
+        with warnings.catch_warnings():  # of a small grid: the problem is small
             warnings.filterwarnings("ignore", ".*Grid size")
             configured = kernel[blocks, threads, stream]
         configured(*map(on_device, arguments))
@@ -43,4 +43,5 @@ def on_device(x):
 def simulated(x):
     """Arrays of any strides, in place; the simulator would copy them, and refuses some."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
     return FakeCUDAArray(x) if isinstance(x, np.ndarray) else x

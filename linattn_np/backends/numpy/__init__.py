@@ -5,12 +5,28 @@ from importlib import import_module
 import numpy as np
 
 from ...declarations import GATED, GLA_VALUE_GATE, LINEAR_ATTENTION, NORMALIZED, RETENTION, SIMPLE_GLA
-from . import (chunked, chunking, gla, linear_attention, parallel, recurrent, retention, rwkv6, simple_gla,
-               softmax_attention, staged, two_gates)
+from . import (
+    chunked,
+    chunking,
+    gla,
+    linear_attention,
+    parallel,
+    recurrent,
+    retention,
+    rwkv6,
+    simple_gla,
+    softmax_attention,
+    staged,
+    two_gates,
+)
 
 EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
-    GLA_VALUE_GATE: two_gates, SIMPLE_GLA: simple_gla, RETENTION: retention, LINEAR_ATTENTION: linear_attention,
-    NORMALIZED: linear_attention}
+    GLA_VALUE_GATE: two_gates,
+    SIMPLE_GLA: simple_gla,
+    RETENTION: retention,
+    LINEAR_ATTENTION: linear_attention,
+    NORMALIZED: linear_attention,
+}
 STEPS = {"gla_step": gla, "rwkv6_step": rwkv6}
 FORMS = {"auto": chunked, "chunk": chunked, "staged": staged, "parallel": parallel}
 
@@ -45,7 +61,7 @@ def compute(problem, o):
     if problem.op.name == "softmax_attention":
         return softmax_attention.run(problem, o)
     equation = EQUATIONS[problem.op]
-    if problem.mode == "recurrent" or not o.size:       # no token, row or head: the state passes through
+    if problem.mode == "recurrent" or not o.size:  # no token, row or head: the state passes through
         return recurrent.run(problem, equation, o)
     if equation is two_gates:
         return two_gates.run(problem, o)
@@ -133,8 +149,11 @@ def as_initial(problem, parts):
 def describe(problem, bytes_moved):
     """What `explain` shows; the host's bandwidth is not known, so there is no floor in milliseconds."""
     mode = "chunk" if problem.mode == "auto" else problem.mode
-    copies = tuple(f"{name}: {x.dtype} is computed in {problem.compute_dtype}"
-                   for name, x in problem.arrays.items() if x.dtype != problem.compute_dtype)
+    copies = tuple(
+        f"{name}: {x.dtype} is computed in {problem.compute_dtype}"
+        for name, x in problem.arrays.items()
+        if x.dtype != problem.compute_dtype
+    )
     return dict(mode=mode, kernels=(kernel(problem, mode),), tiles=tiles(problem, mode), copies=copies, floor_ms=None)
 
 

@@ -26,7 +26,7 @@ def to_redo(results, inputs, states):
     nothing of its own that is not finite, and no growth.
     """
     q, k, v, g, *rest = inputs
-    own = finite_rows(q, k, v, *rest) & (g <= 0).all((2, 3))                # NaN is not
+    own = finite_rows(q, k, v, *rest) & (g <= 0).all((2, 3))  # NaN is not
     return ~finite_rows(*results) & ~(own & ~finite_rows(*states))
 
 

@@ -16,8 +16,8 @@ from .cores import in_parallel, workers
 from .packing import Scratch, Segment, row_blocks, thread_scratch
 from .scores import LEAST, Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
 
-SEGMENT_ELEMENTS = 1 << 18      # of one of a segment's arrays: long calls for the threads, short ones for the cache
-MATERIALIZED_BYTES = 1 << 30    # above this, keeping every chunk's state must be asked for
+SEGMENT_ELEMENTS = 1 << 18  # of one of a segment's arrays: long calls for the threads, short ones for the cache
+MATERIALIZED_BYTES = 1 << 30  # above this, keeping every chunk's state must be asked for
 
 
 def run(member, o, states=None):
@@ -56,21 +56,22 @@ class Sweep:
         self.chunking = chunking = Chunking(member.problem)
         B, H, _, self.K = member.k.shape
         self.V = member.v.shape[-1]
-        at_once = max(1, SEGMENT_ELEMENTS // (chunking.size * max(self.K, self.V)))       # chunks times rows
+        at_once = max(1, SEGMENT_ELEMENTS // (chunking.size * max(self.K, self.V)))  # chunks times rows
         rows = max(1, min(B * H, max(B * H // workers(), at_once // max(1, chunking.count)), at_once))
         self.blocks = row_blocks(B, H, rows)
         self.step = max(1, at_once // rows)
-        self.segments = [(c, Segment(chunking.table[c:c + self.step], chunking.size))
-                         for c in range(0, chunking.count, self.step)]
+        self.segments = [
+            (c, Segment(chunking.table[c : c + self.step], chunking.size)) for c in range(0, chunking.count, self.step)
+        ]
         self.materialize = member.problem.materialize
-        if self.materialize is None:            # rows alone do not keep the cores busy, and the states fit
+        if self.materialize is None:  # rows alone do not keep the cores busy, and the states fit
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
 
     @property
     def single_chunks(self):
         """[(chunk, its segment)]."""
-        return [(c, Segment(self.chunking.table[c:c + 1], self.chunking.size)) for c in range(self.chunking.count)]
+        return [(c, Segment(self.chunking.table[c : c + 1], self.chunking.size)) for c in range(self.chunking.count)]
 
     def finite_states(self, states, rows):
         """Whether a block of rows is finite in states [N, H, K, V]."""
@@ -83,7 +84,7 @@ class Sweep:
 
     def states(self, block, chunks, scratch):
         """Room for h [B, H, n + 1, K, V] and the chunks' decays [B, H, n, K or 1] of a block of rows."""
-        h = scratch("h", (chunks + 1, *block, self.K, self.V))      # chunk by chunk in memory, as they are scanned
+        h = scratch("h", (chunks + 1, *block, self.K, self.V))  # chunk by chunk in memory, as they are scanned
         decay = scratch("decay", (chunks, *block, self.member.g.shape[-1]))
         return np.moveaxis(h, 0, 2), np.moveaxis(decay, 0, 2)
 
@@ -100,7 +101,7 @@ def streamed(sweep, rows, o, final, states):
         sweep.chunking.scan(rows, first, decay, h, final)
         carried = h[:, :, n].copy()
         if states is not None:
-            states[rows][:, :, first:first + n] = h[:, :, :n]
+            states[rows][:, :, first : first + n] = h[:, :, :n]
         finite &= read_out(sweep, rows, segment, *inside, h, o, scratch)
     return finite
 
@@ -122,7 +123,7 @@ def materialized(sweep, o, final, states):
     if states is not None:
         states[:] = h[:, :, :-1]
     finite = in_parallel(lambda part, inside: read_out(sweep, *part[:2], *inside, part[2], o, part[4]), parts, inside)
-    return [all(finite[at:at + len(sweep.segments)]) for at in range(0, len(parts), len(sweep.segments))]
+    return [all(finite[at : at + len(sweep.segments)]) for at in range(0, len(parts), len(sweep.segments))]
 
 
 def carefully(sweep, rows, o, initial, final, states):
@@ -185,6 +186,7 @@ def put_bonus(A, q, k, u):
 
 # -- backward ---------------------------------------------------------------------------------------------------------
 
+
 def vjp(member, o):
     """(final state, pull), o filled; pull(do, dht) gives ((dq, dk, dv, dg, du), gradient of the initial state)."""
     sweep = Sweep(member)
@@ -208,16 +210,17 @@ class Gradients:
 
     def __init__(self, sweep):
         member = sweep.member
-        self.dq, self.dk, self.dv, self.dg = (np.empty_like(x, sweep.dtype, shape=x.shape)
-                                              for x in (member.q, member.k, member.v, member.g))
-        if member.u is not None:                # one a chunk, so that no cut changes the order of the sum
+        self.dq, self.dk, self.dv, self.dg = (
+            np.empty_like(x, sweep.dtype, shape=x.shape) for x in (member.q, member.k, member.v, member.g)
+        )
+        if member.u is not None:  # one a chunk, so that no cut changes the order of the sum
             self.du = np.empty((*member.k.shape[:2], sweep.chunking.count, sweep.K), sweep.dtype)
 
     def put(self, rows, segment, first, du, *parts):
         for gradient, part in zip((self.dq, self.dk, self.dv, self.dg), parts, strict=True):
             segment.unpack_into(gradient[rows], part)
         if du is not None:
-            self.du[rows][:, :, first:first + segment.count] = du
+            self.du[rows][:, :, first : first + segment.count] = du
 
 
 def backward(sweep, rows, do, states, dstates, gradients):
@@ -244,7 +247,7 @@ def inputs_of(sweep, rows, first, segment, do, states, scratch):
     arrays = [segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g)]
     do = segment.pack(do[rows], sweep.dtype)
     arrays.append(np.multiply(do, member.scale, out=scratch("do", do.shape)))
-    return arrays, states[rows][:, :, first:first + segment.count]
+    return arrays, states[rows][:, :, first : first + segment.count]
 
 
 class ChunkProducts:
@@ -273,7 +276,7 @@ class ChunkProducts:
         dv = product("dv", self.A.swapaxes(-1, -2), do)
         dv += product("dkg", self.kg, after)
         dA = product("dA", do, v.swapaxes(-1, -2))
-        own = diagonal(dA).copy()[..., None]            # of A_ii: the token's own weight, which no gate touches
+        own = diagonal(dA).copy()[..., None]  # of A_ii: the token's own weight, which no gate touches
         mask_future(dA, exclusive=True)
         dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, after.swapaxes(-1, -2))
         dq, dk, dg = gated_scores_vjp(q, k, self.gates, self.exclusive, dA, dqg, dkg, self.flow(h, after), scratch)

@@ -4,7 +4,7 @@ import numpy as np
 
 from ...contract import SUB_CHUNK
 
-CHUNK = 32          # half of the device kernels': on BLAS the fewer products within a chunk outweigh the more states
+CHUNK = 32  # half of the device kernels': on BLAS the fewer products within a chunk outweigh the more states
 
 
 class Chunking:
@@ -12,14 +12,14 @@ class Chunking:
 
     def __init__(self, problem):
         self.size = problem.chunk_size or CHUNK
-        if "C" not in problem.sizes:            # that of a stage's arrays stays: of others no more than any tokens fill
+        if "C" not in problem.sizes:  # that of a stage's arrays stays: of others no more than any tokens fill
             longest = int(problem.spans.lengths.max(initial=0))
             self.size = min(self.size, max(-(-longest // SUB_CHUNK), 1) * SUB_CHUNK)
         self.sequences = problem.spans.count
         self.table, bounds = problem.spans.chunks(self.size), problem.spans.chunk_bounds(self.size)
         filled = np.flatnonzero(np.diff(bounds)).tolist()
-        self.begins = {int(bounds[s]): s for s in filled}               # chunk -> the sequence it begins
-        self.ends = {int(bounds[s + 1]) - 1: s for s in filled}         # chunk -> the sequence it ends
+        self.begins = {int(bounds[s]): s for s in filled}  # chunk -> the sequence it begins
+        self.ends = {int(bounds[s + 1]) - 1: s for s in filled}  # chunk -> the sequence it ends
 
     @property
     def count(self):

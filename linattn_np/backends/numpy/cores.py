@@ -8,7 +8,7 @@ from threading import Condition
 
 import numpy as np
 
-BUFFER = 1024       # elements, of NumPy's 8192: runs of up to a quarter of a buffer, as chunks are, take twice as long
+BUFFER = 1024  # elements, of NumPy's 8192: runs of up to a quarter of a buffer, as chunks are, take twice as long
 
 
 def workers():
@@ -22,7 +22,7 @@ def pool():
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=pool.cache_clear)    # a child inherits the object, not its threads
+    os.register_at_fork(after_in_child=pool.cache_clear)  # a child inherits the object, not its threads
 
 
 def in_parallel(task, *items, caller=False):
@@ -41,7 +41,7 @@ def in_parallel(task, *items, caller=False):
             shift.work()
         for helper in helpers:
             helper.result()
-    except BaseException:               # Ctrl-C, or a task that failed: the others write into the caller's arrays
+    except BaseException:  # Ctrl-C, or a task that failed: the others write into the caller's arrays
         shift.end()
         raise
     return shift.results
@@ -56,12 +56,12 @@ class Shift:
         self.change, self.at_work, self.ended = Condition(), 0, False
 
     def work(self):
-        with np.errstate(all="ignore"):         # a thread has its own; with it ends the buffers' size too
+        with np.errstate(all="ignore"):  # a thread has its own; with it ends the buffers' size too
             np.setbufsize(BUFFER)
             while self.todo:
                 try:
-                    i, item = self.todo.popleft()       # one step under the GIL
-                except IndexError:                      # another thread was faster
+                    i, item = self.todo.popleft()  # one step under the GIL
+                except IndexError:  # another thread was faster
                     return
                 self.results[i] = self.task(*item)
 
@@ -74,7 +74,7 @@ class Shift:
         try:
             self.work()
         except BaseException:
-            self.todo.clear()           # the call fails: nobody needs the rest
+            self.todo.clear()  # the call fails: nobody needs the rest
             raise
         finally:
             with self.change:
@@ -91,5 +91,5 @@ class Shift:
                     while self.at_work:
                         self.change.wait()
                 return
-            except BaseException:       # another Ctrl-C: what ends the call is the first one
+            except BaseException:  # another Ctrl-C: what ends the call is the first one
                 continue

@@ -7,7 +7,6 @@
 with g [B, H, T, K], or [B, H, T, 1] for a gate that all channels share.
 """
 
-
 import numpy as np
 
 
@@ -18,7 +17,7 @@ class Member:
         self.problem, self.constant_gate = problem, constant_gate
         self.q, self.k, self.v, self.g, self.u = q, k, v, g, u
         self.scale = problem.scale if scale is None else scale
-        self.exclusive = problem.op.reads_before_write          # o_t sees S_{t-1}
+        self.exclusive = problem.op.reads_before_write  # o_t sees S_{t-1}
 
     def bonus(self, rows):
         """u [H, 1, 1, K] for a block of rows, or None."""

@@ -79,8 +79,15 @@ class LinearAttention(Member):
         if self.normalize:
             v = np.concatenate([v, np.ones_like(v[..., :1])], axis=-1)
         g = np.broadcast_to(dtype.type(0), (*problem.shape("B H T"), 1))
-        super().__init__(problem, feature(problem["q"].astype(dtype), phi), feature(problem["k"].astype(dtype), phi),
-                         v, g, scale=1.0 if self.normalize else problem.scale, constant_gate=True)
+        super().__init__(
+            problem,
+            feature(problem["q"].astype(dtype), phi),
+            feature(problem["k"].astype(dtype), phi),
+            v,
+            g,
+            scale=1.0 if self.normalize else problem.scale,
+            constant_gate=True,
+        )
 
     def joined(self, parts):
         return np.concatenate([parts[0], parts[1][..., None]], axis=-1) if self.normalize else parts[0]
@@ -106,7 +113,7 @@ class LinearAttention(Member):
     def gradients(self, dq, dk, dv, dg, du):
         phi, dtype = self.problem.options["feature_map"], self.problem.compute_dtype
         q, k = self.problem["q"].astype(dtype), self.problem["k"].astype(dtype)
-        return [feature_vjp(q, phi, dq), feature_vjp(k, phi, dk), dv[..., :self.problem.sizes["V"]]]
+        return [feature_vjp(q, phi, dq), feature_vjp(k, phi, dk), dv[..., : self.problem.sizes["V"]]]
 
 
 member = LinearAttention

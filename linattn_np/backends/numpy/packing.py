@@ -98,7 +98,7 @@ class Scratch:
         return np.matmul(x, y, out=self(name, (*y.shape[:-2], x.shape[-2], y.shape[-1])))
 
 
-KEPT_BYTES = 1 << 24            # of one array between calls: more than a segment has
+KEPT_BYTES = 1 << 24  # of one array between calls: more than a segment has
 of_thread = threading.local()
 
 

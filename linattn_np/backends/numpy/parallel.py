@@ -22,7 +22,7 @@ def run(member, o):
     q, k, v, g = (whole.pack(x, problem.compute_dtype) for x in (member.q, member.k, member.v, member.g))
     packed, final = np.empty(v.shape, v.dtype), member.initial_state()
     for (first, s), last in zip(chunking.begins.items(), chunking.ends):
-        chunks = np.s_[:, :, first:last + 1]
+        chunks = np.s_[:, :, first : last + 1]
         state = chunking.of_sequence(final, np.s_[:, :], s)
         state[:] = sequence(member, q[chunks], k[chunks], v[chunks], g[chunks], state, packed[chunks])
     whole.unpack_into(o, packed)
@@ -36,7 +36,7 @@ def sequence(member, q, k, v, g, initial, o):
     B, H, n, C, K = k.shape
     scratch = Scratch(k.dtype)
     keys, values = np.empty((B, H, n * C, K), k.dtype), v.reshape(B, H, n * C, -1)
-    decayed = initial.copy()                    # h_0, decayed to the present block like the keys
+    decayed = initial.copy()  # h_0, decayed to the present block like the keys
     for i in range(n):
         decay = scratch("decay", g[:, :, i, 0].shape)
         block = q[:, :, i], k[:, :, i], Gates(g[:, :, i], scratch)
@@ -47,6 +47,6 @@ def sequence(member, q, k, v, g, initial, o):
         scores = qg @ keys[:, :, past].swapaxes(-1, -2)
         o[:, :, i] = member.scale * (qg @ decayed + scores @ values[:, :, past] + A @ v[:, :, i])
         keys[:, :, past] *= decay[:, :, None]
-        keys[:, :, i * C:(i + 1) * C] = kg
+        keys[:, :, i * C : (i + 1) * C] = kg
         decayed *= decay[..., None]
     return decayed + keys.swapaxes(-1, -2) @ values

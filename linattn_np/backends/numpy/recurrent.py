@@ -38,8 +38,9 @@ def vjp(problem, equation, o):
         for s, (start, stop) in enumerate(problem.spans):
             dstate = sequence(dstates, s, problem)
             for t in reversed(range(start, stop)):
-                dstate, *dtokens = equation.step_vjp(problem, before[t], *tokens(problem, inputs, t), dstate,
-                                                     do[:, :, t].astype(problem.compute_dtype))
+                dstate, *dtokens = equation.step_vjp(
+                    problem, before[t], *tokens(problem, inputs, t), dstate, do[:, :, t].astype(problem.compute_dtype)
+                )
                 for gradient, axes, dtoken in zip(gradients, problem.op.arrays.values(), dtokens, strict=True):
                     if has_time(axes):
                         gradient[:, :, t] = dtoken
@@ -76,12 +77,12 @@ def cast_states(parts, problem):
 
 def sequence(parts, s, problem):
     """Sequence s of every row, copies [B, H, ...]."""
-    return tuple(part[s::problem.spans.count].copy() for part in parts)
+    return tuple(part[s :: problem.spans.count].copy() for part in parts)
 
 
 def put_sequence(parts, s, problem, state):
     for part, new in zip(parts, state, strict=True):
-        part[s::problem.spans.count] = new
+        part[s :: problem.spans.count] = new
 
 
 def outer(k, v):

@@ -7,7 +7,7 @@ from .recurrent import outer, read, read_vjp, write_vjp
 
 
 def decay(problem):
-    return problem.options["gamma"].astype(problem.compute_dtype)[:, None, None]        # [H, 1, 1]
+    return problem.options["gamma"].astype(problem.compute_dtype)[:, None, None]  # [H, 1, 1]
 
 
 def step(problem, state, q, k, v):
@@ -30,10 +30,16 @@ class Retention(Member):
     """The gate is log gamma for every token, one channel wide."""
 
     def __init__(self, problem):
-        with np.errstate(divide="ignore"):      # gamma = 0 forgets: -inf
+        with np.errstate(divide="ignore"):  # gamma = 0 forgets: -inf
             g = np.log(decay(problem))
-        super().__init__(problem, problem["q"], problem["k"], problem["v"],
-                         np.broadcast_to(g, (*problem.shape("B H T"), 1)), constant_gate=True)
+        super().__init__(
+            problem,
+            problem["q"],
+            problem["k"],
+            problem["v"],
+            np.broadcast_to(g, (*problem.shape("B H T"), 1)),
+            constant_gate=True,
+        )
 
     def gradients(self, dq, dk, dv, dg, du):
         return [dq, dk, dv]

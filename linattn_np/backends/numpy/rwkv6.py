@@ -17,7 +17,7 @@ def step_vjp(problem, state, r, k, v, w, u, dstate, do):
     (S,), (dS,), decay = state, dstate, np.exp(w)[..., None]
     do = problem.scale * do
     dr = read_vjp(S + outer(u * k, v), do)
-    dseen = outer(r, do)                        # gradient of S_{t-1} + diag(u) k_t v_t^T
+    dseen = outer(r, do)  # gradient of S_{t-1} + diag(u) k_t v_t^T
     dbonus, dv_bonus = write_vjp(u * k, v, dseen)
     dk, dv = write_vjp(k, v, dS)
     dw = (decay * S * dS).sum(-1)

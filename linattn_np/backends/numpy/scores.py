@@ -24,8 +24,8 @@ import numpy as np
 from ...caches import Cache
 
 CONSTANTS = Cache(most=1 << 24, entries=64)
-LIMIT = 30.0                # nats from the middle: exp(30) = 1e13 leaves float32 room for values from 1e-25 to 1e25
-LEAST = -5.0                # nats of one gate: exp(-5) leaves its gradient four digits in float32, and mostly five
+LIMIT = 30.0  # nats from the middle: exp(30) = 1e13 leaves float32 room for values from 1e-25 to 1e25
+LEAST = -5.0  # nats of one gate: exp(-5) leaves its gradient four digits in float32, and mostly five
 
 
 class Gates:
@@ -36,14 +36,14 @@ class Gates:
 
     def __init__(self, g, scratch, least=None):
         self.g = g = blas_ready(g)
-        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))      # NaN, so not weak, of -inf
+        c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))  # NaN, so not weak, of -inf
         self.strong, self.halves = None, None
         if not is_weak(c, g, least, None).all():
             flat = [x.reshape(*x.shape[:-2], -1) for x in (c, g)]
             self.strong = np.nonzero(~is_weak(*flat, least, -1))
         self.any_weak = self.strong is None or len(self.strong[0]) < flat[0][..., 0].size
         if self.any_weak:
-            self.start = np.exp(g[..., :1, :] - c[..., :1, :])      # of the chunk's tokens up to its middle
+            self.start = np.exp(g[..., :1, :] - c[..., :1, :])  # of the chunk's tokens up to its middle
             self.decay = np.exp(c, out=c)
 
 
@@ -54,6 +54,7 @@ def is_weak(c, g, least, axis):
 
 def constant(make):
     """`make`, with its arrays kept by their arguments: a short segment would spend as long on them as on a product."""
+
     @wraps(make)
     def kept(*arguments):
         key = make, *arguments
@@ -63,6 +64,7 @@ def constant(make):
             if found.nbytes <= CONSTANTS.most:
                 found = CONSTANTS.keep(key, found, found.nbytes)
         return found
+
     return kept
 
 
@@ -115,7 +117,7 @@ def factored(q, k, gates, exclusive, qg, kg, A, decay):
     np.divide(k, E, out=kg)
     np.matmul(qg, kg.swapaxes(-1, -2), out=A)
     mask_future(A, exclusive)
-    after = slice(exclusive, None)                  # reading before the write, the first query is as it was
+    after = slice(exclusive, None)  # reading before the write, the first query is as it was
     qg[..., after, :] *= gates.start
     kg *= E[..., -1:, :]
     np.multiply(gates.start, E[..., -1:, :], out=decay[..., None, :])
@@ -142,6 +144,7 @@ def prefix_suffix_sums(g):
 
 # -- backward ---------------------------------------------------------------------------------------------------------
 
+
 def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
     """Gradients (dq, dk, dg) of A, qg and kg [..., C, .]; dA [..., C, C] is 0 on and above the diagonal.
 
@@ -161,12 +164,12 @@ def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
 
 def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
     """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
-              + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
+    + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
     """
     E, C = gates.decay, q.shape[-2]
     keys, queries = np.divide(k, E, out=scratch("keys", k.shape)), scratch("queries", q.shape)
     decay_query(q, E, exclusive, out=queries)
-    after = slice(int(exclusive), None)                 # the queries that come after the first token's gate
+    after = slice(int(exclusive), None)  # the queries that come after the first token's gate
     dqg[..., after, :] *= gates.start
     read = np.multiply(queries, dqg, out=scratch("read", q.shape))
     of_query = scratch.product("of_query", dA, keys)
@@ -184,8 +187,8 @@ def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk,
     pairs = np.subtract(of_query, of_key, out=scratch("queries", of_key.shape))
     np.matmul(nearer_end(C, q.dtype, exclusive), pairs, out=dg)
     if exclusive:
-        dg[..., :C // 2, :] -= of_query[..., :C // 2, :]
-        dg[..., C // 2:, :] -= of_key[..., C // 2:, :]
+        dg[..., : C // 2, :] -= of_query[..., : C // 2, :]
+        dg[..., C // 2 :, :] -= of_key[..., C // 2 :, :]
     dg += scratch.product("queries", triangle(C, q.dtype, -int(exclusive)).T, read)
     dg += scratch.product("queries", triangle(C, q.dtype, -1), stored)
     dg += through[..., None, :]
@@ -206,6 +209,7 @@ def channels_of(g, x):
 
 # -- by halves --------------------------------------------------------------------------------------------------------
 
+
 def doubling(C):
     """(blocks, tokens of the first half, of the second), from pairs of tokens up to the whole chunk."""
     size = 1
@@ -219,7 +223,7 @@ def doubling(C):
 def halves_of(x, level):
     """Views [m, blocks, tokens, D] of x [m, C, D]."""
     blocks, first, second = level
-    x = x[:, :blocks * (first + second)].reshape(len(x), blocks, first + second, x.shape[-1])
+    x = x[:, : blocks * (first + second)].reshape(len(x), blocks, first + second, x.shape[-1])
     return x[:, :, :first], x[:, :, first:]
 
 
@@ -237,7 +241,7 @@ class Halves:
     def __init__(self, q, k, g, exclusive, keep):
         m, C, _ = q.shape
         decay = np.exp(g)
-        self.of_query = None if exclusive else decay                # a token's own gate comes before its read, or after
+        self.of_query = None if exclusive else decay  # a token's own gate comes before its read, or after
         self.q, self.k = q.copy() if exclusive else q * decay, k.copy()
         self.A, self.levels = np.zeros((m, C, C), q.dtype), []
         self.own = self.q.copy() if keep and not exclusive else None
@@ -245,7 +249,7 @@ class Halves:
             diagonal(self.A)[...] = np.vecdot(q, k)
         for level in doubling(C):
             n = level[0]
-            merged = decay[:, :2 * n].reshape(m, n, 2, 1, -1)
+            merged = decay[:, : 2 * n].reshape(m, n, 2, 1, -1)
             first, second = merged[:, :, 0], merged[:, :, 1]
             queries, keys = halves_of(self.q, level)[1], halves_of(self.k, level)[0]
             square_of(self.A, level)[...] = queries @ keys.swapaxes(-1, -2)
@@ -253,7 +257,7 @@ class Halves:
                 self.levels.append((level, first, second, queries.copy(), keys.copy()))
             queries *= first
             keys *= second
-            decay = np.concatenate([(first * second)[:, :, 0], decay[:, 2 * n:]], axis=1)
+            decay = np.concatenate([(first * second)[:, :, 0], decay[:, 2 * n :]], axis=1)
         self.decay = decay
 
     def vjp(self, dA, dqg, dkg, through):

@@ -1,13 +1,13 @@
 """Softmax attention in tiles (Dao et al., FlashAttention, 2022, algorithms 1 and 4), BLAS over heads.
 
-    o_i = sum_j exp(s_ij - L_i) v_j,        s_ij = scale q_i . k_j,     L_i = log sum_j exp(s_ij)
+o_i = sum_j exp(s_ij - L_i) v_j,        s_ij = scale q_i . k_j,     L_i = log sum_j exp(s_ij)
 """
 
 import numpy as np
 
 from .by_token import product_over
 
-TILE = 256                      # queries and keys at once; the scores of one tile are all that exists of T x T
+TILE = 256  # queries and keys at once; the scores of one tile are all that exists of T x T
 
 
 def run(problem, o):

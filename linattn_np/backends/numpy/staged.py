@@ -53,6 +53,7 @@ def read(qg, h, A, v, scale):
 
 # -- the public stages ------------------------------------------------------------------------------------------------
 
+
 class Tokens:
     """A stage's arrays in chunks, and its results back at their tokens."""
 

@@ -20,7 +20,7 @@ from .by_token import is_finite
 from .family import Member
 from .recurrent import cast_inputs, cast_states, outer, read, read_vjp, write, write_vjp
 
-LIMIT = 40.0            # nats that gv may sum up to: exp(40) = 2e17 leaves float32 room for values up to 1e20
+LIMIT = 40.0  # nats that gv may sum up to: exp(40) = 2e17 leaves float32 room for values up to 1e20
 
 
 def step(problem, state, q, k, v, g, gv):
@@ -76,7 +76,10 @@ def by_token(problem, arrays, start, do, dht):
         return states
 
     for s, span in enumerate(problem.spans):
-        pieces, kept = [range(*span)[at:at + chunking.CHUNK] for at in range(0, span[1] - span[0], chunking.CHUNK)], []
+        pieces, kept = (
+            [range(*span)[at : at + chunking.CHUNK] for at in range(0, span[1] - span[0], chunking.CHUNK)],
+            [],
+        )
         S, dS = start[s::count], dh0[s::count]
         for piece in pieces:
             kept.append(S)
@@ -110,8 +113,8 @@ class Machine:
         apart, final = apart[:, :, ::-1], final[order]
         o = apart + np.vecdot(q, k)[..., None] * v
         for s, first, stop in self.spans:
-            final[s::self.count] += outer(k[:, :, first], v[:, :, first])
-            final[s::self.count] *= outer(np.exp(g[:, :, first]), np.exp(gv[:, :, first]))
+            final[s :: self.count] += outer(k[:, :, first], v[:, :, first])
+            final[s :: self.count] *= outer(np.exp(g[:, :, first]), np.exp(gv[:, :, first]))
             apart[:, :, stop - 1] = 0
         return o, apart, final
 
@@ -119,7 +122,7 @@ class Machine:
         """0 for a sequence's last one."""
         found = np.zeros_like(g)
         for _, first, stop in self.spans:
-            found[:, :, first:stop - 1] = g[:, :, first + 1:stop]
+            found[:, :, first : stop - 1] = g[:, :, first + 1 : stop]
         return found
 
     def with_own(self, q, k, v, apart):
@@ -128,7 +131,7 @@ class Machine:
     def with_last(self, state, k, v):
         state = state.copy()
         for s, _, stop in self.spans:
-            state[s::self.count] += outer(k[:, :, stop - 1], v[:, :, stop - 1])
+            state[s :: self.count] += outer(k[:, :, stop - 1], v[:, :, stop - 1])
         return state
 
     def gate_gradient(self, gate, x, y, last, dht):
@@ -139,7 +142,7 @@ class Machine:
             tokens = np.s_[:, :, first:stop]
             weights = x[tokens] * dx[tokens] - y[tokens] * dy[tokens]
             found[tokens] = np.cumsum(weights[:, :, ::-1], axis=2, dtype=np.float64)[:, :, ::-1]
-            found[tokens] += (last[s::self.count] * dht[s::self.count]).sum(-1)[:, :, None]
+            found[tokens] += (last[s :: self.count] * dht[s :: self.count]).sum(-1)[:, :, None]
         return np.where(np.exp(gate) == 0, 0, found)
 
 
@@ -149,12 +152,12 @@ def walk(problem, q, k, v, g, gv, start, scale, apart=False):
     for s, (first, stop) in enumerate(problem.spans):
         S = final[s::count].copy()
         while first < stop - apart:
-            size, sums = mild(gv[:, :, first:stop - apart], problem.chunk_size or chunking.CHUNK)
-            tokens = np.s_[:, :, first:first + size]
+            size, sums = mild(gv[:, :, first : stop - apart], problem.chunk_size or chunking.CHUNK)
+            tokens = np.s_[:, :, first : first + size]
             arrays = (x[tokens] for x in (q, k, v, g, gv))
             S = move_on(problem, S, *arrays, sums, o[tokens], scale, apart)
             first += size
-        if first < stop:                                        # the last one's k v stays apart
+        if first < stop:  # the last one's k v stays apart
             S *= outer(np.exp(g[:, :, first]), np.exp(gv[:, :, first]))
             o[:, :, first] = scale * read(q[:, :, first], S)
         final[s::count] = S
@@ -163,9 +166,9 @@ def walk(problem, q, k, v, g, gv, start, scale, apart=False):
 
 def mild(gv, chunk):
     """(how many tokens are to go next, their sums of gv behind the first or None where they go one by one)."""
-    sums = np.zeros_like(gv[:, :, :2 * chunk])
-    np.cumsum(gv[:, :, 1:2 * chunk], axis=2, out=sums[:, :, 1:])
-    strong = ~(np.abs(sums).max((0, 1, 3)) <= LIMIT)            # infinite gates add up to NaN
+    sums = np.zeros_like(gv[:, :, : 2 * chunk])
+    np.cumsum(gv[:, :, 1 : 2 * chunk], axis=2, out=sums[:, :, 1:])
+    strong = ~(np.abs(sums).max((0, 1, 3)) <= LIMIT)  # infinite gates add up to NaN
     size = int(strong.argmax()) if strong.any() else len(strong)
     if size < min(SUB_CHUNK, gv.shape[2]):
         return min(SUB_CHUNK, gv.shape[2]), None

@@ -1,16 +1,16 @@
 """RWKV-6 (x060, "Finch"; Peng et al., "Eagle and Finch", 2024), without torch.
 
-    names           what files call the parameters, and their shapes
-    weights         which arrays the layers take, and the parameters that each holds
-    state           what sequences carry from token to token
-    math            the two mixes, once for all that compute them
-    numpy_layers    the layers on the CPU
-    cuda_decode     one token on the GPU
-    cuda_prefill    prompts on the GPU
-    cuda_layers     both of them, with one set of weights
-    parameters      what a training changes: all parameters in one vector
-    grad            the loss and its gradients
-    model           `RWKV6`
+names           what files call the parameters, and their shapes
+weights         which arrays the layers take, and the parameters that each holds
+state           what sequences carry from token to token
+math            the two mixes, once for all that compute them
+numpy_layers    the layers on the CPU
+cuda_decode     one token on the GPU
+cuda_prefill    prompts on the GPU
+cuda_layers     both of them, with one set of weights
+parameters      what a training changes: all parameters in one vector
+grad            the loss and its gradients
+model           `RWKV6`
 """
 
 from .model import RWKV6

@@ -15,8 +15,9 @@ def cpu_layers(weights, sizes, dtype, loaded):
     dtype = format_of(weights, dtype)
     if dtype == "float32":
         return NumpyLayers(weights, sizes, dtype, loaded)
-    loops()                                                 # NotSupported without Numba
+    loops()  # NotSupported without Numba
     from .numba_layers import NumbaLayers
+
     return NumbaLayers(weights, sizes, dtype, loaded)
 
 

@@ -25,11 +25,11 @@ from .state import STATE, State, check_state
 
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
-MOST = {"D": 8192, "N": 256, "W": 512}      # what the kernels keep in registers and shared memory
-AS_STORED = ("embedding", "maa_up", "decay_up")        # which kernels read row by row, as files have them
-WRITE, ADD, RELU_SQUARED = range(3)         # matvec's `Finish`
-PHASES = 7              # of a layer in decode_step
-PHASE_BLOCKS = 16       # that share a phase where each is a launch of its own
+MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
+AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
+WRITE, ADD, RELU_SQUARED = range(3)  # matvec's `Finish`
+PHASES = 7  # of a layer in decode_step
+PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
 
 class CudaDecoder:
@@ -74,8 +74,10 @@ class CudaDecoder:
         whole = table.whole(lambda *weight: array_of(load, self.dtype, *weight)[0])
         self.embedding, self.head, self.ln0, self.ln_out = whole.embedding, whole.head, whole.ln0, whole.ln_out
         self.all_layers = table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.dtype))
-        self.layers = [SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
-                       for i in range(sizes["L"])]
+        self.layers = [
+            SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
+            for i in range(sizes["L"])
+        ]
         self.make_room(batch)
 
     def resized(self, batch: int) -> CudaDecoder:
@@ -86,6 +88,7 @@ class CudaDecoder:
 
     def make_room(self, batch):
         """The arrays of a step of `batch` sequences."""
+
         def room(*shape, dtype=FLOAT32):
             return self.device.empty(shape, dtype)
 
@@ -93,7 +96,7 @@ class CudaDecoder:
         self.kernel = None
         if self.device.capability == 90:
             self.kernel = kernels.DecodeStep.fitting(self.dtype, batch, self.sizes["D"], self.sizes["F"], self.device)
-        X = FLOAT32 if self.few else self.dtype             # of what products take
+        X = FLOAT32 if self.few else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.x, self.xx, self.d = room(1, B, D), room(B, D), room(B, D)
         self.mixed_x, self.low, self.mixed = room(1, B, D, dtype=X), room(1, B, 5 * A), room(5, B, D, dtype=X)
@@ -148,7 +151,7 @@ class CudaDecoder:
         small = State(*(zeros((1, self.batch, *array.shape[2:]), FLOAT32) for array in state.arrays))
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
-        with stream:                        # every kernel is loaded before the graph: one layer has them all
+        with stream:  # every kernel is loaded before the graph: one layer has them all
             token = zeros((self.batch,), INT64)
             for launch in Step(self, token, small, None, greedy, 1).launches:
                 launch()
@@ -197,8 +200,17 @@ class Step:
         self.slots = self.pointer(slots)
         my, at, B = decoder, self.at, decoder.batch
         weight, bias = map(at, my.ln0)
-        self.launch(kernels.Embed(my.dtype), B, tokens=at(tokens), embedding=at(my.embedding), weight=weight,
-                    bias=bias, x=at(my.x), D=my.sizes["D"], eps=LAYER_NORM_EPS)
+        self.launch(
+            kernels.Embed(my.dtype),
+            B,
+            tokens=at(tokens),
+            embedding=at(my.embedding),
+            weight=weight,
+            bias=bias,
+            x=at(my.x),
+            D=my.sizes["D"],
+            eps=LAYER_NORM_EPS,
+        )
         if my.kernel:
             self.every_phase(state, layers)
         else:
@@ -210,17 +222,27 @@ class Step:
         """All layers and the head: one launch where all blocks can be at work at once, otherwise one a phase."""
         my, at, every = self.decoder, self.at, self.decoder.all_layers
         kernel, room = my.kernel
+
         def fields_of(where, names):
             return {name: at(getattr(where, name)) for name in names.split()}
 
         fields = {
             **fields_of(every, "maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value"),
-            **fields_of(my, "head"), **fields_of(every, "ln1 ln2 ln_x"), **fields_of(my, "ln_out"),
-            **fields_of(every, "maa_x maa ffn_maa decay bonus"), **fields_of(state, "att_shift wkv ffn_shift"),
-            "slots": self.slots, **fields_of(my, "x xx low mixed decay_low y activated gate arrived"),
-            "kvrg_out": at(my.kvrg), "logits": at(my.all_logits),
-            "L": layers, "B": my.batch, "P": state.wkv.shape[1], **{axis: my.sizes[axis] for axis in "DHNAWFV"},
-            "staged": int(room >= 4 * my.batch * my.sizes["F"])}
+            **fields_of(my, "head"),
+            **fields_of(every, "ln1 ln2 ln_x"),
+            **fields_of(my, "ln_out"),
+            **fields_of(every, "maa_x maa ffn_maa decay bonus"),
+            **fields_of(state, "att_shift wkv ffn_shift"),
+            "slots": self.slots,
+            **fields_of(my, "x xx low mixed decay_low y activated gate arrived"),
+            "kvrg_out": at(my.kvrg),
+            "logits": at(my.all_logits),
+            "L": layers,
+            "B": my.batch,
+            "P": state.wkv.shape[1],
+            **{axis: my.sizes[axis] for axis in "DHNAWFV"},
+            "staged": int(room >= 4 * my.batch * my.sizes["F"]),
+        }
         count = layers * PHASES + 1
         smem = kernel.shared_bytes + room
         together = getattr(my.device, "launch_together", None)
@@ -230,7 +252,7 @@ class Step:
             self.launches.append(partial(launch, kernel, args=args, smem=smem))
 
     def every_product(self, state, layers):
-        my, value = self.decoder, None                  # value: of the layer below, which the next norm adds to x
+        my, value = self.decoder, None  # value: of the layer below, which the next norm adds to x
         for i, layer in enumerate(layers):
             self.time_mix(layer, state.att_shift[i], state.wkv[i], value)
             self.channel_mix(layer, state.ffn_shift[i])
@@ -245,22 +267,51 @@ class Step:
         self.matmul((layer.maa_down, my.mixed_x, my.low, WRITE))
         blocks = ceil_div(B, kernels.Matvec.COLUMNS) * 5 * ceil_div(D, kernels.Mix.threads)
         self.launch(
-            kernels.Mix(T, X), blocks, low=at(my.low), up=at(layer.maa_up),
-            maa=at(layer.maa), xx=at(my.xx), d=at(my.d), mixed=at(my.mixed), B=B, D=D, A=A)
-        self.matmul((layer.kvrg, my.mixed[1:], my.kvrg, WRITE),
-                    (layer.decay_down, my.mixed[:1], my.decay_low, WRITE))
+            kernels.Mix(T, X),
+            blocks,
+            low=at(my.low),
+            up=at(layer.maa_up),
+            maa=at(layer.maa),
+            xx=at(my.xx),
+            d=at(my.d),
+            mixed=at(my.mixed),
+            B=B,
+            D=D,
+            A=A,
+        )
+        self.matmul((layer.kvrg, my.mixed[1:], my.kvrg, WRITE), (layer.decay_down, my.mixed[:1], my.decay_low, WRITE))
         (k, v, r, gate), (weight, bias) = map(at, my.kvrg), map(at, layer.ln_x)
         self.launch(
-            kernels.TimeMixStep(T, X), B * H, k=k, v=v, r=r, gate=gate, low=at(my.decay_low),
-            up=at(layer.decay_up), decay=at(layer.decay), u=at(layer.bonus), weight=weight, bias=bias,
-            state=at(wkv), slots=self.slots, y=at(my.y), B=B, H=H, N=N, W=W, eps=GROUP_NORM_EPS)
+            kernels.TimeMixStep(T, X),
+            B * H,
+            k=k,
+            v=v,
+            r=r,
+            gate=gate,
+            low=at(my.decay_low),
+            up=at(layer.decay_up),
+            decay=at(layer.decay),
+            u=at(layer.bonus),
+            weight=weight,
+            bias=bias,
+            state=at(wkv),
+            slots=self.slots,
+            y=at(my.y),
+            B=B,
+            H=H,
+            N=N,
+            W=W,
+            eps=GROUP_NORM_EPS,
+        )
         self.matmul((layer.output, my.y, my.x, ADD))
 
     def channel_mix(self, layer, shift):
         my = self.decoder
         self.norm_shift(layer.ln2, my.ffn_mixed, layer.ffn_maa, shift)
-        self.matmul((layer.ffn_key, my.ffn_mixed[:1], my.activated, RELU_SQUARED),
-                    (layer.ffn_receptance, my.ffn_mixed[1:], my.gate, WRITE))
+        self.matmul(
+            (layer.ffn_key, my.ffn_mixed[:1], my.activated, RELU_SQUARED),
+            (layer.ffn_receptance, my.ffn_mixed[1:], my.gate, WRITE),
+        )
         self.matmul((layer.ffn_value, my.activated, my.value, WRITE))
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
@@ -268,10 +319,24 @@ class Step:
         weight, bias = norm
         C, B, D = mixed.shape
         self.launch(
-            kernels.NormShift(mixed.dtype), B, x=at(my.x), value=at(value),
-            gate=at(None if value is None else my.gate), weight=at(weight), bias=at(bias), maa=at(maa),
-            shift=at(shift), slots=self.slots, xx=at(xx), d=at(None if xx is None else my.d), mixed=at(mixed),
-            B=B, D=D, C=C, eps=LAYER_NORM_EPS)
+            kernels.NormShift(mixed.dtype),
+            B,
+            x=at(my.x),
+            value=at(value),
+            gate=at(None if value is None else my.gate),
+            weight=at(weight),
+            bias=at(bias),
+            maa=at(maa),
+            shift=at(shift),
+            slots=self.slots,
+            xx=at(xx),
+            d=at(None if xx is None else my.d),
+            mixed=at(mixed),
+            B=B,
+            D=D,
+            C=C,
+            eps=LAYER_NORM_EPS,
+        )
 
     def matmul(self, *products):
         """Products (w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
@@ -286,8 +351,16 @@ class Step:
             return
         each = [(*matrices, finish) for *stacks, finish in products for matrices in zip(*stacks)]
         each += [(None, None, None, WRITE)] * (kernels.Matvec.PRODUCTS - len(each))
-        listed = [{"w": self.pointer(w), "x": self.pointer(x), "y": self.pointer(y), "M": 0 if w is None else len(w),
-                   "finish": finish} for w, x, y, finish in each]
+        listed = [
+            {
+                "w": self.pointer(w),
+                "x": self.pointer(x),
+                "y": self.pointer(y),
+                "M": 0 if w is None else len(w),
+                "finish": finish,
+            }
+            for w, x, y, finish in each
+        ]
         blocks = sum(ceil_div(product["M"], kernels.Matvec.ROWS) for product in listed)
         _, B, K = products[0][1].shape
         kernel = kernels.Matvec.fitting(my.dtype, blocks, my.device)
@@ -333,6 +406,7 @@ def multiply(w):
     if isinstance(w, np.ndarray):
         return multiply_on_host
     from ...backends.cupy import blas
+
     return blas.handle(w.device.id).matmul
 
 
@@ -360,4 +434,5 @@ def ceil_div(a: int, b: int) -> int:
 
 def current_device():
     from ...backends.cupy.device import best_device
+
     return best_device()

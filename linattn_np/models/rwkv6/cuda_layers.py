@@ -7,7 +7,7 @@ from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prefill import Prompt
 
-KEPT = 8        # batch sizes whose buffers and graph are kept
+KEPT = 8  # batch sizes whose buffers and graph are kept
 
 
 class CudaLayers:

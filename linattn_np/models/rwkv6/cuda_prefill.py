@@ -50,12 +50,26 @@ class Prompt:
         at, (weight, bias), maa = self.at, getattr(layer, norm), getattr(layer, maa)
         C, T, D = len(maa), self.T, x.shape[-1]
         mixed = self.empty(C, T, D, dtype=self.my.dtype)
-        xx, d = (self.empty(T, D), self.empty(T, D)) if norm == "ln1" else (None, None)      # what `data_mix` reads
+        xx, d = (self.empty(T, D), self.empty(T, D)) if norm == "ln1" else (None, None)  # what `data_mix` reads
         self.launch(
-            kernels.ShiftMix(mixed.dtype), T, x=at(x), weight=at(weight), bias=at(bias), maa=at(maa),
-            before=at(shift.before), shift=at(shift.after), starts=at(self.starts), ends=at(self.ends),
-            xx=None if xx is None else at(xx), d=None if d is None else at(d), mixed=at(mixed), T=T, D=D, C=C,
-            eps=math.LAYER_NORM_EPS)
+            kernels.ShiftMix(mixed.dtype),
+            T,
+            x=at(x),
+            weight=at(weight),
+            bias=at(bias),
+            maa=at(maa),
+            before=at(shift.before),
+            shift=at(shift.after),
+            starts=at(self.starts),
+            ends=at(self.ends),
+            xx=None if xx is None else at(xx),
+            d=None if d is None else at(d),
+            mixed=at(mixed),
+            T=T,
+            D=D,
+            C=C,
+            eps=math.LAYER_NORM_EPS,
+        )
         return mixed, xx, d
 
     def product(self, layer, name, x):
@@ -68,23 +82,51 @@ class Prompt:
         at, T, D, A = self.at, self.T, self.my.sizes["D"], self.my.sizes["A"]
         mixed = self.empty(5, T, D, dtype=self.my.dtype)
         self.launch(
-            kernels.DataMix(self.my.dtype), 5 * self.blocks, low=at(low), up=at(layer.maa_up), maa=at(layer.maa),
-            xx=at(xx), d=at(d), mixed=at(mixed), tokens=T, D=D, A=A)
+            kernels.DataMix(self.my.dtype),
+            5 * self.blocks,
+            low=at(low),
+            up=at(layer.maa_up),
+            maa=at(layer.maa),
+            xx=at(xx),
+            d=at(d),
+            mixed=at(mixed),
+            tokens=T,
+            D=D,
+            A=A,
+        )
         return mixed
 
     def log_decay(self, layer, low):
         at, T, D, W = self.at, self.T, self.my.sizes["D"], self.my.sizes["W"]
         w = self.empty(T, D)
         self.launch(
-            kernels.LogDecay(self.my.dtype), self.blocks, low=at(low), up=at(layer.decay_up), decay=at(layer.decay),
-            w=at(w), tokens=T, D=D, W=W)
+            kernels.LogDecay(self.my.dtype),
+            self.blocks,
+            low=at(low),
+            up=at(layer.decay_up),
+            decay=at(layer.decay),
+            w=at(w),
+            tokens=T,
+            D=D,
+            W=W,
+        )
         return w
 
     def recurrence(self, layer, kvr, w, wkv):
         k, v, r, w = (array.reshape(1, self.T, self.my.sizes["H"], -1) for array in (*kvr, w))
         bonus = layer.bonus[0].astype(self.my.dtype, copy=False)
-        o, wkv[self.states] = rwkv6(r, k, v, w, bonus, scale=1.0, layout="bthd", cu_seqlens=self.bounds,
-                                    initial_state=wkv[self.states], output_final_state=True)
+        o, wkv[self.states] = rwkv6(
+            r,
+            k,
+            v,
+            w,
+            bonus,
+            scale=1.0,
+            layout="bthd",
+            cu_seqlens=self.bounds,
+            initial_state=wkv[self.states],
+            output_final_state=True,
+        )
         return o
 
     def gated_norm(self, layer, o, gate):
@@ -92,8 +134,18 @@ class Prompt:
         y, (weight, bias) = self.empty(1, T, H * N, dtype=self.my.dtype), layer.ln_x
         kernel = kernels.GatedNorm(self.my.dtype)
         self.launch(
-            kernel, ceil_div(T * H * 32, kernel.threads), o=at(o), gate=at(gate), weight=at(weight), bias=at(bias),
-            y=at(y), rows=T * H, H=H, N=N, eps=math.GROUP_NORM_EPS)
+            kernel,
+            ceil_div(T * H * 32, kernel.threads),
+            o=at(o),
+            gate=at(gate),
+            weight=at(weight),
+            bias=at(bias),
+            y=at(y),
+            rows=T * H,
+            H=H,
+            N=N,
+            eps=math.GROUP_NORM_EPS,
+        )
         return y
 
     def relu_squared(self, x):

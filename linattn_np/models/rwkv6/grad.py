@@ -50,7 +50,7 @@ def loss(weights, tokens, products, drop):
 
     def pull(gradients):
         dx = pull_norm(pull_head(pull_value(), gradients.head), gradients.ln_out)
-        while pulls:                                    # what a layer keeps is free once it has been pulled back
+        while pulls:  # what a layer keeps is free once it has been pulled back
             pull_layer, i = pulls.pop()
             dx = pull_layer(dx, gradients.layers[i])
         pull_embedding(pull_drop(dx), gradients)
@@ -124,7 +124,7 @@ def time_mix(layer, x, products, drop):
         doutput = do.pull_group((daffine * layer.ln_x[0]).reshape(do.o.shape))
         dr, dk, dv, dw, du = do.pull_recurrence(doutput.astype(do.o.dtype, copy=False))
         to.bonus[...] = du
-        dlow = dw.reshape(dy.shape) * do.w                                      # w is its own derivative
+        dlow = dw.reshape(dy.shape) * do.w  # w is its own derivative
         to.decay[...] = total(dlow)
         dlow = tanh_vjp(pulls["decay_up"](dlow, to.decay_up), do.decay_low)
         dmixed_w = pulls["decay_down"](dlow, to.decay_down)
@@ -168,7 +168,7 @@ def embedding(weights, tokens, products):
     table, pull_norm = layer_norm(weights.embedding[None].astype(weights.ln0.dtype, copy=False), weights.ln0)
 
     def pull(dx, to):
-        hot = (tokens.reshape(-1, 1) == of(dx).arange(V)).astype(dx.dtype)      # a sum in one order, without atomics
+        hot = (tokens.reshape(-1, 1) == of(dx).arange(V)).astype(dx.dtype)  # a sum in one order, without atomics
         dtable = products.matmul(products.cast(hot).T, products.cast(dx).reshape(-1, D))
         to.embedding[...] = pull_norm(dtable[None], to.ln0)[0]
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from ..fused import fused, of
 
 LAYER_NORM_EPS = 1e-5
-GROUP_NORM_EPS = 64e-5      # whatever the head size is
+GROUP_NORM_EPS = 64e-5  # whatever the head size is
 
 
 class Pieces(Protocol):
@@ -68,7 +68,7 @@ def channel_mix(do: Pieces, layer, x, shift):
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
 def sigmoid(x):
-    return 0.5 * of(x).tanh(0.5 * x) + 0.5          # 1 / (1 + exp(-x)) without its overflow
+    return 0.5 * of(x).tanh(0.5 * x) + 0.5  # 1 / (1 + exp(-x)) without its overflow
 
 
 @fused
@@ -115,7 +115,7 @@ def layer_norm(x, weight_and_bias):
 
 def normalize(x, eps):
     """(x - mean) / sqrt(variance + eps) along the last axis."""
-    size = x.shape[-1]          # sums, as NumPy's mean is slow on a single token
+    size = x.shape[-1]  # sums, as NumPy's mean is slow on a single token
     x = x - x.sum(axis=-1, keepdims=True) / size
     return x / of(x).sqrt((x * x).sum(axis=-1, keepdims=True) / size + eps)
 

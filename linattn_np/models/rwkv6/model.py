@@ -78,15 +78,21 @@ class RWKV6:
     ' '
     """
 
-    def __init__(self, weights: Mapping, device: Device = "cpu", dtype: DTypeLike | None = None,
-                 progress: Callable[[int, int], object] | None = None):
+    def __init__(
+        self,
+        weights: Mapping,
+        device: Device = "cpu",
+        dtype: DTypeLike | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ):
         weights, self.sizes = parameters(collected(weights))
         self.device = device
         self.layers = layers_on(device)(weights, self.sizes, dtype, counted(weights, progress or (lambda *_: None)))
 
     def __repr__(self):
         return "RWKV6({L} layers, {D} channels, {H} heads of {N}, {V:,} tokens, ".format(**self.sizes) + (
-            f"{self.layers.dtype} on {self.device})")
+            f"{self.layers.dtype} on {self.device})"
+        )
 
     @staticmethod
     def trainable(layers: int, width: int, head_size: int) -> Layout:
@@ -97,11 +103,17 @@ class RWKV6:
     def loss(weights, tokens, products, drop):
         """The loss of a trainable model and its pullback, as `grad.loss` has them."""
         from .grad import loss
+
         return loss(weights, tokens, products, drop)
 
     @classmethod
-    def from_file(cls, path: str | PathLike, device: Device = "cpu", dtype: DTypeLike | None = None,
-                  progress: Callable[[int, int], object] | None = None) -> RWKV6:
+    def from_file(
+        cls,
+        path: str | PathLike,
+        device: Device = "cpu",
+        dtype: DTypeLike | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> RWKV6:
         """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
 
         path : `.pth` (torch's zip or its older form, read without torch), `.safetensors`, or the index
@@ -127,8 +139,9 @@ class RWKV6:
         large = linears(sizes["L"])
         matrices = {*large, *(name for name in weights if is_matrix(name))}
         rest = matrices if dtype == "bfloat16" else matrices.difference(large)
-        weights = {name: np.asarray(array).astype(BFLOAT16) if name in rest else array
-                   for name, array in weights.items()}
+        weights = {
+            name: np.asarray(array).astype(BFLOAT16) if name in rest else array for name, array in weights.items()
+        }
         return weights if dtype == "bfloat16" else of_bits(weights, large, dtype)
 
     def initial_state(self, batch: int = 1) -> State:
@@ -136,12 +149,19 @@ class RWKV6:
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         zeros = self.layers.zeros
         state = State(*(zeros((L, batch, *axes), np.float32) for axes in ((D,), (H, N, N), (D,))))
-        for wkv, start in zip(state.wkv, self.layers.tuned):        # [H, N, N] of each layer, or none
+        for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
             wkv[...] = start
         return state
 
-    def forward(self, tokens: ArrayLike, state: State | None = None, *, cu_seqlens: Integers | None = None,
-                slots: Integers | None = None, last: bool = False) -> tuple[Result, State]:
+    def forward(
+        self,
+        tokens: ArrayLike,
+        state: State | None = None,
+        *,
+        cu_seqlens: Integers | None = None,
+        slots: Integers | None = None,
+        last: bool = False,
+    ) -> tuple[Result, State]:
         """The logits of the next tokens, and the state after `tokens`.
 
         T tokens in one call, or in any number of calls, give the same logits: a call with T > 1 runs
@@ -270,8 +290,10 @@ def layers_on(device) -> Callable:
     check_device("RWKV6", device)
     if device == "cpu":
         from .cpu_layers import cpu_layers
+
         return cpu_layers
     from .cuda_layers import CudaLayers
+
     return CudaLayers
 
 
@@ -283,4 +305,5 @@ def counted(weights, progress):
         nonlocal done
         done += array.nbytes
         progress(done, total)
+
     return loaded

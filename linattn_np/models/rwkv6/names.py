@@ -15,25 +15,46 @@ from .checks import refuse
 # are (out, in).
 EMBEDDING = {"emb.weight": "V D", "blocks.0.ln0.weight": "D", "blocks.0.ln0.bias": "D"}
 BLOCK = {
-    "ln1.weight": "D", "ln1.bias": "D", "ln2.weight": "D", "ln2.bias": "D",
-    "att.time_maa_x": "1 1 D", "att.time_maa_w": "1 1 D", "att.time_maa_k": "1 1 D",
-    "att.time_maa_v": "1 1 D", "att.time_maa_r": "1 1 D", "att.time_maa_g": "1 1 D",
-    "att.time_maa_w1": "D 5A", "att.time_maa_w2": "5 A D",
-    "att.time_decay": "1 1 D", "att.time_decay_w1": "D W", "att.time_decay_w2": "W D",
+    "ln1.weight": "D",
+    "ln1.bias": "D",
+    "ln2.weight": "D",
+    "ln2.bias": "D",
+    "att.time_maa_x": "1 1 D",
+    "att.time_maa_w": "1 1 D",
+    "att.time_maa_k": "1 1 D",
+    "att.time_maa_v": "1 1 D",
+    "att.time_maa_r": "1 1 D",
+    "att.time_maa_g": "1 1 D",
+    "att.time_maa_w1": "D 5A",
+    "att.time_maa_w2": "5 A D",
+    "att.time_decay": "1 1 D",
+    "att.time_decay_w1": "D W",
+    "att.time_decay_w2": "W D",
     "att.time_faaaa": "H N",
-    "att.receptance.weight": "D D", "att.key.weight": "D D", "att.value.weight": "D D",
-    "att.gate.weight": "D D", "att.output.weight": "D D", "att.ln_x.weight": "D", "att.ln_x.bias": "D",
-    "ffn.time_maa_k": "1 1 D", "ffn.time_maa_r": "1 1 D",
-    "ffn.key.weight": "F D", "ffn.receptance.weight": "D D", "ffn.value.weight": "D F",
+    "att.receptance.weight": "D D",
+    "att.key.weight": "D D",
+    "att.value.weight": "D D",
+    "att.gate.weight": "D D",
+    "att.output.weight": "D D",
+    "att.ln_x.weight": "D",
+    "att.ln_x.bias": "D",
+    "ffn.time_maa_k": "1 1 D",
+    "ffn.time_maa_r": "1 1 D",
+    "ffn.key.weight": "F D",
+    "ffn.receptance.weight": "D D",
+    "ffn.value.weight": "D F",
 }
 HEAD = {"ln_out.weight": "D", "ln_out.bias": "D", "head.weight": "V D"}
-TUNED = {"att.time_state": "H N N"}         # in every block or in none: a tuned initial state, value by key
+TUNED = {"att.time_state": "H N N"}  # in every block or in none: a tuned initial state, value by key
 
 # The last part of a name that gives another version away. x060b and x060c have the same names; RWKV-4 has
 # those of RWKV-5 but no ln_x.
-OTHER_VERSIONS = {"gate_w1": "RWKV-6 x060a", "time_maa_rkvw_w1": "RWKV-6 x060b or x060c",
-                  **dict.fromkeys(("x_r", "w0", "a0", "k_k", "k_a", "r_k"), "RWKV-7"),
-                  **dict.fromkeys(("time_mix_k", "time_mix_key", "time_first"), "RWKV-5")}
+OTHER_VERSIONS = {
+    "gate_w1": "RWKV-6 x060a",
+    "time_maa_rkvw_w1": "RWKV-6 x060b or x060c",
+    **dict.fromkeys(("x_r", "w0", "a0", "k_k", "k_a", "r_k"), "RWKV-7"),
+    **dict.fromkeys(("time_mix_k", "time_mix_key", "time_first"), "RWKV-5"),
+}
 
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
 
@@ -56,23 +77,35 @@ OFFICIAL_ORDER = [FLA_ORDER.index(mix) for mix in "wkvrg"]
 
 
 def mix_of(mix):
-    return lambda x: row(x.reshape(5, -1)[FLA_ORDER.index(mix)])                    # [5, D] -> [1, 1, D]
+    return lambda x: row(x.reshape(5, -1)[FLA_ORDER.index(mix)])  # [5, D] -> [1, 1, D]
 
 
 def mix_down(x):
-    return x.reshape(5, -1, x.shape[-1])[OFFICIAL_ORDER].reshape(x.shape).T         # [5A, D] -> [D, 5A]
+    return x.reshape(5, -1, x.shape[-1])[OFFICIAL_ORDER].reshape(x.shape).T  # [5A, D] -> [D, 5A]
 
 
 def mix_up(x):
-    return x.reshape(len(x), 5, -1)[:, OFFICIAL_ORDER].transpose(1, 2, 0)           # [D, 5A] -> [5, A, D]
+    return x.reshape(len(x), 5, -1)[:, OFFICIAL_ORDER].transpose(1, 2, 0)  # [D, 5A] -> [5, A, D]
 
 
 # Official name -> fla's, and what makes the one's array of the other's.
-FLA = {"emb.weight": ("model.embeddings.weight", same), "ln_out.weight": ("model.norm.weight", same),
-       "ln_out.bias": ("model.norm.bias", same), "head.weight": ("lm_head.weight", same)}
+FLA = {
+    "emb.weight": ("model.embeddings.weight", same),
+    "ln_out.weight": ("model.norm.weight", same),
+    "ln_out.bias": ("model.norm.bias", same),
+    "head.weight": ("lm_head.weight", same),
+}
 FLA_BLOCK = {
-    **{f"{name}.{part}": (f"{its_name}.{part}", same) for part in ("weight", "bias") for name, its_name in (
-        ("ln0", "pre_norm"), ("ln1", "attn_norm"), ("ln2", "ffn_norm"), ("att.ln_x", "attn.g_norm"))},
+    **{
+        f"{name}.{part}": (f"{its_name}.{part}", same)
+        for part in ("weight", "bias")
+        for name, its_name in (
+            ("ln0", "pre_norm"),
+            ("ln1", "attn_norm"),
+            ("ln2", "ffn_norm"),
+            ("att.ln_x", "attn.g_norm"),
+        )
+    },
     "att.time_maa_x": ("attn.x_proj.0.mu", row),
     **{f"att.time_maa_{mix}": ("attn.x_bias", mix_of(mix)) for mix in FLA_ORDER},
     "att.time_maa_w1": ("attn.x_proj.0.linear.weight", mix_down),
@@ -86,7 +119,8 @@ FLA_BLOCK = {
     "att.value.weight": ("attn.v_proj.linear.weight", same),
     "att.gate.weight": ("attn.g_proj.linear.weight", same),
     "att.output.weight": ("attn.o_proj.weight", same),
-    "ffn.time_maa_k": ("ffn.key.mu", row), "ffn.time_maa_r": ("ffn.receptance.mu", row),
+    "ffn.time_maa_k": ("ffn.key.mu", row),
+    "ffn.time_maa_r": ("ffn.receptance.mu", row),
     "ffn.key.weight": ("ffn.key.linear.weight", same),
     "ffn.receptance.weight": ("ffn.receptance.linear.weight", same),
     "ffn.value.weight": ("ffn.value.weight", same),
@@ -117,8 +151,10 @@ def official(weights: Mapping) -> dict:
     (['emb.weight', 'blocks.0.ln0.weight'], (5, 32, 256))
     """
     refuse_other_versions(weights)
-    blocks, origin = next(((prefix, origin) for prefix, origin in NAMINGS.items()
-                           if any(name.startswith(prefix) for name in weights)), ("blocks.", unchanged))
+    blocks, origin = next(
+        ((prefix, origin) for prefix, origin in NAMINGS.items() if any(name.startswith(prefix) for name in weights)),
+        ("blocks.", unchanged),
+    )
     layers = len({name.removeprefix(blocks).split(".")[0] for name in weights if name.startswith(blocks)})
     tuned = any(name.endswith(".time_state") for name in weights)
     origins = {name: (name, same) if name in weights else origin(name) for name in declared(layers, tuned)}
@@ -126,9 +162,14 @@ def official(weights: Mapping) -> dict:
     missing = [name for name in wanted if name not in weights]
     left_over = [name for name in weights if name not in wanted]
     if missing or left_over:
-        refuse_file(" and ".join(f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
-                                 for what, names in (("lacks", missing), ("has an unknown", left_over)) if names),
-                    f"the parameters of RWKV-6 x060 with {layers} blocks")
+        refuse_file(
+            " and ".join(
+                f"{what} {shown(names[0])}" + (f" and {len(names) - 1} more" if names[1:] else "")
+                for what, names in (("lacks", missing), ("has an unknown", left_over))
+                if names
+            ),
+            f"the parameters of RWKV-6 x060 with {layers} blocks",
+        )
     return {name: made(weights, its_name, make, name) for name, (its_name, make) in origins.items()}
 
 
@@ -150,8 +191,9 @@ def parameters(weights: Mapping) -> tuple[dict, dict[str, int]]:
     if sizes["H"] * sizes["N"] != sizes["D"]:
         refuse(f"att.time_faaaa has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
     if 5 * sizes["A"] != sizes["5A"]:
-        refuse(f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} "
-               "as att.time_maa_w2 has it")
+        refuse(
+            f"att.time_maa_w1 has {sizes['5A']} columns, expected 5 x A = {5 * sizes['A']} as att.time_maa_w2 has it"
+        )
     return weights, sizes
 
 

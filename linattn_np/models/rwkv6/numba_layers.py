@@ -11,7 +11,9 @@ from ...arrays import BFLOAT16
 from ..matrices import FEW, pack
 from ..quantised import Stored
 from ..threads import Board
-from . import math, numba_loops as loops, weights as table
+from . import math
+from . import numba_loops as loops
+from . import weights as table
 from .numpy_layers import FLOAT32, NumpyLayers, Pieces
 
 # Matrices of low rank are a few percent of all, and what they compute steers the state: int4 leaves them 8 bits.

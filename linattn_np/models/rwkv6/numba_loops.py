@@ -51,8 +51,8 @@ def recurrence(kvr, w, bonus, wkv, slots, o):
     for b in range(w.shape[0]):
         for h in range(H):
             start, state = h * N, wkv[slots[b], h]
-            k, v, r = (kvr[0, b, start:start + N], kvr[1, b, start:start + N], kvr[2, b, start:start + N])
-            to = o[b, start:start + N]
+            k, v, r = (kvr[0, b, start : start + N], kvr[1, b, start : start + N], kvr[2, b, start : start + N])
+            to = o[b, start : start + N]
             to[:] = 0
             for i in range(N):
                 key, query, decay = k[i], r[i], np.exp(w[b, start + i])

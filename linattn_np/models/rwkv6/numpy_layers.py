@@ -9,7 +9,8 @@ import numpy as np
 
 from ...ops import rwkv6, rwkv6_step
 from ..devices import on_host
-from . import math, weights as table
+from . import math
+from . import weights as table
 from .state import Rows
 
 FLOAT32 = np.dtype(np.float32)
@@ -80,7 +81,7 @@ class Pieces:
         return x @ matrix
 
     def data_mix(self, layer, low, xx, d):
-        low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)                  # [5, T, A]
+        low = np.tanh(low).reshape(len(low), 5, -1).swapaxes(0, 1)  # [5, T, A]
         return xx + d * (math.beside(layer.maa, xx) + self.product(layer, "maa_up", low))
 
     def log_decay(self, layer, low):
@@ -91,8 +92,18 @@ class Pieces:
         k, v, r, w = (array.reshape(len(array), *layer.bonus.shape) for array in (*kvr, w))
         if rows.single:
             return rwkv6_step(r, k, v, w, layer.bonus, wkv, scale=1.0, slots=rows.slots)
-        o, wkv[rows.states] = rwkv6(r[None], k[None], v[None], w[None], layer.bonus, scale=1.0, layout="bthd",
-                                    cu_seqlens=rows.bounds, initial_state=wkv[rows.states], output_final_state=True)
+        o, wkv[rows.states] = rwkv6(
+            r[None],
+            k[None],
+            v[None],
+            w[None],
+            layer.bonus,
+            scale=1.0,
+            layout="bthd",
+            cu_seqlens=rows.bounds,
+            initial_state=wkv[rows.states],
+            output_final_state=True,
+        )
         return o[0]
 
     def gated_norm(self, layer, o, gate):

@@ -17,8 +17,16 @@ from .weights import LAYER, MODEL
 MATRICES = [name for weight in (*LAYER.values(), *MODEL.values()) if weight.matrix for name in weight.names]
 
 # What the first outputs of a layer are scaled by: at first the residual passes everything by.
-SCALES = {"att.output.weight": 0, "ffn.value.weight": 0, "ffn.receptance.weight": 0, "att.key.weight": 0.1,
-          "att.gate.weight": 0.1, "att.time_maa_w1": 0, "att.time_decay_w1": 0, "head.weight": 0.5}
+SCALES = {
+    "att.output.weight": 0,
+    "ffn.value.weight": 0,
+    "ffn.receptance.weight": 0,
+    "att.key.weight": 0.1,
+    "att.gate.weight": 0.1,
+    "att.time_maa_w1": 0,
+    "att.time_decay_w1": 0,
+    "head.weight": 0.5,
+}
 
 
 def sizes_of(layers: int, width: int, head_size: int, vocabulary: int = 256) -> dict[str, int]:
@@ -32,8 +40,19 @@ def sizes_of(layers: int, width: int, head_size: int, vocabulary: int = 256) -> 
     if width % head_size:
         refuse(f"width {width} is no multiple of the head size {head_size}")
     A, W = max(8, width // 8), max(8, width // 4)
-    return {"1": 1, "5": 5, "L": layers, "D": width, "H": width // head_size, "N": head_size, "V": vocabulary,
-            "F": width * 7 // 2, "A": A, "5A": 5 * A, "W": W}
+    return {
+        "1": 1,
+        "5": 5,
+        "L": layers,
+        "D": width,
+        "H": width // head_size,
+        "N": head_size,
+        "V": vocabulary,
+        "F": width * 7 // 2,
+        "A": A,
+        "5A": 5 * A,
+        "W": W,
+    }
 
 
 class Layout:
@@ -49,12 +68,13 @@ class Layout:
 
     def __init__(self, sizes):
         self.sizes, self.axes = sizes, declared(sizes["L"])
-        self.shapes = {name: tuple(sizes[axis] for axis in self.axes[name].split())
-                       for name in sorted(self.axes, key=place)}
+        self.shapes = {
+            name: tuple(sizes[axis] for axis in self.axes[name].split()) for name in sorted(self.axes, key=place)
+        }
         ends = np.cumsum([prod(shape) for shape in self.shapes.values()]).tolist()
         self.spans = dict(zip(self.shapes, zip([0, *ends], ends)))
         self.size = ends[-1]
-        self.matrices = max(end for name, (_, end) in self.spans.items() if is_matrix(name))    # up to here
+        self.matrices = max(end for name, (_, end) in self.spans.items() if is_matrix(name))  # up to here
 
     def named(self, vector) -> dict:
         """Views of `vector` by official name, in the official shapes and order."""
@@ -66,6 +86,7 @@ class Layout:
 
         A matrix is [K, M], for products x W; those that meet several inputs side by side are stacks of such.
         """
+
         def array_of(field, weight, names):
             """The named parameters, neighbours in the vector, as one array; a stack if there are several."""
             whose = matrices if weight.matrix and matrices is not None else vector
@@ -100,7 +121,7 @@ def initial(name, shape, sizes, rng):
     """The first value of a parameter, or what broadcasts to it."""
     D, L, part = sizes["D"], sizes["L"], in_block(name)
     depth = int(name.split(".")[1]) if name.startswith("blocks.") else 0
-    rising, falling = depth / max(1, L - 1), 1 - depth / L         # 0 to 1, and 1 to almost 0
+    rising, falling = depth / max(1, L - 1), 1 - depth / L  # 0 to 1, and 1 to almost 0
     channel = np.arange(D) / D
     if part == "emb.weight":
         return rng.normal(0, 0.1, shape)
@@ -108,7 +129,7 @@ def initial(name, shape, sizes, rng):
         return rng.uniform(-0.01, 0.01, shape)
     if is_matrix(name):
         inputs = shape[0] if part in ("att.time_maa_w1", "att.time_decay_w1") else shape[-1]
-        return rng.normal(0, inputs ** -0.5, shape) * SCALES.get(part, 1)
+        return rng.normal(0, inputs**-0.5, shape) * SCALES.get(part, 1)
     if part == "att.time_decay":
         return -6 + 5 * (np.arange(D) / max(1, D - 1)) ** (0.7 + 1.3 * rising)
     if part == "att.time_faaaa":
@@ -117,4 +138,4 @@ def initial(name, shape, sizes, rng):
     if "time_maa" in part:
         power = {"r": 0.5, "g": 0.5}.get(part[-1], 1) if part.startswith("att") else 1
         return 1 - channel ** (power * falling) - (0.3 * rising if part == "att.time_maa_v" else 0)
-    return float(part.endswith("weight"))                          # of a norm; its bias is 0
+    return float(part.endswith("weight"))  # of a norm; its bias is 0

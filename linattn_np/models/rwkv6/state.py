@@ -31,9 +31,9 @@ class State:
     True
     """
 
-    att_shift: np.ndarray       # [L, B, D], the last input of each time mix
-    wkv: np.ndarray             # [L, B, H, N, N], the recurrent state, key by value
-    ffn_shift: np.ndarray       # [L, B, D], the last input of each channel mix
+    att_shift: np.ndarray  # [L, B, D], the last input of each time mix
+    wkv: np.ndarray  # [L, B, H, N, N], the recurrent state, key by value
+    ffn_shift: np.ndarray  # [L, B, D], the last input of each channel mix
 
     @property
     def arrays(self):
@@ -45,7 +45,7 @@ class State:
 
     def row(self, slot: int) -> State:
         """One row, as the state of one sequence: views of this state's arrays."""
-        return State(*(array[:, slot:slot + 1] for array in self.arrays))
+        return State(*(array[:, slot : slot + 1] for array in self.arrays))
 
     def put(self, slot: int, state: State):
         """Replaces one row by the state of one sequence."""
@@ -97,11 +97,16 @@ def check_state(state, sizes, kinds=None):
         found, axes = getattr(state, name), axes.split()
         # A mask, or the products of a matrix, would be lost: a subclass of NumPy's array means something of its own.
         if isinstance(found, np.ndarray) and type(found) not in (np.ndarray, np.memmap) or not hasattr(found, "dtype"):
-            refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected a plain array",
-                   ContractTypeError)
+            refuse(
+                f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected a plain array",
+                ContractTypeError,
+            )
         if kinds is not None and type(found) not in kinds:
-            refuse(f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected one of the "
-                   "model's device: `on_device` moves it", ContractTypeError)
+            refuse(
+                f"state.{name} is a {type(found).__module__}.{type(found).__qualname__}, expected one of the "
+                "model's device: `on_device` moves it",
+                ContractTypeError,
+            )
         if found.dtype != np.float32:
             refuse(f"state.{name} has dtype {found.dtype}, expected float32", ContractTypeError)
         if len(found.shape) == len(axes):
@@ -118,7 +123,7 @@ class Rows:
     """Where a call's sequences lie among its rows of tokens, and which rows of the state are theirs."""
 
     def __init__(self, bounds, slots):
-        self.bounds, self.slots = bounds, slots                     # host: [N + 1]; [N] or None
+        self.bounds, self.slots = bounds, slots  # host: [N + 1]; [N] or None
         self.first, self.last = bounds[:-1], bounds[1:] - 1
-        self.single = len(self.first) == bounds[-1]                 # a token each: a step
-        self.states = slice(None) if slots is None else slots       # what a state is indexed with
+        self.single = len(self.first) == bounds[-1]  # a token each: a step
+        self.states = slice(None) if slots is None else slots  # what a state is indexed with

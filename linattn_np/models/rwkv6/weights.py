@@ -53,7 +53,7 @@ LAYER = {
     "ffn_receptance": linear("ffn", "receptance"),
     "ffn_value": linear("ffn", "value"),
     "maa_down": low_rank("att.time_maa_w1"),
-    "maa_up": low_rank("att.time_maa_w2"),                  # five, one for each of w k v r g
+    "maa_up": low_rank("att.time_maa_w2"),  # five, one for each of w k v r g
     "decay_down": low_rank("att.time_decay_w1"),
     "decay_up": low_rank("att.time_decay_w2"),
     "ln1": norm("ln1"),
@@ -75,8 +75,9 @@ MODEL = {
 
 def layer(prefix: str, array_of: Callable) -> SimpleNamespace:
     """The arrays of a layer: ``array_of(field, weight, full names)`` makes each of them."""
-    return SimpleNamespace(**{field: array_of(field, weight, [prefix + name for name in weight.names])
-                              for field, weight in LAYER.items()})
+    return SimpleNamespace(
+        **{field: array_of(field, weight, [prefix + name for name in weight.names]) for field, weight in LAYER.items()}
+    )
 
 
 def whole(array_of: Callable) -> SimpleNamespace:
