@@ -259,6 +259,8 @@ def test_the_result_goes_into_out(rng):
 @pytest.mark.parametrize("operator", VARIANTS)
 def test_kernels(backend, operator, rng):
     """The CUDA kernels as the emulator runs them, and NumPy, on two ranks."""
+    if backend.name == "numba":
+        pytest.skip("Numba has no gradients")
     call = Call(operator, rng, dtype=SINGLE, total=40, layout="bthd")
     with backend.in_dispatch() if hasattr(backend, "in_dispatch") else nullcontext():
         found = call.by_ranks([24, 16], backend=backend.name)
@@ -270,6 +272,8 @@ def test_kernels(backend, operator, rng):
 @pytest.mark.parametrize("operator", VARIANTS)
 def test_segments_on_a_card(card, operator, packed, dtype, rng):
     """All that a card does but the messages."""
+    if card.name == "numba":
+        pytest.skip("Numba has no gradients")
     call = Call(operator, rng, packed=packed, dtype=dtype, layout="bthd")
     found = call.on_rank([150], True, distributed.Alone(), there=card.asarray, back=card.tohost, segment_size=25)
     call.compare(found, call.exactly(), dtype, factor=3)

@@ -5,6 +5,7 @@ The same text is what NVRTC, the compile check and the CPU emulator of the tests
 
 import re
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from .arguments import offsets, size_of
@@ -24,6 +25,11 @@ template <class Kernel> struct ArgumentOf;
 template <class Args> struct ArgumentOf<void(Args)> {
   using type = Args;
 };
+#ifdef __CUDACC_RTC__  // NVRTC has no offsetof before CUDA 13.5, but what its own headers would make of it
+#define OFFSET_OF(type, member) ((unsigned long long)__INTADDR__(&(((type*)0)->member)))
+#else
+#define OFFSET_OF(type, member) __builtin_offsetof(type, member)
+#endif
 """
 
 
@@ -73,16 +79,20 @@ def program(kernels, include=None) -> str:
     """The whole program of some instantiations of one file: its text, and a check of every size that the host
     declares."""
     (file,) = {kernel.file for kernel in kernels}
-    return text(file, include) + CHECKS + "".join(map(checks, kernels))
+    return text(file, include) + CHECKS + "".join(map(checks, kernels, count()))
 
 
-def checks(kernel) -> str:
-    """Assertions on the argument's struct and on shared memory; any wrong number fails to compile."""
+def checks(kernel, number=0) -> str:
+    """Assertions on the argument's struct and on shared memory; any wrong number fails to compile.
+
+    `number` tells the kernels of a program apart.
+    """
     lines = []
     if kernel.arguments:
-        args = f"ArgumentOf<decltype({kernel.expression})>::type"
+        args = f"ArgumentsOfKernel{number}"
+        lines.append(f"using {args} = ArgumentOf<decltype({kernel.expression})>::type;\n")
         lines.append(agree(size_of(kernel.arguments), f"sizeof({args})"))
-        lines += [agree(at, f"__builtin_offsetof({args}, {name})") for name, at in offsets(kernel.arguments)]
+        lines += [agree(at, f"OFFSET_OF({args}, {name})") for name, at in offsets(kernel.arguments)]
     if kernel.shared_types:
         sizes = " + ".join(f"sizeof({found})" for found in kernel.shared_types)
         lines.append(agree(kernel.shared_bytes, sizes))
