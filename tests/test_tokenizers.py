@@ -273,4 +273,4 @@ def test_no_bundled_vocabulary():
         "except FileNotFoundError as error: print(error)"
     )
     printed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert "no installed package bundles" in printed and "pip install pyrwkv-tokenizer" in printed
+    assert "no installed package bundles" in printed and "pip install 'linattn-np[world]'" in printed

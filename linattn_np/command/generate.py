@@ -1,9 +1,11 @@
 """Writes text with an RWKV-6 model: reads the prompt, then goes on token by token. No torch.
 
-linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
-linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
-linattn-np generate --load-state novel.npz --prompt " And then"
-linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
+    linattn-np generate --prompt "Emma was" --tokens 500 --temperature 0.8
+    linattn-np generate --prompt - --save-state novel.npz --tokens 1 < novel.txt
+    linattn-np generate --load-state novel.npz --prompt " And then"
+    linattn-np generate --batch-file prompts.jsonl --output texts.jsonl --slots 8
+
+Ctrl-C keeps what is finished: texts, lines and states.
 """
 
 import json
