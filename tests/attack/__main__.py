@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from attack import names  # noqa: E402
+from attack.files import austen
 from attack.harness import PROPERTIES, Attack, Line, Refused, told, tried  # noqa: E402
 from attack.machines import machine  # noqa: E402
 
@@ -30,6 +31,7 @@ BACKENDS = ("numpy", "cupy", "emulated", "hopper", "numba")
 def main(arguments=None) -> int:
     options = parsed(arguments)
     there = machine(options.backend)
+    austen().forward([list(b"It is a truth")])  # Numba's loops are compiled, and are not what an example takes
     if options.backend != "cupy":  # which reserves far more addresses than it uses
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if options.replay:
