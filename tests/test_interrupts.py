@@ -99,3 +99,10 @@ for pause in (0.005, 0.02, 0.05, 0.1):
     assert (out == 7.0).all(), pause
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_no_thread_is_started_where_an_interrupt_can_find_it():
+    """One that is interrupted while it is started is never told to end, and the process waits for it for ever."""
+    started = set(cores.pool()._threads)
+    cores.in_parallel(abs, range(100))
+    assert len(started) == cores.workers() and set(cores.pool()._threads) == started

@@ -4,7 +4,7 @@ import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from threading import Condition
+from threading import Barrier, Condition, Thread
 
 import numpy as np
 
@@ -17,8 +17,22 @@ def workers():
 
 @cache
 def pool():
-    """New threads for every call would start with cold memory: a fifth of a short call's time."""
-    return ThreadPoolExecutor(workers(), thread_name_prefix="linattn_np")
+    """New threads for every call would start with cold memory: a fifth of a short call's time.
+
+    A thread that Ctrl-C finds while it is started is never told to end, and the process would wait for it for ever. So
+    all are started at once, by a thread that no Ctrl-C reaches.
+    """
+    made = ThreadPoolExecutor(workers(), thread_name_prefix="linattn_np")
+    together = Barrier(workers())
+
+    def start():
+        for found in [made.submit(together.wait) for _ in range(workers())]:
+            found.result()
+
+    starter = Thread(target=start)
+    starter.start()
+    starter.join()
+    return made
 
 
 if hasattr(os, "register_at_fork"):
