@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, synthetic
 
+from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
 from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
 
@@ -244,3 +245,26 @@ def test_a_quantised_checkpoint_is_widened(on_cuda, rng):
     found, _ = in_calls(on_cuda(few), tokens, [5, 1])
     wanted, _ = in_calls(RWKV6(few, dtype="float32"), tokens, [5, 1])
     close(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("D", [8, 2056, 4104])
+def test_shifts_of_narrow_and_wide_rows(device, D, rng):
+    """Three tokens of two prompts: one goes on where an earlier call ended, the other starts in the middle."""
+    x, before, (weight, bias, *maa) = (
+        rng.standard_normal((3, D)),
+        rng.standard_normal((2, D)),
+        rng.standard_normal((4, D)),
+    )
+    given = {"x": x, "before": before, "weight": weight, "bias": bias, "maa": np.stack(maa)}
+    arrays = {name: device.upload(array.astype(np.float32)) for name, array in given.items()}
+    arrays |= {"starts": device.upload(np.array([0, -1, 1])), "ends": device.upload(np.array([-1, 0, 1]))}
+    shapes = {"shift": (2, D), "xx": (3, D), "d": (3, D), "mixed": (2, 3, D)}
+    arrays |= {name: device.empty(shape, np.float32) for name, shape in shapes.items()}
+    kernel = kernels.ShiftMix.fitting(np.dtype(np.float32), D)
+    at = {name: device.pointer(array) for name, array in arrays.items()}
+    device.launch(kernel, 3, kernel.pack(**at, T=3, D=D, C=2, eps=1e-5))
+    xx = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight + bias
+    d = np.stack([before[0], xx[0], before[1]]) - xx
+    mixed = xx + d * np.stack(maa)[:, None]
+    for name, wanted in {"xx": xx, "d": d, "shift": xx[1:], "mixed": mixed}.items():
+        np.testing.assert_allclose(host(arrays[name]), wanted, rtol=1e-5, atol=2e-5, err_msg=name)

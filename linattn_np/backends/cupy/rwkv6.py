@@ -13,6 +13,7 @@ import numpy as np
 from ...arrays import BFLOAT16
 from .arguments import integers, pointers, reals, structs
 from .kernel import Kernel
+from .plan import ceil_div
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
@@ -33,17 +34,6 @@ class NormShift(Kernel):
     shared = ("Shared",)
     threads = 512
     shared_bytes = 4 * 2 * 16
-    X: np.dtype
-
-
-@dataclass(frozen=True)
-class Mix(Kernel):
-    file = "rwkv6/mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("B D A"))
-    shared = ("Shared",)
-    threads = 128  # and channels a block
-    shared_bytes = 4 * 32 * 8
-    dtype: np.dtype
     X: np.dtype
 
 
@@ -129,14 +119,6 @@ class DecodeStep(Kernel):
 
 
 @dataclass(frozen=True)
-class ReluSquared(Kernel):
-    file = "rwkv6/relu_squared"
-    arguments = (*pointers("x y"), *integers("count"))
-    threads = 256
-    X: np.dtype
-
-
-@dataclass(frozen=True)
 class Argmax(Kernel):
     file = "rwkv6/argmax"
     arguments = (*pointers("logits tokens"), *integers("V"))
@@ -145,37 +127,84 @@ class Argmax(Kernel):
     shared_bytes = 32 * 8
 
 
+# -- of both -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LowRank(Kernel):
+    """A kernel that makes what it adds to mixes or decays on tensor cores: TILES times 16 tokens by so many channels."""
+
+    COLUMNS: ClassVar[int] = 128
+    threads = 256
+
+    @property
+    def shared_bytes(self):
+        return 4 * (self.TILES * 16 * (32 + 4) + 32 * (128 + 8))
+
+    def blocks(self, tokens, D) -> int:
+        return ceil_div(tokens, 16 * self.TILES) * ceil_div(D, self.COLUMNS)
+
+
+@dataclass(frozen=True)
+class DataMix(LowRank):
+    """A step takes an input a block, so that few sequences keep many multiprocessors busy; a prompt all five, and
+    reads what they share once."""
+
+    file = "rwkv6/data_mix"
+    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
+    shared = ("LowRank<{TILES}>",)
+    dtype: np.dtype
+    X: np.dtype
+    TILES: int
+    INPUTS: int
+
+    @classmethod
+    def of_step(cls, dtype, X):
+        return cls(dtype, X, 1, 1)
+
+    @classmethod
+    def of_prompt(cls, dtype):
+        return cls(dtype, dtype, 2, 5)
+
+    def blocks(self, tokens, D):
+        return super().blocks(tokens, D) * 5 // self.INPUTS
+
+
+@dataclass(frozen=True)
+class ReluSquared(Kernel):
+    file = "rwkv6/relu_squared"
+    arguments = (*pointers("x y"), *integers("count"))
+    EACH: ClassVar[int] = 8  # elements a thread
+    threads = 256
+    X: np.dtype
+    Y: np.dtype
+
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
+
+
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
-PROMPT_TOKENS, PROMPT_COLUMNS = 32, 128  # of a block of DataMix and LogDecay
-
-
 @dataclass(frozen=True)
 class ShiftMix(Kernel):
     file = "rwkv6/shift_mix"
     arguments = (*pointers("x weight bias maa before shift starts ends xx d mixed"), *integers("T D C"), *reals("eps"))
     shared = ("Shared",)
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 4 * 16
     X: np.dtype
+    EACH: int
+
+    @classmethod
+    def fitting(cls, X, D):
+        """With the fewest registers, so that many tokens are under way."""
+        return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
 @dataclass(frozen=True)
-class DataMix(Kernel):
-    file = "rwkv6/data_mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
-    shared = ("Shared",)
-    threads = PROMPT_COLUMNS
-    shared_bytes = 4 * 32 * 32
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class LogDecay(Kernel):
+class LogDecay(LowRank):
     file = "rwkv6/log_decay"
     arguments = (*pointers("low up decay w"), *integers("tokens D W"))
-    shared = ("Shared",)
-    threads = PROMPT_COLUMNS
-    shared_bytes = 4 * 32 * 32
+    shared = ("LowRank<TILES>",)
+    TILES: ClassVar[int] = 2
     dtype: np.dtype
 
 

@@ -265,17 +265,17 @@ class Step:
         T, X, (D, H, N, A, W) = my.dtype, my.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
         self.norm_shift(layer.ln1, my.mixed_x, layer.maa_x, shift, value, xx=my.xx)
         self.matmul((layer.maa_down, my.mixed_x, my.low, WRITE))
-        blocks = ceil_div(B, kernels.Matvec.COLUMNS) * 5 * ceil_div(D, kernels.Mix.threads)
+        mix = kernels.DataMix.of_step(T, X)
         self.launch(
-            kernels.Mix(T, X),
-            blocks,
+            mix,
+            mix.blocks(B, D),
             low=at(my.low),
             up=at(layer.maa_up),
             maa=at(layer.maa),
             xx=at(my.xx),
             d=at(my.d),
             mixed=at(my.mixed),
-            B=B,
+            tokens=B,
             D=D,
             A=A,
         )
@@ -346,8 +346,8 @@ class Step:
                 to = my.hidden if finish == RELU_SQUARED else y
                 self.launches.append(partial(multiply(w), w, x, to, finish == ADD))
                 if finish == RELU_SQUARED:
-                    kernel = kernels.ReluSquared(y.dtype)
-                    self.launch(kernel, ceil_div(y.size, kernel.threads), x=at(to), y=at(y), count=y.size)
+                    kernel = kernels.ReluSquared(to.dtype, y.dtype)
+                    self.launch(kernel, kernel.blocks(y.size), x=at(to), y=at(y), count=y.size)
             return
         each = [(*matrices, finish) for *stacks, finish in products for matrices in zip(*stacks)]
         each += [(None, None, None, WRITE)] * (kernels.Matvec.PRODUCTS - len(each))

@@ -12,6 +12,9 @@ from . import math
 from .cuda_decode import FLOAT32, ceil_div, multiply
 
 
+HALF = ("kvrg", "ffn_key")  # products whose results are rounded to the dtype of the matrix
+
+
 class Shift(NamedTuple):
     """A layer's part of a shift state: what was there before the call, and where the call leaves its last tokens."""
 
@@ -52,7 +55,7 @@ class Prompt:
         mixed = self.empty(C, T, D, dtype=self.my.dtype)
         xx, d = (self.empty(T, D), self.empty(T, D)) if norm == "ln1" else (None, None)  # what `data_mix` reads
         self.launch(
-            kernels.ShiftMix(mixed.dtype),
+            kernels.ShiftMix.fitting(mixed.dtype, D),
             T,
             x=at(x),
             weight=at(weight),
@@ -73,17 +76,18 @@ class Prompt:
         return mixed, xx, d
 
     def product(self, layer, name, x):
-        """In float32, but for what the recurrence and the gate take."""
+        """In float32, but for what the recurrence, the gate and the activation take."""
         w = getattr(layer, name)
-        y = self.multiplied(w, x.reshape(-1, *x.shape[-2:]), self.my.dtype if name == "kvrg" else FLOAT32)
+        y = self.multiplied(w, x.reshape(-1, *x.shape[-2:]), self.my.dtype if name in HALF else FLOAT32)
         return y if x.ndim == 3 else y[0]
 
     def data_mix(self, layer, low, xx, d):
         at, T, D, A = self.at, self.T, self.my.sizes["D"], self.my.sizes["A"]
         mixed = self.empty(5, T, D, dtype=self.my.dtype)
+        kernel = kernels.DataMix.of_prompt(self.my.dtype)
         self.launch(
-            kernels.DataMix(self.my.dtype),
-            5 * self.blocks,
+            kernel,
+            kernel.blocks(T, D),
             low=at(low),
             up=at(layer.maa_up),
             maa=at(layer.maa),
@@ -99,9 +103,10 @@ class Prompt:
     def log_decay(self, layer, low):
         at, T, D, W = self.at, self.T, self.my.sizes["D"], self.my.sizes["W"]
         w = self.empty(T, D)
+        kernel = kernels.LogDecay(self.my.dtype)
         self.launch(
-            kernels.LogDecay(self.my.dtype),
-            self.blocks,
+            kernel,
+            kernel.blocks(T, D),
             low=at(low),
             up=at(layer.decay_up),
             decay=at(layer.decay),
@@ -149,8 +154,8 @@ class Prompt:
         return y
 
     def relu_squared(self, x):
-        y, kernel = self.empty(*x.shape, dtype=self.my.dtype), kernels.ReluSquared(self.my.dtype)
-        self.launch(kernel, ceil_div(x.size, kernel.threads), x=self.at(x), y=self.at(y), count=x.size)
+        y, kernel = self.empty(*x.shape, dtype=self.my.dtype), kernels.ReluSquared(x.dtype, self.my.dtype)
+        self.launch(kernel, kernel.blocks(x.size), x=self.at(x), y=self.at(y), count=x.size)
         return y
 
     def add_product(self, layer, name, x, y):
@@ -169,10 +174,6 @@ class Prompt:
         y = self.empty(len(w), x.shape[1], w.shape[1], dtype=dtype)
         multiply(w)(w, x, y, False)
         return y
-
-    @property
-    def blocks(self):
-        return ceil_div(self.T, kernels.PROMPT_TOKENS) * ceil_div(self.my.sizes["D"], kernels.PROMPT_COLUMNS)
 
     def empty(self, *shape, dtype=FLOAT32):
         return self.device.empty(shape, dtype)
