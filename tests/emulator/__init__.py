@@ -102,7 +102,7 @@ class EmulatedDevice:
 
     multiprocessors = 132
     shared_per_multiprocessor, shared_per_block = 228 * 1024, 227 * 1024
-    queue, capturing = 0, False
+    queue, capturing, cooperative = 0, False, False
 
     def __init__(self, capability=80):
         self.capability = capability
@@ -132,8 +132,16 @@ class EmulatedDevice:
         box = columns, tokens, x.dtype.itemsize, swizzled
         return struct.pack("=q4q4q4i", self.pointer(x), *sizes, *strides, *box).ljust(128, b"\0")
 
-    def prepared(self, kernel, blocks, args, smem=None):
+    def prepared(self, kernel, blocks, args, smem=None, together=False):
+        assert not together
         return partial(self.launch, kernel, blocks, args, smem)
+
+    def product(self, w, x, y, add):
+        def multiply():
+            found = x.astype(np.float32) @ w.astype(np.float32).swapaxes(1, 2)
+            y[...] = y + found if add else found
+
+        return multiply
 
     def launch(self, kernel, blocks, args, smem=None):
         smem = kernel.shared_bytes if smem is None else smem

@@ -112,7 +112,7 @@ def element_by_element():
 
 def of_models():
     for T in CTYPES:
-        for cls in (rwkv6.Embed, rwkv6.NormShift, rwkv6.LogDecay, rwkv6.GatedNorm):
+        for cls in (rwkv6.NormShift, rwkv6.LogDecay, rwkv6.GatedNorm):
             yield cls(T)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
@@ -125,5 +125,8 @@ def of_models():
             yield rwkv6.DataMix.of_step(T, X)
             yield rwkv6.TimeMixStep(T, X)
             yield rwkv6.ReluSquared(X, T)
+            yield rwkv6.ChosenNorm(X, T)
+        if T != SINGLE:
+            yield rwkv6.ChosenNorm(T, SINGLE)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...arrays import signature
 from .arguments import Packed
-from .plan import Buffer, Copy, Fill, Launch, Plan, Upload, arrays_in, arrays_of, describe, describe_tree
+from .plan import Buffer, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, arrays_of, describe, describe_tree
 
 COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
 # of gradients that a pullback is given
@@ -81,7 +81,14 @@ class Compiled:
 
     def __call__(self, given):
         """`given`: the caller's arrays, in the plan's order."""
-        arrays = [*given, *[make() for make in self.makers]]
+        return self.on([*given, *self.allocated()])
+
+    def allocated(self) -> list:
+        """New buffers, for one execution or for one after the other."""
+        return [make() for make in self.makers]
+
+    def on(self, arrays):
+        """On the caller's arrays and then the buffers."""
         addresses = tuple(map(self.device.pointer, arrays))
         arrays += self.tables
         commands = self.filled.get(addresses)
@@ -94,6 +101,11 @@ class Compiled:
         if self.hidden and self.device.capturing:
             in_graphs.extend(arrays[n] for n in self.hidden)
         return self.result(arrays)
+
+    def launches(self, arrays) -> list:
+        """Functions that enqueue the steps on these arrays, for who runs them again and again and keeps the arrays."""
+        arrays = [*arrays, *self.tables]
+        return [partial(command, arrays) for command in self.fill(arrays)]
 
     def fill(self, arrays) -> list:
         """What an execution on memory at these addresses does, in order: functions of its arrays."""
@@ -110,8 +122,12 @@ class Compiled:
                     self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled
                 ),
             )
-            launch = self.device.prepared(step.kernel, step.blocks, args)
+            smem = step.kernel.shared_bytes + step.more_shared
+            launch = self.device.prepared(step.kernel, step.blocks, args, smem, step.together)
             return lambda arrays: launch()
+        if isinstance(step, Product):
+            multiply = self.device.product(*self.reader((step.w, step.x, step.y))(arrays), step.add)
+            return lambda arrays: multiply()
         if isinstance(step, Copy):
             source, target = self.reader(step.source), self.reader(step.target)
             return lambda arrays: target(arrays).__setitem__(..., source(arrays))
