@@ -40,7 +40,7 @@ class NormShift(ModelKernel):
 class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
     arguments = (*pointers("k v r gate low up decay u weight bias state slots y"), *integers("B H N W"), *reals("eps"))
-    shared = ("Shared",)
+    shared = ("TimeMixScratch",)
     threads = 256
     shared_bytes = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
     dtype: np.dtype
