@@ -10,7 +10,7 @@ from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, synthetic
 
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
-from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
+from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill, model
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 HALF = np.dtype(np.float16)
@@ -108,6 +108,32 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
     for part, wanted in zip(pool.arrays, wanted_pool.arrays):
         assert (host(part)[:, [1, 3]] == 7).all()
         close(host(part), wanted, tolerance(dtype))
+
+
+def test_a_row_of_a_pool_is_updated_in_place(on_cuda, rng):
+    """It is not contiguous, and a plan of prompts alike may have met a state that is."""
+    model = on_cuda(synthetic(rng, SMALL))
+    tokens, pool = rng.integers(0, SMALL["V"], (1, 5)), model.initial_state(3)
+    wanted, state = model.forward(tokens)
+    found, _ = model.forward(tokens, pool.row(1))
+    np.testing.assert_array_equal(host(found), host(wanted))
+    for part, wanted_part in zip(pool.arrays, state.arrays):
+        np.testing.assert_array_equal(host(part)[:, 1], host(wanted_part)[:, 0])
+        assert not host(part)[:, [0, 2]].any()
+
+
+def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
+    """Whatever their tokens and states are."""
+    weights, bounds = synthetic(rng, SMALL), [0, 4, 9]
+    model, reference = on_cuda(weights), RWKV6(weights)
+    state, wanted_state = model.initial_state(2), reference.initial_state(2)
+    for n in range(3):
+        tokens = rng.integers(0, SMALL["V"], (1, 9))
+        found, _ = model.forward(tokens, state, cu_seqlens=bounds)
+        wanted, _ = reference.forward(tokens, wanted_state, cu_seqlens=bounds)
+        close(host(found), wanted, 1e-5)
+        if n == 0:
+            monkeypatch.setattr(cuda_prefill, "Draft", None)  # nothing is drawn from now on
 
 
 def test_a_tuned_state_is_where_sequences_start(on_cuda, rng):

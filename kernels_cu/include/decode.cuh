@@ -27,6 +27,19 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 // -- neighbours, which start on as many bytes as they take, or on 16 ---------------------------------------------------
+template <typename X> __device__ __forceinline__ float2 load2(const X* x) {
+  if constexpr (sizeof(X) == 4) return *reinterpret_cast<const float2*>(x);
+  else {
+    const u32 both = *reinterpret_cast<const u32*>(x);
+    return {to_float(X{u16(both)}), to_float(X{u16(both >> 16)})};
+  }
+}
+
+template <typename X> __device__ __forceinline__ void store2(X* to, float2 x) {
+  if constexpr (sizeof(X) == 4) *reinterpret_cast<float2*>(to) = x;
+  else *reinterpret_cast<u32*>(to) = pack<X>(x.x, x.y);
+}
+
 __device__ __forceinline__ float4 load4(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
 template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {

@@ -4,7 +4,7 @@
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two a pass over 32 of the rank: the tiles may change, and stand
-// numerics  tensor cores, EXACT for float32 mixes (rwkv6/low_rank.cuh); rounded once
+// numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
 // limits    D a multiple of 8
 #include "rwkv6/low_rank.cuh"
@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args)
 
 #pragma unroll 1
   for (i64 c = input; c < input + INPUTS; ++c) {
-    const auto sums =
-        low_rank<sizeof(X) == 4>(s, args.low + (first * 5 + c) * A, 5 * A, tokens, args.up + c * A * D, A, D, column);
+    const auto sums = low_rank(s, args.low + (first * 5 + c) * A, 5 * A, tokens, args.up + c * A * D, A, D, column);
     if (j >= D) continue;
     const float4 maa = load4(args.maa + c * D + j);
 #pragma unroll

@@ -4,7 +4,7 @@
 // grid      a block for every (32 tokens, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two a pass over 32 of the rank: the tiles may change, and stand
-// numerics  tensor cores, EXACT for float32 weights (rwkv6/low_rank.cuh)
+// numerics  tensor cores (rwkv6/low_rank.cuh), float32
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17
 // limits    D a multiple of 8
 #include "rwkv6/low_rank.cuh"
@@ -24,7 +24,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_log_decay
   launch_next();
   const i64 W = args.W, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
   const i64 first = blockIdx.x / across * (TILES * TILE_TOKENS), tokens = args.tokens - first;
-  const auto sums = low_rank<sizeof(T) == 4>(s, args.low + first * W, W, tokens, args.up, W, D, column);
+  const auto sums = low_rank(s, args.low + first * W, W, tokens, args.up, W, D, column);
 
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
   if (j >= D) return;

@@ -1,6 +1,5 @@
 // what      A tile of tanh(low) up, tokens by 128 channels: what data adds to RWKV-6's mixes and decays.
-// numerics  tensor cores on tf32: EXACT keeps both factors as two tf32 numbers each, as far as they need it; otherwise
-//           tanh(low) is rounded to tf32, which holds half weights as they are
+// numerics  tensor cores on tf32: tanh(low), and float32 weights, as two tf32 numbers each, half weights as they are
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-17
 //
 // A warp has 16 channels of all tokens: two products' columns, in such an order that a lane has four neighbours.
@@ -30,28 +29,41 @@ template <int TILES> struct LowRankSums {
 };
 
 // low has `tokens` rows of `rank` numbers, so far apart; up `rank` rows of D, of which this takes 128 from `column` on.
-template <bool EXACT, int TILES, typename T>
+template <int TILES, typename T>
 __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<TILES>& s, const float* low, i64 apart, i64 tokens,
                                                        const T* up, i64 rank, i64 D, i64 column) {
   LowRankSums<TILES> sums = {};
   const int warp = threadIdx.x >> 5;
 #pragma unroll 1
   for (i64 start = 0; start < rank; start += PASS) {
-    __syncthreads();  // the tiles may change
+    constexpr int EIGHTS = PASS * COLUMNS / 8 / THREADS, LOWS = TILES * TILE_TOKENS * PASS / THREADS;
+    float eights[EIGHTS][8], lows[LOWS];  // all on their way at once
 #pragma unroll
-    for (int n = 0; n < PASS * COLUMNS / 8 / THREADS; ++n) {
-      const int at = n * THREADS + threadIdx.x, a = at / (COLUMNS / 8), eight = at % (COLUMNS / 8);
-      float x[8] = {};
-      if (start + a < rank && column + 8 * eight < D) load8(x, up + (start + a) * D + column + 8 * eight);
-      float* to = &s.up[a][eight / 2 * COLUMNS_OF_WARP + eight % 2 * 4];
+    for (int n = 0; n < EIGHTS; ++n) {
+      const int at = n * THREADS + threadIdx.x, a = at / (COLUMNS / 8), j = at % (COLUMNS / 8) * 8;
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 + i / 4 * 2) = {x[i], x[i + 1]};
+      for (int i = 0; i < 8; ++i) eights[n][i] = 0.f;
+      if (start + a < rank && column + j < D) load8(eights[n], up + (start + a) * D + column + j);
     }
     wait_for_previous();
 #pragma unroll
-    for (int n = 0; n < TILES * TILE_TOKENS * PASS / THREADS; ++n) {
+    for (int n = 0; n < LOWS; ++n) {
       const int at = n * THREADS + threadIdx.x, token = at / PASS, a = at % PASS;
-      s.low[token][a] = token < tokens && start + a < rank ? tanhf(low[token * apart + start + a]) : 0.f;
+      lows[n] = token < tokens && start + a < rank ? low[token * apart + start + a] : 0.f;
+    }
+    __syncthreads();  // the tiles may change
+#pragma unroll
+    for (int n = 0; n < EIGHTS; ++n) {
+      const int at = n * THREADS + threadIdx.x, a = at / (COLUMNS / 8), eight = at % (COLUMNS / 8);
+      float* to = &s.up[a][eight / 2 * COLUMNS_OF_WARP + eight % 2 * 4];
+#pragma unroll
+      for (int i = 0; i < 8; i += 2)
+        *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 + i / 4 * 2) = {eights[n][i], eights[n][i + 1]};
+    }
+#pragma unroll
+    for (int n = 0; n < LOWS; ++n) {
+      const int at = n * THREADS + threadIdx.x;
+      s.low[at / PASS][at % PASS] = tanhf(lows[n]);
     }
     __syncthreads();  // the tiles stand
 #pragma unroll
@@ -61,7 +73,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<TILES>& s, const 
       for (int i = 0; i < 2; ++i) load_b(of_up[i], &s.up[a][warp * COLUMNS_OF_WARP + 8 * i], COLUMNS + 8);
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        Operand<EXACT, 4> of_low;
+        Operand<true, 4> of_low;
         load_a(of_low, &s.low[tile * TILE_TOKENS][a], PASS + 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) multiply(sums.x[tile][i], of_low, of_up[i]);

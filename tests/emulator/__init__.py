@@ -119,7 +119,11 @@ class EmulatedDevice:
         return np.array(host)
 
     def view(self, x, shape, strides, dtype, offset):
-        return np.asarray(Memory(x, shape, strides, offset)).view(dtype)
+        return np.asarray(Memory(x, shape, strides, np.dtype(dtype), offset)).view(dtype)
+
+    def copy(self, source, target):
+        assert source.flags.c_contiguous and target.flags.c_contiguous and source.dtype == target.dtype
+        target[...] = source
 
     def fill(self, x):
         x[...] = 0
@@ -131,6 +135,9 @@ class EmulatedDevice:
         sizes, strides = x.shape[::-1], x.strides[::-1]
         box = columns, tokens, x.dtype.itemsize, swizzled
         return struct.pack("=q4q4q4i", self.pointer(x), *sizes, *strides, *box).ljust(128, b"\0")
+
+    def compile(self, kernels):
+        pass
 
     def prepared(self, kernel, blocks, args, smem=None, together=False):
         assert not together
@@ -153,14 +160,14 @@ class EmulatedDevice:
 class Memory:
     """A view of memory that belongs to `x`, as NumPy's array interface has it."""
 
-    def __init__(self, x, shape, strides, offset):
+    def __init__(self, x, shape, strides, dtype, offset):
         at, _ = x.__array_interface__["data"]
         self.x = x
         self.__array_interface__ = {
             "data": (at + offset, not x.flags.writeable),
             "shape": shape,
             "strides": strides,
-            "typestr": f"|V{x.dtype.itemsize}",
+            "typestr": f"|V{dtype.itemsize}",
             "version": 3,
         }
 

@@ -112,10 +112,12 @@ def element_by_element():
 
 def of_models():
     for T in CTYPES:
-        for cls in (rwkv6.NormShift, rwkv6.LogDecay, rwkv6.GatedNorm):
+        for cls in (rwkv6.NormShift, rwkv6.LogDecay):
             yield cls(T)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
+        for width in rwkv6.GatedNorm.WIDTHS:
+            yield rwkv6.GatedNorm(T, width)
         for threads in rwkv6.Matvec.THREADS:
             yield rwkv6.Matvec(T, threads)
         for depth, paired in product(rwkv6.DecodeStep.STAGES, (True, False)):

@@ -6,6 +6,7 @@ Importing this module does not import CuPy. The tests' emulator is a device of t
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache, partial
 from threading import get_ident
 
@@ -80,6 +81,10 @@ class CupyDevice:
 
         return cupy.ndarray(shape, dtype, x.data + offset, strides)
 
+    def copy(self, source, target):
+        """The bytes of a contiguous array into another one."""
+        target.data.copy_from_device_async(source.data, source.nbytes)
+
     def fill(self, x):
         """Zeros for all of a contiguous array."""
         x.data.memset_async(0, x.nbytes)
@@ -92,6 +97,10 @@ class CupyDevice:
         return tensor_map(x.data.ptr, x.shape, x.strides, x.dtype.name, columns, tokens, swizzled)
 
     # -- launches --
+    def compile(self, kernels):
+        """Has kernels compiled and loaded, side by side where they are new."""
+        compile_together(kernels, current())
+
     cooperative = False  # whether all blocks of a launch can be at work at once
 
     def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, together: bool = False):
@@ -136,12 +145,32 @@ def capability(device: int) -> int:
     return int(cupy.cuda.Device(device).compute_capability)
 
 
-@cache
-def load(kernel, device: int):
-    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.2
-    s."""
+LOADED: set[tuple] = set()  # (kernel, device)
+
+
+def compile_together(kernels, device: int):
+    """NVRTC leaves Python's lock to other threads, and takes a core for seconds."""
+    new = [kernel for kernel in dict.fromkeys(kernels) if (kernel, device) not in LOADED]
+    if len(new) < 2:
+        return
+    with ThreadPoolExecutor(len(new), "linattn-nvrtc", lambda: use(device)) as pool:
+        for _ in pool.map(partial(load, device=device), new):
+            pass
+
+
+def use(device: int):
     import cupy
 
+    cupy.cuda.Device(device).use()
+
+
+@cache
+def load(kernel, device: int):
+    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.1
+    to 2 s."""
+    import cupy
+
+    LOADED.add((kernel, device))
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
     return module.get_function(kernel.expression)
@@ -221,6 +250,7 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+@cache
 def attributes(*ids):
     return (LaunchAttribute * len(ids))(*(LaunchAttribute(id=id, value=(ctypes.c_int * 16)(1)) for id in ids))
 

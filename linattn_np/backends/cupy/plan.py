@@ -277,6 +277,12 @@ class Copy:
     target: Array
     reason: str = ""  # what a caller's array is copied for
 
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether it only moves bytes, one after the other."""
+        same = self.source.dtype == self.target.dtype and self.source.shape == self.target.shape
+        return same and is_contiguous(self.source) and is_contiguous(self.target)
+
 
 @dataclass(frozen=True, eq=False)
 class Fill:

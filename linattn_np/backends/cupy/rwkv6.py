@@ -229,15 +229,28 @@ class LogDecay(ModelKernel):
 class GatedNorm(ModelKernel):
     file = "rwkv6/gated_norm"
     arguments = (*pointers("o gate weight bias y"), *integers("rows H N"), *reals("eps"))
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 64 channels
     threads = 256
     X: np.dtype
+    PAIRS: int
+
+    @classmethod
+    def fitting(cls, X, N):
+        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width))
+
+    def blocks(self, rows) -> int:
+        return ceil_div(rows * 32, self.threads)
 
 
 @dataclass(frozen=True)
 class GatedAdd(ModelKernel):
     file = "rwkv6/gated_add"
     arguments = (*pointers("x gate value"), *integers("count"))
+    EACH: ClassVar[int] = 4  # elements a thread
     threads = 256
+
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
 
 
 def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: Array, o: Array, state, spans: Spans):

@@ -406,7 +406,8 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
     for layer, prefix in zip(stack, prefixes):
         for slot, name in zip(layer, names):
             array = weights[prefix + name]
-            slot[...] = device.upload((array.T if transposed else array).astype(dtype, copy=False))
+            host = np.ascontiguousarray(array.T if transposed else array, dtype)
+            device.copy(device.upload(host), slot)  # bytes: no kernel is compiled for it
             loaded(array)
     return stack
 

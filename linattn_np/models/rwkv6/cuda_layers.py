@@ -63,11 +63,14 @@ class Steps:
 
     def __call__(self, tokens, state, slots):
         """Logits [B, V], for the caller to keep; `tokens` and `slots` are on the host."""
-        self.tokens[...] = self.decoder.device.upload(tokens)
+        device = self.decoder.device
+        device.copy(device.upload(tokens), self.tokens)
         if slots is not None:
-            self.slots[...] = self.decoder.device.upload(slots)
+            device.copy(device.upload(slots), self.slots)
             slots = self.slots
-        return self.run(state, slots).copy()
+        logits = device.empty(self.decoder.logits.shape, FLOAT32)
+        device.copy(self.run(state, slots), logits)
+        return logits
 
     def run(self, state, slots):
         arrays = *state.arrays, slots

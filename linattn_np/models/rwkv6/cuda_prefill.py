@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...backends.cupy import rwkv6 as kernels
-from ...backends.cupy.execute import Compiled
-from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, describe_parts
+from ...backends.cupy.execute import Compiled, allocated
+from ...backends.cupy.plan import Array, Buffer, Draft, Plan, describe_parts
 from ...varlen import Spans
 from . import math
 from .cuda_decode import FLOAT32
 from .state import STATE, State
 
-ROUNDED = ("kvrg", "ffn_key")  # products whose results are rounded to the dtype of the matrix
+PLACES = 8  # that states may be at, among others, with a layer's arguments kept for each
 
 
 class Prompts:
@@ -33,29 +33,28 @@ class Prompts:
     def __call__(self, tokens, state: State, slots):
         """Logits [T, V], or [N, V]; `state` is updated in place, in the rows `slots` (None: all)."""
         my, device = self.my, self.device
-        after = state
-        if slots is not None:
-            slots = device.upload(slots)
-            after = State(*(array[:, slots] for array in state.arrays))
-        before = after.copy()
-        x = device.empty((len(tokens), my.sizes["D"]), FLOAT32)
+        slots = None if slots is None else device.upload(slots)
+        after, in_place = state, slots is None and all(array.flags.c_contiguous for array in state.arrays)
+        if not in_place:
+            after = State(*(array.copy() if slots is None else array[:, slots] for array in state.arrays))
+        x, *before = allocated([buffer((len(tokens), my.sizes["D"])), *(buffer(x.shape) for x in after.arrays)], device)
         logits = device.empty((len(self.wanted), my.sizes["V"]), FLOAT32)
-        ends = {"tokens": device.upload(tokens), "x": x, "logits": logits, **vars(my.whole)}
+        befores = {f"{name}_before": array for name, array in zip(STATE, before)}
+        afters = {f"{name}_after": getattr(after, name) for name in STATE}
+        ends = {"tokens": device.upload(tokens), "x": x, "logits": logits, **vars(my.whole), **befores, **afters}
 
-        self.compiled(self.embed, ends)(ends.values())
+        self.compiled(self.start, ends)(ends.values())
         room = None
         for i, layer in enumerate(my.layers):
-            arrays = {"x": x, **vars(layer)}
-            arrays |= {f"{name}_before": getattr(before, name)[i] for name in STATE}
-            arrays |= {f"{name}_after": getattr(after, name)[i] for name in STATE}
+            arrays = {"x": x, **vars(layer), **{name: array[i] for name, array in (befores | afters).items()}}
             compiled = self.compiled(self.layer, arrays)
-            room = room or compiled.allocated()
+            room = room or allocated(compiled.plan.buffers, device)
             compiled.on([*arrays.values(), *room])
         self.compiled(self.head, ends)(ends.values())
 
-        if slots is not None:
+        if not in_place:
             for array, new in zip(state.arrays, after.arrays):
-                array[:, slots] = new
+                array[:, slice(None) if slots is None else slots] = new
         return logits
 
     def compiled(self, draw, arrays: dict) -> Compiled:
@@ -66,11 +65,14 @@ class Prompts:
             draft = Draft()
             draw(draft, seen.every)
             plan = Plan(tuple(draft.buffers), tuple(draft.steps), None, given=given)
-            self.plans[name] = Compiled(plan, self.device)
+            self.plans[name] = Compiled(plan, self.device, PLACES * len(self.my.layers))
         return self.plans[name]
 
     # -- the plans: `seen` has an `Array` for each of the arrays -----------------------------------------------------
-    def embed(self, draft: Draft, seen):
+    def start(self, draft: Draft, seen):
+        """The embeddings, and the state before, as its memory is where the state after goes."""
+        for name in STATE:
+            draft.copy(getattr(seen, f"{name}_after"), getattr(seen, f"{name}_before"))
         self.norm(draft, seen.tokens, seen.embedding, seen.ln0, seen.x)
 
     def layer(self, draft: Draft, seen):
@@ -99,6 +101,10 @@ class Prompts:
             D=self.my.sizes["D"],
             eps=math.LAYER_NORM_EPS,
         )
+
+
+def buffer(shape) -> Buffer:
+    return Buffer(shape, FLOAT32, tuple(range(len(shape))))
 
 
 class Change(NamedTuple):
@@ -208,10 +214,11 @@ class Pieces:
         return self.o
 
     def gated_norm(self, layer, o, gate):
-        kernel, (weight, bias), (H, N) = kernels.GatedNorm(self.dtype), layer.ln_x, (self.sizes["H"], self.sizes["N"])
+        (weight, bias), (H, N) = layer.ln_x, (self.sizes["H"], self.sizes["N"])
+        kernel = kernels.GatedNorm.fitting(self.dtype, N)
         self.draft.launch(
             kernel,
-            ceil_div(self.T * H * 32, kernel.threads),
+            kernel.blocks(self.T * H),
             o=o,
             gate=gate,
             weight=weight,
@@ -235,5 +242,5 @@ class Pieces:
 
     def add_gated(self, x, gate, value):
         kernel = kernels.GatedAdd()
-        self.draft.launch(kernel, ceil_div(x.size, kernel.threads), x=x, gate=gate, value=value, count=x.size)
+        self.draft.launch(kernel, kernel.blocks(x.size), x=x, gate=gate, value=value, count=x.size)
         return x
