@@ -130,6 +130,16 @@ def plan_of(problem, device) -> Plan:
     return execute.vjp_plan_of(planner, problem, device, do, None, saved)
 
 
+def kernels_of(problem, device) -> tuple:
+    """What a call launches, and its pullback where a gradient is asked for."""
+    calls = [problem.replace(gradient=False), problem] if problem.gradient else [problem]
+    return tuple(kernel for call in calls for kernel in plan_of(call, device).kernels)
+
+
+def warm_up(problem):
+    at_home(problem, lambda: DEVICE.wait_for(kernels_of(problem, DEVICE)))
+
+
 def describe(problem, bytes_moved) -> dict:
     plan, bandwidth = at_home(problem, plan_of, problem, DEVICE), peak_bandwidth(ordinal(problem))
     return {
