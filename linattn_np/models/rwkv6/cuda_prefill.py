@@ -51,8 +51,7 @@ class Prompts:
         for array, copy in zip(state.arrays, before):
             device.copy(gathered(array, slots), copy)
         self.run(self.draw_start, {"tokens": device.upload(tokens), "x": x, **vars(my.whole)})
-        for launch in self.launches_of(x, states, room):
-            launch(None)
+        self.run_layers(x, states, room)
         self.run(self.draw_head, {"x": x, "logits": logits, **vars(my.whole)})
         for array, new in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous:
@@ -61,16 +60,22 @@ class Prompts:
                 array[:, slice(None) if slots is None else slots] = new
         return logits
 
-    def launches_of(self, x, states, room) -> list:
-        """What enqueues all layers on this memory; it holds none of it."""
+    def run_layers(self, x, states, room):
+        """All layers on this memory; their launches are kept, and hold none of it."""
         address = self.device.pointer(x)
-        if address not in self.launches:
-            if len(self.launches) >= PLACES:
-                self.launches.clear()
-            self.launches[address] = found = []
-            for i, layer in enumerate(self.my.layers):
-                found += self.layer.commands([x, *(array[i] for array in states), *vars(layer).values(), *room])
-        return self.launches[address]
+        if address in self.launches:
+            for launch in self.launches[address]:
+                launch(None)
+            return
+        made = []
+        for i, layer in enumerate(self.my.layers):  # the device has a layer to do while the next one's are made
+            of_layer = self.layer.commands([x, *(array[i] for array in states), *vars(layer).values(), *room])
+            for launch in of_layer:
+                launch(None)
+            made += of_layer
+        if len(self.launches) >= PLACES:
+            self.launches.clear()
+        self.launches[address] = made
 
     def run(self, draw, arrays: dict):
         """The plan that `draw` makes of such arrays, on these."""
