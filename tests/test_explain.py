@@ -164,3 +164,14 @@ def test_warming_up_checks_the_call_and_changes_nothing():
         warm_up(gla, arrays[0], arrays[1][:, :, 1:], *arrays[2:])
     with pytest.raises(TypeError, match="warm_up"):
         warm_up(print, *arrays)
+
+
+def test_a_first_gradient_compiles_both_ways_at_once(monkeypatch):
+    device, compiled = planned.Noting(90), []
+    monkeypatch.setattr(device, "compile", compiled.append)
+    for _ in range(2):
+        arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES, np.float32)
+        problem = next(iter(OPS)).bind(arrays, gradient=True)
+        cupy.compile_pullback(problem, device)
+    assert len(compiled) == 1 and {kernel.name for kernel in compiled[0]} >= {"gated_backward_queries"}
+    assert not device.launched and not device.made

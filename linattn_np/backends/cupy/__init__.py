@@ -95,8 +95,17 @@ def run(problem):
 
 def vjp(problem):
     """((o, final state parts or None), pull); one backward serves every mode."""
+    at_home(problem, compile_pullback, problem, DEVICE)
     result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)
     return result, pull_of(problem, saved)
+
+
+def compile_pullback(problem, device):
+    """Has other threads compile what the pullback launches, at the first of calls alike: beside the forward kernels."""
+    if problem.memo is None or "compiles" in problem.memo:
+        return
+    problem.memo["compiles"] = True
+    device.compile(plan_of(problem, device).kernels)
 
 
 def pullback(problem):
