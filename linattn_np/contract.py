@@ -194,7 +194,9 @@ class Op(Declaration):
             if view.dtype not in array_kinds.FLOATS:
                 self.refuse(
                     name,
-                    f"has dtype {view.dtype}, expected one of " + ", ".join(str(f) for f in array_kinds.FLOATS),
+                    f"has dtype {view.dtype}, expected one of "
+                    + ", ".join(str(f) for f in array_kinds.FLOATS)
+                    + (f": {name}.astype(np.float32) is one" if view.dtype.kind in "biuf" else ""),
                     ContractTypeError,
                 )
         dtype = next(view.dtype for name, view in views.items() if name not in self.gates + self.computed)
@@ -204,9 +206,11 @@ class Op(Declaration):
             if name in self.computed:
                 allowed = {dtype if dtype == np.float64 else single}
             if view.dtype not in allowed:
+                way_out = str(dtype if dtype in allowed else single)
                 self.refuse(
                     name,
-                    f"has dtype {view.dtype}, expected " + " or ".join(sorted(map(str, allowed))),
+                    f"has dtype {view.dtype}, expected {' or '.join(sorted(map(str, allowed)))}: "
+                    f"{name}.astype({way_out!r}) is one",
                     ContractTypeError,
                 )
         return dtype

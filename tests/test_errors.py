@@ -66,7 +66,7 @@ WRONG_CALLS = {
         gla,
         {"q": zeros(B, H, T, K, dtype=np.int32)},
         ContractTypeError,
-        ["q has dtype int32", "float64", "bfloat16"],
+        ["q has dtype int32", "float64", "bfloat16: q.astype(np.float32) is one"],
     ),
     "complex": (gla, {"v": zeros(B, H, T, V, dtype=np.complex64)}, ContractTypeError, ["v has dtype complex64"]),
     "long-double": (gla, {"v": zeros(B, H, T, V, dtype=np.longdouble)}, ContractTypeError, ["v has dtype"]),
@@ -74,7 +74,7 @@ WRONG_CALLS = {
         gla,
         {"k": zeros(B, H, T, K, dtype=np.float64)},
         ContractTypeError,
-        ["k has dtype float64", "float32"],
+        ["k has dtype float64", "expected float32: k.astype('float32') is one"],
     ),
     "half-k": (gla, {"k": zeros(B, H, T, K, dtype=BFLOAT16)}, ContractTypeError, ["k has dtype bfloat16", "float32"]),
     "half-gate": (
@@ -84,7 +84,12 @@ WRONG_CALLS = {
         ["g has dtype float16", "float32"],
     ),
     "double-gate": (gla, {"g": zeros(B, H, T, K, dtype=np.float64)}, ContractTypeError, ["g has dtype float64"]),
-    "list": (gla, {"q": zeros(B, H, T, K).tolist()}, ContractTypeError, ["q is a builtins.list", "expected an array"]),
+    "list": (
+        gla,
+        {"q": zeros(B, H, T, K).tolist()},
+        ContractTypeError,
+        ["q is a builtins.list", "expected an array: np.asarray(q) is one"],
+    ),
     "none": (gla, {"v": None}, ContractTypeError, ["v is a builtins.NoneType"]),
     # the way it is computed
     "layout": (gla, {"layout": "btdh"}, ContractError, ["layout is 'btdh'", "'bhtd'", "'bthd'"]),
