@@ -24,7 +24,7 @@ from .instances import (
     read_order,
 )
 from .kernel import CTYPES
-from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, mappable_in_rows
+from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, has_rows, mappable, mappable_once_copied
 
 MODES = ("auto", "recurrent", "chunk", "staged")
 plan_vjp = gated_vjp.plan_vjp
@@ -52,13 +52,14 @@ def mode_of(problem) -> str:
 
 def plan(problem, device):
     draft, mode = Draft(), mode_of(problem)
-    o, final = draft.output(problem), draft.final(problem)
+    by_hopper = mode == "chunk" and on_hopper(problem, device)
+    o, final = draft.output(problem, mappable if by_hopper else has_rows), draft.final(problem)
     if mode == "staged":
         tiles = staged(draft, problem, o, final)
     elif mode == "recurrent":
         tiles = recurrent(draft, problem, o, final)
-    elif on_hopper(problem, device):
-        tiles = OnHopper(draft, problem, device, draft.inputs(problem), o).run(final)
+    elif by_hopper:
+        tiles = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o).run(final)
     else:
         tiles = one_pass(draft, problem, o, final)
     return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
@@ -71,8 +72,9 @@ def read_by_tiles(problem) -> list:
 
 
 def on_hopper(problem, device) -> bool:
-    """Whether Hopper's own kernel can compute a problem."""
-    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_in_rows(read_by_tiles(problem))
+    """Whether Hopper's own kernel computes a problem: of arrays that tensor maps cannot describe, copies cost less than
+    the kernels for every card."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(read_by_tiles(problem))
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from .instances import (
     columns,
     read_order,
 )
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
 def unsupported(problem) -> str | None:
@@ -38,11 +38,11 @@ def unsupported(problem) -> str | None:
 def plan_vjp(problem, device, do, dht, saved=()):
     """(gradients in the order of the arrays, that of the initial state or None)."""
     draft = Draft()
-    q, k, v, g = draft.inputs(problem)
+    P, bonus = segments(problem, device), problem.arrays.get("u")
+    q, k, v, g = draft.mapped_inputs(problem) if P else draft.inputs(problem)
     do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
-    P, bonus = segments(problem, device), problem.arrays.get("u")
     N, H, K = problem.shape("N H K")
     shares = None if bonus is None else draft.empty((N * max(P, 1), H, K), FLOAT32)  # of du: of sequences or segments
     if P:
@@ -121,9 +121,9 @@ def on_every_card(draft, problem, arrays, gradients, dht, dh0, du) -> dict:
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
 def fits_hopper(problem, device, arrays) -> bool:
-    """Whether Hopper's own backward kernels can read a problem's arrays."""
+    """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
     narrow = max(problem.shape("K V")) <= TILES[-1]
-    return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_in_rows(arrays)
+    return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_once_copied(arrays)
 
 
 def segments(problem, device) -> int:

@@ -31,7 +31,7 @@ from .instances import (
     ScalarBackwardSegments,
     WeightedSums,
 )
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable, mappable_once_copied
 
 WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
@@ -247,8 +247,8 @@ def plan_gla(draft, gla, device, reason):
     by_sums = sums_are_enough(gla)
     if not by_sums:
         gla = in_float32(own, gla)
-    o, final = own.output(gla), own.final(gla)
-    arrays = *(own.in_rows(gla[name], name) for name in "qkv"), gla["g"]
+    o, final = own.output(gla, mappable), own.final(gla)
+    arrays = *(own.mapped(gla[name], name) for name in "qkv"), gla["g"]
     tiles = (BySums if by_sums else ByGated)(own, gla, device, arrays, o).run(final)
     return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=tiles)
 
@@ -256,7 +256,7 @@ def plan_gla(draft, gla, device, reason):
 def reads_gate_in_place(gla, device) -> bool:
     """Whether a Hopper kernel takes the problem with its gate as it is."""
     arrays = [gla[name] for name in "qkv"] + ([] if gla.out is None else [gla.out])
-    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_in_rows(arrays)
+    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
 def sums_are_enough(gla) -> bool:
@@ -345,7 +345,7 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
     own = Draft()
     gla = in_float32(own, gla)
-    q, k, v = (own.in_rows(gla[name], name) for name in "qkv")
+    q, k, v = (own.mapped(gla[name], name) for name in "qkv")
     do = own.in_rows(own.cast(do, gla.dtype, "do: in the dtype of the inputs"), "do")
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
     dq, dk, dv = (own.like(x) for x in (q, k, v))
