@@ -78,7 +78,7 @@ class CupyDevice:
         """An array in the memory of `x`, so many bytes behind its first number."""
         import cupy
 
-        return cupy.ndarray(shape, dtype, x.data + offset, strides)
+        return cupy.ndarray(shape, dtype, x.data + offset if x.size else x.data, strides)  # of none there is no address
 
     def fill(self, x):
         """Zeros for all of a contiguous array."""
