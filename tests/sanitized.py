@@ -31,7 +31,7 @@ from linattn_np.declarations import RWKV6 as RWKV6_OP
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
-HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32))
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
 PACKED = [0, 5, 5, 70, 133]
 OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
@@ -76,6 +76,9 @@ FAMILY = (  # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 64, 64), BFLOAT16, {}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 40, 20, 9), BFLOAT16, {"feature_map": "elu", "normalize": True}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}),
+    (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 20, 9), DOUBLE, {"feature_map": "elu", "normalize": True}),
+    (simple_gla, SIMPLE_GLA, (1, 2, 133, 20, 300), DOUBLE, {"cu_seqlens": PACKED}),
+    (rwkv6, RWKV6_OP, (2, 2, 70, 20, 300), DOUBLE, {}),
     (linear_attention, LINEAR_ATTENTION, (1, 66, 70, 128, 128), BFLOAT16, {"feature_map": "relu"}),
 )  # dq apart
 STEPS = (  # B H K V, dtype, the state's dtype, slots or None

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 
 from ...arrays import BFLOAT16
+from . import float64, rwkv6, softmax, stages, step, value_gate
 from . import instances as gated
-from . import rwkv6, softmax, stages, step, value_gate
-from .kernel import CTYPES, HALF
+from .kernel import CTYPES, DOUBLE, HALF
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -23,6 +23,7 @@ def kernels():
     yield from scalar_decays()
     yield from value_gates()
     yield from element_by_element()
+    yield from in_float64()
     for cls, T, D in product(
         (
             softmax.SoftmaxForward,
@@ -108,6 +109,17 @@ def element_by_element():
             yield gated.FeatureGradient(phi, T, Y)
     for T, cls in product(CTYPES, (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient)):
         yield cls(T)
+
+
+def in_float64():
+    for cls, order, columns in product((float64.Forwards, float64.Backwards), READ_ORDERS, float64.COLUMNS):
+        yield cls(order, columns)
+    for phi in gated.FEATURE_MAPS.values():
+        yield gated.FeatureMap(phi, DOUBLE, DOUBLE)
+        if phi != "Identity":
+            yield gated.FeatureGradient(phi, DOUBLE, DOUBLE)
+    for cls in (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient):
+        yield cls(DOUBLE)
 
 
 def of_models():

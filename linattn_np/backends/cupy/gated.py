@@ -6,7 +6,7 @@ Hopper's kernel may cut sequences; `tuning` says how. Nothing here knows of gate
 from __future__ import annotations
 
 from ...contract import CHUNK, SUB_CHUNK
-from . import gated_vjp, stages, tuning
+from . import float64, gated_vjp, stages, tuning
 from .instances import (
     CHANNELS,
     CLUSTER_SPLIT_K,
@@ -23,15 +23,16 @@ from .instances import (
     columns,
     read_order,
 )
-from .kernel import CTYPES
+from .kernel import CTYPES, DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, has_rows, mappable, mappable_once_copied
 
 MODES = ("auto", "recurrent", "chunk", "staged")
-plan_vjp = gated_vjp.plan_vjp
 
 
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
+    if problem.dtype == DOUBLE:
+        return float64.unsupported(problem)
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
@@ -50,7 +51,13 @@ def mode_of(problem) -> str:
     return "staged" if problem.materialize else "chunk"
 
 
+def plan_vjp(problem, device, do, dht, saved=()):
+    return (float64 if problem.dtype == DOUBLE else gated_vjp).plan_vjp(problem, device, do, dht, saved)
+
+
 def plan(problem, device):
+    if problem.dtype == DOUBLE:
+        return float64.plan(problem, device)
     draft, mode = Draft(), mode_of(problem)
     by_hopper = mode == "chunk" and on_hopper(problem, device)
     o, final = draft.output(problem, mappable if by_hopper else has_rows), draft.final(problem)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...declarations import GLA
-from . import gated, gated_vjp, tuning
+from . import float64, gated, gated_vjp, tuning
 from .instances import (
     CHANNELS,
     FEATURE_MAPS,
@@ -31,6 +31,7 @@ from .instances import (
     ScalarBackwardSegments,
     WeightedSums,
 )
+from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable, mappable_once_copied
 
 WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
@@ -40,7 +41,9 @@ NO_GATE = "a gate of 0: spread over tokens and channels"
 
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if normalized(problem) and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
+    if normalized(problem) and problem.dtype == DOUBLE and problem.sizes["V"] >= float64.COLUMNS[-1]:
+        return f"V={problem.sizes['V']} and the normaliser are over {float64.COLUMNS[-1]} in float64"
+    if normalized(problem) and problem.dtype != DOUBLE and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
         return (
             f"V={problem.sizes['V']} and the normaliser are over {CHANNELS[-1]}, the columns its gradients hold at once"
         )
@@ -67,7 +70,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     if normalized(problem):
         y, _ = draft.include(plan_gla(draft, gla, device, reason))
         do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
-        dyz, kernel = draft.empty(y.shape, FLOAT32), DivideGradient(problem.dtype)
+        dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
         by_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
     inner = plan_gla_vjp(draft, gla, device, do, dht, reason)
@@ -99,11 +102,12 @@ def as_gla(draft, problem):
     changed, phi = {"dtype": problem.dtype}, feature_map(problem)
     if normalized(problem):
         columns = ceil_div(V + 1, WHOLE) * WHOLE
-        ones = draft.table(np.ones((1, 1, 1, 1), np.float32))
-        v = with_last(draft, v, ones, (B, H, T, columns), "v: in float32 beside a column of ones for the normaliser")
+        dtype = dtype_of_sums(problem.dtype)
+        ones = draft.table(np.ones((1, 1, 1, 1), dtype))
+        v = with_last(draft, v, ones, (B, H, T, columns), f"v: in {dtype} beside a column of ones for the normaliser")
         changed = {
-            "dtype": FLOAT32,
-            "state_dtype": FLOAT32,
+            "dtype": dtype,
+            "state_dtype": dtype,
             "scale": 1.0,
             "sizes": problem.sizes | {"V": columns},
             "out": None,
@@ -125,7 +129,12 @@ def gate(draft, problem):
         return problem["g"][..., None]
     gamma = np.asarray(problem.options.get("gamma", [1.0]))
     with np.errstate(divide="ignore"):  # gamma = 0 forgets: -inf
-        return draft.table(np.log(gamma).astype(np.float32).reshape(1, -1, 1, 1))
+        return draft.table(np.log(gamma).astype(dtype_of_sums(problem.dtype)).reshape(1, -1, 1, 1))
+
+
+def dtype_of_sums(dtype):
+    """The dtype of sums over many tokens."""
+    return DOUBLE if dtype == DOUBLE else FLOAT32
 
 
 def reason_to_spread(problem) -> str:
@@ -151,15 +160,16 @@ def in_float32(draft, gla):
 def joined_state(draft, problem, parts, name):
     """S | z."""
     N, H, K, V = problem.shape("N H K V")
-    S, z = (draft.plain(part, name) for part in parts)
+    plain = float64.plain if problem.dtype == DOUBLE else Draft.plain
+    S, z = (plain(draft, part, name) for part in parts)
     return with_last(draft, S, z[..., None], (N, H, K, ceil_div(V + 1, WHOLE) * WHOLE), "")
 
 
 def with_last(draft, x, last, shape, reason):
     """x | last | 0, as wide as `shape`."""
-    V, rest = x.shape[-1], shape[-1] - x.shape[-1] - 1
-    zeros = [(draft.table(np.zeros((1, 1, 1, 1), np.float32)), rest)] if rest else []
-    return beside(draft, [(x, V), (last, 1), *zeros], shape, FLOAT32, None, reason)
+    V, rest, dtype = x.shape[-1], shape[-1] - x.shape[-1] - 1, dtype_of_sums(x.dtype)
+    zeros = [(draft.table(np.zeros((1, 1, 1, 1), dtype)), rest)] if rest else []
+    return beside(draft, [(x, V), (last, 1), *zeros], shape, dtype, None, reason)
 
 
 def beside(draft, parts, shape, dtype, phi, reason):
@@ -241,6 +251,8 @@ def fill(draft, y, x, phi, reason=""):
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
 def plan_gla(draft, gla, device, reason):
     """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
+    if gla.dtype == DOUBLE:
+        return float64.plan(gla, device)
     if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
         return gated.plan(spread(draft, gla, reason), device)
     own = Draft()
@@ -341,6 +353,8 @@ SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 def plan_gla_vjp(draft, gla, device, do, dht, reason):
     """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the
     gate."""
+    if gla.dtype == DOUBLE:
+        return float64.plan_vjp(gla, device, do, dht)
     if gla.dtype != BFLOAT16 or not gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"]):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
     own = Draft()
