@@ -183,10 +183,10 @@ def test_axes_without_end_are_refused_at_once(tmp_path):
     """A header of 200 KB, whose products of axes took minutes."""
     header = {"a": checkpoint_files.described([1] * 100_000, 0, 4)}
     path = written(tmp_path, "model.safetensors", checkpoint_files.safetensors(header, bytes(4)))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match="'a' has 100000 axes, expected up to 8"):
         read(path)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_what_is_no_file_is_refused(tmp_path):
