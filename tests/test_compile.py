@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import catalog, instances, source
 from linattn_np.backends.cupy.arguments import integers
 
@@ -207,6 +208,19 @@ class Swapped(Wrong):
 
 class Longer(Wrong):
     arguments = (*instances.Recurrent.arguments, *integers("more"))
+
+
+class KeptTooRarely(instances.GatedBackwardQueriesSm90):
+    CHECKPOINT_EVERY = 2048
+
+
+def test_another_number_of_kept_states_does_not_compile():
+    kernel = KeptTooRarely("AfterWrite", BFLOAT16, BFLOAT16, 64, 64)
+    with pytest.raises(
+        (NVRTCError, RuntimeError), match="the host and the kernel differ on a size, an offset or a con"
+    ):
+        translate_text(source.program([kernel]), [kernel.expression], kernel.arch)
+    translate_text(source.text(kernel.file), [kernel.expression], kernel.arch)
 
 
 @pytest.mark.parametrize("wrong", [TooLarge, TooSmall, Swapped, Longer])

@@ -239,7 +239,7 @@ ROOMS = {
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
-    "models/rwkv6/cuda_prefill": (["models", "ops", "backends.cupy"], ["numpy"]),
+    "models/rwkv6/cuda_prefill": (["models", "backends.cupy", "varlen"], ["numpy"]),
     "command/__init__": ([], []),
     "command": (
         [
@@ -263,7 +263,7 @@ ROOMS = {
         ["numpy"],
     ),
     "backends/cupy": (
-        ["backends.cupy", "arrays", "contract", "declarations", "two_gates", "varlen"],
+        ["backends.cupy", "arrays", "contract", "declarations", "problem", "two_gates", "varlen"],
         ["numpy", "cupy"],
     ),
     "backends/numba": (["backends.numba", "backends.cupy", "arrays", "contract", "varlen"], ["numpy", "numba"]),

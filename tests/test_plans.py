@@ -56,6 +56,11 @@ def test_all_shared_memory_is_checked():
         assert kernel.arguments and "sizeof" in checks(kernel)
 
 
+def test_kernels_that_overlap_wait_for_the_one_before():
+    for kernel in catalog.kernels():
+        assert kernel.overlaps == ("wait_for_previous();" in text(kernel.file)), kernel
+
+
 def test_includes_are_pasted_once_and_the_others_left_alone(tmp_path):
     inner, outer = tmp_path / "inner.cuh", tmp_path / "outer.cuh"
     inner.write_text("int inner;\n")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, synthetic
 
+from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
-from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, model
+from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill, model
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060"
 HALF = np.dtype(np.float16)
@@ -109,6 +110,32 @@ def test_packed_prompts_and_slots_are_the_cpus(on_cuda, dtype, rng):
         close(host(part), wanted, tolerance(dtype))
 
 
+def test_a_row_of_a_pool_is_updated_in_place(on_cuda, rng):
+    """It is not contiguous, and a plan of prompts alike may have met a state that is."""
+    model = on_cuda(synthetic(rng, SMALL))
+    tokens, pool = rng.integers(0, SMALL["V"], (1, 5)), model.initial_state(3)
+    wanted, state = model.forward(tokens)
+    found, _ = model.forward(tokens, pool.row(1))
+    np.testing.assert_array_equal(host(found), host(wanted))
+    for part, wanted_part in zip(pool.arrays, state.arrays):
+        np.testing.assert_array_equal(host(part)[:, 1], host(wanted_part)[:, 0])
+        assert not host(part)[:, [0, 2]].any()
+
+
+def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
+    """Whatever their tokens and states are."""
+    weights, bounds = synthetic(rng, SMALL), [0, 4, 9]
+    model, reference = on_cuda(weights), RWKV6(weights)
+    state, wanted_state = model.initial_state(2), reference.initial_state(2)
+    for n in range(3):
+        tokens = rng.integers(0, SMALL["V"], (1, 9))
+        found, _ = model.forward(tokens, state, cu_seqlens=bounds)
+        wanted, _ = reference.forward(tokens, wanted_state, cu_seqlens=bounds)
+        close(host(found), wanted, 1e-5)
+        if n == 0:
+            monkeypatch.setattr(cuda_prefill, "Draft", None)  # nothing is drawn from now on
+
+
 def test_a_tuned_state_is_where_sequences_start(on_cuda, rng):
     weights = synthetic(rng, SMALL)
     weights |= {f"blocks.{i}.att.time_state": rng.standard_normal((4, 16, 16), np.float32) for i in range(2)}
@@ -190,7 +217,7 @@ def test_batch_sizes_share_the_weights_and_few_are_kept(on_cuda, rng):
     assert list(model.layers.steps) == [5, 6, 7, 8, 9, 10, 11, 4]
     for batch, steps in model.layers.steps.items():
         assert (steps.decoder.batch, steps.decoder.logits.shape) == (batch, (batch, SMALL["V"]))
-        assert steps.decoder.layers is first.layers and steps.decoder.head is first.head
+        assert steps.decoder.layers is first.layers and steps.decoder.whole is first.whole
     model.forward([[1]])
     assert model.layers.steps_of(1).decoder.layers is first.layers
 
@@ -244,3 +271,26 @@ def test_a_quantised_checkpoint_is_widened(on_cuda, rng):
     found, _ = in_calls(on_cuda(few), tokens, [5, 1])
     wanted, _ = in_calls(RWKV6(few, dtype="float32"), tokens, [5, 1])
     close(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("D", [8, 2056, 4104])
+def test_shifts_of_narrow_and_wide_rows(device, D, rng):
+    """Three tokens of two prompts: one goes on where an earlier call ended, the other starts in the middle."""
+    x, before, (weight, bias, *maa) = (
+        rng.standard_normal((3, D)),
+        rng.standard_normal((2, D)),
+        rng.standard_normal((4, D)),
+    )
+    given = {"x": x, "before": before, "weight": weight, "bias": bias, "maa": np.stack(maa)}
+    arrays = {name: device.upload(array.astype(np.float32)) for name, array in given.items()}
+    arrays |= {"starts": device.upload(np.array([0, -1, 1])), "ends": device.upload(np.array([-1, 0, 1]))}
+    shapes = {"shift": (2, D), "xx": (3, D), "d": (3, D), "mixed": (2, 3, D)}
+    arrays |= {name: device.empty(shape, np.float32) for name, shape in shapes.items()}
+    kernel = kernels.ShiftMix.fitting(np.dtype(np.float32), D)
+    at = {name: device.pointer(array) for name, array in arrays.items()}
+    device.launch(kernel, 3, kernel.pack(**at, T=3, D=D, C=2, eps=1e-5))
+    xx = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight + bias
+    d = np.stack([before[0], xx[0], before[1]]) - xx
+    mixed = xx + d * np.stack(maa)[:, None]
+    for name, wanted in {"xx": xx, "d": d, "shift": xx[1:], "mixed": mixed}.items():
+        np.testing.assert_allclose(host(arrays[name]), wanted, rtol=1e-5, atol=2e-5, err_msg=name)

@@ -1,4 +1,4 @@
-// what      RWKV-6: du of the shares that the backward sweeps leave.
+// what      RWKV-6: du of the shares that the backward passes leave.
 // math      du = sum_n shares_n
 // shapes    shares [N, H, K] float32 or float64, of sequences or of their segments; du [H, K]
 // grid      a warp for every 4 values; a lane for every eighth share, then their sum

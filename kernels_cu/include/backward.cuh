@@ -1,4 +1,4 @@
-// what      What the two backward sweeps share: how a block's threads divide the work, the tokens at hand, and the
+// what      What the two backward passes share: how a block's threads divide the work, the tokens at hand, and the
 //           gradient of the weights of their pairs.
 // math      dA_ij = do_i . v_j
 // shapes    a warp holds 16 channels by 64 columns of the state: four warps, one below the other, are a group, and

@@ -1,4 +1,4 @@
-// what      What the kernels of one decoding step share: sums over a block, gates, four values at a time.
+// what      What the kernels of RWKV-6 models share: sums over a block, a gate, neighbours loaded and stored at once.
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -13,13 +13,63 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float x, float* 
   return sum;
 }
 
+// Two such sums with one barrier.
+template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float2* s_parts) {
+  x = {warp_sum(x.x), warp_sum(x.y)};
+  if ((threadIdx.x & 31) == 0) s_parts[threadIdx.x >> 5] = x;
+  __syncthreads();  // the warps' sums stand
+  float2 sum = {};
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) sum = {sum.x + s_parts[warp].x, sum.y + s_parts[warp].y};
+  return sum;
+}
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+// -- neighbours, which start on as many bytes as they take, or on 16 ---------------------------------------------------
+template <typename X> __device__ __forceinline__ float2 load2(const X* x) {
+  if constexpr (sizeof(X) == 4) return *reinterpret_cast<const float2*>(x);
+  else {
+    const u32 both = *reinterpret_cast<const u32*>(x);
+    return {to_float(X{u16(both)}), to_float(X{u16(both >> 16)})};
+  }
+}
+
+template <typename X> __device__ __forceinline__ void store2(X* to, float2 x) {
+  if constexpr (sizeof(X) == 4) *reinterpret_cast<float2*>(to) = x;
+  else *reinterpret_cast<u32*>(to) = pack<X>(x.x, x.y);
+}
 
 __device__ __forceinline__ float4 load4(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
 template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
-  to[0] = from_float<X>(x.x);
-  to[1] = from_float<X>(x.y);
-  to[2] = from_float<X>(x.z);
-  to[3] = from_float<X>(x.w);
+  if constexpr (sizeof(X) == 4) *reinterpret_cast<float4*>(to) = x;
+  else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};
+}
+
+// Eight values as they lie in 16 bytes of half data.
+template <typename T> __device__ __forceinline__ void unpack(float (&x)[8], const uint4& both) {
+  const u32 words[4] = {both.x, both.y, both.z, both.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = to_float(T{u16(words[i / 2] >> 16 * (i % 2))});
+}
+
+template <typename T> __device__ __forceinline__ void load8(float (&x)[8], const T* from) {
+  if constexpr (sizeof(T) == 4) {
+    const float4 low = load4(from), high = load4(from + 4);
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+  } else {
+    unpack<T>(x, *reinterpret_cast<const uint4*>(from));
+  }
+}
+
+template <typename X> __device__ __forceinline__ void store8(X* to, const float (&x)[8]) {
+  if constexpr (sizeof(X) == 4) {
+    store4(to, {x[0], x[1], x[2], x[3]});
+    store4(to + 4, {x[4], x[5], x[6], x[7]});
+  } else {
+    *reinterpret_cast<uint4*>(to) = {pack<X>(x[0], x[1]), pack<X>(x[2], x[3]), pack<X>(x[4], x[5]),
+                                     pack<X>(x[6], x[7])};
+  }
 }

@@ -251,7 +251,7 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
     wgmma<bf16, CHUNK, BY_KEY>(y, x[s], b + s * (BY_KEY ? 16 * 128 : 32) / 16, accumulate || s);
 }
 
-// ---- one gate for all channels of a token: decays belong to tokens, and no gate is too strong --------------------
+// ---- scalar decays: one gate for all channels of a token; no gate is too strong --------------------
 
 // The gate of a token of the sequence, as it comes, so that nothing waits for it yet; none before and behind the
 // sequence.

@@ -1,4 +1,4 @@
-// what      What the Hopper backward sweeps under one gate for all channels share: scores as the sum of two bfloat16
+// what      What the Hopper backward passes under scalar decays share: scores as the sum of two bfloat16
 //           numbers, and the decays of tokens.
 // limits    sm_90a; bfloat16
 constexpr int CHUNK = 32;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void put_pairs(bf16 (&tile)[CHUNK][64], const float (
     }
 }
 
-// ---- one gate for all channels of a token: decays belong to tokens, and no gate is too strong --------------------
+// ---- scalar decays: one gate for all channels of a token; no gate is too strong --------------------
 
 // Of a chunk, from sums of the gates that lie between, never a difference of such sums.
 struct TokenDecays {

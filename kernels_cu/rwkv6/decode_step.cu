@@ -17,262 +17,7 @@
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split
 // limits    B up to 8; D and F multiples of 8, N of 4 and up to 256, W up to 512; weights aligned to 16 bytes; at
 //           least two blocks; sm_90a
-//
-// The copying warps go through all phases to the last one's end, as far ahead as there are slots: while the others
-// wait for other blocks, their next weights arrive. Few copies at a time are under way, since whatever else crosses
-// the memory queues behind them.
-#include "decode.cuh"
-
-constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 16, COLUMNS = 8;
-constexpr int COPIERS = 4;                                           // warps that have the weights copied
-constexpr int FLIGHT = 2;                                            // slots asked for and not yet come
-constexpr int STEPS = 2, GROUP = 4;                                  // steps a slot, slots whose vectors are held
-constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a slot; no bank conflicts
-constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
-constexpr int MAX_N = 256, MAX_W = 512;
-
-enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
-
-template <typename T> struct Args {
-  const T *maa_down, *maa_up, *decay_down, *decay_up, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
-  const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
-  float *att_shift, *wkv, *ffn_shift;
-  const i64* slots;  // or null: sequence b has row b of the states
-  float *x, *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate, *logits;
-  u32* arrived;
-  i64 L, B, P, D, H, N, A, W, F, V, staged, first, last;
-  double eps, group_eps;
-};
-
-struct TimeMixScratch {
-  float k[MAX_N], v[MAX_N], r[MAX_N], u[MAX_N], decay[MAX_N], low[MAX_W];
-  float parts[4 * THREADS];  // [., N], of the decay, then of o
-  float sum[WARPS], squares[WARPS];
-};
-
-template <int SLOTS> struct Shared {
-  unsigned char ring[SLOTS][ROWS][PITCH];
-  Barrier full[SLOTS], empty[SLOTS];
-  float mean[COLUMNS], scale[COLUMNS];
-  union {
-    float parts[2][WARPS][COLUMNS][ROWS + 1];
-    float mix[COLUMNS][SHARES][CHANNELS];
-    TimeMixScratch time_mix;
-  };
-};
-
-// This block's share of a phase's tiles of 16 rows.
-struct Tiles {
-  int first, stop;
-};
-
-__device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
-
-__device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
-  return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
-}
-
-template <typename T> __device__ __forceinline__ Tiles share_of(const Args<T>& args, int phase) {
-  const u32 block = blockIdx.x, blocks = gridDim.x;
-  const int D = tiles_of(args.D), F = tiles_of(args.F);
-  switch (phase) {
-    case MIX_DOWN:
-      return share(tiles_of(5 * args.A), block, blocks);
-    case INPUTS:
-      return share(tiles_of(args.W) + 4 * D, block, blocks);
-    case OUTPUT:
-    case FFN_VALUE:
-      return share(D, block, blocks);
-    case FFN_INPUTS: {  // no block has tiles of both, and so two normed inputs
-      const u32 keys = max(1u, blocks * F / (F + D));
-      if (block < keys) return share(F, block, keys);
-      const Tiles tiles = share(D, block - keys, blocks - keys);
-      return {F + tiles.first, F + tiles.stop};
-    }
-    case HEAD:
-      return share(tiles_of(args.V), block, blocks);
-  }
-  return {0, 0};
-}
-
-template <typename T> __device__ __forceinline__ int depth_of(const Args<T>& args, int phase) {
-  return int(phase == FFN_VALUE ? args.F : args.D);
-}
-
-// The first row of a tile.
-template <typename T>
-__device__ __forceinline__ const T* weights_of(const Args<T>& args, i64 layer, int phase, int tile) {
-  const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
-  const T* w = args.head;
-  i64 row = tile;
-  switch (phase) {
-    case MIX_DOWN:
-      w = args.maa_down, row += layer * tiles_of(5 * args.A);
-      break;
-    case INPUTS:
-      if (tile < W) w = args.decay_down, row += layer * W;
-      else w = args.kvrg, row += layer * 4 * D - W;
-      break;
-    case OUTPUT:
-      w = args.output, row += layer * D;
-      break;
-    case FFN_INPUTS:
-      if (tile < F) w = args.ffn_key, row += layer * F;
-      else w = args.ffn_receptance, row += layer * D - F;
-      break;
-    case FFN_VALUE:
-      w = args.ffn_value, row += layer * D;
-      break;
-  }
-  return w + row * ROWS * depth_of(args, phase);
-}
-
-// How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
-template <typename T> struct Lane {
-  static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, SLOT = STEPS * STRIDE;
-
-  static __device__ __forceinline__ int start(int thread) { return (thread >> 5) * STEP + (thread & 3) * EACH; }
-};
-
-// Ask for what a phase reads beside its tiles.
-template <typename T> __device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, int phase) {
-  const int lane = threadIdx.x & 31, row = int(args.D * 4);
-  const i64 at = layer * args.D, b = lane - 2, N = args.N;
-  if (blockIdx.x == 0) {
-    if (phase == MIX_DOWN || phase == FFN_INPUTS) {
-      const bool ffn = phase == FFN_INPUTS;
-      if (lane == 0) prefetch_l2((ffn ? args.ln2 : args.ln1) + 2 * at, 2 * row);
-      if (lane == 1) prefetch_l2(ffn ? args.ffn_maa + 2 * at : args.maa_x + at, ffn ? 2 * row : row);
-      if (b >= 0 && b < args.B)
-        prefetch_l2(
-            (ffn ? args.ffn_shift : args.att_shift) + (layer * args.P + (args.slots ? args.slots[b] : b)) * args.D,
-            row);
-    } else if (phase == TIME_MIX) {
-      if (lane == 0) prefetch_l2(args.ln_x + 2 * at, 2 * row);
-      if (lane == 1) prefetch_l2(args.decay + at, row);
-      if (lane == 2) prefetch_l2(args.bonus + at, row);
-    } else if (phase == MIX) {
-      if (lane == 0) prefetch_l2(args.maa + 5 * at, 5 * row);
-    } else if (phase == HEAD) {
-      if (lane == 0) prefetch_l2(args.ln_out, 2 * row);
-    }
-  }
-  if (phase == MIX) {
-    const int across = int(args.D + CHANNELS - 1) / CHANNELS;
-    for (int unit = blockIdx.x; unit < 5 * across; unit += gridDim.x) {
-      const i64 first = unit % across * CHANNELS, width = min(i64(CHANNELS), args.D - first);
-      for (i64 a = lane; a < args.A; a += 32)
-        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first, u32(width * sizeof(T)));
-    }
-  } else if (phase == TIME_MIX) {
-    for (i64 unit = blockIdx.x; unit < args.B * args.H; unit += gridDim.x) {
-      const i64 h = unit % args.H, b = unit / args.H, state = layer * args.P + (args.slots ? args.slots[b] : b);
-      for (i64 n = lane; n < N; n += 32) prefetch_l2(args.wkv + ((state * args.H + h) * N + n) * N, u32(4 * N));
-      if (N % 8 == 0)
-        for (i64 w = lane; w < args.W; w += 32)
-          prefetch_l2(args.decay_up + (layer * args.W + w) * args.D + h * N, u32(N * sizeof(T)));
-    }
-  }
-}
-
-// The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
-template <typename T, int SLOTS> __device__ __forceinline__ void copy_weights(const Args<T>& args, Shared<SLOTS>& s) {
-  constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
-  const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
-  int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
-  u32 parity = 1;
-#pragma unroll 1
-  for (int n = int(args.first); n < int(args.last); ++n) {
-    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = depth_of(args, phase);
-    const Tiles tiles = share_of(args, phase);
-    if (n == args.first + 1) wait_for_previous();  // who may write states and slots
-    if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
-#pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.stop; ++tile) {
-      const T* rows = weights_of(args, layer, phase, tile) + i64(copier * EACH) * K;
-#pragma unroll 1
-      for (int k = 0; k < K; k += Lane<T>::SLOT) {
-        barrier_wait(s.empty[slot], parity);
-        barrier_wait(s.full[latest], parity ^ (latest < slot));
-        const T* from = rows + k + lane * Lane<T>::EACH;
-        unsigned char* to = s.ring[slot][copier * EACH] + 16 * lane;
-        const bool whole = k + Lane<T>::SLOT <= K;
-#pragma unroll
-        for (int row = 0; row < EACH; ++row, from += K)
-#pragma unroll
-          for (int n = 0; n < ACROSS; ++n) {
-            const bool inside = whole || k + (n * 32 + lane) * Lane<T>::EACH < K;
-            cp_async<16>(to + row * PITCH + n * 512, inside ? from + n * 32 * Lane<T>::EACH : rows, inside);
-          }
-        copies_arrive(s.full[slot]);
-        if (++slot == SLOTS) slot = 0, parity ^= 1;
-        if (++latest == SLOTS) latest = 0;
-      }
-    }
-  }
-}
-
-// x as a sum of numbers that tensor cores read exactly, and 16 rows of weights by one of them: sums += w part, four
-// of the lane's columns in each of the sums.
-template <typename T> struct Split {
-  static constexpr int EACH = Lane<T>::EACH, PARTS = 2, WORDS = EACH;
-
-  // In tf32, the rest rounded to nearest by cutting it.
-  static __device__ __forceinline__ u32 high(u32 x) { return x & 0xffffe000u; }
-  static __device__ __forceinline__ u32 rest(u32 x) {
-    return __float_as_uint(__uint_as_float(x) - __uint_as_float(high(x))) + 0x1000u;
-  }
-  static __device__ __forceinline__ void part(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) to[i] = which ? rest(x[i]) : high(x[i]);
-  }
-
-  static __device__ __forceinline__ u32 weight(const uint4& w, int i) {
-    const u32 words[4] = {w.x, w.y, w.z, w.w};
-    if constexpr (sizeof(T) == 4) return words[i];
-    else return __float_as_uint(to_float(T{u16(words[i / 2] >> 16 * (i % 2))}));
-  }
-  static __device__ __forceinline__ void multiply(float (&sums)[EACH / 4][4], const uint4& upper, const uint4& lower,
-                                                  const u32 (&x)[WORDS]) {
-#pragma unroll
-    for (int i = 0; i < EACH; i += 2) {
-      const u32 w[4] = {weight(upper, i), weight(lower, i), weight(upper, i + 1), weight(lower, i + 1)};
-      const u32 pair[2] = {x[i], x[i + 1]};
-      if constexpr (sizeof(T) == 4) {
-        const u32 small[4] = {rest(w[0]), rest(w[1]), rest(w[2]), rest(w[3])};
-        mma_tf32(sums[i / 4], small, pair);
-      }
-      mma_tf32(sums[i / 4], w, pair);
-    }
-  }
-};
-
-// In bfloat16, of which three hold a float; two neighbours a word, as the weights lie.
-template <> struct Split<bf16> {
-  static constexpr int EACH = 8, PARTS = 3, WORDS = 4;
-
-  static __device__ __forceinline__ u32 rest(u32 x) {
-    return __float_as_uint(__uint_as_float(x) - __uint_as_float(x & 0xffff0000u));
-  }
-  static __device__ __forceinline__ void part(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
-    u32 left[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      left[i] = which > 0 ? rest(x[i]) : x[i];
-      if (which > 1) left[i] = rest(left[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) to[i] = left[2 * i] >> 16 | (left[2 * i + 1] & 0xffff0000u);
-  }
-
-  static __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4& upper, const uint4& lower,
-                                                  const u32 (&x)[WORDS]) {
-    const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
-    const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
-    mma_bf16(sums[0], first, x_first);
-    mma_bf16(sums[1], second, x_second);
-  }
-};
+#include "rwkv6/decode_split.cuh"
 
 template <typename T, int SLOTS, bool PAIRED> struct Decode {
   const Args<T>& args;
@@ -294,26 +39,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
         slot(turn >> 1),
         parity(turn & 1) {}
 
-  // The block's barrier, but for the warp that copies.
-  __device__ __forceinline__ void sync() { barrier_sync(1, THREADS); }
-
   // What the phases before wrote can be read; between their end and here is time to load what does not change.
   __device__ __forceinline__ void ready() { grid_wait<THREADS>(args.arrived, sense); }
-
-  __device__ __forceinline__ static float total(const float (&parts)[WARPS]) {
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < WARPS; ++n) sum += parts[n];
-    return sum;
-  }
-
-  // The sum over the threads, the same bits in each.
-  __device__ __forceinline__ float sum_of_all(float x, float (&parts)[WARPS]) {
-    x = warp_sum(x);
-    if ((tid & 31) == 0) parts[tid >> 5] = x;
-    sync();  // the warps' sums stand
-    return total(parts);
-  }
 
   __device__ __forceinline__ i64 row_of(int b) const { return args.slots ? args.slots[b] : b; }
 
@@ -342,8 +69,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
   // Of what a thread has under way, as much as the vectors leave registers for: 16 bytes of x, four channels of a
-  // norm, four columns of a state, other sequences' old channels, weights of a small product.
-  static constexpr int FETCHED = (PAIRED ? 32 : 16) / WORDS, HELD = PAIRED ? 2 : 1, ROWS_HELD = 4, BATCH = 4;
+  // norm, other sequences' old channels, weights of a small product.
+  static constexpr int FETCHED = (PAIRED ? 32 : 16) / WORDS, HELD = PAIRED ? 2 : 1, BATCH = 4;
   static constexpr int PASS = PAIRED ? 16 : 8;
 
   // stage = `count` values, a multiple of four.
@@ -686,87 +413,43 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
         }
       };
       load(0);
-      const float inverse_N = 1.f / N;
-      float u = 0.f, z = 0.f, gain = 0.f, bias = 0.f;
+      ChannelOfHead own = {};
+      float u = 0.f;
       if (busy && tid < N) {
-        u = args.bonus[head + tid], z = args.decay[head + tid];
-        gain = args.ln_x[2 * layer * D + of_head + tid], bias = args.ln_x[(2 * layer + 1) * D + of_head + tid];
+        own = {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],
+               args.ln_x[(2 * layer + 1) * D + of_head + tid]};
+        u = args.bonus[head + tid];
       }
-      const int quads = N / 4, groups = THREADS / quads, group = tid / quads, column = tid % quads * 4;
-      float4 held[ROWS_HELD] = {};  // of the state, this thread's first rows
-#pragma unroll
-      for (int n = 0; n < ROWS_HELD; ++n) {
-        const int c = group + n * groups;
-        if (busy && group < groups && c < N) held[n] = load4(state + c * N + column);
-      }
+      const StatePart part(state, N, tid, busy);
       if (first) ready();
       else sync();  // what the head before left is free
       if (!busy) break;
 
-      float gate = 0.f;
       if (tid < N) {
         const float* kvrg = args.kvrg_out + at + tid;
         s.k[tid] = kvrg[0];
         s.v[tid] = kvrg[B * D];
         s.r[tid] = kvrg[2 * B * D];
         s.u[tid] = u;
-        gate = kvrg[3 * B * D];
+        own.gate = kvrg[3 * B * D];
         args.att_shift[(layer * args.P + row_of(b)) * D + of_head + tid] = args.xx[at + tid];
       }
       for (int w = tid; w < W; w += THREADS) s.low[w] = args.decay_low[b * W + w];
       sync();  // the inputs stand
 
       if (share < shares) {
-        float part = 0.f;
+        float sum = 0.f;
         for (int start = 0; start < W; start += PASS * shares) {
           if (start > 0) load(start);
 #pragma unroll
           for (int i = 0; i < PASS; ++i) {
             const int w = start + share + i * shares;
-            if (w < W) part = fmaf(s.low[w], to_float(weight[i]), part);
+            if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
           }
         }
-        s.parts[share * N + channel] = part;
+        s.parts[share * N + channel] = sum;
       }
-      sync();  // the parts of the decay stand
-      if (tid < N) {
-        for (int n = 0; n < shares; ++n) z += s.parts[n * N + tid];
-        s.decay[tid] = decay_of(-expf(z));
-      }
-      sync();  // the decay stands, its parts are free
-
-      if (group < groups) {
-        const float4 v = load4(s.v + column);
-        float4 o = {};
-        const auto row = [&](int c, float4 S) {
-          const float k = s.k[c], r = s.r[c], decay = s.decay[c], ku = k * s.u[c];
-          o.x = fmaf(r, fmaf(ku, v.x, S.x), o.x);
-          o.y = fmaf(r, fmaf(ku, v.y, S.y), o.y);
-          o.z = fmaf(r, fmaf(ku, v.z, S.z), o.z);
-          o.w = fmaf(r, fmaf(ku, v.w, S.w), o.w);
-          S = {fmaf(decay, S.x, k * v.x), fmaf(decay, S.y, k * v.y), fmaf(decay, S.z, k * v.z),
-               fmaf(decay, S.w, k * v.w)};
-          *reinterpret_cast<float4*>(state + c * N + column) = S;
-        };
-#pragma unroll
-        for (int n = 0; n < ROWS_HELD; ++n)
-          if (group + n * groups < N) row(group + n * groups, held[n]);
-#pragma unroll 2
-        for (int c = group + ROWS_HELD * groups; c < N; c += groups) row(c, load4(state + c * N + column));
-        *reinterpret_cast<float4*>(s.parts + group * N + column) = o;
-      }
-      sync();  // the parts of o stand
-
-      float o = 0.f;
-      if (tid < N)
-        for (int n = 0; n < groups; ++n) o += s.parts[n * N + tid];
-      const float mean = sum_of_all(o, s.sum) * inverse_N;
-      const float centred = tid < N ? o - mean : 0.f;
-      const float variance = sum_of_all(centred * centred, s.squares) * inverse_N;
-      if (tid < N) {
-        const float y = fmaf(centred * inverse_root(variance + float(args.group_eps)), gain, bias);
-        args.y[at + tid] = y * gate * sigmoid(gate);
-      }
+      time_mix_head(s, part, state, N, tid, own, float(args.group_eps), args.y + at);
     }
   }
 };

@@ -1,12 +1,12 @@
 // what      The channel mix's gate, added to the residual.
 // math      x += sigmoid(gate) value
 // shapes    x gate value [count]
-// grid      a thread an element; 256 threads
+// grid      a thread four elements; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32
 // source    Peng et al., 2024, "Eagle and Finch", section 4
-// limits    none
+// limits    count a multiple of 4; all start on 16 bytes
 #include "decode.cuh"
 
 constexpr int THREADS = 256;
@@ -21,6 +21,9 @@ struct Args {
 __global__ void __launch_bounds__(THREADS) rwkv6_gated_add(const Args args) {
   launch_next();
   wait_for_previous();
-  const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
-  if (at < args.count) args.x[at] = fmaf(sigmoid(args.gate[at]), args.value[at], args.x[at]);
+  const i64 at = 4 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  if (at >= args.count) return;
+  const float4 x = load4(args.x + at), gate = load4(args.gate + at), value = load4(args.value + at);
+  store4(args.x + at, {fmaf(sigmoid(gate.x), value.x, x.x), fmaf(sigmoid(gate.y), value.y, x.y),
+                       fmaf(sigmoid(gate.z), value.z, x.z), fmaf(sigmoid(gate.w), value.w, x.w)});
 }

@@ -1,15 +1,15 @@
 // what      What stands between the recurrence and its output product: group norm over each head, and the gate.
 // math      y = GroupNorm_H(o) silu(gate)
 // shapes    o gate y [T, H, N], weight bias [H, N]
-// grid      a warp a (token, head); 256 threads
+// grid      a warp a (token, head), PAIRS neighbouring channels a lane; 256 threads
 // smem      none
 // barriers  none
 // numerics  float32, rounded once; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 19
-// limits    N up to 256
+// limits    N even, up to 64 PAIRS
 #include "decode.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, EACH = 8;
+constexpr int THREADS = 256, WARPS = THREADS / 32;
 
 template <typename X> struct Args {
   const X* o;
@@ -21,33 +21,36 @@ template <typename X> struct Args {
   double eps;
 };
 
-template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) {
+template <typename X, int PAIRS> __global__ void __launch_bounds__(THREADS) rwkv6_gated_norm(const Args<X> args) {
   launch_next();
   wait_for_previous();
-  const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32, N = args.N;
+  const i64 row = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
   if (row >= args.rows) return;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, N = int(args.N);
   const i64 at = row * N, h = row % args.H * N;
-  float x[EACH], sum = 0.f, squares = 0.f;
+  const float inverse_N = 1.f / N;
+  float2 x[PAIRS], gate[PAIRS];
+  float sum = 0.f, squares = 0.f;
 #pragma unroll
-  for (int n = 0; n < EACH; ++n) {
-    const i64 j = 32 * n + lane;
-    x[n] = j < N ? to_float(args.o[at + j]) : 0.f;
-    sum += x[n];
+  for (int n = 0; n < PAIRS; ++n) {
+    const int j = 2 * (32 * n + lane);
+    x[n] = gate[n] = {};
+    if (j < N) x[n] = load2(args.o + at + j), gate[n] = load2(args.gate + at + j);
+    sum += x[n].x + x[n].y;
   }
-  const float mean = warp_sum(sum) / N;
+  const float mean = warp_sum(sum) * inverse_N;
 #pragma unroll
-  for (int n = 0; n < EACH; ++n) {
-    x[n] = 32 * n + lane < N ? x[n] - mean : 0.f;
-    squares += x[n] * x[n];
+  for (int n = 0; n < PAIRS; ++n) {
+    if (2 * (32 * n + lane) < N) x[n] = {x[n].x - mean, x[n].y - mean};
+    squares += x[n].x * x[n].x + x[n].y * x[n].y;
   }
-  const float scale = 1.f / sqrtf(warp_sum(squares) / N + float(args.eps));
+  const float scale = inverse_root(warp_sum(squares) * inverse_N + float(args.eps));
 #pragma unroll
-  for (int n = 0; n < EACH; ++n) {
-    const i64 j = 32 * n + lane;
+  for (int n = 0; n < PAIRS; ++n) {
+    const int j = 2 * (32 * n + lane);
     if (j >= N) continue;
-    const float gate = to_float(args.gate[at + j]);
-    const float normed = fmaf(x[n] * scale, args.weight[h + j], args.bias[h + j]);
-    args.y[at + j] = from_float<X>(normed * gate * sigmoid(gate));
+    const float2 weight = load2(args.weight + h + j), bias = load2(args.bias + h + j);
+    store2(args.y + at + j, {fmaf(x[n].x * scale, weight.x, bias.x) * gate[n].x * sigmoid(gate[n].x),
+                             fmaf(x[n].y * scale, weight.y, bias.y) * gate[n].y * sigmoid(gate[n].y)});
   }
 }

@@ -1,15 +1,15 @@
 // what      The log of the decay of every token and channel.
 // math      w = -exp(decay + tanh(low) up)
 // shapes    low [T, W], up [W, D], decay [D], w [T, D]
-// grid      a block for every (32 tokens, 128 channels), tokens slowest; 128 threads: a channel each
-// smem      Shared: 32 tanh(low) of each token
-// barriers  two a pass of 32: read the tile before it changes, and after
-// numerics  float32
+// grid      a block for every (32 tokens, 128 channels), tokens slowest; 256 threads
+// smem      LowRank: 32 of the rank at a time
+// barriers  two a pass over 32 of the rank: the tiles may change, and stand
+// numerics  tensor cores (rwkv6/low_rank.cuh), float32
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-17
-// limits    none
-#include "decode.cuh"
+// limits    D a multiple of 8
+#include "rwkv6/low_rank.cuh"
 
-constexpr int THREADS = 128, TOKENS = 32, PASS = 32;
+constexpr int TILES = 2;
 
 template <typename T> struct Args {
   const float* low;
@@ -19,36 +19,24 @@ template <typename T> struct Args {
   i64 tokens, D, W;
 };
 
-struct alignas(16) Shared {
-  float low[PASS][TOKENS];
-};
-
 template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_log_decay(const Args<T> args) {
-  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  auto& s = *reinterpret_cast<LowRank<TILES>*>(dynamic_smem());
   launch_next();
-  const i64 W = args.W, D = args.D, tiles = (D + THREADS - 1) / THREADS;
-  const i64 j = blockIdx.x % tiles * THREADS + threadIdx.x, first = blockIdx.x / tiles * TOKENS;
+  const i64 W = args.W, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
+  const i64 first = blockIdx.x / across * (TILES * TILE_TOKENS), tokens = args.tokens - first;
+  const auto sums = low_rank(s, args.low + first * W, W, tokens, args.up, W, D, column);
 
-  float z[TOKENS] = {};
-  for (i64 start = 0; start < W; start += PASS) {
-    float weight[PASS];
-#pragma unroll
-    for (int a = 0; a < PASS; ++a) weight[a] = j < D && start + a < W ? to_float(args.up[(start + a) * D + j]) : 0.f;
-    if (start == 0) wait_for_previous();
-    __syncthreads();  // the tile may change
-    for (int at = threadIdx.x; at < PASS * TOKENS; at += THREADS) {
-      const i64 a = start + at % PASS, t = first + at / PASS;
-      s.low[at % PASS][at / PASS] = a < W && t < args.tokens ? tanhf(args.low[t * W + a]) : 0.f;
-    }
-    __syncthreads();  // the tile stands
-#pragma unroll
-    for (int a = 0; a < PASS; ++a)
-#pragma unroll
-      for (int n = 0; n < TOKENS; ++n) z[n] = fmaf(s.low[a][n], weight[a], z[n]);
-  }
+  const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
   if (j >= D) return;
-  const float decay = args.decay[j];
+  const float4 decay = load4(args.decay + j);
 #pragma unroll
-  for (int n = 0; n < TOKENS; ++n)
-    if (first + n < args.tokens) args.w[(first + n) * D + j] = -expf(decay + z[n]);
+  for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const i64 t = tile * TILE_TOKENS + half * 8 + token;
+      const float4 z = sums.of(tile, half);
+      if (t < tokens)
+        store4(args.w + (first + t) * D + j,
+               {-expf(decay.x + z.x), -expf(decay.y + z.y), -expf(decay.z + z.z), -expf(decay.w + z.w)});
+    }
 }

@@ -13,6 +13,7 @@
 // A lane copies its own operands of the tensor core: any order of k will do if W and x have the same. The
 // copies are under way before the kernel waits for x, two stages of 64 bytes a thread and 1024 threads a
 // multiprocessor: enough to hide the memory's latency at its full bandwidth, and no register is taken.
+#include "decode.cuh"
 #include "product.cuh"
 
 constexpr int ROWS = 16, COLUMNS = 8, PRODUCTS = 5;
@@ -43,11 +44,6 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4& first, const 
   const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(words[i]);
-}
-template <typename T> __device__ __forceinline__ void unpack(float (&x)[8], const uint4& both) {
-  const u32 words[4] = {both.x, both.y, both.z, both.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = to_float(T{u16(words[i / 2] >> 16 * (i % 2))});
 }
 
 template <typename T, int THREADS>

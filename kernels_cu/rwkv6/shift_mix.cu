@@ -4,15 +4,15 @@
 // shapes    x xx d [T, D], weight bias [D], maa [C, D], before [N, D], shift [P, D], starts ends [T]: the row of
 //           before where a prompt starts and of shift where it ends, -1 elsewhere; mixed [C, T, D]; xx and d
 //           may be null
-// grid      a block a token, which normalises the token before as well; 512 threads, up to 4 times 4 channels each
-// smem      the warps' parts of four sums
+// grid      a block a token, which normalises the token before as well; 512 threads, EACH times 4 channels each
+// smem      Shared: the warps' parts of four sums
 // barriers  two: means, then variances
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to 8192
+// limits    D a multiple of 4, up to 2048 EACH
 #include "decode.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 4;
+constexpr int THREADS = 512, WARPS = THREADS / 32;
 
 template <typename X> struct Args {
   const float* x;
@@ -31,11 +31,11 @@ template <typename X> struct Args {
 };
 
 struct Shared {
-  float sum[2][WARPS], squares[2][WARPS];
+  float2 sum[WARPS], squares[WARPS];  // of the token, and of the one before
 };
 
 // One row of x in registers: read, centred, scaled.
-struct Row {
+template <int EACH> struct Row {
   float4 x[EACH];
 
   __device__ __forceinline__ float read(const float* from, i64 D) {
@@ -67,7 +67,7 @@ struct Row {
   }
 };
 
-template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_shift_mix(const Args<X> args) {
+template <typename X, int EACH> __global__ void __launch_bounds__(THREADS) rwkv6_shift_mix(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const i64 t = blockIdx.x, D = args.D, row = t * D;
@@ -75,13 +75,15 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_shift_mix
   const i64 start = args.starts[t], end = args.ends[t];
   const float* earlier = start < 0 ? args.x + row - D : args.before + start * D;
 
-  Row now, then;
+  Row<EACH> now, then;
   const float sum = now.read(args.x + row, D), sum_then = then.read(earlier, D);
-  const float mean = block_sum<WARPS>(sum, s.sum[0]) / D, mean_then = block_sum<WARPS>(sum_then, s.sum[1]) / D;
-  const float squares = now.centre(mean, D), squares_then = then.centre(start < 0 ? mean_then : 0.f, D);
-  const float eps = float(args.eps);
-  const float scale = 1.f / sqrtf(block_sum<WARPS>(squares, s.squares[0]) / D + eps);
-  const float scale_then = 1.f / sqrtf(block_sum<WARPS>(squares_then, s.squares[1]) / D + eps);
+  const float inverse_D = 1.f / D, eps = float(args.eps);
+  const float2 sums = block_sum<WARPS>(float2{sum, sum_then}, s.sum);
+  const float squares = now.centre(sums.x * inverse_D, D);
+  const float squares_then = then.centre(start < 0 ? sums.y * inverse_D : 0.f, D);
+  const float2 all_squares = block_sum<WARPS>(float2{squares, squares_then}, s.squares);
+  const float scale = inverse_root(all_squares.x * inverse_D + eps);
+  const float scale_then = inverse_root(all_squares.y * inverse_D + eps);
 
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
@@ -96,6 +98,7 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_shift_mix
       store4(args.xx + row + j, xx);
       store4(args.d + row + j, d);
     }
+#pragma unroll 1
     for (i64 c = 0; c < args.C; ++c) {
       const float4 maa = load4(args.maa + c * D + j);
       const float4 mixed = {fmaf(d.x, maa.x, xx.x), fmaf(d.y, maa.y, xx.y), fmaf(d.z, maa.z, xx.z),

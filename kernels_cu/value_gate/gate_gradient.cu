@@ -1,4 +1,4 @@
-// what      The gradient of one of two gates, from what its tokens' queries and keys have of it.
+// what      The gradient of the gate, or of the value gate, from what its tokens' queries and keys have of it.
 // math      dgate_t = sum_{i >= t} (x_i dx_i - y_i dy_i) + sum_d last_d dlast_d; 0, for all tokens before too, where
 //           exp(gate_t) is 0
 // shapes    x dx y dy gate dgate [B, H, T, C], dx dy float32; last dlast [N, H, C, D] or turned over, float32, or null

@@ -1,4 +1,4 @@
-// what      GLA with a gate on either side of the state, token by token, and its gradients' recurrences.
+// what      GLA with a value gate beside the gate, token by token, and its gradients' recurrences.
 // math      S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T,   o_t = scale q_t^T S_t; Backwards, from the last token:
 //           C_t = (exp g_{t+1} exp gv_{t+1}^T) * C_{t+1} + scale k_t v_t^T,   o_t = q_t^T C_t
 // shapes    q k g [B, H, T, K], v gv o apart [B, H, T, V], initial and final state [N, H, K, V] float32

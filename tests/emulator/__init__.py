@@ -84,7 +84,7 @@ class EmulatedDevice:
 
     multiprocessors = 132
     shared_per_multiprocessor, shared_per_block = 228 * 1024, 227 * 1024
-    queue, capturing = 0, False
+    queue, capturing, cooperative = 0, False, False
 
     def __init__(self, capability=80):
         self.capability = capability
@@ -101,7 +101,11 @@ class EmulatedDevice:
         return np.array(host)
 
     def view(self, x, shape, strides, dtype, offset):
-        return np.asarray(Memory(x, shape, strides, offset)).view(dtype)
+        return np.asarray(Memory(x, shape, strides, np.dtype(dtype), offset)).view(dtype)
+
+    def copy(self, source, target):
+        assert source.flags.c_contiguous and target.flags.c_contiguous and source.dtype == target.dtype
+        target[...] = source
 
     def fill(self, x):
         x[...] = 0
@@ -114,8 +118,19 @@ class EmulatedDevice:
         box = columns, tokens, x.dtype.itemsize, swizzled
         return struct.pack("=q4q4q4i", self.pointer(x), *sizes, *strides, *box).ljust(128, b"\0")
 
-    def prepared(self, kernel, blocks, args, smem=None):
+    def compile(self, kernels):
+        pass
+
+    def prepared(self, kernel, blocks, args, smem=None, together=False):
+        assert not together
         return partial(self.launch, kernel, blocks, args, smem)
+
+    def product(self, w, x, y, add):
+        def multiply():
+            found = x.astype(np.float32) @ w.astype(np.float32).swapaxes(1, 2)
+            y[...] = y + found if add else found
+
+        return multiply
 
     def launch(self, kernel, blocks, args, smem=None):
         smem = kernel.shared_bytes if smem is None else smem
@@ -127,14 +142,14 @@ class EmulatedDevice:
 class Memory:
     """A view of memory that belongs to `x`, as NumPy's array interface has it."""
 
-    def __init__(self, x, shape, strides, offset):
+    def __init__(self, x, shape, strides, dtype, offset):
         at, _ = x.__array_interface__["data"]
         self.x = x
         self.__array_interface__ = {
             "data": (at + offset, not x.flags.writeable),
             "shape": shape,
             "strides": strides,
-            "typestr": f"|V{x.dtype.itemsize}",
+            "typestr": f"|V{dtype.itemsize}",
             "version": 3,
         }
 

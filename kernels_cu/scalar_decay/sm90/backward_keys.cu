@@ -1,4 +1,4 @@
-// what      Backward on Hopper under one gate for all channels, second sweep: backwards in time, carrying the state's
+// what      Backward on Hopper under scalar decays, second pass: backwards in time, carrying the state's
 //           gradient C. Gives dk, dv, dg and dh0.
 // math      per chunk of 32, E, L, D and dA as scalar_decay_sm90_backward_queries has them, A_ij = scale D_ij q_i .
 //           k_j: dk_j = scale sum_{i>=j} D_ij dA_ij q_i + L_j C v_j;  dv_j = sum_{i>=j} A_ij do_i + L_j C^T k_j

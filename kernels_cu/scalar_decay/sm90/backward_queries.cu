@@ -1,5 +1,5 @@
-// what      Backward on Hopper under one gate for all channels, first sweep: forwards in time, carrying the state.
-//           Gives dq, and for the second sweep what the state has in the gate's gradient.
+// what      Backward on Hopper under scalar decays, first pass: forwards in time, carrying the state.
+//           Gives dq, and for the second pass what the state has in the gate's gradient.
 // math      per chunk of 32, E_i the decay from its start to token i, L_j from behind token j to its end, D_ij between:
 //           dq_i = scale (sum_{j<=i} D_ij dA_ij k_j + E_i S do_i), dA_ij = do_i . v_j;  S <- E_32 S + sum_j L_j k_j
 //           v_j^T weight_i = scale E_i q_i . S do_i

@@ -1,4 +1,4 @@
-// what      Backward on Hopper under one gate for all channels, for sequences cut into segments: what each leaves
+// what      Backward on Hopper under scalar decays, for sequences cut into segments: what each leaves
 //           behind in the state after it, and in the gradient of the state before it.
 // math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E
 //           and
@@ -9,9 +9,9 @@
 //           that moves chunks and makes their decays
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens and decays are there; done: they have been read
-// numerics  as the sweeps
+// numerics  as the passes
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    as the sweeps
+// limits    as the passes
 #include "warpgroup_backward.cuh"
 
 struct Args {

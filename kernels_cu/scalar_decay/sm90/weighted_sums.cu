@@ -1,4 +1,4 @@
-// what      Under one gate for all channels, in one pass on Hopper: outputs or gradients by chunks of 64 tokens, which
+// what      Under scalar decays, in one pass on Hopper: outputs or gradients by chunks of 64 tokens, which
 //           go into the products as they came.
 // math      per chunk, E_i the decay from its start to token i, L_j from behind token j to its end, D_ij between:
 //           o_i = scale (E_i S q_i + sum_{j<=i} A_ij v_j), A_ij = D_ij q_i . k_j;  S <- E_64 S + sum_j L_j v_j k_j^T
@@ -7,7 +7,7 @@
 //           k, keys q, values do, both carrying dS in place of S, with `scale` in what they add to it
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
 //           float32
-// grid      a block for every (sequence, head, BV columns of V, sweep), sequence slowest: a warpgroup for every 64
+// grid      a block for every (sequence, head, BV columns of V, sum), sequence slowest: a warpgroup for every 64
 //           columns, with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one
 //           that sums up gates
 // passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for

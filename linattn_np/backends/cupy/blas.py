@@ -1,7 +1,8 @@
 """cuBLAS for products with a float32 result, also while a graph is captured: CuPy refuses to call it then."""
 
 import ctypes
-from functools import cache
+from functools import cache, partial
+from threading import Lock
 
 import numpy as np
 
@@ -21,27 +22,24 @@ class Cublas:
         import cupy
         from cupy.cuda import cublas  # noqa: F401  finds the library and loads it
 
-        self.stream = cupy.cuda.get_current_stream
+        self.stream, self.follows, self.lock = cupy.cuda.get_current_stream, None, Lock()
         self.cublas = ctypes.CDLL(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self.workspace = cupy.empty(WORKSPACE, np.uint8)
         self.handle = ctypes.c_void_p()
         self.call("cublasCreate_v2", ctypes.byref(self.handle))
 
-    def matmul(self, w, x, y, add: bool):
-        """y = x w^T, or y += x w^T; w [C, M, K] and x [C, B, K] of one dtype, y [C, B, M]."""
-        self.product(x, w.swapaxes(1, 2), y, add)
-
     def product(self, a, b, y, add: bool = False):
         """y = a b, or y += a b; a [C, M, K], b [C, K, N] of one dtype, each by rows or a transposed view of such."""
+        self.prepared(a, b, y, add)()
+
+    def prepared(self, a, b, y, add: bool = False):
+        """A function that enqueues such a product of whatever is at these addresses then."""
         (C, M, K), N = a.shape, b.shape[2]
         (of_a, lda, stride_a), (of_b, ldb, stride_b), (_, ldy, stride_y) = map(reading, (a, b, y))
         pointer, one, beta = ctypes.c_void_p, ctypes.c_float(1), ctypes.c_float(add)
-        self.call("cublasSetStream_v2", self.handle, pointer(self.stream().ptr))
-        workspace = pointer(self.workspace.data.ptr)
-        self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
         # cuBLAS goes by columns: what it sees is y^T = b^T a^T.
-        self.call(
-            "cublasGemmStridedBatchedEx",
+        return partial(
+            self.multiply,
             self.handle,
             of_b,
             of_a,
@@ -66,6 +64,16 @@ class Cublas:
             COMPUTE_32F,
             DEFAULT_ALGORITHM,
         )
+
+    def multiply(self, *arguments):
+        stream = self.stream().ptr
+        with self.lock:  # of threads with streams of their own
+            if stream != self.follows:
+                self.call("cublasSetStream_v2", self.handle, ctypes.c_void_p(stream))
+                workspace = ctypes.c_void_p(self.workspace.data.ptr)  # a new stream takes the old one's away
+                self.call("cublasSetWorkspace_v2", self.handle, workspace, ctypes.c_size_t(WORKSPACE))
+                self.follows = stream
+            self.call("cublasGemmStridedBatchedEx", *arguments)
 
     def call(self, name, *arguments):
         status = getattr(self.cublas, name)(*arguments)

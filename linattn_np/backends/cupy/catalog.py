@@ -124,22 +124,23 @@ def in_float64():
 
 def of_models():
     for T in CTYPES:
-        for cls in (
-            rwkv6.Embed,
-            rwkv6.NormShift,
-            rwkv6.ReluSquared,
-            rwkv6.ShiftMix,
-            rwkv6.DataMix,
-            rwkv6.LogDecay,
-            rwkv6.GatedNorm,
-        ):
+        for cls in (rwkv6.NormShift, rwkv6.LogDecay):
             yield cls(T)
+        for width in rwkv6.ShiftMix.WIDTHS:
+            yield rwkv6.ShiftMix(T, width)
+        for width in rwkv6.GatedNorm.WIDTHS:
+            yield rwkv6.GatedNorm(T, width)
         for threads in rwkv6.Matvec.THREADS:
             yield rwkv6.Matvec(T, threads)
         for depth, paired in product(rwkv6.DecodeStep.STAGES, (True, False)):
             yield rwkv6.DecodeStep(T, depth, paired)
+        yield rwkv6.DataMix.of_prompt(T)
         for X in dict.fromkeys((T, SINGLE)):
-            yield rwkv6.Mix(T, X)
+            yield rwkv6.DataMix.of_step(T, X)
             yield rwkv6.TimeMixStep(T, X)
+            yield rwkv6.ReluSquared(X, T)
+            yield rwkv6.ChosenNorm(X, T)
+        if T != SINGLE:
+            yield rwkv6.ChosenNorm(T, SINGLE)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

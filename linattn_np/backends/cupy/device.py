@@ -6,6 +6,7 @@ Importing this module does not import CuPy. The tests' emulator is a device of t
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache, partial
 from threading import get_ident
 
@@ -80,6 +81,10 @@ class CupyDevice:
 
         return cupy.ndarray(shape, dtype, x.data + offset if x.size else x.data, strides)  # of none there is no address
 
+    def copy(self, source, target):
+        """The bytes of a contiguous array into another one."""
+        target.data.copy_from_device_async(source.data, source.nbytes)
+
     def fill(self, x):
         """Zeros for all of a contiguous array."""
         x.data.memset_async(0, x.nbytes)
@@ -92,8 +97,17 @@ class CupyDevice:
         return tensor_map(x.data.ptr, x.shape, x.strides, x.dtype.name, columns, tokens, swizzled)
 
     # -- launches --
-    def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None):
-        """A function that enqueues `blocks` blocks on grid x, with `args` and `smem` bytes of shared memory."""
+    def compile(self, kernels):
+        """Has kernels compiled and loaded, side by side where they are new."""
+        compile_together(kernels, current())
+
+    cooperative = False  # whether all blocks of a launch can be at work at once
+
+    def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, together: bool = False):
+        """A function that enqueues `blocks` blocks on grid x, with `args` and `smem` bytes of shared memory.
+
+        `together`, on a cooperative device: all at work at once, so that they may wait for each other.
+        """
         smem = kernel.shared_bytes if smem is None else smem
         function = ready(kernel, smem, current())
         # CuPy hands a struct without fields on fastest: it looks at every field.
@@ -103,6 +117,12 @@ class CupyDevice:
     def launch(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None):
         if blocks:  # CuPy would launch one for 0
             self.prepared(kernel, blocks, args, smem)()
+
+    def product(self, w, x, y, add: bool):
+        """A function that enqueues y = x w^T, or adds it to y, as `plan.Product` describes it."""
+        from .blas import handle
+
+        return handle(current()).prepared(x, w.swapaxes(1, 2), y, add)
 
 
 def current() -> int:
@@ -125,12 +145,32 @@ def capability(device: int) -> int:
     return int(cupy.cuda.Device(device).compute_capability)
 
 
-@cache
-def load(kernel, device: int):
-    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.2
-    s."""
+LOADED: set[tuple] = set()  # (kernel, device)
+
+
+def compile_together(kernels, device: int):
+    """NVRTC leaves Python's lock to other threads, and takes a core for seconds."""
+    new = [kernel for kernel in dict.fromkeys(kernels) if (kernel, device) not in LOADED]
+    if len(new) < 2:
+        return
+    with ThreadPoolExecutor(len(new), "linattn-nvrtc", lambda: use(device)) as pool:
+        for _ in pool.map(partial(load, device=device), new):
+            pass
+
+
+def use(device: int):
     import cupy
 
+    cupy.cuda.Device(device).use()
+
+
+@cache
+def load(kernel, device: int):
+    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.1
+    to 2 s."""
+    import cupy
+
+    LOADED.add((kernel, device))
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
     return module.get_function(kernel.expression)
@@ -210,12 +250,9 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+@cache
 def attributes(*ids):
     return (LaunchAttribute * len(ids))(*(LaunchAttribute(id=id, value=(ctypes.c_int * 16)(1)) for id in ids))
-
-
-OVERLAP = attributes(PROGRAMMATIC_STREAM_SERIALIZATION)
-TOGETHER = attributes(COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION)
 
 
 @cache
@@ -229,29 +266,26 @@ def entry(kernel, smem, device):
 
 
 class OverlappedDevice(CupyDevice):
-    """A kernel takes the room that the one before it leaves (programmatic dependent launch, sm_90).
+    """A kernel that waits for the one before it takes the room that this one leaves (programmatic dependent launch,
+    sm_90)."""
 
-    Only for kernels that call `wait_for_previous` before they read or write what another kernel writes or reads. A
-    cooperative launch begins when there is room for all its blocks, so that they may wait for each other.
-    """
+    cooperative = True
 
-    def launch(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, attributes=OVERLAP):
+    def prepared(self, kernel, blocks: int, args: np.ndarray, smem: int | None = None, together: bool = False):
         import cupy
 
-        if blocks == 0:
-            return
-        smem = kernel.shared_bytes if smem is None else smem
-        stream = cupy.cuda.get_current_stream().ptr
-        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, stream, attributes, len(attributes))
-        function = entry(kernel, smem, current())
-        parameters = ctypes.c_void_p(args.ctypes.data)
-        status = driver().cuLaunchKernelEx(ctypes.byref(config), function, ctypes.byref(parameters), None)
-        if status:
-            raise RuntimeError(f"{kernel.expression}: the driver refused the launch with CUresult {status}")
+        smem, current_stream = kernel.shared_bytes if smem is None else smem, cupy.cuda.get_current_stream
+        how = [COOPERATIVE] * together + [PROGRAMMATIC_STREAM_SERIALIZATION] * kernel.overlaps
+        config = LaunchConfig((blocks, 1, 1), (kernel.threads, 1, 1), smem, None, attributes(*how), len(how))
+        function, launch_kernel = entry(kernel, smem, current()), driver().cuLaunchKernelEx
+        arguments = ctypes.byref(config), function, ctypes.byref(ctypes.c_void_p(args.ctypes.data)), None
 
-    def launch_together(self, kernel, args: np.ndarray, smem: int):
-        """A block on every multiprocessor, all at work at once."""
-        self.launch(kernel, self.multiprocessors, args, smem, TOGETHER)
+        def launch(args=args):  # which must live as long as its address is used
+            config.stream = current_stream().ptr
+            if status := launch_kernel(*arguments):
+                raise RuntimeError(f"{kernel.expression}: the driver refused the launch with CUresult {status}")
+
+        return launch
 
 
 def best_device():

@@ -13,11 +13,13 @@ import numpy as np
 
 from ...arrays import signature
 from .arguments import Packed
-from .plan import Buffer, Copy, Fill, Launch, Plan, Upload, arrays_in, arrays_of, describe, describe_tree
+from .kernel import padded
+from .plan import Buffer, Copy, Fill, Launch, Plan, Product, Upload, arrays_in, arrays_of, describe, describe_tree
 
 COMPILED = 16  # plans that are kept of calls alike: one for every stream, each with its own tables, and for every kind
 # of gradients that a pullback is given
 PLACES = 64  # sets of addresses whose arguments are kept: the layers of a model
+ALIGNED = 256  # bytes on which a buffer starts
 in_graphs: list = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
 
 
@@ -65,8 +67,10 @@ def call(plan, problem, device, *cotangents):
 class Compiled:
     """A plan on a device. Keeps none of the caller's arrays."""
 
-    def __init__(self, plan: Plan, device):
-        self.device, self.plan = device, plan
+    def __init__(self, plan: Plan, device, places: int = PLACES):
+        """`places`: how many sets of addresses the arguments are kept for."""
+        self.device, self.plan, self.places = device, plan, places
+        device.compile(plan.kernels)
         tables = [step.table for step in plan.steps if isinstance(step, Upload)]
         self.tables = [device.upload(table.host) for table in tables]
         memories = [*plan.given, *plan.buffers, *tables]
@@ -81,12 +85,15 @@ class Compiled:
 
     def __call__(self, given):
         """`given`: the caller's arrays, in the plan's order."""
-        arrays = [*given, *[make() for make in self.makers]]
+        return self.on([*given, *[make() for make in self.makers]])
+
+    def on(self, arrays):
+        """On the caller's arrays and then the buffers."""
         addresses = tuple(map(self.device.pointer, arrays))
         arrays += self.tables
         commands = self.filled.get(addresses)
         if commands is None:
-            if len(self.filled) >= PLACES:
+            if len(self.filled) >= self.places:
                 self.filled.clear()
             commands = self.filled[addresses] = self.fill(arrays)
         for command in commands:
@@ -94,6 +101,11 @@ class Compiled:
         if self.hidden and self.device.capturing:
             in_graphs.extend(arrays[n] for n in self.hidden)
         return self.result(arrays)
+
+    def launches(self, arrays) -> list:
+        """Functions that enqueue the steps on these arrays, for who runs them again and again and keeps the arrays."""
+        arrays = [*arrays, *self.tables]
+        return [partial(command, arrays) for command in self.fill(arrays)]
 
     def fill(self, arrays) -> list:
         """What an execution on memory at these addresses does, in order: functions of its arrays."""
@@ -110,10 +122,16 @@ class Compiled:
                     self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled
                 ),
             )
-            launch = self.device.prepared(step.kernel, step.blocks, args)
+            smem = step.kernel.shared_bytes + step.more_shared
+            launch = self.device.prepared(step.kernel, step.blocks, args, smem, step.together)
             return lambda arrays: launch()
+        if isinstance(step, Product):
+            multiply = self.device.product(*self.reader((step.w, step.x, step.y))(arrays), step.add)
+            return lambda arrays: multiply()
         if isinstance(step, Copy):
             source, target = self.reader(step.source), self.reader(step.target)
+            if step.is_of_bytes:
+                return lambda arrays: self.device.copy(source(arrays), target(arrays))
             return lambda arrays: target(arrays).__setitem__(..., source(arrays))
         if isinstance(step, Fill):
             target = self.reader(step.target)
@@ -131,6 +149,15 @@ class Compiled:
         if tree.is_whole:
             return lambda arrays: arrays[number]
         return lambda arrays: view(arrays[number], tree.shape, tree.strides, tree.dtype, tree.offset)
+
+
+def allocated(buffers, device) -> list:
+    """The buffers in one piece of memory, which comes back to the same place sooner than many do."""
+    places = np.cumsum([0, *(padded(buffer.nbytes, ALIGNED) for buffer in buffers)])
+    memory = device.empty((int(places[-1]),), np.uint8)
+    return [
+        device.view(memory, buffer.shape, buffer.strides, buffer.dtype, int(at)) for buffer, at in zip(buffers, places)
+    ]
 
 
 def maker(buffer: Buffer, device):

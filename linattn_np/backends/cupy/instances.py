@@ -300,6 +300,7 @@ class GatedBackwardSm90(Kernel):
     CHUNK: ClassVar[int] = 32
     CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between the states that are kept: what is cut off of those that are
     # read adds up in the gates' gradient from one to the next
+    constants = (("KEPT", "CHECKPOINT_EVERY"),)
     read_order: str
     dtype: np.dtype
     gate: np.dtype

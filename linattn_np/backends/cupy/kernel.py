@@ -42,6 +42,8 @@ class Kernel:
     arguments: ClassVar[tuple] = ()  # the members of its argument
     shared: ClassVar[tuple[str, ...]] = ()  # the C++ types that stand in shared memory, fields in braces
     arch: ClassVar[str] = ""
+    constants: ClassVar[tuple] = ()  # (the kernel's, ours) by name, of what planners count on besides
+    overlaps: ClassVar[bool] = False  # whether it calls `wait_for_previous`, so that it may begin before that one ends
 
     @property
     def name(self) -> str:

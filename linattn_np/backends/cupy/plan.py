@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,12 @@ class Array:
 
         return Array(self.memory, swapped(self.shape), swapped(self.strides), self.dtype, self.offset)
 
+    def in_heads(self, heads: int) -> Array:
+        """[..., heads, D / heads] for [..., D]."""
+        size, step = self.shape[-1] // heads, self.strides[-1]
+        shape, strides = (*self.shape[:-1], heads, size), (*self.strides[:-1], size * step, step)
+        return Array(self.memory, shape, strides, self.dtype, self.offset)
+
 
 def whole(memory) -> Array:
     return Array(memory, memory.shape, memory.strides, memory.dtype)
@@ -248,6 +255,18 @@ class Launch:
     blocks: int
     args: dict
     reason: str = ""  # what a caller's array is copied for, where the kernel does that
+    more_shared: int = 0  # bytes of shared memory behind those that the kernel declares
+    together: bool = False  # whether all blocks must be at work at once, to wait for each other
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """y = x w^T, or y += x w^T, by cuBLAS: w [C, M, K] and x [C, B, K] of one dtype, y [C, B, M]."""
+
+    w: Array
+    x: Array
+    y: Array
+    add: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,6 +276,12 @@ class Copy:
     source: Array
     target: Array
     reason: str = ""  # what a caller's array is copied for
+
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether it only moves bytes, one after the other."""
+        same = self.source.dtype == self.target.dtype and self.source.shape == self.target.shape
+        return same and is_contiguous(self.source) and is_contiguous(self.target)
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,9 +375,12 @@ class Draft:
         self.steps.append(Upload(table))
         return whole(table)
 
-    def launch(self, kernel, blocks: int, /, reason="", **args):
+    def launch(self, kernel, blocks: int, /, reason="", more_shared=0, together=False, **args):
         kernel.check(args)
-        self.steps.append(Launch(kernel, blocks, args, reason))
+        self.steps.append(Launch(kernel, blocks, args, reason, more_shared, together))
+
+    def product(self, w: Array, x: Array, y: Array, add=False):
+        self.steps.append(Product(w, x, y, add))
 
     def copy(self, source: Array, target: Array, reason=""):
         self.steps.append(Copy(source, target, reason))
@@ -409,6 +437,9 @@ class Draft:
         return self.plain(problem.initial_state and problem.initial_state[0], "initial_state")
 
     def final(self, problem) -> Array | None:
+        """The final state, in the memory that a model has for it, or new."""
+        if "final_state" in problem.options:
+            return problem.options["final_state"]
         return self.empty(problem.shape("N H K V"), FLOAT32) if problem.output_final_state else None
 
     def stored(self, problem, final):
@@ -498,6 +529,17 @@ def describe_array(name, x, device) -> Given:
     if isinstance(x, Given):
         return x
     return Given(name, tuple(x.shape), tuple(x.strides), x.dtype, device.pointer(x) % 16)
+
+
+def describe_parts(device, **parts: dict) -> tuple[SimpleNamespace, tuple[Given, ...], list]:
+    """(a namespace for each part, with an `Array` for each array by its name; their memory; the arrays, in the order
+    of it). None stays None."""
+    given: list[Given] = []
+    found = {
+        part: SimpleNamespace(**{name: describe_tree(name, x, device, given) for name, x in arrays.items()})
+        for part, arrays in parts.items()
+    }
+    return SimpleNamespace(**found), tuple(given), [x for part in parts.values() for x in arrays_in([*part.values()])]
 
 
 def describe_tree(name, tree, device, given):

@@ -6,28 +6,28 @@ X is the dtype of what a kernel hands to the next product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
 
 from ...arrays import BFLOAT16
+from ...declarations import RWKV6
+from ...problem import Problem
+from ...varlen import Spans
+from . import gated
 from .arguments import integers, pointers, reals, structs
 from .kernel import Kernel
+from .plan import FLOAT32, Array, Draft, ceil_div
+
+
+class ModelKernel(Kernel):
+    overlaps = True
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Embed(Kernel):
-    file = "rwkv6/embed"
-    arguments = (*pointers("tokens embedding weight bias x"), *integers("D"), *reals("eps"))
-    shared = ("Shared",)
-    threads = 512
-    shared_bytes = 4 * 2 * 16
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class NormShift(Kernel):
+class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
     arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C"), *reals("eps"))
     shared = ("Shared",)
@@ -37,21 +37,10 @@ class NormShift(Kernel):
 
 
 @dataclass(frozen=True)
-class Mix(Kernel):
-    file = "rwkv6/mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("B D A"))
-    shared = ("Shared",)
-    threads = 128  # and channels a block
-    shared_bytes = 4 * 32 * 8
-    dtype: np.dtype
-    X: np.dtype
-
-
-@dataclass(frozen=True)
-class TimeMixStep(Kernel):
+class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
     arguments = (*pointers("k v r gate low up decay u weight bias state slots y"), *integers("B H N W"), *reals("eps"))
-    shared = ("Shared",)
+    shared = ("TimeMixScratch",)
     threads = 256
     shared_bytes = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
     dtype: np.dtype
@@ -59,7 +48,7 @@ class TimeMixStep(Kernel):
 
 
 @dataclass(frozen=True)
-class Matvec(Kernel):
+class Matvec(ModelKernel):
     file = "rwkv6/matvec"
     PRODUCTS: ClassVar[int] = 5  # in one launch
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
@@ -88,7 +77,7 @@ class Matvec(Kernel):
 
 
 @dataclass(frozen=True)
-class DecodeStep(Kernel):
+class DecodeStep(ModelKernel):
     """All layers in one launch."""
 
     file = "rwkv6/decode_step"
@@ -129,15 +118,7 @@ class DecodeStep(Kernel):
 
 
 @dataclass(frozen=True)
-class ReluSquared(Kernel):
-    file = "rwkv6/relu_squared"
-    arguments = (*pointers("x y"), *integers("count"))
-    threads = 256
-    X: np.dtype
-
-
-@dataclass(frozen=True)
-class Argmax(Kernel):
+class Argmax(ModelKernel):
     file = "rwkv6/argmax"
     arguments = (*pointers("logits tokens"), *integers("V"))
     shared = ("Shared",)
@@ -145,50 +126,162 @@ class Argmax(Kernel):
     shared_bytes = 32 * 8
 
 
-# -- prompts: all tokens at once ---------------------------------------------------------------------------------------
-PROMPT_TOKENS, PROMPT_COLUMNS = 32, 128  # of a block of DataMix and LogDecay
+# -- of both -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ChosenNorm(ModelKernel):
+    file = "rwkv6/chosen_norm"
+    arguments = (*pointers("chosen x weight bias y"), *integers("D"), *reals("eps"))
+    shared = ("Shared",)
+    threads = 512
+    shared_bytes = 4 * 2 * 16
+    X: np.dtype
+    Y: np.dtype
+
+
+LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile
+
+
+def low_rank_shared(tiles) -> int:
+    """Bytes of the struct `LowRank<tiles>`, from which a block makes so many tiles of tokens."""
+    return 4 * (tiles * LOW_RANK_TOKENS * (32 + 4) + 32 * (LOW_RANK_COLUMNS + 8))
+
+
+def low_rank_blocks(tiles, tokens, D) -> int:
+    return ceil_div(tokens, tiles * LOW_RANK_TOKENS) * ceil_div(D, LOW_RANK_COLUMNS)
 
 
 @dataclass(frozen=True)
-class ShiftMix(Kernel):
+class DataMix(ModelKernel):
+    """A step takes an input a block, so that few sequences keep many multiprocessors busy; a prompt all five, and
+    reads what they share once."""
+
+    file = "rwkv6/data_mix"
+    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
+    shared = ("LowRank<{TILES}>",)
+    threads = 256
+    dtype: np.dtype
+    X: np.dtype
+    TILES: int
+    INPUTS: int
+
+    @classmethod
+    def of_step(cls, dtype, X):
+        return cls(dtype, X, 1, 1)
+
+    @classmethod
+    def of_prompt(cls, dtype):
+        return cls(dtype, dtype, 2, 5)
+
+    @property
+    def shared_bytes(self):
+        return low_rank_shared(self.TILES)
+
+    def blocks(self, tokens, D) -> int:
+        return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
+
+
+@dataclass(frozen=True)
+class ReluSquared(ModelKernel):
+    file = "rwkv6/relu_squared"
+    arguments = (*pointers("x y"), *integers("count"))
+    EACH: ClassVar[int] = 8  # elements a thread
+    threads = 256
+    X: np.dtype
+    Y: np.dtype
+
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
+
+
+# -- prompts: all tokens at once ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ShiftMix(ModelKernel):
     file = "rwkv6/shift_mix"
     arguments = (*pointers("x weight bias maa before shift starts ends xx d mixed"), *integers("T D C"), *reals("eps"))
     shared = ("Shared",)
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 4 * 16
     X: np.dtype
+    EACH: int
+
+    @classmethod
+    def fitting(cls, X, D):
+        """With the fewest registers, so that many tokens are under way."""
+        return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
 @dataclass(frozen=True)
-class DataMix(Kernel):
-    file = "rwkv6/data_mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
-    shared = ("Shared",)
-    threads = PROMPT_COLUMNS
-    shared_bytes = 4 * 32 * 32
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class LogDecay(Kernel):
+class LogDecay(ModelKernel):
     file = "rwkv6/log_decay"
     arguments = (*pointers("low up decay w"), *integers("tokens D W"))
-    shared = ("Shared",)
-    threads = PROMPT_COLUMNS
-    shared_bytes = 4 * 32 * 32
+    shared = ("LowRank<TILES>",)
+    TILES: ClassVar[int] = 2
+    threads = 256
+    shared_bytes = low_rank_shared(TILES)
     dtype: np.dtype
 
+    def blocks(self, tokens, D) -> int:
+        return low_rank_blocks(self.TILES, tokens, D)
+
 
 @dataclass(frozen=True)
-class GatedNorm(Kernel):
+class GatedNorm(ModelKernel):
     file = "rwkv6/gated_norm"
     arguments = (*pointers("o gate weight bias y"), *integers("rows H N"), *reals("eps"))
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 64 channels
     threads = 256
     X: np.dtype
+    PAIRS: int
+
+    @classmethod
+    def fitting(cls, X, N):
+        return cls(X, next(width for width in cls.WIDTHS if N <= 64 * width))
+
+    def blocks(self, rows) -> int:
+        return ceil_div(rows * 32, self.threads)
 
 
 @dataclass(frozen=True)
-class GatedAdd(Kernel):
+class GatedAdd(ModelKernel):
     file = "rwkv6/gated_add"
     arguments = (*pointers("x gate value"), *integers("count"))
+    EACH: ClassVar[int] = 4  # elements a thread
     threads = 256
+
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
+
+
+def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: Array, o: Array, state, spans: Spans):
+    """The operator `rwkv6` with scale 1 on packed sequences, as a part of another plan.
+
+    r, k, v, w, o : [T, H, N], u : [H, N]
+    state : (before, after), [N, H, N, N] each
+    """
+    before, after = state
+    r, k, v, w, o = (x[None].swapaxes(1, 2) for x in (r, k, v, w, o))
+    B, H, T, N = r.shape
+    problem = Problem(
+        op=RWKV6,
+        arrays=MappingProxyType({"r": r, "k": k, "v": v, "w": w, "u": u}),
+        sizes=MappingProxyType({"B": B, "H": H, "T": T, "K": N, "V": N, "N": spans.count}),
+        options=MappingProxyType({"final_state": after}),
+        dtype=r.dtype,
+        spans=spans,
+        varlen=True,
+        layout="bthd",
+        reverse=False,
+        state_v_first=False,
+        mode="auto",
+        chunk_size=None,
+        materialize=None,
+        scale=1.0,
+        initial_state=(before,),
+        output_final_state=True,
+        state_dtype=FLOAT32,
+        out=o,
+        home="cuda",
+        kind="cupy",
+    )
+    draft.include(gated.plan(problem, device))

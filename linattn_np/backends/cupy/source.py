@@ -19,7 +19,7 @@ CHECKS = """
 #line 1 "the host's declaration of sizes"
 template <long long HOST, long long KERNEL> struct Bytes {
   static constexpr bool agree = HOST == KERNEL;
-  static_assert(HOST == KERNEL, "the host and the kernel differ on a size or an offset");
+  static_assert(HOST == KERNEL, "the host and the kernel differ on a size, an offset or a constant");
 };
 template <class Kernel> struct ArgumentOf;
 template <class Args> struct ArgumentOf<void(Args)> {
@@ -83,7 +83,7 @@ def program(kernels, include=None) -> str:
 
 
 def checks(kernel, number=0) -> str:
-    """Assertions on the argument's struct and on shared memory; any wrong number fails to compile.
+    """Assertions on the argument's struct, shared memory and constants; any wrong number fails to compile.
 
     `number` tells the kernels of a program apart.
     """
@@ -96,6 +96,7 @@ def checks(kernel, number=0) -> str:
     if kernel.shared_types:
         sizes = " + ".join(f"sizeof({found})" for found in kernel.shared_types)
         lines.append(agree(kernel.shared_bytes, sizes))
+    lines += [agree(getattr(kernel, ours), its) for its, ours in kernel.constants]
     return "".join(lines)
 
 

@@ -16,6 +16,8 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
+from ...backends.cupy.execute import Compiled
+from ...backends.cupy.plan import Draft, Plan, ceil_div, describe_parts
 from ...errors import ContractTypeError
 from . import weights as table
 from .checks import refuse
@@ -71,8 +73,7 @@ class CudaDecoder:
         if self.dtype not in DTYPES:
             refuse(f"dtype is {self.dtype}, expected {', '.join(map(str, DTYPES))}", ContractTypeError)
         load = partial(stacked, device, weights, loaded)
-        whole = table.whole(lambda *weight: array_of(load, self.dtype, *weight)[0])
-        self.embedding, self.head, self.ln0, self.ln_out = whole.embedding, whole.head, whole.ln0, whole.ln_out
+        self.whole = table.whole(lambda *weight: array_of(load, self.dtype, *weight)[0])
         self.all_layers = table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.dtype))
         self.layers = [
             SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
@@ -98,26 +99,37 @@ class CudaDecoder:
             self.kernel = kernels.DecodeStep.fitting(self.dtype, batch, self.sizes["D"], self.sizes["F"], self.device)
         X = FLOAT32 if self.few else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
-        self.x, self.xx, self.d = room(1, B, D), room(B, D), room(B, D)
-        self.mixed_x, self.low, self.mixed = room(1, B, D, dtype=X), room(1, B, 5 * A), room(5, B, D, dtype=X)
-        self.kvrg, self.decay_low, self.y = room(4, B, D), room(1, B, W), room(1, B, D, dtype=X)
-        self.ffn_mixed, self.activated = room(2, B, D, dtype=X), room(1, B, F, dtype=X)
-        self.hidden = None if self.few else room(1, B, F)
-        self.gate, self.value = room(1, B, D), room(1, B, D)
-        self.normed, self.all_logits = room(1, B, D, dtype=X), room(1, B, V)
-        self.arrived = self.device.zeros((1,), INT64)
+        self.room = SimpleNamespace(
+            x=room(1, B, D),
+            xx=room(B, D),
+            d=room(B, D),
+            mixed_x=room(1, B, D, dtype=X),
+            low=room(1, B, 5 * A),
+            mixed=room(5, B, D, dtype=X),
+            kvrg=room(4, B, D),
+            decay_low=room(1, B, W),
+            y=room(1, B, D, dtype=X),
+            ffn_mixed=room(2, B, D, dtype=X),
+            activated=room(1, B, F, dtype=X),
+            hidden=None if self.few else room(1, B, F),
+            gate=room(1, B, D),
+            value=room(1, B, D),
+            normed=room(1, B, D, dtype=X),
+            logits=room(1, B, V),
+            arrived=self.device.zeros((1,), INT64),
+        )
         self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     @property
     def logits(self):
         """[B, V] float32, after the latest step."""
-        return self.all_logits[0]
+        return self.room.logits[0]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes that a step must read of the weights: all but the embedding, of which it reads B rows."""
-        arrays = self.head, self.ln0, self.ln_out, *vars(self.all_layers).values()
-        return sum(array.nbytes for array in arrays) + self.batch * self.embedding[0, 0].nbytes
+        arrays = self.whole.head, self.whole.ln0, self.whole.ln_out, *vars(self.all_layers).values()
+        return sum(array.nbytes for array in arrays) + self.batch * self.whole.embedding[0, 0].nbytes
 
     def initial_state(self, rows: int | None = None) -> State:
         """The state before the first token: `rows` for a pool, otherwise one a sequence."""
@@ -151,9 +163,8 @@ class CudaDecoder:
         small = State(*(zeros((1, self.batch, *array.shape[2:]), FLOAT32) for array in state.arrays))
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
-        with stream:  # every kernel is loaded before the graph: one layer has them all
-            token = zeros((self.batch,), INT64)
-            for launch in Step(self, token, small, None, greedy, 1).launches:
+        with stream:  # what products need is loaded before the graph: one layer has them all
+            for launch in self.launches_of(zeros((self.batch,), INT64), small, None, greedy, 1):
                 launch()
             stream.synchronize()
             stream.begin_capture()
@@ -172,9 +183,22 @@ class CudaDecoder:
         bound = (greedy, *((self.device.pointer(array), array.shape) for array in arrays))
         if bound != self.bound:
             self.check(tokens, state, slots)
-            self.launches = Step(self, tokens, state, slots, greedy, self.sizes["L"]).launches
+            self.launches = self.launches_of(tokens, state, slots, greedy, self.sizes["L"])
             self.bound, self.held = bound, arrays
         return self.launches
+
+    def launches_of(self, tokens, state, slots, greedy, layers) -> list:
+        """Functions that enqueue a step through `layers` on these arrays, one a launch."""
+        seen, given, arrays = describe_parts(
+            self.device,
+            model=vars(self.whole),
+            layers=vars(self.all_layers),
+            room=vars(self.room),
+            state=vars(state),
+            call={"tokens": tokens, "slots": slots},
+        )
+        steps = Step(self, seen).steps(greedy, layers)
+        return Compiled(Plan((), steps, None, given=given), self.device).launches(arrays)
 
     def check(self, tokens, state, slots):
         B = self.batch
@@ -192,146 +216,143 @@ class CudaDecoder:
 
 
 class Step:
-    """The launches of one token through `layers`, in order, bound to the arrays that they read and write."""
+    """Draws the plan of one token: what `describe_parts` has `seen`, of the decoder's arrays and the caller's."""
 
-    def __init__(self, decoder, tokens, state, slots, greedy, layers):
-        self.decoder, self.launches = decoder, []
-        self.at = decoder.device.pointer
-        self.slots = self.pointer(slots)
-        my, at, B = decoder, self.at, decoder.batch
-        weight, bias = map(at, my.ln0)
-        self.launch(
-            kernels.Embed(my.dtype),
-            B,
-            tokens=at(tokens),
-            embedding=at(my.embedding),
+    def __init__(self, decoder, seen):
+        self.my, self.draft, self.device = decoder, Draft(), decoder.device
+        self.model, self.layers, self.room, self.state = seen.model, seen.layers, seen.room, seen.state
+        self.tokens, self.slots = seen.call.tokens, seen.call.slots
+
+    def steps(self, greedy, layers) -> tuple:
+        """Those of a plan, in order."""
+        my, room, (weight, bias) = self.my, self.room, self.model.ln0
+        self.draft.launch(
+            kernels.ChosenNorm(my.dtype, FLOAT32),
+            my.batch,
+            chosen=self.tokens,
+            x=self.model.embedding,
             weight=weight,
             bias=bias,
-            x=at(my.x),
+            y=room.x,
             D=my.sizes["D"],
             eps=LAYER_NORM_EPS,
         )
         if my.kernel:
-            self.every_phase(state, layers)
+            self.every_phase(layers)
         else:
-            self.every_product(state, my.layers[:layers])
+            self.every_product(layers)
         if greedy:
-            self.launch(kernels.Argmax(), B, logits=at(my.logits), tokens=at(tokens), V=my.sizes["V"])
+            self.draft.launch(kernels.Argmax(), my.batch, logits=room.logits, tokens=self.tokens, V=my.sizes["V"])
+        return tuple(self.draft.steps)
 
-    def every_phase(self, state, layers):
+    def every_phase(self, layers):
         """All layers and the head: one launch where all blocks can be at work at once, otherwise one a phase."""
-        my, at, every = self.decoder, self.at, self.decoder.all_layers
-        kernel, room = my.kernel
-
-        def fields_of(where, names):
-            return {name: at(getattr(where, name)) for name in names.split()}
-
-        fields = {
-            **fields_of(every, "maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value"),
-            **fields_of(my, "head"),
-            **fields_of(every, "ln1 ln2 ln_x"),
-            **fields_of(my, "ln_out"),
-            **fields_of(every, "maa_x maa ffn_maa decay bonus"),
-            **fields_of(state, "att_shift wkv ffn_shift"),
-            "slots": self.slots,
-            **fields_of(my, "x xx low mixed decay_low y activated gate arrived"),
-            "kvrg_out": at(my.kvrg),
-            "logits": at(my.all_logits),
-            "L": layers,
-            "B": my.batch,
-            "P": state.wkv.shape[1],
-            **{axis: my.sizes[axis] for axis in "DHNAWFV"},
-            "staged": int(room >= 4 * my.batch * my.sizes["F"]),
-        }
+        kernel, more_shared = self.my.kernel
+        sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
+        room = vars(self.room) | {"kvrg_out": self.room.kvrg} | vars(self.layers) | vars(self.state)
+        found = room | {"head": self.model.head, "ln_out": self.model.ln_out, "slots": self.slots}
+        fields = {member.name: found[member.name] for member in kernel.arguments if member.kind == "pointer"}
         count = layers * PHASES + 1
-        smem = kernel.shared_bytes + room
-        together = getattr(my.device, "launch_together", None)
-        for first, last in [(0, count)] if together else [(n, n + 1) for n in range(count)]:
-            args = kernel.pack(**fields, first=first, last=last, eps=LAYER_NORM_EPS, group_eps=GROUP_NORM_EPS)
-            launch = together or partial(my.device.launch, blocks=PHASE_BLOCKS)
-            self.launches.append(partial(launch, kernel, args=args, smem=smem))
+        for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
+            self.draft.launch(
+                kernel,
+                self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS,
+                more_shared=more_shared,
+                together=self.device.cooperative,
+                **fields,
+                **sizes,
+                L=layers,
+                B=self.my.batch,
+                P=self.state.wkv.shape[1],
+                staged=more_shared >= 4 * self.my.batch * sizes["F"],
+                first=first,
+                last=last,
+                eps=LAYER_NORM_EPS,
+                group_eps=GROUP_NORM_EPS,
+            )
 
-    def every_product(self, state, layers):
-        my, value = self.decoder, None  # value: of the layer below, which the next norm adds to x
-        for i, layer in enumerate(layers):
-            self.time_mix(layer, state.att_shift[i], state.wkv[i], value)
-            self.channel_mix(layer, state.ffn_shift[i])
-            value = my.value
-        self.norm_shift(my.ln_out, my.normed, value=value)
-        self.matmul((my.head, my.normed, my.all_logits, WRITE))
+    def every_product(self, layers):
+        room, value = self.room, None  # value: of the layer below, which the next norm adds to x
+        for i in range(layers):
+            layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
+            self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], value)
+            self.channel_mix(layer, self.state.ffn_shift[i])
+            value = room.value
+        self.norm_shift(self.model.ln_out, room.normed, value=value)
+        self.matmul((self.model.head, room.normed, room.logits, WRITE))
 
     def time_mix(self, layer, shift, wkv, value):
-        my, at, B = self.decoder, self.at, self.decoder.batch
-        T, X, (D, H, N, A, W) = my.dtype, my.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
-        self.norm_shift(layer.ln1, my.mixed_x, layer.maa_x, shift, value, xx=my.xx)
-        self.matmul((layer.maa_down, my.mixed_x, my.low, WRITE))
-        blocks = ceil_div(B, kernels.Matvec.COLUMNS) * 5 * ceil_div(D, kernels.Mix.threads)
-        self.launch(
-            kernels.Mix(T, X),
-            blocks,
-            low=at(my.low),
-            up=at(layer.maa_up),
-            maa=at(layer.maa),
-            xx=at(my.xx),
-            d=at(my.d),
-            mixed=at(my.mixed),
-            B=B,
+        my, room, B = self.my, self.room, self.my.batch
+        T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
+        self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, value, xx=room.xx)
+        self.matmul((layer.maa_down, room.mixed_x, room.low, WRITE))
+        mix = kernels.DataMix.of_step(T, X)
+        self.draft.launch(
+            mix,
+            mix.blocks(B, D),
+            low=room.low,
+            up=layer.maa_up,
+            maa=layer.maa,
+            xx=room.xx,
+            d=room.d,
+            mixed=room.mixed,
+            tokens=B,
             D=D,
             A=A,
         )
-        self.matmul((layer.kvrg, my.mixed[1:], my.kvrg, WRITE), (layer.decay_down, my.mixed[:1], my.decay_low, WRITE))
-        (k, v, r, gate), (weight, bias) = map(at, my.kvrg), map(at, layer.ln_x)
-        self.launch(
+        self.matmul(
+            (layer.kvrg, room.mixed[1:], room.kvrg, WRITE), (layer.decay_down, room.mixed[:1], room.decay_low, WRITE)
+        )
+        (k, v, r, gate), (weight, bias) = room.kvrg, layer.ln_x
+        self.draft.launch(
             kernels.TimeMixStep(T, X),
             B * H,
             k=k,
             v=v,
             r=r,
             gate=gate,
-            low=at(my.decay_low),
-            up=at(layer.decay_up),
-            decay=at(layer.decay),
-            u=at(layer.bonus),
+            low=room.decay_low,
+            up=layer.decay_up,
+            decay=layer.decay,
+            u=layer.bonus,
             weight=weight,
             bias=bias,
-            state=at(wkv),
+            state=wkv,
             slots=self.slots,
-            y=at(my.y),
+            y=room.y,
             B=B,
             H=H,
             N=N,
             W=W,
             eps=GROUP_NORM_EPS,
         )
-        self.matmul((layer.output, my.y, my.x, ADD))
+        self.matmul((layer.output, room.y, room.x, ADD))
 
     def channel_mix(self, layer, shift):
-        my = self.decoder
-        self.norm_shift(layer.ln2, my.ffn_mixed, layer.ffn_maa, shift)
+        room = self.room
+        self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift)
         self.matmul(
-            (layer.ffn_key, my.ffn_mixed[:1], my.activated, RELU_SQUARED),
-            (layer.ffn_receptance, my.ffn_mixed[1:], my.gate, WRITE),
+            (layer.ffn_key, room.ffn_mixed[:1], room.activated, RELU_SQUARED),
+            (layer.ffn_receptance, room.ffn_mixed[1:], room.gate, WRITE),
         )
-        self.matmul((layer.ffn_value, my.activated, my.value, WRITE))
+        self.matmul((layer.ffn_value, room.activated, room.value, WRITE))
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
-        my, at = self.decoder, self.pointer
-        weight, bias = norm
-        C, B, D = mixed.shape
-        self.launch(
+        room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
+        self.draft.launch(
             kernels.NormShift(mixed.dtype),
             B,
-            x=at(my.x),
-            value=at(value),
-            gate=at(None if value is None else my.gate),
-            weight=at(weight),
-            bias=at(bias),
-            maa=at(maa),
-            shift=at(shift),
+            x=room.x,
+            value=value,
+            gate=None if value is None else room.gate,
+            weight=weight,
+            bias=bias,
+            maa=maa,
+            shift=shift,
             slots=self.slots,
-            xx=at(xx),
-            d=at(None if xx is None else my.d),
-            mixed=at(mixed),
+            xx=xx,
+            d=None if xx is None else room.d,
+            mixed=mixed,
             B=B,
             D=D,
             C=C,
@@ -340,37 +361,26 @@ class Step:
 
     def matmul(self, *products):
         """Products (w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
-        my, at = self.decoder, self.at
+        my = self.my
         if not my.few:
             for w, x, y, finish in products:
-                to = my.hidden if finish == RELU_SQUARED else y
-                self.launches.append(partial(multiply(w), w, x, to, finish == ADD))
+                to = self.room.hidden if finish == RELU_SQUARED else y
+                self.draft.product(w, x, to, finish == ADD)
                 if finish == RELU_SQUARED:
-                    kernel = kernels.ReluSquared(y.dtype)
-                    self.launch(kernel, ceil_div(y.size, kernel.threads), x=at(to), y=at(y), count=y.size)
+                    kernel = kernels.ReluSquared(to.dtype, y.dtype)
+                    self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
             return
-        each = [(*matrices, finish) for *stacks, finish in products for matrices in zip(*stacks)]
-        each += [(None, None, None, WRITE)] * (kernels.Matvec.PRODUCTS - len(each))
         listed = [
-            {
-                "w": self.pointer(w),
-                "x": self.pointer(x),
-                "y": self.pointer(y),
-                "M": 0 if w is None else len(w),
-                "finish": finish,
-            }
-            for w, x, y, finish in each
+            {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
+            for *stacks, finish in products
+            for w, x, y in zip(*stacks)
         ]
+        none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
+        listed += [none] * (kernels.Matvec.PRODUCTS - len(listed))
         blocks = sum(ceil_div(product["M"], kernels.Matvec.ROWS) for product in listed)
         _, B, K = products[0][1].shape
         kernel = kernels.Matvec.fitting(my.dtype, blocks, my.device)
-        self.launch(kernel, blocks, products=listed, B=B, K=K)
-
-    def launch(self, kernel, blocks, **fields):
-        self.launches.append(partial(self.decoder.device.launch, kernel, blocks, kernel.pack(**fields)))
-
-    def pointer(self, array):
-        return None if array is None else self.at(array)
+        self.draft.launch(kernel, blocks, products=listed, B=B, K=K)
 
 
 def array_of(load, dtype, field, weight, names):
@@ -396,23 +406,10 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
     for layer, prefix in zip(stack, prefixes):
         for slot, name in zip(layer, names):
             array = weights[prefix + name]
-            slot[...] = device.upload((array.T if transposed else array).astype(dtype, copy=False))
+            host = np.ascontiguousarray(array.T if transposed else array, dtype)
+            device.copy(device.upload(host), slot)  # bytes: no kernel is compiled for it
             loaded(array)
     return stack
-
-
-def multiply(w):
-    """What computes y = x w^T, or adds it to y, where `w` lives."""
-    if isinstance(w, np.ndarray):
-        return multiply_on_host
-    from ...backends.cupy import blas
-
-    return blas.handle(w.device.id).matmul
-
-
-def multiply_on_host(w, x, y, add):
-    product = x.astype(FLOAT32) @ w.astype(FLOAT32).swapaxes(1, 2)
-    y[...] = y + product if add else product
 
 
 def fitting(sizes):
@@ -426,10 +423,6 @@ def fitting(sizes):
         if sizes[axis] > most:
             refuse(f"{axis} is {sizes[axis]}, expected at most {most} on the GPU")
     return sizes
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def current_device():

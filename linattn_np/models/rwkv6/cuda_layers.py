@@ -5,9 +5,9 @@ from __future__ import annotations
 from . import weights as table
 from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
-from .cuda_prefill import Prompt
+from .cuda_prefill import Prompts
 
-KEPT = 8  # batch sizes whose buffers and graph are kept
+KEPT = 8  # batch sizes whose buffers and graph are kept, and packings of prompts whose plans are
 
 
 class CudaLayers:
@@ -15,8 +15,8 @@ class CudaLayers:
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype_of(weights, dtype)
-        decoder = CudaDecoder(weights, self.dtype, loaded=loaded)
-        self.device, self.steps = decoder.device, {1: Steps(decoder)}
+        self.decoder = CudaDecoder(weights, self.dtype, loaded=loaded)  # of one sequence; others share its weights
+        self.device, self.steps, self.prompts = self.decoder.device, {1: Steps(self.decoder)}, {}
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))
         self.tuned = [self.asarray(array.astype(FLOAT32)) for array in table.tuned(weights)]
@@ -24,26 +24,31 @@ class CudaLayers:
             loaded(array)
 
     def __repr__(self):
-        decoder = next(reversed(self.steps.values())).decoder
-        return f"CudaLayers({decoder.sizes['L']} layers, {self.dtype})"
+        return f"CudaLayers({self.decoder.sizes['L']} layers, {self.dtype})"
 
     def logits(self, tokens, state, rows, last):
         """[B * T, V], or [N, V] of each sequence's last token; all host integers."""
         if rows.single:
             return self.steps_of(len(tokens))(tokens, state, rows.slots)
-        latest = next(reversed(self.steps.values()))
-        return Prompt(latest.decoder, tokens, rows).logits(state, last)
+        return self.prompts_of(rows, last)(tokens, state, rows.slots)
 
     def steps_of(self, batch) -> Steps:
-        """Those of `batch` sequences, for which the ones that were not wanted for longest make room."""
-        steps = self.steps.pop(batch, None)
-        if steps is None:
-            latest = next(reversed(self.steps.values()))
-            steps = Steps(latest.decoder.resized(batch))
-        self.steps[batch] = steps
-        if len(self.steps) > KEPT:
-            del self.steps[next(iter(self.steps))]
-        return steps
+        """Those of `batch` sequences."""
+        return recent(self.steps, batch, lambda: Steps(self.decoder.resized(batch)))
+
+    def prompts_of(self, rows, last) -> Prompts:
+        """Those of such lengths; plans follow one queue."""
+        key = rows.bounds.tobytes(), last, self.device.queue
+        return recent(self.prompts, key, lambda: Prompts(self.decoder, rows, last))
+
+
+def recent(kept, key, make):
+    """What is kept under `key`, or made; what was not wanted for longest makes room for it."""
+    found = kept.pop(key, None)
+    kept[key] = make() if found is None else found
+    if len(kept) > KEPT:
+        del kept[next(iter(kept))]
+    return kept[key]
 
 
 class Steps:
@@ -58,11 +63,14 @@ class Steps:
 
     def __call__(self, tokens, state, slots):
         """Logits [B, V], for the caller to keep; `tokens` and `slots` are on the host."""
-        self.tokens[...] = self.decoder.device.upload(tokens)
+        device = self.decoder.device
+        device.copy(device.upload(tokens), self.tokens)
         if slots is not None:
-            self.slots[...] = self.decoder.device.upload(slots)
+            device.copy(device.upload(slots), self.slots)
             slots = self.slots
-        return self.run(state, slots).copy()
+        logits = device.empty(self.decoder.logits.shape, FLOAT32)
+        device.copy(self.run(state, slots), logits)
+        return logits
 
     def run(self, state, slots):
         arrays = *state.arrays, slots

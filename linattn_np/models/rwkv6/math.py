@@ -1,8 +1,8 @@
 """RWKV-6's two mixes, written once.
 
 `time_mix` and `channel_mix` say which pieces follow each other; what computes the pieces is given to them: NumPy for
-the CPU, one launch each for prompts on the GPU, and a pullback with each for gradients. A single token on the GPU has
-fewer and larger kernels than there are pieces, and launches of its own (`cuda_decode`).
+the CPU, steps of a plan for prompts on the GPU, and a pullback with each for gradients. A single token on the GPU has
+fewer and larger kernels than there are pieces, and a plan of its own (`cuda_decode`).
 """
 
 from __future__ import annotations

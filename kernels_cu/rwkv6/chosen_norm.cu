@@ -1,22 +1,22 @@
-// what      A token's embedding, layer-normed.
-// math      x = LN(emb[token])
-// shapes    tokens [B] int64, embedding [V, D], weight bias [D], x [B, D]
-// grid      a block a sequence; 512 threads, up to 16 channels each
+// what      Chosen rows, layer-normed: the embeddings of tokens, or what a head takes of some tokens of a prompt.
+// math      y_i = LN(x[chosen_i])
+// shapes    chosen [B] int64, x [V, D], weight bias [D], y [B, D]
+// grid      a block a row; 512 threads, up to 16 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
-// numerics  float32; the variance from centred values
+// numerics  float32; the variance from centred values; rounded once
 // source    Peng et al., 2024, "Eagle and Finch", section 4
-// limits    D a multiple of 4, up to 8192; tokens are in range
+// limits    D up to 8192; chosen rows are in range
 #include "decode.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 16;
 
-template <typename T> struct Args {
-  const i64* tokens;
-  const T* embedding;
+template <typename X, typename Y> struct Args {
+  const i64* chosen;
+  const X* x;
   const float* weight;
   const float* bias;
-  float* x;
+  Y* y;
   i64 D;
   double eps;
 };
@@ -25,11 +25,11 @@ struct Shared {
   float sum[WARPS], squares[WARPS];
 };
 
-template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_embed(const Args<T> args) {
+template <typename X, typename Y> __global__ void __launch_bounds__(THREADS) rwkv6_chosen_norm(const Args<X, Y> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   wait_for_previous();
-  const T* from = args.embedding + args.tokens[blockIdx.x] * args.D;
+  const X* from = args.x + args.chosen[blockIdx.x] * args.D;
   float x[EACH], sum = 0.f, squares = 0.f;
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
@@ -45,6 +45,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_embed(con
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
     const i64 j = n * THREADS + threadIdx.x;
-    if (j < args.D) args.x[blockIdx.x * args.D + j] = (x[n] - mean) * scale * args.weight[j] + args.bias[j];
+    if (j < args.D)
+      args.y[blockIdx.x * args.D + j] = from_float<Y>((x[n] - mean) * scale * args.weight[j] + args.bias[j]);
   }
 }

@@ -1,0 +1,67 @@
+// what      Vectors as sums of numbers that tensor cores read exactly, and their products with 16 rows of weights.
+// numerics  three bfloat16 numbers hold a float beside bfloat16 weights, else two in tf32, where float32 weights are two
+//           as well
+// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for the split
+#include "rwkv6/decode_weights.cuh"
+
+// x as a sum of numbers that tensor cores read exactly, and 16 rows of weights by one of them: sums += w part, four
+// of the lane's columns in each of the sums.
+template <typename T> struct Split {
+  static constexpr int EACH = Lane<T>::EACH, PARTS = 2, WORDS = EACH;
+
+  // In tf32, the rest rounded to nearest by cutting it.
+  static __device__ __forceinline__ u32 high(u32 x) { return x & 0xffffe000u; }
+  static __device__ __forceinline__ u32 rest(u32 x) {
+    return __float_as_uint(__uint_as_float(x) - __uint_as_float(high(x))) + 0x1000u;
+  }
+  static __device__ __forceinline__ void part(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) to[i] = which ? rest(x[i]) : high(x[i]);
+  }
+
+  static __device__ __forceinline__ u32 weight(const uint4& w, int i) {
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
+    if constexpr (sizeof(T) == 4) return words[i];
+    else return __float_as_uint(to_float(T{u16(words[i / 2] >> 16 * (i % 2))}));
+  }
+  static __device__ __forceinline__ void multiply(float (&sums)[EACH / 4][4], const uint4& upper, const uint4& lower,
+                                                  const u32 (&x)[WORDS]) {
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) {
+      const u32 w[4] = {weight(upper, i), weight(lower, i), weight(upper, i + 1), weight(lower, i + 1)};
+      const u32 pair[2] = {x[i], x[i + 1]};
+      if constexpr (sizeof(T) == 4) {
+        const u32 small[4] = {rest(w[0]), rest(w[1]), rest(w[2]), rest(w[3])};
+        mma_tf32(sums[i / 4], small, pair);
+      }
+      mma_tf32(sums[i / 4], w, pair);
+    }
+  }
+};
+
+// In bfloat16, of which three hold a float; two neighbours a word, as the weights lie.
+template <> struct Split<bf16> {
+  static constexpr int EACH = 8, PARTS = 3, WORDS = 4;
+
+  static __device__ __forceinline__ u32 rest(u32 x) {
+    return __float_as_uint(__uint_as_float(x) - __uint_as_float(x & 0xffff0000u));
+  }
+  static __device__ __forceinline__ void part(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
+    u32 left[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      left[i] = which > 0 ? rest(x[i]) : x[i];
+      if (which > 1) left[i] = rest(left[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) to[i] = left[2 * i] >> 16 | (left[2 * i + 1] & 0xffff0000u);
+  }
+
+  static __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4& upper, const uint4& lower,
+                                                  const u32 (&x)[WORDS]) {
+    const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+    const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
+    mma_bf16(sums[0], first, x_first);
+    mma_bf16(sums[1], second, x_second);
+  }
+};

@@ -1,0 +1,190 @@
+// what      The phases of a decoding step, which weights each of them multiplies by, and the warps that have these copied.
+// smem      Shared: slots for weights on their way, then what a phase needs
+// barriers  mbarriers: full, the copiers have put a slot's weights; empty, all warps have read them
+//
+// The copying warps go through all phases to the last one's end, as far ahead as there are slots: while the others
+// wait for other blocks, their next weights arrive. Few copies at a time are under way, since whatever else crosses
+// the memory queues behind them.
+#include "rwkv6/time_mix.cuh"
+
+constexpr int ROWS = 16, COLUMNS = 8;
+constexpr int COPIERS = 4;                                           // warps that have the weights copied
+constexpr int FLIGHT = 2;                                            // slots asked for and not yet come
+constexpr int STEPS = 2, GROUP = 4;                                  // steps a slot, slots whose vectors are held
+constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a slot; no bank conflicts
+constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
+
+enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
+
+template <typename T> struct Args {
+  const T *maa_down, *maa_up, *decay_down, *decay_up, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
+  const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
+  float *att_shift, *wkv, *ffn_shift;
+  const i64* slots;  // or null: sequence b has row b of the states
+  float *x, *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate, *logits;
+  u32* arrived;
+  i64 L, B, P, D, H, N, A, W, F, V, staged, first, last;
+  double eps, group_eps;
+};
+
+template <int SLOTS> struct Shared {
+  unsigned char ring[SLOTS][ROWS][PITCH];
+  Barrier full[SLOTS], empty[SLOTS];
+  float mean[COLUMNS], scale[COLUMNS];
+  union {
+    float parts[2][WARPS][COLUMNS][ROWS + 1];
+    float mix[COLUMNS][SHARES][CHANNELS];
+    TimeMixScratch time_mix;
+  };
+};
+
+// This block's share of a phase's tiles of 16 rows.
+struct Tiles {
+  int first, stop;
+};
+
+__device__ __forceinline__ int tiles_of(i64 rows) { return int(rows + ROWS - 1) / ROWS; }
+
+__device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
+  return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
+}
+
+template <typename T> __device__ __forceinline__ Tiles share_of(const Args<T>& args, int phase) {
+  const u32 block = blockIdx.x, blocks = gridDim.x;
+  const int D = tiles_of(args.D), F = tiles_of(args.F);
+  switch (phase) {
+    case MIX_DOWN:
+      return share(tiles_of(5 * args.A), block, blocks);
+    case INPUTS:
+      return share(tiles_of(args.W) + 4 * D, block, blocks);
+    case OUTPUT:
+    case FFN_VALUE:
+      return share(D, block, blocks);
+    case FFN_INPUTS: {  // no block has tiles of both, and so two normed inputs
+      const u32 keys = max(1u, blocks * F / (F + D));
+      if (block < keys) return share(F, block, keys);
+      const Tiles tiles = share(D, block - keys, blocks - keys);
+      return {F + tiles.first, F + tiles.stop};
+    }
+    case HEAD:
+      return share(tiles_of(args.V), block, blocks);
+  }
+  return {0, 0};
+}
+
+template <typename T> __device__ __forceinline__ int depth_of(const Args<T>& args, int phase) {
+  return int(phase == FFN_VALUE ? args.F : args.D);
+}
+
+// The first row of a tile.
+template <typename T>
+__device__ __forceinline__ const T* weights_of(const Args<T>& args, i64 layer, int phase, int tile) {
+  const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
+  const T* w = args.head;
+  i64 row = tile;
+  switch (phase) {
+    case MIX_DOWN:
+      w = args.maa_down, row += layer * tiles_of(5 * args.A);
+      break;
+    case INPUTS:
+      if (tile < W) w = args.decay_down, row += layer * W;
+      else w = args.kvrg, row += layer * 4 * D - W;
+      break;
+    case OUTPUT:
+      w = args.output, row += layer * D;
+      break;
+    case FFN_INPUTS:
+      if (tile < F) w = args.ffn_key, row += layer * F;
+      else w = args.ffn_receptance, row += layer * D - F;
+      break;
+    case FFN_VALUE:
+      w = args.ffn_value, row += layer * D;
+      break;
+  }
+  return w + row * ROWS * depth_of(args, phase);
+}
+
+// How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
+template <typename T> struct Lane {
+  static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, SLOT = STEPS * STRIDE;
+
+  static __device__ __forceinline__ int start(int thread) { return (thread >> 5) * STEP + (thread & 3) * EACH; }
+};
+
+// Ask for what a phase reads beside its tiles.
+template <typename T> __device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, int phase) {
+  const int lane = threadIdx.x & 31, row = int(args.D * 4);
+  const i64 at = layer * args.D, b = lane - 2, N = args.N;
+  if (blockIdx.x == 0) {
+    if (phase == MIX_DOWN || phase == FFN_INPUTS) {
+      const bool ffn = phase == FFN_INPUTS;
+      if (lane == 0) prefetch_l2((ffn ? args.ln2 : args.ln1) + 2 * at, 2 * row);
+      if (lane == 1) prefetch_l2(ffn ? args.ffn_maa + 2 * at : args.maa_x + at, ffn ? 2 * row : row);
+      if (b >= 0 && b < args.B)
+        prefetch_l2(
+            (ffn ? args.ffn_shift : args.att_shift) + (layer * args.P + (args.slots ? args.slots[b] : b)) * args.D,
+            row);
+    } else if (phase == TIME_MIX) {
+      if (lane == 0) prefetch_l2(args.ln_x + 2 * at, 2 * row);
+      if (lane == 1) prefetch_l2(args.decay + at, row);
+      if (lane == 2) prefetch_l2(args.bonus + at, row);
+    } else if (phase == MIX) {
+      if (lane == 0) prefetch_l2(args.maa + 5 * at, 5 * row);
+    } else if (phase == HEAD) {
+      if (lane == 0) prefetch_l2(args.ln_out, 2 * row);
+    }
+  }
+  if (phase == MIX) {
+    const int across = int(args.D + CHANNELS - 1) / CHANNELS;
+    for (int unit = blockIdx.x; unit < 5 * across; unit += gridDim.x) {
+      const i64 first = unit % across * CHANNELS, width = min(i64(CHANNELS), args.D - first);
+      for (i64 a = lane; a < args.A; a += 32)
+        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first, u32(width * sizeof(T)));
+    }
+  } else if (phase == TIME_MIX) {
+    for (i64 unit = blockIdx.x; unit < args.B * args.H; unit += gridDim.x) {
+      const i64 h = unit % args.H, b = unit / args.H, state = layer * args.P + (args.slots ? args.slots[b] : b);
+      for (i64 n = lane; n < N; n += 32) prefetch_l2(args.wkv + ((state * args.H + h) * N + n) * N, u32(4 * N));
+      if (N % 8 == 0)
+        for (i64 w = lane; w < args.W; w += 32)
+          prefetch_l2(args.decay_up + (layer * args.W + w) * args.D + h * N, u32(N * sizeof(T)));
+    }
+  }
+}
+
+// The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
+template <typename T, int SLOTS> __device__ __forceinline__ void copy_weights(const Args<T>& args, Shared<SLOTS>& s) {
+  constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
+  const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
+  int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
+  u32 parity = 1;
+#pragma unroll 1
+  for (int n = int(args.first); n < int(args.last); ++n) {
+    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = depth_of(args, phase);
+    const Tiles tiles = share_of(args, phase);
+    if (n == args.first + 1) wait_for_previous();  // who may write states and slots
+    if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
+#pragma unroll 1
+    for (int tile = tiles.first; tile < tiles.stop; ++tile) {
+      const T* rows = weights_of(args, layer, phase, tile) + i64(copier * EACH) * K;
+#pragma unroll 1
+      for (int k = 0; k < K; k += Lane<T>::SLOT) {
+        barrier_wait(s.empty[slot], parity);
+        barrier_wait(s.full[latest], parity ^ (latest < slot));
+        const T* from = rows + k + lane * Lane<T>::EACH;
+        unsigned char* to = s.ring[slot][copier * EACH] + 16 * lane;
+        const bool whole = k + Lane<T>::SLOT <= K;
+#pragma unroll
+        for (int row = 0; row < EACH; ++row, from += K)
+#pragma unroll
+          for (int n = 0; n < ACROSS; ++n) {
+            const bool inside = whole || k + (n * 32 + lane) * Lane<T>::EACH < K;
+            cp_async<16>(to + row * PITCH + n * 512, inside ? from + n * 32 * Lane<T>::EACH : rows, inside);
+          }
+        copies_arrive(s.full[slot]);
+        if (++slot == SLOTS) slot = 0, parity ^= 1;
+        if (++latest == SLOTS) latest = 0;
+      }
+    }
+  }
+}

@@ -1,0 +1,97 @@
+// what      A head's time mix of one token by 256 threads, from the parts of its decay on: state, group norm, gate.
+// barriers  named barrier 1 of the threads: parts of the decay, decay, parts of o, and the two sums of the group norm
+// numerics  float32; the variance from centred values
+// source    Peng et al., 2024, "Eagle and Finch", eq. 18-19
+#include "decode.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 256, MAX_W = 512;
+
+struct TimeMixScratch {
+  float k[MAX_N], v[MAX_N], r[MAX_N], u[MAX_N], decay[MAX_N], low[MAX_W];
+  float parts[4 * THREADS];  // [., N], of the decay, then of o
+  float sum[WARPS], squares[WARPS];
+};
+
+// The barrier of the threads that compute; a block may have others.
+__device__ __forceinline__ void sync() { barrier_sync(1, THREADS); }
+
+// The sum over the threads, the same bits in each.
+__device__ __forceinline__ float sum_of_threads(float x, float (&parts)[WARPS], int tid) {
+  x = warp_sum(x);
+  if ((tid & 31) == 0) parts[tid >> 5] = x;
+  sync();  // the warps' sums stand
+  float sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < WARPS; ++n) sum += parts[n];
+  return sum;
+}
+
+// A thread's part of a state: four columns, and every `groups`-th row, of which it holds the first ones in registers.
+constexpr int ROWS_HELD = 4;
+struct StatePart {
+  int groups, group, column;
+  float4 held[ROWS_HELD];
+
+  __device__ __forceinline__ StatePart(const float* state, int N, int tid, bool busy) : held{} {
+    const int quads = N / 4;
+    groups = THREADS / quads, group = tid / quads, column = tid % quads * 4;
+#pragma unroll
+    for (int n = 0; n < ROWS_HELD; ++n) {
+      const int c = group + n * groups;
+      if (busy && group < groups && c < N) held[n] = load4(state + c * N + column);
+    }
+  }
+};
+
+// S = diag(decay) S + k v^T in memory, and the parts of o = r^T (S + diag(u) k v^T), from the S before.
+__device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& part, float* state, int N) {
+  const int groups = part.groups, group = part.group, column = part.column;
+  if (group >= groups) return;
+  const float4 v = load4(s.v + column);
+  float4 o = {};
+  const auto row = [&](int c, float4 S) {
+    const float k = s.k[c], r = s.r[c], decay = s.decay[c], ku = k * s.u[c];
+    o = {fmaf(r, fmaf(ku, v.x, S.x), o.x), fmaf(r, fmaf(ku, v.y, S.y), o.y), fmaf(r, fmaf(ku, v.z, S.z), o.z),
+         fmaf(r, fmaf(ku, v.w, S.w), o.w)};
+    store4(state + c * N + column, {fmaf(decay, S.x, k * v.x), fmaf(decay, S.y, k * v.y), fmaf(decay, S.z, k * v.z),
+                                    fmaf(decay, S.w, k * v.w)});
+  };
+#pragma unroll
+  for (int n = 0; n < ROWS_HELD; ++n)
+    if (group + n * groups < N) row(group + n * groups, part.held[n]);
+#pragma unroll 2
+  for (int c = group + ROWS_HELD * groups; c < N; c += groups) row(c, load4(state + c * N + column));
+  store4(s.parts + group * N + column, o);
+}
+
+// What a thread has of its channel, below N: the decay's base, the gate, the group norm's gain and bias.
+struct ChannelOfHead {
+  float decay, gate, gain, bias;
+};
+
+// y = GroupNorm(o) silu(gate), once k v r u and the parts of the decay are on their way to `s`.
+template <typename Y>
+__device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, float* state, int N, int tid,
+                                              const ChannelOfHead& channel, float eps, Y* y) {
+  const float inverse_N = 1.f / N;
+  sync();  // the parts of the decay stand
+  if (tid < N) {
+    float z = channel.decay;
+    for (int n = 0; n < THREADS / N; ++n) z += s.parts[n * N + tid];
+    s.decay[tid] = decay_of(-expf(z));
+  }
+  sync();  // the decay stands, its parts are free
+  step_state(s, part, state, N);
+  sync();  // the parts of o stand
+
+  float o = 0.f;
+  if (tid < N)
+    for (int n = 0; n < part.groups; ++n) o += s.parts[n * N + tid];
+  const float mean = sum_of_threads(o, s.sum, tid) * inverse_N;
+  const float centred = tid < N ? o - mean : 0.f;
+  const float variance = sum_of_threads(centred * centred, s.squares, tid) * inverse_N;
+  if (tid < N) {
+    const float normed = fmaf(centred * inverse_root(variance + eps), channel.gain, channel.bias);
+    y[tid] = from_float<Y>(normed * channel.gate * sigmoid(channel.gate));
+  }
+}
