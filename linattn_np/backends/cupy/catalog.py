@@ -8,7 +8,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from . import instances as gated
-from . import rwkv6, softmax, stages, step, value_gate
+from . import rwkv6, softmax, stages, step, training, value_gate
 from .kernel import CTYPES, HALF
 
 SINGLE = np.dtype(np.float32)
@@ -35,6 +35,7 @@ def kernels():
     ):
         yield cls(T, D)
     yield from of_models()
+    yield from of_training()
 
 
 def on_every_card():
@@ -131,3 +132,27 @@ def of_models():
             yield rwkv6.TimeMixStep(T, X)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
+
+
+def of_training():
+    for T in CTYPES:
+        for cls in (
+            training.MixForward,
+            training.GatedNormForward,
+            training.LogDecayForward,
+            training.CrossEntropy,
+            training.AdamW,
+        ):
+            yield cls(T)
+        for kind in training.ActivationForward.KINDS:
+            yield training.ActivationForward(kind, T)
+            yield training.ActivationBackward(kind, T)
+        for threads in training.WIDTHS:
+            for cls in (training.MixBackward, training.GatedNormBackward, training.LogDecayBackward):
+                yield cls(T, threads)
+            for change in training.AddNorm.CHANGES:
+                yield training.AddNorm(T, threads, change)
+            for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
+                yield training.NormBackward(T, threads, change, C)
+    yield training.ColumnSums()
+    yield training.SquareSums()
