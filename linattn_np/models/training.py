@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
 
@@ -121,7 +122,9 @@ class Training:
         self.settings, self.device = settings, device
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
-        loss = partial(kind.loss, recompute=True) if recompute else kind.loss
+        loss: Callable = kind.loss
+        if recompute:
+            loss = partial(loss, recompute=True)
         what = self.layout, loss, settings.dropout, settings.seed
         self.steps: HostSteps | CudaSteps
         if device == "cuda":
