@@ -21,13 +21,14 @@ from pathlib import Path
 
 import numpy as np
 
+from linattn_np.models.devices import on_host
 from linattn_np.models.rwkv6.parameters import is_matrix
 from linattn_np.models.steps import BETAS, CLIP
 from linattn_np.models.training import Settings, Training
 
 RATES = {"H100": 790e12, "H200": 790e12}  # operations a second in bfloat16 that cuBLAS has been seen to reach at best
 SIZES = ("4x256@64x512", "12x768@16x1024", "24x1024@8x2048")
-CURVE = "4x256@64x512"
+CURVE, RECOMPUTED = "4x256@64x512", "12x768@16x1024"
 SAMPLES, WARM = 5, 4  # before the samples: kernels are compiled, tuned, captured
 HEAD_SIZE, SEED = 64, 0
 
@@ -43,16 +44,13 @@ def main():
     if rate is None:
         sys.exit(f"{card}: its matrix rate is not known here, expected one of {', '.join(RATES)}")
     print(f"{card}, CuPy {cupy.__version__}", flush=True)
-    kinds = {"linattn-np": Ours, "recomputed": Recomputed} | ({} if args.no_peer else {"fla": Theirs})
     result = {"device": card, "matrix_rate": rate, "rows": [], "curve": {}}
     for size in args.sizes:
-        for name, kind in kinds.items():
-            result["rows"].append(row := {"size": size, "who": name, **measured(kind, size, args.steps, rate)})
+        for name, row in rows(size, args.steps, rate, not args.no_peer):
+            result["rows"].append(row := {"size": size, "who": name, **row})
             print(row, flush=True)
     if args.curve:
-        result["curve"] = {"size": CURVE} | {
-            name: learned(kind, args.curve) for name, kind in kinds.items() if kind is not Recomputed
-        }
+        result["curve"] = {"size": CURVE, **curves(args.curve, not args.no_peer)}
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
@@ -81,13 +79,11 @@ def settings_of(size, steps):
 
 
 class Ours:
-    recompute = False
-
-    def __init__(self, settings):
+    def __init__(self, settings, recompute=False):
         import cupy
 
-        self.cupy = cupy
-        self.training = Training(text(), settings, "cuda", recompute=self.recompute)
+        self.cupy, self.training = cupy, Training(text(), settings, "cuda", recompute=recompute)
+        self.start = on_host(self.training.steps.weights)
 
     def step(self):
         return self.training.step()
@@ -104,25 +100,22 @@ class Ours:
         return self.cupy.get_default_memory_pool().total_bytes() + self.training.steps.pool.total_bytes()
 
     def free(self):
-        self.training = None
+        self.training.steps, self.training.step_number = None, 0
         gc.collect()
         self.cupy.get_default_memory_pool().free_all_blocks()
 
 
-class Recomputed(Ours):
-    recompute = True
-
-
 class Theirs:
-    def __init__(self, settings):
+    """From the weights, with the batches and the learning rates of `ours`, which is at its start and freed."""
+
+    def __init__(self, ours):
         import torch
         from rwkv6_training_peer import Peer
 
-        self.torch = torch
-        torch.cuda.reset_peak_memory_stats()
-        self.training = Training(text(), settings)  # on the CPU: the weights, the batches, the learning rates
-        weights = self.training.layout.named(self.training.steps.weights)
+        self.torch, self.training = torch, ours.training
+        settings, weights = self.training.settings, self.training.layout.named(ours.start)
         matrices = {name for name in weights if is_matrix(name)}
+        torch.cuda.reset_peak_memory_stats()
         self.peer = Peer(weights, matrices, settings.layers, settings.weight_decay, BETAS, CLIP)
 
     def step(self):
@@ -144,29 +137,46 @@ class Theirs:
         return self.torch.cuda.max_memory_reserved()
 
     def free(self):
-        self.training = self.peer = None
+        self.peer = None
         gc.collect()
         self.torch.cuda.empty_cache()
 
 
-def measured(kind, size, steps, rate) -> dict:
-    """A row; of a peer that fails, the reason."""
+def rows(size, steps, rate, peer):
+    """(who, row) of a size."""
     settings = settings_of(size, WARM + SAMPLES * steps)
-    tokens = settings.batch * settings.context
+    ours = Ours(settings)
+    yield "linattn-np", measured(ours, steps, rate)
+    if peer:
+        yield "fla", attempted(lambda: measured(Theirs(ours), steps, rate))
+    if size == RECOMPUTED:
+        yield "linattn-np, recomputed", measured(Ours(settings, recompute=True), steps, rate)
+
+
+def curves(steps, peer):
+    """The losses of every step, by who."""
+    ours = Ours(settings_of(CURVE, steps))
+    found = {"linattn-np": learned(ours, steps)}
+    return found | ({"fla": attempted(lambda: learned(Theirs(ours), steps))} if peer else {})
+
+
+def attempted(measure):
+    """What `measure` finds of the peer, or why it fails."""
     try:
-        one = kind(settings)
-        parameters = one.training.layout.size
-        for _ in range(WARM):
-            loss = one.step()
-        float(loss)
-        seconds = [one.timed(lambda: [one.step() for _ in range(steps)]) / steps for _ in range(SAMPLES)]
-        memory = one.memory()
-        one.free()
+        return measure()
     except Exception as error:
-        if kind is not Theirs:
-            raise
         return {"skipped": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    step = statistics.median(seconds)
+
+
+def measured(one, steps, rate) -> dict:
+    settings, parameters = one.training.settings, one.training.layout.size
+    for _ in range(WARM):
+        loss = one.step()
+    float(loss)
+    seconds = [one.timed(lambda: [one.step() for _ in range(steps)]) / steps for _ in range(SAMPLES)]
+    memory, step = one.memory(), statistics.median(seconds)
+    one.free()
+    tokens = settings.batch * settings.context
     return {
         "parameters": parameters,
         "ms": round(1e3 * step, 3),
@@ -176,15 +186,9 @@ def measured(kind, size, steps, rate) -> dict:
     }
 
 
-def learned(kind, steps) -> list:
-    try:
-        one = kind(settings_of(CURVE, steps))
-        losses = [round(float(one.step()), 5) for _ in range(steps)]
-        one.free()
-    except Exception as error:
-        if kind is not Theirs:
-            raise
-        return [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+def learned(one, steps) -> list:
+    losses = [round(float(one.step()), 5) for _ in range(steps)]
+    one.free()
     return losses
 
 

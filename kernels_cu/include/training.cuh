@@ -6,22 +6,39 @@ struct Eight {
   float x[8];
 };
 
-// `from` is aligned to 16 bytes.
-template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
-  Eight to;
-  if constexpr (sizeof(T) == 4) {
-    const float4 low = load4(from), high = load4(from + 4);
-    to = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  } else {
-    const uint4 all = *reinterpret_cast<const uint4*>(from);
-    const u32 words[4] = {all.x, all.y, all.z, all.w};
+// The same as they are stored, in as few registers, for loads that are to be under way together.
+template <typename T> struct Stored {
+  uint4 words[sizeof(T) / 2];
+
+  // `from` is aligned to 16 bytes.
+  __device__ __forceinline__ void load(const T* from) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      to.x[2 * n] = to_float(T{u16(words[n])});
-      to.x[2 * n + 1] = to_float(T{u16(words[n] >> 16)});
-    }
+    for (int n = 0; n < int(sizeof(T)) / 2; ++n) words[n] = reinterpret_cast<const uint4*>(from)[n];
   }
-  return to;
+
+  __device__ __forceinline__ Eight floats() const {
+    Eight to;
+    if constexpr (sizeof(T) == 4) {
+      const uint4 low = words[0], high = words[1];
+      const u32 all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int n = 0; n < 8; ++n) to.x[n] = __uint_as_float(all[n]);
+    } else {
+      const u32 all[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        to.x[2 * n] = to_float(T{u16(all[n])});
+        to.x[2 * n + 1] = to_float(T{u16(all[n] >> 16)});
+      }
+    }
+    return to;
+  }
+};
+
+template <typename T> __device__ __forceinline__ Eight load8(const T* from) {
+  Stored<T> stored;
+  stored.load(from);
+  return stored.floats();
 }
 
 template <typename T> __device__ __forceinline__ void store8(T* to, const Eight& from) {

@@ -25,6 +25,7 @@ template <typename T> struct Args {
 
 template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> args) {
+  constexpr int TOGETHER = sizeof(T) == 4 ? 1 : 3;  // mixes whose loads are under way at a time
   const i64 D = args.D, j = 8 * threadIdx.x;
   if (j >= D) return;
   const Tokens mine(args.each, args.tokens);
@@ -33,23 +34,32 @@ __global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> a
   for (i64 t = mine.first; t < mine.last; ++t) {
     const i64 at = t * D + j;
     const Eight xx = load8(args.xx + at);
-    const float inner = t % args.T_ ? 1.f : 0.f;
+    const bool inner = t % args.T_;
     Eight d, dxx = {}, dd = {};
 #pragma unroll
-    for (int n = 0; n < 8; ++n) d.x[n] = fmaf(inner, before.x[n], -xx.x[n]);
+    for (int n = 0; n < 8; ++n) d.x[n] = (inner ? before.x[n] : 0.f) - xx.x[n];
 #pragma unroll
-    for (int c = 0; c < MIXES; ++c) {
-      const i64 of = c * args.tokens * D + at;
-      const Eight dmixed = load8(args.dmixed + of), m = load8(args.m + of), maa = load8(args.maa + c * D + j);
-      Eight dm;
+    for (int first = 0; first < MIXES; first += TOGETHER) {
+      Stored<T> dmixed[TOGETHER], m[TOGETHER];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        dm.x[n] = dmixed.x[n] * d.x[n];
-        sums[c].x[n] += dm.x[n];
-        dxx.x[n] += dmixed.x[n];
-        dd.x[n] = fmaf(dmixed.x[n], maa.x[n] + m.x[n], dd.x[n]);
+      for (int c = first; c < first + TOGETHER && c < MIXES; ++c) {
+        dmixed[c - first].load(args.dmixed + c * args.tokens * D + at);
+        m[c - first].load(args.m + c * args.tokens * D + at);
       }
-      store8(args.m + of, dm);
+#pragma unroll
+      for (int c = first; c < first + TOGETHER && c < MIXES; ++c) {
+        const Eight given = dmixed[c - first].floats(), share = m[c - first].floats(),
+                    maa = load8(args.maa + c * D + j);
+        Eight dm;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          dm.x[n] = given.x[n] * d.x[n];
+          sums[c].x[n] += dm.x[n];
+          dxx.x[n] += given.x[n];
+          dd.x[n] = fmaf(given.x[n], maa.x[n] + share.x[n], dd.x[n]);
+        }
+        store8(args.m + c * args.tokens * D + at, dm);
+      }
     }
     store8(args.dxx + at, dxx);
     store8(args.dd + at, dd);

@@ -90,7 +90,7 @@ class Training:
     kind : a class with the face of `Trainable`
         What is trained.
     recompute : bool
-        On CUDA, whether a layer's activations are computed again for its gradients: a quarter less speed for a tenth of
+        On CUDA, whether a layer's activations are computed again for its gradients: a fifth less speed for a quarter of
         the memory.
 
     Raises
