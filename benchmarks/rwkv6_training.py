@@ -1,7 +1,6 @@
 """RWKV-6's training on the GPU: tokens/s, the share of the card's matrix rate, memory, and the peer's in the same run.
 
     python benchmarks/rwkv6_training.py [--sizes 12x768@16x1024 ...] [--steps 20] [--curve 300] [--no-peer] [--out FILE]
-    python benchmarks/rwkv6_training.py --plot FILE.json curve.png
 
 A size is layers x width @ batch x context. A step is all that a training does: the batch from the text, loss,
 gradients, clipping, AdamW; times are between GPU events, the median of five samples of `--steps` steps each. The share
@@ -16,10 +15,7 @@ import json
 import re
 import statistics
 import sys
-from itertools import count
 from pathlib import Path
-
-import numpy as np
 
 from linattn_np.models.devices import on_host
 from linattn_np.models.rwkv6.parameters import is_matrix
@@ -35,8 +31,6 @@ HEAD_SIZE, SEED = 64, 0
 
 def main():
     args = arguments()
-    if args.plot:
-        return plot(*args.plot)
     import cupy
 
     card = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
@@ -62,7 +56,6 @@ def arguments():
     parser.add_argument("--curve", type=int, default=300, help="steps whose losses are kept, 0 for none")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--out")
-    parser.add_argument("--plot", nargs=2, metavar=("JSON", "IMAGE"))
     return parser.parse_args()
 
 
@@ -190,30 +183,6 @@ def learned(one, steps) -> list:
     losses = [round(float(one.step()), 5) for _ in range(steps)]
     one.free()
     return losses
-
-
-def plot(found, image):
-    """Both losses against the bytes read, and their difference below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    curve = json.loads(Path(found).read_text())["curve"]
-    settings = settings_of(curve["size"], 1)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
-    colours = count()
-    for name in ("fla", "linattn-np"):
-        losses = np.array(curve[name])
-        bytes_read = np.arange(len(losses)) * settings.batch * settings.context / 1e6
-        above.plot(bytes_read, losses, label=name, color=f"C{next(colours)}", linewidth=2.5 if name == "fla" else 1)
-    below.plot(bytes_read, np.array(curve["linattn-np"]) - np.array(curve["fla"]), color="0.3", linewidth=1)
-    above.set_ylabel("loss, nats a byte")
-    above.legend()
-    below.set_ylabel("difference")
-    below.set_xlabel("bytes read, millions")
-    figure.suptitle(f"RWKV-6 {curve['size']} in bfloat16: the same weights, batches and learning rates")
-    figure.savefig(image, dpi=150)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Both have `weights`, `first` and `second`, float32 vectors of the model and of A
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -98,7 +99,7 @@ class CudaSteps:
         self.tokens, self.latest = cupy.zeros((batch, length), np.int64), cupy.zeros((), np.float32)
         self.schedule, self.seeds = cupy.zeros(4, np.float32), cupy.zeros(2, np.int64)
         self.drop = Dropout(self.seeds, rate) if rate else None
-        # What a graph's launches read and write stands in memory that nobody else is given.
+        # What the graph's launches read and write stands in a pool that nobody else takes memory from.
         self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self.graph, self.scratch, self.steps = None, [], 0
 
@@ -110,25 +111,31 @@ class CudaSteps:
 
     def __call__(self, tokens, number, rate, kept):
         """As `HostSteps` has it; nothing waits for the device."""
-        asarray, current = self.cupy.asarray, self.cupy.cuda.get_current_stream()
+        asarray = self.cupy.asarray
         self.tokens[...] = asarray(tokens)
         self.schedule[...] = asarray(np.array([rate, kept, *corrections(number)], np.float32))
         self.seeds[...] = asarray(np.array([self.seed, number]))
-        self.stream.wait_event(current.record())
-        with self.stream:
+        with self.queue():
             if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
                 self.capture()
             if self.graph is None:
-                with self.cupy.cuda.using_allocator(self.pool.malloc):
-                    self.run()
+                self.run()
             else:
                 self.graph.launch()
         self.steps += 1
-        current.wait_event(self.stream.record())
         return self.latest.copy()
 
     def value(self, tokens):
         return self.loss(self.tree(), self.cupy.asarray(tokens), self.products, None)[0]
+
+    @contextmanager
+    def queue(self):
+        """On the stream that the graph is captured from, in order with the caller's."""
+        current = self.cupy.cuda.get_current_stream()
+        self.stream.wait_event(current.record())
+        with self.stream:
+            yield
+        current.wait_event(self.stream.record())
 
     def tree(self):
         return self.layout.tree(self.weights, self.rounded)
@@ -140,18 +147,18 @@ class CudaSteps:
         others = len(in_graphs)
         self.stream.begin_capture()
         try:
-            with self.cupy.cuda.using_allocator(self.pool.malloc):
-                self.run()
+            self.run()
         finally:
             graph = self.stream.end_capture()
         self.graph, self.scratch = graph, in_graphs[others:]  # theirs ends with this object
         del in_graphs[others:]
 
     def run(self):
-        value, pull = self.loss(self.tree(), self.tokens, self.products, self.drop)
-        pull(self.to)
-        self.latest[...] = value
-        self.optimise()
+        with self.cupy.cuda.using_allocator(self.pool.malloc):
+            value, pull = self.loss(self.tree(), self.tokens, self.products, self.drop)
+            pull(self.to)
+            self.latest[...] = value
+            self.optimise()
 
     def optimise(self):
         from ..backends.cupy import training as kernels
