@@ -60,7 +60,7 @@ def declare(parser):
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="of the matrices in products on cuda "
+        help="of activations and of the matrices in products on cuda "
         "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu",
     )
     add(
