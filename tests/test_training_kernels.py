@@ -165,26 +165,44 @@ def test_gradients_through_dropout(device, rng):
 
 
 # -- the optimiser ----------------------------------------------------------------------------------------------------
+def adamw(device, dtype, vectors, matrices, rate, kept, number, blocks=3):
+    """(weights, first, second, the matrices' copy or None) after a step on (weights, gradient, first, second)."""
+    weights, gradient, first, second = (device.upload(x) for x in vectors)
+    copy, parts = None if dtype == np.float32 else device.empty((matrices,), dtype), device.empty((blocks,), np.float32)
+    kernels.launch(device, kernels.SquareSums(), blocks, x=gradient, parts=parts, count=gradient.size, blocks=blocks)
+    kernels.launch(
+        device,
+        kernels.AdamW(dtype),
+        blocks,
+        weights=weights,
+        gradient=gradient,
+        first=first,
+        second=second,
+        copy=copy,
+        squares=parts,
+        schedule=device.upload(np.array([rate, kept, *steps.corrections(number)], np.float32)),
+        count=gradient.size,
+        matrices=matrices,
+        P=blocks,
+        blocks=blocks,
+        clip=steps.CLIP,
+        beta1=steps.BETAS[0],
+        beta2=steps.BETAS[1],
+        eps=steps.EPS,
+    )
+    return weights, first, second, copy
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [0.01, 10.0])
 def test_a_step_is_adamws(device, dtype, scale, rng):
-    count, matrices, blocks, number = 8 * 1031, 8 * 700, 3, 4
+    count, matrices, rate, kept, number = 8 * 1031, 8 * 700, 0.02, 0.99, 4
     weights, gradient, first = rng.standard_normal((3, count), np.float32) * scale
-    second, rate, kept = rng.random(count, np.float32), 0.02, 0.99
+    second = rng.random(count, np.float32)
     clip = steps.CLIP / max(np.linalg.norm(gradient.astype(np.float64)), steps.CLIP)
     decayed = np.where(np.arange(count) < matrices, kept, 1) * weights
     wanted = steps.adam(decayed, gradient, first, second, clip, rate, *steps.corrections(number))
-    schedule = device.upload(np.array([rate, kept, *steps.corrections(number)], np.float32))
-    found = [device.upload(x) for x in (weights, first, second)]
-    gradient, parts = device.upload(gradient), device.empty((blocks,), np.float32)
-    copy = None if dtype == np.float32 else device.empty((matrices,), dtype)
-    kernels.launch(device, kernels.SquareSums(), blocks, x=gradient, parts=parts, count=count, blocks=blocks)
-    sizes = dict(count=count, matrices=matrices, P=blocks, blocks=blocks)
-    constants = dict(clip=steps.CLIP, beta1=steps.BETAS[0], beta2=steps.BETAS[1], eps=steps.EPS)
-    vectors = dict(zip(("weights", "first", "second"), found), gradient=gradient, copy=copy)
-    kernels.launch(
-        device, kernels.AdamW(dtype), blocks, **vectors, squares=parts, schedule=schedule, **sizes, **constants
-    )
+    *found, copy = adamw(device, dtype, (weights, gradient, first, second), matrices, rate, kept, number)
     for x, y in zip(found, wanted):
         np.testing.assert_allclose(host(x), y, rtol=1e-5, atol=1e-6)
     if copy is not None:
