@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 from reference import draw, draw_states
 from test_decode_kernels import SMALL, synthetic
+from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
@@ -164,6 +165,13 @@ def prompts(rng, as_filled):
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
 
 
+def trainings(rng, as_filled, device):
+    """Gradients of a model, its activations kept and recomputed; a step of AdamW."""
+    for dtype, recompute in ((SINGLE, False), (BFLOAT16, True)):
+        yield as_filled(on_device, device, dtype, *model(rng, (2, 11)), SEEDS, 0.3, recompute)
+        yield adamw(device, dtype, rng.random((4, 808), np.float32), 400, 0.01, 0.99, 3)
+
+
 def calls(rng, run, as_older, as_filled, device):
     """`as_older`: `run` as on a card before Hopper; `as_filled`: any function, with something in every array before
     it is written."""
@@ -177,6 +185,7 @@ def calls(rng, run, as_older, as_filled, device):
         steps(rng, run),
         decoding(rng, device),
         prompts(rng, as_filled),
+        trainings(rng, as_filled, device),
     )
 
 

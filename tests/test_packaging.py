@@ -132,6 +132,7 @@ AROUND = (
     "checkpoint",
     "checks",
     "devices",
+    "dropout",
     "example",
     "face",
     "files",
@@ -233,12 +234,14 @@ ROOMS = {
     "models/matrix_loops": ([], ["numpy", "numba", "llvmlite"]),
     "models/rwkv6/numba_loops": ([], ["numpy", "numba"]),
     "models/training": (
-        [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6"],
+        [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.steps"],
         ["numpy", "cupy", "safetensors"],
     ),
+    "models/steps": (["models.dropout", "models.products", "backends.cupy"], ["numpy", "cupy"]),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv6/cuda_grad": (["models", "autodiff", "ops", "backends.cupy"], []),
     "models/rwkv6/cuda_prefill": (["models", "backends.cupy", "varlen"], ["numpy"]),
     "command/__init__": ([], []),
     "command": (

@@ -60,8 +60,13 @@ def declare(parser):
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="of the matrices in products on cuda "
+        help="of activations and of the matrices in products on cuda "
         "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="on cuda, compute activations again for the gradients: slower, for models beyond the memory",
     )
     add(
         "--every",
@@ -104,7 +109,7 @@ def start(options) -> Training:
             raise ValueError(f"argument --text: is {name} in --out, which the training would replace")
     given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
     if options.resume:
-        training = Training.restore(path, text, device, options.dtype)
+        training = Training.restore(path, text, device, options.dtype, recompute=options.recompute)
         for name, value in given.items():
             if (own := getattr(training.settings, name)) != value:
                 flag = f"--{name.replace('_', '-')}"
@@ -113,7 +118,7 @@ def start(options) -> Training:
     if path.exists():
         raise ValueError(f"argument --out: {options.out} holds a training; --resume goes on with it")
     defaults = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
-    training = Training(text, Settings(**defaults | given), device, options.dtype)
+    training = Training(text, Settings(**defaults | given), device, options.dtype, recompute=options.recompute)
     path.parent.mkdir(parents=True, exist_ok=True)
     return training
 
@@ -182,7 +187,7 @@ class Part:
         """The mean loss, the held-out loss and the files; nothing is written once the weights are lost."""
         training, line = self.training, f"step {self.training.step_number}"
         if self.losses:
-            mean = float(training.xp.stack(self.losses).mean())
+            mean = math.fsum(map(float, self.losses)) / len(self.losses)
             if not math.isfinite(mean):
                 raise ValueError(f"the loss is {mean} by step {training.step_number}; a lower --lr may help")
             line += f", loss {mean:.3f}, {self.speed():,.0f} bytes/s"

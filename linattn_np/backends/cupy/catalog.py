@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from ...arrays import BFLOAT16
-from . import float64, rwkv6, softmax, stages, step, value_gate
+from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, HALF
 
@@ -36,6 +36,7 @@ def kernels():
     ):
         yield cls(T, D)
     yield from of_models()
+    yield from of_training()
 
 
 def on_every_card():
@@ -144,3 +145,27 @@ def of_models():
             yield rwkv6.ChosenNorm(T, SINGLE)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
+
+
+def of_training():
+    for T in CTYPES:
+        for cls in (
+            training.MixForward,
+            training.GatedNormForward,
+            training.LogDecayForward,
+            training.CrossEntropy,
+            training.AdamW,
+        ):
+            yield cls(T)
+        for kind in training.ActivationForward.KINDS:
+            yield training.ActivationForward(kind, T)
+            yield training.ActivationBackward(kind, T)
+        for threads in training.WIDTHS:
+            for cls in (training.MixBackward, training.GatedNormBackward, training.LogDecayBackward):
+                yield cls(T, threads)
+            for change in training.AddNorm.CHANGES:
+                yield training.AddNorm(T, threads, change)
+            for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
+                yield training.NormBackward(T, threads, change, C)
+    yield training.ColumnSums()
+    yield training.SquareSums()
