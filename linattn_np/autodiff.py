@@ -41,9 +41,15 @@ def vjp(
     >>> bool(np.allclose((dv * v).sum(), o.sum()))         # o is linear in v
     True
     """
+    return resumed(op, arrays, arguments | {"backend": backend})
+
+
+def resumed(op, arrays, arguments, kept=()):
+    """`vjp`, which goes on from what `dispatch.summarise` kept."""
+    backend, arguments = arguments["backend"], {name: x for name, x in arguments.items() if name != "backend"}
     problem = bind(op, arrays, arguments)
     name, shares = split_to_fit(problem, backend)
-    done = [backend_module(name).vjp(with_output(share)) for share in shares]
+    done = [backend_module(name).vjp(with_output(share), *([kept] if kept else [])) for share in shares]
     o, final_state = together([result for result, _ in done], problem)
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:

@@ -90,19 +90,27 @@ class Emulated(Kernels):
 
         self.device = EmulatedDevice(self.capability)
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
-            why_not=cupy.unsupported, run=lambda problem: self.results(problem)[0], vjp=self.vjp
+            why_not=cupy.unsupported,
+            run=lambda problem, kept=(): self.results(problem, kept)[0],
+            vjp=self.vjp,
+            summarise=self.summarise,
         )
 
-    def results(self, problem):
+    def results(self, problem, kept=()):
         """(results, what the pullback needs besides), of a plan of this call alone."""
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device)
+        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device, kept)
 
-    def vjp(self, problem):
+    def summarise(self, problem):
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        result, saved = self.results(problem)
+        return execute.summarise(PLANNERS[problem.op], problem.replace(memo=None), self.device)
+
+    def vjp(self, problem, kept=()):
+        from linattn_np.backends.cupy import PLANNERS, execute
+
+        result, saved = self.results(problem, kept)
         again = problem.replace(memo=None)
         return result, lambda do, dht: execute.pull(PLANNERS[problem.op], again, self.device, do, dht, saved)
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from .. import varlen
 from ..arrays import contents, from_native, host_array
-from ..autodiff import vjp
-from ..dispatch import choose, split_to_fit
+from ..autodiff import resumed
+from ..dispatch import call, choose, split_to_fit
 from ..errors import ContractTypeError
 from ..grouped import callers
 from ..layouts import swap_heads
@@ -49,7 +49,7 @@ class Share:
         self.check_lengths(lengths, bounds)
         self.cut = Cut(lengths, [0, sum(lengths)] if bounds is None else bounds.tolist(), self.reverse, segment_size)
         self.own = self.cut.of(comm.rank)
-        self.recurrence = Recurrence(function, self.problem)
+        self.recurrence = Recurrence(function, self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
         self.sequences = len(bounds) - 1 if self.packed else 1
         self.common = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
@@ -174,12 +174,16 @@ class Share:
     def masked(self, start, stop):
         return {} if self.mask is None else {"mask": self.mask[:, start:stop]}
 
+    def call_on(self, start, stop):
+        """(arrays, arguments) of the operator for tokens of one sequence, without states."""
+        return self.tokens(start, stop, self.arrays), self.common | self.masked(start, stop)
+
     def call_of(self, segment):
-        """(arrays, arguments) of the operator for a segment, without states."""
-        given = self.common | self.masked(segment.start, segment.stop)
+        """The same for a segment, whatever its sequences."""
+        arrays, given = self.call_on(segment.start, segment.stop)
         if self.packed:
             given["cu_seqlens"] = [0, *(piece.stop for piece in segment.pieces)] if segment.pieces else [0, 0]
-        return self.tokens(segment.start, segment.stop, self.arrays), given
+        return arrays, given
 
     # -- messages -----------------------------------------------------------------------------------------------------
     def exchange(self, mine, row, count):
@@ -209,9 +213,7 @@ class Share:
         for segment in self.own:
             piece = segment.incoming if backwards else segment.outgoing
             if piece is not None:
-                start, stop = segment.start + piece.start, segment.start + piece.stop
-                gates = recurrence.gates(self.tokens(start, stop, self.arrays), self.masked(start, stop).get("mask"))
-                mine[segment.slot] = [*summary(segment, piece, start, stop), *gates]
+                mine[segment.slot] = summary(segment, piece, segment.start + piece.start, segment.start + piece.stop)
         wait = self.exchange(mine, row, self.cut.slots)
         return lambda: self.carried(backwards, wait())
 
@@ -272,12 +274,8 @@ class Share:
         """o, or (o, final state), of this rank's tokens."""
         if self.state is not None:
             self.state = self.of_caller(self.state)
-        wait = self.crossing(
-            False,
-            lambda segment, piece, start, stop: self.recurrence.summary(
-                self.tokens(start, stop, self.arrays), self.common | self.masked(start, stop)
-            ),
-        )
+        self.kept = {}
+        wait = self.crossing(False, self.summary)
         o = self.out if self.out is not None else self.room() if len(self.own) > 1 else None
         final, self.pulls, came_in = {}, {}, None
         for segment in sorted(self.own, key=lambda segment: segment.incoming is not None):
@@ -302,14 +300,29 @@ class Share:
         dtypes = [self.problem.state_dtype] * len(self.problem.op.state)
         return result, self.handed_out(self.shared(final, False), dtypes)
 
+    def summary(self, segment, piece, start, stop):
+        """What a piece makes of the state that comes in: its own final state, then the decays.
+
+        Of a segment that is this piece alone, what a backend has computed besides is kept for `compute`.
+        """
+        alone = len(segment.pieces) == 1
+        arrays, given = self.call_of(segment) if alone else self.call_on(start, stop)
+        own, decays, kept = self.recurrence.summary(arrays, given, self.gradient)
+        if alone:
+            self.kept[segment.index] = kept
+        return [*own, *decays]
+
+    def gates(self, start, stop):
+        return self.recurrence.gates(self.tokens(start, stop, self.arrays), self.masked(start, stop).get("mask"))
+
     def compute(self, segment, arrays, given, o):
         """(o, the final state's parts or None) of a segment; its o goes into `o` where there is one."""
+        kept = self.kept.pop(segment.index, ())
         if self.gradient:
-            result, self.pulls[segment.index] = vjp(self.function, *arrays, **given)
-        elif o is None:
-            result = self.function(*arrays, **given)
+            result, self.pulls[segment.index] = resumed(self.function, arrays, given, kept)
         else:
-            result = self.function(*arrays, **given, out=o[:, :, segment.start : segment.stop])
+            out = {} if o is None else {"out": o[:, :, segment.start : segment.stop]}
+            result = call(self.declared, arrays, kept=kept, **given, **out)
         found, states = result if self.problem.output_final_state else (result, None)
         if self.gradient and o is not None:
             o[:, :, segment.start : segment.stop] = found
@@ -368,10 +381,12 @@ class Share:
     def gradient_summary(self, do, segment, piece, start, stop):
         if self.recurrence.turns_over:
             given = self.common | self.masked(start, stop)
-            return self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
+            found = self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
+            return [*found, *self.gates(start, stop)]
         found = self.pulls[segment.index](do[:, :, segment.start : segment.stop])[-1]
         rows = self.place(segment.pieces.index(piece))
-        return [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
+        own = [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
+        return [*own, *self.gates(start, stop)]
 
     def joined(self, number, name, gradients):
         """An array's gradient from those of the own segments; of what all tokens share the sum over all ranks."""

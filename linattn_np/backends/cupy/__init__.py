@@ -4,6 +4,8 @@ An operator's planner is a module with
 
     unsupported(problem) -> str | None              why its kernels cannot compute a problem
     plan(problem, device) -> Plan                   of (o, final state parts or None); a step's o; a stage's result
+    plan_summary(problem, device) -> Plan | None    where there is one: of what tokens make of any state, without o; what
+                                                    it saves is a third argument of `plan` for the same tokens
     plan_vjp(problem, device, do, dht, saved)       of (gradients of the arrays, of the initial state's parts or None)
     saved(problem)                                  (shape, dtype) of what `plan` saves for `plan_vjp`, if anything
 """
@@ -89,14 +91,19 @@ def too_old(device: int) -> str | None:
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
-def run(problem):
-    return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)[0]
+def run(problem, kept=()):
+    return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE, kept)[0]
 
 
-def vjp(problem):
+def vjp(problem, kept=()):
     """((o, final state parts or None), pull); one backward serves every mode."""
-    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)
+    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE, kept)
     return result, pull_of(problem, saved)
+
+
+def summarise(problem):
+    """((final state from zero, decays), kept) of a call without o, or None: see `plan_summary`."""
+    return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, DEVICE)
 
 
 def pullback(problem):

@@ -7,6 +7,8 @@ S | z and o is y | z, in float32 as sums over many tokens need it, padded with z
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ...arrays import BFLOAT16
@@ -47,10 +49,10 @@ def unsupported(problem) -> str | None:
     return gated.unsupported(problem)
 
 
-def plan(problem, device):
+def plan(problem, device, kept=()):
     draft = Draft()
     gla = as_gla(draft, problem)
-    inner = plan_gla(draft, gla, device, reason_to_spread(problem))
+    inner = plan_gla(draft, gla, device, reason_to_spread(problem), kept)
     y, final = draft.include(inner)
     if not normalized(problem):
         return draft.plan((y, final), mode=inner.mode, tiles=inner.tiles)
@@ -59,6 +61,16 @@ def plan(problem, device):
     if final is not None:
         final = split(draft, problem, final[0], (problem.state_dtype,) * 2)
     return draft.plan((draft.give_back(problem, o), final), mode=inner.mode, tiles=inner.tiles)
+
+
+def plan_summary(problem, device):
+    """As `gated.plan_summary`, by Hopper's kernels."""
+    draft = Draft()
+    gla = as_gla(draft, problem)
+    if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
+        return None
+    inner = forward_on_hopper(draft, gla, device, gla["v"]).summary()  # o is not written: v's map stands for its
+    return replace(inner, buffers=tuple(draft.buffers), steps=tuple(draft.steps))
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -239,18 +251,23 @@ def fill(draft, y, x, phi, reason=""):
 
 
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
-def plan_gla(draft, gla, device, reason):
+def plan_gla(draft, gla, device, reason, kept=()):
     """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
     if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
         return gated.plan(spread(draft, gla, reason), device)
     own = Draft()
+    o, final = own.output(gla, mappable), own.final(gla)
+    tiles = forward_on_hopper(own, gla, device, o).run(final, kept)
+    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=tiles)
+
+
+def forward_on_hopper(draft, gla, device, o):
+    """The forward pass by the Hopper kernel that fits."""
     by_sums = sums_are_enough(gla)
     if not by_sums:
-        gla = in_float32(own, gla)
-    o, final = own.output(gla, mappable), own.final(gla)
-    arrays = *(own.mapped(gla[name], name) for name in "qkv"), gla["g"]
-    tiles = (BySums if by_sums else ByGated)(own, gla, device, arrays, o).run(final)
-    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=tiles)
+        gla = in_float32(draft, gla)
+    arrays = *(draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
+    return (BySums if by_sums else ByGated)(draft, gla, device, arrays, o)
 
 
 def reads_gate_in_place(gla, device) -> bool:
