@@ -111,8 +111,13 @@ class Emulated(Kernels):
         from linattn_np.backends.cupy import PLANNERS, execute
 
         result, saved = self.results(problem, kept)
-        again = problem.replace(memo=None)
-        return result, lambda do, dht: execute.pull(PLANNERS[problem.op], again, self.device, do, dht, saved)
+        given = PLANNERS[problem.op], problem.replace(memo=None), self.device
+
+        def pull(do, dht, kept=()):
+            return execute.pull(*given, do, dht, saved, kept)
+
+        pull.summarise = lambda do: execute.summarise_vjp(*given, do, saved)
+        return result, pull
 
     def run(self, function, *arrays, **arguments):
         with self.in_dispatch():

@@ -59,10 +59,33 @@ def is_summary(kernel):
     return getattr(kernel, "schedule", None) == SEGMENT_STATE or getattr(kernel, "what", None) == "Summary"
 
 
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
 @pytest.mark.parametrize("operator", FAMILY)
-def test_two_ranks(hopper, operator, rng):
+def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
+    op, own, arrays = arrays_of(operator, rng, dtype, tokens=300)
+    do = rng.standard_normal((1, 1, 300, SIZES["V"])).astype(dtype)
+    initial, dht = rng.standard_normal((2, 1, 1, SIZES["K"], SIZES["V"]), dtype=np.float32)
+    _, pullback = linattn_np.vjp(getattr(linattn_np, op.name), *arrays, backend="hopper", initial_state=initial, **own)
+    found = pullback.summarise(do)
+    if dtype == HALF and operator not in ("gla", "rwkv6"):
+        assert found is None  # the gate is spread over the channels
+        return
+    (own_part,), decays, kept = found
+    *_, alone = pullback(do)
+    wanted = pullback(do, dht)
+    assert_close("the gradient for a dht of zero", own_part, alone, dtype)
+    by = decays.reshape(-1, SIZES["K"]).prod(axis=0)[:, None]
+    assert_close("the gradient", by * dht + own_part, wanted[-1], dtype)
+    for number, (x, y) in enumerate(zip(pullback.resumed(do, dht, kept), wanted, strict=True)):
+        assert_close(f"gradient {number}", x, y, dtype)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 250, TOKENS]], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", FAMILY)
+def test_two_ranks(hopper, operator, bounds, rng):
     """Results and gradients in bfloat16 as near as those of one device."""
     op, own, arrays = arrays_of(operator, rng, BFLOAT16)
+    own = own | {"cu_seqlens": bounds}
     do = rng.standard_normal((1, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)
     axes = list(op.arrays.values())
 

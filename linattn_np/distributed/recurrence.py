@@ -94,8 +94,8 @@ class Recurrence:
         return list(final) if isinstance(final, tuple) else [final]
 
     def multiplied(self, decays, rows):
-        """A backend's decays [rows * parts, H, 2, K], which follow one another, as `gates`."""
-        whole = decays.reshape(rows, -1, *decays.shape[1:]).prod(axis=(1, 3))
+        """A backend's decays [rows, parts, H, n, K], or with parts and rows in one, as `gates`: one after another."""
+        whole = decays.reshape(rows, -1, *decays.shape[-3:]).prod(axis=(1, 3))
         return [whole if len(shape) == 3 else whole[..., 0] for shape in self.gate_shapes(rows)]
 
     @property

@@ -345,7 +345,8 @@ class Share:
                 came_in = wait()
             known = None if segment.outgoing is None else came_in[segment.index]
             states = self.states_of(segment, segment.outgoing, known, self.dht)
-            found = self.pulls[segment.index](do[:, :, segment.start : segment.stop], states)
+            kept = self.kept.pop(segment.index, ())
+            found = self.pulls[segment.index].resumed(do[:, :, segment.start : segment.stop], states, kept)
             gradients[segment.index] = found[: len(op.arrays)]
             if self.state is not None and segment.pieces:
                 parts = found[-1] if isinstance(found[-1], tuple) else (found[-1],)
@@ -379,6 +380,10 @@ class Share:
         return (do, dht), 0, meaning
 
     def gradient_summary(self, do, segment, piece, start, stop):
+        """What a piece makes of the gradient that comes in, then the decays; see `summary`."""
+        if len(segment.pieces) == 1 and (found := self.pulls[segment.index].summarise(do[:, :, start:stop])):
+            own, decays, self.kept[segment.index] = found
+            return [*own, *self.recurrence.multiplied(decays, self.rows)]
         if self.recurrence.turns_over:
             given = self.common | self.masked(start, stop)
             found = self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)

@@ -38,14 +38,22 @@ def summary_plan_of(planner, problem, device) -> Plan | None:
     return plan and replace(plan, given=given)
 
 
-def vjp_plan_of(planner, problem, device, do, dht, saved=()) -> Plan:
-    """A planner's plan of a pullback."""
+def vjp_plan_of(planner, problem, device, do, dht, saved=(), kept=()) -> Plan:
+    """A planner's plan of a pullback, which goes on from what `plan_summary_vjp` kept."""
     described, given = describe(problem.replace(out=None), device)
     given = list(given)
-    do, dht, saved = (
-        describe_tree(name, tree, device, given) for name, tree in (("do", do), ("dht", dht), ("saved", tuple(saved)))
-    )
-    return replace(planner.plan_vjp(described, device, do, dht, saved), given=tuple(given))
+    trees = ("do", do), ("dht", dht), ("saved", tuple(saved)), ("kept", kept)
+    do, dht, saved, kept = (describe_tree(name, tree, device, given) for name, tree in trees)
+    return replace(planner.plan_vjp(described, device, do, dht, saved, *([kept] if kept else [])), given=tuple(given))
+
+
+def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
+    """A planner's plan of what the tokens make of the final state's gradient."""
+    described, given = describe(problem.replace(out=None), device)
+    given = list(given)
+    do, saved = (describe_tree(name, tree, device, given) for name, tree in (("do", do), ("saved", tuple(saved))))
+    plan = planner.plan_summary_vjp(described, device, do, saved)
+    return plan and replace(plan, given=tuple(given))
 
 
 def run(planner, problem, device, kept=()):
@@ -60,9 +68,16 @@ def summarise(planner, problem, device):
     return call(partial(summary_plan_of, planner), problem, device)
 
 
-def pull(planner, problem, device, do, dht, saved=()):
+def pull(planner, problem, device, do, dht, saved=(), kept=()):
     """Gradients in the order of the arrays, and those of the initial state or None."""
-    return call(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved)[0]
+    return call(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, kept)[0]
+
+
+def summarise_vjp(planner, problem, device, do, saved=()):
+    """((the initial state's gradient for a dht of zero, decays), what `pull` may go on from), or None."""
+    if not hasattr(planner, "plan_summary_vjp"):
+        return None
+    return call(partial(summary_vjp_plan_of, planner), problem.replace(out=None), device, do, saved)
 
 
 def call(plan, problem, device, *trees):

@@ -27,7 +27,7 @@ from .kernel import CTYPES
 from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, has_rows, mappable, mappable_once_copied
 
 MODES = ("auto", "recurrent", "chunk", "staged")
-plan_vjp = gated_vjp.plan_vjp
+plan_vjp, plan_summary_vjp = gated_vjp.plan_vjp, gated_vjp.plan_summary_vjp
 
 
 def unsupported(problem) -> str | None:
