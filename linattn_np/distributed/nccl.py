@@ -37,7 +37,7 @@ class Nccl:
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
         self.cupy, self.byte = cupy, nccl.NCCL_UINT8
         self.host, self.communicator = host, communicator
-        self.rank, self.size = host.rank, host.size
+        self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.reports = cupy.cuda.Stream(non_blocking=True)  # apart: a message would wait for Python's lock
         self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s)
@@ -83,6 +83,16 @@ class Nccl:
             self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
         return done
 
+    def close(self, failed=False):
+        """Gives the communicator back, once its work is done; after a failure at once, whatever is under way."""
+        self.watch.end()
+        with self.device:
+            if failed:
+                self.communicator.abort()
+            else:
+                self.stream.synchronize()
+                self.communicator.destroy()
+
     def event(self):
         return self.cupy.cuda.Event(disable_timing=True)
 
@@ -108,7 +118,7 @@ class Watch:
     def __init__(self, abort, name, limit_s):
         self.abort, self.name, self.limit_s = abort, name, limit_s
         self.deadlines, self.lost, self.thread = {}, None, None
-        self.count = 0
+        self.count, self.ended = 0, threading.Event()
 
     def begin(self):
         self.count += 1
@@ -125,9 +135,11 @@ class Watch:
         if self.lost:
             raise RankLost(self.lost)
 
+    def end(self):
+        self.ended.set()
+
     def look(self):
-        while self.lost is None:
-            time.sleep(min(1.0, self.limit_s / 4))
+        while self.lost is None and not self.ended.wait(min(1.0, self.limit_s / 4)):
             if any(deadline < time.monotonic() for deadline in list(self.deadlines.values())):
                 self.lost = f"{self.name}: waited {self.limit_s:g} s for the other ranks; one has ended or hangs"
                 print(f"linattn_np.distributed: {self.lost}", file=sys.stderr, flush=True)

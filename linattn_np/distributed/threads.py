@@ -46,6 +46,9 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
         thread.start()
     for thread in threads:
         thread.join()
+    if device == "cuda":
+        for end in ends:
+            end.close(failed=meeting.failure is not None)
     if meeting.failure is not None:
         raise meeting.failure[1]
     return results
