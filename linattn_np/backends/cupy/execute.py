@@ -65,7 +65,7 @@ def summarise(planner, problem, device):
     """((final state from zero, decays), what `run` of the same arrays may go on from), or None."""
     if not hasattr(planner, "plan_summary"):
         return None
-    return call(partial(summary_plan_of, planner), problem, device)
+    return call(partial(summary_plan_of, planner), problem, device, kept_as="summaries")
 
 
 def pull(planner, problem, device, do, dht, saved=(), kept=()):
@@ -77,20 +77,21 @@ def summarise_vjp(planner, problem, device, do, saved=()):
     """((the initial state's gradient for a dht of zero, decays), what `pull` may go on from), or None."""
     if not hasattr(planner, "plan_summary_vjp"):
         return None
-    return call(partial(summary_vjp_plan_of, planner), problem.replace(out=None), device, do, saved)
+    plan = partial(summary_vjp_plan_of, planner)
+    return call(plan, problem.replace(out=None), device, do, saved, kept_as="summaries_vjp")
 
 
-def call(plan, problem, device, *trees):
+def call(plan, problem, device, *trees, kept_as="plans"):
     """By the compiled plan of the first call alike on the same queue, where calls can be told to be alike.
 
-    None where there is no such plan.
+    None where there is no such plan. `kept_as` names the plans of one kind.
     """
     found, more = problem.memo, arrays_in(trees)
     kinds = [signature(x) for x in more]
     if found is None or None in kinds:
         compiled = compile_plan(plan(problem, device, *trees), device)
     else:
-        plans, key = found.setdefault("plans", {}), (plan.func, device, device.queue, *kinds)
+        plans, key = found.setdefault(kept_as, {}), (device, device.queue, *kinds)
         if key not in plans:
             if len(plans) >= COMPILED:
                 plans.clear()
