@@ -221,7 +221,7 @@ def stand_in(monkeypatch):
             said.append("destroyed")
 
     current = Stream()
-    nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NcclCommunicator=Communicator)
+    nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NCCL_FLOAT32=7, NCCL_SUM=0, NcclCommunicator=Communicator)
     cuda = SimpleNamespace(
         nccl=nccl,
         Stream=Stream,

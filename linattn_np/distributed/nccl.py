@@ -36,6 +36,7 @@ class Nccl:
             greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
         self.cupy, self.byte = cupy, nccl.NCCL_UINT8
+        self.float32, self.sum = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
         self.host, self.communicator = host, communicator
         self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -55,6 +56,18 @@ class Nccl:
             self.join(done)
             read.clear()
             return gathered
+
+        return wait
+
+    def all_reduce(self, x):
+        """Puts the sum over all ranks of a contiguous float32 array in its place, once what comes back is called."""
+        done = self.enqueue(
+            lambda stream: self.communicator.allReduce(x.data.ptr, x.data.ptr, x.size, self.float32, self.sum, stream)
+        )
+
+        def wait():
+            self.watch.check()
+            self.join(done)
 
         return wait
 

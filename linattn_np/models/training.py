@@ -23,6 +23,7 @@ from .face import Trainable
 from .files import FileError, json_object, write_arrays
 from .fused import fused, of
 from .products import CudaProducts, HostProducts
+from .ranks import OneProcess
 from .rwkv6 import RWKV6
 
 HELD_OUT = 0.05  # of the text, its end
@@ -91,6 +92,8 @@ class Training:
     dtype : of the matrices in products, on CUDA; their sums, the weights and everything else are float32
     kind : a class with the face of `Trainable`
         What is trained.
+    ranks : as `ranks.OneProcess`
+        Who learns from a part of each batch: `linattn_np.distributed.DataParallel` for several processes.
 
     Example
     -------
@@ -102,9 +105,25 @@ class Training:
     """
 
     def __init__(
-        self, text: bytes, settings: Settings, device: str = "cpu", dtype="bfloat16", kind: type[Trainable] = RWKV6
+        self,
+        text: bytes,
+        settings: Settings,
+        device: str = "cpu",
+        dtype="bfloat16",
+        kind: type[Trainable] = RWKV6,
+        ranks=None,
     ):
         check_device("Training", device)
+        self.ranks = ranks or OneProcess()
+        self.ranks.agree(
+            {
+                "the settings": settings,
+                "the text": fingerprint(text).tobytes().hex()[:16],
+                "the device": device,
+                "dtype": dtype,
+            }
+        )
+        self.ranks.part(range(settings.batch))  # refuses a batch that cannot be shared out
         self.settings, self.device, self.loss = settings, device, kind.loss
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
@@ -142,9 +161,10 @@ class Training:
         """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
         self.count_time()
         rate, decay = self.learning_rate(), self.settings.weight_decay
-        tokens = self.xp.asarray(self.text.batch(self.step_number))
+        tokens = self.xp.asarray(self.ranks.part(self.text.batch(self.step_number)))
         value, pull = self.loss(self.tree(), tokens, self.products, self.drop())
         pull(self.to)
+        value = self.ranks.average(self.gradient, value)
         self.step_number += 1
         xp, steps = self.xp, self.step_number
         norm = xp.sqrt((self.gradient * self.gradient).sum())
@@ -170,15 +190,17 @@ class Training:
         now = time.perf_counter()
         self.seconds += now - self.latest if self.latest else 0
         self.latest = now
+        self.seconds = self.ranks.clock(self.step_number, self.seconds)
 
     def tree(self):
         """The weights as products take them."""
         return self.layout.tree(self.weights, self.products.cast(self.weights[: self.layout.matrices]))
 
     def drop(self):
-        rate, seed = self.settings.dropout, np.random.SeedSequence([self.settings.seed, self.step_number])
+        rate, own = self.settings.dropout, [self.ranks.rank] if self.ranks.rank else []
         if not rate:
             return keep
+        seed = np.random.SeedSequence([self.settings.seed, self.step_number, *own])
         random = self.xp.random
         bits = random.Philox4x3210(seed) if self.device == "cuda" else random.PCG64(seed)
         return partial(dropout, random.Generator(bits), rate)
@@ -222,15 +244,24 @@ class Training:
 
     @classmethod
     def restore(
-        cls, path, text: Corpus, device: str = "cpu", dtype="bfloat16", kind: type[Trainable] = RWKV6
+        cls,
+        path,
+        text: Corpus,
+        device: str = "cpu",
+        dtype="bfloat16",
+        kind: type[Trainable] = RWKV6,
+        ranks=None,
     ) -> Training:
-        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text."""
-        stored = checkpoint.read(path)
+        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text.
+
+        Of several ranks the first reads the file.
+        """
+        stored = (ranks or OneProcess()).from_first(lambda: checkpoint.read(path))
         try:
             settings = checked(stored, kind)
         except ContractError as error:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
-        self = cls(text, settings, device, dtype, kind)
+        self = cls(text, settings, device, dtype, kind, ranks)
         if bytes(stored["text"]) != bytes(self.text.fingerprint):
             raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this")
         for name in VECTORS:
@@ -253,7 +284,7 @@ class Text:
                 f"expected at least {least} for a context of {settings.context}"
             )
         self.rows = (len(self.learned) - settings.context) // settings.context
-        self.fingerprint = np.frombuffer(hashlib.sha256(bytes_).digest(), np.uint8)
+        self.fingerprint = fingerprint(bytes_)
 
     def batch(self, step) -> np.ndarray:
         """int64 [batch, context + 1], the rows of a step."""
@@ -276,6 +307,10 @@ class Text:
             yield self.cut(self.held, [row * context for row in range(first, min(first + batch, whole))])
         if len(rest := self.held[whole * context :]) > 1:
             yield rest[None].astype(np.int64)
+
+
+def fingerprint(text) -> np.ndarray:
+    return np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
 
 
 @lru_cache(2)
