@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from .. import NotSupported
-from ..distributed import DataParallel, Nccl, RankLost, connect
+from ..distributed import DataParallel, RankLost, connect
 from ..models.devices import check_device
 from ..models.files import same_file
 from ..models.ranks import OneProcess
@@ -42,9 +42,11 @@ def run(options):
         with blas_for(training.device, training.layout.sizes):
             train(training, Path(options.out), options.every)
     except RankLost as lost:
-        if isinstance(comm, Nccl):
-            comm.close(failed=True)
+        comm.abandon()
         raise OSError(f"rank {ranks.rank}: {lost}; --resume goes on with what {options.out} holds") from lost
+    except BaseException:
+        comm.abandon()  # the other ranks would wait
+        raise
 
 
 def declare(parser):

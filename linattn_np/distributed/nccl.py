@@ -74,27 +74,42 @@ class Nccl:
     def send(self, x, to):
         if isinstance(x, np.ndarray):
             return self.host.send(x, to)
-        self.join(self.enqueue(lambda stream: self.communicator.send(x.data.ptr, x.nbytes, self.byte, to, stream)))
+        self.join(self.enqueue(lambda stream: self.communicator.send(x.data.ptr, x.nbytes, self.byte, to, stream), to))
 
     def recv(self, x, source):
         if isinstance(x, np.ndarray):
             return self.host.recv(x, source)
-        self.join(self.enqueue(lambda stream: self.communicator.recv(x.data.ptr, x.nbytes, self.byte, source, stream)))
+        done = self.enqueue(
+            lambda stream: self.communicator.recv(x.data.ptr, x.nbytes, self.byte, source, stream), source
+        )
+        self.join(done)
 
     def join(self, done):
         self.cupy.cuda.get_current_stream().wait_event(done)
 
-    def enqueue(self, work):
-        """An event that is over when `work`, begun after all that the current stream holds, is."""
+    def enqueue(self, work, peer=None):
+        """An event that is over when `work`, begun after all that the current stream holds, is.
+
+        `peer`: the one rank that takes part, where not all do.
+        """
         self.watch.check()
         current = self.cupy.cuda.get_current_stream()
         self.stream.wait_event(current.record(self.event()))
+        self.meet(peer)
         work(self.stream.ptr)
         done = self.stream.record(self.event())
         if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch
             self.reports.wait_event(done)
             self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
         return done
+
+    def meet(self, peer):
+        """Processes need not wait for each other before a message is enqueued."""
+
+    def abandon(self):
+        """Ends what is under way, and the other ranks with it: this one has failed."""
+        self.host.abandon()
+        self.close(failed=True)
 
     def close(self, failed=False):
         """Gives the communicator back, once its work is done; after a failure at once, whatever is under way."""
@@ -110,6 +125,22 @@ class Nccl:
         return self.cupy.cuda.Event(disable_timing=True)
 
 
+class NcclOfThread(Nccl):
+    """The engine of a rank that is a thread. Its host waits until the others' are about to enqueue the same message.
+
+    A message under way holds a card until the other ranks enqueue theirs. Until then CUDA may make a thread that asks
+    for memory, on any card of the process, wait for that card to rest: two of them would wait for each other for ever.
+    """
+
+    def meet(self, peer):
+        token = np.zeros(1, np.uint8)
+        if peer is None:
+            self.host.all_gather(token)()
+        else:
+            self.host.send(token, peer)
+            self.host.recv(token, peer)
+
+
 def of_one_process(ends, limit_s):
     """The engines of one process with a card for each of `ends`, engines of its threads: rank r on device r."""
     import cupy
@@ -121,7 +152,7 @@ def of_one_process(ends, limit_s):
     engines = []
     for end, communicator in zip(ends, nccl.NcclCommunicator.initAll(len(ends))):
         with cupy.cuda.Device(end.rank):
-            engines.append(Nccl(end, communicator=communicator, limit_s=limit_s))
+            engines.append(NcclOfThread(end, communicator=communicator, limit_s=limit_s))
     return engines
 
 

@@ -102,6 +102,11 @@ class Sockets:
             self.to_receive.popleft()()
         self.read(source, as_bytes(x))
 
+    def abandon(self):
+        """Ends the others' waiting for this rank, which has failed."""
+        for connection in self.peers.values():
+            connection.close()
+
     def push(self, peer, message):
         try:
             self.peers[peer].sendall(len(message).to_bytes(8, "little"))
