@@ -157,7 +157,7 @@ def segments(problem, device) -> int:
     return tuning.segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du, left=()) -> dict:
+def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du, left: tuple = ()) -> dict:
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
     runs."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
