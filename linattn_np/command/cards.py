@@ -1,4 +1,4 @@
-"""The texts of a batch on several cards: a process for each, which takes the next text when one of its slots is free."""
+"""The texts of a batch on several cards: a process for each takes the next text when one of its slots is free."""
 
 from __future__ import annotations
 

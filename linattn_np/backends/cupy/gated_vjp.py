@@ -172,7 +172,8 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du, left: tuple = 
     kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
     read = {"q": q, "k": k, "v": v, "do_": do, "g": g}
     if left:
-        initial, dht = launches.resumed(*left, dht)
+        states, decays = left
+        initial, dht = launches.resumed(states, decays, dht)
     elif P > 1:
         summary = GatedBackwardSegmentsSm90.fitting(*instance)
         initial, dht = launches.between_segments(summary, read, initial, dht)
