@@ -310,6 +310,14 @@ def test_shard_map():
         "the normaliser over the sequence",
         "a gate of values over the sequence",
     ]
-    *holding, refusal = done.stdout.splitlines()
-    assert holding == wanted
+    lines = done.stdout.splitlines()
+    assert lines[: len(wanted)] == wanted
+    refusal, *lines = lines[len(wanted) :]
     assert refusal.startswith("gla: cu_seqlens cannot be combined with axis_name")
+    wanted = [f"{name} under jit over {axis}" for name in names for axis in ("batch", "heads")]
+    assert lines[: len(wanted) + 4] == wanted + ["cut as they are"] * 4
+    assert lines[len(wanted) + 4 :] == [
+        "gla: q is cut over 'devices' along T, which jax.shard_map with axis_name= takes",
+        "gla: q is cut over 'devices' along K, which meets in every state",
+        "retention: q is cut over 'devices' along H, whose decays differ by head: name one gamma for all",
+    ]

@@ -217,10 +217,22 @@ ROOMS = {
     "interop/__init__": ([], []),
     "interop/calls": (["autodiff", "contract", "ops", "views"], ["numpy", "cupy"]),
     "interop/jax": (
-        ["interop.calls", "interop.jax_axis", "arrays", "caches", "call_cache", "errors", "foreign", "ops", "typing"],
+        [
+            "interop.calls",
+            "interop.jax_axis",
+            "interop.jax_partition",
+            "arrays",
+            "caches",
+            "call_cache",
+            "errors",
+            "foreign",
+            "ops",
+            "typing",
+        ],
         ["numpy", "jax"],
     ),
     "interop/jax_axis": ([], ["numpy", "jax"]),
+    "interop/jax_partition": ([], ["jax"]),
     "interop/torch": (
         ["interop.calls", "interop.torch_transforms", "distributed", "errors", "ops", "typing", "wording"],
         ["numpy", "torch", "cupy"],
