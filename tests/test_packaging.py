@@ -326,6 +326,7 @@ def test_array_libraries_are_imported_where_they_are_used():
         "backends/numba/runtime",
         "interop/jax",
         "interop/jax_axis",
+        "interop/jax_partition",
         "interop/torch",
         "interop/torch_transforms",
         "models/matrix_loops",
