@@ -10,6 +10,7 @@ is a package under `backends/` with
     summarise(problem)                      where there is one: ((final state from zero, decays or None), kept) without
                                             an o, or None; `kept`, not empty, is a second argument of `run` and `vjp`
                                             that spares a call on the same tokens the same work
+    KEEPS                                   True where it ever keeps anything
     describe(problem) -> dict               kernels, tiles and copies, for `explain`
 """
 
@@ -74,16 +75,17 @@ def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
 
 
-def summarise(op: Op, arrays, *, backend="auto", gradient=False, **arguments):
+def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **arguments):
     """(the final state's parts from zero, decays as the backend has them or None, kept) of a call, without its o.
 
-    None where a backend has nothing cheaper than the call itself. `kept` is for `call`, or with `gradient` for `vjp`,
-    on the same arrays.
+    None where a backend has nothing cheaper than the call itself, and with `ahead`, where nobody asks for the state,
+    where it would keep nothing. `kept` is for `call`, or with `gradient` for `vjp`, on the same arrays.
     """
     problem = op.bind(arrays, gradient=gradient, **arguments)
     name, shares = split_to_fit(problem, backend)
-    summary = getattr(backend_module(name), "summarise", None)
-    found = summary(problem) if summary and len(shares) == 1 else None
+    module = backend_module(name)
+    possible = hasattr(module, "summarise") and len(shares) == 1 and (getattr(module, "KEEPS", False) or not ahead)
+    found = module.summarise(problem) if possible else None
     if found is None:
         return None
     (final, decays), kept = found

@@ -94,6 +94,7 @@ class Emulated(Kernels):
             run=lambda problem, kept=(): self.results(problem, kept)[0],
             vjp=self.vjp,
             summarise=self.summarise,
+            KEEPS=True,
         )
 
     def results(self, problem, kept=()):

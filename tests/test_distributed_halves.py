@@ -103,3 +103,27 @@ def test_two_ranks(hopper, operator, bounds, rng):
     ):
         whole = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
         assert_close(name, whole, exact, BFLOAT16, factor=2)
+
+
+def test_the_last_rank_begins_before_the_message(hopper, rng, monkeypatch):
+    """Nobody asks for its state, but its own call goes on from there, forward and backward."""
+    begun = []
+    for name in ("summarise", "summarise_vjp"):
+        monkeypatch.setattr(execute, name, noted(begun, name, getattr(execute, name)))
+    op, own, arrays = arrays_of("gla", rng, BFLOAT16)
+
+    def on_rank(comm):
+        part = slice(400 * comm.rank, 400 + 300 * comm.rank)
+        o, pullback = distributed.vjp(distributed.gla, *(x[:, :, part] for x in arrays), comm=comm, backend="hopper")
+        pullback(o)
+
+    run_threads(on_rank, 2)
+    assert sorted(begun) == ["summarise"] * 2 + ["summarise_vjp"] * 2
+
+
+def noted(words, word, function):
+    def call(*arguments):
+        words.append(word)
+        return function(*arguments)
+
+    return call

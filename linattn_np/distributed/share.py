@@ -15,7 +15,7 @@ import numpy as np
 from .. import varlen
 from ..arrays import contents, from_native, host_array
 from ..autodiff import resumed
-from ..dispatch import call, choose, split_to_fit
+from ..dispatch import call, choose, split_to_fit, summarise
 from ..errors import ContractTypeError
 from ..grouped import callers
 from ..layouts import swap_heads
@@ -203,15 +203,23 @@ class Share:
 
         return messages
 
-    def crossing(self, backwards, summary):
-        """A function that waits for the others and gives {own segment's index: the state that comes into it}."""
+    def crossing(self, backwards, summary, ahead):
+        """A function that waits for the others and gives {own segment's index: the state that comes into it}.
+
+        summary(segment, piece, start, stop) is what the others are sent of a segment, and ahead(segment) does what can
+        be done of a segment's call before the state is there, where it is the last of its sequence.
+        """
         if not self.cut.crosses:
             return dict
         recurrence = self.recurrence
         row = Row([*recurrence.state_shapes(self.rows), *recurrence.gate_shapes(self.rows)])
         mine = {}
         for segment in self.own:
-            piece = segment.incoming if backwards else segment.outgoing
+            piece, waited_for = segment.outgoing, segment.incoming
+            if backwards:
+                piece, waited_for = waited_for, piece
+            if piece is None and waited_for is not None and len(segment.pieces) == 1:
+                ahead(segment)
             if piece is not None:
                 mine[segment.slot] = summary(segment, piece, segment.start + piece.start, segment.start + piece.stop)
         wait = self.exchange(mine, row, self.cut.slots)
@@ -275,7 +283,7 @@ class Share:
         if self.state is not None:
             self.state = self.of_caller(self.state)
         self.kept = {}
-        wait = self.crossing(False, self.summary)
+        wait = self.crossing(False, self.summary, self.ahead)
         o = self.out if self.out is not None else self.room() if len(self.own) > 1 else None
         final, self.pulls, came_in = {}, {}, None
         for segment in sorted(self.own, key=lambda segment: segment.incoming is not None):
@@ -312,6 +320,11 @@ class Share:
             self.kept[segment.index] = kept
         return [*own, *decays]
 
+    def ahead(self, segment):
+        arrays, given = self.call_of(segment)
+        if found := summarise(self.declared, arrays, gradient=self.gradient, ahead=True, **given):
+            self.kept[segment.index] = found[2]
+
     def gates(self, start, stop):
         return self.recurrence.gates(self.tokens(start, stop, self.arrays), self.masked(start, stop).get("mask"))
 
@@ -338,7 +351,9 @@ class Share:
         """Gradients of this rank's arrays, then those of the whole initial state; see `vjp`."""
         op = self.problem.op
         (do, self.dht), _ = agree(self.comm, op.name, lambda: self.check_gradients(do, dht))
-        wait = self.crossing(True, lambda *place: self.gradient_summary(do, *place))
+        wait = self.crossing(
+            True, lambda *place: self.gradient_summary(do, *place), lambda segment: self.gradient_ahead(do, segment)
+        )
         gradients, initial, came_in = {}, {}, None
         for segment in sorted(self.own, key=lambda segment: segment.outgoing is not None):
             if segment.outgoing is not None and came_in is None:
@@ -392,6 +407,10 @@ class Share:
         rows = self.place(segment.pieces.index(piece))
         own = [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
         return [*own, *self.gates(start, stop)]
+
+    def gradient_ahead(self, do, segment):
+        if found := self.pulls[segment.index].summarise(do[:, :, segment.start : segment.stop]):
+            self.kept[segment.index] = found[2]
 
     def joined(self, number, name, gradients):
         """An array's gradient from those of the own segments; of what all tokens share the sum over all ranks."""

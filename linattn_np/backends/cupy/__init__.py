@@ -54,6 +54,7 @@ PLANNERS = dict.fromkeys(GATED, gated) | {
     COMBINE: stages,
 }
 DEVICE = CupyDevice()
+KEEPS = True  # what `summarise` has computed, for `run` and `vjp`
 LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
 
 
