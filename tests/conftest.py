@@ -94,21 +94,35 @@ class Emulated(Kernels):
 
         self.device = EmulatedDevice(self.capability)
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
-            why_not=cupy.unsupported, run=lambda problem: self.results(problem)[0], vjp=self.vjp
+            why_not=cupy.unsupported,
+            run=lambda problem, kept=(): self.results(problem, kept)[0],
+            vjp=self.vjp,
+            summarise=self.summarise,
+            KEEPS=True,
         )
 
-    def results(self, problem):
+    def results(self, problem, kept=()):
         """(results, what the pullback needs besides), of a plan of this call alone."""
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device)
+        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device, kept)
 
-    def vjp(self, problem):
+    def summarise(self, problem):
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        result, saved = self.results(problem)
-        again = problem.replace(memo=None)
-        return result, lambda do, dht: execute.pull(PLANNERS[problem.op], again, self.device, do, dht, saved)
+        return execute.summarise(PLANNERS[problem.op], problem.replace(memo=None), self.device)
+
+    def vjp(self, problem, kept=()):
+        from linattn_np.backends.cupy import PLANNERS, execute
+
+        result, saved = self.results(problem, kept)
+        given = PLANNERS[problem.op], problem.replace(memo=None), self.device
+
+        def pull(do, dht, kept=()):
+            return execute.pull(*given, do, dht, saved, kept)
+
+        pull.summarise = lambda do: execute.summarise_vjp(*given, do, saved)
+        return result, pull
 
     def run(self, function, *arrays, **arguments):
         with self.in_dispatch():

@@ -25,10 +25,11 @@ class HostSteps:
 
     layout, loss : of the model, as `face.Trainable` has them
     rate, seed : of the dropout
+    ranks : who learns from other parts of a batch, as `ranks.OneProcess`
     """
 
-    def __init__(self, layout, loss, rate, seed):
-        self.layout, self.loss, self.products = layout, loss, HostProducts()
+    def __init__(self, layout, loss, rate, seed, ranks):
+        self.layout, self.loss, self.products, self.ranks = layout, loss, HostProducts(), ranks
         self.rate, self.seed, self.dtype = rate, seed, self.products.dtype
         self.weights, self.first, self.second, self.gradient = np.zeros((4, layout.size), np.float32)
         self.to = layout.tree(self.gradient)
@@ -42,6 +43,7 @@ class HostSteps:
         decay leaves of the matrices."""
         value, pull = self.loss(self.layout.tree(self.weights), tokens, self.products, self.drop(number))
         pull(self.to)
+        value = self.ranks.average(self.gradient, value)
         norm = np.sqrt((self.gradient * self.gradient).sum())
         matrices = self.weights[: self.layout.matrices]
         matrices *= kept
@@ -63,7 +65,8 @@ class HostSteps:
     def drop(self, number):
         if not self.rate:
             return keep
-        bits = np.random.PCG64(np.random.SeedSequence([self.seed, number]))
+        own = [self.ranks.rank] if self.ranks.rank else []
+        bits = np.random.PCG64(np.random.SeedSequence([self.seed, number, *own]))
         return partial(dropout, np.random.Generator(bits), self.rate)
 
 
@@ -83,14 +86,18 @@ def corrections(number):
 class CudaSteps:
     """On the current CUDA device: a CUDA graph as soon as `STEPS_BEFORE_GRAPH` steps were made.
 
+    Of several ranks it ends with the gradient, whose mean and update follow.
+
+    ranks : as in `HostSteps`
     batch, length : of the tokens of a step, one more a sequence than it predicts
     dtype : of the matrices in products and of activations; sums, weights and the optimiser are float32
     """
 
-    def __init__(self, layout, loss, rate, seed, batch, length, dtype):
+    def __init__(self, layout, loss, rate, seed, ranks, batch, length, dtype):
         import cupy
 
-        self.cupy, self.layout, self.loss, self.seed = cupy, layout, loss, seed
+        self.cupy, self.layout, self.loss, self.ranks = cupy, layout, loss, ranks
+        self.seed = int(np.random.SeedSequence([seed, ranks.rank]).generate_state(1)[0]) if ranks.rank else seed
         self.products = CudaProducts(dtype)
         self.dtype, self.device = self.products.dtype, self.products.device
         self.weights, self.first, self.second, self.gradient = cupy.zeros((4, layout.size), np.float32)
@@ -122,6 +129,9 @@ class CudaSteps:
                 self.run()
             else:
                 self.graph.launch()
+            if self.ranks.size > 1:
+                self.latest[...] = self.ranks.average(self.gradient, self.latest)
+                self.optimise()
         self.steps += 1
         return self.latest.copy()
 
@@ -158,7 +168,8 @@ class CudaSteps:
             value, pull = self.loss(self.tree(), self.tokens, self.products, self.drop)
             pull(self.to)
             self.latest[...] = value
-            self.optimise()
+            if self.ranks.size == 1:
+                self.optimise()
 
     def optimise(self):
         from ..backends.cupy import training as kernels

@@ -22,6 +22,7 @@ from .checks import real, whole
 from .devices import check_device, on_host
 from .face import Trainable
 from .files import FileError, json_object, write_arrays
+from .ranks import OneProcess
 from .rwkv6 import RWKV6
 from .steps import CudaSteps, HostSteps
 
@@ -92,6 +93,8 @@ class Training:
     recompute : bool
         On CUDA, whether a layer's activations are computed again for its gradients: a fifth less speed for a quarter of
         the memory.
+    ranks : as `ranks.OneProcess`
+        Who learns from a part of each batch: `linattn_np.distributed.DataParallel` for several processes.
 
     Raises
     ------
@@ -115,20 +118,31 @@ class Training:
         dtype="bfloat16",
         kind: type[Trainable] = RWKV6,
         recompute: bool = False,
+        ranks=None,
     ):
         check_device("Training", device)
         if recompute and device == "cpu":
             refuse("recompute is for device 'cuda'")
+        self.ranks = ranks or OneProcess()
+        self.ranks.agree(
+            {
+                "the settings": settings,
+                "the text": fingerprint(text).tobytes().hex()[:16],
+                "the device": device,
+                "dtype": dtype,
+            }
+        )
+        rows = len(self.ranks.part(range(settings.batch)))  # refuses a batch that cannot be shared out
         self.settings, self.device = settings, device
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
         loss: Callable = kind.loss
         if recompute:
             loss = partial(loss, recompute=True)
-        what = self.layout, loss, settings.dropout, settings.seed
+        what = self.layout, loss, settings.dropout, settings.seed, self.ranks
         self.steps: HostSteps | CudaSteps
         if device == "cuda":
-            self.steps = CudaSteps(*what, settings.batch, settings.context + 1, dtype)
+            self.steps = CudaSteps(*what, rows, settings.context + 1, dtype)
         else:
             self.steps = HostSteps(*what)
         self.step_number, self.seconds, self.latest = 0, 0.0, None
@@ -153,7 +167,7 @@ class Training:
     def step(self):
         """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
         self.count_time()
-        tokens, rate = self.text.batch(self.step_number), self.learning_rate()
+        tokens, rate = self.ranks.part(self.text.batch(self.step_number)), self.learning_rate()
         value = self.steps(tokens, self.step_number, rate, 1 - rate * self.settings.weight_decay)
         self.step_number += 1
         return value
@@ -167,6 +181,7 @@ class Training:
         now = time.perf_counter()
         self.seconds += now - self.latest if self.latest else 0
         self.latest = now
+        self.seconds = self.ranks.clock(self.step_number, self.seconds)
 
     @np.errstate(all="ignore")
     def held_out_loss(self) -> float:
@@ -213,14 +228,18 @@ class Training:
         dtype="bfloat16",
         kind: type[Trainable] = RWKV6,
         recompute: bool = False,
+        ranks=None,
     ) -> Training:
-        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text."""
-        stored = checkpoint.read(path)
+        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text.
+
+        Of several ranks the first reads the file.
+        """
+        stored = (ranks or OneProcess()).from_first(lambda: checkpoint.read(path))
         try:
             settings = checked(stored, kind)
         except ContractError as error:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
-        self = cls(text, settings, device, dtype, kind, recompute)
+        self = cls(text, settings, device, dtype, kind, recompute, ranks)
         if bytes(stored["text"]) != bytes(self.text.fingerprint):
             raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this")
         self.steps.load(**{name: stored[name] for name in VECTORS})
@@ -242,7 +261,7 @@ class Text:
                 f"expected at least {least} for a context of {settings.context}"
             )
         self.rows = (len(self.learned) - settings.context) // settings.context
-        self.fingerprint = np.frombuffer(hashlib.sha256(bytes_).digest(), np.uint8)
+        self.fingerprint = fingerprint(bytes_)
 
     def batch(self, step) -> np.ndarray:
         """int64 [batch, context + 1], the rows of a step."""
@@ -265,6 +284,10 @@ class Text:
             yield self.cut(self.held, [row * context for row in range(first, min(first + batch, whole))])
         if len(rest := self.held[whole * context :]) > 1:
             yield rest[None].astype(np.int64)
+
+
+def fingerprint(text) -> np.ndarray:
+    return np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
 
 
 @lru_cache(2)
