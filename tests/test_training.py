@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -156,6 +157,7 @@ def test_cublas_reads_matrices_and_transposed_ones(rng, monkeypatch):
 
     cublas = object.__new__(blas.Cublas)
     cublas.stream, cublas.handle, cublas.workspace = lambda: SimpleNamespace(ptr=0), None, on_device(np.zeros(1))
+    cublas.follows, cublas.lock = None, nullcontext()
     monkeypatch.setattr(cublas, "call", call, raising=False)
     a, b = rng.standard_normal((2, 5, 3), dtype=np.float32), rng.standard_normal((2, 3, 4), dtype=np.float32)
     rows_apart = np.concatenate([a, a], axis=2)[:, :, :3]

@@ -72,7 +72,7 @@ def test_the_first_rank_restores(tmp_path):
         return training
 
     for training in run_threads(again, 2, limit_s=60):
-        assert all(same_bits(getattr(training, name), getattr(wanted, name)) for name in VECTORS)
+        assert all(same_bits(getattr(training.steps, name), getattr(wanted.steps, name)) for name in VECTORS)
 
     def missing(comm):
         with pytest.raises((OSError, ContractError), match="No such file"):
