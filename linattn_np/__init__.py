@@ -6,6 +6,7 @@ from .doubts import LinattnWarning
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain
 from .ops import OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention
+from .precisions import precision
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "rwkv6_step",
     "vjp",
     "explain",
+    "precision",
     "layers",
     "stages",
     "OPS",

@@ -17,6 +17,7 @@ from .arguments import Declaration, is_int, is_real
 from .call_cache import MEMOS, call_key, weight, with_arrays, without_arrays
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
+from .precisions import PRECISIONS, current
 from .problem import Problem, compute_dtype
 from .views import copied_arrays, is_transformed, to_backend
 from .wording import kind_of, shown
@@ -65,6 +66,7 @@ class Op(Declaration):
         state_v_first=False,
         chunk_size=None,
         materialize=None,
+        precision=None,
         out=None,
         gradient=False,
         **options,
@@ -101,6 +103,7 @@ class Op(Declaration):
             mode=mode,
             chunk_size=chunk_size,
             materialize=materialize,
+            precision=self.one_of("precision", precision, (None, *PRECISIONS)) or current(),
             scale=self.scale(scale, sizes, dtype),
             initial_state=initial_state,
             output_final_state=self.flag("output_final_state", output_final_state),

@@ -156,6 +156,7 @@ ROOMS = {
     "errors": ([], []),
     "layouts": ([], []),
     "caches": ([], []),
+    "precisions": ([], []),
     "varlen": (["arrays", "wording"], ["numpy"]),
     "arrays": ([], ["numpy", "ml_dtypes", "cupy"]),
     "typing": ([], ["numpy"]),
@@ -168,7 +169,7 @@ ROOMS = {
     "arguments": (["arrays", "errors", "foreign", "grouped", "layouts", "overlap", "wording"], ["numpy"]),
     "problem": (["arguments", "varlen"], ["numpy"]),
     "views": (["arrays", "grouped", "layouts", "masked", "problem"], ["numpy"]),
-    "call_cache": (["arrays", "caches", "layouts", "problem"], ["numpy"]),
+    "call_cache": (["arrays", "caches", "layouts", "precisions", "problem"], ["numpy"]),
     "contract": (
         [
             "arguments",
@@ -179,6 +180,7 @@ ROOMS = {
             "grouped",
             "layouts",
             "overlap",
+            "precisions",
             "problem",
             "varlen",
             "views",
@@ -216,7 +218,7 @@ ROOMS = {
     "distributed/startup": (["distributed"], ["numpy", "cupy"]),
     "distributed/threads": (["distributed"], ["numpy", "cupy"]),
     "interop/__init__": ([], []),
-    "interop/calls": (["autodiff", "contract", "ops", "views"], ["numpy", "cupy"]),
+    "interop/calls": (["autodiff", "contract", "ops", "precisions", "views"], ["numpy", "cupy"]),
     "interop/jax": (
         [
             "interop.calls",

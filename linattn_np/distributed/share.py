@@ -27,7 +27,7 @@ from .engine import Engine
 from .recurrence import Recurrence, Row, wide
 
 Bound = namedtuple("Bound", "problem arrays state mask out bounds")
-COMPUTED = ("mode", "chunk_size", "materialize", "backend")  # said to every call of the operator as it is
+COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # said to every call of the operator as it is
 OWN = ("gamma", "feature_map", "normalize")  # some operators' own
 OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
 
@@ -63,7 +63,7 @@ class Share:
     def check(self, inputs):
         """(Bound, this rank's tokens, what all ranks must agree on)."""
         declared, given = self.declared, self.given
-        options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
+        options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
         (split_to_fit if self.gradient else choose)(problem, given["backend"])  # no backend: no rank begins
         declared, sizes = problem.op, callers_sizes(problem)
