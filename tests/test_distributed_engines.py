@@ -290,6 +290,10 @@ def test_the_benchmark_runs_on_threads(tmp_path):
     for row in rows:
         assert row["sent"] == state_and_decay + digest + bonus * ((row["op"], row["pass"]) == ("rwkv6", "backward"))
         assert row["error"] < LIMITS["float32"][0] and row["ms"] > 0 and row["efficiency"] > 0
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    command = [sys.executable, "benchmarks/cards.py", "--plot", str(tmp_path / "rows.json")]
+    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- JAX's shard_map --------------------------------------------------------------------------------------------------
