@@ -28,17 +28,22 @@ HERE = Path(__file__).parent
 
 # -- processes -------------------------------------------------------------------------------------------------------
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
 
 
 def under_mpi(ranks, *what):
     """The finished processes of tests/distributed_ranks.py, their words in one output."""
+    return mpiexec(ranks, "distributed_ranks.py", *what, cwd=HERE)
+
+
+def mpiexec(ranks, *what, cwd):
+    """So many Python processes."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     if MPIEXEC is None:
         pytest.skip("there is no mpiexec")
     as_root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in mpi_version() else []
-    command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, "distributed_ranks.py", *what]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, *what]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
 
 
 def mpi_version():
