@@ -43,10 +43,16 @@ def main():
         for name, row in rows(size, args.steps, rate, not args.no_peer):
             result["rows"].append(row := {"size": size, "who": name, **row})
             print(row, flush=True)
+            store(result, args.out)
     if args.curve:
         result["curve"] = {"size": CURVE, **curves(args.curve, not args.no_peer)}
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        store(result, args.out)
+
+
+def store(result, path):
+    """What there is so far."""
+    if path:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def arguments():

@@ -28,17 +28,22 @@ HERE = Path(__file__).parent
 
 # -- processes -------------------------------------------------------------------------------------------------------
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
 
 
 def under_mpi(ranks, *what):
     """The finished processes of tests/distributed_ranks.py, their words in one output."""
+    return mpiexec(ranks, "distributed_ranks.py", *what, cwd=HERE)
+
+
+def mpiexec(ranks, *what, cwd):
+    """So many Python processes."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     if MPIEXEC is None:
         pytest.skip("there is no mpiexec")
     as_root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in mpi_version() else []
-    command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, "distributed_ranks.py", *what]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, *what]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
 
 
 def mpi_version():
@@ -290,6 +295,10 @@ def test_the_benchmark_runs_on_threads(tmp_path):
     for row in rows:
         assert row["sent"] == state_and_decay + digest + bonus * ((row["op"], row["pass"]) == ("rwkv6", "backward"))
         assert row["error"] < LIMITS["float32"][0] and row["ms"] > 0 and row["efficiency"] > 0
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    command = [sys.executable, "benchmarks/cards.py", "--plot", str(tmp_path / "rows.json")]
+    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- JAX's shard_map --------------------------------------------------------------------------------------------------

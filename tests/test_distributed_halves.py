@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import HALF
-from reference import assert_close, draw, same_bits
+from reference import LIMITS, assert_close, draw, errors, same_bits
 from test_distributed import VARIANTS
 
 import linattn_np
@@ -19,10 +19,10 @@ SIZES = {"B": 1, "H": 1, "K": 16, "V": 8, "N": 1}
 TOKENS = 700  # in three parts of at least 128 tokens, for the first rank
 
 
-def arrays_of(variant, rng, dtype, tokens=TOKENS):
+def arrays_of(variant, rng, dtype, tokens=TOKENS, gate="by_channel"):
     op, own = VARIANTS[variant]
     own = own | ({"gamma": [0.9]} if variant == "retention" else {})
-    return op, own, draw(op, rng, SIZES | {"T": tokens}, dtype, "by_channel")
+    return op, own, draw(op, rng, SIZES | {"T": tokens}, dtype, gate)
 
 
 @pytest.fixture
@@ -103,6 +103,30 @@ def test_two_ranks(hopper, operator, bounds, rng):
     ):
         whole = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
         assert_close(name, whole, exact, BFLOAT16, factor=2)
+
+
+@pytest.mark.parametrize("gate", ["zero", "all-20", "all-1e30", "some-inf", "all-inf", "positive"])
+@pytest.mark.parametrize("operator", ["gla", "rwkv6", "simple_gla"])
+def test_gates_of_every_strength(hopper, operator, gate, rng):
+    """As near as one device, or within the limits."""
+    op, own, arrays = arrays_of(operator, rng, BFLOAT16, gate=gate)
+    do = rng.standard_normal((1, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)
+    axes = [op.out, *op.arrays.values()]
+
+    def on_rank(comm):
+        part = slice(400 * comm.rank, 400 + 300 * comm.rank)
+        given = [x[:, :, part] if "T" in of.split() else x for x, of in zip(arrays, axes[1:])]
+        o, pullback = distributed.vjp(getattr(distributed, op.name), *given, comm=comm, backend="hopper")
+        return o, *pullback(do[:, :, part])
+
+    function = getattr(linattn_np, op.name)
+    o, pullback = linattn_np.vjp(function, *arrays, backend="hopper")
+    exact, exact_pullback = linattn_np.vjp(function, *(x.astype(np.float64) for x in arrays), mode="recurrent")
+    wanted = exact, *exact_pullback(do.astype(np.float64))
+    for of, parts, one, want in zip(axes, zip(*run_threads(on_rank, 2)), (o, *pullback(do)), wanted, strict=True):
+        found = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
+        for error, limit, ones in zip(errors(found, want), LIMITS["bfloat16"], errors(one, want)):
+            assert error <= max(limit, 2 * ones), f"{of}: {error:.1e}, one device's is {ones:.1e}"
 
 
 def test_the_last_rank_begins_before_the_message(hopper, rng, monkeypatch):

@@ -79,3 +79,9 @@ def test_trainings_beside_their_peer(load):
 def test_a_trainings_size_is_read(load):
     settings = load("rwkv6_training").settings_of("12x768@16x1024", 5)
     assert (settings.layers, settings.width, settings.batch, settings.context) == (12, 768, 16, 1024)
+
+
+def test_the_trainings_page_has_the_measured_table(load):
+    page = load("rwkv6_training_table")
+    found = [json.loads(path.read_text()) for path in sorted(page.RESULTS.glob("*.json"))]
+    assert found and all(page.speeds(result) in page.PAGE.read_text() for result in found)

@@ -213,7 +213,7 @@ def test_a_step_is_adamws(device, dtype, scale, rng):
 @pytest.mark.parametrize(
     "sizes, complaint",
     [
-        (dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 4096"),
+        (dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 2048"),
         (dict(width=48, head_size=24), "head size is 24, expected one of 8, 16, 32"),
     ],
     ids=str,

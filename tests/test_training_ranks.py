@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import SINGLE
 from reference import same_bits
+from test_distributed_engines import mpiexec
 from test_training import ENVIRONMENT, SMALL, TEXT, TRAIN
 
 from linattn_np import distributed
@@ -121,6 +122,17 @@ def test_a_killed_rank_costs_no_step(tmp_path):
     assert [process.returncode for process in again] == [0, 0], said
     for name in ("model.safetensors",):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.mpi
+def test_an_error_of_one_rank_ends_all_under_mpi(tmp_path):
+    (tmp_path / "text").write_bytes(TEXT)
+    command = ["-m", "linattn_np", "train", "--text", "text", "--out", "out", "--device", "cpu", "--steps=3", *SIZES]
+    done = mpiexec(2, *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("device cpu, 2 ranks") == done.stderr.count("wrote ") == 1
+    done = mpiexec(2, *command, cwd=tmp_path)
+    assert done.returncode != 0 and "out holds a training; --resume goes on with it" in done.stderr
 
 
 def test_gradients_over_nccl_are_summed_in_place(monkeypatch):

@@ -68,11 +68,19 @@ template <int WARPS> __device__ __forceinline__ float2 block_sums(float x, float
   return sum;
 }
 
-// The tokens that a block of `each` has, and whether one is the first of its sequence of `T`.
+// The tokens that a block of `each` has, one after the other, and where they stand in their sequences of `T`.
 struct Tokens {
-  i64 first, last;
-  __device__ __forceinline__ Tokens(i64 each, i64 all)
-      : first(blockIdx.x * each), last(first + each < all ? first + each : all) {}
+  i64 t, last, place, T;
+
+  __device__ __forceinline__ Tokens(i64 each, i64 all, i64 T)
+      : t(blockIdx.x * each), last(t + each < all ? t + each : all), place(t % T), T(T) {}
+  __device__ __forceinline__ bool more() const { return t < last; }
+  __device__ __forceinline__ bool starts() const { return place == 0; }
+  __device__ __forceinline__ bool ends() const { return place + 1 == T; }
+  __device__ __forceinline__ void next() {
+    place = ends() ? 0 : place + 1;
+    ++t;
+  }
 };
 
 // Where a residual loses some of its elements: those of `site` in the step that `seeds` tell, two integers on the

@@ -29,13 +29,13 @@ __global__ void __launch_bounds__(THREADS) training_gated_norm_backward(const Ar
   const i64 D = args.D, j = 8 * threadIdx.x;
   const bool inside = j < D;
   const int N = int(args.N);
-  const Tokens mine(args.each, args.tokens);
+  const i64 first = blockIdx.x * args.each, last = first + args.each < args.tokens ? first + args.each : args.tokens;
   Eight weight = {}, bias = {}, dweight = {}, dbias = {};
   if (inside) {
     weight = load8(args.weight + j);
     bias = load8(args.bias + j);
   }
-  for (i64 t = mine.first; t < mine.last; ++t) {
+  for (i64 t = first; t < last; ++t) {
     const i64 at = t * D + j;
     Eight o = {}, gate = {}, dy = {};
     if (inside) {

@@ -21,10 +21,10 @@ template <typename T, int THREADS>
 __global__ void __launch_bounds__(THREADS) training_log_decay_backward(const Args<T> args) {
   const i64 D = args.D, j = 8 * threadIdx.x;
   if (j >= D) return;
-  const Tokens mine(args.each, args.tokens);
+  const i64 first = blockIdx.x * args.each, last = first + args.each < args.tokens ? first + args.each : args.tokens;
   Eight sums = {};
 #pragma unroll 4
-  for (i64 t = mine.first; t < mine.last; ++t) {
+  for (i64 t = first; t < last; ++t) {
     Eight dlow = load8(args.dw + t * D + j);
     const Eight w = load8(args.w + t * D + j);
 #pragma unroll

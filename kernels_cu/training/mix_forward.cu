@@ -16,10 +16,10 @@ template <typename T> struct Args {
   const float* maa;
   const T* m;
   T* mixed;
-  i64 tokens, T_, D, C;
+  i64 tokens, T_, D;
 };
 
-template <typename T> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {
+template <typename T, int C> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {
   const i64 D = args.D, at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x), t = at / D, j = at - t * D;
   if (t >= args.tokens) return;
   const Eight xx = load8(args.xx + at);
@@ -27,16 +27,13 @@ template <typename T> __global__ void __launch_bounds__(THREADS) training_mix_fo
   if (t % args.T_) d = load8(args.xx + at - D);
 #pragma unroll
   for (int n = 0; n < 8; ++n) d.x[n] -= xx.x[n];
-  for (i64 c = 0; c < args.C; ++c) {
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
     const i64 to = c * args.tokens * D + at;
-    Eight share = load8(args.maa + c * D + j);
-    if (args.m) {
-      const Eight m = load8(args.m + to);
+    Eight share = load8(args.maa + c * D + j), m = {};
+    if (args.m) m = load8(args.m + to);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) share.x[n] += m.x[n];
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) share.x[n] = fmaf(d.x[n], share.x[n], xx.x[n]);
+    for (int n = 0; n < 8; ++n) share.x[n] = fmaf(d.x[n], share.x[n] + m.x[n], xx.x[n]);
     store8(args.mixed + to, share);
   }
 }

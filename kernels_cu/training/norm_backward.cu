@@ -34,15 +34,25 @@ template <typename T> struct Args {
   Dropout drop;
 };
 
-struct Added {
-  template <typename T> static __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) {
+// What the change is made of, read before it is needed, and its gradient.
+template <typename T> struct Added {
+  __device__ __forceinline__ void load(const Args<T>&, i64) {}
+
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) const {
     store8(args.dfirst + at, dy);
   }
 };
 
-struct Gated {
-  template <typename T> static __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) {
-    const Eight gate = load8(args.first + at), value = load8(args.value + at);
+template <typename T> struct Gated {
+  Stored<T> first, second;
+
+  __device__ __forceinline__ void load(const Args<T>& args, i64 at) {
+    first.load(args.first + at);
+    second.load(args.value + at);
+  }
+
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) const {
+    const Eight gate = first.floats(), value = second.floats();
     Eight dgate, dvalue;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -61,17 +71,16 @@ template <int C> struct State {
   Eight before;           // xx of the token before
   Eight dweight, dbias, dmaa[C > 0 ? C : 1];
 
-  // Goes on to token t; its share of dmaa counts where it is the block's `own`.
-  template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool own) {
+  // Goes on to token t, the `first` of its sequence or not; its share of dmaa counts where it is the block's `own`.
+  template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool own) {
     const i64 D = args.D, j = 8 * threadIdx.x, at = t * D + j;
     direct = shifted = {};
     if (args.dxx) direct = load8(args.dxx + at);
     if (args.dd) shifted = load8(args.dd + at);
     if constexpr (C > 0) {
       const Eight xx = load8(args.xx + at);
-      const bool inner = t % args.T_;
 #pragma unroll
-      for (int n = 0; n < 8; ++n) before.x[n] = own ? (inner ? before.x[n] : 0.f) - xx.x[n] : 0.f;
+      for (int n = 0; n < 8; ++n) before.x[n] = own ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
 #pragma unroll
       for (int c = 0; c < C; ++c) {
         const Eight dmixed = load8(args.dmixed + c * args.tokens * D + at), maa = load8(args.maa + c * D + j);
@@ -93,31 +102,34 @@ template <int WARPS> struct Shared {
   float2 sums[2][WARPS];
 };
 
-template <typename T, int THREADS, class Change, int C>
+template <typename T, int THREADS, template <typename> class Change, int C>
 __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> args) {
   constexpr int WARPS = THREADS / 32;
   Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
   const i64 D = args.D, j = 8 * threadIdx.x;
   const bool inside = j < D;
-  const Tokens mine(args.each, args.tokens);
+  Tokens mine(args.each, args.tokens, args.T_);
   State<C> state = {};
-  if (inside) {
-    if (C > 0 && mine.first % args.T_) state.before = load8(args.xx + (mine.first - 1) * D + j);
-    if (mine.first < mine.last) state.load(args, mine.first, true);
+  if (inside && mine.more()) {
+    if (C > 0 && !mine.starts()) state.before = load8(args.xx + (mine.t - 1) * D + j);
+    state.load(args, mine.t, mine.starts(), true);
   }
-  for (i64 t = mine.first; t < mine.last; ++t) {
-    const i64 at = t * D + j;
-    Eight G = {}, x = {};
+  for (int parity = 0; mine.more(); mine.next(), parity ^= 1) {
+    const i64 at = mine.t * D + j;
+    Eight G = {}, x = {}, dx = {};
+    Change<T> change = {};
     float sum = 0.f, product = 0.f;
-    const float mean = args.moments[2 * t], scale = args.moments[2 * t + 1];
+    const float mean = args.moments[2 * mine.t], scale = args.moments[2 * mine.t + 1];
     if (inside) {
       x = load8(args.x + at);
       const Eight weight = load8(args.weight + j);
+      if (args.dy) dx = load8(args.dy + at);
+      change.load(args, at);
       G = state.direct;
-      const bool joined = (t + 1) % args.T_;
-      if (joined || t + 1 < mine.last) state.load(args, t + 1, t + 1 < mine.last);
+      const bool own = mine.t + 1 < mine.last;
+      if (own || !mine.ends()) state.load(args, mine.t + 1, mine.ends(), own);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) G.x[n] += joined ? state.shifted.x[n] : 0.f;
+      for (int n = 0; n < 8; ++n) G.x[n] += mine.ends() ? 0.f : state.shifted.x[n];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         x.x[n] = (x.x[n] - mean) * scale;
@@ -128,15 +140,13 @@ __global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> 
         product = fmaf(G.x[n], x.x[n], product);
       }
     }
-    const float2 sums = block_sums<WARPS>(sum, product, s.sums[(t - mine.first) & 1]);
+    const float2 sums = block_sums<WARPS>(sum, product, s.sums[parity]);
     if (!inside) continue;
-    Eight dx = {};
-    if (args.dy) dx = load8(args.dy + at);
 #pragma unroll
     for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - x.x[n] * (sums.y / D));
     store8(args.dx + at, dx);
     dropped(dx, args.drop, at);
-    Change::pull(args, at, dx);
+    change.pull(args, at, dx);
   }
   if (!inside) return;
   float* parts = args.parts + blockIdx.x * (2 + C) * D + j;

@@ -18,7 +18,7 @@ class Nccl:
 
     `host`, such as an `Mpi` or a `Sockets`, carries what the ranks agree by, and NCCL's first greeting. Messages are
     enqueued on the engine's own stream, which waits for the current one and for which the current one waits when the
-    result is used: the host never does, and a call can be captured into a CUDA graph.
+    result is used: the host never does.
 
     NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds the communicator is aborted, and
     stderr says so: what has been computed from it is worthless, and the engine's next use raises `RankLost`.

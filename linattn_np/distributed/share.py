@@ -149,6 +149,8 @@ class Share:
         """What a call of the segment takes as states: `known` of the sequence that crosses, else rows of `parts`."""
         if crossing is None and parts is None:
             return None
+        if crossing is not None and not self.packed:
+            return tuple(known) if len(known) > 1 else known[0]
         states = []
         for number, shape in enumerate(self.recurrence.state_shapes(self.rows * (len(segment.pieces) or 1))):
             states.append(self.empty(shape))

@@ -150,13 +150,14 @@ def of_models():
 def of_training():
     for T in CTYPES:
         for cls in (
-            training.MixForward,
             training.GatedNormForward,
             training.LogDecayForward,
             training.CrossEntropy,
             training.AdamW,
         ):
             yield cls(T)
+        for C in training.MixForward.MIXES:
+            yield training.MixForward(T, C)
         for kind in training.ActivationForward.KINDS:
             yield training.ActivationForward(kind, T)
             yield training.ActivationBackward(kind, T)

@@ -13,7 +13,7 @@ import numpy as np
 from .arguments import integers, pointers, reals, structs
 from .kernel import Kernel
 
-WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512)  # threads of a block that has a token's channels
+WIDTHS = (32, 64, 96, 128, 192, 256)  # threads of a block that has a token's channels
 MOST_CHANNELS = 8 * WIDTHS[-1]
 HEADS = (8, 16, 32, 64, 128, 256)  # channels of a head that neighbouring lanes can share
 DROPOUT = structs("drop", 1, (*pointers("seeds"), *integers("site"), *reals("rate")))
@@ -72,14 +72,22 @@ class AddNorm(OfTokens):
         return 2 * 8 * self.THREADS // 32
 
 
+@dataclass(frozen=True)
 class MixForward(Elementwise):
     file = "training/mix_forward"
-    arguments = (*pointers("xx maa m mixed"), *integers("tokens T_ D C"))
+    arguments = (*pointers("xx maa m mixed"), *integers("tokens T_ D"))
+    MIXES: ClassVar[tuple[int, ...]] = (1, 2, 5)
+    C: int
 
 
 class MixBackward(OfTokens):
     file = "training/mix_backward"
     arguments = (*pointers("dmixed m maa xx dxx dd parts"), *integers("tokens T_ D each"))
+    shared = ("Shared<{THREADS}>",)
+
+    @property
+    def shared_bytes(self):
+        return 4 * 5 * 8 * self.THREADS
 
 
 @dataclass(frozen=True)

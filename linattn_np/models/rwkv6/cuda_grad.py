@@ -258,7 +258,8 @@ class Step:
 
     def mix(self, xx, maa, m=None):
         """xx + d (maa + m), [n, tokens, D] for maa [n, D]."""
-        mixed, kernel = self.empty(*maa.shape[:-1], self.tokens, self.D), kernels.MixForward(self.T)
+        mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
+        kernel = kernels.MixForward(self.T, maa.size // self.D)
         self.launch(
             kernel,
             self.elementwise(kernel),
@@ -269,7 +270,6 @@ class Step:
             tokens=self.tokens,
             T_=self.context,
             D=self.D,
-            C=mixed.size // xx.size,
         )
         return mixed
 
