@@ -91,8 +91,8 @@ class Training:
     kind : a class with the face of `Trainable`
         What is trained.
     recompute : bool
-        On CUDA, whether a layer's activations are computed again for its gradients: a fifth less speed for a quarter of
-        the memory.
+        On CUDA, whether a layer's activations are computed again for its gradients: a quarter less speed for two fifths
+        of the memory.
     ranks : as `ranks.OneProcess`
         Who learns from a part of each batch: `linattn_np.distributed.DataParallel` for several processes.
 
