@@ -4,16 +4,18 @@
     torchrun --nproc-per-node 4 benchmarks/cards.py --device cuda
     python benchmarks/cards.py --threads 4 --device cuda                            one process with four cards
     mpiexec -n 2 python benchmarks/cards.py --tokens 2048 --total 4096 --dim 32     NumPy ranks
+    python benchmarks/cards.py --plot rows.json                                     draws such rows into rows.png
 
 A row's figures:
 
-    ms          of the slowest rank, the median of several calls, all ranks beginning together. Of a backward pass the
-                pullback's alone
+    ms          of a call, on the slowest rank: the median of several times a few calls in a row, all ranks beginning
+                together. Of a backward pass the pullback's alone
     one_ms      the same of `linattn_np`'s operator on one rank, the others at rest: with as many tokens as a rank has
                 (weak), or with all tokens (strong)
     efficiency  one_ms / ms (weak), or one_ms / ms / ranks (strong)
     sent        bytes that a rank sends to each other rank in a call
-    error       relative, of all ranks' results, or gradients, at 100 tokens a rank, against float64 token by token
+    error       relative, of all ranks' results, or gradients, of two heads at 100 tokens a rank, against float64 token
+                by token
 
 Gates are as trained RWKV-6 models have them: a channel's own strength, a median of 0.05 nats a token and one in a
 hundred above 3. Efficiency says something of cards, where every rank has its own; NumPy ranks share a host's cores.
@@ -37,7 +39,9 @@ from linattn_np.arrays import BFLOAT16
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 OPERATORS = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
 SAMPLES = 5
+CALLS = 4  # one after another in a sample: the host may run ahead, as it does in a model
 CHECKED = 100  # tokens a rank
+DRAWN = 4096  # tokens of random numbers, repeated in longer sequences: 10^10 of them would take minutes
 
 
 class Counted:
@@ -90,13 +94,28 @@ class Bench:
     def put(self, arrays):
         return [self.device.xp.asarray(x.astype(self.dtype)) for x in arrays]
 
+    def long(self, op, seed, tokens):
+        """Arrays of a call in the benchmark's dtype, where it computes: `DRAWN` tokens again and again."""
+        drawn = draw(op, np.random.default_rng(seed), min(tokens, DRAWN), self.options.heads, self.options.dim)
+        return [self.repeated(x, tokens) if x.ndim > 2 else x for x in self.put(drawn)]
+
+    def repeated(self, x, tokens):
+        block = self.device.xp.ascontiguousarray(x.swapaxes(1, 2))
+        whole = self.device.xp.empty((1, tokens, *block.shape[2:]), block.dtype)
+        for start in range(0, tokens, DRAWN):
+            part = whole[:, start : start + DRAWN]
+            part[...] = block[:, : part.shape[1]]
+        return whole.swapaxes(1, 2)
+
     def rows(self):
         for op in self.options.ops:
             errors = self.errors(op)
-            for scaling, tokens, of_one in (
-                ("weak", self.options.tokens, self.options.tokens),
-                ("strong", self.options.total // self.comm.size, self.options.total),
-            ):
+            tokens_of = {
+                "weak": (self.options.tokens, self.options.tokens),
+                "strong": (self.options.total // self.comm.size, self.options.total),
+            }
+            for scaling in self.options.scaling:
+                tokens, of_one = tokens_of[scaling]
                 times = self.times(op, tokens, of_one)
                 for kind, (ms, one_ms, sent) in times.items():
                     shared = self.comm.size if scaling == "strong" else 1
@@ -118,8 +137,7 @@ class Bench:
 
     def times(self, op, tokens, of_one):
         """{pass: (ms on all ranks, ms on one, bytes sent)}."""
-        rng = np.random.default_rng(self.comm.rank)
-        own = self.put(draw(op, rng, tokens, self.options.heads, self.options.dim))
+        own = self.long(op, self.comm.rank, tokens)
         if op == "rwkv6":  # u is everyone's
             own[4] = self.put([np.ones(own[4].shape)])[0]
         function, single = getattr(distributed, op), getattr(linattn_np, op)
@@ -140,7 +158,7 @@ class Bench:
         return found
 
     def one(self, single, op, tokens, kind):
-        arrays = self.put(draw(op, np.random.default_rng(0), tokens, self.options.heads, self.options.dim))
+        arrays = self.long(op, 0, tokens)
         if kind == "forward":
             call = partial(single, *arrays)
         else:
@@ -156,14 +174,16 @@ class Bench:
             if together:
                 self.comm.together(0)
             start = time.perf_counter()
-            call()
+            for _ in range(CALLS):
+                call()
             self.device.wait()
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append((time.perf_counter() - start) * 1e3 / CALLS)
         return statistics.median(times)
 
     def errors(self, op):
         """{pass: the largest relative error of any rank}."""
-        whole = draw(op, np.random.default_rng(0), CHECKED * self.comm.size, self.options.heads, self.options.dim)
+        heads = min(self.options.heads, 2)
+        whole = draw(op, np.random.default_rng(0), CHECKED * self.comm.size, heads, self.options.dim)
         part = slice(CHECKED * self.comm.rank, CHECKED * (self.comm.rank + 1))
         own = self.put([x[:, :, part] if x.ndim > 2 else x for x in whole])
         o, pullback = distributed.vjp(getattr(distributed, op), *own, comm=self.comm)
@@ -192,18 +212,52 @@ def show(row):
     )
 
 
+def plot(path):
+    """Efficiency by operator, pass and scaling, a colour for each number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = json.loads(path.read_text())
+    cases = {}
+    for row in found["rows"]:
+        case = f"{row['op']} {row['pass']}\n{row['scaling']}, {row['tokens']:,} tokens a rank"
+        cases.setdefault(case, {})[row["ranks"]] = row["efficiency"]
+    (shape,) = {f"{row['dtype']}, H {row['H']}, D {row['D']}" for row in found["rows"]}
+    ranks = sorted({count for case in cases.values() for count in case})
+    image, axis = plt.subplots(figsize=(8, 0.5 + 0.45 * len(cases) * len(ranks)), layout="constrained")
+    height = 0.8 / len(ranks)
+    for place, count in enumerate(ranks):
+        at = [y + place * height for y, case in enumerate(cases.values()) if count in case]
+        widths = [100 * case[count] for case in cases.values() if count in case]
+        axis.bar_label(axis.barh(at, widths, height, label=f"{count} ranks"), fmt="%.0f %%", padding=3)
+    axis.set_yticks([y + 0.4 - height / 2 for y in range(len(cases))], cases)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 112)
+    axis.set_xlabel(f"efficiency against one card, %: {found['meta']['card']}, {shape}, trained gates")
+    axis.legend(loc="lower right", frameon=False)
+    image.savefig(path.with_suffix(".png"), dpi=130)
+    plt.close(image)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="ranks that are threads of this process, on a card each")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=["gla", "rwkv6"])
+    parser.add_argument("--scaling", nargs="+", choices=("weak", "strong"), default=["weak", "strong"])
     parser.add_argument("--tokens", type=int, default=131_072, help="a rank, for weak scaling")
     parser.add_argument("--total", type=int, default=1_048_576, help="of all ranks, for strong scaling")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128, help="K and V")
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on cards, float32 on the CPU by default")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--plot", type=Path, metavar="ROWS", help="draw the rows of such a file, and run nothing")
     options = parser.parse_args()
+    if options.plot:
+        plot(options.plot)
+        return
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
 
     def work(comm):

@@ -1,6 +1,8 @@
 """Trains a byte-level RWKV-6 on a text, as `linattn-np train` does, with the package's own gradients. No torch, no JAX.
 
     python examples/train_rwkv6.py --text novel.txt --out novel
+    mpiexec -n 4 python examples/train_rwkv6.py --text novel.txt --out novel        four processes, with a card each
+    torchrun --nproc-per-node 4 examples/train_rwkv6.py --text novel.txt --out novel
     python examples/rwkv6_decode.py --model novel/model.safetensors --prompt "Emma was"
 
 In a program of your own it is as short:

@@ -6,6 +6,7 @@ from .doubts import LinattnWarning
 from .errors import ContractError, ContractTypeError, NotSupported
 from .explanation import Explanation, explain, warm_up
 from .ops import OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention
+from .precisions import precision
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "vjp",
     "explain",
     "warm_up",
+    "precision",
     "layers",
     "stages",
     "OPS",

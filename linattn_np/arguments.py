@@ -53,7 +53,8 @@ class Declaration:
         """`x` as a NumPy or CuPy array over the same memory, and whose it was."""
         whose = array_kinds.kind(x)
         if whose is None:
-            self.refuse(name, f"is a {kind_of(x)}, expected an array", ContractTypeError)
+            way_out = f": np.asarray({name}) is one" if isinstance(x, (list, tuple, int, float, np.generic)) else ""
+            self.refuse(name, f"is a {kind_of(x)}, expected an array{way_out}", ContractTypeError)
         if obstacle := foreign.obstacle(x, whose, self.name):
             self.refuse(name, obstacle, ContractTypeError)
         try:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .dispatch import backend_module, split_to_fit
 from .grouped import added, beside, callers, cotangents, has_columns
 from .ops import declaration
 from .typing import Array, Backend, Pullback
-from .views import array_to_backend, callers_sizes, in_kind, state_to_backend, states_to_caller, to_caller, with_output
+from .views import (
+    array_to_backend,
+    callers_sizes,
+    in_kind,
+    state_to_backend,
+    state_to_caller,
+    states_to_caller,
+    to_caller,
+    with_output,
+)
 
 
 def vjp(
@@ -41,21 +51,27 @@ def vjp(
     >>> bool(np.allclose((dv * v).sum(), o.sum()))         # o is linear in v
     True
     """
+    return resumed(op, arrays, arguments | {"backend": backend})
+
+
+def resumed(op, arrays, arguments, kept=()):
+    """`vjp`, which goes on from what `dispatch.summarise` kept."""
+    backend, arguments = arguments["backend"], {name: x for name, x in arguments.items() if name != "backend"}
     problem = bind(op, arrays, arguments)
     name, shares = split_to_fit(problem, backend)
-    done = [backend_module(name).vjp(with_output(share)) for share in shares]
+    done = [backend_module(name).vjp(with_output(share), *([kept] if kept else [])) for share in shares]
     o, final_state = together([result for result, _ in done], problem)
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
         result = (result, states_to_caller(problem, final_state))
-    return result, checked(problem, [pull for _, pull in done])
+    return result, Checked(problem, [pull for _, pull in done])
 
 
 def pullback(op, *arrays, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
     name, shares = split_to_fit(problem, backend)
-    return checked(problem, [backend_module(name).pullback(share) for share in shares])
+    return Checked(problem, [backend_module(name).pullback(share) for share in shares])
 
 
 def bind(op, arrays, arguments):
@@ -95,11 +111,19 @@ def pulled(pulls, problem, do, dht):
     return gradients, tuple(joined(parts, axes) for parts, axes in zip(zip(*initial), op.state))
 
 
-def checked(problem, pulls):
+class Checked:
     """The pullbacks of a problem's shares as the caller's: of any arrays that fit, and with results in kind."""
 
-    def pullback(do, dht=None):
-        declared = problem.op
+    def __init__(self, problem, pulls):
+        self.problem, self.pulls = problem, pulls
+
+    def __call__(self, do, dht=None):
+        return self.resumed(do, dht)
+
+    def resumed(self, do, dht, kept=()):
+        """The gradients; what `summarise` kept of the same `do` spares them the same work."""
+        problem, declared = self.problem, self.problem.op
+        pulls = [partial(self.pulls[0], kept=kept)] if kept else self.pulls
         gradients, initial = pulled(
             pulls, problem, cotangent("do", do, declared.out, problem), final_cotangent(dht, problem)
         )
@@ -111,7 +135,15 @@ def checked(problem, pulls):
             return result
         return (*result, states_to_caller(problem, initial))
 
-    return pullback
+    def summarise(self, do):
+        """(the initial state's gradient for a dht of zero, decays as the backend has them, kept), or None where that
+        takes all of a pullback."""
+        problem, summary = self.problem, getattr(self.pulls[0], "summarise", None)
+        found = summary(cotangent("do", do, problem.op.out, problem)) if summary and len(self.pulls) == 1 else None
+        if found is None:
+            return None
+        (own, decays), kept = found
+        return tuple(state_to_caller(problem, part, axes) for part, axes in zip(own, problem.op.state)), decays, kept
 
 
 def cotangent(name, x, axes, problem):

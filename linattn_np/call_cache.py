@@ -7,6 +7,7 @@ import numpy as np
 from . import arrays as array_kinds
 from .caches import Cache
 from .layouts import swap_heads
+from .precisions import current
 from .problem import Problem
 
 ARRAYS = ("initial_state", "state", "out", "mask")  # arguments that are arrays
@@ -46,7 +47,7 @@ def call_key(op, inputs, arguments):
         if found is None:
             return None, addresses
         seen.append(found)
-    return (op, *arguments, *seen), addresses
+    return (op, current(), *arguments, *seen), addresses
 
 
 def exactly(x):

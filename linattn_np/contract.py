@@ -17,6 +17,7 @@ from .arguments import Declaration, is_int, is_real
 from .call_cache import MEMOS, call_key, weight, with_arrays, without_arrays
 from .errors import ContractTypeError
 from .layouts import LAYOUTS, in_layout, swap_heads
+from .precisions import PRECISIONS, current
 from .problem import Problem, compute_dtype
 from .views import copied_arrays, is_transformed, to_backend
 from .wording import kind_of, shown
@@ -65,6 +66,7 @@ class Op(Declaration):
         state_v_first=False,
         chunk_size=None,
         materialize=None,
+        precision=None,
         out=None,
         gradient=False,
         **options,
@@ -101,6 +103,7 @@ class Op(Declaration):
             mode=mode,
             chunk_size=chunk_size,
             materialize=materialize,
+            precision=self.one_of("precision", precision, (None, *PRECISIONS)) or current(),
             scale=self.scale(scale, sizes, dtype),
             initial_state=initial_state,
             output_final_state=self.flag("output_final_state", output_final_state),
@@ -194,7 +197,9 @@ class Op(Declaration):
             if view.dtype not in array_kinds.FLOATS:
                 self.refuse(
                     name,
-                    f"has dtype {view.dtype}, expected one of " + ", ".join(str(f) for f in array_kinds.FLOATS),
+                    f"has dtype {view.dtype}, expected one of "
+                    + ", ".join(str(f) for f in array_kinds.FLOATS)
+                    + (f": {name}.astype(np.float32) is one" if view.dtype.kind in "biuf" else ""),
                     ContractTypeError,
                 )
         dtype = next(view.dtype for name, view in views.items() if name not in self.gates + self.computed)
@@ -204,9 +209,11 @@ class Op(Declaration):
             if name in self.computed:
                 allowed = {dtype if dtype == np.float64 else single}
             if view.dtype not in allowed:
+                way_out = str(dtype if dtype in allowed else single)
                 self.refuse(
                     name,
-                    f"has dtype {view.dtype}, expected " + " or ".join(sorted(map(str, allowed))),
+                    f"has dtype {view.dtype}, expected {' or '.join(sorted(map(str, allowed)))}: "
+                    f"{name}.astype({way_out!r}) is one",
                     ContractTypeError,
                 )
         return dtype

@@ -7,6 +7,10 @@ is a package under `backends/` with
     run(problem)                            native results: (o, final state parts or None); a step's o; a stage's result
     vjp(problem)                            ((o, final state parts or None), pullback), where why_not allows a gradient
     pullback(problem)                       the second of these, for callers that want no result
+    summarise(problem)                      where there is one: ((final state from zero, decays or None), kept) without
+                                            an o, or None; `kept`, not empty, is a second argument of `run` and `vjp`
+                                            that spares a call on the same tokens the same work
+    KEEPS                                   True where it ever keeps anything
     describe(problem) -> dict               kernels, tiles and copies, for `explain`
 """
 
@@ -18,7 +22,7 @@ from importlib import import_module
 from .contract import Op
 from .errors import NotSupported
 from .problem import Problem
-from .views import in_kind, split_value_heads, states_to_caller, to_caller, with_output
+from .views import in_kind, split_value_heads, state_to_caller, states_to_caller, to_caller, with_output
 
 ORDER = ("numpy", "cupy", "numba")
 
@@ -63,12 +67,29 @@ def split_to_fit(problem: Problem, backend: str = "auto") -> tuple[str, list[Pro
     raise refusals[0]
 
 
-def call(op: Op, arrays, *, backend="auto", **arguments):
+def call(op: Op, arrays, *, backend="auto", kept=(), **arguments):
     """An operator's whole path: bind, choose, run, and hand back what the caller's library would."""
     problem = op.bind(arrays, **arguments)
-    o, final_state = backend_module(choose(problem, backend)).run(with_output(problem))
+    o, final_state = backend_module(choose(problem, backend)).run(with_output(problem), *([kept] if kept else []))
     o = handed_out(problem, to_caller(problem, o, op.out), arguments.get("out"))
     return (o, states_to_caller(problem, final_state)) if problem.output_final_state else o
+
+
+def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **arguments):
+    """(the final state's parts from zero, decays as the backend has them or None, kept) of a call, without its o.
+
+    None where a backend has nothing cheaper than the call itself, and with `ahead`, where nobody asks for the state,
+    where it would keep nothing. `kept` is for `call`, or with `gradient` for `vjp`, on the same arrays.
+    """
+    problem = op.bind(arrays, gradient=gradient, **arguments)
+    name, shares = split_to_fit(problem, backend)
+    module = backend_module(name)
+    possible = hasattr(module, "summarise") and len(shares) == 1 and (getattr(module, "KEEPS", False) or not ahead)
+    found = module.summarise(problem) if possible else None
+    if found is None:
+        return None
+    (final, decays), kept = found
+    return tuple(state_to_caller(problem, part, axes) for part, axes in zip(final, problem.op.state)), decays, kept
 
 
 def handed_out(problem: Problem, o, out):

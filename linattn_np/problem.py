@@ -34,6 +34,7 @@ class Problem:
     mode: str
     chunk_size: int | None
     materialize: bool | None
+    precision: str  # of products of float32 arrays: one of `precisions.PRECISIONS`
     scale: float
     initial_state: tuple | None
     output_final_state: bool

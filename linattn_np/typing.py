@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 Layout: TypeAlias = Literal["bhtd", "bthd"]
 Mode: TypeAlias = Literal["auto", "recurrent", "chunk", "staged", "parallel"]
+Precision: TypeAlias = Literal["float32", "tf32"]
 Backend: TypeAlias = Literal["auto", "numpy", "cupy", "numba"]
 Integers: TypeAlias = Sequence[int] | np.ndarray  # on the host
 Result: TypeAlias = Any  # an array of the caller's library; its dtype may be another than that of the inputs
@@ -50,6 +51,7 @@ class Options(TypedDict, total=False):
     mode: Mode
     chunk_size: int | None
     materialize: bool | None
+    precision: Precision | None
     backend: Backend
     out: Array | None
 

@@ -58,6 +58,11 @@ class Spans:
         starts = np.minimum(starts, self.bounds[1:, None])
         return Spans(np.append(starts.ravel(), self.bounds[-1]))
 
+    def framed(self, count: int) -> Spans:
+        """Every `count` ranges between two empty ones."""
+        starts, ends = self.bounds[:-1].reshape(-1, count), self.bounds[count::count]
+        return Spans(np.append(np.column_stack([starts[:, 0], starts, ends]).ravel(), self.bounds[-1]))
+
 
 def parse(cu_seqlens, total: int) -> Spans:
     """Checks host integers [N+1] against the packed length; ValueError says what is wrong."""

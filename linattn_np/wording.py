@@ -17,7 +17,7 @@ def kind_of(x) -> str:
 
 def shown(x) -> str:
     """`x` as Python writes it, shortened to a line; of an array its shape and dtype."""
-    if getattr(x, "shape", ()) and hasattr(x, "dtype"):
+    if not isinstance(x, type) and getattr(x, "shape", ()) and hasattr(x, "dtype"):
         return f"a {kind_of(x)} {tuple(x.shape)} of {x.dtype}"
     try:
         text = " ".join(short.repr(x).split())

@@ -40,8 +40,9 @@ class Backend:
     def __init__(self, name):
         self.name = name
 
-    def takes(self, op, mode, dtype):
-        return mode in self.modes[op.name] and dtype in self.dtypes
+    @classmethod
+    def takes(cls, op, mode, dtype):
+        return mode in cls.modes[op.name] and dtype in cls.dtypes
 
     def asarray(self, host):
         return host
@@ -72,8 +73,11 @@ class Kernels(Backend):
     dtypes = (SINGLE, HALF, BFLOAT16)
     gradients = True
 
-    def takes(self, op, mode, dtype):
-        """Softmax attention is for half data alone, and test_softmax_attention tests it."""
+    @classmethod
+    def takes(cls, op, mode, dtype):
+        """Softmax attention is for half data alone, and test_softmax_attention tests it; float64 goes by token."""
+        if dtype == DOUBLE:
+            return mode == "recurrent" and mode in cls.modes[op.name]
         return op.name == "softmax_attention" and dtype.itemsize == 2 or super().takes(op, mode, dtype)
 
 
@@ -90,21 +94,35 @@ class Emulated(Kernels):
 
         self.device = EmulatedDevice(self.capability)
         sys.modules[f"linattn_np.backends.{name}"] = SimpleNamespace(
-            why_not=cupy.unsupported, run=lambda problem: self.results(problem)[0], vjp=self.vjp
+            why_not=cupy.unsupported,
+            run=lambda problem, kept=(): self.results(problem, kept)[0],
+            vjp=self.vjp,
+            summarise=self.summarise,
+            KEEPS=True,
         )
 
-    def results(self, problem):
+    def results(self, problem, kept=()):
         """(results, what the pullback needs besides), of a plan of this call alone."""
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device)
+        return execute.run(PLANNERS[problem.op], problem.replace(memo=None), self.device, kept)
 
-    def vjp(self, problem):
+    def summarise(self, problem):
         from linattn_np.backends.cupy import PLANNERS, execute
 
-        result, saved = self.results(problem)
-        again = problem.replace(memo=None)
-        return result, lambda do, dht: execute.pull(PLANNERS[problem.op], again, self.device, do, dht, saved)
+        return execute.summarise(PLANNERS[problem.op], problem.replace(memo=None), self.device)
+
+    def vjp(self, problem, kept=()):
+        from linattn_np.backends.cupy import PLANNERS, execute
+
+        result, saved = self.results(problem, kept)
+        given = PLANNERS[problem.op], problem.replace(memo=None), self.device
+
+        def pull(do, dht, kept=()):
+            return execute.pull(*given, do, dht, saved, kept)
+
+        pull.summarise = lambda do: execute.summarise_vjp(*given, do, saved)
+        return result, pull
 
     def run(self, function, *arrays, **arguments):
         with self.in_dispatch():

@@ -59,6 +59,16 @@ def messages(comm):
             if comm.rank % 2 == 0:
                 comm.recv(y, before)
             assert (y == before).all()
+    waits = [comm.all_gather(np.full(size, 10 * size + comm.rank)) for size in (1, 2, 3)]
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    if comm.rank % 2 == 0:
+        comm.send(np.array([comm.rank]), after)
+    comm.recv(own := np.empty(1, np.int64), before)
+    if comm.rank % 2:
+        comm.send(np.array([comm.rank]), after)
+    assert own == before
+    for size, wait in reversed(list(enumerate(waits, 1))):  # in any order
+        assert (wait() == 10 * size + np.arange(comm.size)[:, None]).all()
     say(f"rank {comm.rank} of {comm.size}: {type(comm).__name__}")
 
 

@@ -5,9 +5,10 @@
 
 --write wants a card, --check runs anywhere. --write runs every test that names a backend, the others being for any
 machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is one, and a
-hash of every file that decides what runs on a device. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later
-ones) the sanitizer reports races between warps that wait for each other's mbarriers. --check needs the standard library
-alone; it exits 0 when every hash still matches and nothing failed, and else prints why not and exits 1.
+hash of every file that decides what runs on a device. Of several cards the sanitizer has one, beside the tests. Before
+2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports races between warps that wait for each other's
+mbarriers. --check needs the standard library alone; it exits 0 when every hash still matches and nothing failed, and
+else prints why not and exits 1.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as xml
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -104,6 +106,20 @@ def counts(report) -> dict[str, float]:
     }
 
 
+def on_card(place) -> dict[str, str]:
+    """An environment with one of the visible cards: tests have the first, the sanitizer the last."""
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = [str(n) for n in range(card_count())] if cards is None else cards.split(",")
+    return os.environ | ({"CUDA_VISIBLE_DEVICES": cards[place]} if len(cards) > 1 else {})
+
+
+@cache
+def card_count() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("UUID")
+
+
 def run_tests(root, backend, workers, more) -> dict[str, float]:
     """The tests that name one backend; a run that leaves no report, or ends ill beside a good one, counts as failed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +138,7 @@ def run_tests(root, backend, workers, more) -> dict[str, float]:
         ]
         if workers > 1:
             command += ["-n", str(workers), "--dist", "loadgroup"]
-        status = subprocess.run(command, cwd=root).returncode
+        status = subprocess.run(command, cwd=root, env=on_card(0)).returncode
         found = counts(report) if report.exists() else {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
         if status and not found["failed"]:
             found["failed"] = 1
@@ -147,7 +163,7 @@ def run_sanitizer(root, sanitizer, tool) -> dict[str, float]:
     run = subprocess.run(
         command,
         cwd=root / "tests",
-        env=os.environ | {"PYTHONPATH": paths},
+        env=on_card(-1) | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         errors="replace",
@@ -208,15 +224,18 @@ def commit(root) -> str | None:
 
 def write(root, path, backends, workers, sanitizer, more) -> int:
     sources = hashes(root)
-    record = {
-        **machine(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit(root),
-        "versions": versions(),
-        "backends": {backend: run_tests(root, backend, workers, more) for backend in backends},
-        "sanitizer": sanitize(root, sanitizer),
-        "sources": sources,
-    }
+    with ThreadPoolExecutor(1) as beside:
+        sanitized = beside.submit(sanitize, root, sanitizer) if card_count() > 1 else None
+        tested = {backend: run_tests(root, backend, workers, more) for backend in backends}
+        record = {
+            **machine(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "commit": commit(root),
+            "versions": versions(),
+            "backends": tested,
+            "sanitizer": sanitized.result() if sanitized else sanitize(root, sanitizer),
+            "sources": sources,
+        }
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".part")
     fresh.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,11 +1,21 @@
-"""Compiles kernels to cubins with NVRTC from pip wheels alone: no driver, no toolkit, no header directory."""
+"""Compiles kernels with NVRTC and ptxas from pip wheels alone: no driver, no toolkit, no header directory."""
 
-import io
+import json
 import re
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
+import disk
 from cuda.bindings import nvrtc
-from cuda.core import Program, ProgramOptions
+
+OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # what CuPy compiles with
+
+# Of warpgroup products: waits inserted, products serialised, budgets ignored.
+ADVICE = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
 @dataclass(frozen=True)
@@ -14,44 +24,131 @@ class Usage:
     spilled: int  # bytes stored and loaded
 
 
-ADVICE = re.compile(
-    r"\((C75\d\d)\)([^\n]*)"
-)  # of warpgroup products: waits inserted, products serialised, budgets ignored
+@dataclass(frozen=True)
+class Ptx:
+    code: str
+    symbols: dict  # of expressions
+
+
+@cache
+def ptxas() -> str:
+    """The path of the assembler; FileNotFoundError where its wheel is not installed."""
+    try:
+        wheel = distribution("nvidia-cuda-nvcc")
+    except PackageNotFoundError:
+        raise FileNotFoundError("the wheel nvidia-cuda-nvcc is not installed") from None
+    (path,) = (file for file in wheel.files if file.name == "ptxas")
+    return str(wheel.locate_file(path))
+
+
+@cache
+def versions() -> str:
+    """Of the translator and the assembler."""
+    assembler = subprocess.run([ptxas(), "--version"], capture_output=True, text=True, check=True).stdout
+    return f"{release()}\n{assembler}"
+
+
+def release() -> tuple[int, int]:
+    """NVRTC's."""
+    status, major, minor = nvrtc.nvrtcVersion()
+    return major, minor
+
+
+def translate(text, expressions, arch, *options) -> Ptx:
+    """PTX of some instances of one program, for the virtual `arch`, such as compute_80; RuntimeError with the
+    compiler's log where it refuses.
+    """
+    program, _ = _compiled(text, expressions, f"-arch={arch}", *options)
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    code = bytearray(size)
+    nvrtc.nvrtcGetPTX(program, code)
+    symbols = {}
+    for expression in expressions:
+        _, symbol = nvrtc.nvrtcGetLoweredName(program, expression.encode())
+        symbols[expression] = symbol.decode()
+    nvrtc.nvrtcDestroyProgram(program)
+    return Ptx(code.rstrip(b"\0").decode(), symbols)
+
+
+def assemble(ptx, arch, expressions=None) -> dict[str, Usage]:
+    """What these instances, or all, use on `arch`; RuntimeError where the assembler refuses or advises."""
+    asked = expressions or list(ptx.symbols)
+    entries = [word for expression in asked if expressions for word in ("--entry", ptx.symbols[expression])]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernels.ptx"
+        source.write_text(ptx.code)
+        command = [ptxas(), "-v", f"-arch={arch}", *entries, "-o", str(Path(folder) / "kernels.cubin"), str(source)]
+        result = subprocess.run(command, capture_output=True, text=True)
+    log = result.stdout + result.stderr
+    if result.returncode:
+        raise RuntimeError(log)
+    return _usages(log, {expression: ptx.symbols[expression] for expression in asked})
 
 
 def compile_text(text, expressions, arch) -> dict[str, Usage]:
-    """What each instantiation of one program uses on `arch`, with the options CuPy compiles it with.
+    """What each instance of one program uses on `arch`, translated and assembled by NVRTC as CuPy asks it to."""
+    program, log = _compiled(text, expressions, f"-arch={arch}", "--ptxas-options=-v")
+    symbols = {name: nvrtc.nvrtcGetLoweredName(program, name.encode())[1].decode() for name in expressions}
+    nvrtc.nvrtcDestroyProgram(program)
+    return _usages(log, symbols)
 
-    RuntimeError where the assembler says that warpgroup products will not run as they are written.
+
+def measured(text, expressions, targets) -> dict[str, dict[str, Usage]]:
+    """What instances of one program use, by target and expression: `targets` has, for each virtual architecture to
+    translate for, the real ones to assemble for and the expressions that are asked of them.
+
+    Read from the disk where the same text was compiled before by the same compiler.
     """
-    options = ProgramOptions(arch=arch, std="c++17", ftz=True, ptxas_options=["-v"])
-    log = io.StringIO()
-    code = Program(text, "c++", options).compile("cubin", name_expressions=expressions, logs=log)
-    if advice := ADVICE.findall(log.getvalue()):
-        raise RuntimeError("\n".join(code + text for code, text in advice))
-    usage = _usage_by_symbol(log.getvalue())
-    return {expression: usage[code.symbol_mapping[expression].decode()] for expression in expressions}
+    stored = disk.folder("compiled") / f"{disk.key(versions(), *OPTIONS, text, json.dumps(targets))}.json"
+    if stored.exists():
+        known = json.loads(stored.read_text())
+        return {arch: {name: Usage(*sizes) for name, sizes in found.items()} for arch, found in known.items()}
+    usage = {}
+    for virtual, cards in targets.items():
+        ptx = translate(text, [name for name in expressions if any(name in asked for asked in cards.values())], virtual)
+        usage |= {arch: assemble(ptx, arch, asked) for arch, asked in cards.items()}
+    sizes = {a: {name: (u.registers, u.spilled) for name, u in found.items()} for a, found in usage.items()}
+    disk.write(stored, json.dumps(sizes))
+    return usage
 
 
-def translate_text(text, expressions, arch):
-    """Compiles without optimising or assembling; RuntimeError with the compiler's log where it refuses."""
-    options = ["-std=c++17", "-G", f"-arch={arch.replace('sm', 'compute')}"]
+def same_on(text, expressions, virtual, other):
+    """Whether the compiler's front end makes the same functions of a program for two virtual architectures: only then
+    does the code, or a header, not ask which one it is.
+    """
+    return len({_functions(translate(text, expressions, arch, "-G").code) for arch in (virtual, other)}) == 1
+
+
+def _functions(code):
+    """PTX without what names the target or the place in the source: from the first function to the debugger's data."""
+    lines = code[code.index(".entry") :].split(".section", 1)[0].splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith((".loc", ".file", "//")))
+
+
+def _compiled(text, expressions, *options):
+    """(the program, the compiler's log)."""
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"", 0, [], [])
     for expression in expressions:
         nvrtc.nvrtcAddNameExpression(program, expression.encode())
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    every = [option.encode() for option in (*OPTIONS, *options)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(every), every)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = bytearray(size)
     nvrtc.nvrtcGetProgramLog(program, log)
-    nvrtc.nvrtcDestroyProgram(program)
+    log = log.rstrip(b"\0").decode()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(log.decode())
+        nvrtc.nvrtcDestroyProgram(program)
+        raise RuntimeError(log)
+    return program, log
 
 
-def _usage_by_symbol(log):
+def _usages(log, symbols):
+    """From the assembler's log. RuntimeError where it says that warpgroup products will not run as they are written."""
+    if advice := ADVICE.findall(log):
+        raise RuntimeError("\n".join(advice))
     found = {}
     for entry in log.split("Compiling entry function '")[1:]:
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         registers = re.search(r"Used (\d+) registers", entry)
         found[entry.split("'", 1)[0]] = Usage(int(registers[1]), int(spills[1]) + int(spills[2]))
-    return found
+    return {expression: found[symbol] for expression, symbol in symbols.items()}

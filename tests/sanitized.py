@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 from reference import draw, draw_states
 from test_decode_kernels import SMALL, synthetic
+from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
 from linattn_np.arrays import BFLOAT16
@@ -31,7 +32,7 @@ from linattn_np.declarations import RWKV6 as RWKV6_OP
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
-HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32))
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
 PACKED = [0, 5, 5, 70, 133]
 OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
@@ -76,6 +77,9 @@ FAMILY = (  # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 64, 64), BFLOAT16, {}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 40, 20, 9), BFLOAT16, {"feature_map": "elu", "normalize": True}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}),
+    (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 20, 9), DOUBLE, {"feature_map": "elu", "normalize": True}),
+    (simple_gla, SIMPLE_GLA, (1, 2, 133, 20, 300), DOUBLE, {"cu_seqlens": PACKED}),
+    (rwkv6, RWKV6_OP, (2, 2, 70, 20, 300), DOUBLE, {}),
     (linear_attention, LINEAR_ATTENTION, (1, 66, 70, 128, 128), BFLOAT16, {"feature_map": "relu"}),
 )  # dq apart
 STEPS = (  # B H K V, dtype, the state's dtype, slots or None
@@ -161,6 +165,13 @@ def prompts(rng, as_filled):
         yield as_filled(model.forward, rng.integers(0, SMALL["V"], (1, 9)), cu_seqlens=[0, 3, 4, 9])
 
 
+def trainings(rng, as_filled, device):
+    """Gradients of a model, its activations kept and recomputed; a step of AdamW."""
+    for dtype, recompute in ((SINGLE, False), (BFLOAT16, True)):
+        yield as_filled(on_device, device, dtype, *model(rng, (2, 11)), SEEDS, 0.3, recompute)
+        yield adamw(device, dtype, rng.random((4, 808), np.float32), 400, 0.01, 0.99, 3)
+
+
 def calls(rng, run, as_older, as_filled, device):
     """`as_older`: `run` as on a card before Hopper; `as_filled`: any function, with something in every array before
     it is written."""
@@ -174,6 +185,7 @@ def calls(rng, run, as_older, as_filled, device):
         steps(rng, run),
         decoding(rng, device),
         prompts(rng, as_filled),
+        trainings(rng, as_filled, device),
     )
 
 

@@ -11,6 +11,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_close
 
@@ -18,7 +19,10 @@ from linattn_np import ContractError
 from linattn_np.interop import jax as interop
 
 jax.config.update("jax_enable_x64", True)
-MESH = jax.make_mesh((4,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+MESH, EXPLICIT = (
+    jax.make_mesh((4,), ("devices",), axis_types=(kind,))
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+)
 B, H, T, K, V = 4, 4, 24, 5, 3
 
 
@@ -134,6 +138,48 @@ def over_batch_and_heads(name, rng, axis, spec, check):
     compare(f"{name} over {axis}{'' if check else ' unchecked'}", found, loss(calls(name), weights)(*inputs))
 
 
+def put(inputs, specs, mesh):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(inputs, specs, strict=True)]
+
+
+def under_jit(name, rng, axis, spec):
+    """Cut arrays as their types say it: no device is sent another one's, and results are cut likewise."""
+    inputs = draw(name, rng)
+    weights = rng.standard_normal((B, H, T, V)), rng.standard_normal((B, H, K, V))
+    u = (P("devices") if axis == "heads" else P(),) * (name == "rwkv6")
+    given = put(inputs, (*(spec,) * (len(inputs) - 1 - len(u)), *u, spec), EXPLICIT)
+    function = loss(calls(name), weights)
+    assert "all-gather" not in function.lower(*given).compile().as_text()
+    o, _ = jax.jit(lambda *inputs: calls(name)(*inputs))(*given)
+    assert o.sharding.is_equivalent_to(NamedSharding(EXPLICIT, spec), 4)
+    compare(f"{name} under jit over {axis}", function(*given), function(*inputs))
+
+
+def cut_as_they_are(rng):
+    """Outside of jit on any mesh; [B, T, H, ...], grouped value heads and states [N, HV, V, K]; refusals."""
+    q, k = rng.standard_normal((2, B, T, H, K))
+    v, state = rng.standard_normal((B, T, 2 * H, V)), rng.standard_normal((B, 2 * H, V, K))
+    g = -np.exp(rng.standard_normal((B, T, H, K)))
+    options = {"layout": "bthd", "output_final_state": True, "state_v_first": True}
+    wanted = interop.gla(q, k, v, g, initial_state=state, **options)
+    for mesh in (MESH, EXPLICIT):
+        for tokens, states in ((P("devices"), P("devices")), (P(None, None, "devices"), P(None, "devices"))):
+            *given, start = put((q, k, v, g, state), (tokens,) * 4 + (states,), mesh)
+            o, final = interop.gla(*given, initial_state=start, **options)
+            assert o.sharding.is_equivalent_to(NamedSharding(mesh, tokens), 4)
+            assert final.sharding.is_equivalent_to(NamedSharding(mesh, states), 4)
+            compare("cut as they are", (o, final), wanted)
+    for call, spec in (
+        (lambda *x: interop.gla(*x, layout="bthd"), P(None, "devices")),
+        (lambda *x: interop.gla(*x, layout="bthd"), P(None, None, None, "devices")),
+        (lambda q, k, v, g: interop.retention(q, k, v, layout="bthd"), P(None, None, "devices")),
+    ):
+        try:
+            call(*put(rng.standard_normal((4, B, T, H, 4)), (spec,) * 4, EXPLICIT))
+        except ContractError as error:
+            print(error)
+
+
 def main():
     rng = np.random.default_rng(0)
     for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
@@ -146,6 +192,10 @@ def main():
     over_the_sequence("gla", rng, reverse=True)
     over_the_sequence("rwkv6", rng, check=False)
     with_all_options(rng)
+    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+        under_jit(name, rng, "batch", P("devices"))
+        under_jit(name, rng, "heads", P(None, "devices"))
+    cut_as_they_are(rng)
 
 
 if __name__ == "__main__":

@@ -161,9 +161,9 @@ def combinations(backends):
         for size, cases in SIZES.items():
             for case in cases:
                 for name, backend in backends.items():
-                    if size in backend.sizes and np.dtype(case.dtype) in backend.dtypes:
+                    if size in backend.sizes:
                         for mode in backend.modes[op.name]:
-                            if applies(case, op, mode):
+                            if backend.takes(op, mode, np.dtype(case.dtype)) and applies(case, op, mode):
                                 yield pytest.param(
                                     op.name, case.name, name, mode, id=f"{op.name}-{name}-{mode}-{case.name}"
                                 )

@@ -1,5 +1,6 @@
 """Sequences that are cut over ranks, against one device that has them all: results, gradients, bits and refusals."""
 
+import inspect
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -475,3 +476,20 @@ def test_other_libraries_arrays(rng):
     found = run_threads(partial(call.on_rank, [75, 75], False), 2)
     assert all(isinstance(o, jax.Array) for (o,), _ in found)
     assert same_bits(np.concatenate([o for (o,), _ in found], axis=2), wanted[0])
+
+
+def test_signatures_are_the_operators_own():
+    """They are written out so that an editor shows them. Two arguments are theirs; softmax attention is not here."""
+    KEYWORD, EMPTY = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    for op, function in OPS.items():
+        if op.name == "softmax_attention":
+            assert not hasattr(distributed, op.name)
+            continue
+        found = dict(inspect.signature(getattr(distributed, op.name)).parameters)
+        assert [(found[name].kind, found.pop(name).default) for name in ("comm", "segment_size")] == [
+            (KEYWORD, EMPTY),
+            (KEYWORD, None),
+        ]
+        wanted = inspect.signature(function).parameters
+        assert list(map(str, found.values())) == list(map(str, wanted.values())), op.name
+        assert [x.kind for x in found.values()] == [x.kind for x in wanted.values()], op.name

@@ -28,17 +28,22 @@ HERE = Path(__file__).parent
 
 # -- processes -------------------------------------------------------------------------------------------------------
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
 
 
 def under_mpi(ranks, *what):
     """The finished processes of tests/distributed_ranks.py, their words in one output."""
+    return mpiexec(ranks, "distributed_ranks.py", *what, cwd=HERE)
+
+
+def mpiexec(ranks, *what, cwd):
+    """So many Python processes."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     if MPIEXEC is None:
         pytest.skip("there is no mpiexec")
     as_root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in mpi_version() else []
-    command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, "distributed_ranks.py", *what]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    command = [MPIEXEC, *as_root, "-n", str(ranks), sys.executable, *what]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
 
 
 def mpi_version():
@@ -180,6 +185,9 @@ def stand_in(monkeypatch):
         def launch_host_func(self, callback, argument):
             callback(argument)
 
+        def synchronize(self):
+            said.append(f"{self.name} is waited for")
+
     class Communicator:
         def __init__(self, size, greeting, rank, shared=None):
             self.size, self.rank, self.shared = size, rank, shared
@@ -214,14 +222,17 @@ def stand_in(monkeypatch):
         def abort(self):
             said.append("aborted")
 
+        def destroy(self):
+            said.append("destroyed")
+
     current = Stream()
-    nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NcclCommunicator=Communicator)
+    nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NCCL_FLOAT32=7, NCCL_SUM=0, NcclCommunicator=Communicator)
     cuda = SimpleNamespace(
         nccl=nccl,
         Stream=Stream,
         Event=lambda disable_timing: "event",
         get_current_stream=lambda: current,
-        Device=lambda ordinal: nullcontext(),
+        Device=lambda ordinal=0: nullcontext(),
         runtime=SimpleNamespace(getDeviceCount=lambda: 2),
     )
     cupy = SimpleNamespace(cuda=cuda, ndarray=OnCard, empty=lambda shape, dtype: OnCard(np.empty(shape, dtype)))
@@ -248,6 +259,10 @@ def test_the_nccl_engine_gathers_on_its_own_stream(stand_in):
     assert (first == [[0, 0, 0], [10, 10, 10]]).all() and (second == first).all()
     assert received.tolist() == [0, 1, 2, 3]
     assert {"current records", "own waits", "own gathers", "own records", "current waits"} <= set(stand_in)
+    assert stand_in.count("destroyed") == 2 and "aborted" not in stand_in
+    with pytest.raises(KeyError):
+        run_threads(lambda comm: {}[comm.rank], 2, device="cuda")
+    assert stand_in.count("aborted") == 2
     with pytest.raises(RuntimeError, match="3 ranks want as many CUDA devices, there are 2"):
         run_threads(on_rank, 3, device="cuda")
 
@@ -280,6 +295,10 @@ def test_the_benchmark_runs_on_threads(tmp_path):
     for row in rows:
         assert row["sent"] == state_and_decay + digest + bonus * ((row["op"], row["pass"]) == ("rwkv6", "backward"))
         assert row["error"] < LIMITS["float32"][0] and row["ms"] > 0 and row["efficiency"] > 0
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    command = [sys.executable, "benchmarks/cards.py", "--plot", str(tmp_path / "rows.json")]
+    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- JAX's shard_map --------------------------------------------------------------------------------------------------
@@ -300,6 +319,14 @@ def test_shard_map():
         "the normaliser over the sequence",
         "a gate of values over the sequence",
     ]
-    *holding, refusal = done.stdout.splitlines()
-    assert holding == wanted
+    lines = done.stdout.splitlines()
+    assert lines[: len(wanted)] == wanted
+    refusal, *lines = lines[len(wanted) :]
     assert refusal.startswith("gla: cu_seqlens cannot be combined with axis_name")
+    wanted = [f"{name} under jit over {axis}" for name in names for axis in ("batch", "heads")]
+    assert lines[: len(wanted) + 4] == wanted + ["cut as they are"] * 4
+    assert lines[len(wanted) + 4 :] == [
+        "gla: q is cut over 'devices' along T, which jax.shard_map with axis_name= takes",
+        "gla: q is cut over 'devices' along K, which meets in every state",
+        "retention: q is cut over 'devices' along H, whose decays differ by head: name one gamma for all",
+    ]

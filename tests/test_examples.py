@@ -167,6 +167,7 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
         (["--chat", "--prompt=-"], "argument --chat: reads its lines from stdin, so --prompt cannot be -"),
         (["--output=o"], "argument --output: goes with --batch-file only"),
         (["--slots=2"], "argument --slots: goes with --batch-file only"),
+        (["--cards=2"], "argument --cards: goes with --batch-file only"),
         (["--batch-file=i"], "argument --batch-file: wants --output"),
         (["--batch-file=i", "--output=o", "--chat"], "argument --batch-file: does not go with --chat"),
         (["--batch-file=nowhere.jsonl", "--output=o"], "No such file or directory: 'nowhere.jsonl'"),
@@ -291,6 +292,54 @@ def test_a_batch_is_what_the_texts_are_alone(batch):
     assert out[1]["text"] == "ley and" and out[2]["text"] == "a"
     alone = decode("--prompt", "It is a truth", "--seed", 3, "--tokens", 25).stdout.decode()
     assert alone == f"It is a truth{out[0]['text']}\n"
+
+
+def test_a_batch_over_processes_is_that_of_one(batch):
+    """In the order of the lines, whichever process wrote them; a text that cannot go on is one of them."""
+    lines = [{"prompt": f"Emma was {number}", "seed": number, "tokens": 5 + number % 3} for number in range(11)]
+    done, target = batch(lines, "--slots", 2)
+    assert done.returncode == 0, done.stderr
+    alone = target.read_bytes()
+    done, target = batch(lines, "--slots", 2, "--cards", 3)
+    assert done.returncode == 0 and target.read_bytes() == alone, done.stderr
+    assert done.stderr.count(b"device cpu") == 1
+    done, target = batch(lines[:2], "--cards", 3)  # one process has slots enough
+    assert done.returncode == 0 and target.read_bytes() == b"".join(alone.splitlines(keepends=True)[:2])
+
+
+def test_a_damaged_line_is_named_by_any_process(batch):
+    done, target = batch([{"prompt": "a"}, {"prompt": "a", "top_p": 2}], "--slots", 1, "--cards", 2)
+    assert done.returncode == 2 and b"line 2: Sampling: top_p is 2, expected" in done.stderr.splitlines()[-1]
+    assert b"Traceback" not in done.stderr and not target.exists()
+
+
+def children(process):
+    """The ids of the processes that it started."""
+    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "a process is killed"])
+def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long = {"prompt": "a", "tokens": 10**9}
+    source.write_text("\n".join(map(json.dumps, [{"prompt": "Emm", "tokens": 1, "temperature": 0}, long, long])))
+    leader, follower = pty.openpty()
+    options = ["--batch-file", source, "--output", target, "--slots", 1, "--cards", 2]
+    process = interruptible(*options, stderr=follower)
+    os.close(follower)
+    until(leader, b"1 of 3 texts")
+    if how == signal.SIGINT:
+        process.send_signal(how)
+    else:
+        os.kill(children(process)[-1], how)
+    said = until(leader, b"1 of 3 texts are done, ")
+    if how == signal.SIGKILL:
+        said += until(leader, b"has ended with exit code -9")
+    assert process.wait(60) == (130 if how == signal.SIGINT else 2), said
+    process.stdout.close()
+    os.close(leader)
+    assert json.loads(target.read_text()) == {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"}
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,22 @@ def test_hopper_has_a_kernel_of_its_own(device):
         assert plan.tiles["BV"] == kernel.BV
 
 
+def test_hopper_copies_what_does_not_lie_on_16_bytes(rng):
+    """Rather than take the slower kernels: inputs before, out behind; a gradient's too."""
+    op, device = next(iter(OPS)), planned.Noting(90)
+    arrays = draw(op, rng, SIXTEEN, BFLOAT16)
+    usual = planned.plan_of(op.bind(arrays), device)
+    wide = np.zeros((*arrays[0].shape[:-1], arrays[0].shape[-1] + 2), BFLOAT16)
+    q, out = wide[..., 1:-1], np.zeros((*arrays[2].shape[:-1], arrays[2].shape[-1] + 1), BFLOAT16)[..., 1:]
+    plan = planned.plan_of(op.bind([q, *arrays[1:]], out=out), device)
+    assert plan.kernels == usual.kernels
+    assert [copy.partition(":")[0] for copy in plan.copies] == ["q", "out"] and usual.copies == ()
+    for given, copies in (arrays, ()), ([q, *arrays[1:]], ("q",)):
+        plan = planned.plan_of(op.bind(given, gradient=True), device)
+        assert {kernel.arch for kernel in plan.kernels} == {"sm_90a"}
+        assert tuple(copy.partition(":")[0] for copy in plan.copies) == copies
+
+
 def test_on_the_card(card):
     """Kernels, tiles, copies and the floor; only this backend's own reasons are missing."""
     arrays = [card.asarray(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), SIZES, np.float32)]

@@ -87,6 +87,9 @@ CASES = {
     ),
     "segments-f16": Case(T=1100, K=64, V=72, H=1, dtype="float16", gate="trained"),
     "segments-packed-bf16": Case(lengths=(0, 1100, 7), K=24, V=8, H=1, dtype="bfloat16", layout="bthd"),
+    "float64": Case(dtype="float64", T=70),
+    "float64-packed": Case(dtype="float64", lengths=(0, 130, 1, 64), layout="bthd", gate="some-1e30", V=70, H=3),
+    "float64-no-states": Case(dtype="float64", gate="all-20", initial=None, dht=False),
     "packed-bthd-bf16": Case(lengths=(0, 33, 64, 3), layout="bthd", dtype="bfloat16", K=64, V=64),
 }
 
@@ -114,7 +117,7 @@ def worth_it(backend, op, name):
     case = CASES[name]
     wide = max(case.K, case.V) > 64 or case.gate_dtype
     mine = not wide or op == list(BY_NAME)[list(CASES).index(name) % 2]
-    return mine and (backend == "emulated" or case.dtype != "float32")
+    return mine and (backend == "emulated" or np.dtype(case.dtype).itemsize == 2)
 
 
 class Call:
@@ -388,14 +391,13 @@ def test_explain_speaks_of_the_pullback(backend, rng):
 
 def test_what_has_no_gradient_kernel_is_refused(backend, rng):
     sizes = {"B": 1, "H": 1, "T": 3, "K": 8, "V": 8, "N": 1}
-    for wrong, reason in (
-        ({"V": 257}, "V=257 is over 256, the columns its gradients"),
-        ({"K": 257}, "K=257 is over 256"),
+    for wrong, dtype, reason in (
+        ({"V": 257}, np.float32, "V=257 is over 256, the columns its gradients"),
+        ({"K": 257}, np.float32, "K=257 is over 256"),
+        ({"K": 513}, np.float64, "K=513 is over 512 in float64"),
     ):
         with pytest.raises(NotSupported, match=reason):
-            backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, {**sizes, **wrong}, np.float32)))
-    with pytest.raises(NotSupported, match="no float64 kernels"):
-        backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, sizes, np.float64)))
+            backend.run(vjp, gla, *map(backend.asarray, draw(GLA, rng, {**sizes, **wrong}, dtype)))
 
 
 # -- what only a card does or holds ------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ KERNELS, PICTURES = ROOT / "kernels_cu", ROOT / "docs" / "pictures"
 NOTES = (KERNELS / "README.md").read_text()
 ROW = re.compile(r"^\| (\S+)\.cu \| (.+) \| (\S+) \|$", re.MULTILINE)
 FILES = sorted(path.relative_to(KERNELS).with_suffix("").as_posix() for path in KERNELS.rglob("*.cu"))
-LAUNCH_NOTHING = ("catalog", "instances", "rwkv6", "tuning")
+LAUNCH_NOTHING = ("catalog", "instances", "rwkv6", "training", "tuning")
 HOSTS = [
     (package, path)
-    for package in ("linattn_np.backends.cupy", "linattn_np.models.rwkv6")
+    for package in ("linattn_np.backends.cupy", "linattn_np.models", "linattn_np.models.rwkv6")
     for path in sorted((ROOT / package.replace(".", "/")).glob("*.py"))
     if path.stem not in LAUNCH_NOTHING
 ]

@@ -106,9 +106,9 @@ def test_crafted_strides_take_no_time():
     shape = (12, 13, 12, 13)
     q = as_strided(memory, shape, HARD[0])
     out = as_strided(memory[HARD[2] :], shape, HARD[1])
-    start = time.perf_counter()
+    start = time.process_time()
     assert overlap.share(q, out)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ def test_code_runs(block, monkeypatch):
     for library in ("jax", "torch"):
         if f"import {library}" in BLOCKS[block]:
             pytest.importorskip(library, reason=f"{library} is not installed")
+    if re.search('dtype="int[48]"', BLOCKS[block]):
+        pytest.importorskip("numba", reason="matrices in few bits need Numba on the CPU")
     monkeypatch.chdir(ROOT)
     exec(compile(BLOCKS[block], f"python block {block}", "exec"), {})
 

@@ -58,3 +58,30 @@ def test_fla_gets_the_same_weights(load, rng):
     assert list(found) == list(weights)
     for name, array in weights.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def trainings():
+    row = {"size": "4x256@64x512", "ms": 6.6, "tokens_per_s": 5e6, "matrix_rate_share": 0.15, "memory_gib": 2.5}
+    rows = [row | {"who": "linattn-np"}, row | {"who": "fla", "tokens_per_s": 2.5e6}]
+    return {"device": "a card", "matrix_rate": 790e12, "rows": rows}
+
+
+def test_trainings_beside_their_peer(load):
+    speeds = load("rwkv6_training_table").speeds
+    found, text = trainings(), speeds(trainings())
+    assert "| 4x256, 64x512 | fla | 6.6 | 2,500,000 | 15% | 2.5 | 0.50 |" in text and "not faster in any row" in text
+    found["rows"][1]["tokens_per_s"] = 1e7
+    assert "Faster than ours: fla (4x256, 64x512, 2.00 times)." in " ".join(speeds(found).split())
+    found["rows"][1] = {"size": "4x256@64x512", "who": "fla", "skipped": "ImportError: no fla"}
+    assert "not measured: ImportError: no fla" in speeds(found)
+
+
+def test_a_trainings_size_is_read(load):
+    settings = load("rwkv6_training").settings_of("12x768@16x1024", 5)
+    assert (settings.layers, settings.width, settings.batch, settings.context) == (12, 768, 16, 1024)
+
+
+def test_the_trainings_page_has_the_measured_table(load):
+    page = load("rwkv6_training_table")
+    found = [json.loads(path.read_text()) for path in sorted(page.RESULTS.glob("*.json"))]
+    assert found and all(page.speeds(result) in page.PAGE.read_text() for result in found)

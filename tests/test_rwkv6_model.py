@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile import zipped_pth
+from checkpoint_files import zipped_pth
 from literal_rwkv6 import logits_of
 from safetensors.numpy import save_file
 

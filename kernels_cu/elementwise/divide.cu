@@ -1,17 +1,18 @@
 // what      The normaliser of linear attention: what was summed over the weights' sum.
 // math      o = y / z, where 0 / 0 is 0
-// shapes    yz [B, H, T, more than V] float32, column V is z; o [B, H, T, V]
+// shapes    yz [B, H, T, more than V] float32 or float64, column V is z; o [B, H, T, V]
 // grid      a warp for every token
 // smem      none
 // barriers  none
-// numerics  float32
+// numerics  float32, of float64 float64
 // source    Katharopoulos et al., 2020, eq. 12
 // limits    none
 #include "ptx.cuh"
+#include "real.cuh"
 #include "tensor.cuh"
 
 template <typename T> struct Args {
-  Rows<const float> yz;
+  Rows<const Real<T>> yz;
   Rows<T> o;
   i64 B, H, T_, V;
 };
@@ -20,7 +21,7 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_divide(
   const i64 row = i64(blockIdx.x) * 4 + threadIdx.x / 32, t = row % args.T_, h = row / args.T_ % args.H;
   const i64 b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const float *y = args.yz.row(b, h, t), z = y[args.V];
+  const Real<T>*y = args.yz.row(b, h, t), z = y[args.V];
   for (i64 c = threadIdx.x % 32; c < args.V; c += 32)
-    args.o.row(b, h, t)[c] = from_float<T>(z == 0.f && y[c] == 0.f ? 0.f : y[c] / z);
+    args.o.row(b, h, t)[c] = from_real<T>(z == 0 && y[c] == 0 ? 0 : y[c] / z);
 }

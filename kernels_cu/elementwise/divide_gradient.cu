@@ -1,19 +1,20 @@
 // what      Through the normaliser of linear attention backwards.
 // math      dy = do / z,   dz = -sum_v dy o;   all 0 where z is 0
-// shapes    yz dyz [B, H, T, columns] float32, column V is z, those behind nobody's, their gradient 0; do [B, H, T, V]
+// shapes    yz dyz [B, H, T, columns] float32 or float64, column V is z, those behind nobody's, their gradient 0; do [B, H, T, V]
 // grid      a warp for every token
 // smem      none
 // barriers  none
-// numerics  float32
+// numerics  float32, of float64 float64
 // source    Katharopoulos et al., 2020, eq. 12
 // limits    none
 #include "ptx.cuh"
+#include "real.cuh"
 #include "tensor.cuh"
 
 template <typename T> struct Args {
-  Rows<const float> yz;
+  Rows<const Real<T>> yz;
   Rows<const T> do_;
-  Rows<float> dyz;
+  Rows<Real<T>> dyz;
   i64 B, H, T_, V, columns;
 };
 
@@ -21,14 +22,14 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_divide_
   const i64 row = i64(blockIdx.x) * 4 + threadIdx.x / 32, t = row % args.T_, h = row / args.T_ % args.H;
   const i64 b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const float *y = args.yz.row(b, h, t), z = y[args.V];
-  float* dy = args.dyz.row(b, h, t);
-  float dz = 0.f;
+  const Real<T>*y = args.yz.row(b, h, t), z = y[args.V];
+  Real<T>* dy = args.dyz.row(b, h, t);
+  Real<T> dz = 0;
   for (i64 c = threadIdx.x % 32; c < args.V; c += 32) {
-    dy[c] = z == 0.f ? 0.f : to_float(args.do_.row(b, h, t)[c]) / z;
-    if (dy[c] != 0.f) dz = fmaf(-dy[c], y[c] / z, dz);
+    dy[c] = z == 0 ? 0 : to_real(args.do_.row(b, h, t)[c]) / z;
+    if (dy[c] != 0) dz = fma(-dy[c], y[c] / z, dz);
   }
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) dz += __shfl_xor_sync(0xffffffffu, dz, distance);
-  for (i64 c = args.V + threadIdx.x % 32; c < args.columns; c += 32) dy[c] = c == args.V ? dz : 0.f;
+  for (i64 c = args.V + threadIdx.x % 32; c < args.columns; c += 32) dy[c] = c == args.V ? dz : 0;
 }

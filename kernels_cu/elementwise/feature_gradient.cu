@@ -4,11 +4,12 @@
 // grid      a thread for every number
 // smem      none
 // barriers  none
-// numerics  float32
+// numerics  float32, of float64 float64
 // source    Katharopoulos et al., 2020, section 3.2.1
 // limits    none
 #include "feature.cuh"
 #include "ptx.cuh"
+#include "real.cuh"
 #include "tensor.cuh"
 
 template <typename T, typename Y> struct Args {
@@ -23,6 +24,6 @@ __global__ void __launch_bounds__(256) elementwise_feature_gradient(const Args<T
   const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x, c = at % args.C, row = at / args.C;
   const i64 t = row % args.T_, h = row / args.T_ % args.H, b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const float dy = to_float(args.dy.row(b, h, t)[c]);
-  args.dx.row(b, h, t)[c] = from_float<T>(dy * Phi::slope(to_float(args.x.row(b, h, t)[c])));
+  const Real<Y> dy = to_real(args.dy.row(b, h, t)[c]);
+  args.dx.row(b, h, t)[c] = from_real<T>(dy * Phi::slope(to_real(args.x.row(b, h, t)[c])));
 }

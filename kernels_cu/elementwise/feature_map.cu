@@ -4,11 +4,12 @@
 // grid      a thread for every PIECE neighbours of y, or with `vectors` 0 for every number
 // smem      none
 // barriers  none
-// numerics  float32
+// numerics  float32, of float64 float64
 // source    Katharopoulos et al., 2020, section 3.2.1
 // limits    none
 #include "feature.cuh"
 #include "ptx.cuh"
+#include "real.cuh"
 #include "tensor.cuh"
 
 template <typename T, typename Y> struct Args {
@@ -31,7 +32,7 @@ template <class Phi, int N, typename T, typename Y> __device__ __forceinline__ v
     for (int i = 0; i < N; ++i) x.x[i] = *from;
   Piece<Y, N> y;
 #pragma unroll
-  for (int i = 0; i < N; ++i) y.x[i] = from_float<Y>(Phi::of(to_float(x.x[i])));
+  for (int i = 0; i < N; ++i) y.x[i] = from_real<Y>(Phi::of(to_real(x.x[i])));
   *reinterpret_cast<Piece<Y, N>*>(args.y.row(b, h, t) + c) = y;
 }
 

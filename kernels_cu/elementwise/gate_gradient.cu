@@ -1,17 +1,18 @@
 // what      The gradient of a gate that all channels of a token share, from those of the channels.
 // math      y = sum_c x_c
-// shapes    x [B, H, T, C] float32; y [B, H, T, 1]
+// shapes    x [B, H, T, C] float32 or float64; y [B, H, T, 1]
 // grid      a warp for every token
 // smem      none
 // barriers  none
-// numerics  float32, always in the same order
+// numerics  float32, of float64 float64, always in the same order
 // source    Yang et al., 2024, section 4.4
 // limits    none
 #include "ptx.cuh"
+#include "real.cuh"
 #include "tensor.cuh"
 
 template <typename T> struct Args {
-  Rows<const float> x;
+  Rows<const Real<T>> x;
   Rows<T> y;
   i64 B, H, T_, C;
 };
@@ -20,10 +21,10 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_gate_gr
   const i64 row = i64(blockIdx.x) * 4 + threadIdx.x / 32, t = row % args.T_, h = row / args.T_ % args.H;
   const i64 b = row / args.T_ / args.H;
   if (b >= args.B) return;
-  const float* x = args.x.row(b, h, t);
-  float sum = 0.f;
+  const Real<T>* x = args.x.row(b, h, t);
+  Real<T> sum = 0;
   for (i64 c = threadIdx.x % 32; c < args.C; c += 32) sum += x[c];
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  if (threadIdx.x % 32 == 0) *args.y.row(b, h, t) = from_float<T>(sum);
+  if (threadIdx.x % 32 == 0) *args.y.row(b, h, t) = from_real<T>(sum);
 }

@@ -9,20 +9,21 @@ template <typename T, int N> struct alignas(N == 1 ? sizeof(T) : 16) Piece {
 };
 
 __device__ __forceinline__ float exp_of(float x) { return exp2_approx(x * LOG2E); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
 struct Identity {
-  static __device__ __forceinline__ float of(float x) { return x; }
-  static __device__ __forceinline__ float slope(float) { return 1.f; }
+  template <typename R> static __device__ __forceinline__ R of(R x) { return x; }
+  template <typename R> static __device__ __forceinline__ R slope(R) { return 1; }
 };
 struct Elu {
-  static __device__ __forceinline__ float of(float x) { return x > 0.f ? x + 1.f : exp_of(x); }
-  static __device__ __forceinline__ float slope(float x) { return x > 0.f ? 1.f : exp_of(x); }
+  template <typename R> static __device__ __forceinline__ R of(R x) { return x > 0 ? x + 1 : exp_of(x); }
+  template <typename R> static __device__ __forceinline__ R slope(R x) { return x > 0 ? 1 : exp_of(x); }
 };
 struct Relu {
-  static __device__ __forceinline__ float of(float x) { return x > 0.f ? x : 0.f; }
-  static __device__ __forceinline__ float slope(float x) { return x > 0.f ? 1.f : 0.f; }
+  template <typename R> static __device__ __forceinline__ R of(R x) { return x > 0 ? x : 0; }
+  template <typename R> static __device__ __forceinline__ R slope(R x) { return x > 0 ? 1 : 0; }
 };
 struct Exp {
-  static __device__ __forceinline__ float of(float x) { return exp_of(x); }
-  static __device__ __forceinline__ float slope(float x) { return exp_of(x); }
+  template <typename R> static __device__ __forceinline__ R of(R x) { return exp_of(x); }
+  template <typename R> static __device__ __forceinline__ R slope(R x) { return exp_of(x); }
 };

@@ -15,7 +15,8 @@ import signal
 import stat
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from .. import NotSupported
@@ -25,6 +26,7 @@ from ..models.checks import shown
 from ..models.files import check_writable, json_object, lines, replaced, same_file
 from ..models.text import Request, Text, complete, read
 from ..models.tokenizers import VOCABULARY
+from .cards import devices, processes, spread
 from .terminal import bar, say, some_text, status, whole
 from .threads import blas_for
 
@@ -40,18 +42,21 @@ LINE = {
     "seed": int,
     "stop": (str, list),
 }
+SLOTS = 8
 LONGEST = 1 << 24  # bytes of a line of --batch-file
 
 
 def run(options):
     options.model = Path(options.model) if options.model else austen()
     check_combination(options)
+    if options.batch_file:
+        write_batch(options)
+        return
     model = load(options)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
-    work = write_batch if options.batch_file else converse if options.chat else write
     with blas_for(model.device, model.sizes):
-        work(options, model, state)
+        (converse if options.chat else write)(options, model, state)
 
 
 def declare(parser):
@@ -115,7 +120,17 @@ def declare(parser):
         '"end"} in the order of --batch-file, written when all are done or Ctrl-C ends them. A text that could not go '
         'on has "finish": "error" and an "error"',
     )
-    add("--slots", type=whole(1), help="texts of --batch-file that are written side by side (default: 8)")
+    add(
+        "--slots",
+        type=whole(1),
+        help=f"texts of --batch-file that are written side by side, on each card (default: {SLOTS})",
+    )
+    add(
+        "--cards",
+        type=whole(1),
+        help="cards of this host that share --batch-file, with a process and a copy of the model each; on the cpu, "
+        "processes (default: all cards for which there are texts enough, on the cpu one)",
+    )
     add(
         "--load-state",
         metavar="FILE",
@@ -163,7 +178,7 @@ def check_combination(options):
                 conflict("--batch-file", f"does not go with --{name.replace('_', '-')}")
         if not options.output:
             conflict("--batch-file", "wants --output")
-    for name in ("output", "slots"):
+    for name in ("output", "slots", "cards"):
         if getattr(options, name) and not options.batch_file:
             conflict(f"--{name}", "goes with --batch-file only")
     if options.chat and options.prompt == "-":
@@ -203,7 +218,7 @@ def sampling(options, **line):
     return Sampling(**{**given, **line})
 
 
-def load(options) -> RWKV6:
+def load(options, say=say, status=status) -> RWKV6:
     path, device = options.model, options.device
     if device == "auto" and options.dtype not in ("auto", *DTYPES["cuda"]):
         device = "cpu"
@@ -379,20 +394,67 @@ def ask() -> str:
 
 
 # -- many texts -------------------------------------------------------------------------------------------------------
-def write_batch(options, model, state):
+class Texts:
+    """Writes the texts of a batch. Given the number of a process, it is one of several: see `cards.spread`."""
+
+    def __init__(self, options, asked):
+        self.options, self.asked = options, asked
+
+    def __call__(self, process=None):
+        """A function that writes the texts of the numbers that it is given; the first process tells how it begins."""
+        options = self.options
+        if process and devices(options.device):
+            import cupy
+
+            cupy.cuda.Device(process).use()
+        model = load(options, *([quiet, no_status] if process else []))
+        options.vocabulary = tokenizer_of(options, model)
+        state = load_state(options, model)
+        requests = [request(options, line, number, state) for number, line in self.asked]
+        return partial(self.write, model, requests)
+
+    def write(self, model, requests, numbers):
+        """(number, line of --output) in the order in which they are done."""
+        begun = []
+
+        def taken():
+            for number in numbers:
+                begun.append(number)
+                yield requests[number]
+
+        with blas_for(model.device, model.sizes):
+            for place, text, how in complete(model, self.options.vocabulary, taken(), self.options.slots or SLOTS):
+                yield (
+                    begun[place],
+                    {
+                        "prompt": self.asked[begun[place]][1]["prompt"],
+                        "text": text,
+                        "tokens": how.count,
+                        "finish": how.finish,
+                        **({"error": how.error} if how.error else {}),
+                    },
+                )
+
+
+def quiet(line):
+    pass
+
+
+@contextmanager
+def no_status(first):
+    yield quiet
+
+
+def write_batch(options):
     """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
-    asked, start, done = list(read_lines(options)), time.perf_counter(), {}
-    requests = [request(options, line, number, state) for number, line in asked]
+    asked, done = list(read_lines(options)), {}
+    count, prepare = processes(options, len(asked), options.slots or SLOTS), Texts(options, asked)
+    texts = spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
+    start = time.perf_counter()
     try:
-        with status("writing ...") as show:
-            for number, text, how in complete(model, options.vocabulary, requests, options.slots or 8):
-                done[number] = {
-                    "prompt": asked[number][1]["prompt"],
-                    "text": text,
-                    "tokens": how.count,
-                    "finish": how.finish,
-                    **({"error": how.error} if how.error else {}),
-                }
+        with status("writing ...") as show, closing(texts):
+            for number, line in texts:
+                done[number] = line
                 show(f"writing {bar(len(done) / len(asked))} {len(done)} of {len(asked)} texts")
     finally:
         if done or not asked:

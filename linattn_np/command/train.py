@@ -3,6 +3,7 @@
     linattn-np train --text novel.txt --out novel
     linattn-np train --text novel.txt --out novel --resume
     linattn-np generate --model novel/model.safetensors --prompt "Emma was"
+    mpiexec -n 4 linattn-np train --text novel.txt --out novel      four processes, with a card each where there are any
 
 The last 5 % of the text are held out: the loss on them is what is printed, in nats a byte.
 """
@@ -13,8 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from .. import NotSupported
+from ..distributed import DataParallel, RankLost, connect
 from ..models.devices import check_device
 from ..models.files import same_file
+from ..models.ranks import OneProcess
 from ..models.training import Settings, Training
 from .terminal import bar, say, status, whole
 from .threads import blas_for
@@ -29,9 +32,21 @@ SHOWN = 0.2  # seconds between two states of the progress bar
 
 
 def run(options):
-    training = start(options)
-    with blas_for(training.device, training.layout.sizes):
-        train(training, Path(options.out), options.every)
+    device, message = device_of(options.device)
+    comm = connect(device)
+    ranks = DataParallel(comm) if comm.size > 1 else OneProcess()
+    if ranks.rank == 0:
+        say(f"device {device}{message}" + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
+    try:
+        training = start(options, device, ranks)
+        with blas_for(training.device, training.layout.sizes):
+            train(training, Path(options.out), options.every)
+    except RankLost as lost:
+        comm.abandon()
+        raise OSError(f"rank {ranks.rank}: {lost}; --resume goes on with what {options.out} holds") from lost
+    except BaseException:
+        comm.abandon()  # the other ranks would wait
+        raise
 
 
 def declare(parser):
@@ -60,8 +75,13 @@ def declare(parser):
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="of the matrices in products on cuda "
+        help="of activations and of the matrices in products on cuda "
         "(default: %(default)s); sums, weights and the optimiser are float32, as is the cpu",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="on cuda, compute activations again for the gradients: slower, for models beyond the memory",
     )
     add(
         "--every",
@@ -93,48 +113,66 @@ def declare(parser):
     setting("seed", whole(0), "equal seeds train alike")
 
 
-def start(options) -> Training:
+def start(options, device, ranks) -> Training:
     """A new training, or the one in the folder."""
     if not options.every >= 0:
         raise ValueError(f"argument --every: is {options.every}, expected a number from 0 up")
-    device = device_of(options.device)
     text, path = Path(options.text).read_bytes(), Path(options.out) / CHECKPOINT
     for name in (CHECKPOINT, MODEL):
         if same_file(options.text, Path(options.out) / name):
             raise ValueError(f"argument --text: is {name} in --out, which the training would replace")
     given = {field.name: value for field in fields(Settings) if (value := getattr(options, field.name)) is not None}
     if options.resume:
-        training = Training.restore(path, text, device, options.dtype)
+        training = Training.restore(path, text, device, options.dtype, recompute=options.recompute, ranks=ranks)
         for name, value in given.items():
             if (own := getattr(training.settings, name)) != value:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"argument {flag}: is {value}, but the training in {options.out} has {own}")
         return training
-    if path.exists():
+    if ranks.rank == 0 and path.exists():
         raise ValueError(f"argument --out: {options.out} holds a training; --resume goes on with it")
     defaults = {name: value for name, value in DEFAULTS[device].items() if name != "minutes" or "steps" not in given}
-    training = Training(text, Settings(**defaults | given), device, options.dtype)
+    training = Training(
+        text, Settings(**defaults | given), device, options.dtype, recompute=options.recompute, ranks=ranks
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     return training
 
 
-def device_of(wanted) -> str:
+def device_of(wanted) -> tuple[str, str]:
+    """The device, and why it is not another one."""
     if wanted == "cpu":
-        device, message = "cpu", ""
-    else:
-        try:
-            check_device("Training", "cuda")
-            device, message = "cuda", ""
-        except NotSupported as why:
-            if wanted == "cuda":
-                raise
-            device, message = "cpu", f": {why}"
-    say(f"device {device}{message}")
-    return device
+        return "cpu", ""
+    try:
+        check_device("Training", "cuda")
+        return "cuda", ""
+    except NotSupported as why:
+        if wanted == "cuda":
+            raise
+        return "cpu", f": {why}"
 
 
 def train(training, folder, every):
-    """Until it is done; what an interrupt loses are the steps since the last report."""
+    """Until it is done; what an interrupt loses are the steps since the last report.
+
+    Of several ranks the first one reports, and the others wait for it at their next step. A rank that is lost costs
+    the step that it was in: on the CPU the first saves what all had before it. A card may have begun to use numbers
+    that never came.
+    """
+    if training.ranks.rank:
+        while training.done < 1:
+            training.step()
+        return
+    try:
+        steps(training, folder, every)
+    except RankLost:
+        if training.device == "cpu":
+            training.save(folder / CHECKPOINT)
+        raise
+
+
+def steps(training, folder, every):
+    """Those of the rank that reports."""
     say(
         f"{training.layout.size:,} parameters; {len(training.text.learned):,} bytes to learn, "
         f"{len(training.text.held):,} held out"
@@ -182,7 +220,7 @@ class Part:
         """The mean loss, the held-out loss and the files; nothing is written once the weights are lost."""
         training, line = self.training, f"step {self.training.step_number}"
         if self.losses:
-            mean = float(training.xp.stack(self.losses).mean())
+            mean = math.fsum(map(float, self.losses)) / len(self.losses)
             if not math.isfinite(mean):
                 raise ValueError(f"the loss is {mean} by step {training.step_number}; a lower --lr may help")
             line += f", loss {mean:.3f}, {self.speed():,.0f} bytes/s"

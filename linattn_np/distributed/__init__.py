@@ -7,6 +7,7 @@ the functions of `linattn_np.interop.jax` take ``axis_name=`` under `shard_map`.
 """
 
 from .agreement import Disagreement
+from .data_parallel import DataParallel
 from .engine import Alone, Engine, RankLost
 from .mpi import Mpi
 from .nccl import Nccl
@@ -24,6 +25,7 @@ __all__ = [
     "vjp",
     "connect",
     "run_threads",
+    "DataParallel",
     "Engine",
     "Alone",
     "Mpi",

@@ -50,6 +50,9 @@ class Alone:
     def recv(self, x, source):
         raise ValueError(f"Alone: there is no rank {source} to receive from")
 
+    def abandon(self):
+        """There is nobody else."""
+
 
 def as_bytes(x) -> np.ndarray:
     """A contiguous host array's memory, for libraries that have not every dtype."""

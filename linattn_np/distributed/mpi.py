@@ -45,12 +45,16 @@ class Mpi:
     def recv(self, x, source):
         self.finish(self.communicator.Irecv([as_bytes(x), self.byte], source), f"rank {source}")
 
+    def abandon(self):
+        """Ends all ranks with this one, which has failed: MPI's own end would wait for the others."""
+        atexit.register(self.communicator.Abort, 1)
+
     def finish(self, request, whom):
         """MPI's own wait has no limit. Pauses grow, as ranks may share a core."""
         deadline, pause = time.monotonic() + self.limit_s, 1e-6
         while not request.Test():
             if time.monotonic() > deadline:
-                atexit.register(self.communicator.Abort, 1)  # MPI's own end would wait for the rank that hangs
+                self.abandon()
                 raise RankLost(f"waited {self.limit_s:g} s for {whom}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -18,7 +18,7 @@ class Nccl:
 
     `host`, such as an `Mpi` or a `Sockets`, carries what the ranks agree by, and NCCL's first greeting. Messages are
     enqueued on the engine's own stream, which waits for the current one and for which the current one waits when the
-    result is used: the host never does, and a call can be captured into a CUDA graph.
+    result is used: the host never does.
 
     NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds the communicator is aborted, and
     stderr says so: what has been computed from it is worthless, and the engine's next use raises `RankLost`.
@@ -36,8 +36,9 @@ class Nccl:
             greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
         self.cupy, self.byte = cupy, nccl.NCCL_UINT8
+        self.float32, self.sum = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
         self.host, self.communicator = host, communicator
-        self.rank, self.size = host.rank, host.size
+        self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.reports = cupy.cuda.Stream(non_blocking=True)  # apart: a message would wait for Python's lock
         self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s)
@@ -58,24 +59,43 @@ class Nccl:
 
         return wait
 
+    def all_reduce(self, x):
+        """Puts the sum over all ranks of a contiguous float32 array in its place, once what comes back is called."""
+        done = self.enqueue(
+            lambda stream: self.communicator.allReduce(x.data.ptr, x.data.ptr, x.size, self.float32, self.sum, stream)
+        )
+
+        def wait():
+            self.watch.check()
+            self.join(done)
+
+        return wait
+
     def send(self, x, to):
         if isinstance(x, np.ndarray):
             return self.host.send(x, to)
-        self.join(self.enqueue(lambda stream: self.communicator.send(x.data.ptr, x.nbytes, self.byte, to, stream)))
+        self.join(self.enqueue(lambda stream: self.communicator.send(x.data.ptr, x.nbytes, self.byte, to, stream), to))
 
     def recv(self, x, source):
         if isinstance(x, np.ndarray):
             return self.host.recv(x, source)
-        self.join(self.enqueue(lambda stream: self.communicator.recv(x.data.ptr, x.nbytes, self.byte, source, stream)))
+        done = self.enqueue(
+            lambda stream: self.communicator.recv(x.data.ptr, x.nbytes, self.byte, source, stream), source
+        )
+        self.join(done)
 
     def join(self, done):
         self.cupy.cuda.get_current_stream().wait_event(done)
 
-    def enqueue(self, work):
-        """An event that is over when `work`, begun after all that the current stream holds, is."""
+    def enqueue(self, work, peer=None):
+        """An event that is over when `work`, begun after all that the current stream holds, is.
+
+        `peer`: the one rank that takes part, where not all do.
+        """
         self.watch.check()
         current = self.cupy.cuda.get_current_stream()
         self.stream.wait_event(current.record(self.event()))
+        self.meet(peer)
         work(self.stream.ptr)
         done = self.stream.record(self.event())
         if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch
@@ -83,8 +103,42 @@ class Nccl:
             self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
         return done
 
+    def meet(self, peer):
+        """Processes need not wait for each other before a message is enqueued."""
+
+    def abandon(self):
+        """Ends what is under way, and the other ranks with it: this one has failed."""
+        self.host.abandon()
+        self.close(failed=True)
+
+    def close(self, failed=False):
+        """Gives the communicator back, once its work is done; after a failure at once, whatever is under way."""
+        self.watch.end()
+        with self.device:
+            if failed:
+                self.communicator.abort()
+            else:
+                self.stream.synchronize()
+                self.communicator.destroy()
+
     def event(self):
         return self.cupy.cuda.Event(disable_timing=True)
+
+
+class NcclOfThread(Nccl):
+    """The engine of a rank that is a thread. Its host waits until the others' are about to enqueue the same message.
+
+    A message under way holds a card until the other ranks enqueue theirs. Until then CUDA may make a thread that asks
+    for memory, on any card of the process, wait for that card to rest: two of them would wait for each other for ever.
+    """
+
+    def meet(self, peer):
+        token = np.zeros(1, np.uint8)
+        if peer is None:
+            self.host.all_gather(token)()
+        else:
+            self.host.send(token, peer)
+            self.host.recv(token, peer)
 
 
 def of_one_process(ends, limit_s):
@@ -98,7 +152,7 @@ def of_one_process(ends, limit_s):
     engines = []
     for end, communicator in zip(ends, nccl.NcclCommunicator.initAll(len(ends))):
         with cupy.cuda.Device(end.rank):
-            engines.append(Nccl(end, communicator=communicator, limit_s=limit_s))
+            engines.append(NcclOfThread(end, communicator=communicator, limit_s=limit_s))
     return engines
 
 
@@ -108,7 +162,7 @@ class Watch:
     def __init__(self, abort, name, limit_s):
         self.abort, self.name, self.limit_s = abort, name, limit_s
         self.deadlines, self.lost, self.thread = {}, None, None
-        self.count = 0
+        self.count, self.ended = 0, threading.Event()
 
     def begin(self):
         self.count += 1
@@ -125,9 +179,11 @@ class Watch:
         if self.lost:
             raise RankLost(self.lost)
 
+    def end(self):
+        self.ended.set()
+
     def look(self):
-        while self.lost is None:
-            time.sleep(min(1.0, self.limit_s / 4))
+        while self.lost is None and not self.ended.wait(min(1.0, self.limit_s / 4)):
             if any(deadline < time.monotonic() for deadline in list(self.deadlines.values())):
                 self.lost = f"{self.name}: waited {self.limit_s:g} s for the other ranks; one has ended or hangs"
                 print(f"linattn_np.distributed: {self.lost}", file=sys.stderr, flush=True)

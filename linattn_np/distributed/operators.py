@@ -29,6 +29,7 @@ def gla(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -96,6 +97,7 @@ def gla(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )
@@ -122,6 +124,7 @@ def rwkv6(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -167,6 +170,7 @@ def rwkv6(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )
@@ -192,6 +196,7 @@ def simple_gla(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -234,6 +239,7 @@ def simple_gla(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )
@@ -258,6 +264,7 @@ def retention(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -297,6 +304,7 @@ def retention(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )
@@ -323,6 +331,7 @@ def linear_attention(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -365,6 +374,7 @@ def linear_attention(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )

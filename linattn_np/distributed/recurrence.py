@@ -12,15 +12,18 @@ from itertools import accumulate
 
 import numpy as np
 
-from .. import ops, stages
+from .. import ops
+from ..declarations import GLA
+from ..dispatch import summarise
 from ..views import callers_sizes
 
 
 class Recurrence:
     """The arithmetic of states for one call; its problem tells sizes, dtypes and options."""
 
-    def __init__(self, function, problem):
-        self.function, self.problem, self.dtype = function, problem, problem.compute_dtype
+    def __init__(self, function, declared, problem):
+        self.function, self.declared = function, declared
+        self.problem, self.dtype = problem, problem.compute_dtype
         sizes = callers_sizes(problem)
         self.heads = {"K": sizes["H"], "V": sizes["H"] * problem.groups}  # by what an array's columns are
         self.K, self.V = sizes["K"], sizes["V"]
@@ -65,32 +68,35 @@ class Recurrence:
             return [before + added for before, added in zip(state, own, strict=True)]
         return [decay * state[0] + own[0]]
 
-    def summary(self, arrays, given):
-        """The parts of the final state from zero, before the pass that gives o.
+    def summary(self, arrays, given, gradient=False):
+        """(the parts of the final state from zero, the decays, what the backend keeps), before the pass that gives o.
 
-        The other way, o from a zero state with (q * decay) S_in added afterwards, reads q and o and writes o again,
-        rounds o twice, and needs a second kernel for every operator. This one costs what a final state costs, and gives
-        the bits of a call with that initial state.
+        Hopper's kernels cut a long sequence into segments, and begin with what each does to a state: that pass is this
+        one, and is not repeated. The other way, o from a zero state with (q * decay) S_in added afterwards, reads q and
+        o and writes o again, and rounds o twice.
         """
-        return self.final_state(self.function, arrays, given)
+        found = summarise(self.declared, arrays, gradient=gradient, **given)
+        if found is None:
+            return self.whole_pass(self.function, arrays, given), self.gates(arrays, given.get("mask")), ()
+        own, decays, kept = found
+        if decays is None:
+            return list(own), self.gates(arrays, given.get("mask")), kept
+        return list(own), self.multiplied(decays, len(own[0])), kept
 
-    def final_state(self, function, arrays, given):
-        """The final state from zero: of the operator itself, whose o is not used, or by stages."""
-        if self.by_stages and given["backend"] in ("auto", "numpy"):
-            return [staged_state(*arrays[1:4], given["reverse"], given.get("mask"), self.dtype)]
+    def final_state(self, declared, function, arrays, given):
+        """The final state from zero, without o where a backend can."""
+        found = summarise(declared, arrays, **given)
+        return self.whole_pass(function, arrays, given) if found is None else list(found[0])
+
+    def whole_pass(self, function, arrays, given):
+        """The same of the operator itself, whose o is not used."""
         final = function(*arrays, output_final_state=True, state_dtype=self.dtype, **given)[1]
         return list(final) if isinstance(final, tuple) else [final]
 
-    @property
-    def by_stages(self) -> bool:
-        """On the host `gla` and `rwkv6` without an o take a third of their time; a card's fused pass is faster."""
-        problem = self.problem
-        return (
-            problem.home == "host"
-            and problem.op.name in ("gla", "rwkv6")
-            and problem.groups == 1
-            and problem.mode in ("auto", "chunk")
-        )
+    def multiplied(self, decays, rows):
+        """A backend's decays [rows, parts, H, n, K], or with parts and rows in one, as `gates`: one after another."""
+        whole = decays.reshape(rows, -1, *decays.shape[-3:]).prod(axis=(1, 3))
+        return [whole if len(shape) == 3 else whole[..., 0] for shape in self.gate_shapes(rows)]
 
     @property
     def turns_over(self) -> bool:
@@ -115,28 +121,12 @@ class Recurrence:
                     q = (wide(q) * (decay if g.ndim == 4 else decay[..., None])).astype(dtype)
             gates = [g if g.dtype == dtype else g.astype(self.dtype)]
         q, do = q.astype(dtype, copy=False), do.astype(dtype, copy=False)
-        operator = ops.gla if problem.op.reads_before_write else self.function
-        (dS,) = self.final_state(operator, (q, q, do, *gates), given)
+        operator = (GLA, ops.gla) if problem.op.reads_before_write else (self.declared, self.function)
+        (dS,) = self.final_state(*operator, (q, q, do, *gates), given)
         dS = dS * problem.scale
         if "gamma" in problem.options:  # one decay a head: exact after the sum
             dS *= self.decay((), 1)
         return [dS]
-
-
-def staged_state(k, v, g, reverse, mask, dtype):
-    """sum_t exp(g_{t+1} + ... + g_T) k_t v_t^T by `linattn_np.stages`.
-
-    They keep a state every 64 tokens: as much memory as k takes for V = 64.
-    """
-    k, v, g = (x.astype(dtype, copy=False) for x in (k, v, g))
-    if mask is not None:
-        k, v, g = (np.where(mask[:, None, :, None], x, dtype.type(0)) for x in (k, v, g))
-    if reverse:
-        k, v, g = (x[:, :, ::-1] for x in (k, v, g))
-    b, e = stages.chunk_cumsum(g)
-    with np.errstate(all="ignore"):
-        kg = k * np.exp(e)
-    return stages.inter_chunk(kg, v, b, output_final_state=True)[1]
 
 
 def total_decay(g, mask, dtype):

@@ -14,8 +14,8 @@ import numpy as np
 
 from .. import varlen
 from ..arrays import contents, from_native, host_array
-from ..autodiff import vjp
-from ..dispatch import choose, split_to_fit
+from ..autodiff import resumed
+from ..dispatch import call, choose, split_to_fit, summarise
 from ..errors import ContractTypeError
 from ..grouped import callers
 from ..layouts import swap_heads
@@ -27,7 +27,7 @@ from .engine import Engine
 from .recurrence import Recurrence, Row, wide
 
 Bound = namedtuple("Bound", "problem arrays state mask out bounds")
-COMPUTED = ("mode", "chunk_size", "materialize", "backend")  # said to every call of the operator as it is
+COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # said to every call of the operator as it is
 OWN = ("gamma", "feature_map", "normalize")  # some operators' own
 OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
 
@@ -49,7 +49,7 @@ class Share:
         self.check_lengths(lengths, bounds)
         self.cut = Cut(lengths, [0, sum(lengths)] if bounds is None else bounds.tolist(), self.reverse, segment_size)
         self.own = self.cut.of(comm.rank)
-        self.recurrence = Recurrence(function, self.problem)
+        self.recurrence = Recurrence(function, self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
         self.sequences = len(bounds) - 1 if self.packed else 1
         self.common = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
@@ -63,7 +63,7 @@ class Share:
     def check(self, inputs):
         """(Bound, this rank's tokens, what all ranks must agree on)."""
         declared, given = self.declared, self.given
-        options = {name: given[name] for name in (*COMPUTED[:3], *OWN, *OTHERS) if name in given}
+        options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
         (split_to_fit if self.gradient else choose)(problem, given["backend"])  # no backend: no rank begins
         declared, sizes = problem.op, callers_sizes(problem)
@@ -149,6 +149,8 @@ class Share:
         """What a call of the segment takes as states: `known` of the sequence that crosses, else rows of `parts`."""
         if crossing is None and parts is None:
             return None
+        if crossing is not None and not self.packed:
+            return tuple(known) if len(known) > 1 else known[0]
         states = []
         for number, shape in enumerate(self.recurrence.state_shapes(self.rows * (len(segment.pieces) or 1))):
             states.append(self.empty(shape))
@@ -174,12 +176,16 @@ class Share:
     def masked(self, start, stop):
         return {} if self.mask is None else {"mask": self.mask[:, start:stop]}
 
+    def call_on(self, start, stop):
+        """(arrays, arguments) of the operator for tokens of one sequence, without states."""
+        return self.tokens(start, stop, self.arrays), self.common | self.masked(start, stop)
+
     def call_of(self, segment):
-        """(arrays, arguments) of the operator for a segment, without states."""
-        given = self.common | self.masked(segment.start, segment.stop)
+        """The same for a segment, whatever its sequences."""
+        arrays, given = self.call_on(segment.start, segment.stop)
         if self.packed:
             given["cu_seqlens"] = [0, *(piece.stop for piece in segment.pieces)] if segment.pieces else [0, 0]
-        return self.tokens(segment.start, segment.stop, self.arrays), given
+        return arrays, given
 
     # -- messages -----------------------------------------------------------------------------------------------------
     def exchange(self, mine, row, count):
@@ -199,19 +205,25 @@ class Share:
 
         return messages
 
-    def crossing(self, backwards, summary):
-        """A function that waits for the others and gives {own segment's index: the state that comes into it}."""
+    def crossing(self, backwards, summary, ahead):
+        """A function that waits for the others and gives {own segment's index: the state that comes into it}.
+
+        summary(segment, piece, start, stop) is what the others are sent of a segment, and ahead(segment) does what can
+        be done of a segment's call before the state is there, where it is the last of its sequence.
+        """
         if not self.cut.crosses:
             return dict
         recurrence = self.recurrence
         row = Row([*recurrence.state_shapes(self.rows), *recurrence.gate_shapes(self.rows)])
         mine = {}
         for segment in self.own:
-            piece = segment.incoming if backwards else segment.outgoing
+            piece, waited_for = segment.outgoing, segment.incoming
+            if backwards:
+                piece, waited_for = waited_for, piece
+            if piece is None and waited_for is not None and len(segment.pieces) == 1:
+                ahead(segment)
             if piece is not None:
-                start, stop = segment.start + piece.start, segment.start + piece.stop
-                gates = recurrence.gates(self.tokens(start, stop, self.arrays), self.masked(start, stop).get("mask"))
-                mine[segment.slot] = [*summary(segment, piece, start, stop), *gates]
+                mine[segment.slot] = summary(segment, piece, segment.start + piece.start, segment.start + piece.stop)
         wait = self.exchange(mine, row, self.cut.slots)
         return lambda: self.carried(backwards, wait())
 
@@ -272,12 +284,8 @@ class Share:
         """o, or (o, final state), of this rank's tokens."""
         if self.state is not None:
             self.state = self.of_caller(self.state)
-        wait = self.crossing(
-            False,
-            lambda segment, piece, start, stop: self.recurrence.summary(
-                self.tokens(start, stop, self.arrays), self.common | self.masked(start, stop)
-            ),
-        )
+        self.kept = {}
+        wait = self.crossing(False, self.summary, self.ahead)
         o = self.out if self.out is not None else self.room() if len(self.own) > 1 else None
         final, self.pulls, came_in = {}, {}, None
         for segment in sorted(self.own, key=lambda segment: segment.incoming is not None):
@@ -302,14 +310,34 @@ class Share:
         dtypes = [self.problem.state_dtype] * len(self.problem.op.state)
         return result, self.handed_out(self.shared(final, False), dtypes)
 
+    def summary(self, segment, piece, start, stop):
+        """What a piece makes of the state that comes in: its own final state, then the decays.
+
+        Of a segment that is this piece alone, what a backend has computed besides is kept for `compute`.
+        """
+        alone = len(segment.pieces) == 1
+        arrays, given = self.call_of(segment) if alone else self.call_on(start, stop)
+        own, decays, kept = self.recurrence.summary(arrays, given, self.gradient)
+        if alone:
+            self.kept[segment.index] = kept
+        return [*own, *decays]
+
+    def ahead(self, segment):
+        arrays, given = self.call_of(segment)
+        if found := summarise(self.declared, arrays, gradient=self.gradient, ahead=True, **given):
+            self.kept[segment.index] = found[2]
+
+    def gates(self, start, stop):
+        return self.recurrence.gates(self.tokens(start, stop, self.arrays), self.masked(start, stop).get("mask"))
+
     def compute(self, segment, arrays, given, o):
         """(o, the final state's parts or None) of a segment; its o goes into `o` where there is one."""
+        kept = self.kept.pop(segment.index, ())
         if self.gradient:
-            result, self.pulls[segment.index] = vjp(self.function, *arrays, **given)
-        elif o is None:
-            result = self.function(*arrays, **given)
+            result, self.pulls[segment.index] = resumed(self.function, arrays, given, kept)
         else:
-            result = self.function(*arrays, **given, out=o[:, :, segment.start : segment.stop])
+            out = {} if o is None else {"out": o[:, :, segment.start : segment.stop]}
+            result = call(self.declared, arrays, kept=kept, **given, **out)
         found, states = result if self.problem.output_final_state else (result, None)
         if self.gradient and o is not None:
             o[:, :, segment.start : segment.stop] = found
@@ -325,14 +353,17 @@ class Share:
         """Gradients of this rank's arrays, then those of the whole initial state; see `vjp`."""
         op = self.problem.op
         (do, self.dht), _ = agree(self.comm, op.name, lambda: self.check_gradients(do, dht))
-        wait = self.crossing(True, lambda *place: self.gradient_summary(do, *place))
+        wait = self.crossing(
+            True, lambda *place: self.gradient_summary(do, *place), lambda segment: self.gradient_ahead(do, segment)
+        )
         gradients, initial, came_in = {}, {}, None
         for segment in sorted(self.own, key=lambda segment: segment.outgoing is not None):
             if segment.outgoing is not None and came_in is None:
                 came_in = wait()
             known = None if segment.outgoing is None else came_in[segment.index]
             states = self.states_of(segment, segment.outgoing, known, self.dht)
-            found = self.pulls[segment.index](do[:, :, segment.start : segment.stop], states)
+            kept = self.kept.pop(segment.index, ())
+            found = self.pulls[segment.index].resumed(do[:, :, segment.start : segment.stop], states, kept)
             gradients[segment.index] = found[: len(op.arrays)]
             if self.state is not None and segment.pieces:
                 parts = found[-1] if isinstance(found[-1], tuple) else (found[-1],)
@@ -366,12 +397,22 @@ class Share:
         return (do, dht), 0, meaning
 
     def gradient_summary(self, do, segment, piece, start, stop):
+        """What a piece makes of the gradient that comes in, then the decays; see `summary`."""
+        if len(segment.pieces) == 1 and (found := self.pulls[segment.index].summarise(do[:, :, start:stop])):
+            own, decays, self.kept[segment.index] = found
+            return [*own, *self.recurrence.multiplied(decays, self.rows)]
         if self.recurrence.turns_over:
             given = self.common | self.masked(start, stop)
-            return self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
+            found = self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)
+            return [*found, *self.gates(start, stop)]
         found = self.pulls[segment.index](do[:, :, segment.start : segment.stop])[-1]
         rows = self.place(segment.pieces.index(piece))
-        return [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
+        own = [part[rows] for part in (found if isinstance(found, tuple) else (found,))]
+        return [*own, *self.gates(start, stop)]
+
+    def gradient_ahead(self, do, segment):
+        if found := self.pulls[segment.index].summarise(do[:, :, segment.start : segment.stop]):
+            self.kept[segment.index] = found[2]
 
     def joined(self, number, name, gradients):
         """An array's gradient from those of the own segments; of what all tokens share the sum over all ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -25,7 +26,7 @@ class Sockets:
 
     def __init__(self, rank, size, address, port, *, limit_s=LIMIT_S):
         self.rank, self.size, self.limit_s = rank, size, limit_s
-        self.peers = {}
+        self.peers, self.to_receive = {}, deque()
         self.sender = ThreadPoolExecutor(1, thread_name_prefix="linattn_np.distributed")
         deadline = time.monotonic() + limit_s
         with socket.create_server((address if rank == 0 else "", port if rank == 0 else 0), backlog=size) as server:
@@ -78,11 +79,17 @@ class Sockets:
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         sent = [self.sender.submit(self.push, peer, message) for peer in others]
 
-        def wait():
+        def receive():
             for peer in reversed(others):  # the ranks that send to this one first
                 self.read(peer, as_bytes(gathered[peer]))
             for each in sent:
                 each.result()
+
+        self.to_receive.append(receive)
+
+        def wait():
+            while receive in self.to_receive:  # messages come in the order of the calls, whichever is waited for first
+                self.to_receive.popleft()()
             return gathered
 
         return wait
@@ -91,7 +98,14 @@ class Sockets:
         self.sender.submit(self.push, to, as_bytes(x).copy())
 
     def recv(self, x, source):
+        while self.to_receive:
+            self.to_receive.popleft()()
         self.read(source, as_bytes(x))
+
+    def abandon(self):
+        """Ends the others' waiting for this rank, which has failed."""
+        for connection in self.peers.values():
+            connection.close()
 
     def push(self, peer, message):
         try:

@@ -46,6 +46,9 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
         thread.start()
     for thread in threads:
         thread.join()
+    if device == "cuda":
+        for end in ends:
+            end.close(failed=meeting.failure is not None)
     if meeting.failure is not None:
         raise meeting.failure[1]
     return results
@@ -117,6 +120,9 @@ class Threads:
     def send(self, x, to):
         count = self.sent[to] = self.sent.get(to, 0) + 1
         self.meeting.leave((self.rank, to, count), self.rank, x.copy())
+
+    def abandon(self):
+        """`run_threads` tells the others when a thread ends."""
 
     def recv(self, x, source):
         count = self.received[source] = self.received.get(source, 0) + 1

@@ -12,6 +12,7 @@ import numpy as np
 from ..autodiff import pullback
 from ..contract import Op
 from ..ops import declaration
+from ..precisions import current
 from ..views import state_to_caller, to_caller
 
 DOC = """`linattn_np.{name}` as a differentiable function of {kind}.
@@ -50,6 +51,8 @@ class Operator:
         given = self.signature.bind(*positional, **named).arguments
         declared, arrays, arguments = self.declared.taken_apart(given)
         state = arguments.pop("initial_state", None)
+        if "precision" in self.signature.parameters:  # settled here: frameworks call back from threads of their own
+            arguments["precision"] = arguments.get("precision") or current()
         return declared, arrays, state if state is None or isinstance(state, tuple) else (state,), arguments
 
     def taking(self, count: int) -> Op:

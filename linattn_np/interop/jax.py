@@ -9,6 +9,10 @@ Keyword arguments but `initial_state` are static. Shapes, dtypes and options are
 again what it needs of the forward pass. `vmap` computes its elements one after the other: a batch is faster as the
 operators' B. Gradients are reverse-mode and first-order; JAX refuses `jvp` and gradients of gradients.
 
+Arrays that are cut over devices along batch or heads stay so where that is known: outside of `jit`, and under it on a
+mesh with explicit axes (`jax.sharding.AxisType.Explicit`). On one with automatic axes `jit` gathers them, and
+`jax.shard_map` is the way.
+
 Under `jax.shard_map` arrays may be cut along batch and heads, and with ``axis_name=`` of a mesh axis along the tokens:
 then the initial and final state are those of the whole sequence, the same on every device of that axis, and only states
 travel, K * V + K floats a head. `cu_seqlens` does not go with it. The backward pass takes two backward passes of the
@@ -43,6 +47,7 @@ from ..foreign import is_subclass, of_subclass
 from ..typing import F
 from .calls import Operator, blank, on_stream, outline, together
 from .jax_axis import along
+from .jax_partition import over_devices, sharding_of
 
 HOST = 1  # DLPack's kDLCPU
 PRIMITIVES = Cache(most=1 << 26, entries=1024)
@@ -69,11 +74,15 @@ def differentiable(function: F) -> F:
             compute = primitive(operator, results, tuple((name, static(x)) for name, x in arguments.items()))
             return compute(arrays, state)
 
-        if axis_name is None:
-            results = run(arrays, state, arguments)
-        else:
+        results = None
+        if axis_name is not None:
             problem, _ = on_blanks(declared, arrays, state, arguments)
             results = along(axis_name, run, problem, arrays, state, arguments)
+        elif any(map(sharding_of, jax.tree.leaves((arrays, state)))):
+            problem, _ = on_blanks(declared, arrays, state, arguments)
+            results = over_devices(lambda arrays, state: run(arrays, state, arguments), problem, arrays, state)
+        if results is None:
+            results = run(arrays, state, arguments)
         return together(results, bool(arguments.get("output_final_state")))
 
     return operator.document(public, "JAX arrays")

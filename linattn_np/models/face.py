@@ -67,4 +67,8 @@ class Trainable(Protocol):
 
     @staticmethod
     def loss(weights, tokens, products, drop) -> tuple[Any, Callable]:
-        """``(mean cross entropy in nats, its pullback)`` of a `Layout.tree`, as `rwkv6.grad.loss` has them."""
+        """``(mean cross entropy in nats, its pullback)`` of a `Layout.tree`, as `rwkv6.grad.loss` has them.
+
+        On CUDA `products` is a `CudaProducts`, and `drop` a `dropout.Dropout` or None; the keyword `recompute` is given
+        only where a training is told so.
+        """

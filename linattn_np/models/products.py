@@ -19,23 +19,24 @@ class HostProducts:
 
 
 class CudaProducts:
-    """cuBLAS's on the current device, of arrays in `dtype`; results are float32."""
+    """cuBLAS's on the current device, of arrays in `dtype`, with sums in float32."""
 
     def __init__(self, dtype):
         import cupy
 
         from ..backends.cupy import blas
+        from ..backends.cupy.device import CupyDevice
 
-        self.dtype, self.empty = np.dtype(dtype), cupy.empty
+        self.dtype, self.device = np.dtype(dtype), CupyDevice()
         self.product = blas.handle(cupy.cuda.runtime.getDevice()).product
 
-    def cast(self, x):
-        return x.astype(self.dtype, copy=False)
-
     def matmul(self, a, b, out=None):
-        """a b, for a [..., M, K] and b [..., K, N] that are contiguous, or so transposed; as may be `out`."""
+        """a b, for a [..., M, K] and b [..., K, N] that have rows or columns of neighbours; as may `out`.
+
+        `out` is in `dtype` or float32, which is what a new one is in.
+        """
         if out is None:
-            out = self.empty((*a.shape[:-1], b.shape[-1]), np.float32)
+            out = self.device.empty((*a.shape[:-1], b.shape[-1]), np.float32)
         if out.strides[-1] != out.itemsize:
             self.matmul(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2))
         elif out.ndim == 2:

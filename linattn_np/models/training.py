@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
 
@@ -21,16 +22,14 @@ from .checks import real, whole
 from .devices import check_device, on_host
 from .face import Trainable
 from .files import FileError, json_object, write_arrays
-from .fused import fused, of
-from .products import CudaProducts, HostProducts
+from .ranks import OneProcess
 from .rwkv6 import RWKV6
+from .steps import CudaSteps, HostSteps
 
 HELD_OUT = 0.05  # of the text, its end
 MAX_BYTES = 1 << 24  # of a step, far more than any machine has the memory for
 WARM_UP = 0.02  # of the training
-CLIP = 1.0  # the gradient's greatest norm
-BETAS, EPS = (0.9, 0.99), 1e-8
-VECTORS = ("weights", "first", "second")  # of a checkpoint: the model, and AdamW's two moments
+VECTORS = ("weights", "first", "second")  # of the steps: the model, and AdamW's two moments
 Corpus = bytes  # `Training.bytes` is a number
 
 
@@ -88,9 +87,19 @@ class Training:
         The last 5 % are held out: `held_out_loss` reads them, and nothing learns from them.
     settings : Settings
     device : "cpu" or "cuda"
-    dtype : of the matrices in products, on CUDA; their sums, the weights and everything else are float32
+    dtype : of the matrices in products and of activations, on CUDA; sums, the weights and the optimiser are float32
     kind : a class with the face of `Trainable`
         What is trained.
+    recompute : bool
+        On CUDA, whether a layer's activations are computed again for its gradients: a quarter less speed for two fifths
+        of the memory.
+    ranks : as `ranks.OneProcess`
+        Who learns from a part of each batch: `linattn_np.distributed.DataParallel` for several processes.
+
+    Raises
+    ------
+    ContractError
+        Too short a text; on CUDA, sizes that its kernels do not take. NotSupported: `device` cannot be had.
 
     Example
     -------
@@ -102,28 +111,45 @@ class Training:
     """
 
     def __init__(
-        self, text: bytes, settings: Settings, device: str = "cpu", dtype="bfloat16", kind: type[Trainable] = RWKV6
+        self,
+        text: bytes,
+        settings: Settings,
+        device: str = "cpu",
+        dtype="bfloat16",
+        kind: type[Trainable] = RWKV6,
+        recompute: bool = False,
+        ranks=None,
     ):
         check_device("Training", device)
-        self.settings, self.device, self.loss = settings, device, kind.loss
+        if recompute and device == "cpu":
+            refuse("recompute is for device 'cuda'")
+        self.ranks = ranks or OneProcess()
+        self.ranks.agree(
+            {
+                "the settings": settings,
+                "the text": fingerprint(text).tobytes().hex()[:16],
+                "the device": device,
+                "dtype": dtype,
+            }
+        )
+        rows = len(self.ranks.part(range(settings.batch)))  # refuses a batch that cannot be shared out
+        self.settings, self.device = settings, device
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
-        self.products: CudaProducts | HostProducts
+        loss: Callable = kind.loss
+        if recompute:
+            loss = partial(loss, recompute=True)
+        what = self.layout, loss, settings.dropout, settings.seed, self.ranks
+        self.steps: HostSteps | CudaSteps
         if device == "cuda":
-            import cupy
-
-            self.xp, self.products = cupy, CudaProducts(dtype)
+            self.steps = CudaSteps(*what, rows, settings.context + 1, dtype)
         else:
-            self.xp, self.products = np, HostProducts()
+            self.steps = HostSteps(*what)
         self.step_number, self.seconds, self.latest = 0, 0.0, None
-        self.weights = self.xp.asarray(self.layout.initial(settings.seed))
-        self.first, self.second, self.gradient = (self.xp.zeros_like(self.weights) for _ in range(3))
-        self.to = self.layout.tree(self.gradient)
+        self.steps.load(weights=self.layout.initial(settings.seed))
 
     def __repr__(self):
-        return (
-            f"Training({self.layout.size:,} parameters, {self.products.dtype} on {self.device}, {self.done:.0%} done)"
-        )
+        return f"Training({self.layout.size:,} parameters, {self.steps.dtype} on {self.device}, {self.done:.0%} done)"
 
     @property
     def done(self) -> float:
@@ -141,24 +167,9 @@ class Training:
     def step(self):
         """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the loss before it, on the device."""
         self.count_time()
-        rate, decay = self.learning_rate(), self.settings.weight_decay
-        tokens = self.xp.asarray(self.text.batch(self.step_number))
-        value, pull = self.loss(self.tree(), tokens, self.products, self.drop())
-        pull(self.to)
+        tokens, rate = self.ranks.part(self.text.batch(self.step_number)), self.learning_rate()
+        value = self.steps(tokens, self.step_number, rate, 1 - rate * self.settings.weight_decay)
         self.step_number += 1
-        xp, steps = self.xp, self.step_number
-        norm = xp.sqrt((self.gradient * self.gradient).sum())
-        matrices = self.weights[: self.layout.matrices]
-        matrices *= 1 - rate * decay
-        self.weights, self.first, self.second = adam(
-            self.weights,
-            self.gradient,
-            self.first,
-            self.second,
-            CLIP / xp.maximum(norm, CLIP),
-            rate,
-            *(1 - beta**steps for beta in BETAS),
-        )
         return value
 
     def learning_rate(self):
@@ -170,34 +181,22 @@ class Training:
         now = time.perf_counter()
         self.seconds += now - self.latest if self.latest else 0
         self.latest = now
-
-    def tree(self):
-        """The weights as products take them."""
-        return self.layout.tree(self.weights, self.products.cast(self.weights[: self.layout.matrices]))
-
-    def drop(self):
-        rate, seed = self.settings.dropout, np.random.SeedSequence([self.settings.seed, self.step_number])
-        if not rate:
-            return keep
-        random = self.xp.random
-        bits = random.Philox4x3210(seed) if self.device == "cuda" else random.PCG64(seed)
-        return partial(dropout, random.Generator(bits), rate)
+        self.seconds = self.ranks.clock(self.step_number, self.seconds)
 
     @np.errstate(all="ignore")
     def held_out_loss(self) -> float:
         """Nats a byte of the held-out end, read in rows of `context` bytes, each from an empty state."""
-        tree, nats, count = self.tree(), 0.0, 0
+        nats, count = 0.0, 0
         for tokens in self.text.held_out():
-            value, _ = self.loss(tree, self.xp.asarray(tokens), self.products, keep)
             predicted = tokens[:, 1:].size
-            nats, count = nats + float(value) * predicted, count + predicted
+            nats, count = nats + float(self.steps.value(tokens)) * predicted, count + predicted
         return nats / count
 
     # -- files -------------------------------------------------------------------------------------------------------
     def save(self, path):
         """All that `restore` needs, in one file, which is there whole or not at all."""
         about = np.frombuffer(json.dumps(asdict(self.settings)).encode(), np.uint8)
-        vectors = {name: on_host(getattr(self, name)) for name in VECTORS}
+        vectors = {name: on_host(getattr(self.steps, name)) for name in VECTORS}
         write_arrays(
             path,
             {
@@ -211,30 +210,39 @@ class Training:
 
     def save_model(self, path):
         """The weights under the model's names for files; matrices in the dtype of products."""
-        named = self.layout.named(on_host(self.weights))
+        named = self.layout.named(on_host(self.steps.weights))
         write_arrays(
             path,
             {
-                name: array.astype(self.products.dtype) if array.squeeze().ndim > 1 else array
+                name: array.astype(self.steps.dtype) if array.squeeze().ndim > 1 else array
                 for name, array in named.items()
             },
         )
 
     @classmethod
     def restore(
-        cls, path, text: Corpus, device: str = "cpu", dtype="bfloat16", kind: type[Trainable] = RWKV6
+        cls,
+        path,
+        text: Corpus,
+        device: str = "cpu",
+        dtype="bfloat16",
+        kind: type[Trainable] = RWKV6,
+        recompute: bool = False,
+        ranks=None,
     ) -> Training:
-        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text."""
-        stored = checkpoint.read(path)
+        """A training as `save` left it; CheckpointError for a file that holds none, or one of another text.
+
+        Of several ranks the first reads the file.
+        """
+        stored = (ranks or OneProcess()).from_first(lambda: checkpoint.read(path))
         try:
             settings = checked(stored, kind)
         except ContractError as error:
             raise checkpoint.CheckpointError(f"{path}: {error}") from None
-        self = cls(text, settings, device, dtype, kind)
+        self = cls(text, settings, device, dtype, kind, recompute, ranks)
         if bytes(stored["text"]) != bytes(self.text.fingerprint):
             raise checkpoint.CheckpointError(f"{path}: is the training on another text, expected one on this")
-        for name in VECTORS:
-            setattr(self, name, self.xp.array(stored[name]))
+        self.steps.load(**{name: stored[name] for name in VECTORS})
         self.step_number, self.seconds = int(stored["step"][0]), float(stored["seconds"][0])
         return self
 
@@ -253,7 +261,7 @@ class Text:
                 f"expected at least {least} for a context of {settings.context}"
             )
         self.rows = (len(self.learned) - settings.context) // settings.context
-        self.fingerprint = np.frombuffer(hashlib.sha256(bytes_).digest(), np.uint8)
+        self.fingerprint = fingerprint(bytes_)
 
     def batch(self, step) -> np.ndarray:
         """int64 [batch, context + 1], the rows of a step."""
@@ -278,35 +286,15 @@ class Text:
             yield rest[None].astype(np.int64)
 
 
+def fingerprint(text) -> np.ndarray:
+    return np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+
+
 @lru_cache(2)
 def order_of(seed, epoch, rows, context):
     """Where the first row of an epoch starts, and the order of its rows."""
     rng = np.random.default_rng([seed, epoch, 1])
     return int(rng.integers(context)), rng.permutation(rows)
-
-
-def keep(x):
-    """Drops nothing."""
-    return x, lambda dy: dy
-
-
-def dropout(rng, rate, x):
-    kept, scale = rng.random(x.shape, dtype=np.float32) >= rate, 1 / (1 - rate)
-    return masked(x, kept, scale), lambda dy: masked(dy, kept, scale)
-
-
-@fused
-def masked(x, kept, scale):
-    return x * kept * scale
-
-
-@fused
-def adam(weights, gradient, first, second, clip, rate, correction, correction_of_second):
-    gradient = gradient * clip
-    first = BETAS[0] * first + (1 - BETAS[0]) * gradient
-    second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
-    change = first / correction / (of(second).sqrt(second / correction_of_second) + EPS)
-    return weights - rate * change, first, second
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

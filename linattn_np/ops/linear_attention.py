@@ -51,6 +51,7 @@ def linear_attention(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -98,6 +99,7 @@ def linear_attention(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )

@@ -51,6 +51,7 @@ def retention(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -91,6 +92,7 @@ def retention(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )

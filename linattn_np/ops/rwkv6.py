@@ -53,6 +53,7 @@ def rwkv6(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -100,6 +101,7 @@ def rwkv6(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )

@@ -45,6 +45,7 @@ def simple_gla(
     mode="auto",
     chunk_size=None,
     materialize=None,
+    precision=None,
     backend="auto",
     out=None,
 ):
@@ -86,6 +87,7 @@ def simple_gla(
         mode=mode,
         chunk_size=chunk_size,
         materialize=materialize,
+        precision=precision,
         backend=backend,
         out=out,
     )

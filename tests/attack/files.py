@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import checkpoint_files
 import hostile
 import numpy as np
 from hypothesis import strategies as st
@@ -145,7 +146,7 @@ def write(folder, damaged) -> Path:
     weights = hostile.GOOD
     if damaged.kind == "index":
         for n, (name, x) in enumerate(weights.items()):
-            (folder / f"{n}.safetensors").write_bytes(hostile.good_safetensors({name: x}))
+            (folder / f"{n}.safetensors").write_bytes(checkpoint_files.good_safetensors({name: x}))
         text = json.dumps(
             changed(
                 {"metadata": {}, "weight_map": {name: f"{n}.safetensors" for n, name in enumerate(weights)}},
@@ -154,12 +155,12 @@ def write(folder, damaged) -> Path:
         ).encode()
         path = folder / "model.safetensors.index.json"
     elif damaged.kind == "safetensors":
-        whole = hostile.good_safetensors(weights)
+        whole = checkpoint_files.good_safetensors(weights)
         size = struct.unpack("<Q", whole[:8])[0]
         header = changed(json.loads(whole[8 : 8 + size]), damaged.fields)
-        text, path = hostile.safetensors(header, whole[8 + size :]), folder / "model.safetensors"
+        text, path = checkpoint_files.safetensors(header, whole[8 + size :]), folder / "model.safetensors"
     else:
-        text = hostile.zipped_pth(weights) if damaged.kind == "zip" else hostile.older_pth(weights)
+        text = checkpoint_files.zipped_pth(weights) if damaged.kind == "zip" else checkpoint_files.older_pth(weights)
         path = folder / "model.pth"
     for edit in damaged.edits:
         text = edit(text)

@@ -4,7 +4,6 @@
 """
 
 import ctypes
-import hashlib
 import os
 import struct
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
+import disk
 import numpy as np
 
 from linattn_np.backends.cupy import source
@@ -20,7 +20,7 @@ from linattn_np.backends.cupy.kernel import Kernel
 
 HERE = Path(__file__).parent
 FLAGS = (
-    "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fvisibility=hidden",
     "-fno-gnu-unique",  # each kernel's library keeps its own statics
     "-fno-strict-aliasing",  # kernels read one type's bits as another's, as CUDA compilers allow
     "-ftrivial-auto-var-init=pattern",  # an uninitialised register shows
@@ -35,23 +35,6 @@ const char* emulated_launch(const void* args, size_t size, long long blocks, int
 
 class EmulatorError(RuntimeError):
     """A kernel that does not compile, or does what the hardware leaves undefined."""
-
-
-def _folder():
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for parent in (Path(cache_home), Path(tempfile.gettempdir())):
-        folder = parent / "linattn_np" / "emulator"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK):
-            return folder
-    raise EmulatorError("no writable folder for compiled kernels")
-
-
-def _key(*texts):
-    return hashlib.sha256("\0".join((*FLAGS, *texts)).encode()).hexdigest()[:32]
 
 
 def _compiled(output, what, *options, source=None):
@@ -70,11 +53,9 @@ def _compiled(output, what, *options, source=None):
 @cache
 def _runtime():
     """What stands for CUDA: a header, and beside it what g++ made of it, which it reads instead in half of the time."""
-    text = f'#line 1 "{HERE / "cuda_cpu.hpp"}"\n{(HERE / "cuda_cpu.hpp").read_text()}'
-    header = _folder() / f"cuda_cpu-{_key(text)}.hpp"
-    with tempfile.NamedTemporaryFile("w", dir=header.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, header)
+    text = disk.anywhere(f'#line 1 "{HERE / "cuda_cpu.hpp"}"\n{(HERE / "cuda_cpu.hpp").read_text()}')
+    header = disk.folder("emulator") / f"cuda_cpu-{disk.key(*FLAGS, text)}.hpp"
+    disk.write(header, text)
     _compiled(header.with_suffix(".hpp.gch"), header.name, "-x", "c++-header", str(header))
     return header
 
@@ -82,7 +63,8 @@ def _runtime():
 def _compile(kernel):
     """The shared library of one instantiation, from the disk where the same text was compiled before."""
     text = source.program([kernel], include={"ptx.cuh": HERE / "ptx.cuh"}) + ENTRY.format(expression=kernel.expression)
-    library = _folder() / f"{kernel.name}-{_key(_runtime().name, text)}.so"
+    text = disk.anywhere(text)
+    library = disk.folder("emulator") / f"{kernel.name}-{disk.key(*FLAGS, _runtime().name, text)}.so"
     return _compiled(library, kernel.expression, "-include", str(_runtime()), "-x", "c++", "-", source=text)
 
 

@@ -384,8 +384,8 @@ template <class Args> struct Call {
   }
 };
 
-// Runs `blocks` blocks, from the last to the first at every second launch, as no order is promised; returns null or what
-// went wrong.
+// Runs `blocks` blocks, from the last to the first at every second launch, as no order is promised; returns null or
+// what went wrong.
 template <class Args> const char* launch(void (*kernel)(Args), const void* args, size_t size,
                                          long long blocks, int count, size_t shared, int together) {
   message[0] = 0;

@@ -194,7 +194,8 @@ inline unsigned char* dynamic_smem() { return emulator::shared_memory; }
 
 // The destination holds poison until the wait, so that reading it too early shows.
 inline void store_if(bool wanted, void* to, uint2 x, emulator::Where where = emulator::here()) {
-  EMULATOR_CHECK(!wanted || emulator::in_shared(to, 8), "store_if to a place not aligned or not in shared memory (%s:%d)", where.file, where.line);
+  EMULATOR_CHECK(!wanted || emulator::in_shared(to, 8),
+                 "store_if to a place not aligned or not in shared memory (%s:%d)", where.file, where.line);
   if (wanted) *static_cast<uint2*>(to) = x;
 }
 
@@ -298,14 +299,17 @@ inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulato
 }
 
 // Loads are done at once, so that what they announce need not be counted.
-inline void barrier_expect(Barrier& b, u32 bytes, emulator::Where where = emulator::here()) { barrier_arrive(b, where); }
+inline void barrier_expect(Barrier& b, u32 bytes, emulator::Where where = emulator::here()) {
+  barrier_arrive(b, where);
+}
 
 // ---- two blocks of a cluster ------------------------------------------------------------------------------
 
 namespace emulator {
 
 template <class X> X* at_peer(X* p) {
-  return reinterpret_cast<X*>(shared_storage[rank ^ 1] + (reinterpret_cast<u64>(p) - reinterpret_cast<u64>(shared_storage[rank])));
+  const u64 offset = reinterpret_cast<u64>(p) - reinterpret_cast<u64>(shared_storage[rank]);
+  return reinterpret_cast<X*>(shared_storage[rank ^ 1] + offset);
 }
 
 }  // namespace emulator
@@ -321,8 +325,9 @@ inline void arrive_at_peer(Barrier& b, emulator::Where where = emulator::here())
 }
 
 inline void copy_to_peer(const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
-  EMULATOR_CHECK(emulator::in_shared(from, 16) && bytes % 16 == 0, "copy_to_peer of %u bytes, or of a place not aligned or not in shared memory (%s:%d)",
-                 bytes, where.file, where.line);
+  EMULATOR_CHECK(emulator::in_shared(from, 16) && bytes % 16 == 0,
+                 "copy_to_peer of %u bytes, or of a place not aligned or not in shared memory (%s:%d)", bytes,
+                 where.file, where.line);
   memcpy(const_cast<void*>(emulator::at_peer(from)), from, bytes);
   arrive_at_peer(b, where);
 }
@@ -354,8 +359,8 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
   const int row = map.columns * map.bytes;
   EMULATOR_CHECK(in_shared(box, map.swizzled ? 1024 : 128), "%s of a box not aligned or not in shared memory (%s:%d)",
                  call, where.file, where.line);
-  EMULATOR_CHECK(at[0] >= 0 && at[1] >= 0 && at[2] >= 0 && at[3] >= 0, "%s from before the array (%s:%d)", call, where.file,
-                 where.line);
+  EMULATOR_CHECK(at[0] >= 0 && at[1] >= 0 && at[2] >= 0 && at[3] >= 0, "%s from before the array (%s:%d)", call,
+                 where.file, where.line);
   for (int t = 0; t < map.tokens; ++t)
     for (int byte = 0; byte < row; byte += 16) {
       const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t, at[2], at[3]};

@@ -4,6 +4,9 @@ An operator's planner is a module with
 
     unsupported(problem) -> str | None              why its kernels cannot compute a problem
     plan(problem, device) -> Plan                   of (o, final state parts or None); a step's o; a stage's result
+    plan_summary(problem, device) -> Plan | None    where there is one: of what tokens make of any state, without o;
+                                                    what it saves is a last argument of `plan` for the same tokens
+    plan_summary_vjp(problem, device, do, saved)    the same of the final state's gradient, for `plan_vjp`
     plan_vjp(problem, device, do, dht, saved)       of (gradients of the arrays, of the initial state's parts or None)
     saved(problem)                                  (shape, dtype) of what `plan` saves for `plan_vjp`, if anything
 """
@@ -51,6 +54,7 @@ PLANNERS = dict.fromkeys(GATED, gated) | {
     COMBINE: stages,
 }
 DEVICE = CupyDevice()
+KEEPS = True  # what `summarise` has computed, for `run` and `vjp`
 LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
 
 
@@ -89,15 +93,20 @@ def too_old(device: int) -> str | None:
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
-def run(problem):
-    return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)[0]
+def run(problem, kept=()):
+    return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE, kept)[0]
 
 
-def vjp(problem):
+def vjp(problem, kept=()):
     """((o, final state parts or None), pull); one backward serves every mode."""
     at_home(problem, compile_pullback, problem, DEVICE)
-    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)
-    return result, pull_of(problem, saved)
+    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE, kept)
+    return result, Pull(problem, saved)
+
+
+def summarise(problem):
+    """((final state from zero, decays), kept) of a call without o, or None: see `plan_summary`."""
+    return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, DEVICE)
 
 
 def compile_pullback(problem, device):
@@ -110,12 +119,25 @@ def compile_pullback(problem, device):
 
 def pullback(problem):
     """That of `vjp`; without a forward pass where the backward needs nothing of it."""
-    return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else pull_of(problem, ())
+    return vjp(problem)[1] if hasattr(PLANNERS[problem.op], "saved") else Pull(problem, ())
 
 
-def pull_of(problem, saved):
-    planner = PLANNERS[problem.op]
-    return lambda do, dht: at_home(problem, execute.pull, planner, problem, DEVICE, do, dht, saved)
+class Pull:
+    """The pullback of a problem on its device."""
+
+    def __init__(self, problem, saved):
+        self.problem, self.saved = problem, saved
+
+    def __call__(self, do, dht, kept=()):
+        """(gradients of the arrays, of the initial state's parts or None)."""
+        return self.at_home(execute.pull, do, dht, self.saved, kept)
+
+    def summarise(self, do):
+        """((the initial state's gradient for a dht of zero, decays), kept), or None: see `plan_summary_vjp`."""
+        return self.at_home(execute.summarise_vjp, do, self.saved)
+
+    def at_home(self, function, *arguments):
+        return at_home(self.problem, function, PLANNERS[self.problem.op], self.problem, DEVICE, *arguments)
 
 
 def at_home(problem, function, *arguments):

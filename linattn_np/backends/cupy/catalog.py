@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 
 from ...arrays import BFLOAT16
+from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from . import rwkv6, softmax, stages, step, value_gate
-from .kernel import CTYPES, HALF
+from .kernel import CTYPES, DOUBLE, HALF
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -23,6 +23,7 @@ def kernels():
     yield from scalar_decays()
     yield from value_gates()
     yield from element_by_element()
+    yield from in_float64()
     for cls, T, D in product(
         (
             softmax.SoftmaxForward,
@@ -35,6 +36,7 @@ def kernels():
     ):
         yield cls(T, D)
     yield from of_models()
+    yield from of_training()
 
 
 def on_every_card():
@@ -110,6 +112,17 @@ def element_by_element():
         yield cls(T)
 
 
+def in_float64():
+    for cls, order, columns in product((float64.Forwards, float64.Backwards), READ_ORDERS, float64.COLUMNS):
+        yield cls(order, columns)
+    for phi in gated.FEATURE_MAPS.values():
+        yield gated.FeatureMap(phi, DOUBLE, DOUBLE)
+        if phi != "Identity":
+            yield gated.FeatureGradient(phi, DOUBLE, DOUBLE)
+    for cls in (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient):
+        yield cls(DOUBLE)
+
+
 def of_models():
     for T in CTYPES:
         for cls in (rwkv6.NormShift, rwkv6.LogDecay):
@@ -132,3 +145,28 @@ def of_models():
             yield rwkv6.ChosenNorm(T, SINGLE)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
+
+
+def of_training():
+    for T in CTYPES:
+        for cls in (
+            training.GatedNormForward,
+            training.LogDecayForward,
+            training.CrossEntropy,
+            training.AdamW,
+        ):
+            yield cls(T)
+        for C in training.MixForward.MIXES:
+            yield training.MixForward(T, C)
+        for kind in training.ActivationForward.KINDS:
+            yield training.ActivationForward(kind, T)
+            yield training.ActivationBackward(kind, T)
+        for threads in training.WIDTHS:
+            for cls in (training.MixBackward, training.GatedNormBackward, training.LogDecayBackward):
+                yield cls(T, threads)
+            for change in training.AddNorm.CHANGES:
+                yield training.AddNorm(T, threads, change)
+            for change, C in product(training.NormBackward.CHANGES, training.NormBackward.MIXES):
+                yield training.NormBackward(T, threads, change, C)
+    yield training.ColumnSums()
+    yield training.SquareSums()

@@ -80,7 +80,7 @@ class CupyDevice:
         """An array in the memory of `x`, so many bytes behind its first number."""
         import cupy
 
-        return cupy.ndarray(shape, dtype, x.data + offset, strides)
+        return cupy.ndarray(shape, dtype, x.data + offset if x.size else x.data, strides)  # of none there is no address
 
     def copy(self, source, target):
         """The bytes of a contiguous array into another one."""

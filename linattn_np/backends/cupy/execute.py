@@ -23,45 +23,87 @@ ALIGNED = 256  # bytes on which a buffer starts
 in_graphs: list = []  # what captured graphs use: kept for ever, since nobody says when a graph is gone
 
 
-def plan_of(planner, problem, device) -> Plan:
-    """A planner's plan of a call."""
+def plan_of(planner, problem, device, kept=()) -> Plan:
+    """A planner's plan of a call, which goes on from what `plan_summary` kept."""
     described, given = describe(problem, device)
-    return replace(planner.plan(described, device), given=given)
+    if not kept:
+        return replace(planner.plan(described, device), given=given)
+    given = list(given)
+    kept = describe_tree("kept", kept, device, given)
+    return replace(planner.plan(described, device, kept), given=tuple(given))
 
 
-def vjp_plan_of(planner, problem, device, do, dht, saved=()) -> Plan:
-    """A planner's plan of a pullback."""
+def summary_plan_of(planner, problem, device) -> Plan | None:
+    """A planner's plan of a call without o."""
+    described, given = describe(problem, device)
+    plan = planner.plan_summary(described, device)
+    return plan and replace(plan, given=given)
+
+
+def vjp_plan_of(planner, problem, device, do, dht, saved=(), kept=()) -> Plan:
+    """A planner's plan of a pullback, which goes on from what `plan_summary_vjp` kept."""
     described, given = describe(problem.replace(out=None), device)
     given = list(given)
-    do, dht, saved = (
-        describe_tree(name, tree, device, given) for name, tree in (("do", do), ("dht", dht), ("saved", tuple(saved)))
-    )
-    return replace(planner.plan_vjp(described, device, do, dht, saved), given=tuple(given))
+    trees = ("do", do), ("dht", dht), ("saved", tuple(saved)), ("kept", kept)
+    do, dht, saved, kept = (describe_tree(name, tree, device, given) for name, tree in trees)
+    return replace(planner.plan_vjp(described, device, do, dht, saved, *([kept] if kept else [])), given=tuple(given))
 
 
-def run(planner, problem, device):
+def summary_vjp_plan_of(planner, problem, device, do, saved) -> Plan | None:
+    """A planner's plan of what the tokens make of the final state's gradient."""
+    described, given = describe(problem.replace(out=None), device)
+    given = list(given)
+    do, saved = (describe_tree(name, tree, device, given) for name, tree in (("do", do), ("saved", tuple(saved))))
+    plan = planner.plan_summary_vjp(described, device, do, saved)
+    return plan and replace(plan, given=tuple(given))
+
+
+def run(planner, problem, device, kept=()):
     """(results, what the pullback needs besides)."""
-    return call(partial(plan_of, planner), problem, device)
+    return call(partial(plan_of, planner), problem, device, kept)
 
 
-def pull(planner, problem, device, do, dht, saved=()):
+def summarise(planner, problem, device):
+    """((final state from zero, decays), what `run` of the same arrays may go on from), or None."""
+    if not hasattr(planner, "plan_summary"):
+        return None
+    return call(partial(summary_plan_of, planner), problem, device, kept_as="summaries")
+
+
+def pull(planner, problem, device, do, dht, saved=(), kept=()):
     """Gradients in the order of the arrays, and those of the initial state or None."""
-    return call(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved)[0]
+    return call(partial(vjp_plan_of, planner), problem.replace(out=None), device, do, dht, saved, kept)[0]
 
 
-def call(plan, problem, device, *cotangents):
-    """By the compiled plan of the first call alike on the same queue, where calls can be told to be alike."""
-    found, more = problem.memo, arrays_in(cotangents)
+def summarise_vjp(planner, problem, device, do, saved=()):
+    """((the initial state's gradient for a dht of zero, decays), what `pull` may go on from), or None."""
+    if not hasattr(planner, "plan_summary_vjp"):
+        return None
+    plan = partial(summary_vjp_plan_of, planner)
+    return call(plan, problem.replace(out=None), device, do, saved, kept_as="summaries_vjp")
+
+
+def call(plan, problem, device, *trees, kept_as="plans"):
+    """By the compiled plan of the first call alike on the same queue, where calls can be told to be alike.
+
+    None where there is no such plan. `kept_as` names the plans of one kind.
+    """
+    found, more = problem.memo, arrays_in(trees)
     kinds = [signature(x) for x in more]
     if found is None or None in kinds:
-        return Compiled(plan(problem, device, *cotangents), device)([*arrays_of(problem), *more])
-    plans, key = found.setdefault("plans", {}), (device, device.queue, *kinds)
-    compiled = plans.get(key)
-    if compiled is None:
-        if len(plans) >= COMPILED:
-            plans.clear()
-        compiled = plans[key] = Compiled(plan(problem, device, *cotangents), device)
-    return compiled([*arrays_of(problem), *more])
+        compiled = compile_plan(plan(problem, device, *trees), device)
+    else:
+        plans, key = found.setdefault(kept_as, {}), (device, device.queue, *kinds)
+        if key not in plans:
+            if len(plans) >= COMPILED:
+                plans.clear()
+            plans[key] = compile_plan(plan(problem, device, *trees), device)
+        compiled = plans[key]
+    return compiled and compiled([*arrays_of(problem), *more])
+
+
+def compile_plan(plan, device):
+    return plan and Compiled(plan, device)
 
 
 class Compiled:

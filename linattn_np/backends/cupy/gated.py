@@ -6,7 +6,7 @@ Hopper's kernel may cut sequences; `tuning` says how. Nothing here knows of gate
 from __future__ import annotations
 
 from ...contract import CHUNK, SUB_CHUNK
-from . import gated_vjp, stages, tuning
+from . import float64, gated_vjp, stages, tuning
 from .instances import (
     CHANNELS,
     CLUSTER_SPLIT_K,
@@ -23,15 +23,16 @@ from .instances import (
     columns,
     read_order,
 )
-from .kernel import CTYPES
-from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, mappable_in_rows
+from .kernel import CTYPES, DOUBLE
+from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, has_rows, mappable, mappable_once_copied
 
 MODES = ("auto", "recurrent", "chunk", "staged")
-plan_vjp = gated_vjp.plan_vjp
 
 
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
+    if problem.dtype == DOUBLE:
+        return float64.unsupported(problem)
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
@@ -50,18 +51,41 @@ def mode_of(problem) -> str:
     return "staged" if problem.materialize else "chunk"
 
 
-def plan(problem, device):
+def plan_vjp(problem, device, do, dht, saved=(), kept=()):
+    if problem.dtype == DOUBLE:
+        return float64.plan_vjp(problem, device, do, dht)
+    return gated_vjp.plan_vjp(problem, device, do, dht, saved, kept)
+
+
+plan_summary_vjp = gated_vjp.plan_summary_vjp
+
+
+def plan(problem, device, kept=()):
+    """`kept`: what `plan_summary` of the same tokens has left."""
+    if problem.dtype == DOUBLE:
+        return float64.plan(problem, device)
     draft, mode = Draft(), mode_of(problem)
-    o, final = draft.output(problem), draft.final(problem)
+    by_hopper = mode == "chunk" and on_hopper(problem, device)
+    o, final = draft.output(problem, mappable if by_hopper else has_rows), draft.final(problem)
     if mode == "staged":
         tiles = staged(draft, problem, o, final)
     elif mode == "recurrent":
         tiles = recurrent(draft, problem, o, final)
-    elif on_hopper(problem, device):
-        tiles = OnHopper(draft, problem, device, draft.inputs(problem), o).run(final)
+    elif by_hopper:
+        tiles = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o).run(final, kept)
     else:
         tiles = one_pass(draft, problem, o, final)
     return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
+
+
+def plan_summary(problem, device):
+    """A plan of (the final state from zero, decays [N * parts, H, 2, K] that multiply any other, part by part),
+    without o; what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
+    if mode_of(problem) != "chunk" or not on_hopper(problem, device):
+        return None
+    draft = Draft()
+    inputs = draft.mapped_inputs(problem)
+    return OnHopper(draft, problem, device, inputs, o=inputs[2]).summary()  # o is not written: v's map stands for its
 
 
 def read_by_tiles(problem) -> list:
@@ -71,8 +95,9 @@ def read_by_tiles(problem) -> list:
 
 
 def on_hopper(problem, device) -> bool:
-    """Whether Hopper's own kernel can compute a problem."""
-    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_in_rows(read_by_tiles(problem))
+    """Whether Hopper's own kernel computes a problem: of arrays that tensor maps cannot describe, copies cost less than
+    the kernels for every card."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(read_by_tiles(problem))
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------
@@ -168,33 +193,59 @@ class OnHopper:
         N, H, V = self.problem.shape("N H V")
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device)
 
-    def run(self, final) -> dict:
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.problem.spans.lengths.max())
+
+    def run(self, final, kept=()) -> dict:
         """Everything from the caller's arrays to `o` and `final`; the sizes of what runs."""
         problem, whole = self.problem, self.kernel(self.schedule)
-        N, H, V = problem.shape("N H V")
-        initial, longest = self.draft.initial(problem), int(problem.spans.lengths.max())
-        blocks = N * H * tuning.grid(whole, V)
-        P = tuning.segments(blocks, longest, tuning.resident_blocks(whole, self.device))
+        initial, P = self.draft.initial(problem), self.segments(whole)
         if P == 1:
             self.launch(whole, self.draft.shape(problem), initial, final)
             return whole.tiles
-        self.in_segments(whole, P, initial, final)
+        left, decays = kept or self.left_by_segments(P, final is not None)
+        starts = self.between_segments(P, left, decays, initial, final)
+        self.launch(whole, self.draft.shape(problem, self.cut(P)), starts, None)
         return whole.tiles | {"segments": P}
 
-    def in_segments(self, whole, P, initial, final):
-        """What each part of P segments leaves behind, then the states between segments, then all segments at once."""
+    def summary(self):
+        """The plan of the final state from zero and the decays; it saves what `run` may go on from."""
+        P = self.segments(self.kernel(self.schedule))
+        final = self.draft.empty(self.problem.shape("N H K V"), FLOAT32)
+        left, decays = self.left_by_segments(P, True)
+        self.between_segments(P, left, decays, None, final)
+        return self.draft.plan(((final,), decays), saved=(left, decays))
+
+    def segments(self, whole) -> int:
+        """Into how many a sequence is cut."""
+        N, H, V = self.problem.shape("N H V")
+        resident = tuning.resident_blocks(whole, self.device)
+        return tuning.segments(N * H * tuning.grid(whole, V), self.longest, resident)
+
+    def cut(self, P):
+        """P segments of every sequence."""
+        return self.problem.spans.segments(P, self.kernel(SEGMENT_STATE).CHUNK)
+
+    def left_by_segments(self, P, final):
+        """What each part of P segments leaves behind, (states [N * P * R, H, K, V], decays [N * P * R, H, 2, K]); of
+        the last segment only for a `final` state."""
         draft, problem, summary = self.draft, self.problem, self.kernel(SEGMENT_STATE)
         N, H, K, V = problem.shape("N H K V")
-        R = tuning.parts(summary, N * H, V, P, int(problem.spans.lengths.max()), final is not None, self.device)
-        segments = problem.spans.segments(P, whole.CHUNK)
+        R, segments = tuning.parts(summary, N * H, V, P, self.longest, final, self.device), self.cut(P)
         left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
-        starts, shape = draft.empty((N * P, H, K, V), FLOAT32), draft.shape(problem, segments)
-        parts = draft.shape(problem, segments.segments(R, GatedForwardSm90.CHUNK)) if R > 1 else shape
+        parts = draft.shape(problem, segments.segments(R, GatedForwardSm90.CHUNK) if R > 1 else segments)
         for channel in range(0, K, TILES[-1]):
-            self.launch(
-                summary, parts, None, left, decays=decays, channel=channel, of=P * R, needed=(P - (final is None)) * R
-            )
-        scan = ScanSegments()
+            needed = (P if final else P - 1) * R
+            self.launch(summary, parts, None, left, decays=decays, channel=channel, of=P * R, needed=needed)
+        return left, decays
+
+    def between_segments(self, P, left, decays, initial, final):
+        """The states [N * P, H, K, V] at the starts of segments, and `final`."""
+        draft, scan = self.draft, ScanSegments()
+        N, H, K, V = self.problem.shape("N H K V")
+        starts = draft.empty((N * P, H, K, V), FLOAT32)
         draft.launch(
             scan,
             N * H * ceil_div(K * V, 4 * scan.threads),
@@ -204,12 +255,12 @@ class OnHopper:
             starts=starts,
             final=final,
             P=P,
-            R=R,
+            R=left.shape[0] // (N * P),
             H=H,
             K=K,
             V=V,
         )
-        self.launch(whole, shape, starts, None)
+        return starts
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""

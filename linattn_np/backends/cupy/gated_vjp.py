@@ -24,7 +24,7 @@ from .instances import (
     columns,
     read_order,
 )
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
 def unsupported(problem) -> str | None:
@@ -35,18 +35,22 @@ def unsupported(problem) -> str | None:
     return None
 
 
-def plan_vjp(problem, device, do, dht, saved=()):
-    """(gradients in the order of the arrays, that of the initial state or None)."""
+def plan_vjp(problem, device, do, dht, saved=(), kept=()):
+    """(gradients in the order of the arrays, that of the initial state or None).
+
+    `kept`: what `plan_summary_vjp` of the same `do` has left.
+    """
     draft = Draft()
-    q, k, v, g = draft.inputs(problem)
-    do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
+    P, bonus = segments(problem, device), problem.arrays.get("u")
+    q, k, v, g = draft.mapped_inputs(problem) if P else draft.inputs(problem)
+    do = as_inputs(draft, problem, do)
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
-    P, bonus = segments(problem, device), problem.arrays.get("u")
     N, H, K = problem.shape("N H K")
-    shares = None if bonus is None else draft.empty((N * max(P, 1), H, K), FLOAT32)  # of du: of sequences or segments
+    of_segments = P + 2 if kept else max(P, 1)
+    shares = None if bonus is None else draft.empty((N * of_segments, H, K), FLOAT32)  # of du: of sequences or segments
     if P:
-        tiles = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, shares)
+        tiles = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, shares, kept)
     else:
         tiles = on_every_card(draft, problem, arrays, gradients, dht, dh0, shares)
     if bonus is not None:
@@ -54,6 +58,25 @@ def plan_vjp(problem, device, do, dht, saved=()):
         draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, du=du, N=shares.shape[0], H=H, K=K)
         gradients = (*gradients, du)
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
+
+
+def plan_summary_vjp(problem, device, do, saved=()):
+    """A plan of (the initial state's gradient for a dht of zero, decays [N, parts, H, 1, K] that multiply any other,
+    part by part) alone; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that."""
+    P = segments(problem, device)
+    if not P:
+        return None
+    draft = Draft()
+    q, k, v, g = draft.mapped_inputs(problem)
+    do = draft.mapped(as_inputs(draft, problem, do), "do")
+    N, H, K, V = problem.shape("N H K V")
+    summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
+    launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
+    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g})
+
+
+def as_inputs(draft, problem, do):
+    return draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
 
 
 def cotangent(draft, dht):
@@ -121,9 +144,9 @@ def on_every_card(draft, problem, arrays, gradients, dht, dh0, du) -> dict:
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
 def fits_hopper(problem, device, arrays) -> bool:
-    """Whether Hopper's own backward kernels can read a problem's arrays."""
+    """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
     narrow = max(problem.shape("K V")) <= TILES[-1]
-    return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_in_rows(arrays)
+    return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_once_copied(arrays)
 
 
 def segments(problem, device) -> int:
@@ -134,12 +157,13 @@ def segments(problem, device) -> int:
     return tuning.segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du) -> dict:
+def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du, left: tuple = ()) -> dict:
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
     runs."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK)
+    launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left))
+    P = launches.P
     do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
     queries, keys = GatedBackwardQueriesSm90.fitting(*instance), GatedBackwardKeysSm90.fitting(*instance)
@@ -147,7 +171,10 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du) -> dict:
     sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K), FLOAT32)
     kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
     read = {"q": q, "k": k, "v": v, "do_": do, "g": g}
-    if P > 1:
+    if left:
+        states, decays = left
+        initial, dht = launches.resumed(states, decays, dht)
+    elif P > 1:
         summary = GatedBackwardSegmentsSm90.fitting(*instance)
         initial, dht = launches.between_segments(summary, read, initial, dht)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept}
@@ -157,11 +184,16 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du) -> dict:
 
 
 class OnHopper:
-    """Launches of Hopper's own backward kernels, of P segments a sequence."""
+    """Launches of Hopper's own backward kernels, of P segments a sequence.
 
-    def __init__(self, draft, problem, P, chunk):
-        self.draft, self.problem, self.P = draft, problem, P
-        self.shape = draft.shape(problem, problem.spans.segments(P, chunk) if P > 1 else None)
+    `framed`: between two empty ones. Then what all segments make of a gradient is there before the gradient is known,
+    at the end of the first, and can be given later, at those of the last two.
+    """
+
+    def __init__(self, draft, problem, P, chunk, framed=False):
+        self.draft, self.problem, self.P = draft, problem, P + 2 * framed
+        spans = problem.spans.segments(P, chunk) if P > 1 or framed else None
+        self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
     def launch(self, kernel, mapped, directions=1, **more):
@@ -181,21 +213,37 @@ class OnHopper:
 
     def between_segments(self, summary, mapped, initial, dht, **more):
         """The state at every segment's start, the gradient of that at its end."""
+        states, decays = self.left_by_segments(summary, mapped, initial, dht, **more)
+        if self.P > 2:
+            self.scan(states, decays)
+        return states[0], states[1]
+
+    def summary(self, kernel, mapped, **more):
+        """The plan of `plan_summary_vjp`."""
+        states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
+        joined = self.draft.contiguous(states)
+        self.scan(joined, decays)
+        return self.draft.plan(((joined[1][:, 0],), decays[1][:, 1:]), saved=(states, decays))
+
+    def resumed(self, states, decays, dht):
+        """As `between_segments`, from what `summary` saved."""
+        states = self.draft.contiguous(states)
+        if dht is not None:
+            for segment in (self.P - 2, self.P - 1):
+                self.draft.copy(dht, states[1][:, segment])
+        self.scan(states, decays)
+        return states[0], states[1]
+
+    def left_by_segments(self, summary, mapped, initial, dht, **more):
+        """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]), as gated/sm90/backward_segments.cu has them."""
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
-        states, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         self.launch(summary, mapped, directions=2, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
-        if P > 2:
-            scan = ScanBothWays()
-            draft.launch(
-                scan,
-                2 * N * H * ceil_div(K * V, 4 * scan.threads),
-                states=states,
-                decays=decays,
-                N=N,
-                P=P,
-                H=H,
-                K=K,
-                V=V,
-            )
-        return states[0], states[1]
+        return states, decays
+
+    def scan(self, states, decays):
+        N, H, K, V = self.problem.shape("N H K V")
+        kernel = ScanBothWays()
+        blocks = 2 * N * H * ceil_div(K * V, 4 * kernel.threads)
+        self.draft.launch(kernel, blocks, states=states, decays=decays, N=N, P=self.P, H=H, K=K, V=V)

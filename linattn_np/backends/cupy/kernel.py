@@ -14,12 +14,14 @@ from .plan import ceil_div
 
 CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
 HALF = tuple(CTYPES)[1:]
+DOUBLE = np.dtype(np.float64)
+SPELLED = CTYPES | {DOUBLE: "double"}
 
 
 def spelled(value) -> str:
     """A template's argument in C++."""
     if isinstance(value, np.dtype):
-        return CTYPES[value]
+        return SPELLED[value]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

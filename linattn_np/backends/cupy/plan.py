@@ -203,9 +203,9 @@ def aligned16_in_rows(arrays) -> bool:
     return aligned16(*filter(has_rows, arrays)) and not any(x.shape[-1] * x.dtype.itemsize % 16 for x in arrays)
 
 
-def mappable_in_rows(arrays) -> bool:
-    """As `mappable`, likewise."""
-    return aligned16_in_rows(arrays) and no_axis_repeats(arrays)
+def mappable_once_copied(arrays) -> bool:
+    """Whether tensor maps can describe the arrays, or else copies of them: none is empty, rows are whole 16 bytes."""
+    return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -413,6 +413,7 @@ class Draft:
 
     def mapped(self, x: Array, name: str) -> Array:
         """`x`, or a copy of it where a tensor map cannot describe it."""
+        x = self.in_rows(x, name)
         return x if mappable(x) else self.contiguous(x, reason=f"{name}: a tensor map cannot describe it")
 
     def aligned(self, x: Array | None, name: str) -> Array | None:
@@ -423,6 +424,10 @@ class Draft:
     def inputs(self, problem) -> tuple[Array, ...]:
         """The arrays of the call except the bonus, with rows, in the order of the declaration."""
         return tuple(self.in_rows(x, name) for name, x in problem.arrays.items() if name != "u")
+
+    def mapped_inputs(self, problem) -> tuple[Array, ...]:
+        """The same, as tensor maps can describe them."""
+        return tuple(self.mapped(x, name) for name, x in problem.arrays.items() if name != "u")
 
     def bonus(self, problem) -> Array | None:
         """u as contiguous float32 [H, K]."""
@@ -441,16 +446,16 @@ class Draft:
         """The final state as the caller wants it."""
         return None if final is None else (self.cast(final, problem.state_dtype),)
 
-    def output(self, problem) -> Array:
-        """o where the caller wants it, or new in the memory order of the first input."""
-        if problem.out is not None and has_rows(problem.out):
+    def output(self, problem, fits=has_rows) -> Array:
+        """o where the caller wants it, if kernels can write it there, or new in the memory order of the first input."""
+        if problem.out is not None and fits(problem.out):
             return problem.out
         return self.like(next(iter(problem.arrays.values())), problem.dtype, problem.shape(problem.op.out))
 
     def give_back(self, problem, o) -> Array:
         if problem.out is None or o is problem.out:
             return o
-        self.copy(o, problem.out)
+        self.copy(o, problem.out, "out: the kernels cannot write it as it lies")
         return problem.out
 
     def shape(self, problem, spans=None, chunk=None, **changed) -> Shape:

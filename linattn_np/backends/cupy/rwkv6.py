@@ -283,6 +283,7 @@ def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: 
         mode="auto",
         chunk_size=None,
         materialize=None,
+        precision="float32",
         scale=1.0,
         initial_state=(before,),
         output_final_state=True,

@@ -7,11 +7,13 @@ S | z and o is y | z, in float32 as sums over many tokens need it, padded with z
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ...arrays import BFLOAT16
 from ...declarations import GLA
-from . import gated, gated_vjp, tuning
+from . import float64, gated, gated_vjp, tuning
 from .instances import (
     CHANNELS,
     FEATURE_MAPS,
@@ -31,7 +33,8 @@ from .instances import (
     ScalarBackwardSegments,
     WeightedSums,
 )
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
+from .kernel import DOUBLE
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable, mappable_once_copied
 
 WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
@@ -40,17 +43,19 @@ NO_GATE = "a gate of 0: spread over tokens and channels"
 
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if normalized(problem) and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
+    if normalized(problem) and problem.dtype == DOUBLE and problem.sizes["V"] >= float64.COLUMNS[-1]:
+        return f"V={problem.sizes['V']} and the normaliser are over {float64.COLUMNS[-1]} in float64"
+    if normalized(problem) and problem.dtype != DOUBLE and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
         return (
             f"V={problem.sizes['V']} and the normaliser are over {CHANNELS[-1]}, the columns its gradients hold at once"
         )
     return gated.unsupported(problem)
 
 
-def plan(problem, device):
+def plan(problem, device, kept=()):
     draft = Draft()
     gla = as_gla(draft, problem)
-    inner = plan_gla(draft, gla, device, reason_to_spread(problem))
+    inner = plan_gla(draft, gla, device, reason_to_spread(problem), kept)
     y, final = draft.include(inner)
     if not normalized(problem):
         return draft.plan((y, final), mode=inner.mode, tiles=inner.tiles)
@@ -61,16 +66,38 @@ def plan(problem, device):
     return draft.plan((draft.give_back(problem, o), final), mode=inner.mode, tiles=inner.tiles)
 
 
-def plan_vjp(problem, device, do, dht, saved=()):
+def plan_summary(problem, device):
+    """As `gated.plan_summary`, by Hopper's kernels."""
+    draft = Draft()
+    gla = as_gla(draft, problem)
+    if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
+        return None
+    inner = forward_on_hopper(draft, gla, device, gla["v"]).summary()  # o is not written: v's map stands for its
+    return replace(inner, buffers=tuple(draft.buffers), steps=tuple(draft.steps))
+
+
+def plan_summary_vjp(problem, device, do, saved=()):
+    """As `gated_vjp.plan_summary_vjp`, by Hopper's kernels."""
+    draft = Draft()
+    gla = as_gla(draft, problem)
+    if normalized(problem) or not backward_reads_gate_in_place(gla, device):
+        return None
+    gla, arrays = backward_inputs(draft, gla, do)
+    launches = gated_vjp.OnHopper(draft, gla, *backward_cut(gla, device), framed=True)
+    arrays = arrays | {"do": draft.mapped(arrays["do"], "do")}
+    return launches.summary(*segments_of(gla, arrays), g=arrays["g"])
+
+
+def plan_vjp(problem, device, do, dht, saved=(), kept=()):
     draft = Draft()
     gla, reason = as_gla(draft, problem), reason_to_spread(problem)
     if normalized(problem):
         y, _ = draft.include(plan_gla(draft, gla, device, reason))
         do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
-        dyz, kernel = draft.empty(y.shape, FLOAT32), DivideGradient(problem.dtype)
+        dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
         by_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
-    inner = plan_gla_vjp(draft, gla, device, do, dht, reason)
+    inner = plan_gla_vjp(draft, gla, device, do, dht, reason, kept)
     (dq, dk, dv, dg), dh0 = draft.include(inner)
     if phi := feature_map(problem):
         dq, dk = (through(draft, phi, problem[name], x, name) for name, x in (("q", dq), ("k", dk)))
@@ -99,11 +126,12 @@ def as_gla(draft, problem):
     changed, phi = {"dtype": problem.dtype}, feature_map(problem)
     if normalized(problem):
         columns = ceil_div(V + 1, WHOLE) * WHOLE
-        ones = draft.table(np.ones((1, 1, 1, 1), np.float32))
-        v = with_last(draft, v, ones, (B, H, T, columns), "v: in float32 beside a column of ones for the normaliser")
+        dtype = dtype_of_sums(problem.dtype)
+        ones = draft.table(np.ones((1, 1, 1, 1), dtype))
+        v = with_last(draft, v, ones, (B, H, T, columns), f"v: in {dtype} beside a column of ones for the normaliser")
         changed = {
-            "dtype": FLOAT32,
-            "state_dtype": FLOAT32,
+            "dtype": dtype,
+            "state_dtype": dtype,
             "scale": 1.0,
             "sizes": problem.sizes | {"V": columns},
             "out": None,
@@ -125,7 +153,12 @@ def gate(draft, problem):
         return problem["g"][..., None]
     gamma = np.asarray(problem.options.get("gamma", [1.0]))
     with np.errstate(divide="ignore"):  # gamma = 0 forgets: -inf
-        return draft.table(np.log(gamma).astype(np.float32).reshape(1, -1, 1, 1))
+        return draft.table(np.log(gamma).astype(dtype_of_sums(problem.dtype)).reshape(1, -1, 1, 1))
+
+
+def dtype_of_sums(dtype):
+    """The dtype of sums over many tokens."""
+    return DOUBLE if dtype == DOUBLE else FLOAT32
 
 
 def reason_to_spread(problem) -> str:
@@ -151,15 +184,16 @@ def in_float32(draft, gla):
 def joined_state(draft, problem, parts, name):
     """S | z."""
     N, H, K, V = problem.shape("N H K V")
-    S, z = (draft.plain(part, name) for part in parts)
+    plain = float64.plain if problem.dtype == DOUBLE else Draft.plain
+    S, z = (plain(draft, part, name) for part in parts)
     return with_last(draft, S, z[..., None], (N, H, K, ceil_div(V + 1, WHOLE) * WHOLE), "")
 
 
 def with_last(draft, x, last, shape, reason):
     """x | last | 0, as wide as `shape`."""
-    V, rest = x.shape[-1], shape[-1] - x.shape[-1] - 1
-    zeros = [(draft.table(np.zeros((1, 1, 1, 1), np.float32)), rest)] if rest else []
-    return beside(draft, [(x, V), (last, 1), *zeros], shape, FLOAT32, None, reason)
+    V, rest, dtype = x.shape[-1], shape[-1] - x.shape[-1] - 1, dtype_of_sums(x.dtype)
+    zeros = [(draft.table(np.zeros((1, 1, 1, 1), dtype)), rest)] if rest else []
+    return beside(draft, [(x, V), (last, 1), *zeros], shape, dtype, None, reason)
 
 
 def beside(draft, parts, shape, dtype, phi, reason):
@@ -239,24 +273,31 @@ def fill(draft, y, x, phi, reason=""):
 
 
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
-def plan_gla(draft, gla, device, reason):
+def plan_gla(draft, gla, device, reason, kept=()):
     """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
+    if gla.dtype == DOUBLE:
+        return float64.plan(gla, device)
     if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
         return gated.plan(spread(draft, gla, reason), device)
     own = Draft()
+    o, final = own.output(gla, mappable), own.final(gla)
+    tiles = forward_on_hopper(own, gla, device, o).run(final, kept)
+    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=tiles)
+
+
+def forward_on_hopper(draft, gla, device, o):
+    """The forward pass by the Hopper kernel that fits."""
     by_sums = sums_are_enough(gla)
     if not by_sums:
-        gla = in_float32(own, gla)
-    o, final = own.output(gla), own.final(gla)
-    arrays = *(own.in_rows(gla[name], name) for name in "qkv"), gla["g"]
-    tiles = (BySums if by_sums else ByGated)(own, gla, device, arrays, o).run(final)
-    return own.plan((own.give_back(gla, o), own.stored(gla, final)), mode="chunk", tiles=tiles)
+        gla = in_float32(draft, gla)
+    arrays = *(draft.mapped(gla[name], name) for name in "qkv"), gla["g"]
+    return (BySums if by_sums else ByGated)(draft, gla, device, arrays, o)
 
 
 def reads_gate_in_place(gla, device) -> bool:
     """Whether a Hopper kernel takes the problem with its gate as it is."""
     arrays = [gla[name] for name in "qkv"] + ([] if gla.out is None else [gla.out])
-    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_in_rows(arrays)
+    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
 def sums_are_enough(gla) -> bool:
@@ -338,44 +379,73 @@ def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=
 SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 
 
-def plan_gla_vjp(draft, gla, device, do, dht, reason):
+def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=()):
     """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the
     gate."""
-    if gla.dtype != BFLOAT16 or not gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"]):
+    if gla.dtype == DOUBLE:
+        return float64.plan_vjp(gla, device, do, dht)
+    if not backward_reads_gate_in_place(gla, device):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
     own = Draft()
-    gla = in_float32(own, gla)
-    q, k, v = (own.in_rows(gla[name], name) for name in "qkv")
-    do = own.in_rows(own.cast(do, gla.dtype, "do: in the dtype of the inputs"), "do")
+    gla, arrays = backward_inputs(own, gla, do)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
-    dq, dk, dv = (own.like(x) for x in (q, k, v))
-    arrays, found = {"q": q, "k": k, "v": v, "do": do, "g": gla["g"]}, {"dq": dq, "dk": dk, "dv": dv}
-    plan = with_gate if gla["g"].shape[:3] == gla.shape("B H T") else without_gate
-    dg, tiles = plan(own, gla, device, arrays, found, dht, dh0)
-    return own.plan(((dq, dk, dv, dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
+    found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
+    plan = with_gate if has_own_gates(gla) else without_gate
+    dg, tiles = plan(own, gla, device, arrays, found, dht, dh0, kept)
+    return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
 
 
-def prepared(own, gla, P, chunk, arrays, dht):
-    """(launches on P segments, the arrays with `do` as tensor maps take it, states before and gradients behind
-    each)."""
-    K, V = gla.shape("K V")
-    on_hopper = gated_vjp.OnHopper(own, gla, P, chunk)
+def backward_reads_gate_in_place(gla, device) -> bool:
+    """Whether Hopper's backward kernels take the problem with its gate as it is."""
+    return gla.dtype == BFLOAT16 and gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"])
+
+
+def backward_inputs(draft, gla, do):
+    """(the problem with its gate in float32, what kernels read by name)."""
+    gla = in_float32(draft, gla)
+    arrays = {name: draft.mapped(gla[name], name) for name in "qkv"}
+    return gla, arrays | {"do": gated_vjp.as_inputs(draft, gla, do), "g": gla["g"]}
+
+
+def has_own_gates(gla) -> bool:
+    """Whether every token has a gate of its own, of which a gradient is asked for."""
+    return gla["g"].shape[:3] == gla.shape("B H T")
+
+
+def backward_cut(gla, device):
+    """(segments of a sequence, the tokens of which they have a multiple)."""
+    N, H, K, V = gla.shape("N H K V")
+    blocks, chunk = N * H, ScalarBackwardKeys.CHUNK
+    if not has_own_gates(gla):
+        blocks, chunk = len(SUMS) * blocks * ceil_div(max(K, V), PANEL), WeightedSums.CHUNK
+    return tuning.segments(blocks, int(gla.spans.lengths.max()), device.multiprocessors), chunk
+
+
+def segments_of(gla, arrays):
+    """(the kernel that summarises segments, what it reads by tensor maps)."""
+    mapped = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
+    return ScalarBackwardSegments.fitting(*gla.shape("K V")), mapped
+
+
+def prepared(own, gla, device, arrays, dht, kept):
+    """(launches on segments, the arrays with `do` as tensor maps take it, states before and gradients behind each)."""
+    on_hopper = gated_vjp.OnHopper(own, gla, *backward_cut(gla, device), framed=bool(kept))
     arrays = arrays | {"do": own.mapped(arrays["do"], "do")}
     initial, dht = on_hopper.initial, own.aligned(dht, "dht")
-    if P > 1:
-        mapped = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
-        summary = ScalarBackwardSegments.fitting(K, V)
-        initial, dht = on_hopper.between_segments(summary, mapped, initial, dht, g=arrays["g"])
+    if kept:
+        initial, dht = on_hopper.resumed(*kept, dht)
+    elif on_hopper.P > 1:
+        initial, dht = on_hopper.between_segments(*segments_of(gla, arrays), initial, dht, g=arrays["g"])
     return on_hopper, arrays, initial, dht
 
 
-def with_gate(own, gla, device, arrays, found, dht, dh0):
+def with_gate(own, gla, device, arrays, found, dht, dh0, kept):
     """Two kernels, the first of which leaves in dg what the second needs."""
     N, H, K, V = gla.shape("N H K V")
-    P = tuning.segments(N * H, int(gla.spans.lengths.max()), device.multiprocessors)
     queries, keys = ScalarBackwardQueries.fitting(K, V), ScalarBackwardKeys.fitting(K, V)
     dg = own.empty(gla.shape("B H T"), FLOAT32)
-    on_hopper, arrays, initial, dht = prepared(own, gla, P, keys.CHUNK, arrays, dht)
+    on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
+    P = on_hopper.P
     ends = None if dht is None else own.empty((N * P, H), FLOAT32)
     read = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
     on_hopper.launch(
@@ -387,12 +457,11 @@ def with_gate(own, gla, device, arrays, found, dht, dh0):
     return dg, keys.tiles | ({"segments": P} if P > 1 else {})
 
 
-def without_gate(own, gla, device, arrays, found, dht, dh0):
+def without_gate(own, gla, device, arrays, found, dht, dh0, kept):
     """Three sums at once, where no gradient of the gate is asked for."""
-    N, H, K, V = gla.shape("N H K V")
-    blocks = len(SUMS) * N * H * ceil_div(max(K, V), PANEL)
-    P = tuning.segments(blocks, int(gla.spans.lengths.max()), device.multiprocessors)
-    on_hopper, arrays, initial, dht = prepared(own, gla, P, WeightedSums.CHUNK, arrays, dht)
+    K, V = gla.shape("K V")
+    on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
+    P = on_hopper.P
     sums, kernels = [], tuning.weighted_sums(gla, FLOAT32, P, device)
     for name, parts in SUMS.items():
         of = (*(arrays[part] for part in parts), found[name])

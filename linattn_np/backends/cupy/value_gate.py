@@ -11,10 +11,10 @@ from typing import ClassVar
 import numpy as np
 
 from ... import two_gates
-from . import gated_vjp
+from . import float64, gated_vjp
 from .arguments import integers, pointers, reals, rows, shape
 from .instances import CHANNELS, channels
-from .kernel import CTYPES, Kernel
+from .kernel import CTYPES, DOUBLE, Kernel
 from .plan import FLOAT32, Draft, ceil_div
 
 
@@ -56,6 +56,8 @@ def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.mode == "chunk":
         return "no mode 'chunk' with gv, which goes token by token; it has 'auto', 'recurrent'"
+    if problem.dtype == DOUBLE:
+        return float64.unsupported(problem)
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.sizes["K"] > CHANNELS[-1]:
@@ -64,6 +66,8 @@ def unsupported(problem) -> str | None:
 
 
 def plan(problem, device):
+    if problem.dtype == DOUBLE:
+        return float64.plan(problem, device)
     draft = Draft()
     o, final = draft.output(problem), draft.final(problem)
     kernel = launch(draft, problem, "Forwards", operands(draft, problem), draft.initial(problem), final, o=o)
@@ -71,6 +75,8 @@ def plan(problem, device):
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
+    if problem.dtype == DOUBLE:
+        return float64.plan_vjp(problem, device, do, dht, saved)
     draft = Draft()
     do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
     arrays, initial, dht = operands(draft, problem), draft.initial(problem), gated_vjp.cotangent(draft, dht)

@@ -72,6 +72,17 @@ def compute(problem, o):
     return member.split(final)
 
 
+def summarise(problem):
+    """((the final state's parts from zero, no decays), ()) without o; None where only a whole call computes it."""
+    equation = EQUATIONS.get(problem.op)
+    if problem.mode not in ("auto", "chunk") or equation in (None, two_gates) or not problem.sizes["T"]:
+        return None
+    with np.errstate(all="ignore"):
+        member = equation.member(problem)
+        final = chunked.final_state(member)
+        return None if final is None else ((member.split(final), None), ())
+
+
 def stage(problem):
     if problem.op.name == "combine":
         o = destination(problem)

@@ -14,7 +14,7 @@ from . import by_token
 from .chunking import Chunking
 from .cores import in_parallel, workers
 from .packing import Scratch, Segment, row_blocks, thread_scratch
-from .scores import LEAST, Gates, blas_ready, diagonal, gated_scores, gated_scores_vjp, mask_future
+from .scores import LEAST, Gates, blas_ready, diagonal, gated_keys, gated_scores, gated_scores_vjp, mask_future
 
 SEGMENT_ELEMENTS = 1 << 18  # of one of a segment's arrays: long calls for the threads, short ones for the cache
 MATERIALIZED_BYTES = 1 << 30  # above this, keeping every chunk's state must be asked for
@@ -35,6 +35,28 @@ def forward(sweep, o, states):
     if undone:
         redo(sweep, undone, o, final, states)
     return final
+
+
+def final_state(member):
+    """The final state [N, H, K, V] from zero without o; None where it takes more than products."""
+    sweep, final = Sweep(member), member.state(None)
+    in_parallel(lambda rows: states_alone(sweep, rows, final), sweep.blocks)
+    return final if by_token.is_finite(final) else None
+
+
+def states_alone(sweep, rows, final):
+    """As `streamed`, without o."""
+    member, carried, scratch = sweep.member, None, thread_scratch(sweep.dtype)
+    block = member.k[rows].shape[:2]
+    for first, segment in sweep.segments:
+        h, decay = sweep.states(block, segment.count, scratch)
+        k, v, g = (segment.pack(x[rows], sweep.dtype) for x in (member.k, member.v, member.g))
+        kg = gated_keys(k, Gates(g, scratch), decay, scratch)
+        np.matmul(kg.swapaxes(-1, -2), blas_ready(v), out=h[:, :, 1:])
+        if carried is not None:
+            h[:, :, 0] = carried
+        sweep.chunking.scan(rows, first, decay, h, final)
+        carried = h[:, :, segment.count].copy()
 
 
 def mend(member, o, final):

@@ -110,6 +110,21 @@ def gated_scores(q, k, gates, exclusive, decay, scratch, keep=False):
     return qg, kg, A
 
 
+def gated_keys(k, gates, decay, scratch):
+    """kg alone, and the chunk's whole decay in `decay`."""
+    kg = scratch("kg", k.shape)
+    if gates.any_weak:
+        end = gates.decay[..., -1:, :]
+        np.divide(k, gates.decay, out=kg)
+        kg *= end
+        np.multiply(gates.start, end, out=decay[..., None, :])
+    if gates.strong is not None:
+        b, e = prefix_suffix_sums(gates.g[gates.strong])
+        kg[gates.strong] = k[gates.strong] * np.exp(e)
+        decay[gates.strong] = np.exp(b[..., -1, :])
+    return kg
+
+
 def factored(q, k, gates, exclusive, qg, kg, A, decay):
     """Right for weak gates."""
     E = gates.decay
@@ -166,7 +181,7 @@ def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk,
     """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
     + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
     """
-    E, C = gates.decay, q.shape[-2]
+    E = gates.decay
     keys, queries = np.divide(k, E, out=scratch("keys", k.shape)), scratch("queries", q.shape)
     decay_query(q, E, exclusive, out=queries)
     after = slice(int(exclusive), None)  # the queries that come after the first token's gate
@@ -183,23 +198,49 @@ def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk,
     of_query *= queries
     of_key *= keys
     dkg *= keys
-    of_query, of_key, read, stored = (channels_of(gates.g, x) for x in (of_query, of_key, read, dkg))
-    pairs = np.subtract(of_query, of_key, out=scratch("queries", of_key.shape))
-    np.matmul(nearer_end(C, q.dtype, exclusive), pairs, out=dg)
-    if exclusive:
-        dg[..., : C // 2, :] -= of_query[..., : C // 2, :]
-        dg[..., C // 2 :, :] -= of_key[..., C // 2 :, :]
-    dg += scratch.product("queries", triangle(C, q.dtype, -int(exclusive)).T, read)
-    dg += scratch.product("queries", triangle(C, q.dtype, -1), stored)
+    gate_sums(*(channels_of(gates.g, x) for x in (of_query, of_key, read, dkg)), exclusive, scratch, dg)
     dg += through[..., None, :]
 
 
+def gate_sums(of_query, of_key, read, stored, exclusive, scratch, dg):
+    """The sums of `factored_vjp` over a chunk's tokens, in two products: one for the gates of each half.
+
+    Pairs are summed from the nearer end of the chunk, since all of them together are 0.
+    """
+    C = of_query.shape[-2]
+    half = C // 2
+    first, second = (..., slice(0, half), slice(None)), (..., slice(half, C), slice(None))
+    of_first, of_second = half_sums(C, dg.dtype, exclusive)
+    terms = scratch("queries", (*of_query.shape[:-2], half + C, of_query.shape[-1]))
+    before, behind = terms[..., :half, :], terms[..., half:, :]
+    np.subtract(of_key[first], of_query[first], out=before)
+    before += stored[first]
+    behind[...] = read
+    np.matmul(of_first, terms, out=dg[first])
+
+    before, behind = terms[..., :C, :], terms[..., C:, :]
+    before[...] = stored
+    np.subtract(of_query[second], of_key[second], out=behind)
+    behind += read[second]
+    np.matmul(of_second, terms, out=dg[second])
+    if exclusive:
+        dg[first] -= of_query[first]
+        dg[second] -= of_key[second]
+
+
 @constant
-def nearer_end(size, dtype, exclusive):
-    """Sums from a token (or behind it) to a chunk's end, or less those before it, the fewer: all of them sum to 0."""
-    half, sums = size // 2, np.tri(size, k=-int(exclusive), dtype=dtype).T
-    sums[:half] = -np.tri(half, size, k=-1, dtype=dtype)
-    return sums
+def half_sums(size, dtype, exclusive):
+    """What makes a chunk's terms into its gates' gradients: those before a token, then those from it (or behind it) on.
+
+    For the first half's gates [0] no term of the second half stands before, for the second's [1] the other way round.
+    """
+    half, until, since = size // 2, np.tri(size, k=-1, dtype=dtype), np.tri(size, k=-int(exclusive), dtype=dtype).T
+    return np.stack(
+        [
+            np.concatenate([until[:half, :half], since[:half]], axis=1),
+            np.concatenate([until[half:], since[half:, half:]], axis=1),
+        ]
+    )
 
 
 def channels_of(g, x):

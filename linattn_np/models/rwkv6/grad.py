@@ -33,7 +33,7 @@ def loss(weights, tokens, products, drop):
 
     weights : a `Layout.tree` of the model's parameters; ``pull(gradients)``, to be called once, fills another one
     tokens : integers [B, T + 1], where the weights are
-    products : what multiplies matrices, `HostProducts` or `CudaProducts`
+    products : what multiplies matrices, `HostProducts`
     drop : ``drop(x)`` is x without some of its elements, and its pullback
     """
     read, wanted = tokens[:, :-1], tokens[:, 1:]

@@ -15,6 +15,7 @@ from ...errors import ContractError, ContractTypeError, NotSupported
 from ...typing import Integers, Result
 from .. import checkpoint
 from ..devices import check_device, on_host
+from ..products import HostProducts
 from ..quantised import collected, of_bits
 from ..sampling import Sampling
 from .checks import refuse
@@ -100,11 +101,14 @@ class RWKV6:
         return Layout(sizes_of(layers, width, head_size))
 
     @staticmethod
-    def loss(weights, tokens, products, drop):
-        """The loss of a trainable model and its pullback, as `grad.loss` has them."""
-        from .grad import loss
+    def loss(weights, tokens, products, drop, **how):
+        """The loss of a trainable model and its pullback, as `grad.loss` or, on a device, `cuda_grad.loss` has them."""
+        if isinstance(products, HostProducts):
+            from .grad import loss
+        else:
+            from .cuda_grad import loss
 
-        return loss(weights, tokens, products, drop)
+        return loss(weights, tokens, products, drop, **how)
 
     @classmethod
     def from_file(

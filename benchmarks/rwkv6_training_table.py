@@ -1,0 +1,92 @@
+"""Writes docs/training.md's table of speeds, and draws its picture, out of benchmarks/results/training.
+
+python benchmarks/rwkv6_training.py --out benchmarks/results/training/nvidia-h200.json
+python benchmarks/rwkv6_training_table.py
+"""
+
+import json
+from pathlib import Path
+from textwrap import fill
+
+import numpy as np
+from rwkv6_table import ROOT, WIDTH, between, count, table
+
+PAGE, RESULTS = ROOT / "docs" / "training.md", ROOT / "benchmarks" / "results" / "training"
+PICTURE = ROOT / "docs" / "pictures" / "training.png"
+BEGIN, END = "<!-- written by benchmarks/rwkv6_training_table.py -->\n", "<!-- end of what it writes -->\n"
+OURS, PEER = "linattn-np", "fla"
+
+
+def main():
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    PAGE.write_text(between(PAGE.read_text(), BEGIN, END, "\n".join(map(speeds, results))))
+    for result in results:
+        if PEER in result["curve"]:
+            draw(result["curve"], PICTURE)
+
+
+def speeds(result) -> str:
+    rows = {(row["size"], row["who"]): row for row in result["rows"]}
+    cells, slower = [], []
+    for (size, who), row in rows.items():
+        if "skipped" in row:
+            cells.append([shown(size), who, "", "", "", "", f"not measured: {row['skipped']}"])
+            continue
+        ours = rows[size, OURS]["tokens_per_s"]
+        ratio = "" if who == OURS else f"{row['tokens_per_s'] / ours:.2f}"
+        if who == PEER and row["tokens_per_s"] > ours:
+            slower.append(f"{PEER} ({shown(size)}, {ratio} times)")
+        cells.append(
+            [
+                shown(size),
+                who,
+                f"{row['ms']:.1f}",
+                count(row["tokens_per_s"]),
+                f"{row['matrix_rate_share']:.0%}",
+                f"{row['memory_gib']:.1f}",
+                ratio,
+            ]
+        )
+    text = (
+        f"{result['device']}, bfloat16, heads of 64; layers x channels, sequences x bytes a step. The share is of 6 "
+        f"operations a parameter and byte over {result['matrix_rate'] / 1e12:.0f} TFLOP/s."
+    )
+    if any(who == PEER for _, who in rows):
+        text += (
+            f" {PEER} is a model of flash-linear-attention's kernels with torch's fused AdamW, in the same run. "
+            + (f"Faster than ours: {', '.join(slower)}." if slower else "It is not faster in any row.")
+        )
+    head = ["", "", "ms a step", "bytes/s", "share of the matrix rate", "memory, GiB", "times ours"]
+    return "\n".join([fill(text, WIDTH), "", *table(head, cells), ""])
+
+
+def shown(size) -> str:
+    """ "4x256@64x512" in words."""
+    model, step = size.split("@")
+    return f"{model}, {step}"
+
+
+def draw(curve, image: Path):
+    """Both losses against the bytes read, and their difference below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    batch, context = map(int, curve["size"].split("@")[1].split("x"))
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
+    ours, theirs = np.array(curve[OURS]), np.array(curve[PEER])
+    read = np.arange(len(ours)) * batch * context / 1e6
+    above.plot(read, theirs, label=PEER, linewidth=2.5)
+    above.plot(read, ours, label=OURS, linewidth=1)
+    above.set_ylabel("loss, nats a byte")
+    above.legend()
+    below.plot(read, ours - theirs, color="0.3", linewidth=1)
+    below.set_ylabel("difference")
+    below.set_xlabel("bytes read, millions")
+    figure.suptitle(f"RWKV-6, {shown(curve['size'])}, bfloat16: the same weights, batches and learning rates")
+    figure.savefig(image, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

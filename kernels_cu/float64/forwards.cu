@@ -1,0 +1,58 @@
+// what      Every recurrence with gates in float64, forwards in time: outputs, or the gradient of the queries.
+// math      X_t = a_t (b_t * X_{t-1}) + x_t y_t,   result_t = scale z_t . X_t   for every row of the state
+//           read before the write: scale (z_t . X_{t-1} + u_r x_t sum_c u_c y_t z_t), u of the rows or of the columns
+// shapes    see state_row.cuh; result [B, H, T, R], u [H, R] or [H, C], kept [B, H, NC, R, C]
+// grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
+// smem      none
+// barriers  none
+// numerics  float64 throughout, sums over the columns in a fixed order
+// source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
+// limits    C <= COLUMNS
+#include "state_row.cuh"
+
+struct Args {
+  Rows<const double> x, a, y, b, z;
+  Rows<double> result;
+  const double *u_rows, *u_columns;  // or null
+  const double* initial;             // [N, H, K, V] or null
+  double* final;                     // [N, H, K, V] or null
+  double* kept;                      // the state at the start of every chunk, or null
+  Shape shape;
+  i64 R, C;
+  i64 row, column;     // strides of a state
+  i64 a_step, b_step;  // 0 where one decay serves all channels
+  double scale;
+};
+
+template <class ReadOrder, int COLUMNS>
+__global__ void __launch_bounds__(32 * WARPS) float64_forwards(const Args args) {
+  const Place at(args.shape, args.R);
+  if (at.r >= args.R) return;
+  const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h;
+  i64 chunk = chunks_of(args.shape, at.n % args.shape.count).start;
+  const auto at_column = [&](int c) { return state * args.R * args.C + r * args.row + c * args.column; };
+  Row<COLUMNS> X;
+  X.each(int(args.C), [&](double& X, int c) { X = args.initial ? args.initial[at_column(c)] : 0.; });
+#pragma unroll 1
+  for (i64 t = at.span.start; t < at.span.stop; ++t) {
+    if (args.kept && (t - at.span.start) % args.shape.chunk == 0) {
+      double* kept = args.kept + (((b * args.shape.H + h) * args.shape.NC + chunk++) * args.R + r) * args.C;
+      X.each(int(args.C), [&](double& X, int c) { kept[c] = X; });
+    }
+    const double x = args.x.row(b, h, t)[r], a = args.a.row(b, h, t)[r * args.a_step];
+    double seen = 0., own = 0.;
+    X.each(int(args.C), [&](double& X, int c) {
+      const double y = args.y.row(b, h, t)[c], z = args.z.row(b, h, t)[c], before = X;
+      X = fma(x, y, a * (args.b.row(b, h, t)[c * int(args.b_step)] * X));
+      seen = fma(z, ReadOrder::reads_before_write ? before : X, seen);
+      if (ReadOrder::reads_before_write) own = fma(args.u_columns ? args.u_columns[h * args.C + c] * y : y, z, own);
+    });
+    seen = over_the_warp(seen);
+    if (ReadOrder::reads_before_write) {
+      own = over_the_warp(own);
+      seen = fma(args.u_rows ? args.u_rows[h * args.R + r] * x : x, own, seen);
+    }
+    if (threadIdx.x % 32 == 0) args.result.row(b, h, t)[r] = args.scale * seen;
+  }
+  if (args.final) X.each(int(args.C), [&](double& X, int c) { args.final[at_column(c)] = X; });
+}

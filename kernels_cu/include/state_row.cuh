@@ -1,0 +1,43 @@
+// what      In float64, a row of a recurrence's state in the registers of a warp, its columns shared out to the lanes.
+// math      X_t = a_t (b_t * X_{t-1}) + x_t y_t, for one row's numbers x and a and vectors y and b over the columns
+// shapes    x a of the rows and y z b of the columns, [B, H, T, R] and [B, H, T, C]: the state is [K, V] with k as x, v
+//           as y, and do as z, or turned over, [V, K] with v as x, k as y, and q as z
+#include "read_order.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+constexpr int WARPS = 4;  // of a block: so many rows
+
+// The row of a warp.
+struct Place {
+  i64 n, b, h, r;  // sequence, its row of the batch, head, row of the state
+  Span span;
+
+  __device__ Place(const Shape& shape, i64 rows) {
+    const i64 blocks = (rows + WARPS - 1) / WARPS, head = blockIdx.x / blocks;
+    r = blockIdx.x % blocks * WARPS + threadIdx.x / 32, h = head % shape.H, n = head / shape.H, b = n / shape.count;
+    span = tokens_of(shape, n % shape.count);
+  }
+};
+
+// The columns of a lane: lane, lane + 32, ...
+template <int COLUMNS> struct Row {
+  static constexpr int EACH = COLUMNS / 32;
+  double x[EACH];
+
+  // f(number, column) for every column there is. Four of a lane's are under way at a time: loads of more would take the
+  // registers of the state.
+  template <class F> __device__ __forceinline__ void each(int columns, F f) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      if (const int c = i * 32 + threadIdx.x % 32; c < columns) f(x[i], c);
+      if (i % 4 == 3) __syncwarp();
+    }
+  }
+};
+
+__device__ __forceinline__ double over_the_warp(double sum) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  return sum;
+}

@@ -1,0 +1,33 @@
+// what      The gradient of an activation, from its value, in the place of that of the value.
+// math      dy <- dy F'(x), as a function of y = F(x)
+// shapes    dy y [count]
+// grid      a thread for 8 elements; 256 threads
+// smem      none
+// barriers  none
+// numerics  float32, rounded once
+// source    Peng et al., 2024, "Eagle and Finch", section 4
+// limits    none
+#include "activations.cuh"
+
+constexpr int THREADS = 256;
+
+template <typename T> struct Args {
+  T* dy;
+  const T* y;
+  i64 count;
+};
+
+template <class F, typename T>
+__global__ void __launch_bounds__(THREADS) training_activation_backward(const Args<T> args) {
+  const i64 at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  if (at + 8 <= args.count) {
+    Eight dy = load8(args.dy + at);
+    const Eight y = load8(args.y + at);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) dy.x[n] *= F::slope(y.x[n]);
+    store8(args.dy + at, dy);
+  } else {
+    for (i64 n = at; n < args.count; ++n)
+      args.dy[n] = from_float<T>(to_float(args.dy[n]) * F::slope(to_float(args.y[n])));
+  }
+}

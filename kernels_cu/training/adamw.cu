@@ -1,0 +1,60 @@
+// what      A step of AdamW over all parameters, with the gradient clipped by its norm, and the matrices' next copy in
+//           the dtype of products.
+// math      g' = g clip / max(norm, clip); first <- b1 first + (1 - b1) g', second <- b2 second + (1 - b2) g'^2
+//           w <- w (1 - rate decay) - rate first / c1 / (sqrt(second / c2) + eps), with decay for matrices alone
+// shapes    weights gradient first second [count], copy [matrices] or null; squares [P], whose sum is the norm's square; schedule [4]:
+//           rate, 1 - rate decay, c1, c2
+// grid      any number of blocks, which take turns; 512 threads of 8 elements each
+// smem      the warps' sums
+// barriers  one: the warps' sums stand
+// numerics  float32, the copy rounded once
+// source    Loshchilov and Hutter, 2019, algorithm 2
+// limits    all start on 16 bytes, count and matrices are multiples of 8
+#include "training.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32;
+
+template <typename T> struct Args {
+  float* weights;
+  const float* gradient;
+  float* first;
+  float* second;
+  T* copy;
+  const float* squares;
+  const float* schedule;
+  i64 count, matrices, P, blocks;
+  double clip, beta1, beta2, eps;
+};
+
+struct Shared {
+  float sums[WARPS];
+};
+
+template <typename T> __global__ void __launch_bounds__(THREADS) training_adamw(const Args<T> args) {
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  float squares = 0.f;
+  for (i64 p = threadIdx.x; p < args.P; p += THREADS) squares += args.squares[p];
+  const float norm = sqrtf(block_sum<WARPS>(squares, s.sums)), limit = float(args.clip);
+  const float clip = limit / (norm > limit || norm != norm ? norm : limit);
+  const float rate = args.schedule[0], keep = args.schedule[1], c1 = args.schedule[2], c2 = args.schedule[3];
+  const float b1 = float(args.beta1), b2 = float(args.beta2), a1 = float(1 - args.beta1), a2 = float(1 - args.beta2);
+  const float eps = float(args.eps);
+
+  const i64 step = 8 * args.blocks * THREADS;
+  for (i64 at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x); at < args.count; at += step) {
+    Eight w = load8(args.weights + at), first = load8(args.first + at), second = load8(args.second + at);
+    const Eight gradient = load8(args.gradient + at);
+    const float kept = at < args.matrices ? keep : 1.f;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float g = gradient.x[n] * clip;
+      first.x[n] = b1 * first.x[n] + a1 * g;
+      second.x[n] = b2 * second.x[n] + a2 * g * g;
+      w.x[n] = w.x[n] * kept - rate * (first.x[n] / c1 / (sqrtf(second.x[n] / c2) + eps));
+    }
+    store8(args.weights + at, w);
+    store8(args.first + at, first);
+    store8(args.second + at, second);
+    if (args.copy && at < args.matrices) store8(args.copy + at, w);
+  }
+}

@@ -1,0 +1,100 @@
+// what      The residual with what a mix adds to it, and its layer norm: where every mix of a training step begins.
+// math      y = x + drop(change), xx = LN(y)
+//           change = first (Added), sigmoid(first) value (Gated); y = drop(table_token) (Embedded); y = x (Kept)
+// shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value xx [tokens, D];
+//           table [V, D], read [tokens / T, T + 1]
+// grid      a block a token; threads of 8 channels each
+// smem      the warps' parts of two sums
+// barriers  two: the mean, then the variance
+// numerics  float32, xx rounded once; the variance from centred values
+// source    Peng et al., 2024, "Eagle and Finch", section 4
+// limits    D a multiple of 8, up to 8 THREADS
+#include "training.cuh"
+
+template <typename T> struct Args {
+  const float* x;
+  const T* first;
+  const T* value;
+  const float* table;
+  const i64* read;
+  const float* weight;
+  const float* bias;
+  float* y;
+  float* moments;
+  T* xx;
+  i64 T_, D;
+  Dropout drop;
+  double eps;
+};
+
+struct Added {
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 at, i64) {
+    Eight change = load8(args.first + at), x = load8(args.x + at);
+    dropped(change, args.drop, at);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x.x[n] += change.x[n];
+    return x;
+  }
+};
+
+struct Gated {
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 at, i64) {
+    const Eight gate = load8(args.first + at);
+    Eight value = load8(args.value + at), x = load8(args.x + at);
+    dropped(value, args.drop, at);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x.x[n] = fmaf(sigmoid(gate.x[n]), value.x[n], x.x[n]);
+    return x;
+  }
+};
+
+struct Embedded {
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64 t, i64 at, i64 j) {
+    Eight x = load8(args.table + args.read[t + t / args.T_] * args.D + j);  // a sequence has one token more, to predict
+    dropped(x, args.drop, at);
+    return x;
+  }
+};
+
+struct Kept {
+  template <typename T> static __device__ __forceinline__ Eight residual(const Args<T>& args, i64, i64 at, i64) {
+    return load8(args.x + at);
+  }
+};
+
+template <int WARPS> struct Shared {
+  float2 sum[WARPS], squares[WARPS];
+};
+
+template <typename T, int THREADS, class Change>
+__global__ void __launch_bounds__(THREADS) training_add_norm(const Args<T> args) {
+  constexpr int WARPS = THREADS / 32;
+  Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
+  const i64 t = blockIdx.x, D = args.D, j = 8 * threadIdx.x, at = t * D + j;
+  const bool inside = j < D;
+  Eight x = {};
+  float sum = 0.f, squares = 0.f;
+  if (inside) {
+    x = Change::residual(args, t, at, j);
+    if (args.y) store8(args.y + at, x);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) sum += x.x[n];
+  }
+  const float mean = block_sums<WARPS>(sum, 0.f, s.sum).x / D;
+  if (inside)
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      x.x[n] -= mean;
+      squares = fmaf(x.x[n], x.x[n], squares);
+    }
+  const float scale = 1.f / sqrtf(block_sums<WARPS>(squares, 0.f, s.squares).x / D + float(args.eps));
+  if (threadIdx.x == 0) {
+    args.moments[2 * t] = mean;
+    args.moments[2 * t + 1] = scale;
+  }
+  if (!inside) return;
+  const Eight weight = load8(args.weight + j), bias = load8(args.bias + j);
+#pragma unroll
+  for (int n = 0; n < 8; ++n) x.x[n] = fmaf(x.x[n] * scale, weight.x[n], bias.x[n]);
+  store8(args.xx + at, x);
+}

@@ -1,0 +1,37 @@
+// what      The cross entropy of the wanted tokens, and its gradient in the place of the logits.
+// math      loss_t = log sum_v exp(logits_tv) - logits_t,wanted; logits_tv <- share (softmax(logits_t)_v - [v = wanted])
+// shapes    logits [tokens, V], losses [tokens], read [tokens / T, T + 1]
+// grid      a warp a token; 256 threads
+// smem      none
+// barriers  none
+// numerics  float32, the gradient rounded once
+// source    Peng et al., 2024, "Eagle and Finch", section 4
+// limits    none
+#include "training.cuh"
+
+constexpr int THREADS = 256;
+
+template <typename T> struct Args {
+  T* logits;
+  const i64* read;
+  float* losses;
+  i64 tokens, T_, V;
+  double share;
+};
+
+template <typename T> __global__ void __launch_bounds__(THREADS) training_cross_entropy(const Args<T> args) {
+  const i64 t = i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32, V = args.V;
+  if (t >= args.tokens) return;
+  const int lane = threadIdx.x % 32;
+  T* logits = args.logits + t * V;
+  const i64 wanted = args.read[t + t / args.T_ + 1];
+  float top = to_float(logits[0]), sum = 0.f;
+  for (i64 v = lane; v < V; v += 32) top = fmaxf(top, to_float(logits[v]));
+  for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, distance));
+  for (i64 v = lane; v < V; v += 32) sum += expf(to_float(logits[v]) - top);
+  const float log_sum = logf(warp_sum(sum)) + top;
+  if (lane == 0) args.losses[t] = log_sum - to_float(logits[wanted]);
+  __syncwarp();  // the wanted logit is read before it is replaced
+  for (i64 v = lane; v < V; v += 32)
+    logits[v] = from_float<T>(float(args.share) * (expf(to_float(logits[v]) - log_sum) - (v == wanted ? 1.f : 0.f)));
+}

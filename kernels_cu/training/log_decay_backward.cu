@@ -1,0 +1,38 @@
+// what      The gradient of the decay's exponent, and of its base.
+// math      dlow = dw w; parts = sum_t dlow of the block's tokens: ddecay
+// shapes    dw w [tokens, D] float32, dlow [tokens, D], parts [blocks, D]
+// grid      a block for every `each` tokens, one after the other; threads of 8 channels each
+// smem      none
+// barriers  none
+// numerics  float32, dlow rounded once; sums always in the same order
+// source    Peng et al., 2024, "Eagle and Finch", eq. 16-17
+// limits    D a multiple of 8, up to 8 THREADS
+#include "training.cuh"
+
+template <typename T> struct Args {
+  const float* dw;
+  const float* w;
+  T* dlow;
+  float* parts;
+  i64 tokens, D, each;
+};
+
+template <typename T, int THREADS>
+__global__ void __launch_bounds__(THREADS) training_log_decay_backward(const Args<T> args) {
+  const i64 D = args.D, j = 8 * threadIdx.x;
+  if (j >= D) return;
+  const i64 first = blockIdx.x * args.each, last = first + args.each < args.tokens ? first + args.each : args.tokens;
+  Eight sums = {};
+#pragma unroll 4
+  for (i64 t = first; t < last; ++t) {
+    Eight dlow = load8(args.dw + t * D + j);
+    const Eight w = load8(args.w + t * D + j);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      dlow.x[n] *= w.x[n];
+      sums.x[n] += dlow.x[n];
+    }
+    store8(args.dlow + t * D + j, dlow);
+  }
+  store8(args.parts + blockIdx.x * D + j, sums);
+}

@@ -1,0 +1,80 @@
+// what      The gradients of the time mix's data-dependent mixes.
+// math      dm_c = dmixed_c d, in the place of m;  dxx = sum_c dmixed_c, dd = sum_c dmixed_c (maa_c + m_c)
+//           parts_c = sum_t dm_c of the block's tokens, which add up to dmaa_c
+// shapes    dmixed m [5, tokens, D], maa [5, D], xx dxx dd [tokens, D], parts [blocks, 5, D]
+// grid      a block for every `each` tokens, one after the other; threads of 8 channels each
+// smem      Shared: maa, so that no load has to wait for a store
+// barriers  one, without which the compiler would hold maa in registers
+// numerics  float32, rounded once; sums always in the same order
+// source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
+// limits    D a multiple of 8, up to 8 THREADS
+#include "training.cuh"
+
+constexpr int MIXES = 5;
+
+template <typename T> struct Args {
+  const T* dmixed;
+  T* m;
+  const float* maa;
+  const T* xx;
+  T* dxx;
+  T* dd;
+  float* parts;
+  i64 tokens, T_, D, each;
+};
+
+template <int THREADS> struct Shared {
+  float maa[MIXES][8 * THREADS];
+};
+
+template <typename T, int THREADS>
+__global__ void __launch_bounds__(THREADS) training_mix_backward(const Args<T> args) {
+  constexpr int TOGETHER = sizeof(T) == 4 ? 1 : MIXES;  // mixes whose loads are under way at a time
+  Shared<THREADS>& s = *reinterpret_cast<Shared<THREADS>*>(dynamic_smem());
+  const i64 D = args.D, j = 8 * threadIdx.x, apart = args.tokens * D;
+  if (j < D)
+#pragma unroll
+    for (int c = 0; c < MIXES; ++c) store8(s.maa[c] + j, load8(args.maa + c * D + j));
+  __syncthreads();  // keeps maa in shared memory: registers are for what is under way
+  if (j >= D) return;
+  Tokens mine(args.each, args.tokens, args.T_);
+  Eight sums[MIXES] = {}, before = {};
+  if (!mine.starts()) before = load8(args.xx + (mine.t - 1) * D + j);
+  for (; mine.more(); mine.next()) {
+    const i64 at = mine.t * D + j;
+    Stored<T> now, dmixed[TOGETHER], m[TOGETHER];
+    now.load(args.xx + at);
+    Eight d, dxx = {}, dd = {};
+#pragma unroll
+    for (int first = 0; first < MIXES; first += TOGETHER) {
+#pragma unroll
+      for (int c = 0; c < TOGETHER; ++c) {
+        dmixed[c].load(args.dmixed + (first + c) * apart + at);
+        m[c].load(args.m + (first + c) * apart + at);
+      }
+      if (first == 0) {
+        const Eight xx = now.floats();
+#pragma unroll
+        for (int n = 0; n < 8; ++n) d.x[n] = (mine.starts() ? 0.f : before.x[n]) - xx.x[n];
+        before = xx;
+      }
+#pragma unroll
+      for (int c = 0; c < TOGETHER; ++c) {
+        const Eight given = dmixed[c].floats(), share = m[c].floats(), maa = load8(s.maa[first + c] + j);
+        Eight dm;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          dm.x[n] = given.x[n] * d.x[n];
+          sums[first + c].x[n] += dm.x[n];
+          dxx.x[n] += given.x[n];
+          dd.x[n] = fmaf(given.x[n], maa.x[n] + share.x[n], dd.x[n]);
+        }
+        store8(args.m + (first + c) * apart + at, dm);
+      }
+    }
+    store8(args.dxx + at, dxx);
+    store8(args.dd + at, dd);
+  }
+#pragma unroll
+  for (int c = 0; c < MIXES; ++c) store8(args.parts + (blockIdx.x * MIXES + c) * D + j, sums[c]);
+}

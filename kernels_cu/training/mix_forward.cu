@@ -1,0 +1,39 @@
+// what      The token shift, mixed: the inputs of a mix's products.
+// math      mixed_c = xx + d (maa_c + m_c), d = xx_{t-1} - xx_t with zero before a sequence's first token
+// shapes    xx [tokens, D], maa [C, D], m mixed [C, tokens, D]; m may be null, for zeros
+// grid      a thread for 8 channels of a token and all c; 256 threads
+// smem      none
+// barriers  none
+// numerics  float32, rounded once
+// source    Peng et al., 2024, "Eagle and Finch", eq. 3-4 and 14-15
+// limits    D a multiple of 8
+#include "training.cuh"
+
+constexpr int THREADS = 256;
+
+template <typename T> struct Args {
+  const T* xx;
+  const float* maa;
+  const T* m;
+  T* mixed;
+  i64 tokens, T_, D;
+};
+
+template <typename T, int C> __global__ void __launch_bounds__(THREADS) training_mix_forward(const Args<T> args) {
+  const i64 D = args.D, at = 8 * (i64(blockIdx.x) * THREADS + threadIdx.x), t = at / D, j = at - t * D;
+  if (t >= args.tokens) return;
+  const Eight xx = load8(args.xx + at);
+  Eight d = {};
+  if (t % args.T_) d = load8(args.xx + at - D);
+#pragma unroll
+  for (int n = 0; n < 8; ++n) d.x[n] -= xx.x[n];
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    const i64 to = c * args.tokens * D + at;
+    Eight share = load8(args.maa + c * D + j), m = {};
+    if (args.m) m = load8(args.m + to);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) share.x[n] = fmaf(d.x[n], share.x[n] + m.x[n], xx.x[n]);
+    store8(args.mixed + to, share);
+  }
+}

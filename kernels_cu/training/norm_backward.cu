@@ -1,0 +1,157 @@
+// what      The gradients of a mix's beginning, back to the residual: of the token shift's C plain mixes, of the layer
+//           norm, and of what the mix before has added, whose own gradient comes out with it.
+// math      G_t = dxx_t + sum_c dmixed_c,t - D_t + D_{t+1}, D_t = dd_t + sum_c dmixed_c,t maa_c, within a sequence
+//           dx = dy + the layer norm's pullback of G
+//           Added: dfirst = drop(dx); Gated: dfirst, dvalue are the pullback of drop(dx) by sigmoid(first) value
+//           parts = sum_t (G xhat, G, dmixed_c d) of the block's tokens: dweight, dbias, dmaa_c
+// shapes    dxx dd xx [tokens, D] or null, dmixed [C, tokens, D], maa [C, D]; x dy dx [tokens, D], moments [tokens, 2];
+//           first value dfirst dvalue [tokens, D]; parts [blocks, 2 + C, D]
+// grid      a block for every `each` tokens, one after the other; threads of 8 channels each
+// smem      the warps' parts of two sums, of even and odd tokens
+// barriers  one a token: its sums; two tokens later their places are used again
+// numerics  float32, rounded once; sums always in the same order
+// source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
+// limits    D a multiple of 8, up to 8 THREADS; dy may be dx, or null where nothing comes from behind
+#include "training.cuh"
+
+template <typename T> struct Args {
+  const T* dxx;
+  const T* dd;
+  const T* dmixed;
+  const float* maa;
+  const T* xx;
+  const float* x;
+  const float* moments;
+  const float* weight;
+  const float* dy;
+  float* dx;
+  const T* first;
+  const T* value;
+  T* dfirst;
+  T* dvalue;
+  float* parts;
+  i64 tokens, T_, D, each;
+  Dropout drop;
+};
+
+// What the change is made of, read before it is needed, and its gradient.
+template <typename T> struct Added {
+  __device__ __forceinline__ void load(const Args<T>&, i64) {}
+
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) const {
+    store8(args.dfirst + at, dy);
+  }
+};
+
+template <typename T> struct Gated {
+  Stored<T> first, second;
+
+  __device__ __forceinline__ void load(const Args<T>& args, i64 at) {
+    first.load(args.first + at);
+    second.load(args.value + at);
+  }
+
+  __device__ __forceinline__ void pull(const Args<T>& args, i64 at, const Eight& dy) const {
+    const Eight gate = first.floats(), value = second.floats();
+    Eight dgate, dvalue;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float opening = sigmoid(gate.x[n]);
+      dvalue.x[n] = dy.x[n] * opening;
+      dgate.x[n] = dvalue.x[n] * value.x[n] * (1.f - opening);
+    }
+    store8(args.dfirst + at, dgate);
+    store8(args.dvalue + at, dvalue);
+  }
+};
+
+// What a block knows of the token that it comes to next, and what it adds up over its own.
+template <int C> struct State {
+  Eight direct, shifted;  // G without D_{t+1}, and D_t
+  Eight before;           // xx of the token before
+  Eight dweight, dbias, dmaa[C > 0 ? C : 1];
+
+  // Goes on to token t, the `first` of its sequence or not; its share of dmaa counts where it is the block's `own`.
+  template <typename T> __device__ __forceinline__ void load(const Args<T>& args, i64 t, bool first, bool own) {
+    const i64 D = args.D, j = 8 * threadIdx.x, at = t * D + j;
+    direct = shifted = {};
+    if (args.dxx) direct = load8(args.dxx + at);
+    if (args.dd) shifted = load8(args.dd + at);
+    if constexpr (C > 0) {
+      const Eight xx = load8(args.xx + at);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) before.x[n] = own ? (first ? 0.f : before.x[n]) - xx.x[n] : 0.f;
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        const Eight dmixed = load8(args.dmixed + c * args.tokens * D + at), maa = load8(args.maa + c * D + j);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          direct.x[n] += dmixed.x[n];
+          shifted.x[n] = fmaf(dmixed.x[n], maa.x[n], shifted.x[n]);
+          dmaa[c].x[n] = fmaf(dmixed.x[n], before.x[n], dmaa[c].x[n]);
+        }
+      }
+      before = xx;
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) direct.x[n] -= shifted.x[n];
+  }
+};
+
+template <int WARPS> struct Shared {
+  float2 sums[2][WARPS];
+};
+
+template <typename T, int THREADS, template <typename> class Change, int C>
+__global__ void __launch_bounds__(THREADS) training_norm_backward(const Args<T> args) {
+  constexpr int WARPS = THREADS / 32;
+  Shared<WARPS>& s = *reinterpret_cast<Shared<WARPS>*>(dynamic_smem());
+  const i64 D = args.D, j = 8 * threadIdx.x;
+  const bool inside = j < D;
+  Tokens mine(args.each, args.tokens, args.T_);
+  State<C> state = {};
+  if (inside && mine.more()) {
+    if (C > 0 && !mine.starts()) state.before = load8(args.xx + (mine.t - 1) * D + j);
+    state.load(args, mine.t, mine.starts(), true);
+  }
+  for (int parity = 0; mine.more(); mine.next(), parity ^= 1) {
+    const i64 at = mine.t * D + j;
+    Eight G = {}, x = {}, dx = {};
+    Change<T> change = {};
+    float sum = 0.f, product = 0.f;
+    const float mean = args.moments[2 * mine.t], scale = args.moments[2 * mine.t + 1];
+    if (inside) {
+      x = load8(args.x + at);
+      const Eight weight = load8(args.weight + j);
+      if (args.dy) dx = load8(args.dy + at);
+      change.load(args, at);
+      G = state.direct;
+      const bool own = mine.t + 1 < mine.last;
+      if (own || !mine.ends()) state.load(args, mine.t + 1, mine.ends(), own);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) G.x[n] += mine.ends() ? 0.f : state.shifted.x[n];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        x.x[n] = (x.x[n] - mean) * scale;
+        state.dweight.x[n] = fmaf(G.x[n], x.x[n], state.dweight.x[n]);
+        state.dbias.x[n] += G.x[n];
+        G.x[n] *= weight.x[n];
+        sum += G.x[n];
+        product = fmaf(G.x[n], x.x[n], product);
+      }
+    }
+    const float2 sums = block_sums<WARPS>(sum, product, s.sums[parity]);
+    if (!inside) continue;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) dx.x[n] += scale * (G.x[n] - sums.x / D - x.x[n] * (sums.y / D));
+    store8(args.dx + at, dx);
+    dropped(dx, args.drop, at);
+    change.pull(args, at, dx);
+  }
+  if (!inside) return;
+  float* parts = args.parts + blockIdx.x * (2 + C) * D + j;
+  store8(parts, state.dweight);
+  store8(parts + D, state.dbias);
+#pragma unroll
+  for (int c = 0; c < C; ++c) store8(parts + (2 + c) * D, state.dmaa[c]);
+}

@@ -1,0 +1,105 @@
+"""The texts of a batch on several cards: a process for each takes the next text when one of its slots is free."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from multiprocessing.connection import wait
+
+from .. import NotSupported
+from ..models.devices import check_device
+
+RAISED = {error.__name__: error for error in (ImportError, MemoryError, OSError)}  # the rest is a ValueError
+
+
+def devices(wanted) -> int:
+    """CUDA devices that `--device` can use, 0 for the CPU."""
+    if wanted == "cpu":
+        return 0
+    try:
+        check_device("generate", "cuda")
+    except NotSupported:
+        return 0
+    import cupy
+
+    return cupy.cuda.runtime.getDeviceCount()
+
+
+def processes(options, texts, slots) -> int:
+    """How many share the work: --cards, else every card for which there are texts enough."""
+    there = devices(options.device)
+    if options.cards and there and options.cards > there:
+        raise ValueError(f"argument --cards: is {options.cards}, but this host has {there} CUDA devices")
+    return max(1, min(options.cards or there, -(-texts // slots)))
+
+
+def spread(prepare, count, texts):
+    """(number, line) of every text, in the order in which they are done.
+
+    prepare : a function of the number of the process, which can be pickled
+        Loads what is needed, checks all texts, and returns a function that takes an iterator of their numbers and
+        yields (number, line). No process begins before all have come so far.
+    """
+    context = multiprocessing.get_context("spawn")
+    taken, started = context.Value("q", 0), {}
+    try:
+        for card in range(count):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=work, args=(prepare, card, taken, texts, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process is the end of its messages
+            started[pipe] = card, process
+        for pipe in started:
+            receive(pipe, *started[pipe])
+        for pipe in started:
+            pipe.send("begin")
+        at_work = list(started)
+        while at_work:
+            for pipe in wait(at_work):
+                found = receive(pipe, *started[pipe])
+                if found is None:
+                    at_work.remove(pipe)
+                else:
+                    yield found
+    finally:
+        for _, process in started.values():
+            process.terminate()
+            process.join()
+
+
+def receive(pipe, card, process):
+    """The next message; raises what the process raised, or that it is gone."""
+    try:
+        kind, *found = pipe.recv()
+    except EOFError:
+        process.join()
+        raise OSError(f"the process of card {card} has ended with exit code {process.exitcode}") from None
+    if kind == "failed":
+        name, words = found
+        raise RAISED.get(name, ValueError)(words)
+    return found[0]
+
+
+def work(prepare, card, taken, texts, pipe):
+    """What a process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
+    try:
+        write = prepare(card)
+        pipe.send(("ready", None))
+        pipe.recv()
+        for found in write(numbers(taken, texts)):
+            pipe.send(("text", found))
+        pipe.send(("done", None))
+    except Exception as error:
+        pipe.send(("failed", type(error).__name__, str(error)))
+
+
+def numbers(taken, texts):
+    """Those that no other process has taken."""
+    while True:
+        with taken.get_lock():
+            number = taken.value
+            taken.value += 1
+        if number >= texts:
+            return
+        yield number

@@ -1,0 +1,89 @@
+"""Arrays whose types say how they are cut over devices: each device calls back for its own part.
+
+XLA would gather all of them on every device for a callback, and `jax.experimental.custom_partitioning` cannot hold one:
+in JAX 0.10 the callbacks of its inner module are not its executable's. Of arrays outside of `jit`, and of those on a
+mesh with explicit axes, the cut is known before anything is compiled, and `jax.shard_map` does the rest.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def over_devices(run, problem, arrays, state):
+    """run(arrays, state) of every device's sequences and heads; None where nothing is cut, or inside of `shard_map`.
+
+    problem : one call of `run`, checked; NotSupported where arrays are cut along other axes
+    """
+    of_arrays, of_state, of_o = axes_of(problem)
+    names = [*problem.op.arrays, *["initial_state"] * len(state or ())]
+    inputs = [*of_arrays, *(of_state if state else ())]
+    mesh, cut = None, {}
+    for name, axes, x in zip(names, inputs, [*arrays, *(state or ())], strict=True):
+        sharding = sharding_of(x)
+        if sharding is None:
+            continue
+        mesh = sharding.mesh
+        for axis, over in zip(axes, sharding.spec):
+            if over is None:
+                continue
+            check(problem, name, axis, over, cut)
+            cut[axis[0]] = over
+    if not cut:
+        return None
+
+    def specs(parts):
+        return [PartitionSpec(*(cut.get(axis[0]) for axis in axes)) for axes in parts]
+
+    results = [of_o, *(of_state if problem.output_final_state else ())]
+    taken = specs(of_arrays), specs(of_state) if state else None
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=taken, out_specs=tuple(specs(results)))
+    return mapped(list(arrays), state and list(state))
+
+
+def sharding_of(x):
+    """The NamedSharding of an array whose type or value says that it is cut; None of any other."""
+    found = getattr(jax.typeof(x), "sharding", None)
+    if not isinstance(x, jax.core.Tracer) and not any(getattr(found, "spec", ())):
+        found = x.sharding
+    if not isinstance(found, NamedSharding) or not any(found.spec) or getattr(found.mesh, "manual_axes", ()):
+        return None
+    return found
+
+
+def check(problem, name, axis, over, cut):
+    op = problem.op
+    if axis[0] not in free_axes(problem):
+        why = {
+            "h": "whose decays differ by head: name one gamma for all",
+            "b": "where sequences are packed: cut heads",
+            "t": "which jax.shard_map with axis_name= takes",
+        }.get(axis, "which meets in every state")
+        op.refuse(name, f"is cut over {over!r} along {axis.upper()}, {why}")
+    if cut.get(axis[0], over) != over:
+        op.refuse(name, f"is cut over {over!r} along {axis[0].upper()}, but another array over {cut[axis[0]]!r}")
+
+
+def axes_of(problem):
+    """(those of the arrays, of the state's parts, of o), as the caller has them: b h t k v, hg of grouped heads."""
+    op = problem.op
+
+    def letters(axes, swapped=None):
+        names = axes.lower().replace("n", "b").split()
+        if swapped and max(swapped) < len(names):
+            names[swapped[0]], names[swapped[1]] = names[swapped[1]], names[swapped[0]]
+        return tuple("hg" if name == "h" and problem.groups > 1 and "v" in names else name for name in names)
+
+    def of_tokens(axes):
+        return letters(axes, (1, 2) if problem.layout == "bthd" and "T" in axes.split() else None)
+
+    states = [letters(axes, (2, 3) if problem.state_v_first else None) for axes in op.state]
+    return [of_tokens(axes) for axes in op.arrays.values()], states, of_tokens(op.out)
+
+
+def free_axes(problem) -> frozenset[str]:
+    """Those along which devices may have parts: sequences of a batch, and heads whose decays are not told apart."""
+    gamma = problem.options.get("gamma")
+    alike = gamma is None or (gamma == gamma[0]).all()
+    return frozenset("h" * bool(alike) + "b" * (not problem.varlen))

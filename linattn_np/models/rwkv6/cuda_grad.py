@@ -1,0 +1,453 @@
+"""RWKV-6's loss and its gradients on the GPU: what `grad` has in many passes over memory, in few.
+
+Activations are in the dtype of products, as are the gradients that meet a matrix; the residual and its gradient, norms,
+decays and all sums are float32. Nothing waits for the device, so that a CUDA graph can hold a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...autodiff import vjp
+from ...backends.cupy import training as kernels
+from ...backends.cupy.plan import FLOAT32, ceil_div
+from ...ops import rwkv6
+from ..fused import of
+from .checks import refuse
+from .grad import layer_norm
+from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
+
+THREADS_AT_WORK = 1024  # of a multiprocessor, in kernels that add up over tokens: a block has as many of these as
+# there are blocks to hide each other's waits, and each leaves a row of sums
+
+
+def loss(weights, tokens, products, drop, recompute=False):
+    """``(value, pull)``, as `grad.loss` has them, for arrays on a device.
+
+    products : `CudaProducts`
+    drop : `dropout.Dropout`, or None to keep all
+    recompute : whether a layer's activations but its residuals are computed again when it is pulled back, and not kept
+    """
+    do = Step(weights, tokens, products, drop)
+    table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
+    x, change = None, Change("Embedded", table)
+    blocks: list[Block] = []
+    for i, layer in enumerate(weights.layers):
+        for mix in (TimeMix, ChannelMix):
+            block = Block(do, mix(do, layer), i, 1 + len(blocks))
+            x, change = block.forward(x, change)
+            if recompute and blocks:
+                blocks[-1].forget()
+            blocks.append(block)
+    x, moments, xx = do.add_norm(x, change, weights.ln_out)
+    logits = do.product(xx, weights.head)
+    value = do.cross_entropy(logits)
+
+    def pull(gradients):
+        do.gradient(xx, logits, gradients.head)
+        last = Pulled(dxx=do.product(logits, transposed(weights.head)))
+        dx, dchange = do.norm_backward(x, moments, None, last, None, change, weights.ln_out, gradients.ln_out)
+        while blocks:  # what a block keeps is free once it has been pulled back
+            block = blocks.pop()
+            to = gradients.layers[block.layer]
+            pulled = block.mix.pull(dchange, to)
+            if recompute and blocks:
+                blocks[-1].forward_again()
+            before = blocks[-1].change if blocks else Change("Embedded")
+            dx, dchange = do.norm_backward(
+                block.x, block.moments, block.xx, pulled, dx, before, block.norm, getattr(to, block.mix.NORM)
+            )
+        hot = (tokens[:, :-1].reshape(-1, 1) == of(tokens).arange(do.V)).astype(do.T)  # in one order, without atomics
+        dtable = products.matmul(hot.T, dchange[0])
+        gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
+
+    return value, pull
+
+
+@dataclass(frozen=True)
+class Change:
+    """What joins the residual, before the next norm lets it: ``first``, "Gated" ``sigmoid(first) value``, or at the
+    beginning, "Embedded", the rows of a table. `site` tells one dropout from another.
+    """
+
+    kind: str
+    first: Any = None
+    value: Any = None
+    site: int = 0
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The gradients of a mix's normed input: as they are, of its token shift, and of plain mixes with their shares."""
+
+    dxx: Any = None
+    dd: Any = None
+    dmixed: Any = None
+    maa: Any = None
+    to: Any = None  # where the gradient of maa goes
+
+
+class Block:
+    """A mix with its norm: what is kept of it until it is pulled back."""
+
+    def __init__(self, do, mix, layer, site):
+        self.do, self.mix, self.layer, self.site = do, mix, layer, site
+        self.norm = getattr(mix.layer, mix.NORM)
+
+    def forward(self, x, change):
+        self.x, self.moments, self.xx = self.do.add_norm(x, change, self.norm)
+        return self.x, self.changed()
+
+    def changed(self):
+        self.change = self.mix.forward(self.xx, self.site)
+        return self.change
+
+    def forget(self):
+        """Keeps the residual alone."""
+        self.xx = self.change = None
+        self.mix = type(self.mix)(self.do, self.mix.layer)
+
+    def forward_again(self):
+        if self.xx is None:
+            _, self.moments, self.xx = self.do.add_norm(self.x, Change("Kept"), self.norm)
+            self.changed()
+
+
+# -- the two mixes ----------------------------------------------------------------------------------------------------
+class TimeMix:
+    NORM = "ln1"
+
+    def __init__(self, do, layer):
+        self.do, self.layer = do, layer
+
+    def forward(self, xx, site):
+        do, layer = self.do, self.layer
+        self.xx, self.mixed_x = xx, do.mix(xx, layer.maa_x)
+        self.low = do.activated("Tanh", do.product(self.mixed_x, layer.maa_down))
+        self.m = do.product(five(self.low), layer.maa_up)
+        self.mixed = do.mix(xx, layer.maa, self.m)
+        self.decay_low = do.activated("Tanh", do.product(self.mixed[0], layer.decay_down))
+        self.w = do.log_decay(do.product(self.decay_low, layer.decay_up), layer.decay)
+        k, v, r, self.gate = do.product(self.mixed[1:], layer.kvrg)
+        heads = (-1, do.context, *layer.bonus.shape)
+        r, k, v, w = (array.reshape(heads) for array in (r, k, v, self.w))
+        o, self.pull_recurrence = vjp(rwkv6, r, k, v, w, layer.bonus, scale=1.0, layout="bthd")
+        self.o = o.reshape(do.tokens, -1)
+        self.y = do.gated_norm(self.o, self.gate, layer.ln_x, layer.bonus.shape[1])
+        return Change("Added", do.product(self.y, layer.output), site=site)
+
+    def pull(self, dchange, to):
+        do, layer = self.do, self.layer
+        (dchange,) = dchange
+        do.gradient(self.y, dchange, to.output)
+        dy = do.product(dchange, transposed(layer.output))
+        dout, dgate = do.gated_norm_backward(dy, self.o, self.gate, layer.ln_x, layer.bonus.shape[1], to.ln_x)
+        dr, dk, dv, dw, du = self.pull_recurrence(dout.reshape(-1, do.context, *layer.bonus.shape))
+        to.bonus[...] = du
+        dr, dk, dv, dw = (array.reshape(do.tokens, -1) for array in (dr, dk, dv, dw))
+
+        dmixed = do.empty(5, do.tokens, do.D)
+        dlow = do.log_decay_backward(dw, self.w, to.decay)
+        do.gradient(self.decay_low, dlow, to.decay_up)
+        dlow = do.activation_backward("Tanh", do.product(dlow, transposed(layer.decay_up)), self.decay_low)
+        do.gradient(self.mixed[0], dlow, to.decay_down)
+        do.product(dlow, transposed(layer.decay_down), dmixed[0])
+        for n, d in enumerate((dk, dv, dr, dgate)):
+            do.gradient(self.mixed[1 + n], d, to.kvrg[n])
+            do.product(d, transposed(layer.kvrg[n]), dmixed[1 + n])
+
+        dm, dxx, dd = do.mix_backward(dmixed, self.m, layer.maa, self.xx, to.maa)
+        do.gradient(five(self.low), dm, to.maa_up)
+        dlow = do.empty(*self.low.shape)
+        do.product(dm, transposed(layer.maa_up), five(dlow))
+        do.activation_backward("Tanh", dlow, self.low)
+        do.gradient(self.mixed_x, dlow, to.maa_down)
+        return Pulled(dxx, dd, do.product(dlow, transposed(layer.maa_down)), layer.maa_x, to.maa_x)
+
+
+class ChannelMix:
+    NORM = "ln2"
+
+    def __init__(self, do, layer):
+        self.do, self.layer = do, layer
+
+    def forward(self, xx, site):
+        do, layer = self.do, self.layer
+        self.mixed = do.mix(xx, layer.ffn_maa)
+        self.hidden = do.activated("ReluSquared", do.product(self.mixed[0], layer.ffn_key))
+        gate = do.product(self.mixed[1], layer.ffn_receptance)
+        return Change("Gated", gate, do.product(self.hidden, layer.ffn_value), site)
+
+    def pull(self, dchange, to):
+        do, layer = self.do, self.layer
+        dgate, dvalue = dchange
+        do.gradient(self.hidden, dvalue, to.ffn_value)
+        dhidden = do.product(dvalue, transposed(layer.ffn_value))
+        do.activation_backward("ReluSquared", dhidden, self.hidden)
+        do.gradient(self.mixed[0], dhidden, to.ffn_key)
+        do.gradient(self.mixed[1], dgate, to.ffn_receptance)
+        dmixed = do.empty(2, do.tokens, do.D)
+        do.product(dhidden, transposed(layer.ffn_key), dmixed[0])
+        do.product(dgate, transposed(layer.ffn_receptance), dmixed[1])
+        return Pulled(dmixed=dmixed, maa=layer.ffn_maa, to=to.ffn_maa)
+
+
+def five(low):
+    """[tokens, 5 A] as [5, tokens, A]."""
+    return low.reshape(len(low), 5, -1).swapaxes(0, 1)
+
+
+def transposed(w):
+    return w.swapaxes(-1, -2)
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+class Step:
+    """The sizes of a step, and its launches; each function is one, but for the sums over tokens, which take a second.
+
+    Arrays are [tokens, D], those of n mixes [n, tokens, D].
+    """
+
+    def __init__(self, weights, tokens, products, drop):
+        self.products, self.device, self.T, self.drop = products, products.device, products.dtype, drop
+        self.V, self.D = weights.embedding.shape
+        self.read, (batch, length) = tokens, tokens.shape
+        self.context, self.tokens = length - 1, batch * (length - 1)
+        check(self.D, weights.layers[0].bonus.shape[1])
+        self.threads = kernels.width(self.D)
+        most = self.device.multiprocessors * max(1, THREADS_AT_WORK // self.threads)
+        self.each = ceil_div(self.tokens, most)  # tokens of a block that adds up over them
+        self.blocks = ceil_div(self.tokens, self.each)
+
+    # -- products --
+    def product(self, x, w, out=None):
+        """x w."""
+        out = self.empty(*x.shape[:-1], w.shape[-1]) if out is None else out
+        return self.products.matmul(x, w, out)
+
+    def gradient(self, x, dy, to):
+        """The gradient of w in x w."""
+        self.products.matmul(transposed(x), dy, to)
+
+    # -- forwards --
+    def add_norm(self, x, change, norm):
+        """The residual with the change, its moments, and LN of it."""
+        y = x if change.kind == "Kept" else self.empty(self.tokens, self.D, dtype=FLOAT32)
+        moments, xx = self.empty(self.tokens, 2, dtype=FLOAT32), self.empty(self.tokens, self.D)
+        embedded = change.kind == "Embedded"
+        self.launch(
+            kernels.AddNorm(self.T, self.threads, change.kind),
+            self.tokens,
+            x=x,
+            first=None if embedded else change.first,
+            value=change.value,
+            table=change.first if embedded else None,
+            read=self.read,
+            weight=norm[0],
+            bias=norm[1],
+            y=None if y is x else y,
+            moments=moments,
+            xx=xx,
+            T_=self.context,
+            D=self.D,
+            drop=self.dropped(change),
+            eps=LAYER_NORM_EPS,
+        )
+        return y, moments, xx
+
+    def mix(self, xx, maa, m=None):
+        """xx + d (maa + m), [n, tokens, D] for maa [n, D]."""
+        mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
+        kernel = kernels.MixForward(self.T, maa.size // self.D)
+        self.launch(
+            kernel,
+            self.elementwise(kernel),
+            xx=xx,
+            maa=maa,
+            m=m,
+            mixed=mixed,
+            tokens=self.tokens,
+            T_=self.context,
+            D=self.D,
+        )
+        return mixed
+
+    def activated(self, kind, x):
+        """`x`, in place."""
+        kernel = kernels.ActivationForward(kind, self.T)
+        self.launch(kernel, self.elementwise(kernel, x.size), x=x, count=x.size)
+        return x
+
+    def log_decay(self, low, decay):
+        w, kernel = self.empty(*low.shape, dtype=FLOAT32), kernels.LogDecayForward(self.T)
+        self.launch(kernel, self.elementwise(kernel), low=low, decay=decay, w=w, count=low.size, D=self.D)
+        return w
+
+    def gated_norm(self, o, gate, norm, N):
+        y, kernel = self.empty(*o.shape), kernels.GatedNormForward(self.T)
+        self.launch(
+            kernel,
+            self.elementwise(kernel),
+            o=o,
+            gate=gate,
+            weight=norm[0],
+            bias=norm[1],
+            y=y,
+            tokens=self.tokens,
+            D=self.D,
+            N=N,
+            eps=GROUP_NORM_EPS,
+        )
+        return y
+
+    def cross_entropy(self, logits):
+        """The mean; the logits become its gradient."""
+        losses, kernel = self.empty(self.tokens, dtype=FLOAT32), kernels.CrossEntropy(self.T)
+        self.launch(
+            kernel,
+            ceil_div(self.tokens, kernel.TOKENS),
+            logits=logits,
+            read=self.read,
+            losses=losses,
+            tokens=self.tokens,
+            T_=self.context,
+            V=self.V,
+            share=1 / self.tokens,
+        )
+        return losses.mean()
+
+    # -- backwards --
+    def norm_backward(self, x, moments, xx, pulled, dy, change, norm, to):
+        """The residual's gradient, and that of what the change before it is made of; `to` gets that of the norm."""
+        C = 0 if pulled.maa is None else pulled.maa.size // self.D
+        dx = self.empty(self.tokens, self.D, dtype=FLOAT32) if dy is None else dy
+        gated = change.kind == "Gated"
+        dchange = [self.empty(self.tokens, self.D) for _ in range(1 + gated)]
+        parts = self.parts(2 + C)
+        self.launch(
+            kernels.NormBackward(self.T, self.threads, "Gated" if gated else "Added", C),
+            self.blocks,
+            dxx=pulled.dxx,
+            dd=pulled.dd,
+            dmixed=pulled.dmixed,
+            maa=pulled.maa,
+            xx=xx,
+            x=x,
+            moments=moments,
+            weight=norm[0],
+            dy=dy,
+            dx=dx,
+            first=change.first if gated else None,
+            value=change.value,
+            dfirst=dchange[0],
+            dvalue=dchange[1] if gated else None,
+            parts=parts,
+            tokens=self.tokens,
+            T_=self.context,
+            D=self.D,
+            each=self.each,
+            drop=self.dropped(change),
+        )
+        self.sum(parts, to, pulled.to)
+        return dx, dchange
+
+    def mix_backward(self, dmixed, m, maa, xx, to):
+        """The gradients of m, in its place, of xx and of d; `to` gets that of maa."""
+        dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.parts(5)
+        self.launch(
+            kernels.MixBackward(self.T, self.threads),
+            self.blocks,
+            dmixed=dmixed,
+            m=m,
+            maa=maa,
+            xx=xx,
+            dxx=dxx,
+            dd=dd,
+            parts=parts,
+            tokens=self.tokens,
+            T_=self.context,
+            D=self.D,
+            each=self.each,
+        )
+        self.sum(parts, to)
+        return m, dxx, dd
+
+    def activation_backward(self, kind, dy, y):
+        """`dy`, in place."""
+        kernel = kernels.ActivationBackward(kind, self.T)
+        self.launch(kernel, self.elementwise(kernel, y.size), dy=dy, y=y, count=y.size)
+        return dy
+
+    def log_decay_backward(self, dw, w, to):
+        dlow, parts = self.empty(*w.shape), self.parts(1)
+        kernel = kernels.LogDecayBackward(self.T, self.threads)
+        self.launch(
+            kernel, self.blocks, dw=dw, w=w, dlow=dlow, parts=parts, tokens=self.tokens, D=self.D, each=self.each
+        )
+        self.sum(parts, to)
+        return dlow
+
+    def gated_norm_backward(self, dy, o, gate, norm, N, to):
+        """The gradients of o and of the gate; `to` gets that of the norm."""
+        dout, dgate, parts = self.empty(*o.shape), self.empty(*o.shape), self.parts(2)
+        self.launch(
+            kernels.GatedNormBackward(self.T, self.threads),
+            self.blocks,
+            dy=dy,
+            o=o,
+            gate=gate,
+            weight=norm[0],
+            bias=norm[1],
+            do_=dout,
+            dgate=dgate,
+            parts=parts,
+            tokens=self.tokens,
+            D=self.D,
+            N=N,
+            each=self.each,
+            eps=GROUP_NORM_EPS,
+        )
+        self.sum(parts, to)
+        return dout, dgate
+
+    # -- arrays and launches --
+    def parts(self, n):
+        """What the blocks of a kernel have summed of n vectors."""
+        return self.empty(self.blocks, n * self.D, dtype=FLOAT32)
+
+    def sum(self, parts, first, rest=None):
+        """The sums over `parts`, of which `first` takes as many as it holds."""
+        columns, kernel = parts.shape[1], kernels.ColumnSums()
+        self.launch(
+            kernel,
+            ceil_div(columns, kernel.COLUMNS),
+            parts=parts,
+            first=first,
+            rest=rest,
+            P=self.blocks,
+            columns=columns,
+            split=first.size,
+        )
+
+    def dropped(self, change):
+        seeds, rate = (None, 0.0) if self.drop is None else (self.drop.seeds, self.drop.rate)
+        return [{"seeds": kernels.address(self.device, seeds), "site": change.site, "rate": rate}]
+
+    def elementwise(self, kernel, count=None):
+        """Blocks of `count` elements, by default of a token's channels."""
+        return ceil_div(self.tokens * self.D if count is None else count, 8 * kernel.threads)
+
+    def empty(self, *shape, dtype=None):
+        return self.device.empty(shape, self.T if dtype is None else dtype)
+
+    def launch(self, kernel, blocks, **fields):
+        kernels.launch(self.device, kernel, blocks, **fields)
+
+
+def check(D, N):
+    """Refuses what the kernels do not take."""
+    if D % 8 or D > kernels.MOST_CHANNELS:
+        refuse(f"width is {D}, expected a multiple of 8 up to {kernels.MOST_CHANNELS} for training on cuda")
+    if N not in kernels.HEADS:
+        refuse(f"head size is {N}, expected one of {', '.join(map(str, kernels.HEADS))} for training on cuda")

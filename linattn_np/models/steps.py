@@ -1,0 +1,199 @@
+"""The steps of a training on the CPU and on the GPU: the loss, its gradients, and AdamW (Loshchilov and Hutter, 2019,
+algorithm 2) with the gradient clipped by its norm.
+
+Both have `weights`, `first` and `second`, float32 vectors of the model and of AdamW's two moments.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+from .dropout import Dropout, dropout, keep
+from .products import CudaProducts, HostProducts
+
+CLIP = 1.0  # the gradient's greatest norm
+BETAS, EPS = (0.9, 0.99), 1e-8
+STEPS_BEFORE_GRAPH = 2  # the first compiles kernels and plans calls, the second finds all memory that a step takes
+BLOCKS = 4  # of a multiprocessor, in the kernels that go over all parameters
+
+
+class HostSteps:
+    """On the CPU, in float32.
+
+    layout, loss : of the model, as `face.Trainable` has them
+    rate, seed : of the dropout
+    ranks : who learns from other parts of a batch, as `ranks.OneProcess`
+    """
+
+    def __init__(self, layout, loss, rate, seed, ranks):
+        self.layout, self.loss, self.products, self.ranks = layout, loss, HostProducts(), ranks
+        self.rate, self.seed, self.dtype = rate, seed, self.products.dtype
+        self.weights, self.first, self.second, self.gradient = np.zeros((4, layout.size), np.float32)
+        self.to = layout.tree(self.gradient)
+
+    def load(self, **vectors):
+        for name, vector in vectors.items():
+            setattr(self, name, np.array(vector))
+
+    def __call__(self, tokens, number, rate, kept):
+        """The loss before step `number`, counted from 0; `rate` is the learning rate, `kept` the share that weight
+        decay leaves of the matrices."""
+        value, pull = self.loss(self.layout.tree(self.weights), tokens, self.products, self.drop(number))
+        pull(self.to)
+        value = self.ranks.average(self.gradient, value)
+        norm = np.sqrt((self.gradient * self.gradient).sum())
+        matrices = self.weights[: self.layout.matrices]
+        matrices *= kept
+        self.weights, self.first, self.second = adam(
+            self.weights,
+            self.gradient,
+            self.first,
+            self.second,
+            CLIP / np.maximum(norm, CLIP),
+            rate,
+            *corrections(number),
+        )
+        return value
+
+    def value(self, tokens):
+        """The loss without a step, and without dropout."""
+        return self.loss(self.layout.tree(self.weights), tokens, self.products, keep)[0]
+
+    def drop(self, number):
+        if not self.rate:
+            return keep
+        own = [self.ranks.rank] if self.ranks.rank else []
+        bits = np.random.PCG64(np.random.SeedSequence([self.seed, number, *own]))
+        return partial(dropout, np.random.Generator(bits), self.rate)
+
+
+def adam(weights, gradient, first, second, clip, rate, correction, correction_of_second):
+    gradient = gradient * clip
+    first = BETAS[0] * first + (1 - BETAS[0]) * gradient
+    second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
+    change = first / correction / (np.sqrt(second / correction_of_second) + EPS)
+    return weights - rate * change, first, second
+
+
+def corrections(number):
+    """Of the two moments, which start from zero."""
+    return [1 - beta ** (number + 1) for beta in BETAS]
+
+
+class CudaSteps:
+    """On the current CUDA device: a CUDA graph as soon as `STEPS_BEFORE_GRAPH` steps were made.
+
+    Of several ranks it ends with the gradient, whose mean and update follow.
+
+    ranks : as in `HostSteps`
+    batch, length : of the tokens of a step, one more a sequence than it predicts
+    dtype : of the matrices in products and of activations; sums, weights and the optimiser are float32
+    """
+
+    def __init__(self, layout, loss, rate, seed, ranks, batch, length, dtype):
+        import cupy
+
+        self.cupy, self.layout, self.loss, self.ranks = cupy, layout, loss, ranks
+        self.seed = int(np.random.SeedSequence([seed, ranks.rank]).generate_state(1)[0]) if ranks.rank else seed
+        self.products = CudaProducts(dtype)
+        self.dtype, self.device = self.products.dtype, self.products.device
+        self.weights, self.first, self.second, self.gradient = cupy.zeros((4, layout.size), np.float32)
+        self.to = layout.tree(self.gradient)
+        self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
+        self.tokens, self.latest = cupy.zeros((batch, length), np.int64), cupy.zeros((), np.float32)
+        self.schedule, self.seeds = cupy.zeros(4, np.float32), cupy.zeros(2, np.int64)
+        self.drop = Dropout(self.seeds, rate) if rate else None
+        # What the graph's launches read and write stands in a pool that nobody else takes memory from.
+        self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+        self.graph, self.scratch, self.steps = None, [], 0
+
+    def load(self, **vectors):
+        for name, vector in vectors.items():
+            getattr(self, name)[...] = self.cupy.asarray(vector)
+        if self.rounded is not None:
+            self.rounded[...] = self.weights[: self.layout.matrices]
+
+    def __call__(self, tokens, number, rate, kept):
+        """As `HostSteps` has it; nothing waits for the device."""
+        asarray = self.cupy.asarray
+        self.tokens[...] = asarray(tokens)
+        self.schedule[...] = asarray(np.array([rate, kept, *corrections(number)], np.float32))
+        self.seeds[...] = asarray(np.array([self.seed, number]))
+        with self.queue():
+            if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
+                self.capture()
+            if self.graph is None:
+                self.run()
+            else:
+                self.graph.launch()
+            if self.ranks.size > 1:
+                self.latest[...] = self.ranks.average(self.gradient, self.latest)
+                self.optimise()
+        self.steps += 1
+        return self.latest.copy()
+
+    def value(self, tokens):
+        return self.loss(self.tree(), self.cupy.asarray(tokens), self.products, None)[0]
+
+    @contextmanager
+    def queue(self):
+        """On the stream that the graph is captured from, in order with the caller's."""
+        current = self.cupy.cuda.get_current_stream()
+        self.stream.wait_event(current.record())
+        with self.stream:
+            yield
+        current.wait_event(self.stream.record())
+
+    def tree(self):
+        return self.layout.tree(self.weights, self.rounded)
+
+    def capture(self):
+        """Makes the graph of a step, and runs nothing."""
+        from ..backends.cupy.execute import in_graphs
+
+        others = len(in_graphs)
+        self.stream.begin_capture()
+        try:
+            self.run()
+        finally:
+            graph = self.stream.end_capture()
+        self.graph, self.scratch = graph, in_graphs[others:]  # theirs ends with this object
+        del in_graphs[others:]
+
+    def run(self):
+        with self.cupy.cuda.using_allocator(self.pool.malloc):
+            value, pull = self.loss(self.tree(), self.tokens, self.products, self.drop)
+            pull(self.to)
+            self.latest[...] = value
+            if self.ranks.size == 1:
+                self.optimise()
+
+    def optimise(self):
+        from ..backends.cupy import training as kernels
+
+        launch = partial(kernels.launch, self.device)
+        blocks, squares = BLOCKS * self.device.multiprocessors, kernels.SquareSums()
+        parts = self.device.empty((blocks,), np.float32)
+        launch(squares, blocks, x=self.gradient, parts=parts, count=self.layout.size, blocks=blocks)
+        launch(
+            kernels.AdamW(self.dtype),
+            blocks,
+            weights=self.weights,
+            gradient=self.gradient,
+            first=self.first,
+            second=self.second,
+            copy=self.rounded,
+            squares=parts,
+            schedule=self.schedule,
+            count=self.layout.size,
+            matrices=self.layout.matrices,
+            P=blocks,
+            blocks=blocks,
+            clip=CLIP,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            eps=EPS,
+        )

@@ -1,0 +1,153 @@
+"""A segment's call in two halves on Hopper: what it does to a state, then its outputs, and no pass twice."""
+
+import numpy as np
+import pytest
+from conftest import HALF
+from reference import LIMITS, assert_close, draw, errors, same_bits
+from test_distributed import VARIANTS
+
+import linattn_np
+from linattn_np import distributed
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import PLANNERS, execute
+from linattn_np.backends.cupy.instances import SEGMENT_STATE
+from linattn_np.dispatch import call, summarise
+from linattn_np.distributed import run_threads
+
+FAMILY = [name for name in VARIANTS if name not in ("gla-gv", "linear_attention-normalized")]
+SIZES = {"B": 1, "H": 1, "K": 16, "V": 8, "N": 1}
+TOKENS = 700  # in three parts of at least 128 tokens, for the first rank
+
+
+def arrays_of(variant, rng, dtype, tokens=TOKENS, gate="by_channel"):
+    op, own = VARIANTS[variant]
+    own = own | ({"gamma": [0.9]} if variant == "retention" else {})
+    return op, own, draw(op, rng, SIZES | {"T": tokens}, dtype, gate)
+
+
+@pytest.fixture
+def hopper(backend):
+    if backend.name != "hopper":
+        pytest.skip("only Hopper's kernels cut sequences")
+    with backend.in_dispatch():
+        yield backend
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+@pytest.mark.parametrize("operator", FAMILY)
+def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
+    """The state from zero, its decays, and the bits of a whole call without its first pass."""
+    op, own, arrays = arrays_of(operator, rng, dtype)
+    (final,), decays, kept = summarise(op, arrays, backend="hopper", **own)
+    more = own | {"backend": "hopper", "output_final_state": True, "state_dtype": np.dtype(np.float32)}
+    function = getattr(linattn_np, op.name)
+    o, whole = function(*arrays, **more)
+    assert same_bits(final, whole)
+    again, state = call(op, arrays, kept=kept, **more)
+    assert same_bits(again, o) and same_bits(state, whole)
+    initial = rng.standard_normal(final.shape, dtype=np.float32)
+    _, moved = function(*arrays, initial_state=initial, **more)
+    by = decays.reshape(-1, SIZES["K"]).prod(axis=0)[:, None]
+    assert_close("the state", by * initial + final, moved, np.dtype(np.float32))
+    problem = op.bind(arrays, **own).replace(memo=None)
+    plan = execute.plan_of(PLANNERS[problem.op], problem, hopper.device, kept)
+    assert not any(is_summary(kernel) for kernel in plan.kernels)
+    assert any(map(is_summary, execute.plan_of(PLANNERS[problem.op], problem, hopper.device).kernels))
+
+
+def is_summary(kernel):
+    return getattr(kernel, "schedule", None) == SEGMENT_STATE or getattr(kernel, "what", None) == "Summary"
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+@pytest.mark.parametrize("operator", FAMILY)
+def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
+    op, own, arrays = arrays_of(operator, rng, dtype, tokens=300)
+    do = rng.standard_normal((1, 1, 300, SIZES["V"])).astype(dtype)
+    initial, dht = rng.standard_normal((2, 1, 1, SIZES["K"], SIZES["V"]), dtype=np.float32)
+    _, pullback = linattn_np.vjp(getattr(linattn_np, op.name), *arrays, backend="hopper", initial_state=initial, **own)
+    found = pullback.summarise(do)
+    if dtype == HALF and operator not in ("gla", "rwkv6"):
+        assert found is None  # the gate is spread over the channels
+        return
+    (own_part,), decays, kept = found
+    *_, alone = pullback(do)
+    wanted = pullback(do, dht)
+    assert_close("the gradient for a dht of zero", own_part, alone, dtype)
+    by = decays.reshape(-1, SIZES["K"]).prod(axis=0)[:, None]
+    assert_close("the gradient", by * dht + own_part, wanted[-1], dtype)
+    for number, (x, y) in enumerate(zip(pullback.resumed(do, dht, kept), wanted, strict=True)):
+        assert_close(f"gradient {number}", x, y, dtype)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 250, TOKENS]], ids=["dense", "packed"])
+@pytest.mark.parametrize("operator", FAMILY)
+def test_two_ranks(hopper, operator, bounds, rng):
+    """Results and gradients in bfloat16 as near as those of one device."""
+    op, own, arrays = arrays_of(operator, rng, BFLOAT16)
+    own = own | {"cu_seqlens": bounds}
+    do = rng.standard_normal((1, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)
+    axes = list(op.arrays.values())
+
+    def on_rank(comm):
+        part = slice(400 * comm.rank, 400 + 300 * comm.rank)
+        given = [x[:, :, part] if "T" in of.split() else x for x, of in zip(arrays, axes)]
+        o, pullback = distributed.vjp(getattr(distributed, op.name), *given, comm=comm, backend="hopper", **own)
+        return o, *pullback(do[:, :, part])
+
+    found = list(zip(*run_threads(on_rank, 2)))
+    wide = [x.astype(np.float64) for x in arrays]
+    wanted, pullback = linattn_np.vjp(getattr(linattn_np, op.name), *wide, mode="recurrent", **own)
+    for name, of, parts, exact in zip(
+        ("o", *op.arrays), (op.out, *axes), found, (wanted, *pullback(do.astype(np.float64))), strict=True
+    ):
+        whole = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
+        assert_close(name, whole, exact, BFLOAT16, factor=2)
+
+
+@pytest.mark.parametrize("gate", ["zero", "all-20", "all-1e30", "some-inf", "all-inf", "positive"])
+@pytest.mark.parametrize("operator", ["gla", "rwkv6", "simple_gla"])
+def test_gates_of_every_strength(hopper, operator, gate, rng):
+    """As near as one device, or within the limits."""
+    op, own, arrays = arrays_of(operator, rng, BFLOAT16, gate=gate)
+    do = rng.standard_normal((1, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)
+    axes = [op.out, *op.arrays.values()]
+
+    def on_rank(comm):
+        part = slice(400 * comm.rank, 400 + 300 * comm.rank)
+        given = [x[:, :, part] if "T" in of.split() else x for x, of in zip(arrays, axes[1:])]
+        o, pullback = distributed.vjp(getattr(distributed, op.name), *given, comm=comm, backend="hopper")
+        return o, *pullback(do[:, :, part])
+
+    function = getattr(linattn_np, op.name)
+    o, pullback = linattn_np.vjp(function, *arrays, backend="hopper")
+    exact, exact_pullback = linattn_np.vjp(function, *(x.astype(np.float64) for x in arrays), mode="recurrent")
+    wanted = exact, *exact_pullback(do.astype(np.float64))
+    for of, parts, one, want in zip(axes, zip(*run_threads(on_rank, 2)), (o, *pullback(do)), wanted, strict=True):
+        found = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
+        for error, limit, ones in zip(errors(found, want), LIMITS["bfloat16"], errors(one, want)):
+            assert error <= max(limit, 2 * ones), f"{of}: {error:.1e}, one device's is {ones:.1e}"
+
+
+def test_the_last_rank_begins_before_the_message(hopper, rng, monkeypatch):
+    """Nobody asks for its state, but its own call goes on from there, forward and backward."""
+    begun = []
+    for name in ("summarise", "summarise_vjp"):
+        monkeypatch.setattr(execute, name, noted(begun, name, getattr(execute, name)))
+    op, own, arrays = arrays_of("gla", rng, BFLOAT16)
+
+    def on_rank(comm):
+        part = slice(400 * comm.rank, 400 + 300 * comm.rank)
+        o, pullback = distributed.vjp(distributed.gla, *(x[:, :, part] for x in arrays), comm=comm, backend="hopper")
+        pullback(o)
+
+    run_threads(on_rank, 2)
+    assert sorted(begun) == ["summarise"] * 2 + ["summarise_vjp"] * 2
+
+
+def noted(words, word, function):
+    def call(*arguments):
+        words.append(word)
+        return function(*arguments)
+
+    return call

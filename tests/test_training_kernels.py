@@ -1,0 +1,270 @@
+"""The kernels of a training step through `cuda_grad`, against the gradients that NumPy computes, and AdamW's."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from linattn_np import ContractError
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import training as kernels
+from linattn_np.models import steps, training
+from linattn_np.models.dropout import Dropout, keep
+from linattn_np.models.products import CudaProducts, HostProducts
+from linattn_np.models.rwkv6 import cuda_grad, grad
+from linattn_np.models.rwkv6.parameters import Layout, sizes_of
+from linattn_np.models.training import Settings, Training
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
+TEXT = b"It is a truth universally acknowledged, that a single man in possession of a good fortune... " * 30
+V, RATE, SEEDS = 19, 0.3, (7, 1 << 33 | 5)
+
+
+class Emulated:
+    """Products as a device has them: of `dtype`, with float32 sums."""
+
+    def __init__(self, device, dtype):
+        self.device, self.dtype = device, np.dtype(dtype)
+
+    def matmul(self, a, b, out=None):
+        y = np.matmul(a.astype(np.float32), b.astype(np.float32))
+        if out is None:
+            return y
+        out[...] = y
+        return out
+
+
+def products_on(device, dtype):
+    return Emulated(device, dtype) if "Emulated" in type(device).__name__ else CudaProducts(dtype)
+
+
+def model(rng, tokens=(3, 20), **sizes):
+    """A layout, float64 weights not far from the first ones, and tokens [B, T + 1]."""
+    layout = Layout(sizes_of(**{"layers": 2, "width": 32, "head_size": 16, "vocabulary": V, **sizes}))
+    return layout, layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, tokens)
+
+
+def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recompute=False):
+    """The loss and the gradient, on the host."""
+    products, weights = products_on(device, dtype), device.upload(vector.astype(np.float32))
+    matrices = None if dtype == np.float32 else weights[: layout.matrices].astype(dtype)
+    gradient = device.empty((layout.size,), np.float32)
+    drop = None if seeds is None else Dropout(device.upload(np.array(seeds)), rate)
+    value, pull = cuda_grad.loss(
+        layout.tree(weights, matrices), device.upload(tokens), products, drop, recompute=recompute
+    )
+    pull(layout.tree(gradient))
+    return float(value), host(gradient)
+
+
+def on_host(layout, vector, tokens, drop=keep):
+    gradient = np.full(layout.size, np.nan)
+    value, pull = grad.loss(layout.tree(vector), tokens, HostProducts(), drop)
+    pull(layout.tree(gradient))
+    return float(value), gradient
+
+
+def host(array):
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def close(found, wanted, limit, layout):
+    """The loss, and every parameter's gradient within `limit` of the size of all."""
+    assert found[0] == pytest.approx(wanted[0], rel=limit)
+    assert np.isfinite(found[1]).all()
+    size = np.linalg.norm(wanted[1])
+    for name, span in layout.spans.items():
+        assert np.linalg.norm((found[1] - wanted[1])[slice(*span)]) <= limit * size, name
+
+
+def limit(dtype):
+    return 2e-5 if dtype == np.float32 else 2 * float(ml_dtypes.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_those_of_numpy(device, dtype, rng):
+    layout, vector, tokens = model(rng)
+    found = on_device(device, dtype, layout, vector, tokens)
+    close(found, on_host(layout, vector, tokens), limit(dtype), layout)
+
+
+@pytest.mark.parametrize("sizes", [dict(width=264, head_size=8), dict(width=64, head_size=64, vocabulary=256)], ids=str)
+def test_gradients_of_other_sizes(device, sizes, rng):
+    layout, vector, tokens = model(rng, (2, 6), layers=1, **sizes)
+    close(on_device(device, DTYPES[0], layout, vector, tokens), on_host(layout, vector, tokens), 2e-5, layout)
+
+
+def test_blocks_of_several_tokens_and_sequences(device, rng, monkeypatch):
+    monkeypatch.setattr(cuda_grad, "THREADS_AT_WORK", 32)
+    layout, vector, tokens = model(rng, (4, 101), layers=1, width=16, head_size=8)
+    found = on_device(device, DTYPES[0], layout, vector, tokens)
+    close(found, on_host(layout, vector, tokens), 2e-5, layout)
+    monkeypatch.setattr(cuda_grad, "THREADS_AT_WORK", 1024)
+    close(on_device(device, DTYPES[0], layout, vector, tokens), found, 1e-5, layout)
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
+def test_recomputed_activations_are_the_same_bits(device, dtype, rng):
+    layout, vector, tokens = model(rng)
+    kept = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE)
+    again = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE, recompute=True)
+    assert kept[0] == again[0]
+    np.testing.assert_array_equal(kept[1], again[1])
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+def philox(counters, key):
+    """Philox4x32-10 of counters [n, 4] (Salmon et al., 2011): [n, 4] uint32."""
+    c, key, word = counters.astype(np.uint64).T, np.array(key, np.uint64), np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        left, right = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        half = np.uint64(32)
+        c = np.stack([right >> half ^ c[1] ^ key[0], right & word, left >> half ^ c[3] ^ key[1], left & word])
+        key = key + np.array([0x9E3779B9, 0xBB67AE85], np.uint64) & word
+    return np.ascontiguousarray(c.T.astype(np.uint32))
+
+
+def test_philox_is_the_published_one():
+    """The known answers that come with its authors' library."""
+    assert [hex(x) for x in philox(np.zeros((1, 4)), (0, 0))[0]] == [
+        "0x6627e8d5",
+        "0xe169c58d",
+        "0xbc57ac4c",
+        "0x9b00dbd8",
+    ]
+    ones = np.full((1, 4), 0xFFFFFFFF, np.uint64)
+    assert [hex(x) for x in philox(ones, (0xFFFFFFFF,) * 2)[0]] == [
+        "0x408f276d",
+        "0x41c83b0e",
+        "0xa20bc7c6",
+        "0x6d5451fd",
+    ]
+
+
+def drawn(seeds, rate):
+    """What the kernels drop, for `grad.loss`: 16 bits an element, by the place of a dropout among a step's."""
+    threshold, sites = int(rate * 65536), iter(range(1 << 30))
+
+    def drop(x):
+        n = np.arange(x.size // 8)
+        counters = np.stack([n, 0 * n, np.full_like(n, next(sites)), 0 * n], axis=1)
+        bits = philox(counters, [seed & 0xFFFFFFFF for seed in seeds]).astype("<u4").view("<u2").reshape(x.shape)
+        kept = (bits >= threshold) * (65536 / (65536 - threshold))
+        return x * kept, lambda dy: dy * kept
+
+    return drop
+
+
+def test_gradients_through_dropout(device, rng):
+    layout, vector, tokens = model(rng)
+    found = on_device(device, DTYPES[0], layout, vector, tokens, SEEDS, RATE)
+    close(found, on_host(layout, vector, tokens, drawn(SEEDS, RATE)), 2e-5, layout)
+    other = on_device(device, DTYPES[0], layout, vector, tokens, (SEEDS[0], SEEDS[1] + 1), RATE)
+    assert abs(other[0] - found[0]) > 1e-4
+
+
+# -- the optimiser ----------------------------------------------------------------------------------------------------
+def adamw(device, dtype, vectors, matrices, rate, kept, number, blocks=3):
+    """(weights, first, second, the matrices' copy or None) after a step on (weights, gradient, first, second)."""
+    weights, gradient, first, second = (device.upload(x) for x in vectors)
+    copy, parts = None if dtype == np.float32 else device.empty((matrices,), dtype), device.empty((blocks,), np.float32)
+    kernels.launch(device, kernels.SquareSums(), blocks, x=gradient, parts=parts, count=gradient.size, blocks=blocks)
+    kernels.launch(
+        device,
+        kernels.AdamW(dtype),
+        blocks,
+        weights=weights,
+        gradient=gradient,
+        first=first,
+        second=second,
+        copy=copy,
+        squares=parts,
+        schedule=device.upload(np.array([rate, kept, *steps.corrections(number)], np.float32)),
+        count=gradient.size,
+        matrices=matrices,
+        P=blocks,
+        blocks=blocks,
+        clip=steps.CLIP,
+        beta1=steps.BETAS[0],
+        beta2=steps.BETAS[1],
+        eps=steps.EPS,
+    )
+    return weights, first, second, copy
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.01, 10.0])
+def test_a_step_is_adamws(device, dtype, scale, rng):
+    count, matrices, rate, kept, number = 8 * 1031, 8 * 700, 0.02, 0.99, 4
+    weights, gradient, first = rng.standard_normal((3, count), np.float32) * scale
+    second = rng.random(count, np.float32)
+    clip = steps.CLIP / max(np.linalg.norm(gradient.astype(np.float64)), steps.CLIP)
+    decayed = np.where(np.arange(count) < matrices, kept, 1) * weights
+    wanted = steps.adam(decayed, gradient, first, second, clip, rate, *steps.corrections(number))
+    *found, copy = adamw(device, dtype, (weights, gradient, first, second), matrices, rate, kept, number)
+    for x, y in zip(found, wanted):
+        np.testing.assert_allclose(host(x), y, rtol=1e-5, atol=1e-6)
+    if copy is not None:
+        np.testing.assert_array_equal(host(copy), host(found[0])[:matrices].astype(dtype))
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "sizes, complaint",
+    [
+        (dict(width=36, head_size=12), "width is 36, expected a multiple of 8 up to 2048"),
+        (dict(width=48, head_size=24), "head size is 24, expected one of 8, 16, 32"),
+    ],
+    ids=str,
+)
+def test_sizes_beyond_the_kernels_are_refused(device, sizes, complaint, rng):
+    with pytest.raises(ContractError, match=complaint):
+        on_device(device, DTYPES[0], *model(rng, layers=1, **sizes))
+
+
+def test_recomputing_is_for_cuda():
+    with pytest.raises(ContractError, match="recompute is for device 'cuda'"):
+        Training(TEXT, Settings(steps=1, context=16), recompute=True)
+
+
+# -- trainings --------------------------------------------------------------------------------------------------------
+SMALL = Settings(layers=2, width=64, head_size=32, batch=4, context=64, steps=12, lr=1e-2)
+
+
+def losses(one, count):
+    return [float(one.step()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype, most", [("float32", 1e-4), ("bfloat16", 1e-2)])
+def test_a_training_learns_as_on_the_cpu(device, dtype, most):
+    if "Emulated" not in type(device).__name__:
+        return np.testing.assert_allclose(
+            losses(Training(TEXT, SMALL, "cuda", dtype), 12), losses(Training(TEXT, SMALL), 12), atol=most
+        )
+    settings = replace(SMALL, batch=2, context=20)
+    one, products = Training(TEXT, settings), Emulated(device, dtype)
+
+    def loss(weights, tokens, *_):
+        vector = one.steps.weights
+        matrices = None if dtype == "float32" else vector[: one.layout.matrices].astype(products.dtype)
+        return cuda_grad.loss(one.layout.tree(vector, matrices), tokens, products, None)
+
+    one.steps.loss = loss
+    np.testing.assert_allclose(losses(one, 5), losses(Training(TEXT, settings), 5), atol=most)
+
+
+def test_a_restored_training_goes_on_with_the_same_bits(card, tmp_path):
+    settings = replace(SMALL, dropout=0.2)
+    whole, part = (Training(TEXT, settings, "cuda") for _ in range(2))
+    for _ in range(9):
+        whole.step()
+    for _ in range(5):
+        part.step()
+    part.save(tmp_path / "training.safetensors")
+    again = Training.restore(tmp_path / "training.safetensors", TEXT, "cuda", recompute=True)
+    assert part.held_out_loss() == again.held_out_loss()
+    for _ in range(4):
+        again.step()
+    for name in training.VECTORS:
+        np.testing.assert_array_equal(*(host(getattr(one.steps, name)) for one in (again, whole)))

@@ -1,0 +1,163 @@
+"""Training by several ranks: the loss curve of one, one set of weights, and a kill that costs no step."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import SINGLE
+from reference import same_bits
+from test_distributed_engines import mpiexec
+from test_training import ENVIRONMENT, SMALL, TEXT, TRAIN
+
+from linattn_np import distributed
+from linattn_np.distributed import DataParallel, Disagreement, run_threads
+from linattn_np.distributed import data_parallel as module
+from linattn_np.errors import ContractError
+from linattn_np.models.training import VECTORS, Training
+
+CALM = replace(SMALL, dropout=0.0, steps=12)
+
+
+def on_rank(comm, steps=12, settings=CALM):
+    training = Training(TEXT, settings, ranks=DataParallel(comm))
+    return [float(training.step()) for _ in range(steps)], training
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_loss_curve_is_that_of_one_process_with_the_same_batch(ranks, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET", 1000)  # several buckets, the last one smaller
+    alone = Training(TEXT, CALM)
+    wanted = [float(alone.step()) for _ in range(12)]
+    found = run_threads(on_rank, ranks, limit_s=60)
+    for losses, training in found:
+        np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+        assert all(same_bits(getattr(training.steps, name), getattr(found[0][1].steps, name)) for name in VECTORS)
+    assert found[0][1].layout.size > 3 * module.BUCKET
+
+
+def test_dropout_differs_by_rank():
+    def dropped(comm):
+        training = Training(TEXT, SMALL, ranks=DataParallel(comm))
+        return training.steps.drop(0)(np.ones((4, 50), SINGLE))[0]
+
+    first, second = run_threads(dropped, 2, limit_s=60)
+    assert not same_bits(first, second)
+
+
+def test_ranks_that_mean_other_trainings_are_named():
+    def differs(comm):
+        with pytest.raises(Disagreement) as raised:
+            Training(TEXT, replace(CALM, seed=comm.rank), ranks=DataParallel(comm))
+        return str(raised.value)
+
+    for words in run_threads(differs, 2, limit_s=60):
+        assert words.startswith("Training: the settings is ") and "seed=1" in words and "on rank 1" in words
+    with pytest.raises(ContractError, match="Training: batch is 4, expected a multiple of the 3 ranks"):
+        run_threads(on_rank, 3, limit_s=60)
+
+
+def test_the_first_rank_restores(tmp_path):
+    """Only its file is read; what is wrong with it is said on all ranks."""
+    wanted = run_threads(lambda comm: on_rank(comm, steps=9)[1], 2, limit_s=60)[0]
+    run_threads(lambda comm: on_rank(comm, steps=5)[1], 2, limit_s=60)[0].save(tmp_path / "rank 0.safetensors")
+
+    def again(comm):
+        training = Training.restore(tmp_path / f"rank {comm.rank}.safetensors", TEXT, ranks=DataParallel(comm))
+        for _ in range(4):
+            training.step()
+        return training
+
+    for training in run_threads(again, 2, limit_s=60):
+        assert all(same_bits(getattr(training.steps, name), getattr(wanted.steps, name)) for name in VECTORS)
+
+    def missing(comm):
+        with pytest.raises((OSError, ContractError), match="No such file"):
+            Training.restore(tmp_path / "nothing.safetensors", TEXT, ranks=DataParallel(comm))
+
+    run_threads(missing, 2, limit_s=60)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+def commands(tmp_path, *more, ranks=2):
+    """The processes of `linattn-np train` with the environment variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    command = [*TRAIN, "--text", str(tmp_path / "text"), "--device", "cpu", *more]
+    environment = ENVIRONMENT | given | {"OPENBLAS_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+
+
+SIZES = ["--layers=2", "--width=16", "--head-size=8", "--batch=4", "--context=24", "--lr=0.01"]
+
+
+def test_a_killed_rank_costs_no_step(tmp_path):
+    """The others end with its name, the first saves what it had, and --resume ends with the bits of a whole run."""
+    (tmp_path / "text").write_bytes(TEXT)
+    whole = commands(tmp_path, "--out", str(tmp_path / "whole"), *SIZES, "--steps=150")
+    said = [process.communicate(timeout=60)[1] for process in whole]
+    assert [process.returncode for process in whole] == [0, 0], said
+    assert "device cpu, 2 ranks" in said[0] and said[1] == ""
+
+    out = tmp_path / "out"
+    first, second = commands(tmp_path, "--out", str(out), *SIZES, "--steps=150", "--every=0")
+    while not (out / "training.safetensors").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    os.kill(second.pid, signal.SIGKILL)
+    words = first.communicate(timeout=60)[1]
+    second.communicate(timeout=10)
+    assert first.returncode == 2 and "rank 0: rank 1 has ended" in words and "--resume goes on with what" in words
+    again = commands(tmp_path, "--out", str(out), "--resume")
+    said = [process.communicate(timeout=60)[1] for process in again]
+    assert [process.returncode for process in again] == [0, 0], said
+    for name in ("model.safetensors",):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.mpi
+def test_an_error_of_one_rank_ends_all_under_mpi(tmp_path):
+    (tmp_path / "text").write_bytes(TEXT)
+    command = ["-m", "linattn_np", "train", "--text", "text", "--out", "out", "--device", "cpu", "--steps=3", *SIZES]
+    done = mpiexec(2, *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("device cpu, 2 ranks") == done.stderr.count("wrote ") == 1
+    done = mpiexec(2, *command, cwd=tmp_path)
+    assert done.returncode != 0 and "out holds a training; --resume goes on with it" in done.stderr
+
+
+def test_gradients_over_nccl_are_summed_in_place(monkeypatch):
+    """On a card there is `all_reduce`; here it stands in for one."""
+
+    class Reducing(distributed.Alone):
+        size = 2
+
+        def all_gather(self, x):
+            return lambda: np.stack([x, x])
+
+        def all_reduce(self, x):
+            x.host *= 2
+            return lambda: None
+
+    class OnCard:
+        dtype = np.dtype(np.float32)
+
+        def __init__(self, host):
+            self.host = host
+
+        def __imul__(self, by):
+            self.host *= by
+            return self
+
+    gradient = OnCard(np.arange(3, dtype=np.float32))
+    loss = DataParallel(Reducing()).average(gradient, np.float32(4))
+    assert gradient.host.tolist() == [0, 1, 2] and loss == 4
