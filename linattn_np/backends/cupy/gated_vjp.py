@@ -1,38 +1,27 @@
-"""Gradients of the gated family: one kernel forwards in time for dq and du, one backwards for dk, dg and dh0, and on
-cards before Hopper one for dv.
+"""Gradients of the gated family.
 
-No state is kept but one every `CHECKPOINT_EVERY` tokens.
+On every card: one kernel keeps the state at every chunk's start and its gradient at every chunk's end, and then all
+chunks are computed at once, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in time for
+dq and du, one backwards for all else.
 """
 
 from __future__ import annotations
 
 from . import tuning
 from .instances import (
-    CHANNELS,
     TILES,
     BonusGradient,
-    GatedBackward,
-    GatedBackwardKeys,
+    GatedBackwardChannels,
     GatedBackwardKeysSm90,
-    GatedBackwardQueries,
     GatedBackwardQueriesSm90,
     GatedBackwardSegmentsSm90,
     GatedBackwardSm90,
+    GatedBackwardStates,
     GatedBackwardValues,
     ScanBothWays,
-    channels,
-    columns,
     read_order,
 )
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
-
-
-def unsupported(problem) -> str | None:
-    """Why there is no backward of a forward that these kernels compute; None where there is one or none is asked
-    for."""
-    if problem.gradient and problem.sizes["V"] > CHANNELS[-1]:
-        return f"V={problem.sizes['V']} is over {CHANNELS[-1]}, the columns its gradients hold at once"
-    return None
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -42,18 +31,19 @@ def plan_vjp(problem, device, do, dht, saved=()):
     do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
-    P, bonus = segments(problem, device), problem.arrays.get("u")
-    N, H, K = problem.shape("N H K")
-    shares = None if bonus is None else draft.empty((N * max(P, 1), H, K), FLOAT32)  # of du: of sequences or segments
-    if P:
-        tiles = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, shares)
-    else:
-        tiles = on_every_card(draft, problem, arrays, gradients, dht, dh0, shares)
-    if bonus is not None:
+    own = on_hopper if fits_hopper(problem, device, inputs_of(problem)) else on_every_card
+    tiles, shares = own(draft, problem, device, arrays, gradients, dht, dh0)
+    if (bonus := problem.arrays.get("u")) is not None:
+        H, K = problem.shape("H K")
         du, kernel = draft.empty((H, K), bonus.dtype), BonusGradient(bonus.dtype)
         draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, du=du, N=shares.shape[0], H=H, K=K)
         gradients = (*gradients, du)
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
+
+
+def inputs_of(problem) -> list:
+    """The caller's arrays but the bonus."""
+    return [x for name, x in problem.arrays.items() if name != "u"]
 
 
 def cotangent(draft, dht):
@@ -71,52 +61,64 @@ def stored(draft, problem, dh0):
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------
-def on_every_card(draft, problem, arrays, gradients, dht, dh0, du) -> dict:
-    """The kernels for every card; the sizes of what runs."""
+def on_every_card(draft, problem, device, arrays, gradients, dht, dh0):
+    """The kernels for every card; the sizes of what runs, and the shares of du."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
-    N, H, K, V = problem.shape("N H K V")
-    order, every = read_order(problem.op), GatedBackward.CHECKPOINT_EVERY
-    queries = GatedBackwardQueries(order, problem.dtype, g.dtype, channels(V))
-    keys = GatedBackwardKeys(order, problem.dtype, g.dtype, channels(V))
-    values = GatedBackwardValues(order, problem.dtype, g.dtype, channels(K), columns(V))
-    u, initial, shape = draft.bonus(problem), draft.initial(problem), draft.shape(problem, chunk=every)
-    blocks = ceil_div(K, queries.BK)
-    kept = draft.empty((*problem.shape("B H"), shape.NC, blocks * queries.BK, queries.BV), FLOAT32)
-    weight = dg if dg.dtype == FLOAT32 else draft.like(dg, FLOAT32)
-    both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients), "u": u}
-    draft.launch(
-        queries,
-        N * H * blocks,
-        q=q,
-        k=k,
-        v=v,
-        do_=do,
-        g=g,
-        dq=dq,
-        weight=weight,
-        initial=initial,
-        kept=kept,
-        du=du,
-        **both,
-    )
-    draft.launch(
-        keys,
-        N * H * blocks,
-        q=q,
-        k=k,
-        v=v,
-        do_=do,
-        g=g,
-        dk=dk,
-        dg=dg,
-        weight=weight,
-        dht=dht,
-        kept=kept,
-        dh0=dh0,
-        **both,
-    )
-    draft.launch(values, N * H * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, dht=dht, **both)
-    return queries.tiles
+    B, N, H, K, V = problem.shape("B N H K V")
+    instance = read_order(problem.op), problem.dtype, g.dtype, tf32_products(problem)
+    states, channels = GatedBackwardStates(*instance), GatedBackwardChannels(*instance)
+    values = GatedBackwardValues.fitting(*instance, V)
+    tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
+    P = tuning.summarised_segments(states, 2 * N * H * tiles, problem, device)
+    shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
+    u, initial, read = draft.bonus(problem), draft.initial(problem), {"q": q, "k": k, "v": v, "do_": do, "g": g}
+    both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients)}
+    shares = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
+    walk = {**read, **both, "P": P}
+
+    if P > 1:
+        starts, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        nothing = {"kept": None, "dh0": None, "first": 0, "heads": H}
+        given = {"initial": initial, "dht": dht, "states": starts, "decays": decays}
+        draft.launch(states, 2 * N * P * H * tiles, **walk, **nothing, **given)
+        scan_both_ways(draft, problem, starts, decays, P)
+        initial, dht = starts[0], starts[1]
+    of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
+    heads = tuning.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in arrays[:4]))
+    kept = draft.empty((heads * of_a_head,), states.stored)
+    for first in range(0, H, heads):
+        here = {"kept": kept, "first": first, "heads": min(heads, H - first)}
+        nothing = {"states": None, "decays": None}
+        given = {"initial": initial, "dht": dht, "dh0": dh0}
+        draft.launch(states, 2 * N * P * here["heads"] * tiles, **walk, **here, **given, **nothing)
+        chunks = B * shape.NC * here["heads"]
+        draft.launch(
+            channels,
+            chunks * ceil_div(K, channels.TILE),
+            **read,
+            **both,
+            **here,
+            dq=dq,
+            dk=dk,
+            dg=dg,
+            u=u,
+            shares=shares,
+        )
+        draft.launch(values, chunks * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, u=u, **both, **here)
+    return states.tiles | ({"segments": P} if P > 1 else {}), shares
+
+
+def tf32_products(problem) -> int:
+    """How many tf32 products make one of float32 data."""
+    return 3 if problem.dtype == FLOAT32 else 1
+
+
+def scan_both_ways(draft, problem, states, decays, P):
+    """From what segments leave by themselves to what each starts from."""
+    if P > 2:
+        N, H, K, V = problem.shape("N H K V")
+        scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V}
+        draft.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), states=states, decays=decays, **sizes)
 
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
@@ -126,19 +128,13 @@ def fits_hopper(problem, device, arrays) -> bool:
     return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_in_rows(arrays)
 
 
-def segments(problem, device) -> int:
-    """Into how many Hopper's own kernels cut a sequence; 0 where they do not run."""
-    N, H = problem.shape("N H")
-    if not fits_hopper(problem, device, [x for name, x in problem.arrays.items() if name != "u"]):
-        return 0
-    return tuning.segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
-
-
-def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du) -> dict:
+def on_hopper(draft, problem, device, arrays, gradients, dht, dh0):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs."""
+    runs, and the shares of du."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
+    P = tuning.segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK)
     do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
@@ -153,7 +149,7 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du) -> dict:
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept}
     launches.launch(queries, read | {"dq": dq, "weight": dg}, initial=initial, du=du, **both)
     launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, P=P, **both)
-    return keys.tiles | ({"segments": P} if P > 1 else {})
+    return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
 class OnHopper:
@@ -185,17 +181,5 @@ class OnHopper:
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
         self.launch(summary, mapped, directions=2, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
-        if P > 2:
-            scan = ScanBothWays()
-            draft.launch(
-                scan,
-                2 * N * H * ceil_div(K * V, 4 * scan.threads),
-                states=states,
-                decays=decays,
-                N=N,
-                P=P,
-                H=H,
-                K=K,
-                V=V,
-            )
+        scan_both_ways(draft, self.problem, states, decays, P)
         return states[0], states[1]

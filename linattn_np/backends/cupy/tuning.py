@@ -9,6 +9,7 @@ from .instances import PANEL, TILES, WeightedSums
 from .plan import ceil_div
 
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
+KEPT = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
@@ -27,6 +28,19 @@ def resident_blocks(kernel, device) -> int:
 def segments(blocks, longest, most) -> int:
     """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become at most `most`."""
     return max(1, min(most // max(blocks, 1), longest // SEGMENT))
+
+
+def summarised_segments(kernel, blocks, problem, device) -> int:
+    """Into how many a sequence is cut where a pass of the same kernel has to summarise them first: from four on, since
+    the two passes and what joins them take as long as two to three segments."""
+    P = segments(blocks, int(problem.spans.lengths.max(initial=0)), resident_blocks(kernel, device))
+    return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
+
+
+def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
+    """Of how many heads the states are kept at once: no more bytes than the inputs have, in turns of equal size."""
+    most = max(1, max(inputs, KEPT) // max(1, bytes_of_a_head))
+    return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 
 
 def split_columns(heads, V, longest, device) -> bool:
