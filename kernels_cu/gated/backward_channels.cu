@@ -40,19 +40,19 @@ template <typename T> struct alignas(16) Values {
 };
 constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;
 
-template <typename Stored> struct Pairs {
-  Stored dA[CHUNK * LDA];  // [64, 64]: query, key before it
-  float own[CHUNK];        // the diagonal
+template <class M> struct Pairs {
+  typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query, key before it
+  float own[CHUNK];                    // the diagonal
+  Held<M> halves[BLOCKS][THREADS];     // tokens as they meet those beyond the chunk's middle
 };
 
 template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
-  using Stored = typename Math<T, PRODUCTS>::Stored;
   T q[CHUNK * LD<T, TILE>];  // [64, 64], then dq
   T k[CHUNK * LD<T, TILE>];  // then dk
   G g[CHUNK * LD<G, TILE>];  // then dg
   union {
     Values<T> values[2];
-    Pairs<Stored> pairs;
+    Pairs<Math<T, PRODUCTS>> pairs;
   };
 };
 
@@ -80,6 +80,11 @@ template <class M> struct States {
       C[m][p] = *reinterpret_cast<const Two*>(C_from + at);
     }
   }
+};
+
+template <typename P> struct Element;
+template <typename E> struct Element<E*> {
+  using type = E;
 };
 
 // What passes the gates of a lane's channel within a sub-chunk; and, from other sub-chunks, the lane's share of it.
@@ -151,11 +156,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       for (int x = 0; x < BLOCKS; ++x) {
         Right<M> tokens[2];
         load_right<true, M>(tokens, in.do_ + 16 * x * LDV + 16 * m, LDV);
-        multiply<M>(dq[x][0], S, tokens[0]);
-        multiply<M>(dq[x][1], S, tokens[1]);
+        multiply<M>(dq[x], S, tokens);
         load_right<true, M>(tokens, in.v + 16 * x * LDV + 16 * m, LDV);
-        multiply<M>(dk[x][0], C, tokens[0]);
-        multiply<M>(dk[x][1], C, tokens[1]);
+        multiply<M>(dk[x], C, tokens);
       }
 #pragma unroll
       for (int x = 0; x < OWN; ++x) {
@@ -165,8 +168,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
         Right<M> keys[2];
         load_left<false, M>(queries, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
         load_right<true, M>(keys, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
-        multiply<M>(dA[x][0], queries, keys[0]);
-        multiply<M>(dA[x][1], queries, keys[1]);
+        multiply<M>(dA[x], queries, keys);
       }
     }
     __syncthreads();  // they are read
@@ -201,18 +203,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
   for (int m = 0; m < BLOCKS; ++m)
     decays_of_block(m, [&](int p, float2 a) { all[p & 1][2 * m + (p >> 1)] = products(a.x * a.y).all; });
 
-  // Tokens as they meet those beyond the chunk's middle.
-  Held<M> halves[BLOCKS];
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
     float2 x[4];
+    Held<M> half;
     load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
     decays_of_block(m, [&](int p, float2 a) {
       const Decays<ReadOrder> decays(a);
       const int n = 2 * m + (p >> 1);
       const float far = m < BLOCKS / 2 ? product_of(all[p & 1], n + 1, SUBS / 2) : product_of(all[p & 1], SUBS / 2, n);
-      halves[m].set(p, far * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
+      half.set(p, far * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
     });
+    s.pairs.halves[m][threadIdx.x] = half;
   }
 
   Passing passing[2];
@@ -222,12 +224,37 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
     for (int n = 0; n < SUBS; ++n) passing[row].share[n] = both[row];
   }
+  // A lane's pair of a channel and sub-chunk: of a product, of the diagonal; to where results stand.
+  const auto pair_of = [](const float (&d)[4], int row) { return float2{d[2 * row], d[2 * row + 1]}; };
+  const auto own_of = [&](int n) { return *reinterpret_cast<const float2*>(s.pairs.own + 8 * n + 2 * t); };
+  const auto put_tokens = [&](auto* tile, int n, int row, float2 x) {
+    using E = typename Element<decltype(tile)>::type;
+    E* to = tile + (8 * n + 2 * t) * LD<E, TILE> + strip + g + 8 * row;
+    to[0] = from_float<E>(x.x), to[LD<E, TILE>] = from_float<E>(x.y);
+  };
   const i64 channel = tile * TILE + strip + g;
-  float u[2] = {1.f, 1.f}, du[2] = {};
-  if (BEFORE)
+  float u[2] = {1.f, 1.f};
+  if (BEFORE) {
+    float du[2] = {};
+#pragma unroll 1
+    for (int m = 0; m < BLOCKS; ++m) {
+      float2 q[4], k[4];
+      load_channels(q, s.q + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
 #pragma unroll
-    for (int row = 0; row < 2; ++row)
-      u[row] = channel + 8 * row < shape.K ? args.u[h * shape.K + channel + 8 * row] : 0.f;
+      for (int p = 0; p < 4; ++p) {
+        const float2 weights = own_of(2 * m + (p >> 1)) * q[p] * k[p];
+        du[p & 1] += weights.x + weights.y;
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const bool there = channel + 8 * row < shape.K;
+      const float sum = sums(du[row]).all;
+      if (there && t == 0) args.shares[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * row] = sum;
+      u[row] = there ? args.u[h * shape.K + channel + 8 * row] : 0.f;
+    }
+  }
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -260,88 +287,85 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
         eights.set(p, p < 2 ? end[p] * k[p] : start[p] * q[p]);
       });
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
-      Right<M> by_query[2], by_key[2];
-      load_right<true, M>(by_query, dA + 16 * m, LDA);
-      load_right<false, M>(by_key, dA + 16 * m, LDA);
-      Block P = {}, R = {}, P16 = {}, R16 = {}, P32 = {}, R32 = {};
-      float P8[4] = {}, R8[4] = {};
-      multiply_half<M>(P[0], keys.left(), by_query[0], 0);
-      multiply_half<M>(P[1], keys.left(), by_query[1], 1);
-      multiply_half<M>(P8, eights.left(), by_query[1], 0);
-      multiply_half<M>(R[0], queries.left(), by_key[0], 0);
-      multiply_half<M>(R[1], queries.left(), by_key[1], 1);
-      multiply_half<M>(R8, eights.left(), by_key[0], 1);
-      if (x) {
-        load_right<true, M>(by_query, dA + 16 * (m - 1), LDA);
-        multiply<M>(P16[0], quarters[0].left(), by_query[0]);
-        multiply<M>(P16[1], quarters[0].left(), by_query[1]);
-      } else {
-        load_right<false, M>(by_key, dA + 16 * LDA + 16 * m, LDA);
-        multiply<M>(R16[0], quarters[1].left(), by_key[0]);
-        multiply<M>(R16[1], quarters[1].left(), by_key[1]);
-      }
+      float2 from_queries[4];  // what passes the gates of this sub-chunk from the queries' side
+      {
+        Block P = {}, P16 = {}, P32 = {};
+        float P8[4] = {};
+        Right<M> dAs[2];
+        load_right<true, M>(dAs, dA + 16 * m, LDA);
+        multiply_half<M>(P[0], keys.left(), dAs[0], 0);
+        multiply_half<M>(P[1], keys.left(), dAs[1], 1);
+        multiply_half<M>(P8, eights.left(), dAs[1], 0);
+        if (x) {
+          load_right<true, M>(dAs, dA + 16 * (m - 1), LDA);
+          multiply<M>(P16, quarters[0].left(), dAs);
+        }
+#pragma unroll 1
+        for (int other = 0; half && other < BLOCKS / 2; ++other) {
+          load_right<true, M>(dAs, dA + 16 * other, LDA);
+          multiply<M>(P32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+        }
+        __syncwarp();  // q is read, where dq comes
 #pragma unroll
-      for (int other = 0; other < 2; ++other) {
-        if (half) {
-          load_right<true, M>(by_query, dA + 16 * other, LDA);
-          multiply<M>(P32[0], halves[other].left(), by_query[0]);
-          multiply<M>(P32[1], halves[other].left(), by_query[1]);
-        } else {
-          load_right<false, M>(by_key, s.pairs.dA + 16 * (2 + other) * LDA + 16 * m, LDA);
-          multiply<M>(R32[0], halves[2 + other].left(), by_key[0]);
-          multiply<M>(R32[1], halves[2 + other].left(), by_key[1]);
+        for (int p = 0; p < 4; ++p) {
+          const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
+          const float2 pairs = pair_of(P[lower], row), near = queries.get(p) * pairs;
+          float2 sum = query[p] * pairs, from = {0.f, 0.f};
+          const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
+            const float2 part = by * pair_of(d, row), weight = q[p] * part;
+            sum = sum + part, from = from + weight;
+#pragma unroll
+            for (int to = border; to < n; ++to) passing[row].share[to] += weight.x + weight.y;
+          };
+          passes(scale * product_of(all[row], 0, n) * start[p], dq[m][lower], 0);
+          if (half) passes(product_of(all[row], SUBS / 2, n) * start[p], P32[lower], SUBS / 2);
+          if (x) passes(product_of(all[row], 2 * m, n) * start[p], P16[lower], 2 * m);
+          if (lower) passes(start[p], P8, n);
+          from_queries[p] = from + near;
+          put_tokens(s.q, n, row, sum + u[row] * own_of(n) * k[p]);
         }
       }
-      __syncwarp();  // q and k are read, where dq and dk come
+      {
+        load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);  // again: registers are few
+        Block R = {}, R16 = {}, R32 = {};
+        float R8[4] = {};
+        Right<M> dAs[2];
+        load_right<false, M>(dAs, dA + 16 * m, LDA);
+        multiply_half<M>(R[0], queries.left(), dAs[0], 0);
+        multiply_half<M>(R[1], queries.left(), dAs[1], 1);
+        multiply_half<M>(R8, eights.left(), dAs[0], 1);
+        if (!x) {
+          load_right<false, M>(dAs, dA + 16 * LDA + 16 * m, LDA);
+          multiply<M>(R16, quarters[1].left(), dAs);
+        }
+#pragma unroll 1
+        for (int other = BLOCKS / 2; !half && other < BLOCKS; ++other) {
+          load_right<false, M>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
+          multiply<M>(R32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+        }
+        __syncwarp();  // k is read, where dk comes
 #pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        const int row = p & 1, lower = p >> 1, n = 2 * m + lower, at = 2 * row;
-        const auto pair = [&](const float (&d)[4]) { return float2{d[at], d[at + 1]}; };
-        // what is far: from the start of 16 or 32 tokens, or of the chunk, to this sub-chunk, and from it to their ends
-        const float start16 = lower ? all[row][n - 1] : 1.f, end16 = lower ? 1.f : all[row][n + 1];
-        const float start32 = product_of(all[row], SUBS / 2, n), end32 = product_of(all[row], n + 1, SUBS / 2);
-        const float start64 = product_of(all[row], 0, n), end64 = product_of(all[row], n + 1, SUBS);
-        // the queries' sums, and what they read from before 16, 32, 64 tokens; the same of keys
-        const float2 q64 = scale * start64 * start[p] * pair(dq[m][lower]), k64 = end64 * end[p] * pair(dk[m][lower]);
-        const float2 q32 = start32 * start[p] * pair(P32[lower]), k32 = end32 * end[p] * pair(R32[lower]);
-        const float2 q16 = start16 * start[p] * pair(P16[lower]), k16 = end16 * end[p] * pair(R16[lower]);
-        const float2 q8 = start[p] * pair(P8), k8 = end[p] * pair(R8);
-        float2 q_sum = query[p] * pair(P[lower]), k_sum = key[p] * pair(R[lower]);
-        const float2 pairs_q = queries.get(p) * pair(P[lower]), pairs_k = keys.get(p) * pair(R[lower]);
-        // what passes the gates from the queries' side, and from the keys'
-        float2 from_queries = {0.f, 0.f}, from_keys = {0.f, 0.f};
-        const auto passes = [&](float2& sum, float2& from, bool there, float2 x, float2 token, int begin, int stop) {
-          if (!there) return;
-          sum = {sum.x + x.x, sum.y + x.y};
-          const float2 weight = token * x;
-          from = {from.x + weight.x, from.y + weight.y};
+        for (int p = 0; p < 4; ++p) {
+          const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
+          const float2 pairs = pair_of(R[lower], row), near = keys.get(p) * pairs;
+          float2 sum = key[p] * pairs, from = {0.f, 0.f};
+          const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
+            const float2 part = by * pair_of(d, row), weight = k[p] * part;
+            sum = sum + part, from = from + weight;
 #pragma unroll
-          for (int to = 0; to < SUBS; ++to)
-            if (to >= begin && to < stop) passing[row].share[to] += weight.x + weight.y;
-        };
-        passes(q_sum, from_queries, true, q64, q[p], 0, n);
-        passes(q_sum, from_queries, half, q32, q[p], SUBS / 2, n);
-        passes(q_sum, from_queries, x, q16, q[p], 2 * m, n);
-        passes(q_sum, from_queries, lower, q8, q[p], n, n);
-        passes(k_sum, from_keys, true, k64, k[p], n + 1, SUBS);
-        passes(k_sum, from_keys, !half, k32, k[p], n + 1, SUBS / 2);
-        passes(k_sum, from_keys, !x, k16, k[p], n + 1, 2 * m + 2);
-        passes(k_sum, from_keys, !lower, k8, k[p], n, n);
-        from_queries = {from_queries.x + (pairs_q.x - pairs_k.x), from_queries.y + (pairs_q.y - pairs_k.y)};
-        const float behind = sums(from_queries.x + from_queries.y).behind;
-        const float before = sums(from_keys.x + from_keys.y).before;
-        float2& dg = passing[row].dg[n];
-        if (BEFORE) dg = {from_queries.y + behind - pairs_k.x, behind - pairs_k.y};
-        else dg = {from_queries.x + from_queries.y + behind, from_queries.y + behind};
-        dg = {dg.x + before, dg.y + from_keys.x + before};
-
-        const int token = 8 * n + 2 * t, to = token * LD<T, TILE> + strip + g + 8 * row;
-        const float2 own = {s.pairs.own[token], s.pairs.own[token + 1]};
-        du[row] += own.x * q[p].x * k[p].x + own.y * q[p].y * k[p].y;
-        s.q[to] = from_float<T>(fmaf(own.x * u[row], k[p].x, q_sum.x));
-        s.q[to + LD<T, TILE>] = from_float<T>(fmaf(own.y * u[row], k[p].y, q_sum.y));
-        s.k[to] = from_float<T>(fmaf(own.x * u[row], q[p].x, k_sum.x));
-        s.k[to + LD<T, TILE>] = from_float<T>(fmaf(own.y * u[row], q[p].y, k_sum.y));
+            for (int to = n + 1; to < border; ++to) passing[row].share[to] += weight.x + weight.y;
+          };
+          passes(product_of(all[row], n + 1, SUBS) * end[p], dk[m][lower], SUBS);
+          if (!half) passes(product_of(all[row], n + 1, SUBS / 2) * end[p], R32[lower], SUBS / 2);
+          if (!x) passes(product_of(all[row], n + 1, 2 * m + 2) * end[p], R16[lower], 2 * m + 2);
+          if (!lower) passes(end[p], R8, n + 1);
+          put_tokens(s.k, n, row, sum + u[row] * own_of(n) * q[p]);
+          const float2 later = from_queries[p] + -1.f * near;
+          const float behind = sums(later.x + later.y).behind, before = sums(from.x + from.y).before;
+          if (BEFORE) passing[row].dg[n] = {later.y + behind - near.x, behind - near.y};
+          else passing[row].dg[n] = {later.x + later.y + behind, later.y + behind};
+          passing[row].dg[n] = passing[row].dg[n] + float2{before, from.x + before};
+        }
       }
     }
   }
@@ -351,14 +375,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
     for (int n = 0; n < SUBS; ++n) {
       const float others = sums(passing[row].share[n]).all;
-      const int to = (8 * n + 2 * t) * LD<G, TILE> + strip + g + 8 * row;
-      s.g[to] = from_float<G>(passing[row].dg[n].x + others);
-      s.g[to + LD<G, TILE>] = from_float<G>(passing[row].dg[n].y + others);
-    }
-    if (BEFORE) {
-      const float sum = sums(du[row]).all;
-      if (t == 0 && channel + 8 * row < shape.K)
-        args.shares[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * row] = sum;
+      put_tokens(s.g, n, row, passing[row].dg[n] + float2{others, others});
     }
   }
   __syncthreads();  // the results stand

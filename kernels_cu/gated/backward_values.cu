@@ -59,27 +59,23 @@ __device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, c
   Right<M> b[2];
   load_left<true, M>(a, queries + c * LDT, LDT);
   load_right<false, M>(b, keys + c * LDT, LDT);
-  multiply<M>(d[0], a, b[0]);
-  multiply<M>(d[1], a, b[1]);
+  multiply<M>(d, a, b);
 }
 
-// sum += x(g), x(m) summed over the warp's channels: lane g keeps sub-chunk g's.
-template <class F> __device__ __forceinline__ void sum_channels(float2& sum, F x) {
+// sum += x[g], where x[m] is summed over the warp's channels first: lane g keeps that of sub-chunk g.
+__device__ __forceinline__ void sum_channels(float2& sum, float2 (&x)[SUBS]) {
   const int g = threadIdx.x >> 2 & 7;
-  float2 part[SUBS];
-#pragma unroll
-  for (int m = 0; m < SUBS; ++m) part[m] = x(m);
 #pragma unroll
   for (int half = SUBS / 2; half > 0; half /= 2) {
     const bool upper = g & half;
 #pragma unroll
     for (int m = 0; m < half; ++m) {
-      const float2 sent = upper ? part[m] : part[m + half], kept = upper ? part[m + half] : part[m];
-      part[m] = {kept.x + __shfl_xor_sync(0xffffffffu, sent.x, 4 * half),
-                 kept.y + __shfl_xor_sync(0xffffffffu, sent.y, 4 * half)};
+      const float2 sent = upper ? x[m] : x[m + half], kept = upper ? x[m + half] : x[m];
+      x[m] = {kept.x + __shfl_xor_sync(0xffffffffu, sent.x, 4 * half),
+              kept.y + __shfl_xor_sync(0xffffffffu, sent.y, 4 * half)};
     }
   }
-  sum = {sum.x + part[0].x, sum.y + part[0].y};
+  sum = sum + x[0];
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
@@ -132,36 +128,34 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
     cp_async_wait<0>();
     __syncthreads();  // these channels have arrived; the operands of the last ones are read
     {
-      float2 q[SUBS], k[SUBS], a[SUBS];
-      const auto load = [&](float2(&x)[SUBS], const auto* from, int ld) {
-#pragma unroll
-        for (int m = 0; m < SUBS; m += 4) {
-          float2 four[4];
-          load_column(four, from + 8 * m * ld + strip, ld);
-#pragma unroll
-          for (int p = 0; p < 4; ++p) x[m + p] = four[p];
-        }
+      const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
+        load_column(x, from + 8 * m * ld + strip, ld);
       };
-      load(q, s.tokens.q, LD<T, CHANNELS>);
-      load(k, s.tokens.k, LD<T, CHANNELS>);
-      load(a, s.tokens.g, LD<G, CHANNELS>);
       const i64 channel = n * CHANNELS + strip + g;
       const float u = ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * shape.K + channel] : 0.f : 1.f;
       float all[SUBS];
+      float2 q[4], k[4], a[4], weights[SUBS];
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
-        a[m] = decays_of(a[m]);
-        all[m] = products(a[m].x * a[m].y).all;
+        if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
+        const float2 decays = decays_of(a[m % 4]);
+        all[m] = products(decays.x * decays.y).all;
       }
-      sum_channels(own, [&](int m) { return u * q[m] * k[m]; });
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
-        const Decays<ReadOrder> decays(a[m]);
-        const Middle<ReadOrder> middle(a[m]);
-        const float2 start = decays.start * q[m], end = decays.end * k[m];
+        if (m % 4 == 0) {
+          load(a, s.tokens.g, m, LD<G, CHANNELS>);
+          load(q, s.tokens.q, m, LD<T, CHANNELS>);
+          load(k, s.tokens.k, m, LD<T, CHANNELS>);
+        }
+        const float2 at_hand = decays_of(a[m % 4]), query = q[m % 4], token = k[m % 4];
+        weights[m] = u * query * token;
+        const Decays<ReadOrder> decays(at_hand);
+        const Middle<ReadOrder> middle(at_hand);
+        const float2 start = decays.start * query, end = decays.end * token;
         const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
-        put_pair(s.operands.queries + at, middle.queries * q[m]);
-        put_pair(s.operands.keys + at, middle.keys * k[m]);
+        put_pair(s.operands.queries + at, middle.queries * query);
+        put_pair(s.operands.keys + at, middle.keys * token);
         put_pair(s.operands.eights + at, m % 2 ? start : end);
         put_pair(s.operands.quarters + at,
                  m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
@@ -169,6 +163,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
         put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS) * end);
       }
+      sum_channels(own, weights);
     }
     __syncthreads();  // the operands stand; the tokens are read
     if (n + 1 < parts) {
@@ -180,7 +175,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
     }
     cp_async_commit();
     const Operands<Stored>& from = s.operands;
-#pragma unroll
+#pragma unroll 1
     for (int c = 0; c < CHANNELS; c += 16) {
       score<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);
       score<M>(halves, from.halves + 16 * half_row, from.halves + 16 * half_column, c);

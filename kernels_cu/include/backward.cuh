@@ -16,8 +16,6 @@ constexpr int CHUNK = 64, SUB = 8, SUBS = CHUNK / SUB;  // tokens; sub-chunks a 
 constexpr int TILE = 64;                                // channels and columns of a tile of a state
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr float LEAST = 2.0611536e-9f;  // e^-20
-constexpr float CENTRE = 16384.f;       // about e^10: puts factors e^-80 to e^60 between e^-70 and e^70, so that what
-                                        // tf32 leaves of them is in range too
 
 // Rows of so many values lie so far apart that those of ldmatrix, and of pairs, touch every bank once.
 template <typename T> constexpr int PAD = sizeof(T) == 2 ? 8 : 4;
@@ -75,6 +73,7 @@ __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 bat
 
 __device__ __forceinline__ float2 operator*(float a, float2 x) { return {a * x.x, a * x.y}; }
 __device__ __forceinline__ float2 operator*(float2 a, float2 x) { return {a.x * x.x, a.y * x.y}; }
+__device__ __forceinline__ float2 operator+(float2 a, float2 x) { return {a.x + x.x, a.y + x.y}; }
 __device__ __forceinline__ float2 decays_of(float2 gates) { return {decay_of(gates.x), decay_of(gates.y)}; }
 
 // Of a lane's four values, what those before it, behind it and all of them make.
@@ -111,6 +110,9 @@ template <class ReadOrder> struct Decays {
 
 // About the middle of the sub-chunk: what queries and keys are multiplied by.
 template <class ReadOrder> struct Middle {
+  // About e^10, for GLA, whose factors would lie between e^-80 and e^60: between e^-70 and e^70 what tf32 leaves of them
+  // is in range too, as it is of RWKV-6's, of e^-60 to e^80.
+  static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : 16384.f;
   float2 queries, keys;
 
   __device__ __forceinline__ explicit Middle(float2 a) {

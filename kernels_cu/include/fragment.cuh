@@ -102,6 +102,13 @@ template <class M> __device__ __forceinline__ void multiply(float (&d)[4], const
   }
 }
 
+// The same of two products side by side.
+template <class M>
+__device__ __forceinline__ void multiply(float (&d)[2][4], const Left<M>& a, const Right<M> (&b)[2]) {
+  multiply<M>(d[0], a, b[0]);
+  multiply<M>(d[1], a, b[1]);
+}
+
 // ---- operands from shared memory: `ld` apart, rows of a 16-bit type at odd multiples of 16 bytes ----------------
 
 // f(matrix, its pair) for the four 8 x 8 matrices of a 16 x 16 tile, the second one below the first (DOWN) or to its

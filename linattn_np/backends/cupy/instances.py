@@ -133,7 +133,10 @@ class GatedBackwardStates(GatedBackward):
         *integers("vectors P"),
     )
     shared = ("Shared<{dtype}, {gate}>",)
-    resident = 3
+
+    @property
+    def resident(self):
+        return 3 if self.stored == BFLOAT16 else 2
 
     @property
     def shared_bytes(self):
@@ -156,7 +159,8 @@ class GatedBackwardChannels(GatedBackward):
 
     @property
     def shared_bytes(self):
-        values, pairs = 4 * 64 * (32 + 8) * self.dtype.itemsize, 64 * (64 + 8) * self.stored.itemsize + 4 * 64
+        values = 4 * 64 * (32 + 8) * self.dtype.itemsize
+        pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * 64
         return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
 
