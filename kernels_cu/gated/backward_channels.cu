@@ -154,11 +154,10 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       if (n + 1 < parts) fetch_states(n + 1, m);
 #pragma unroll
       for (int x = 0; x < BLOCKS; ++x) {
-        Right<M> tokens[2];
-        load_right<true, M>(tokens, in.do_ + 16 * x * LDV + 16 * m, LDV);
-        multiply<M>(dq[x], S, tokens);
-        load_right<true, M>(tokens, in.v + 16 * x * LDV + 16 * m, LDV);
-        multiply<M>(dk[x], C, tokens);
+        Right<M> read[2], values[2];
+        load_right<true, M>(read, in.do_ + 16 * x * LDV + 16 * m, LDV);
+        load_right<true, M>(values, in.v + 16 * x * LDV + 16 * m, LDV);
+        multiply<M>(dq[x], S, read, dk[x], C, values);
       }
 #pragma unroll
       for (int x = 0; x < OWN; ++x) {

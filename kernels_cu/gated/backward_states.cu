@@ -60,14 +60,14 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
   const bool segments = !args.kept;
 
   // f(value, offset in a state) for the lane's part of it
-  float S[TILE / 8][4] = {};
+  float S[TILE / 16][2][4] = {};
   const auto each = [&](auto f) {
 #pragma unroll
     for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
-        if (row < K && across < V) f(S[n][x], i64(row) * V + across);
+        if (row < K && across < V) f(S[n / 2][n % 2][x], i64(row) * V + across);
       }
   };
   const int segment = BACKWARDS ? P - 1 - at.n % P : at.n % P;
@@ -117,7 +117,8 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane, float2{S[n][2 * x], S[n][2 * x + 1]});
+          put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane,
+                   float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
     }
     const Stage<T, G>& in = s.stages[step % STAGES];
     float2 factors[STEP_SUBS][2];
@@ -139,7 +140,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       const float by = product_of(all[row], 0, STEP_SUBS);
       whole[row] *= by;
 #pragma unroll
-      for (int n = 0; n < TILE / 8; ++n) S[n][2 * row] *= by, S[n][2 * row + 1] *= by;
+      for (int n = 0; n < TILE / 8; ++n) S[n / 2][n % 2][2 * row] *= by, S[n / 2][n % 2][2 * row + 1] *= by;
     }
 #pragma unroll
     for (int m = 0; m < STEP / 16; ++m) {
@@ -157,8 +158,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       for (int n = 0; n < TILE / 8; n += 2) {
         Right<M> b[2];
         load_right<false, M>(b, in.y + 16 * m * LD<T, TILE> + 8 * n, LD<T, TILE>);
-        multiply<M>(S[n], a, b[0]);
-        multiply<M>(S[n + 1], a, b[1]);
+        multiply<M>(S[n / 2], a, b);
       }
     }
   }

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
 
   // the blocks of the lower triangle that a warp scores: on the diagonal, in the lower left quarter, and beside the
   // diagonal; of that on the diagonal only its own sub-chunks' pairs come from `diagonal`
-  float dv[BV / 8][4] = {}, diagonal[2][4] = {}, eights[4] = {}, quarters[2][4] = {}, halves[2][4] = {};
+  float dv[BV / 16][2][4] = {}, diagonal[2][4] = {}, eights[4] = {}, quarters[2][4] = {}, halves[2][4] = {};
   const int half_row = 2 + (warp >> 1), half_column = warp & 1, quarter = 2 * warp;
   float2 own = {0.f, 0.f};  // the diagonal of the tokens 8 g + 2t, over the warp's channels
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
@@ -189,8 +189,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
 #pragma unroll
       for (int x = 0; x < BV / 8; x += 2) {
         load_matrices<M>(b, s.C[n & 1] + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
-        multiply<M>(dv[x], a, b[0]);
-        multiply<M>(dv[x + 1], a, b[1]);
+        multiply<M>(dv[x / 2], a, b);
       }
     }
   }
@@ -233,8 +232,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
     for (int x = 0; x < BV / 8; x += 2) {
       Right<M> b[2];
       load_right<false, M>(b, s.do_ + 16 * row * LD<T, BV> + 8 * x, LD<T, BV>);
-      multiply<M>(dv[x], a, b[0]);
-      multiply<M>(dv[x + 1], a, b[1]);
+      multiply<M>(dv[x / 2], a, b);
     }
   }
   __syncthreads();  // do is read, where dv comes
@@ -243,7 +241,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower)
       put_pair(s.do_ + (16 * warp + g + 8 * lower) * LD<T, BV> + 8 * x + 2 * t,
-               float2{dv[x][2 * lower], dv[x][2 * lower + 1]});
+               float2{dv[x / 2][x % 2][2 * lower], dv[x / 2][x % 2][2 * lower + 1]});
   __syncthreads();  // dv stands
   store_rows<CHUNK, BV, LD<T, BV>>(args.dv, s.do_, b, h, span.start, span.stop, i64(v_tile) * BV, shape.V, vectors);
 }

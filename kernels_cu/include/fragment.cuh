@@ -4,8 +4,8 @@
 //           right operand [depth 16, 8]: pair p is column g, depth 8 p + 2t
 //           A product [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8: its pairs are
 //           those of a left operand, so that two products side by side are one.
-// numerics  bfloat16 data: bfloat16 products. Others tf32, which has float32's range and float16's fraction: one
-//           product, or three of operands split in two, which keep 22 bits (float32 data).
+// numerics  One product of bfloat16 data: in bfloat16. Otherwise in tf32, which has float32's range and float16's
+//           fraction: one product, or three of operands split in two, which keep 21 bits.
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
 #include "ptx.cuh"
 
@@ -14,7 +14,7 @@ template <typename T, int PRODUCTS> struct Math {
   using Stored = float;
   static constexpr bool SPLIT = PRODUCTS == 3;
 };
-template <int PRODUCTS> struct Math<bf16, PRODUCTS> {
+template <> struct Math<bf16, 1> {
   using Stored = bf16;
   static constexpr bool SPLIT = false;
 };
@@ -39,16 +39,21 @@ template <class M, int N> struct Operand2<M, float, N> {
   u32 high[2 * N], low[M::SPLIT ? 2 * N : 1];
 
   __device__ __forceinline__ void set(int i, float x) {
-    high[i] = to_tf32(x);
-    if constexpr (M::SPLIT) low[i] = to_tf32(x - __uint_as_float(high[i]));
+    if constexpr (M::SPLIT) {  // by cutting off, in half the time of rounding: products cut off the rest likewise
+      high[i] = __float_as_uint(x) & 0xffffe000u;
+      low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+    } else {
+      high[i] = to_tf32(x);
+    }
   }
   __device__ __forceinline__ void set(int p, float2 x) {
     set(2 * p, x.x);
     set(2 * p + 1, x.y);
   }
-  __device__ __forceinline__ void set(int p, u32 two, f16) {
-    const float2 x = unpack(two, f16{});
+  template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {  // tf32 numbers as they are
+    const float2 x = unpack(two, e);
     high[2 * p] = __float_as_uint(x.x), high[2 * p + 1] = __float_as_uint(x.y);
+    if constexpr (M::SPLIT) low[2 * p] = low[2 * p + 1] = 0;
   }
 };
 template <class M> using Left = Operand2<M, typename M::Stored, 4>;
@@ -74,21 +79,26 @@ template <class M> struct HeldOperand<M, bf16> : Left<M> {
 };
 template <class M> using Held = HeldOperand<M, typename M::Stored>;
 
-// d += a b over half of the depth: `half` 0 or 1.
+// d += a part of a b, over half of the depth, `half` 0 or 1: products of their low and high numbers, the smaller first.
+template <class M> constexpr int FIRST_PRODUCT = M::SPLIT ? 0 : 2;
+template <class M>
+__device__ __forceinline__ void multiply_part(float (&d)[4], const Left<M>& a, const Right<M>& b, int half,
+                                              int product) {
+  const auto left = [&](int i) { return (M::SPLIT && product == 0 ? a.low : a.high)[4 * half + i]; };
+  const auto right = [&](int i) { return (M::SPLIT && product == 1 ? b.low : b.high)[2 * half + i]; };
+  const u32 from[4] = {left(0), left(2), left(1), left(3)}, by[2] = {right(0), right(1)};
+  mma_tf32(d, from, by);
+}
+
+// d += a b over half of the depth.
 template <class M>
 __device__ __forceinline__ void multiply_half(float (&d)[4], const Left<M>& a, const Right<M>& b, int half) {
   if constexpr (sizeof(typename M::Stored) == 2) {
     const u32 some[2] = {half == 0 ? b.both[0] : 0, half == 1 ? b.both[1] : 0};
     mma_bf16(d, a.both, some);
   } else {
-    const int x = 4 * half, y = 2 * half;
-    const u32 high[4] = {a.high[x], a.high[x + 2], a.high[x + 1], a.high[x + 3]}, to[2] = {b.high[y], b.high[y + 1]};
-    if constexpr (M::SPLIT) {
-      const u32 low[4] = {a.low[x], a.low[x + 2], a.low[x + 1], a.low[x + 3]}, rest[2] = {b.low[y], b.low[y + 1]};
-      mma_tf32(d, low, to);
-      mma_tf32(d, high, rest);
-    }
-    mma_tf32(d, high, to);
+#pragma unroll
+    for (int product = FIRST_PRODUCT<M>; product < 3; ++product) multiply_part<M>(d, a, b, half, product);
   }
 }
 
@@ -102,11 +112,40 @@ template <class M> __device__ __forceinline__ void multiply(float (&d)[4], const
   }
 }
 
-// The same of two products side by side.
+// The same of two sums side by side, in turns: a product waits for the one before on its sum.
 template <class M>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const Left<M>& a, const Right<M> (&b)[2]) {
-  multiply<M>(d[0], a, b[0]);
-  multiply<M>(d[1], a, b[1]);
+  if constexpr (sizeof(typename M::Stored) == 2) {
+    multiply<M>(d[0], a, b[0]);
+    multiply<M>(d[1], a, b[1]);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int product = FIRST_PRODUCT<M>; product < 3; ++product)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) multiply_part<M>(d[n], a, b[n], half, product);
+  }
+}
+
+// The same of two such pairs.
+template <class M>
+__device__ __forceinline__ void multiply(float (&d)[2][4], const Left<M>& a, const Right<M> (&b)[2], float (&e)[2][4],
+                                         const Left<M>& x, const Right<M> (&y)[2]) {
+  if constexpr (sizeof(typename M::Stored) == 2) {
+    multiply<M>(d, a, b);
+    multiply<M>(e, x, y);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int product = FIRST_PRODUCT<M>; product < 3; ++product)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          multiply_part<M>(d[n], a, b[n], half, product);
+          multiply_part<M>(e[n], x, y[n], half, product);
+        }
+  }
 }
 
 // ---- operands from shared memory: `ld` apart, rows of a 16-bit type at odd multiples of 16 bytes ----------------

@@ -24,15 +24,19 @@ from .instances import (
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_in_rows
 
 
-def plan_vjp(problem, device, do, dht, saved=()):
-    """(gradients in the order of the arrays, that of the initial state or None)."""
+def plan_vjp(problem, device, do, dht, saved=(), exact=False):
+    """(gradients in the order of the arrays, that of the initial state or None). `exact`: half-precision data too are
+    multiplied in float32, for a gate that many channels share, whose gradient is a sum of theirs."""
     draft = Draft()
     q, k, v, g = draft.inputs(problem)
     do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
-    own = on_hopper if fits_hopper(problem, device, inputs_of(problem)) else on_every_card
-    tiles, shares = own(draft, problem, device, arrays, gradients, dht, dh0)
+    if fits_hopper(problem, device, inputs_of(problem)):
+        tiles, shares = on_hopper(draft, problem, device, arrays, gradients, dht, dh0)
+    else:
+        products = 3 if exact else tuning.tf32_products(problem.dtype)
+        tiles, shares = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     if (bonus := problem.arrays.get("u")) is not None:
         H, K = problem.shape("H K")
         du, kernel = draft.empty((H, K), bonus.dtype), BonusGradient(bonus.dtype)
@@ -61,11 +65,11 @@ def stored(draft, problem, dh0):
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------
-def on_every_card(draft, problem, device, arrays, gradients, dht, dh0):
+def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0):
     """The kernels for every card; the sizes of what runs, and the shares of du."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, K, V = problem.shape("B N H K V")
-    instance = read_order(problem.op), problem.dtype, g.dtype, tf32_products(problem)
+    instance = read_order(problem.op), problem.dtype, g.dtype, products
     states, channels = GatedBackwardStates(*instance), GatedBackwardChannels(*instance)
     values = GatedBackwardValues.fitting(*instance, V)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
@@ -106,11 +110,6 @@ def on_every_card(draft, problem, device, arrays, gradients, dht, dh0):
         )
         draft.launch(values, chunks * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, u=u, **both, **here)
     return states.tiles | ({"segments": P} if P > 1 else {}), shares
-
-
-def tf32_products(problem) -> int:
-    """How many tf32 products make one of float32 data."""
-    return 3 if problem.dtype == FLOAT32 else 1
 
 
 def scan_both_ways(draft, problem, states, decays, P):

@@ -110,7 +110,7 @@ class GatedBackward(Kernel):
     @property
     def stored(self) -> np.dtype:
         """What states are kept in, and operands of products."""
-        return BFLOAT16 if self.dtype == BFLOAT16 else np.dtype(np.float32)
+        return BFLOAT16 if self.dtype == BFLOAT16 and self.products == 1 else np.dtype(np.float32)
 
     @property
     def tiles(self):
@@ -183,7 +183,7 @@ class GatedBackwardValues(GatedBackward):
     @classmethod
     def fitting(cls, read_order, dtype, gate, products, V):
         """128 columns, of which all share scores, where operands are narrow enough."""
-        return cls(read_order, dtype, gate, products, 128 if V > 64 and dtype == BFLOAT16 else 64)
+        return cls(read_order, dtype, gate, products, 128 if V > 64 and dtype == BFLOAT16 and products == 1 else 64)
 
     @property
     def shared_bytes(self):

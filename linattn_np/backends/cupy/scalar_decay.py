@@ -342,7 +342,7 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason):
     """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the
     gate."""
     if gla.dtype != BFLOAT16 or not gated_vjp.fits_hopper(gla, device, [gla[name] for name in "qkv"]):
-        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
+        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True)
     own = Draft()
     gla = in_float32(own, gla)
     q, k, v = (own.in_rows(gla[name], name) for name in "qkv")
