@@ -226,6 +226,17 @@ def test_states_are_kept_in_long_sequences(op, backend, length, rng, monkeypatch
     call.assert_close("kept", found, call.exact[1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("K, V", [(300, 36), (36, 300), (257, 5), (5, 257), (512, 512)])
+def test_any_channels_and_columns(op, K, V, dtype, rng):
+    """By tiles of both, whatever the forward pass takes."""
+    call = Call(op, Case(T=66, K=K, V=V, H=1, dtype=dtype), rng)
+    call.rows, arrays, initial = Kernels.gradient_rows, call.arrays, call.options["initial_state"]
+    problem = call.op.bind(arrays, gradient=True, initial_state=initial)
+    found, start = planned.pull(problem, EmulatedDevice(80), call.do, (call.dht,))
+    call.assert_close(f"K={K}, V={V}", [*found, *start], call.exact[1])
+
+
 @pytest.mark.parametrize("turn", [1, 2])
 def test_heads_take_turns_where_their_states_are_large(op, backend, turn, rng, monkeypatch):
     monkeypatch.setattr(tuning, "heads_at_once", lambda *_: turn)
