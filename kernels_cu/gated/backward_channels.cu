@@ -190,25 +190,25 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
   }
   __syncthreads();  // dA stands; so do q, k and g
 
-  // A warp's channels, 16 tokens after the other. `x` of a row and a sub-chunk is the pair p = row + 2 (sub-chunk % 2).
-  const auto decays_of_block = [&](int m, auto f) {
+  // A warp's channels, 16 tokens after the other: pair p is of row p % 2 and of sub-chunk 2 m + p / 2.
+  const auto gates_of_block = [&](int m, auto f) {
     float2 gates[4];
     load_channels(gates, s.g + 16 * m * LD<G, TILE> + strip, LD<G, TILE>);
 #pragma unroll
-    for (int p = 0; p < 4; ++p) f(p, decays_of(gates[p]));
+    for (int p = 0; p < 4; ++p) f(p, gates[p]);
   };
   float all[2][SUBS];  // decays of whole sub-chunks
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m)
-    decays_of_block(m, [&](int p, float2 a) { all[p & 1][2 * m + (p >> 1)] = products(a.x * a.y).all; });
+    gates_of_block(m, [&](int p, float2 gates) { all[p & 1][2 * m + (p >> 1)] = whole_decay(gates); });
 
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
     float2 x[4];
     Held<M> half;
     load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
-    decays_of_block(m, [&](int p, float2 a) {
-      const Decays<ReadOrder> decays(a);
+    gates_of_block(m, [&](int p, float2 gates) {
+      const Decays<ReadOrder> decays(decays_of(gates));
       const int n = 2 * m + (p >> 1);
       const float far = m < BLOCKS / 2 ? product_of(all[p & 1], n + 1, SUBS / 2) : product_of(all[p & 1], SUBS / 2, n);
       half.set(p, far * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
@@ -263,8 +263,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       const int m = 2 * half + x;
       float2 y[4];
       load_channels(y, (x ? s.q : s.k) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
-      decays_of_block(m, [&](int p, float2 a) {
-        const Decays<ReadOrder> decays(a);
+      gates_of_block(m, [&](int p, float2 gates) {
+        const Decays<ReadOrder> decays(decays_of(gates));
         const float far = x == 0 && p < 2 ? all[p & 1][2 * m + 1] : x == 1 && p >= 2 ? all[p & 1][2 * m] : 1.f;
         quarters[x].set(p, far * (x ? decays.start : decays.end) * y[p]);
       });
@@ -277,7 +277,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
       float2 start[4], end[4], query[4], key[4];
       Held<M> queries, keys, eights;
-      decays_of_block(m, [&](int p, float2 a) {
+      gates_of_block(m, [&](int p, float2 gates) {
+        const float2 a = decays_of(gates);
         const Decays<ReadOrder> decays(a);
         const Middle<ReadOrder> middle(a);
         start[p] = decays.start, end[p] = decays.end, query[p] = middle.queries, key[p] = middle.keys;

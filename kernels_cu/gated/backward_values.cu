@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
-        const float2 decays = decays_of(a[m % 4]);
-        all[m] = products(decays.x * decays.y).all;
+        all[m] = whole_decay(a[m % 4]);
       }
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {

@@ -26,18 +26,18 @@ template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                            i64 column, i64 width, bool vectors) {
-  constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE;
   const int rows = stop - first < ROWS ? int(stop - first) : ROWS;
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
-    const T* from = x.row(batch, head, rows > 0 ? first : 0) + (columns > 0 ? column : 0);
-#pragma unroll 1
-    for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
-      const int row = at / ACROSS, col = at % ACROSS * PIECE;
-      const bool inside = row < rows && col < columns;
-      cp_async<16>(s + row * LD + col, from + (inside ? row * x.t + col : 0), inside);
-    }
+    constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
+    const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
+    const bool there = rows > 0 && col < columns;
+    const T* from = x.row(batch, head, there ? first + row : 0) + (there ? column + col : 0);
+#pragma unroll
+    for (int n = 0; n < ROWS / DOWN; ++n, from += DOWN * x.t)  // nothing is read where it is not valid
+      cp_async<16>(s + (row + n * DOWN) * LD + col, from, there && row + n * DOWN < rows);
   } else {
+#pragma unroll 1
     for (int at = threadIdx.x; at < ROWS * COLS; at += THREADS) {
       const int row = at / COLS, col = at % COLS;
       const bool inside = row < rows && col < columns;
@@ -50,18 +50,18 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 batch, i64 head, i64 first, i64 stop,
                                            i64 column, i64 width, bool vectors) {
-  constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE;
   const int rows = stop - first < ROWS ? int(stop - first) : ROWS;
   const int columns = width - column < COLS ? int(width - column) : COLS;
   if (vectors) {
-#pragma unroll 1
-    for (int at = threadIdx.x; at < ROWS * ACROSS; at += THREADS) {
-      const int row = at / ACROSS, col = at % ACROSS * PIECE;
-      if (row < rows && col < columns)
-        *reinterpret_cast<uint4*>(x.row(batch, head, first + row) + column + col) =
-            *reinterpret_cast<const uint4*>(s + row * LD + col);
-    }
+    constexpr int PIECE = 16 / sizeof(T), ACROSS = COLS / PIECE, DOWN = THREADS / ACROSS;
+    const int row = threadIdx.x / ACROSS, col = threadIdx.x % ACROSS * PIECE;
+    T* to = x.row(batch, head, first + row) + column + col;
+#pragma unroll
+    for (int n = 0; n < ROWS / DOWN; ++n, to += DOWN * x.t)
+      if (row + n * DOWN < rows && col < columns)
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(s + (row + n * DOWN) * LD + col);
   } else {
+#pragma unroll 1
     for (int at = threadIdx.x; at < ROWS * COLS; at += THREADS) {
       const int row = at / COLS, col = at % COLS;
       if (row < rows && col < columns) x.row(batch, head, first + row)[column + col] = s[row * LD + col];
@@ -94,6 +94,9 @@ __device__ __forceinline__ Around sums(float x) {
   return around(x, 0.f, [](float a, float b) { return a + b; });
 }
 
+// Of a lane's channel over a whole sub-chunk: the sum of gates, in float32, goes into one exp.
+__device__ __forceinline__ float whole_decay(float2 gates) { return decay_of(sums(gates.x + gates.y).all); }
+
 // A lane's pair of a sub-chunk: from its start to where the tokens read, from after them to its end, and over all of it.
 template <class ReadOrder> struct Decays {
   float2 start, end;
@@ -117,18 +120,23 @@ template <class ReadOrder> struct Middle {
 
   __device__ __forceinline__ explicit Middle(float2 a) {
     const int t = threadIdx.x & 3;
-    const float x = at_least(a.x, LEAST), y = at_least(a.y, LEAST);
-    const float other = __shfl_xor_sync(0xffffffffu, x * y, 1);
-    if (t & 2) {
-      const float before = CENTRE * (t & 1 ? other : 1.f);
-      const float2 here = {before * x, before * x * y};
-      queries = ReadOrder::reads_before_write ? float2{before, here.x} : here;
-      keys = {inverse(here.x), inverse(here.y)};
+    const bool behind = t & 2, beside = behind == bool(t & 1);  // the middle; it, with no pair between
+    const float x = at_least(a.x, LEAST), y = at_least(a.y, LEAST), xy = x * y;
+    const float other = __shfl_xor_sync(0xffffffffu, xy, 1);
+    const float base = (behind ? CENTRE : 1.f / CENTRE) * (beside ? other : 1.f);
+    // one side as it is, the other inverted: queries behind the middle, keys before it
+    const float2 queries_behind = {base * x, base * xy}, keys_before = {base * y, base};
+    if (ReadOrder::reads_before_write) {
+      const float2 near = {behind ? base : keys_before.x, behind ? queries_behind.x : base};
+      const float2 far = {inverse(behind ? queries_behind.x : base * xy),
+                          inverse(behind ? queries_behind.y : keys_before.x)};
+      queries = {behind ? near.x : far.x, behind ? near.y : far.y};
+      keys = {behind ? far.x : near.x, behind ? far.y : near.y};
     } else {
-      const float behind = 1.f / CENTRE * (t & 1 ? 1.f : other);
-      keys = {y * behind, behind};
-      const float2 here = ReadOrder::reads_before_write ? float2{x * keys.x, keys.x} : keys;
-      queries = {inverse(here.x), inverse(here.y)};
+      const float2 near = {behind ? queries_behind.x : keys_before.x, behind ? queries_behind.y : base};
+      const float2 far = {inverse(near.x), inverse(near.y)};
+      queries = {behind ? near.x : far.x, behind ? near.y : far.y};
+      keys = {behind ? far.x : near.x, behind ? far.y : near.y};
     }
   }
 };
