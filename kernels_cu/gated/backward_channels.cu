@@ -40,7 +40,7 @@ template <typename T> struct alignas(16) Values {
 };
 constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;
 
-template <class M> struct Pairs {
+template <class M> struct TokenPairs {
   typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query, key before it
   float own[CHUNK];                    // the diagonal
   Held<M> halves[BLOCKS][THREADS];     // tokens as they meet those beyond the chunk's middle
@@ -52,7 +52,7 @@ template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
   G g[CHUNK * LD<G, TILE>];  // then dg
   union {
     Values<T> values[2];
-    Pairs<Math<T, PRODUCTS>> pairs;
+    TokenPairs<Math<T, PRODUCTS>> pairs;
   };
 };
 
@@ -154,20 +154,20 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       if (n + 1 < parts) fetch_states(n + 1, m);
 #pragma unroll
       for (int x = 0; x < BLOCKS; ++x) {
-        Right<M> read[2], values[2];
-        load_right<true, M>(read, in.do_ + 16 * x * LDV + 16 * m, LDV);
-        load_right<true, M>(values, in.v + 16 * x * LDV + 16 * m, LDV);
-        multiply<M>(dq[x], S, read, dk[x], C, values);
+        RightData<M, T> read[2], values[2];
+        load_right<true>(read, in.do_ + 16 * x * LDV + 16 * m, LDV);
+        load_right<true>(values, in.v + 16 * x * LDV + 16 * m, LDV);
+        multiply(dq[x], S, read, dk[x], C, values);
       }
 #pragma unroll
       for (int x = 0; x < OWN; ++x) {
         const int which = warp + WARPS * x;
         if (which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
-        Left<M> queries;
-        Right<M> keys[2];
-        load_left<false, M>(queries, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
-        load_right<true, M>(keys, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
-        multiply<M>(dA[x], queries, keys);
+        LeftData<M, T> queries;
+        RightData<M, T> keys[2];
+        load_left<false>(queries, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
+        load_right<true>(keys, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
+        multiply(dA[x], queries, keys);
       }
     }
     __syncthreads();  // they are read
@@ -292,18 +292,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
         Block P = {}, P16 = {}, P32 = {};
         float P8[4] = {};
         Right<M> dAs[2];
-        load_right<true, M>(dAs, dA + 16 * m, LDA);
-        multiply_half<M>(P[0], keys.left(), dAs[0], 0);
-        multiply_half<M>(P[1], keys.left(), dAs[1], 1);
-        multiply_half<M>(P8, eights.left(), dAs[1], 0);
+        load_right<true>(dAs, dA + 16 * m, LDA);
+        multiply_half(P[0], keys.left(), dAs[0], 0);
+        multiply_half(P[1], keys.left(), dAs[1], 1);
+        multiply_half(P8, eights.left(), dAs[1], 0);
         if (x) {
-          load_right<true, M>(dAs, dA + 16 * (m - 1), LDA);
-          multiply<M>(P16, quarters[0].left(), dAs);
+          load_right<true>(dAs, dA + 16 * (m - 1), LDA);
+          multiply(P16, quarters[0].left(), dAs);
         }
 #pragma unroll 1
         for (int other = 0; half && other < BLOCKS / 2; ++other) {
-          load_right<true, M>(dAs, dA + 16 * other, LDA);
-          multiply<M>(P32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+          load_right<true>(dAs, dA + 16 * other, LDA);
+          multiply(P32, s.pairs.halves[other][threadIdx.x].left(), dAs);
         }
         __syncwarp();  // q is read, where dq comes
 #pragma unroll
@@ -330,18 +330,18 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
         Block R = {}, R16 = {}, R32 = {};
         float R8[4] = {};
         Right<M> dAs[2];
-        load_right<false, M>(dAs, dA + 16 * m, LDA);
-        multiply_half<M>(R[0], queries.left(), dAs[0], 0);
-        multiply_half<M>(R[1], queries.left(), dAs[1], 1);
-        multiply_half<M>(R8, eights.left(), dAs[0], 1);
+        load_right<false>(dAs, dA + 16 * m, LDA);
+        multiply_half(R[0], queries.left(), dAs[0], 0);
+        multiply_half(R[1], queries.left(), dAs[1], 1);
+        multiply_half(R8, eights.left(), dAs[0], 1);
         if (!x) {
-          load_right<false, M>(dAs, dA + 16 * LDA + 16 * m, LDA);
-          multiply<M>(R16, quarters[1].left(), dAs);
+          load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
+          multiply(R16, quarters[1].left(), dAs);
         }
 #pragma unroll 1
         for (int other = BLOCKS / 2; !half && other < BLOCKS; ++other) {
-          load_right<false, M>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
-          multiply<M>(R32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+          load_right<false>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
+          multiply(R32, s.pairs.halves[other][threadIdx.x].left(), dAs);
         }
         __syncwarp();  // k is read, where dk comes
 #pragma unroll

@@ -156,9 +156,9 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       }
 #pragma unroll
       for (int n = 0; n < TILE / 8; n += 2) {
-        Right<M> b[2];
-        load_right<false, M>(b, in.y + 16 * m * LD<T, TILE> + 8 * n, LD<T, TILE>);
-        multiply<M>(S[n / 2], a, b);
+        RightData<M, T> b[2];
+        load_right<false>(b, in.y + 16 * m * LD<T, TILE> + 8 * n, LD<T, TILE>);
+        multiply(S[n / 2], a, b);
       }
     }
   }

@@ -57,9 +57,9 @@ __device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, c
   constexpr int LDT = LD<Stored, CHUNK>;
   Left<M> a;
   Right<M> b[2];
-  load_left<true, M>(a, queries + c * LDT, LDT);
-  load_right<false, M>(b, keys + c * LDT, LDT);
-  multiply<M>(d, a, b);
+  load_left<true>(a, queries + c * LDT, LDT);
+  load_right<false>(b, keys + c * LDT, LDT);
+  multiply(d, a, b);
 }
 
 // sum += x[g], where x[m] is summed over the warp's channels first: lane g keeps that of sub-chunk g.
@@ -181,14 +181,14 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
       if (warp < 2) score<M>(quarters, from.quarters + 16 * (quarter + 1), from.quarters + 16 * quarter, c);
       Left<M> a;
       Right<M> b[2];
-      load_left<true, M>(a, from.eights + c * LDT + 16 * warp, LDT);
-      load_right<false, M>(b, from.eights + c * LDT + 16 * warp, LDT);
-      multiply<M>(eights, a, b[0]);
-      load_left<true, M>(a, from.ends + c * LDT + 16 * warp, LDT);
+      load_left<true>(a, from.eights + c * LDT + 16 * warp, LDT);
+      load_right<false>(b, from.eights + c * LDT + 16 * warp, LDT);
+      multiply(eights, a, b[0]);
+      load_left<true>(a, from.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
       for (int x = 0; x < BV / 8; x += 2) {
-        load_matrices<M>(b, s.C[n & 1] + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
-        multiply<M>(dv[x / 2], a, b);
+        load_matrices(b, s.C[n & 1] + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
+        multiply(dv[x / 2], a, b);
       }
     }
   }
@@ -226,12 +226,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
   for (int row = 0; row < CHUNK / 16; ++row) {
     if (row < warp) continue;  // the same for the whole warp
     Left<M> a;
-    load_left<true, M>(a, s.A + 16 * row * LDT + 16 * warp, LDT);
+    load_left<true>(a, s.A + 16 * row * LDT + 16 * warp, LDT);
 #pragma unroll
     for (int x = 0; x < BV / 8; x += 2) {
-      Right<M> b[2];
-      load_right<false, M>(b, s.do_ + 16 * row * LD<T, BV> + 8 * x, LD<T, BV>);
-      multiply<M>(dv[x / 2], a, b);
+      RightData<M, T> b[2];
+      load_right<false>(b, s.do_ + 16 * row * LD<T, BV> + 8 * x, LD<T, BV>);
+      multiply(dv[x / 2], a, b);
     }
   }
   __syncthreads();  // do is read, where dv comes

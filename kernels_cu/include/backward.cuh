@@ -162,7 +162,7 @@ __device__ __forceinline__ i64 tile_at(const Shape& shape, i64 heads, bool backw
 __device__ __forceinline__ int matrix_at(int row, int column) { return (row * (TILE / 8) + column) * 64; }
 
 // Two right operands side by side from such a tile, of matrices that are 8 rows deep.
-template <class M, typename E> __device__ __forceinline__ void load_matrices(Right<M> (&b)[2], const E* tile) {
+template <class R, typename E> __device__ __forceinline__ void load_matrices(R (&b)[2], const E* tile) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   if constexpr (sizeof(E) == 2) {
     u32 r[4];

@@ -27,19 +27,19 @@ __device__ __forceinline__ float2 unpack(u32 two, f16) {
 }
 
 // N pairs of an operand in the registers of a lane.
-template <class M, typename Stored, int N> struct Operand2;
-template <class M, int N> struct Operand2<M, bf16, N> {
+template <bool SPLIT, typename Stored, int N> struct Pairs;
+template <int N> struct Pairs<false, bf16, N> {
   u32 both[N];
 
   __device__ __forceinline__ void set(int p, float2 x) { both[p] = pack<bf16>(x.x, x.y); }
   __device__ __forceinline__ void set(int p, u32 two, bf16) { both[p] = two; }
   __device__ __forceinline__ float2 get(int p) const { return unpack(both[p], bf16{}); }
 };
-template <class M, int N> struct Operand2<M, float, N> {
-  u32 high[2 * N], low[M::SPLIT ? 2 * N : 1];
+template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
+  u32 high[2 * N], low[SPLIT ? 2 * N : 1];
 
   __device__ __forceinline__ void set(int i, float x) {
-    if constexpr (M::SPLIT) {  // by cutting off, in half the time of rounding: products cut off the rest likewise
+    if constexpr (SPLIT) {  // by cutting off, in half the time of rounding: products cut off the rest likewise
       high[i] = __float_as_uint(x) & 0xffffe000u;
       low[i] = __float_as_uint(x - __uint_as_float(high[i]));
     } else {
@@ -50,14 +50,17 @@ template <class M, int N> struct Operand2<M, float, N> {
     set(2 * p, x.x);
     set(2 * p + 1, x.y);
   }
-  template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {  // tf32 numbers as they are
+  template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {  // tf32 numbers, which leave nothing
     const float2 x = unpack(two, e);
     high[2 * p] = __float_as_uint(x.x), high[2 * p + 1] = __float_as_uint(x.y);
-    if constexpr (M::SPLIT) low[2 * p] = low[2 * p + 1] = 0;
   }
 };
-template <class M> using Left = Operand2<M, typename M::Stored, 4>;
-template <class M> using Right = Operand2<M, typename M::Stored, 2>;
+template <class M> using Left = Pairs<M::SPLIT, typename M::Stored, 4>;
+template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
+
+// The same of data as they came: half-precision ones need no split.
+template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
+template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
 
 // A left operand as few registers hold it until its product: rounded as that rounds it.
 template <class M, typename Stored> struct HeldOperand {
@@ -79,71 +82,72 @@ template <class M> struct HeldOperand<M, bf16> : Left<M> {
 };
 template <class M> using Held = HeldOperand<M, typename M::Stored>;
 
-// d += a part of a b, over half of the depth, `half` 0 or 1: products of their low and high numbers, the smaller first.
-template <class M> constexpr int FIRST_PRODUCT = M::SPLIT ? 0 : 2;
-template <class M>
-__device__ __forceinline__ void multiply_part(float (&d)[4], const Left<M>& a, const Right<M>& b, int half,
-                                              int product) {
-  const auto left = [&](int i) { return (M::SPLIT && product == 0 ? a.low : a.high)[4 * half + i]; };
-  const auto right = [&](int i) { return (M::SPLIT && product == 1 ? b.low : b.high)[2 * half + i]; };
+// d += a part of a b, over half of the depth, `half` 0 or 1: 0 and 1 are the products of what is low, if anything.
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_part(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
+                                              int half, int product) {
+  if ((product == 0 && !A) || (product == 1 && !B)) return;
+  const auto left = [&](int i) { return (product == 0 ? a.low : a.high)[4 * half + i]; };
+  const auto right = [&](int i) { return (product == 1 ? b.low : b.high)[2 * half + i]; };
   const u32 from[4] = {left(0), left(2), left(1), left(3)}, by[2] = {right(0), right(1)};
   mma_tf32(d, from, by);
 }
 
 // d += a b over half of the depth.
-template <class M>
-__device__ __forceinline__ void multiply_half(float (&d)[4], const Left<M>& a, const Right<M>& b, int half) {
-  if constexpr (sizeof(typename M::Stored) == 2) {
-    const u32 some[2] = {half == 0 ? b.both[0] : 0, half == 1 ? b.both[1] : 0};
-    mma_bf16(d, a.both, some);
-  } else {
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
+                                              int half) {
 #pragma unroll
-    for (int product = FIRST_PRODUCT<M>; product < 3; ++product) multiply_part<M>(d, a, b, half, product);
-  }
+  for (int product = 0; product < 3; ++product) multiply_part(d, a, b, half, product);
+}
+__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<false, bf16, 4>& a,
+                                              const Pairs<false, bf16, 2>& b, int half) {
+  const u32 some[2] = {half == 0 ? b.both[0] : 0, half == 1 ? b.both[1] : 0};
+  mma_bf16(d, a.both, some);
 }
 
 // d += a b.
-template <class M> __device__ __forceinline__ void multiply(float (&d)[4], const Left<M>& a, const Right<M>& b) {
-  if constexpr (sizeof(typename M::Stored) == 2) {
-    mma_bf16(d, a.both, b.both);
-  } else {
-    multiply_half<M>(d, a, b, 0);
-    multiply_half<M>(d, a, b, 1);
-  }
+template <bool A, bool B>
+__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b) {
+  multiply_half(d, a, b, 0);
+  multiply_half(d, a, b, 1);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16, 4>& a,
+                                         const Pairs<false, bf16, 2>& b) {
+  mma_bf16(d, a.both, b.both);
 }
 
 // The same of two sums side by side, in turns: a product waits for the one before on its sum.
-template <class M>
-__device__ __forceinline__ void multiply(float (&d)[2][4], const Left<M>& a, const Right<M> (&b)[2]) {
-  if constexpr (sizeof(typename M::Stored) == 2) {
-    multiply<M>(d[0], a, b[0]);
-    multiply<M>(d[1], a, b[1]);
+template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
+  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+    multiply(d[0], a, b[0]);
+    multiply(d[1], a, b[1]);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int product = FIRST_PRODUCT<M>; product < 3; ++product)
+      for (int product = 0; product < 3; ++product)
 #pragma unroll
-        for (int n = 0; n < 2; ++n) multiply_part<M>(d[n], a, b[n], half, product);
+        for (int n = 0; n < 2; ++n) multiply_part(d[n], a, b[n], half, product);
   }
 }
 
 // The same of two such pairs.
-template <class M>
-__device__ __forceinline__ void multiply(float (&d)[2][4], const Left<M>& a, const Right<M> (&b)[2], float (&e)[2][4],
-                                         const Left<M>& x, const Right<M> (&y)[2]) {
-  if constexpr (sizeof(typename M::Stored) == 2) {
-    multiply<M>(d, a, b);
-    multiply<M>(e, x, y);
+template <class L, class R>
+__device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
+                                         const R (&y)[2]) {
+  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+    multiply(d, a, b);
+    multiply(e, x, y);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int product = FIRST_PRODUCT<M>; product < 3; ++product)
+      for (int product = 0; product < 3; ++product)
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          multiply_part<M>(d[n], a, b[n], half, product);
-          multiply_part<M>(e[n], x, y[n], half, product);
+          multiply_part(d[n], a, b[n], half, product);
+          multiply_part(e[n], x, y[n], half, product);
         }
   }
 }
@@ -174,14 +178,13 @@ __device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
 }
 
 // A left operand from [16, depth], or, TRANSPOSED, from [depth, 16].
-template <bool TRANSPOSED, class M, typename E>
-__device__ __forceinline__ void load_left(Left<M>& a, const E* tile, int ld) {
+template <bool TRANSPOSED, class L, typename E> __device__ __forceinline__ void load_left(L& a, const E* tile, int ld) {
   each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set(m, x...); });
 }
 
 // Two right operands side by side from [depth, 16], or, TRANSPOSED, from [16, depth].
-template <bool TRANSPOSED, class M, typename E>
-__device__ __forceinline__ void load_right(Right<M> (&b)[2], const E* tile, int ld) {
+template <bool TRANSPOSED, class R, typename E>
+__device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
   each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].set(m & 1, x...); });
 }
 
