@@ -175,7 +175,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS>
-__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2)
+__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
     gated_backward_states(const Args<T, G> args) {
   Shared<T, G>& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
   const Shape& shape = args.shape;

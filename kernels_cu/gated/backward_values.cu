@@ -4,7 +4,7 @@
 // shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; kept: as backward_states leaves it
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      32 channels at a time: q, k, g, and what products take of them; C; then do and A
-// barriers  two for every 32 channels: they have arrived | operands stand; then: A stands
+// barriers  two for every 32 channels: they have arrived | operands and C stand; then: A stands
 // numerics  products as fragment.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
@@ -47,8 +47,8 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
     Operands<Stored> operands;
     Stored A[CHUNK * LD<Stored, CHUNK>];  // [64, 64]
   };
-  Stored C[2][CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
-  float own[WARPS][CHUNK];     // the diagonal, over each warp's channels
+  Stored C[CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
+  float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
 };
 
 // D += queries^T keys of 16 x 16 tokens over the channels at hand.
@@ -62,24 +62,26 @@ __device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, c
   multiply(d, a, b);
 }
 
-// sum += x[g], where x[m] is summed over the warp's channels first: lane g keeps that of sub-chunk g.
-__device__ __forceinline__ void sum_channels(float2& sum, float2 (&x)[SUBS]) {
+// sums[tokens] += x summed over the warp's channels, of four sub-chunks from `first` on.
+__device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first) {
   const int g = threadIdx.x >> 2 & 7;
+  const auto from = [](float2 x, int lanes) {
+    return float2{__shfl_xor_sync(0xffffffffu, x.x, lanes), __shfl_xor_sync(0xffffffffu, x.y, lanes)};
+  };
 #pragma unroll
-  for (int half = SUBS / 2; half > 0; half /= 2) {
+  for (int half = 2; half > 0; half /= 2) {
     const bool upper = g & half;
 #pragma unroll
-    for (int m = 0; m < half; ++m) {
-      const float2 sent = upper ? x[m] : x[m + half], kept = upper ? x[m + half] : x[m];
-      x[m] = {kept.x + __shfl_xor_sync(0xffffffffu, sent.x, 4 * half),
-              kept.y + __shfl_xor_sync(0xffffffffu, sent.y, 4 * half)};
-    }
+    for (int m = 0; m < half; ++m) x[m] = (upper ? x[m + half] : x[m]) + from(upper ? x[m] : x[m + half], 4 * half);
   }
-  sum = sum + x[0];
+  const float2 all = x[0] + from(x[0], 16);
+  float2& sum = *reinterpret_cast<float2*>(sums + 8 * g + 2 * (threadIdx.x & 3));
+  if ((g & 4) == first) sum = sum + all;
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
-__global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T, G> args) {
+__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2)
+    gated_backward_values(const Args<T, G> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   constexpr int LDT = LD<Stored, CHUNK>, PIECE = 16 / sizeof(Stored);
@@ -88,12 +90,12 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 8 * warp;
   const int v_tiles = int((shape.V + BV - 1) / BV), v_tile = blockIdx.x % v_tiles;
   const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);
-  const i64 c = block % NC, h = args.first + block / NC % heads, b = block / NC / heads;
+  const int c = block % NC, h = int(args.first) + block / NC % heads, b = block / NC / heads;
   const Span span = chunk_tokens(shape, c);
   const bool vectors = args.vectors;
 
   const auto fetch = [&](int n) {
-    const i64 channel = n * CHANNELS;
+    const int channel = n * CHANNELS;
     fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K,
                                                  vectors);
     fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.tokens.k, args.k, b, h, span.start, span.stop, channel, shape.K,
@@ -101,40 +103,41 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
     fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K,
                                                  vectors);
   };
+  const int tiles = int((shape.V + TILE - 1) / TILE), first = v_tile * (BV / TILE);
+  const Stored* kept =
+      static_cast<const Stored*>(args.kept) + tile_at(shape, heads, true, b, h - args.first, c, 0, first);
   const auto fetch_state = [&](int n) {
-    const Stored* kept = static_cast<const Stored*>(args.kept);
-    constexpr int ACROSS = CHANNELS * TILE / PIECE;
-#pragma unroll
-    for (int at = threadIdx.x; at < BV / TILE * ACROSS; at += THREADS) {
-      const int tile = v_tile * (BV / TILE) + at / ACROSS, piece = at % ACROSS * PIECE;
-      const bool inside = tile * TILE < shape.V;
-      const Stored* from =
-          kept + tile_at(shape, heads, true, b, h - args.first, c, n * CHANNELS / TILE, inside ? tile : 0);
-      cp_async<16>(&s.C[n & 1][at * PIECE], from + matrix_at(n * CHANNELS % TILE / 8, 0) + piece, inside);
-    }
+    constexpr int PART = CHANNELS * TILE;  // of a tile
+    const Stored* from = kept + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
+#pragma unroll 1
+    for (int at = threadIdx.x * PIECE; at < BV / TILE * PART; at += THREADS * PIECE)
+      cp_async<16>(s.C + at, from + at / PART * (TILE * TILE) + at % PART, first + at / PART < tiles);
   };
 
   // the blocks of the lower triangle that a warp scores: on the diagonal, in the lower left quarter, and beside the
   // diagonal; of that on the diagonal only its own sub-chunks' pairs come from `diagonal`
   float dv[BV / 16][2][4] = {}, diagonal[2][4] = {}, eights[4] = {}, quarters[2][4] = {}, halves[2][4] = {};
   const int half_row = 2 + (warp >> 1), half_column = warp & 1, quarter = 2 * warp;
-  float2 own = {0.f, 0.f};  // the diagonal of the tokens 8 g + 2t, over the warp's channels
+  *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
+  __syncwarp();  // the diagonal is zero
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
   fetch(0);
-  fetch_state(0);
   cp_async_commit();
 #pragma unroll 1
   for (int n = 0; n < parts; ++n) {
     cp_async_wait<0>();
-    __syncthreads();  // these channels have arrived; the operands of the last ones are read
+    __syncthreads();  // these channels have arrived; the operands of the last ones, and their C, are read
+    fetch_state(n);
+    cp_async_commit();
     {
       const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
         load_column(x, from + 8 * m * ld + strip, ld);
       };
-      const i64 channel = n * CHANNELS + strip + g;
-      const float u = ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * shape.K + channel] : 0.f : 1.f;
+      const int channel = n * CHANNELS + strip + g;
+      const float u =
+          ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
       float all[SUBS];
-      float2 q[4], k[4], a[4], weights[SUBS];
+      float2 q[4], k[4], a[4], weights[4];
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
           load(k, s.tokens.k, m, LD<T, CHANNELS>);
         }
         const float2 at_hand = decays_of(a[m % 4]), query = q[m % 4], token = k[m % 4];
-        weights[m] = u * query * token;
+        weights[m % 4] = u * query * token;
         const Decays<ReadOrder> decays(at_hand);
         const Middle<ReadOrder> middle(at_hand);
         const float2 start = decays.start * query, end = decays.end * token;
@@ -161,16 +164,15 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
         put_pair(s.operands.halves + at,
                  m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
         put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS) * end);
+        if (m % 4 == 3) sum_channels(s.own[warp], weights, m - 3);
       }
-      sum_channels(own, weights);
     }
-    __syncthreads();  // the operands stand; the tokens are read
+    cp_async_wait<0>();
+    __syncthreads();  // the operands stand, and C; the tokens are read
     if (n + 1 < parts) {
       fetch(n + 1);
-      fetch_state(n + 1);
     } else {
-      fetch_rows<CHUNK, BV, LD<T, BV>>(s.do_, args.do_, b, h, span.start, span.stop, i64(v_tile) * BV, shape.V,
-                                       vectors);
+      fetch_rows<CHUNK, BV, LD<T, BV>>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
     }
     cp_async_commit();
     const Operands<Stored>& from = s.operands;
@@ -187,12 +189,11 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
       load_left<true>(a, from.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
       for (int x = 0; x < BV / 8; x += 2) {
-        load_matrices(b, s.C[n & 1] + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
+        load_matrices(b, s.C + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
         multiply(dv[x / 2], a, b);
       }
     }
   }
-  *reinterpret_cast<float2*>(&s.own[warp][8 * g + 2 * t]) = own;
   cp_async_wait<0>();
   __syncthreads();  // the operands are read; do and the diagonal stand
   const float scale = float(args.scale);
@@ -242,5 +243,5 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_values(const Args<T
       put_pair(s.do_ + (16 * warp + g + 8 * lower) * LD<T, BV> + 8 * x + 2 * t,
                float2{dv[x / 2][x % 2][2 * lower], dv[x / 2][x % 2][2 * lower + 1]});
   __syncthreads();  // dv stands
-  store_rows<CHUNK, BV, LD<T, BV>>(args.dv, s.do_, b, h, span.start, span.stop, i64(v_tile) * BV, shape.V, vectors);
+  store_rows<CHUNK, BV, LD<T, BV>>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
 }

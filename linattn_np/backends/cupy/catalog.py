@@ -48,8 +48,8 @@ def on_every_card():
         for products in (1, 3) if exact else (1,):
             yield gated.GatedBackwardStates(order, T, G, products)
             yield gated.GatedBackwardChannels(order, T, G, products)
-            for V in gated.TILES if (T, products) == (BFLOAT16, 1) else gated.TILES[:1]:
-                yield gated.GatedBackwardValues.fitting(order, T, G, products, V)
+            for V in gated.TILES:
+                yield gated.GatedBackwardValues(order, T, G, products, V)
         for S in CTYPES:
             yield step.Step(order, T, G, S)
     for T in CTYPES:

@@ -71,7 +71,7 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     B, N, H, K, V = problem.shape("B N H K V")
     instance = read_order(problem.op), problem.dtype, g.dtype, products
     states, channels = GatedBackwardStates(*instance), GatedBackwardChannels(*instance)
-    values = GatedBackwardValues.fitting(*instance, V)
+    values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
     tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
     P = tuning.summarised_segments(states, 2 * N * H * tiles, problem, device)
     shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)

@@ -136,7 +136,7 @@ class GatedBackwardStates(GatedBackward):
 
     @property
     def resident(self):
-        return 3 if self.stored == BFLOAT16 else 2
+        return 4 if self.stored == BFLOAT16 else 2
 
     @property
     def shared_bytes(self):
@@ -181,14 +181,15 @@ class GatedBackwardValues(GatedBackward):
     BV: int
 
     @classmethod
-    def fitting(cls, read_order, dtype, gate, products, V):
-        """128 columns, of which all share scores, where operands are narrow enough."""
-        return cls(read_order, dtype, gate, products, 128 if V > 64 and dtype == BFLOAT16 and products == 1 else 64)
+    def fitting(cls, read_order, dtype, gate, products, V, shared):
+        """128 columns, which all share the scores, where a block can have the shared memory."""
+        wide = cls(read_order, dtype, gate, products, 128)
+        return wide if V > 64 and wide.shared_bytes <= shared else cls(read_order, dtype, gate, products, 64)
 
     @property
     def shared_bytes(self):
         tokens = 2 * tile_bytes(64, 32, self.dtype) + tile_bytes(64, 32, self.gate)
-        columns, states = tile_bytes(64, self.BV, self.dtype), 2 * 32 * self.BV * self.stored.itemsize
+        columns, states = tile_bytes(64, self.BV, self.dtype), 32 * self.BV * self.stored.itemsize
         return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64
 
 
