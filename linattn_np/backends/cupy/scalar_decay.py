@@ -13,7 +13,6 @@ from ...arrays import BFLOAT16
 from ...declarations import GLA
 from . import gated, gated_vjp, tuning
 from .instances import (
-    CHANNELS,
     FEATURE_MAPS,
     PANEL,
     SCALAR,
@@ -38,13 +37,7 @@ SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: 
 NO_GATE = "a gate of 0: spread over tokens and channels"
 
 
-def unsupported(problem) -> str | None:
-    """Why these kernels cannot compute a problem; None when they can."""
-    if normalized(problem) and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
-        return (
-            f"V={problem.sizes['V']} and the normaliser are over {CHANNELS[-1]}, the columns its gradients hold at once"
-        )
-    return gated.unsupported(problem)
+unsupported = gated.unsupported  # why these kernels cannot compute a problem; None when they can
 
 
 def plan(problem, device):
