@@ -47,8 +47,8 @@ def test_instances_of_two_kernels_differ():
     """Also where their fields are the same."""
     every = list(catalog.kernels())
     assert len(set(every)) == len(every)
-    assert instances.GatedBackwardQueries("AfterWrite", SINGLE, SINGLE, 64) != instances.GatedBackwardKeys(
-        "AfterWrite", SINGLE, SINGLE, 64
+    assert instances.GatedBackwardStates("AfterWrite", SINGLE, SINGLE, 3) != instances.GatedBackwardChannels(
+        "AfterWrite", SINGLE, SINGLE, 3
     )
 
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from .instances import PANEL, TILES, WeightedSums
-from .plan import ceil_div
+from .plan import FLOAT32, ceil_div
 
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
+KEPT = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
@@ -29,6 +30,19 @@ def segments(blocks, longest, most) -> int:
     return max(1, min(most // max(blocks, 1), longest // SEGMENT))
 
 
+def summarised_segments(kernel, blocks, problem, device) -> int:
+    """Into how many a sequence is cut where a pass of the same kernel has to summarise them first: from four on, since
+    the two passes and what joins them take as long as two to three segments."""
+    P = segments(blocks, int(problem.spans.lengths.max(initial=0)), resident_blocks(kernel, device))
+    return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
+
+
+def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
+    """Of how many heads the states are kept at once: no more bytes than the inputs have, in turns of equal size."""
+    most = max(1, max(inputs, KEPT) // max(1, bytes_of_a_head))
+    return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
+
+
 def split_columns(heads, V, longest, device) -> bool:
     """Whether two blocks of a cluster share a head's columns of V, and what producers make of it: where the card holds
     them all, and sequences need not be cut in more than two. gla's milliseconds so / in segments alone, with gates as
@@ -47,6 +61,11 @@ def parts(summary, heads, V, P, longest, final, device) -> int:
         return ceil_div(blocks * R, at_once) * (longest / P / R + PART_START)
 
     return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=time)
+
+
+def tf32_products(problem) -> int:
+    """Of how many products in tf32 a product of numbers is the sum: float16 ones are tf32 numbers."""
+    return 3 if problem.dtype == FLOAT32 and problem.precision == "float32" else 1
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:
