@@ -150,7 +150,7 @@ def segments(problem, device) -> int:
     N, H = problem.shape("N H")
     if not fits_hopper(problem, device, [x for name, x in problem.arrays.items() if name != "u"]):
         return 0
-    return tuning.segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
 def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = ()):
