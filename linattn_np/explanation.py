@@ -10,17 +10,24 @@ from typing import Any
 
 from .dispatch import backend_module, reasons_against, split_to_fit
 from .errors import NotSupported
+from .kernel_choice import KERNELS, choose_kernels
 from .ops import declaration
 from .problem import Problem
-from .typing import Array, Backend
+from .typing import Array, Backend, Kernels
 
 
 def explain(
-    op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", gradient: bool = False, **arguments: Any
+    op: Callable[..., Any],
+    *arrays: Array | None,
+    backend: Backend = "auto",
+    gradient: bool = False,
+    kernels: Kernels = "auto",
+    **arguments: Any,
 ) -> Explanation:
     """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
 
     With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes.
+    With ``kernels="portable"`` that of the kernels which every card has, on one that has its own for this call too.
 
     Example
     -------
@@ -32,7 +39,9 @@ def explain(
     declared = declaration(op, "explain")
     given = inspect.signature(op).bind(*arrays, **arguments).arguments  # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
-    return explain_problem(declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments), backend)
+    problem = declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments)
+    with choose_kernels(declared.one_of("kernels", kernels, KERNELS)):
+        return explain_problem(problem, backend)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike
 Layout: TypeAlias = Literal["bhtd", "bthd"]
 Mode: TypeAlias = Literal["auto", "recurrent", "chunk", "staged", "parallel"]
 Backend: TypeAlias = Literal["auto", "numpy", "cupy", "numba"]
+Kernels: TypeAlias = Literal["auto", "portable"]
 Integers: TypeAlias = Sequence[int] | np.ndarray  # on the host
 Result: TypeAlias = Any  # an array of the caller's library; its dtype may be another than that of the inputs
 State: TypeAlias = Any  # likewise; a pair of them for the normalised `linear_attention`

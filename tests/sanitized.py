@@ -28,6 +28,7 @@ from linattn_np.declarations import (
     SOFTMAX_ATTENTION,
 )
 from linattn_np.declarations import RWKV6 as RWKV6_OP
+from linattn_np.kernel_choice import choose_kernels
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
@@ -177,10 +178,6 @@ def calls(rng, run, as_older, as_filled, device):
     )
 
 
-class Older(devices.CupyDevice):
-    capability = 80
-
-
 class Filled(devices.CupyDevice):
     def empty(self, shape, dtype):
         return self.zeros(shape, dtype)
@@ -203,11 +200,8 @@ def main():
         return function(*map(there, arrays), **{name: there(x) for name, x in keywords.items()})
 
     def as_older(*call, **keywords):
-        device, kernels.DEVICE = kernels.DEVICE, Older()
-        try:
+        with choose_kernels("portable"):
             return run(*call, **keywords)
-        finally:
-            kernels.DEVICE = device
 
     def as_filled(function, *arguments, **keywords):
         """initcheck does not see what tensor stores write, which in these calls other kernels read."""

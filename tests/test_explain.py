@@ -7,7 +7,9 @@ from reference import draw, same_bits
 
 from linattn_np import ContractError, explain, gla, rwkv6
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends import cupy
 from linattn_np.backends.cupy import instances
+from linattn_np.kernel_choice import choose_kernels
 from linattn_np.ops import OPS
 
 SIZES = {"B": 1, "H": 2, "T": 40, "K": 8, "V": 6, "N": 1}
@@ -114,6 +116,36 @@ def test_hopper_has_a_kernel_of_its_own(device):
         (kernel,) = plan.kernels
         assert type(kernel) is cls and "segments" not in plan.tiles
         assert plan.tiles["BV"] == kernel.BV
+
+
+def test_the_portable_kernels_are_chosen_for_a_while(monkeypatch):
+    """And a pullback keeps those of its forward pass."""
+    hopper = planned.Noting(90)
+    monkeypatch.setattr(cupy, "DEVICE", hopper)
+    monkeypatch.setattr(cupy, "at_home", lambda problem, function, *arguments: arguments[2])
+    with choose_kernels("portable"):
+        assert cupy.chosen_device().capability == 80
+        pull = cupy.pull_of(next(iter(OPS)).bind(draw(next(iter(OPS)), np.random.default_rng(0), SIZES)), ())
+    assert cupy.chosen_device() is hopper
+    assert pull(None, None) is cupy.PORTABLE
+
+
+def test_kernels_that_nobody_has():
+    arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES)
+    assert explain(gla, *arrays, kernels="portable").backend == "numpy"
+    with pytest.raises(ContractError, match="gla: kernels is 'hopper', expected one of 'auto', 'portable'"):
+        explain(gla, *arrays, kernels="hopper")
+    with pytest.raises(ValueError, match="kernels is 'hopper'"), choose_kernels("hopper"):
+        pass
+
+
+def test_portable_kernels_on_the_card(card):
+    """Not one that is the card's own."""
+    if card.name == "cupy":
+        arrays = [card.asarray(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), SIXTEEN, BFLOAT16)]
+        for gradient in (False, True):
+            found = card.run(explain, gla, *arrays, gradient=gradient, kernels="portable")
+            assert not any("sm90" in kernel for kernel in found.kernels)
 
 
 def test_on_the_card(card):

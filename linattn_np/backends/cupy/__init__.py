@@ -30,8 +30,9 @@ from ...declarations import (
     SIMPLE_GLA,
     SOFTMAX_ATTENTION,
 )
+from ...kernel_choice import portable
 from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
-from .device import CupyDevice
+from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, contiguous
 
 PLANNERS = dict.fromkeys(GATED, gated) | {
@@ -50,8 +51,12 @@ PLANNERS = dict.fromkeys(GATED, gated) | {
     INTRA_CHUNK_BONUS: stages,
     COMBINE: stages,
 }
-DEVICE = CupyDevice()
-LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
+DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)
+
+
+def chosen_device() -> CupyDevice:
+    """Where the kernels that were asked for are planned and launched."""
+    return PORTABLE if portable() else DEVICE
 
 
 # -- which problems ----------------------------------------------------------------------------------------------------
@@ -90,12 +95,12 @@ def too_old(device: int) -> str | None:
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 def run(problem):
-    return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)[0]
+    return at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device())[0]
 
 
 def vjp(problem):
     """((o, final state parts or None), pull); one backward serves every mode."""
-    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE)
+    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device())
     return result, pull_of(problem, saved)
 
 
@@ -105,8 +110,8 @@ def pullback(problem):
 
 
 def pull_of(problem, saved):
-    planner = PLANNERS[problem.op]
-    return lambda do, dht: at_home(problem, execute.pull, planner, problem, DEVICE, do, dht, saved)
+    planner, here = PLANNERS[problem.op], chosen_device()
+    return lambda do, dht: at_home(problem, execute.pull, planner, problem, here, do, dht, saved)
 
 
 def at_home(problem, function, *arguments):
@@ -131,7 +136,7 @@ def plan_of(problem, device) -> Plan:
 
 
 def describe(problem, bytes_moved) -> dict:
-    plan, bandwidth = at_home(problem, plan_of, problem, DEVICE), peak_bandwidth(ordinal(problem))
+    plan, bandwidth = at_home(problem, plan_of, problem, chosen_device()), peak_bandwidth(ordinal(problem))
     return {
         "mode": plan.mode,
         "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plan.kernels),
