@@ -43,7 +43,9 @@ def shares(kernels):
 
 # Bytes that the worst instance of a kernel stores and loads for want of registers; all others spill nothing. Half the
 # heads of trained models were computed twice before there were these: their registers hold one path for every gate.
-SPILLED = {"gated/sm90/backward_queries": 712, "gated/sm90/backward_keys": 288}
+# The forward kernel of every card has 128 registers a thread, so that two blocks share a multiprocessor: 0.91 ms for
+# 1.04 at 4,4096,64,128 on an H200.
+SPILLED = {"gated/sm90/backward_queries": 712, "gated/sm90/backward_keys": 288, "gated/forward": 180}
 
 
 @pytest.mark.parametrize("file, target", KERNELS)

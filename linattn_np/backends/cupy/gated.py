@@ -1,9 +1,11 @@
 """The gated family: recurrences with a gate for every channel. One pass on every card, and Hopper's own.
 
-Hopper's kernel may cut sequences; `tuning` says how. Nothing here knows of gates that channels share.
+Both may cut sequences; `tuning` says how. Nothing here knows of gates that channels share.
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 from ...contract import CHUNK, SUB_CHUNK
 from . import gated_vjp, stages, tuning
@@ -14,17 +16,17 @@ from .instances import (
     PANEL,
     SEGMENT_STATE,
     SINGLE_PASS,
+    SPLIT_CHANNELS,
     TILES,
     GatedForward,
     GatedForwardSm90,
     Recurrent,
     ScanSegments,
     channels,
-    columns,
     read_order,
 )
 from .kernel import CTYPES
-from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, mappable_in_rows
+from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, mappable_in_rows
 
 MODES = ("auto", "recurrent", "chunk", "staged")
 plan_vjp = gated_vjp.plan_vjp
@@ -38,7 +40,7 @@ def unsupported(problem) -> str | None:
         return f"no mode {problem.mode!r}; it has {', '.join(map(repr, MODES))}"
     if mode_of(problem) == "chunk" and problem.materialize:
         return "mode 'chunk' is one pass that keeps no chunk's state; mode 'staged' keeps them"
-    if problem.sizes["K"] > CHANNELS[-1]:
+    if problem.sizes["K"] > CHANNELS[-1] and (problem.gradient or mode_of(problem) != "chunk"):
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     return gated_vjp.unsupported(problem)
 
@@ -60,7 +62,7 @@ def plan(problem, device):
     elif on_hopper(problem, device):
         tiles = OnHopper(draft, problem, device, draft.inputs(problem), o).run(final)
     else:
-        tiles = one_pass(draft, problem, o, final)
+        tiles = OnEveryCard(draft, problem, device, draft.inputs(problem), o).run(final)
     return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
 
 
@@ -72,32 +74,15 @@ def read_by_tiles(problem) -> list:
 
 def on_hopper(problem, device) -> bool:
     """Whether Hopper's own kernel can compute a problem."""
-    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_in_rows(read_by_tiles(problem))
+    return has_hoppers(problem, device) and mappable_in_rows(read_by_tiles(problem))
 
 
-# -- for every card ----------------------------------------------------------------------------------------------------
-def one_pass(draft, problem, o, final):
-    q, k, v, g = draft.inputs(problem)
-    N, H, K, V = problem.shape("N H K V")
-    kernel = GatedForward(read_order(problem.op), problem.dtype, g.dtype, channels(K), columns(V))
-    draft.launch(
-        kernel,
-        N * H * ceil_div(V, kernel.BV),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        o=o,
-        u=draft.bonus(problem),
-        initial=draft.initial(problem),
-        final=final,
-        shape=draft.shape(problem),
-        scale=problem.scale,
-        vectors=aligned16_in_rows(read_by_tiles(problem)),
-    )
-    return kernel.tiles
+def has_hoppers(problem, device) -> bool:
+    """Whether there is an instance of Hopper's own kernel for a problem on a device: two blocks' channels at most."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
 
 
+# -- token by token, and in stages -------------------------------------------------------------------------------------
 def recurrent(draft, problem, o, final):
     q, k, v, g = draft.inputs(problem)
     N, H, K, V = problem.shape("N H K V")
@@ -134,14 +119,116 @@ def staged(draft, problem, o, final):
     return {"BK": channels(K), "BV": stages.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
 
 
-# -- Hopper's own ------------------------------------------------------------------------------------------------------
-class OnHopper:
-    """The forward pass by Hopper's kernel, whose sequences are whole or in segments."""
+# -- in one pass -------------------------------------------------------------------------------------------------------
+class OnePass:
+    """The forward pass by one kernel, whose sequences are whole or in segments. Subclasses say which and launch it."""
 
     def __init__(self, draft, problem, device, arrays, o):
         self.draft, self.problem, self.device = draft, problem, device
         (self.q, self.k, self.v, self.g), self.o = arrays, o
         self.u = draft.bonus(problem)
+
+    schedule = SINGLE_PASS  # that of uncut sequences
+
+    def kernel(self, schedule):
+        """The instance that computes the problem by a schedule."""
+        raise NotImplementedError
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        """On the sequences or segments that `shape` names, from `channel` on."""
+        raise NotImplementedError
+
+    def run(self, final) -> dict:
+        """Everything from the caller's arrays to `o` and `final`; the sizes of what runs."""
+        problem, whole = self.problem, self.kernel(self.schedule)
+        N, H, V = problem.shape("N H V")
+        initial, longest = self.draft.initial(problem), int(problem.spans.lengths.max())
+        blocks = N * H * tuning.grid(whole, V)
+        P = tuning.segments(blocks, longest, tuning.resident_blocks(whole, self.device))
+        if P == 1:
+            self.launches(whole, self.draft.shape(problem), initial, final)
+            return whole.tiles
+        self.in_segments(whole, P, initial, final)
+        return whole.tiles | {"segments": P}
+
+    def in_segments(self, whole, P, initial, final):
+        """What each part of P segments leaves behind, then the states between segments, then all segments at once."""
+        draft, problem, summary = self.draft, self.problem, self.kernel(SEGMENT_STATE)
+        N, H, K, V = problem.shape("N H K V")
+        R = tuning.parts(summary, N * H, V, P, int(problem.spans.lengths.max()), final is not None, self.device)
+        segments = problem.spans.segments(P, whole.CHUNK)
+        left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
+        starts, shape = draft.empty((N * P, H, K, V), FLOAT32), draft.shape(problem, segments)
+        parts = draft.shape(problem, segments.segments(R, whole.CHUNK)) if R > 1 else shape
+        self.launches(summary, parts, None, left, decays=decays, of=P * R, needed=(P - (final is None)) * R)
+        scan = ScanSegments.fitting(V)
+        draft.launch(
+            scan,
+            N * H * ceil_div(K * V, scan.width * scan.threads),
+            left=left,
+            decays=decays,
+            initial=initial,
+            starts=starts,
+            final=final,
+            P=P,
+            R=R,
+            H=H,
+            K=K,
+            V=V,
+        )
+        self.launches(whole, shape, starts, None)
+
+    def launches(self, kernel, *args, **more):
+        """One for all channels that the kernel takes at once."""
+        for channel in range(0, self.problem.sizes["K"], kernel.channels):
+            self.launch(kernel, *args, channel=channel, **more)
+
+
+class OnEveryCard(OnePass):
+    """By the kernel of every card. More channels than it has are more launches, whose outputs add up."""
+
+    @property
+    def schedule(self):
+        return SPLIT_CHANNELS if self.problem.sizes["K"] > TILES[-1] else SINGLE_PASS
+
+    def kernel(self, schedule):
+        K, V = self.problem.shape("K V")
+        order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(self.problem.op)
+        dtype, gate, shared = self.problem.dtype, self.g.dtype, self.device.shared_per_block
+        return GatedForward.fitting(order, schedule, dtype, gate, tuning.tf32_products(dtype), K, V, shared)
+
+    @cached_property
+    def sums(self):
+        """What outputs are of the channels so far."""
+        split = self.schedule == SPLIT_CHANNELS
+        return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        B, H, V = self.problem.shape("B H V")
+        self.draft.launch(
+            kernel,
+            B * H * shape.count * tuning.grid(kernel, V),
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            g=self.g,
+            o=self.o,
+            u=self.u,
+            initial=initial,
+            final=final,
+            shape=shape,
+            scale=self.problem.scale,
+            sums=self.sums,
+            decays=decays,
+            channel=channel,
+            of=of,
+            needed=needed,
+            bytes=common_bytes(self.q, self.k, self.v, self.g, self.o),
+        )
+
+
+class OnHopper(OnePass):
+    """By Hopper's own kernel."""
 
     def kernel(self, schedule):
         N, H, K, V = self.problem.shape("N H K V")
@@ -167,49 +254,6 @@ class OnHopper:
     def split_columns(self) -> bool:
         N, H, V = self.problem.shape("N H V")
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device)
-
-    def run(self, final) -> dict:
-        """Everything from the caller's arrays to `o` and `final`; the sizes of what runs."""
-        problem, whole = self.problem, self.kernel(self.schedule)
-        N, H, V = problem.shape("N H V")
-        initial, longest = self.draft.initial(problem), int(problem.spans.lengths.max())
-        blocks = N * H * tuning.grid(whole, V)
-        P = tuning.segments(blocks, longest, tuning.resident_blocks(whole, self.device))
-        if P == 1:
-            self.launch(whole, self.draft.shape(problem), initial, final)
-            return whole.tiles
-        self.in_segments(whole, P, initial, final)
-        return whole.tiles | {"segments": P}
-
-    def in_segments(self, whole, P, initial, final):
-        """What each part of P segments leaves behind, then the states between segments, then all segments at once."""
-        draft, problem, summary = self.draft, self.problem, self.kernel(SEGMENT_STATE)
-        N, H, K, V = problem.shape("N H K V")
-        R = tuning.parts(summary, N * H, V, P, int(problem.spans.lengths.max()), final is not None, self.device)
-        segments = problem.spans.segments(P, whole.CHUNK)
-        left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
-        starts, shape = draft.empty((N * P, H, K, V), FLOAT32), draft.shape(problem, segments)
-        parts = draft.shape(problem, segments.segments(R, GatedForwardSm90.CHUNK)) if R > 1 else shape
-        for channel in range(0, K, TILES[-1]):
-            self.launch(
-                summary, parts, None, left, decays=decays, channel=channel, of=P * R, needed=(P - (final is None)) * R
-            )
-        scan = ScanSegments()
-        draft.launch(
-            scan,
-            N * H * ceil_div(K * V, 4 * scan.threads),
-            left=left,
-            decays=decays,
-            initial=initial,
-            starts=starts,
-            final=final,
-            P=P,
-            R=R,
-            H=H,
-            K=K,
-            V=V,
-        )
-        self.launch(whole, shape, starts, None)
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""

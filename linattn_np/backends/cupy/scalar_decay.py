@@ -256,7 +256,7 @@ def plan_gla(draft, gla, device, reason):
 def reads_gate_in_place(gla, device) -> bool:
     """Whether a Hopper kernel takes the problem with its gate as it is."""
     arrays = [gla[name] for name in "qkv"] + ([] if gla.out is None else [gla.out])
-    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_in_rows(arrays)
+    return gated.has_hoppers(gla, device) and mappable_in_rows(arrays)
 
 
 def sums_are_enough(gla) -> bool:

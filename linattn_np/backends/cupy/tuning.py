@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .instances import PANEL, TILES, WeightedSums
-from .plan import ceil_div
+from .plan import FLOAT32, ceil_div
 
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 SEGMENT = 128  # tokens that are worth a pass of their own
@@ -47,6 +47,11 @@ def parts(summary, heads, V, P, longest, final, device) -> int:
         return ceil_div(blocks * R, at_once) * (longest / P / R + PART_START)
 
     return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=time)
+
+
+def tf32_products(dtype) -> int:
+    """Of how many products in tf32 a product of numbers is the sum: float16 ones are tf32 numbers."""
+    return 3 if dtype == FLOAT32 else 1
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:
