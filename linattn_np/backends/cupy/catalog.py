@@ -40,12 +40,18 @@ def kernels():
 
 
 def on_every_card():
+    for (T, G), (K, V) in product(GATES, WIDTHS):
+        for products in (1, 3) if T == SINGLE else (1,):
+            instance = T, G, products, K, V, 227 * 1024
+            for order in READ_ORDERS:
+                yield gated.GatedForward.fitting(order, gated.SINGLE_PASS, *instance)
+                if K == gated.TILES[-1]:
+                    yield gated.GatedForward.fitting(order, gated.SPLIT_CHANNELS, *instance)
+            yield gated.GatedForward.fitting("AfterWrite", gated.SEGMENT_STATE, *instance)
     for (T, G), order in product(GATES, READ_ORDERS):
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)
-            for BV in gated.COLUMNS:
-                yield gated.GatedForward(order, T, G, size, BV)
         exact = T == SINGLE or (order == "AfterWrite" and G == SINGLE)  # half data under a scalar decay
         for products in (1, 3) if exact else (1,):
             yield gated.GatedBackwardStates(order, T, G, products)
@@ -60,7 +66,8 @@ def on_every_card():
         yield stages.Combine(T)
         for order in READ_ORDERS:
             yield stages.GatedQk(order, T)
-    yield gated.ScanSegments()
+    for width in (1, 4):
+        yield gated.ScanSegments(width)
     yield gated.ScanBothWays()
 
 

@@ -292,7 +292,7 @@ def forward_on_hopper(draft, gla, device, o):
 def reads_gate_in_place(gla, device) -> bool:
     """Whether a Hopper kernel takes the problem with its gate as it is."""
     arrays = [gla[name] for name in "qkv"] + ([] if gla.out is None else [gla.out])
-    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_once_copied(arrays)
+    return gated.has_hoppers(gla, device) and mappable_once_copied(arrays)
 
 
 def sums_are_enough(gla) -> bool:
