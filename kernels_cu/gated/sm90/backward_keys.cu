@@ -189,13 +189,13 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     for (int n = 0; n < SUBCHUNKS; ++n) {
       const auto value = [&](int j, float x) {
         if (ReadOrder::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
-        return j < i || (j == i && !ReadOrder::reads_before_write) ? pair_value(scale * x) : 0.f;
+        return j < i || (j == i && !ReadOrder::reads_before_write) ? pair_value(CUT * scale * x) : 0.f;
       };
       const int j = 8 * n + 2 * (lane & 3);
       const float2 two = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};
       if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = two;
     }
-    put_read_tile<T, BV>(s.read, in.v, threadIdx.x % 128, 128);
+    put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
@@ -333,7 +333,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest)) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
     Values from_state;
-    start_read<BV>(from_state, C, s.read);
+    u32 columns[BV / 8 / SUBCHUNKS][4];
 
     Chunk dk, dg, far;
     SubChunkDecays decays;
@@ -344,6 +344,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     float scores[8] = {};  // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
+      read_part<BV>(from_state, columns, C, s.read, n);
       SubChunk within, keys_within, near_queries, near, sum = {};
       float present[4] = {}, own[2];
       if (ReadOrder::reads_before_write)
@@ -362,6 +363,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
     }
     if (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
+    wgmma_wait<0>();
+    wgmma_keep(from_state);
     __syncwarp();  // else all is made at once: there are no registers for that
     decays_of(decays, gates);
     decays_from_start(far, gates, counts);
@@ -372,8 +375,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    wgmma_wait<0>();
-    wgmma_keep(from_state);
     fence_async();
     barrier_arrive(s.operands);  // and v for C has been read
 
@@ -405,7 +406,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       }
     });
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
-    sum_tokens<false>(dg, before);
+    sum_tokens<false, false>(dg, before);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       before[h] = decays.all(h) < FORGOTTEN ? 0.f : end[h] - before[h];
