@@ -354,7 +354,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
     @property
     def shared_bytes(self):
         BK, BV = self.BK, self.BV
-        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 33 * BK // 16 + 40
+        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 34 * BK // 16 + 8 * BK + 48
         return self.ring(2, 2, 2, 2, 32 * 32 * 4, rest)
 
 
