@@ -166,7 +166,8 @@ class OnHopper:
 
     def split_columns(self) -> bool:
         N, H, V = self.problem.shape("N H V")
-        return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device)
+        kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
+        return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
     def run(self, final) -> dict:
         """Everything from the caller's arrays to `o` and `final`; the sizes of what runs."""
