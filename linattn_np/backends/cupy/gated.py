@@ -306,7 +306,8 @@ class OnHopper(OnePass):
 
     def split_columns(self) -> bool:
         N, H, V = self.problem.shape("N H V")
-        return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device)
+        kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
+        return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""
