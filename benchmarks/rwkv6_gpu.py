@@ -30,6 +30,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE, TWIN = {"L": 24, "D": 2048}, {"L": 3, "D": 512, "V": 1024}
 STEPS = 10  # a sample of decoding
 PREFILL = 2048
+PROMPTS = [512], [PREFILL], [8192], np.random.default_rng(2).integers(16, 96, 64).tolist()
 PROMPT = list(range(1000, 1040))  # whose last logits are compared
 
 
@@ -129,13 +130,34 @@ def measure(weights, exact, args, bandwidth, twins):
     forward_ms = median_ms(lambda: [model.forward(token, state, last=True) for _ in range(STEPS)], args.runs) / STEPS
     print(f"RWKV6.forward of a token, the token from the host: {forward_ms:.3f} ms")
     free()
-    tokens = np.random.default_rng(1).integers(0, model.sizes["V"], (1, PREFILL))
-    ms = median_ms(lambda: model.forward(tokens, last=True), args.runs // 5)
-    prefill = {"tokens": PREFILL, "ms": ms, "tokens_per_s": PREFILL / ms * 1e3, "memory_gb": pool.total_bytes() / 1e9}
-    print("prefill of {tokens}: {ms:.2f} ms, {tokens_per_s:.0f} tokens/s, {memory_gb:.2f} GB".format(**prefill))
+    prompts = []
+    for lengths in PROMPTS:
+        prompts.append(prompt(model, lengths, args.runs // 5) | {"memory_gb": pool.total_bytes() / 1e9})
+        print(
+            "{prompts} prompts of {tokens} tokens: {ms:.2f} ms ({least:.2f} to {most:.2f}), {tokens_per_s:.0f} "
+            "tokens/s, {memory_gb:.2f} GB".format(**prompts[-1])
+        )
+        free()
+    prefill = next(row for row in prompts if (row["prompts"], row["tokens"]) == (1, PREFILL))
     error = relative_error(model.forward([PROMPT], last=True)[0].get()[0], exact)
     print(f"relative error of the logits after {len(PROMPT)} tokens, against float32: {error:.1e}", flush=True)
-    return {"rows": rows, "forward_ms": forward_ms, "prefill": prefill, "error": error}
+    return {"rows": rows, "forward_ms": forward_ms, "prefill": prefill, "prompts": prompts, "error": error}
+
+
+def prompt(model, lengths, runs):
+    """Packed prompts of these lengths."""
+    bounds = np.cumsum([0, *lengths])
+    tokens = np.random.default_rng(1).integers(0, model.sizes["V"], (1, bounds[-1]))
+    times = times_ms(lambda: model.forward(tokens, cu_seqlens=bounds, last=True), runs)
+    ms = statistics.median(times)
+    return {
+        "prompts": len(lengths),
+        "tokens": int(bounds[-1]),
+        "ms": ms,
+        "least": min(times),
+        "most": max(times),
+        "tokens_per_s": bounds[-1] / ms * 1e3,
+    }
 
 
 def decode(decoder, runs, bandwidth):
@@ -334,7 +356,11 @@ def free():
 
 
 def median_ms(call, runs):
-    """Median milliseconds of a call between GPU events, after three that do not count."""
+    return statistics.median(times_ms(call, runs))
+
+
+def times_ms(call, runs):
+    """Milliseconds of calls between GPU events, after three that do not count."""
     for _ in range(3):
         call()
     times = []
@@ -345,7 +371,7 @@ def median_ms(call, runs):
         stop.record()
         stop.synchronize()
         times.append(cupy.cuda.get_elapsed_time(start, stop))
-    return statistics.median(times)
+    return times
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from . import layers, stages
 from .autodiff import vjp
 from .doubts import LinattnWarning
 from .errors import ContractError, ContractTypeError, NotSupported
-from .explanation import Explanation, explain
+from .explanation import Explanation, explain, warm_up
 from .ops import OPS, gla, gla_step, linear_attention, retention, rwkv6, rwkv6_step, simple_gla, softmax_attention
 from .precisions import precision
 
@@ -20,6 +20,7 @@ __all__ = [
     "rwkv6_step",
     "vjp",
     "explain",
+    "warm_up",
     "precision",
     "layers",
     "stages",

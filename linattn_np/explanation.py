@@ -29,10 +29,39 @@ def explain(
     >>> linattn_np.explain(linattn_np.gla, q, k, v, g).backend
     'numpy'
     """
-    declared = declaration(op, "explain")
+    return explain_problem(problem_of("explain", op, arrays, gradient, arguments), backend)
+
+
+def warm_up(
+    op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", gradient: bool = False, **arguments: Any
+) -> None:
+    """Compiles and loads what ``op(*arrays, **arguments)`` runs, without running it: for servers, before a first call.
+
+    With `gradient` what ``vjp(op, *arrays, **arguments)`` and its pullback run, too. What is compiled depends on
+    dtypes, on options and on K and V, seldom on other sizes, and not on values. CuPy's kernels are compiled side by
+    side; NumPy has nothing to compile, and Numba compiles at a first call. Errors are those of the call. Models have
+    a `warm_up` of their own.
+
+    Example
+    -------
+    >>> import numpy as np, linattn_np
+    >>> q = k = v = g = np.zeros((1, 2, 64, 16), np.float32)
+    >>> linattn_np.warm_up(linattn_np.gla, q, k, v, g, gradient=True)
+    """
+    problem = problem_of("warm_up", op, arrays, gradient, arguments)
+    name, parts = split_to_fit(problem, backend)
+    prepare = getattr(backend_module(name), "warm_up", None)
+    if prepare is not None:
+        for part in parts:
+            prepare(part)
+
+
+def problem_of(who: str, op, arrays, gradient, arguments) -> Problem:
+    """The call that a function is asked about, checked as the call itself would be."""
+    declared = declaration(op, who)
     given = inspect.signature(op).bind(*arrays, **arguments).arguments  # an unknown keyword is Python's TypeError
     declared, arrays, arguments = declared.taken_apart(given)
-    return explain_problem(declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments), backend)
+    return declared.bind(arrays, gradient=declared.flag("gradient", gradient), **arguments)
 
 
 @dataclass(frozen=True)

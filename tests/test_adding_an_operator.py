@@ -84,4 +84,4 @@ def test_a_member_of_the_gated_family_costs_two_files_and_two_lines(tmp_path):
     program = USE.format(tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=None)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["gated_backward_queries", "gated_backward_keys", "gated_backward_values"]
+    assert json.loads(done.stdout) == ["gated_backward_states", "gated_backward_channels", "gated_backward_values"]

@@ -217,6 +217,13 @@ def test_wgmma_of_a_transposed_tile(hopper, rng, kind, columns):
     np.testing.assert_allclose(got, product(a, b), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_wgmma_of_two_tiles(hopper, rng, kind):
+    a, b = (rng.standard_normal((rows, 64)).astype(PRODUCTS[kind]) for rows in (64, 32))
+    got = run_warpgroup(hopper, f"TilesProduct<{kind}>", words(a, b), (64, 32), np.float32, n=b.nbytes // 4)
+    np.testing.assert_allclose(got, product(a, b.T), rtol=1e-5, atol=1e-4)
+
+
 def test_wgmma_groups_are_waited_for_in_turn(hopper, rng):
     a, b = (rng.standard_normal((rows, 64)).astype(ml_dtypes.bfloat16) for rows in (64, 32))
     first, second = run_warpgroup(hopper, "Groups", words(a, b), (2, 64, 32), np.float32, n=b.nbytes // 4)

@@ -5,8 +5,9 @@ import planned
 import pytest
 from reference import draw, same_bits
 
-from linattn_np import ContractError, explain, gla, rwkv6
+from linattn_np import ContractError, explain, gla, rwkv6, warm_up
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends import cupy
 from linattn_np.backends.cupy import instances
 from linattn_np.ops import OPS
 
@@ -156,3 +157,37 @@ def test_device_arrays_go_to_cupy_first(card):
     assert explain(rwkv6, *arrays).backend == "cupy"
     quadratic = explain(rwkv6, *arrays, mode="parallel")
     assert quadratic.backend is None and set(quadratic.reasons) == {"numpy", "cupy", "numba"}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in ("gla", "rwkv6", "simple_gla")], ids=lambda op: op.name)
+def test_what_is_warmed_up_is_what_runs(op, dtype):
+    device, arrays = planned.Noting(90), draw(op, np.random.default_rng(0), SIZES | {"K": 16, "V": 16}, dtype)
+    problem = op.bind(arrays, gradient=True)
+    found = cupy.kernels_of(problem, device)
+    assert not device.launched and not device.made
+    result, saved = cupy.execute.run(cupy.PLANNERS[op], problem.replace(memo=None), device)
+    planned.pull(problem, device, np.ones_like(result[0]), None, saved)
+    assert set(found) == set(device.launched)
+
+
+def test_warming_up_checks_the_call_and_changes_nothing():
+    arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES, np.float32)
+    before = [x.copy() for x in arrays]
+    assert warm_up(gla, *arrays, gradient=True) is None
+    assert all(same_bits(x, copy) for x, copy in zip(arrays, before))
+    with pytest.raises(ContractError, match="gla: k has T=39"):
+        warm_up(gla, arrays[0], arrays[1][:, :, 1:], *arrays[2:])
+    with pytest.raises(TypeError, match="warm_up"):
+        warm_up(print, *arrays)
+
+
+def test_a_first_gradient_compiles_both_ways_at_once(monkeypatch):
+    device, compiled = planned.Noting(90), []
+    monkeypatch.setattr(device, "compile", compiled.append)
+    for _ in range(2):
+        arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES, np.float32)
+        problem = next(iter(OPS)).bind(arrays, gradient=True)
+        cupy.compile_pullback(problem, device)
+    assert len(compiled) == 1 and {kernel.name for kernel in compiled[0]} >= {"gated_backward_queries"}
+    assert not device.launched and not device.made

@@ -56,7 +56,7 @@ CASES = {
     "H0": Case(H=0),
     **{
         f"K{K}-V{V}": Case(T=18, K=K, V=V, H=1)
-        for K, V in ((1, 1), (8, 16), (60, 100), (128, 64), (64, 256), (256, 100))
+        for K, V in ((1, 1), (8, 16), (60, 100), (128, 64), (64, 256), (256, 100), (96, 320))
     },
     **{
         f"K{K}-V{V}-{dtype}": Case(T=40, K=K, V=V, H=1, dtype=dtype)
@@ -225,10 +225,29 @@ def test_hopper_computes_a_head_once(op, dtype):
 @pytest.mark.parametrize("length", [1024, 1025, 2100])
 def test_states_are_kept_in_long_sequences(op, backend, length, rng, monkeypatch):
     """Uncut: the gate's gradient goes on from the states that the first sweep keeps, in packed sequences too."""
-    monkeypatch.setattr(tuning, "segments", lambda *_: 1)
+    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 1)
     call = Call(op, Case(lengths=(40, length, 7), K=16, V=16, H=1, dtype="bfloat16", gate="weak"), rng)
     _, found = call.on(backend)
     call.assert_close("kept", found, call.exact[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("K, V", [(300, 36), (36, 300), (257, 5), (5, 257), (512, 512)])
+def test_any_channels_and_columns(op, K, V, dtype, rng):
+    """By tiles of both, whatever the forward pass takes."""
+    call = Call(op, Case(T=66, K=K, V=V, H=1, dtype=dtype), rng)
+    call.rows, arrays, initial = Kernels.gradient_rows, call.arrays, call.options["initial_state"]
+    problem = call.op.bind(arrays, gradient=True, initial_state=initial)
+    found, start = planned.pull(problem, EmulatedDevice(80), call.do, (call.dht,))
+    call.assert_close(f"K={K}, V={V}", [*found, *start], call.exact[1])
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_heads_take_turns_where_their_states_are_large(op, backend, turn, rng, monkeypatch):
+    monkeypatch.setattr(tuning, "heads_at_once", lambda *_: turn)
+    call = Call(op, Case(T=150, H=3, B=2), rng)
+    _, found = call.on(backend)
+    call.assert_close(f"{turn} of three heads at once", found, call.exact[1])
 
 
 @pytest.mark.parametrize("gate", ["logsigmoid", "zero", "spikes-40", "some-inf", "all-20"])
@@ -383,18 +402,18 @@ def test_explain_speaks_of_the_pullback(backend, rng):
         pytest.skip("explain asks a card for its bandwidth")
     arrays = [backend.asarray(x) for x in draw(GLA, rng, CASES["kept"].sizes, np.float32)]
     forward, backward = (backend.run(explain, gla, *arrays, gradient=asked) for asked in (False, True))
-    assert forward.scratch is None and backward.scratch == 4 * 3 * 64 * 64
+    chunks, both_directions = -(-530 // 64), 2
+    assert forward.scratch is None and backward.scratch == 4 * both_directions * chunks * 64 * 64
     assert backward.bytes == 2 * sum(x.nbytes for x in arrays) + arrays[2].nbytes
     assert [kernel.split(".cu")[0] for kernel in backward.kernels] == [
-        f"gated/backward_{what}" for what in ("queries", "keys", "values")
+        f"gated/backward_{what}" for what in ("states", "channels", "values")
     ]
-    assert backward.tiles["checkpoint every"] == 256 and "besides the gradients" in str(backward)
+    assert backward.tiles["chunk"] == 64 and "besides the gradients" in str(backward)
 
 
 def test_what_has_no_gradient_kernel_is_refused(backend, rng):
     sizes = {"B": 1, "H": 1, "T": 3, "K": 8, "V": 8, "N": 1}
     for wrong, dtype, reason in (
-        ({"V": 257}, np.float32, "V=257 is over 256, the columns its gradients"),
         ({"K": 257}, np.float32, "K=257 is over 256"),
         ({"K": 513}, np.float64, "K=513 is over 512 in float64"),
     ):

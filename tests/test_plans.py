@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from emulator import EmulatedDevice
 
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import arguments, catalog, execute, instances, rwkv6, stages
+from linattn_np.backends.cupy import device as devices
 from linattn_np.backends.cupy.plan import (
     Copy,
     Draft,
@@ -44,8 +47,8 @@ def test_instances_of_two_kernels_differ():
     """Also where their fields are the same."""
     every = list(catalog.kernels())
     assert len(set(every)) == len(every)
-    assert instances.GatedBackwardQueries("AfterWrite", SINGLE, SINGLE, 64) != instances.GatedBackwardKeys(
-        "AfterWrite", SINGLE, SINGLE, 64
+    assert instances.GatedBackwardStates("AfterWrite", SINGLE, SINGLE, 3) != instances.GatedBackwardChannels(
+        "AfterWrite", SINGLE, SINGLE, 3
     )
 
 
@@ -130,6 +133,40 @@ def test_an_argument_that_is_missing_or_too_many_is_refused():
     for wrong in ({"logits": 0, "tokens": 0}, {"logits": 0, "tokens": 0, "V": 1, "W": 1}):
         with pytest.raises(TypeError, match="rwkv6_argmax takes"):
             Draft().launch(kernel, 1, **wrong)
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def compiling(monkeypatch):
+    """`device.compiled` is the function that a test puts into the list."""
+    found = []
+    monkeypatch.setattr(devices, "LOADING", {})
+    monkeypatch.setattr(devices, "compilers", lambda pool=ThreadPoolExecutor(2): pool)
+    monkeypatch.setattr(devices, "current", lambda: 0)
+    monkeypatch.setattr(devices, "compiled", lambda kernel, device: found[-1](kernel))
+    return found
+
+
+def test_kernels_are_compiled_side_by_side_and_once(compiling):
+    both, done = Barrier(2), []
+    compiling.append(lambda kernel: (both.wait(20), done.append(kernel), kernel.name)[-1])
+    kernels, device = (rwkv6.Argmax(), rwkv6.GatedAdd()), devices.CupyDevice()
+    device.compile(kernels)
+    device.compile(kernels)
+    device.wait_for(kernels)
+    assert [devices.load(kernel, 0) for kernel in kernels] == [kernel.name for kernel in kernels]
+    assert set(done) == set(kernels) and len(done) == 2
+
+
+def test_a_kernel_that_failed_is_tried_again(compiling):
+    def failing(kernel):
+        raise RuntimeError("no memory")
+
+    compiling.append(failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        devices.load(rwkv6.Argmax(), 0)
+    compiling.append(lambda kernel: "loaded")
+    assert devices.load(rwkv6.Argmax(), 0) == "loaded"
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

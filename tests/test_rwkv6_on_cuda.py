@@ -294,3 +294,12 @@ def test_shifts_of_narrow_and_wide_rows(device, D, rng):
     mixed = xx + d * np.stack(maa)[:, None]
     for name, wanted in {"xx": xx, "d": d, "shift": xx[1:], "mixed": mixed}.items():
         np.testing.assert_allclose(host(arrays[name]), wanted, rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def test_warming_up_runs_what_is_asked_for(on_cuda, rng):
+    weights = synthetic(rng, SMALL)
+    model = on_cuda(weights)
+    model.warm_up(batches=(2, 9), prompt=5)
+    assert {2, 9} <= set(model.layers.steps) and len(model.layers.prompts) == 1
+    for tokens in ([[1, 2, 3]], [[4], [5]]):
+        close(host(model.forward(tokens)[0]), RWKV6(weights).forward(tokens)[0], 1e-5)

@@ -160,6 +160,24 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
 
 
 @pytest.mark.parametrize(
+    "blocks, longest, P",
+    [
+        (256, 4096, 1),  # two waves, nearly full
+        (96, 8192, 4),  # three full waves of a quarter, where one would leave 36 multiprocessors idle
+        (100, 8192, 1),  # four waves of a quarter would gain nothing
+        (140, 8192, 4),  # a wave of 8 blocks would take as long as one of 132
+        (64, 2048, 2),
+        (32, 16384, 4),
+        (16, 32768, 8),
+        (1, 1100, 8),  # no shorter than 128 tokens
+        (0, 0, 1),
+    ],
+)
+def test_segments_fill_the_waves_of_the_backward_sweeps(blocks, longest, P):
+    assert tuning.backward_segments(blocks, longest, H200.multiprocessors) == P
+
+
+@pytest.mark.parametrize(
     "heads, V, longest, split",
     [
         (64, 128, 2048, True),

@@ -1,122 +1,247 @@
-// what      GLA and RWKV-6 backward: dv, which is the forward backwards in time with k, q and do for q, k and v.
-// math      per sub-chunk of 16, C the gradient of its state after:
-//           dv = (k decayed) C + scale A^T do,   C <- diag(decay) C + scale (q decayed)^T do
-// shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K], dht [N, H, K, V] float32
-// grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
-// smem      SubChunk: the 16 tokens at hand as floats; Incoming: the 16 before them as they come from memory
-// barriers  four a sub-chunk: tiles arrived | spread | scores done | queries and keys decayed
-// numerics  C stays in float32 accumulators; products are tf32, three of them for float32 data (product.cuh)
+// what      GLA and RWKV-6 backward: dv of a chunk.
+// math      C the gradient of the state after the chunk of 64, A_ij = scale sum_k q_ik decay_ijk k_jk for j < i,
+//           A_ii = scale q_i . k_i  (RWKV-6: q_i . u k_i):   dv = (k decayed to the chunk's end) C + A^T do
+// shapes    q k g [B, H, T, K], do dv [B, H, T, V], u [H, K] float32; kept: as backward_states leaves it
+// grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
+// smem      32 channels at a time: q, k, g, and what products take of them; C; then do and A
+// barriers  two for every 32 channels: they have arrived | operands and C stand; then: A stands
+// numerics  products as fragment.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    K <= BK; BK of 64, 128, 256; BV of 64, 128
-#include "read_order.cuh"
-#include "product.cuh"
-#include "ptx.cuh"
-#include "state.cuh"
-#include "subchunk.cuh"
-#include "tensor.cuh"
+// limits    BV of 64, 128
+#include "backward.cuh"
 
-constexpr int LDA = SUB + 8;  // A is read transposed: rows 8 apart touch every bank once
+constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, do_;
   Rows<const G> g;
   Rows<T> dv;
-  const float *u, *dht;  // null where there is none
+  const float* u;  // null for GLA
+  const void* kept;
   Shape shape;
+  i64 first, heads;  // the heads at hand
   double scale;
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
 };
 
-template <typename T, typename G, int BK, int BV> struct alignas(16) Incoming {
-  T q[SUB * BK];    // [16, BK]
-  T k[SUB * BK];    // [16, BK]
-  G g[SUB * BK];    // [16, BK]
-  T do_[SUB * BV];  // [16, BV]
+template <typename T, typename G> struct Tokens {
+  T q[CHUNK * LD<T, CHANNELS>];  // [64, 32]
+  T k[CHUNK * LD<T, CHANNELS>];
+  G g[CHUNK * LD<G, CHANNELS>];
 };
 
-template <int BK, int BV> struct alignas(16) SubChunk {
-  float q[SUB * LD<BK>];    // [16, BK]
-  float k[SUB * LD<BK>];    // [16, BK]
-  float a[SUB * LD<BK>];    // [16, BK], decays
-  float do_[SUB * LD<BV>];  // [16, BV]
-  float A[SUB * LDA];       // [16, 16]
-  float carry[BK];          // the sub-chunk's whole decay
-  float u[BK];
+template <typename Stored> using Across = Stored[CHANNELS * LD<Stored, CHUNK>];  // [32, 64]: channel, token
+template <typename Stored> struct Operands {
+  Across<Stored> queries, keys;             // about the middle of their sub-chunks
+  Across<Stored> eights, quarters, halves;  // as they meet at borders of 8, 16 and 32 tokens
+  Across<Stored> ends;                      // keys decayed to the chunk's end
 };
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1) gated_backward_values(const Args<T, G> args) {
-  constexpr bool EXACT = sizeof(T) == 4;
-  constexpr int THREADS = 2 * BV;
-  SubChunk<BK, BV>& s = *reinterpret_cast<SubChunk<BK, BV>*>(dynamic_smem());
-  Incoming<T, G, BK, BV>& next = *reinterpret_cast<Incoming<T, G, BK, BV>*>(&s + 1);
-  const Shape& shape = args.shape;
-  const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
-  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
-  const Span span = tokens_of(shape, n % shape.count);
-  const i64 state_at = (n * shape.H + h) * shape.K * shape.V;
-  const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-
-  State<BK> C;  // transposed: a warp's rows are its columns of V
-  each<BK>(C, [&](float& x, int channel, int column) {
-    const bool there = args.dht && channel < shape.K && v_tile + column < shape.V;
-    x = there ? args.dht[state_at + channel * shape.V + v_tile + column] : 0.f;
-  });
-  if (ReadOrder::reads_before_write)
-    for (int c = threadIdx.x; c < BK; c += THREADS) s.u[c] = c < shape.K ? args.u[h * shape.K + c] : 0.f;
-
-  auto fetch = [&](i64 token) {
-    fetch_tile<SUB, BK, THREADS>(next.g, args.g, b, h, token, span.stop, 0, shape.K, args.vectors);
-    fetch_tile<SUB, BK, THREADS>(next.q, args.q, b, h, token, span.stop, 0, shape.K, args.vectors);
-    fetch_tile<SUB, BK, THREADS>(next.k, args.k, b, h, token, span.stop, 0, shape.K, args.vectors);
-    fetch_tile<SUB, BV, THREADS>(next.do_, args.do_, b, h, token, span.stop, v_tile, shape.V, args.vectors);
-    cp_async_commit();
+template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Shared {
+  using Stored = typename Math<T, PRODUCTS>::Stored;
+  union {
+    Tokens<T, G> tokens;
+    T do_[CHUNK * LD<T, BV>];  // [64, BV]
   };
-  auto same = [](float x) { return x; };
+  union {
+    Operands<Stored> operands;
+    Stored A[CHUNK * LD<Stored, CHUNK>];  // [64, 64]
+  };
+  Stored C[CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
+  float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
+};
 
-  const i64 last = span.start + (span.stop - span.start - 1) / SUB * SUB;
-  if (span.start < span.stop) fetch(last);
-  for (i64 token = last; token >= span.start && span.start < span.stop; token -= SUB) {
+// D += queries^T keys of 16 x 16 tokens over the channels at hand.
+template <class M, typename Stored>
+__device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
+  constexpr int LDT = LD<Stored, CHUNK>;
+  Left<M> a;
+  Right<M> b[2];
+  load_left<true>(a, queries + c * LDT, LDT);
+  load_right<false>(b, keys + c * LDT, LDT);
+  multiply(d, a, b);
+}
+
+// sums[tokens] += x summed over the warp's channels, of four sub-chunks from `first` on.
+__device__ __forceinline__ void sum_channels(float (&sums)[CHUNK], float2 (&x)[4], int first) {
+  const int g = threadIdx.x >> 2 & 7;
+  const auto from = [](float2 x, int lanes) {
+    return float2{__shfl_xor_sync(0xffffffffu, x.x, lanes), __shfl_xor_sync(0xffffffffu, x.y, lanes)};
+  };
+#pragma unroll
+  for (int half = 2; half > 0; half /= 2) {
+    const bool upper = g & half;
+#pragma unroll
+    for (int m = 0; m < half; ++m) x[m] = (upper ? x[m + half] : x[m]) + from(upper ? x[m] : x[m + half], 4 * half);
+  }
+  const float2 all = x[0] + from(x[0], 16);
+  float2& sum = *reinterpret_cast<float2*>(sums + 8 * g + 2 * (threadIdx.x & 3));
+  if ((g & 4) == first) sum = sum + all;
+}
+
+template <class ReadOrder, typename T, typename G, int PRODUCTS, int BV>
+__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 3 : 2)
+    gated_backward_values(const Args<T, G> args) {
+  using M = Math<T, PRODUCTS>;
+  using Stored = typename M::Stored;
+  constexpr int LDT = LD<Stored, CHUNK>, PIECE = 16 / sizeof(Stored);
+  Shared<T, G, PRODUCTS, BV>& s = *reinterpret_cast<Shared<T, G, PRODUCTS, BV>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 8 * warp;
+  const int v_tiles = int((shape.V + BV - 1) / BV), v_tile = blockIdx.x % v_tiles;
+  const u32 block = blockIdx.x / v_tiles, NC = u32(shape.NC), heads = u32(args.heads);
+  const int c = block % NC, h = int(args.first) + block / NC % heads, b = block / NC / heads;
+  const Span span = chunk_tokens(shape, c);
+  const bool vectors = args.vectors;
+
+  const auto fetch = [&](int n) {
+    const int channel = n * CHANNELS;
+    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.tokens.q, args.q, b, h, span.start, span.stop, channel, shape.K,
+                                                 vectors);
+    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.tokens.k, args.k, b, h, span.start, span.stop, channel, shape.K,
+                                                 vectors);
+    fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.tokens.g, args.g, b, h, span.start, span.stop, channel, shape.K,
+                                                 vectors);
+  };
+  const int tiles = int((shape.V + TILE - 1) / TILE), first = v_tile * (BV / TILE);
+  const Stored* kept =
+      static_cast<const Stored*>(args.kept) + tile_at(shape, heads, true, b, h - args.first, c, 0, first);
+  const auto fetch_state = [&](int n) {
+    constexpr int PART = CHANNELS * TILE;  // of a tile
+    const Stored* from = kept + (i64(n * CHANNELS / TILE) * tiles * TILE + n * CHANNELS % TILE) * TILE;
+#pragma unroll 1
+    for (int at = threadIdx.x * PIECE; at < BV / TILE * PART; at += THREADS * PIECE)
+      cp_async<16>(s.C + at, from + at / PART * (TILE * TILE) + at % PART, first + at / PART < tiles);
+  };
+
+  // the blocks of the lower triangle that a warp scores: on the diagonal, in the lower left quarter, and beside the
+  // diagonal; of that on the diagonal only its own sub-chunks' pairs come from `diagonal`
+  float dv[BV / 16][2][4] = {}, diagonal[2][4] = {}, eights[4] = {}, quarters[2][4] = {}, halves[2][4] = {};
+  const int half_row = 2 + (warp >> 1), half_column = warp & 1, quarter = 2 * warp;
+  *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
+  __syncwarp();  // the diagonal is zero
+  const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  fetch(0);
+  cp_async_commit();
+#pragma unroll 1
+  for (int n = 0; n < parts; ++n) {
     cp_async_wait<0>();
-    __syncthreads();  // the next tiles have arrived; the last ones may be overwritten
-    spread_tile<SUB, BK, LD<BK>, THREADS>(s.a, next.g, decay_of);
-    spread_tile<SUB, BK, LD<BK>, THREADS>(s.q, next.q, [&](float x) { return float(args.scale) * x; });
-    spread_tile<SUB, BK, LD<BK>, THREADS>(s.k, next.k, same);
-    spread_tile<SUB, BV, LD<BV>, THREADS>(s.do_, next.do_, same);
-    for (int c = threadIdx.x; c < BK; c += THREADS) s.carry[c] = 1.f;
-    __syncthreads();  // the tiles stand, the room for the next ones is free
-    if (token > span.start) fetch(token - SUB);
-    diagonal_scores<ReadOrder, BK, THREADS, LDA>(s.q, s.k, s.a, s.u, s.A);
-    __syncthreads();  // the scores stand, q and k may be overwritten
-    decay_queries<ReadOrder, BK, THREADS>(s.q, s.a);
-    decay_keys<BK, THREADS>(s.k, s.a, s.carry);
-    __syncthreads();  // the decayed q and k stand
-
-    float dv[2][4] = {};
-    read_state<Operand<EXACT, 4>, Operand<EXACT, 2>, LD<BK>, BK>(dv, C, s.k);
+    __syncthreads();  // these channels have arrived; the operands of the last ones, and their C, are read
+    fetch_state(n);
+    cp_async_commit();
+    {
+      const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
+        load_column(x, from + 8 * m * ld + strip, ld);
+      };
+      const int channel = n * CHANNELS + strip + g;
+      const float u =
+          ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
+      float all[SUBS];
+      float2 q[4], k[4], a[4], weights[4];
 #pragma unroll
-    for (int i = 0; i < SUB; i += 8) {
-      Operand<EXACT, 4> a;
-      Data<T, 2> b;
-      load_a_transposed(a, s.A + i * LDA, LDA);
+      for (int m = 0; m < SUBS; ++m) {
+        if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
+        all[m] = whole_decay(a[m % 4]);
+      }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        load_b(b, s.do_ + i * LD<BV> + 16 * warp + 8 * half, LD<BV>);
-        multiply(dv[half], a, b);
+      for (int m = 0; m < SUBS; ++m) {
+        if (m % 4 == 0) {
+          load(a, s.tokens.g, m, LD<G, CHANNELS>);
+          load(q, s.tokens.q, m, LD<T, CHANNELS>);
+          load(k, s.tokens.k, m, LD<T, CHANNELS>);
+        }
+        const float2 at_hand = decays_of(a[m % 4]), query = q[m % 4], token = k[m % 4];
+        weights[m % 4] = u * query * token;
+        const Decays<ReadOrder> decays(at_hand);
+        const Middle<ReadOrder> middle(at_hand);
+        const float2 start = decays.start * query, end = decays.end * token;
+        const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        put_pair(s.operands.queries + at, middle.queries * query);
+        put_pair(s.operands.keys + at, middle.keys * token);
+        put_pair(s.operands.eights + at, m % 2 ? start : end);
+        put_pair(s.operands.quarters + at,
+                 m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
+        put_pair(s.operands.halves + at,
+                 m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
+        put_pair(s.operands.ends + at, product_of(all, m + 1, SUBS) * end);
+        if (m % 4 == 3) sum_channels(s.own[warp], weights, m - 3);
       }
     }
-    each<BK>(C, [&](float& x, int channel, int) { x *= s.carry[channel]; });
-    write_state<Data<T, 4>, Operand<EXACT, 2>, LD<BV>, LD<BK>, BK>(C, s.do_ + 16 * warp, s.q);
+    cp_async_wait<0>();
+    __syncthreads();  // the operands stand, and C; the tokens are read
+    if (n + 1 < parts) {
+      fetch(n + 1);
+    } else {
+      fetch_rows<CHUNK, BV, LD<T, BV>>(s.do_, args.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
+    }
+    cp_async_commit();
+    const Operands<Stored>& from = s.operands;
+#pragma unroll 1
+    for (int c = 0; c < CHANNELS; c += 16) {
+      score<M>(diagonal, from.queries + 16 * warp, from.keys + 16 * warp, c);
+      score<M>(halves, from.halves + 16 * half_row, from.halves + 16 * half_column, c);
+      if (warp < 2) score<M>(quarters, from.quarters + 16 * (quarter + 1), from.quarters + 16 * quarter, c);
+      Left<M> a;
+      Right<M> b[2];
+      load_left<true>(a, from.eights + c * LDT + 16 * warp, LDT);
+      load_right<false>(b, from.eights + c * LDT + 16 * warp, LDT);
+      multiply(eights, a, b[0]);
+      load_left<true>(a, from.ends + c * LDT + 16 * warp, LDT);
 #pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-      const i64 row = token + g + 8 * lower, column = v_tile + 16 * warp + 2 * t;
-      if (row >= span.stop) continue;
-      T* to = args.dv.row(b, h, row) + column;
-#pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int across = 8 * (x >> 1) + (x & 1);
-        if (column + across < shape.V) to[across] = from_float<T>(dv[x >> 1][2 * lower + (x & 1)]);
+      for (int x = 0; x < BV / 8; x += 2) {
+        load_matrices(b, s.C + x / (TILE / 8) * (CHANNELS * TILE) + matrix_at(c / 8, x % (TILE / 8)));
+        multiply(dv[x / 2], a, b);
       }
     }
   }
+  cp_async_wait<0>();
+  __syncthreads();  // the operands are read; do and the diagonal stand
+  const float scale = float(args.scale);
+  const auto put = [&](const float (&d)[2][4], int row, int column) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower)
+        put_pair(s.A + (16 * row + g + 8 * lower) * LDT + 16 * column + 8 * half + 2 * t,
+                 scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
+      float& score = diagonal[half][x];
+      if (half == 0 && x >= 2) score = eights[x];
+      if (j > i) score = 0.f;
+      if (j == i) {
+        score = 0.f;
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other) score += s.own[other][16 * warp + i];
+      }
+    }
+  put(diagonal, warp, warp);
+  put(halves, half_row, half_column);
+  if (warp < 2) put(quarters, quarter + 1, quarter);
+  __syncthreads();  // A stands
+#pragma unroll
+  for (int row = 0; row < CHUNK / 16; ++row) {
+    if (row < warp) continue;  // the same for the whole warp
+    Left<M> a;
+    load_left<true>(a, s.A + 16 * row * LDT + 16 * warp, LDT);
+#pragma unroll
+    for (int x = 0; x < BV / 8; x += 2) {
+      RightData<M, T> b[2];
+      load_right<false>(b, s.do_ + 16 * row * LD<T, BV> + 8 * x, LD<T, BV>);
+      multiply(dv[x / 2], a, b);
+    }
+  }
+  __syncthreads();  // do is read, where dv comes
+#pragma unroll
+  for (int x = 0; x < BV / 8; ++x)
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower)
+      put_pair(s.do_ + (16 * warp + g + 8 * lower) * LD<T, BV> + 8 * x + 2 * t,
+               float2{dv[x / 2][x % 2][2 * lower], dv[x / 2][x % 2][2 * lower + 1]});
+  __syncthreads();  // dv stands
+  store_rows<CHUNK, BV, LD<T, BV>>(args.dv, s.do_, b, h, span.start, span.stop, v_tile * BV, shape.V, vectors);
 }

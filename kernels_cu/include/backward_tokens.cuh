@@ -9,17 +9,6 @@
 __device__ __forceinline__ int queries_of(int block) { return block ? 16 : 0; }
 __device__ __forceinline__ int keys_of(int block) { return block == 2 ? 16 : 0; }
 
-// The operands of a block's products: 16 channels from 8 c on of 16 rows of a and of b.
-template <typename T, int PANELS>
-__device__ __forceinline__ void load_queries(u32 (&x)[4], T (&a)[PANELS][CHUNK][64], int block, int c, int lane) {
-  ldmatrix_x4(x, swizzled(a[c / 8][0], queries_of(block) + (lane & 15), c % 8 + (lane >> 4)));
-}
-template <typename T, int PANELS>
-__device__ __forceinline__ void load_keys(u32 (&y)[2][2], T (&b)[PANELS][CHUNK][64], int block, int c, int lane) {
-  u32 two[4];
-  ldmatrix_x4(two, swizzled(b[c / 8][0], keys_of(block) + (lane & 7) + (lane >> 4) * 8, c % 8 + (lane >> 3 & 1)));
-  y[0][0] = two[0], y[0][1] = two[1], y[1][0] = two[2], y[1][1] = two[3];
-}
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&x)[4], const u32 (&y)[2], bf16) {
   mma_bf16(d, x, y);
 }
@@ -31,14 +20,18 @@ __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][C
                                               int block, int lane) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = 0.f;
-#pragma unroll 4
-  for (int c = 0; c < PANELS * 8; c += 2) {
-    u32 x[4], y[2][2];
-    load_queries(x, a, block, c, lane);
-    load_keys(y, b, block, c, lane);
-    multiply(d[0], x, y[0], T{});
-    multiply(d[1], x, y[1], T{});
-  }
+  const int query = swizzled_offset(queries_of(block) + (lane & 15), lane >> 4);
+  const int key = swizzled_offset(keys_of(block) + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+#pragma unroll
+  for (int panel = 0; panel < PANELS; ++panel)
+#pragma unroll
+    for (int turn = 0; turn < 128; turn += 32) {  // 16 channels
+      u32 x[4], y[4];
+      ldmatrix_x4(x, at_offset(a[panel], query ^ turn));
+      ldmatrix_x4(y, at_offset(b[panel], key ^ turn));
+      multiply(d[0], x, {y[0], y[1]}, T{});
+      multiply(d[1], x, {y[2], y[3]}, T{});
+    }
 }
 
 // ---- channels -----------------------------------------------------------------------------------------------

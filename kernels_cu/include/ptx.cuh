@@ -471,6 +471,25 @@ WGMMA_FORMATS(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "
 WGMMA_FORMATS(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12),
               "%128,%129,%130,%131", "%132", "%133", D32(0), D32(32), D32(64), D32(96))
 #undef WGMMA
+
+// The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
+// on. N is 32.
+template <class Format, int N, bool TRANSPOSED>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
+
+#define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                                     \
+  template <>                                                                                                       \
+  __device__ __forceinline__ void wgmma<format, n, transposed>(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {  \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate_                                  \
+                 ", 0;\n"                                                                                           \
+                 "wgmma.mma_async.sync.aligned.m64n" #n types " {" d_ "}, " a_ ", " b_ ", accumulate, 1, 1, 0" tail \
+                 ";\n}"                                                                                             \
+                 : __VA_ARGS__                                                                                      \
+                 : "l"(a), "l"(b), "r"(int(accumulate)));                                                           \
+  }
+WGMMA(bf16, 32, false, "k16.f32.bf16.bf16", ", 0", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
+WGMMA(f16, 32, false, "k16.f32.f16.f16", ", 0", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
+#undef WGMMA
 #undef WGMMA_FORMATS
 #undef EIGHT
 #undef TEN

@@ -19,9 +19,9 @@ template <typename T, typename X> struct Args {
   i64 tokens, D, A;
 };
 
-template <typename T, typename X, int TILES, int INPUTS>
+template <typename T, typename X, int PARTS, int TILES, int INPUTS>
 __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args) {
-  auto& s = *reinterpret_cast<LowRank<TILES>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
   launch_next();
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;
   const i64 column = blockIdx.x % across * COLUMNS, input = rest % (5 / INPUTS) * INPUTS;

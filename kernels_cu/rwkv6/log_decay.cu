@@ -9,7 +9,7 @@
 // limits    D a multiple of 8
 #include "rwkv6/low_rank.cuh"
 
-constexpr int TILES = 2;
+constexpr int TILES = 2, PARTS = 2;
 
 template <typename T> struct Args {
   const float* low;
@@ -20,7 +20,7 @@ template <typename T> struct Args {
 };
 
 template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_log_decay(const Args<T> args) {
-  auto& s = *reinterpret_cast<LowRank<TILES>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
   launch_next();
   const i64 W = args.W, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, column = blockIdx.x % across * COLUMNS;
   const i64 first = blockIdx.x / across * (TILES * TILE_TOKENS), tokens = args.tokens - first;

@@ -1,6 +1,7 @@
 // what      A tile of tanh(low) up, tokens by 128 channels: what data adds to RWKV-6's mixes and decays.
-// numerics  tensor cores on tf32: tanh(low), and float32 weights, as two tf32 numbers each, half weights as they are
-// source    Peng et al., 2024, "Eagle and Finch", eq. 14-17
+// numerics  tensor cores: half weights as they are, and tanh(low) as a sum of PARTS numbers of their type, of which three
+//           in bfloat16 and two in float16 hold a float32; float32 weights and tanh(low) as two tf32 numbers each
+// source    Peng et al., 2024, "Eagle and Finch", eq. 14-17; Ootomo and Yokota, 2022, for the split
 //
 // A warp has 16 channels of all tokens: two products' columns, in such an order that a lane has four neighbours.
 #include "decode.cuh"
@@ -9,8 +10,91 @@
 constexpr int THREADS = 256, COLUMNS = 128, COLUMNS_OF_WARP = 16, TILE_TOKENS = 16;
 constexpr int PASS = 32;  // of the rank at a time
 
-template <int TILES> struct LowRank {
+__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16) {
+  mma_bf16(d, a, b);
+}
+__device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], f16) {
+  mma_f16(d, a, b);
+}
+
+// Where the pair p of 16 neighbours stands in shared memory.
+__device__ __forceinline__ int place_of_pair(int p) { return p % 2 * 8 + p / 2 * 2; }
+
+template <typename T, int TILES, int PARTS> struct alignas(16) LowRank {
+  T low[PARTS][TILES * TILE_TOKENS][PASS + 8], up[PASS][COLUMNS + 8];  // no bank conflicts
+  typedef uint4 Eight;                                                 // channels of a row of `up`
+
+  static __device__ __forceinline__ Eight eight(const T* from) { return *reinterpret_cast<const uint4*>(from); }
+  __device__ __forceinline__ void put_up(int a, int column, const Eight& x) {
+    T* to = &up[a][column / COLUMNS_OF_WARP * COLUMNS_OF_WARP];
+    const u32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      *reinterpret_cast<u32*>(to + place_of_pair(column % COLUMNS_OF_WARP / 2 + i)) = pairs[i];
+  }
+  // An error of 2e-7 is far below a half-precision mix's.
+  __device__ __forceinline__ void put_low(int token, int a, float x) {
+    x = fmaf(-2.f, inverse(1.f + exp2_approx(2.f * LOG2E * x)), 1.f);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const T rounded = from_float<T>(x);
+      low[part][token][a] = rounded;
+      x -= to_float(rounded);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[TILES][2][4]) const {
+    const int lane = threadIdx.x & 31, row = lane % 16, side = lane / 16 * 8;
+#pragma unroll
+    for (int a = 0; a < PASS; a += 16) {
+      u32 of_up[4];
+      ldmatrix_x4_trans(of_up, &up[a + row][(threadIdx.x >> 5) * COLUMNS_OF_WARP + side]);
+      const u32 columns[2][2] = {{of_up[0], of_up[1]}, {of_up[2], of_up[3]}};
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+        for (int part = PARTS - 1; part >= 0; --part) {
+          u32 of_low[4];
+          ldmatrix_x4(of_low, &low[part][tile * TILE_TOKENS + row][a + side]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) multiply_halves(sums[tile][i], of_low, columns[i], T{});
+        }
+    }
+  }
+};
+
+template <int TILES, int PARTS> struct alignas(16) LowRank<float, TILES, PARTS> {
   float low[TILES * TILE_TOKENS][PASS + 4], up[PASS][COLUMNS + 8];  // no bank conflicts
+  struct Eight {
+    float4 first, second;
+  };
+
+  static __device__ __forceinline__ Eight eight(const float* from) { return {load4(from), load4(from + 4)}; }
+  __device__ __forceinline__ void put_up(int a, int column, const Eight& x) {
+    float* to = &up[a][column / COLUMNS_OF_WARP * COLUMNS_OF_WARP];
+    const float2 pairs[4] = {
+        {x.first.x, x.first.y}, {x.first.z, x.first.w}, {x.second.x, x.second.y}, {x.second.z, x.second.w}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      *reinterpret_cast<float2*>(to + place_of_pair(column % COLUMNS_OF_WARP / 2 + i)) = pairs[i];
+  }
+  __device__ __forceinline__ void put_low(int token, int a, float x) { low[token][a] = tanhf(x); }
+
+  __device__ __forceinline__ void multiply(float (&sums)[TILES][2][4]) const {
+#pragma unroll
+    for (int a = 0; a < PASS; a += 8) {
+      Data<float, 2> of_up[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) load_b(of_up[i], &up[a][(threadIdx.x >> 5) * COLUMNS_OF_WARP + 8 * i], COLUMNS + 8);
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        Operand<true, 4> of_low;
+        load_a(of_low, &low[tile * TILE_TOKENS][a], PASS + 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ::multiply(sums[tile][i], of_low, of_up[i]);
+      }
+    }
+  }
 };
 
 // Four channels from this one on are the lane's, of tokens lane / 4 and 8 more in every tile.
@@ -29,21 +113,20 @@ template <int TILES> struct LowRankSums {
 };
 
 // low has `tokens` rows of `rank` numbers, so far apart; up `rank` rows of D, of which this takes 128 from `column` on.
-template <int TILES, typename T>
-__device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<TILES>& s, const float* low, i64 apart, i64 tokens,
-                                                       const T* up, i64 rank, i64 D, i64 column) {
+template <int TILES, int PARTS, typename T>
+__device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>& s, const float* low, i64 apart,
+                                                       i64 tokens, const T* up, i64 rank, i64 D, i64 column) {
+  constexpr int EIGHTS = PASS * COLUMNS / 8 / THREADS, LOWS = TILES * TILE_TOKENS * PASS / THREADS;
   LowRankSums<TILES> sums = {};
-  const int warp = threadIdx.x >> 5;
 #pragma unroll 1
   for (i64 start = 0; start < rank; start += PASS) {
-    constexpr int EIGHTS = PASS * COLUMNS / 8 / THREADS, LOWS = TILES * TILE_TOKENS * PASS / THREADS;
-    float eights[EIGHTS][8], lows[LOWS];  // all on their way at once
+    typename LowRank<T, TILES, PARTS>::Eight eights[EIGHTS];
+    float lows[LOWS];  // all on their way at once
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
       const int at = n * THREADS + threadIdx.x, a = at / (COLUMNS / 8), j = at % (COLUMNS / 8) * 8;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) eights[n][i] = 0.f;
-      if (start + a < rank && column + j < D) load8(eights[n], up + (start + a) * D + column + j);
+      eights[n] = {};
+      if (start + a < rank && column + j < D) eights[n] = s.eight(up + (start + a) * D + column + j);
     }
     wait_for_previous();
 #pragma unroll
@@ -54,31 +137,16 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<TILES>& s, const 
     __syncthreads();  // the tiles may change
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
-      const int at = n * THREADS + threadIdx.x, a = at / (COLUMNS / 8), eight = at % (COLUMNS / 8);
-      float* to = &s.up[a][eight / 2 * COLUMNS_OF_WARP + eight % 2 * 4];
-#pragma unroll
-      for (int i = 0; i < 8; i += 2)
-        *reinterpret_cast<float2*>(to + i / 2 % 2 * 8 + i / 4 * 2) = {eights[n][i], eights[n][i + 1]};
+      const int at = n * THREADS + threadIdx.x;
+      s.put_up(at / (COLUMNS / 8), at % (COLUMNS / 8) * 8, eights[n]);
     }
 #pragma unroll
     for (int n = 0; n < LOWS; ++n) {
       const int at = n * THREADS + threadIdx.x;
-      s.low[at / PASS][at % PASS] = tanhf(lows[n]);
+      s.put_low(at / PASS, at % PASS, lows[n]);
     }
     __syncthreads();  // the tiles stand
-#pragma unroll
-    for (int a = 0; a < PASS; a += 8) {
-      Data<T, 2> of_up[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) load_b(of_up[i], &s.up[a][warp * COLUMNS_OF_WARP + 8 * i], COLUMNS + 8);
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        Operand<true, 4> of_low;
-        load_a(of_low, &s.low[tile * TILE_TOKENS][a], PASS + 4);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) multiply(sums.x[tile][i], of_low, of_up[i]);
-      }
-    }
+    s.multiply(sums.x);
   }
   return sums;
 }

@@ -121,6 +121,10 @@ class EmulatedDevice:
     def compile(self, kernels):
         pass
 
+    def wait_for(self, kernels):
+        for kernel in kernels:
+            _load(kernel)
+
     def prepared(self, kernel, blocks, args, smem=None, together=False):
         assert not together
         return partial(self.launch, kernel, blocks, args, smem)

@@ -115,7 +115,9 @@ struct Copy { void* dst; const void* src; int bytes; bool valid; int group; };
 struct Started {
   void (*multiply)(const Started&);
   float* d[WARP];
-  unsigned a[WARP][4];
+  unsigned a[WARP][4];        // or, of which the warp's rows:
+  unsigned long long a_tile;  // 0 where there is none
+  int first_row;
   unsigned long long b;
   bool accumulate;
   int group;
@@ -459,6 +461,11 @@ T __shfl_up_sync(unsigned mask, T value, int by, emulator::Where where = emulato
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, int by, emulator::Where where = emulator::here()) {
   return emulator::shuffle("__shfl_down_sync", mask, value, int(threadIdx.x % emulator::WARP) + by, where);
+}
+inline int __any_sync(unsigned mask, int some, emulator::Where where = emulator::here()) {
+  some = some != 0;
+  for (int bits = emulator::WARP / 2; bits > 0; bits /= 2) some |= __shfl_xor_sync(mask, some, bits, where);
+  return some;
 }
 
 inline unsigned __float_as_uint(float x) {

@@ -429,19 +429,28 @@ template <class T, int N, bool TRANSPOSED> void multiply_tile(const Started& pro
             stride = (product.b >> 32 & 0x3fff) << 4;
   float A[16][K];
   Row B[K][N / 8], D[N / 8];
-  for (int lane = 0; lane < WARP; ++lane) put_rows<T>(A, lane, product.a[lane]);
-  for (int k = 0; k < K; ++k)
-    for (int n = 0; n < N; ++n) {
-      const u32 straight = TRANSPOSED ? k / 8 * stride + k % 8 * 128 + n / 64 * leading + n % 64 * BYTES
-                                      : n / 8 * stride + n % 8 * 128 + k * BYTES;
-      const u32 at = tile + straight, swizzled = at ^ (at >> 3 & 0x70);
-      if (swizzled + BYTES > shared_bytes)
-        return report("wgmma reads byte %u of %zu bytes of shared memory (%s:%d)", swizzled, shared_bytes,
-                      product.where.file, product.where.line);
-      u32 bits = 0;
+  const auto value = [&](u32 at) {
+    const u32 swizzled = at ^ (at >> 3 & 0x70);
+    u32 bits = 0;
+    if (swizzled + BYTES > shared_bytes)
+      report("wgmma reads byte %u of %zu bytes of shared memory (%s:%d)", swizzled, shared_bytes, product.where.file,
+             product.where.line);
+    else
       memcpy(&bits, shared_memory + swizzled, BYTES);
-      B[k][n / 8][n % 8] = F::value(bits, 0);
-    }
+    return F::value(bits, 0);
+  };
+  if (product.a_tile)
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < K; ++k)
+        A[row][k] = value(((product.a_tile & 0x3fff) << 4) +
+                          (product.first_row + row) / 8 * ((product.a_tile >> 32 & 0x3fff) << 4) + row % 8 * 128 +
+                          k * BYTES);
+  else
+    for (int lane = 0; lane < WARP; ++lane) put_rows<T>(A, lane, product.a[lane]);
+  for (int k = 0; k < K; ++k)
+    for (int n = 0; n < N; ++n)
+      B[k][n / 8][n % 8] = value(tile + (TRANSPOSED ? k / 8 * stride + k % 8 * 128 + n / 64 * leading + n % 64 * BYTES
+                                                    : n / 8 * stride + n % 8 * 128 + k * BYTES));
   for (int row = 0; row < 16; ++row) {
     auto own = [&](int n) -> float& {
       return product.d[row % 8 * 4 + n % 8 / 2][n / 8 * 4 + row / 8 * 2 + n % 2];
@@ -456,8 +465,8 @@ template <class T, int N, bool TRANSPOSED> void multiply_tile(const Started& pro
 struct TileProduct {
   void (*multiply)(const Started&);
   float* d;
-  const u32* a;
-  u64 b;
+  const u32* a;  // or null: a_tile
+  u64 a_tile, b;
   bool accumulate;
   Where where;
 };
@@ -468,14 +477,15 @@ static void start(void* const* operands) {
   if (own.count == MAX_PRODUCTS)
     return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
   Started& product = own.started[own.count++];
-  product = {first.multiply, {}, {}, first.b, first.accumulate, own.groups, first.where};
+  product = {first.multiply, {}, {}, first.a_tile, int(index() / WARP % 4 * 16), first.b, first.accumulate, own.groups,
+             first.where};
   for (int lane = 0; lane < WARP; ++lane) {
     const TileProduct& operand = *static_cast<TileProduct*>(operands[lane]);
-    if (operand.b != first.b || operand.accumulate != first.accumulate)
+    if (operand.b != first.b || operand.a_tile != first.a_tile || operand.accumulate != first.accumulate)
       return report("the lanes of a warp give wgmma different tiles (%s:%d)", first.where.file,
                     first.where.line);
     product.d[lane] = operand.d;
-    memcpy(product.a[lane], operand.a, sizeof product.a[lane]);
+    if (operand.a) memcpy(product.a[lane], operand.a, sizeof product.a[lane]);
   }
 }
 
@@ -519,7 +529,13 @@ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
            emulator::Where where = emulator::here()) {
   static_assert(N == 16 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
   static_assert(!TRANSPOSED || emulator::Format<T>::PACKED == 2, "tf32 takes no transposed tile");
-  emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, a, b, accumulate, where};
+  emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, a, 0, b, accumulate, where};
+  emulator::collective("wgmma", where, emulator::start, &operand);
+}
+template <class T, int N, bool TRANSPOSED>
+void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate, emulator::Where where = emulator::here()) {
+  static_assert(N == 32 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
+  emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, nullptr, a, b, accumulate, where};
   emulator::collective("wgmma", where, emulator::start, &operand);
 }
 

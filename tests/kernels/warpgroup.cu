@@ -120,6 +120,26 @@ template <typename Format, int N, bool TRANSPOSED> struct Product {
   }
 };
 
+// in: A [64, 64] and B transposed [32, 64]; out [64, 32]: the product of two tiles.
+template <typename Format> struct TilesProduct {
+  __device__ static void run(const WarpgroupArgs& args) {
+    constexpr int ROWS = 64;
+    unsigned char* const second = dynamic_smem() + ROWS * 128;
+    const u32* A = static_cast<const u32*>(args.in);
+    put_tile(dynamic_smem(), A, ROWS * 32);
+    put_tile(second, A + ROWS * 32, args.n);
+    const u64 a = wgmma_tile(dynamic_smem(), 16, 8 * 128), b = wgmma_tile(second, 16, 8 * 128);
+    float d[16];
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) wgmma<Format, 32, false>(d, a + 2 * step, b + 2 * step, step > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_keep(d);
+    write<32>(static_cast<float*>(args.out), d);
+  }
+};
+
 // in: A [64, 64] and B transposed [32, 64] in bf16; out [2, 64, 32]: the products of the first 16 columns, and
 // of the next added to 1. Two groups, and registers given back and taken.
 struct Groups {

@@ -10,8 +10,8 @@
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
 // grid      as backward_queries
 // smem      Stage: a chunk's tokens, and its results in place of them; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, done: as backward_queries; pairs: dA stands; operands: so do the decayed queries and keys, and C has
-//           read v; scores: so does A
+// barriers  full, done: as backward_queries; pairs: dA stands, and v for C; operands: so do the decayed queries and keys,
+//           and C has read v; within: the queries within have been read; scores: A stands
 // numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
 //           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
@@ -46,13 +46,14 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   T C[BK / 64][BV][64];         // [column of V, channel], swizzled
   ReadTile<BV> read;            // v of the next chunk, for products with C
-  Tile<float, BK> keys_within;  // laid out by within_at
+  Tile<float, BK> keys_within;  // laid out by within_at, with channels 1 and 2 of four in each other's place
   Tile<T, BK> by8, by16;        // Across: queries and keys have different sub-chunks
-  float A[CHUNK][CHUNK];        // [key, query], queries by column_of, swizzled
+  float A[CHUNK][CHUNK];        // [key, query], queries and keys by score_offset
   float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
-  float largest[BK / 16];       // of C, every warp's share
+  float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
+  float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
   Place place;                  // here, since registers are scarce
-  Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, scores;
+  Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float FORGOTTEN = 0x1p-20f;  // a decay over a chunk, about what rounding leaves of the sums
@@ -62,12 +63,11 @@ constexpr float FORGOTTEN = 0x1p-20f;  // a decay over a chunk, about what round
 __device__ __forceinline__ float* within_at(float (&panel)[CHUNK][32], int row, int c) {
   return &panel[row][(c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 4 + c % 4];
 }
-// Where A has a query: as a product in tf32 takes the operand that has 2t at depth t of a sub-chunk, and 2t + 1 at t +
-// 4.
-__device__ __forceinline__ int column_of(int query) { return query / 8 * 8 + query % 8 / 2 + query % 2 * 4; }
-__device__ __forceinline__ float& score_at(float (&A)[CHUNK][CHUNK], int query, int key) {
-  const int column = column_of(query);
-  return swizzled(A[0], key, column / 4)[column % 4];
+// Where A has a lane's first pair of a block of scores, queries and keys multiples of 8, in bytes: query g, key 2t. Key
+// 2t + 1 is 16 XOR that and a row on; 8 queries on are 32 XOR that. A product in tf32 takes the operand that has 2t at
+// depth t of a sub-chunk, and 2t + 1 at t + 4; so have queries their columns.
+__device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
+  return swizzled_offset(keys + 2 * (lane & 3), queries / 4 + (lane >> 2 & 1)) + (lane >> 3) * 4;
 }
 
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
@@ -94,12 +94,12 @@ __device__ __forceinline__ void each_chunk(int tokens, F f) {
 template <typename T, int PANELS>
 __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
                                               T (&b)[PANELS][CHUNK][64], int warp, int lane) {
-  const int row = 8 * warp + (lane & 7), piece = lane >> 4;
+  const int first = swizzled_offset(8 * warp + (lane & 7), lane >> 4);
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {  // one after the other: registers are scarce
     u32 x[4][4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], swizzled(a[panel][0], row, 2 * c + piece));
+    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], at_offset(a[panel], first ^ 32 * c));
     const u64 keys = wgmma_tile(b[panel], 16, 1024);
     wgmma_fence();
 #pragma unroll
@@ -110,26 +110,28 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
   }
 }
 
-// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle.
+// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and t
+// + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
+// other halves nobody needs; keys have them in the order in which these do.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
                                                 int warp, int lane) {
-  const int row = 8 * warp + (lane >> 2), t = lane & 3;
+  const int offset = int(within_at(s.keys_within[0], 8 * warp + (lane >> 2), 4 * (lane & 3)) - s.keys_within[0][0]);
   float other[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
-#pragma unroll 4
-  for (int c = 0; c < BK / 16; ++c) {  // a lane's 4 channels are two of depth 8
-    const float4 q = *reinterpret_cast<const float4*>(within_at(queries_within(in, c / 2), row, c % 2 * 16 + 4 * t));
-    const float4 k = *reinterpret_cast<const float4*>(within_at(s.keys_within[c / 2], row, c % 2 * 16 + 4 * t));
-    const u32 a[4] = {__float_as_uint(q.x), 0, __float_as_uint(q.y), 0};
-    const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)};
-    const u32 more_a[4] = {__float_as_uint(q.z), 0, __float_as_uint(q.w), 0};
-    const u32 more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
+#pragma unroll
+  for (int c = 0; c < BK / 16; ++c) {
+    const int at = offset ^ c % 2 * 16;
+    const float4 q = *reinterpret_cast<const float4*>(&queries_within(in, c / 2)[0][at]);
+    const float4 k = *reinterpret_cast<const float4*>(&s.keys_within[c / 2][0][at]);
+    const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
+    const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
+              more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
     mma_tf32(d, a, b);
-    mma_tf32(other, more_a, more_b);
+    mma_tf32(other, a, more_b);
   }
-  for (int i = 0; i < 2; ++i) d[i] += other[i];
+  for (int i = 0; i < 2; ++i) d[i] += other[2 + i];
 }
 
 // D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
@@ -139,14 +141,17 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
   float other[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
-#pragma unroll 2
+  const int key = swizzled_offset(keys + (lane & 7), lane >> 3);
+  const int query = swizzled_offset(queries + (lane & (sixteen ? 15 : 7)), lane >> 4);
+#pragma unroll
   for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels
+    const int turn = c % 2 * 64;
     u32 a[4], b[4];
-    ldmatrix_x4(b, swizzled(x[c / 2][0], keys + (lane & 7), c % 2 * 4 + (lane >> 3)));
-    ldmatrix_x4(a, swizzled(x[c / 2][0], queries + (lane & (sixteen ? 15 : 7)), c % 2 * 4 + (lane >> 4)));
+    ldmatrix_x4(b, at_offset(x[c / 2], key ^ turn));
+    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn));
     const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
     multiply(d, a, first, T{});
-    ldmatrix_x4(a, swizzled(x[c / 2][0], queries + (lane & (sixteen ? 15 : 7)), c % 2 * 4 + 2 + (lane >> 4)));
+    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn ^ 32));
     multiply(other, a, second, T{});
   }
   for (int i = 0; i < 4; ++i) d[i] += other[i];
@@ -156,14 +161,15 @@ template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const Place& at = s.place;
+  const int tokens = place_of(args.shape, blockIdx.x).tokens;  // known to be the same for all threads, unlike `at`
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
   const auto fetch = [&](int iteration) {
-    if (iteration * CHUNK >= at.tokens) return;
+    if (iteration * CHUNK >= tokens) return;
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    fetch_chunk(s.full[iteration % STAGES], at, ((at.tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
+    fetch_chunk(s.full[iteration % STAGES], at, ((tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
       if (warp == 1) f(in.v, args.v, args.v_rows, V), f(in.do_, args.do_, args.do_rows, V);
       if (warp == 2) f(in.g, args.g, args.g_rows, K);
@@ -179,56 +185,67 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
     });
   };
-  const auto gradients = [&](int iteration) {  // of the scores: dA
+  const auto sum_of = [&](int iteration) {  // what the first sweep leaves for a lane's channel
+    const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
+    return 32 * warp + lane < K ? args.sums[chunk * K + 32 * warp + lane] : 0.f;
+  };
+  const auto gradients = [&](int iteration, float sum) {  // of the scores: dA
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    const int i = 8 * warp + (lane >> 2);
+    const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
     float d[CHUNK / 2];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     multiply_rows(d, in.do_, in.v, warp, lane);
+    const float by = CUT * scale;
+    const int behind = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       const auto value = [&](int j, float x) {
-        if (ReadOrder::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
-        return j < i || (j == i && !ReadOrder::reads_before_write) ? pair_value(scale * x) : 0.f;
+        if (ReadOrder::reads_before_write && j == behind) own_at(in.dA, i) = scale * x;
+        return pair_value(j < behind + !ReadOrder::reads_before_write ? by * x : 0.f);
       };
-      const int j = 8 * n + 2 * (lane & 3);
-      const float2 two = {value(j, d[4 * n]), value(j + 1, d[4 * n + 1])};
-      if (n <= warp) *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = two;
+      if (n > warp) continue;
+      const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
+      *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
-    put_read_tile<T, BV>(s.read, in.v, threadIdx.x % 128, 128);
+    put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
+    if (channel < BK) s.sums[iteration & 1][channel] = sum;
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
-  const auto scores = [&](Stage<T, G, BK, BV>& in) {  // A; each warp as much as the others
-    const int i = 8 * warp + (lane >> 2), j = 8 * warp + 2 * (lane & 3);
+  const auto scores = [&](Stage<T, G, BK, BV>& in, int iteration) {  // A; each warp as much as the others
+    const int g = lane >> 2, t = lane & 3;
     const bool sixteen = warp % 2 == 0;
     const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
     const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
+    const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
     float d[4], own = 0.f;
     multiply_within(d, s, in, warp, lane);
+    barrier_arrive(s.within);  // the queries within have been read
     if (ReadOrder::reads_before_write)
-      for (int other = 0; other < BK / 16; ++other) own += s.own[other][i];
+      for (int other = 0; other < BK / 16; ++other) own += s.own[other][8 * warp + g];
+    int at = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const float present = ReadOrder::reads_before_write ? scale * own : to_scores * d[p];
-      score_at(s.A, i, j + p) = score_value(j + p < i ? to_scores * d[p] : j + p > i ? 0.f : present);
+      put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * d[p] : 2 * t + p > g ? 0.f : present);
     }
     multiply_across(d, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
+    at = score_offset(queries, keys, lane);
 #pragma unroll
     for (int p = 0; p < 4; ++p)
-      if (p < 2 || sixteen)
-        score_at(s.A, queries + (lane >> 2) + p / 2 * 8, keys + 2 * (lane & 3) + p % 2) = score_value(scale * d[p]);
+      if (p < 2 || sixteen) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * d[p]);
     fence_async();
-    barrier_arrive(s.scores);
+    barrier_arrive(s.scores);  // A stands
   };
   for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (at.tokens) gradients(0);
-  each_chunk(at.tokens, [&](int iteration, int token) {
-    forget(lane);                             // addresses are cheaper made anew than held in registers
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
-    scores(s.stages[iteration % STAGES]);
-    if (token) gradients(iteration + 1);
+  if (tokens) gradients(0, sum_of(0));
+  each_chunk(tokens, [&](int iteration, int token) {
+    forget(lane);                                           // addresses are cheaper made anew than held in registers
+    const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
+    barrier_wait(s.operands, iteration & 1);                // the decayed queries and keys stand
+    scores(s.stages[iteration % STAGES], iteration);
+    if (token) gradients(iteration + 1, sum);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
@@ -263,17 +280,22 @@ __device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK]
 
 // C for dv, transposed and rounded to T.
 template <typename T, int BV>
-__device__ __forceinline__ void put_state(T (&to)[BV][64], const float (&C)[BV / 2], float up, int at) {
+__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&C)[BV / 2], int warpgroup, int at) {
+  at = opaque(warpgroup * int(sizeof *to) + at);  // else it is made anew for each part
 #pragma unroll
   for (int part = 0; part < BV / 16; ++part) {
     u32 columns[4];
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float a = C[8 * part + 2 * m], b = C[8 * part + 2 * m + 1];
-      columns[m] = NARROW<T> ? pack<T>(up * a, up * b) : pack<T>(a, b);
-    }
+    for (int m = 0; m < 4; ++m) columns[m] = pack<T>(C[8 * part + 2 * m], C[8 * part + 2 * m + 1]);
     stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
   }
+}
+
+// By a power of 2, where that is POSSIBLY not 1.
+template <bool POSSIBLY, int N> __device__ __forceinline__ void multiply_unless_one(float (&C)[N], float by) {
+  if (POSSIBLY && by != 1.f)
+#pragma unroll
+    for (int i = 0; i < N; ++i) C[i] *= by;
 }
 
 // The largest magnitude of all of C, from every warp's share.
@@ -314,14 +336,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       }
       for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
     }
-    float sum[2] = {};
-    for (int h = 0; h < 2; ++h)
-      if (inside[h]) sum[h] = args.sums[(at.chunk + token / CHUNK) * K + channel + 8 * h];
     if (NARROW<T>) {
       float largest = fmaxf(largest_of<BV>(C, 0), largest_of<BV>(C, 1));
       for (int distance = 4; distance < 32; distance *= 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-      s.largest[warp] = largest;
+      s.largest[iteration & 1][warp] = largest;
     }
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
     Gates<G> gates;
@@ -329,11 +348,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // the last chunk's C has been read, and this one's q and g
-    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest)) : Scale{1.f, 1.f};
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares of the largest value stand
+    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
     Values from_state;
-    start_read<BV>(from_state, C, s.read);
+    u32 columns[BV / 8 / SUBCHUNKS][4];
 
     Chunk dk, dg, far;
     SubChunkDecays decays;
@@ -341,9 +360,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const PairReader dA(in.dA);
     float (&first)[CHUNK][32] = s.keys_within[0];
     const int within_offset = int(within_at(first, 2 * t, warp % 2 * 16 + (lane >> 2)) - &first[0][0]);
+    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 3 : 0;  // channels 1 and 2 of four change places
     float scores[8] = {};  // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
+      read_part<BV>(from_state, columns, C, s.read, n);
       SubChunk within, keys_within, near_queries, near, sum = {};
       float present[4] = {}, own[2];
       if (ReadOrder::reads_before_write)
@@ -356,12 +377,17 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       };
       decay_within<false, ReadOrder, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, meet_itself);
       put_within(queries_within(in, warp / 2), within, within_offset, n);
-      put_within(s.keys_within[warp / 2], keys_within, within_offset, n);
+      put_within(s.keys_within[warp / 2], keys_within, within_offset ^ key_order, n);
       dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
     }
     if (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
+    wgmma_wait<0>();
+    wgmma_keep(from_state);
+    multiply_unless_one<NARROW<T>>(C, range.up);
+    put_state<T, BV>(s.C, C, warpgroup, offset);
+    multiply_unless_one<NARROW<T>>(C, range.down);
     __syncwarp();  // else all is made at once: there are no registers for that
     decays_of(decays, gates);
     decays_from_start(far, gates, counts);
@@ -372,12 +398,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    wgmma_wait<0>();
-    wgmma_keep(from_state);
     fence_async();
     barrier_arrive(s.operands);  // and v for C has been read
 
-    put_state<T, BV>(s.C[warpgroup], C, range.up, offset);
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       SubChunk by8 = {}, by16 = {};
@@ -394,6 +417,23 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_fence();
     start_write<T, BV>(C, queries, in.do_);
     wgmma_commit();
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
+    constexpr int STEPS = BV / 64 > CONSUMERS / 128 ? BV / 64 / (CONSUMERS / 128) : 1;
+    Values dv[STEPS];
+    const auto start_values = [&](int step) {
+      const int panel = warpgroup + step * (CONSUMERS / 128);
+      const u64 state_tile = wgmma_tile(s.C[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
+#pragma unroll
+      for (int c = 0; c < BK / 16; ++c)
+        wgmma<T, CHUNK, false>(dv[step], state_tile + (c / 4 * BV * 128 + c % 4 * 32) / 16,
+                               keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
+    };
+    const bool has_panel = warpgroup < BV / 64;
+    if (has_panel) {
+      wgmma_fence();
+      for (int step = 0; step < STEPS; ++step) start_values(step);
+      wgmma_commit();
+    }
 
     each_pair([&](int n, int h) {
       const float2 key = unpack<T>(pair_of(keys, n, h));
@@ -405,11 +445,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       }
     });
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
-    sum_tokens<false>(dg, before);
+    sum_tokens<false, false>(dg, before);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       before[h] = decays.all(h) < FORGOTTEN ? 0.f : end[h] - before[h];
-      end[h] = before[h] + sum[h];
+      end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
     }
     Chunk weight;
     load_chunk(weight, own_panels(in.weight, warpgroup), offset);
@@ -417,45 +457,40 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) dg[n][i] += weight[n][i] + before[i / 2];
-    barrier_wait(s.scores, iteration & 1);  // A stands, and the queries within have been read
+    barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand, and v has been read
-#pragma unroll 1
-    for (int panel = warpgroup; panel < BV / 64; panel += CONSUMERS / 128) {
-      Values dv;
-      u32 columns[BK / 16][4], tokens[SUBCHUNKS][4];
-      Operand gradient;
-      const int row = 64 * panel + warp % 4 * 16 + (lane & 7) + (lane >> 3 & 1) * 8;
+    if (has_panel) {
+      barrier_wait(s.scores, iteration & 1);  // A stands
 #pragma unroll
-      for (int c = 0; c < BK / 16; ++c) ldmatrix_x4(columns[c], swizzled(s.C[c / 4][0], row, c % 4 * 2 + (lane >> 4)));
-      load_operand(gradient, in.do_[panel], offset);
-      each_pair([&](int n, int h) {  // as columns of A have queries
-        const float2 two = unpack<T>(pair_of(gradient, n, h));
-        tokens[n][h] = __float_as_uint(two.x), tokens[n][2 + h] = __float_as_uint(two.y);
-      });
-      const u64 keys_tile = wgmma_tile(in.k, 16, 1024), scores_tile = wgmma_tile(s.A, 16, 1024);
-      wgmma_fence();
+      for (int step = 0; step < STEPS; ++step) {
+        const int panel = warpgroup + step * (CONSUMERS / 128);
+        u32 columns[SUBCHUNKS][4];
+        Operand gradient;
+        load_operand(gradient, in.do_[panel], offset);
+        each_pair([&](int n, int h) {  // as columns of A have queries
+          const float2 two = unpack<T>(pair_of(gradient, n, h));
+          columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
+        });
+        if (NARROW<T>) {
+          wgmma_wait<0>();
+          wgmma_keep(dv[step]);
 #pragma unroll
-      for (int c = 0; c < BK / 16; ++c)
-        wgmma<T, CHUNK, false>(dv, columns[c], keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
-      if (NARROW<T>) {
+          for (int i = 0; i < CHUNK / 2; ++i) dv[step][i] *= range.down;
+        }
+        wgmma_fence();
+        const u64 scores_tile = wgmma_tile(s.A, 16, 1024);
+#pragma unroll
+        for (int n = 0; n < SUBCHUNKS; ++n)
+          wgmma<tf32, CHUNK, false>(dv[step], columns[n], scores_tile + n * 32 / 16, true);
         wgmma_commit();
         wgmma_wait<0>();
-        wgmma_keep(dv);
+        wgmma_keep(dv[step]);
+        Chunk result;
 #pragma unroll
-        for (int i = 0; i < CHUNK / 2; ++i) dv[i] *= range.down;
-        wgmma_fence();
+        for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[step][i];
+        store_chunk_values(&in.v[panel], result, offset);
       }
-#pragma unroll
-      for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, tokens[n], scores_tile + n * 32 / 16, true);
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_keep(dv);
-      Chunk result;
-#pragma unroll
-      for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[i];
-      store_chunk_values(&in.v[panel], result, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(C);
@@ -483,6 +518,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
       barrier_init(s.done[stage], CONSUMERS);
     }
     barrier_init(s.operands, CONSUMERS);
+    barrier_init(s.within, 128);
     barrier_init(s.scores, 128);
   }
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128)

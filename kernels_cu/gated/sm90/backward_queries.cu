@@ -87,19 +87,22 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     float d[2][4];
     pair_products(d, in.do_, in.v, block, lane);
+    const float by = CUT * scale;
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int half = 0; half < 2; ++half) {
+      const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 2 * (lane & 3), behind = i - j;
+      const int at = pair_index(i, j);
+      const auto value = [&](int n, float x) {
+        if (ReadOrder::reads_before_write && n == behind) own_at(in.dA, i) = scale * x;
+        return pair_value(n < behind + !ReadOrder::reads_before_write ? by * x : 0.f);
+      };
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = queries_of(block) + (lane >> 2) + 8 * half, j = keys_of(block) + 8 * n + 2 * (lane & 3);
-        const auto value = [&](int j, float x) {
-          if (ReadOrder::reads_before_write && i == j) own_at(in.dA, i) = scale * x;
-          return j < i || (j == i && !ReadOrder::reads_before_write) ? pair_value(scale * x) : 0.f;
-        };
-        const float2 two = {value(j, d[n][2 * half]), value(j + 1, d[n][2 * half + 1])};
-        *reinterpret_cast<float2*>(&pair_at(in.dA, i, j)) = two;
+      for (int n = 0; n < 2; ++n) {
+        const float2 two = {value(8 * n, d[n][2 * half]), value(8 * n + 1, d[n][2 * half + 1])};
+        *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
       }
-    put_read_tile<T, BV>(in.read, in.do_, 32 * block + lane, 3 * 32);
+    }
+    put_read_tile<3, T, BV>(in.read, in.do_, block, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   }
@@ -107,16 +110,16 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk, for RWKV-6 q dq
+// What a chunk gives, first its pairs, in two steps, then the state: dq; and of each token q dq - k dk, for RWKV-6 k dk
 // too.
 struct Gradients {
-  Chunk dq, weight, reading;
+  Chunk dq, weight, writing;
 };
 
-template <class ReadOrder, typename T, typename G>
+template <class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
                                             const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
-                                            const float (&u)[2], float (&du)[2], int at) {
+                                            const float (&u)[2], float (&du)[2], int at, F read) {
   Gates<G> gates;
   Operand query, key;
   gates.load(g, at);
@@ -124,6 +127,7 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
   load_operand(key, k, at);
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
+    read(n);
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
     float present[4] = {}, own[2];  // of tokens with themselves
     if (ReadOrder::reads_before_write)
@@ -139,10 +143,10 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float reading = queries[i] * over_keys[i];
+      const float writing = keys[i] * over_queries[i];
       d.dq[n][i] = fmaf(near[i], over_keys[i], present[i]);
-      if (ReadOrder::reads_before_write) d.reading[n][i] = reading;
-      d.weight[n][i] = fmaf(-keys[i], over_queries[i], reading);
+      if (ReadOrder::reads_before_write) d.writing[n][i] = writing;
+      d.weight[n][i] = fmaf(queries[i], over_keys[i], -writing);
     }
   }
   __syncwarp();  // else all is made at once: there are no registers for that
@@ -166,9 +170,9 @@ __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& q
   decays_from_start(far, gates, counts);
   range = scale_of_queries<ReadOrder, T>(far);
   decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
-  const auto add = [&](int n, int i, float query, float over_keys) {
-    if (ReadOrder::reads_before_write) d.reading[n][i] = fmaf(query, over_keys, d.reading[n][i]);
-    d.weight[n][i] = fmaf(query, over_keys, d.weight[n][i]);
+  const auto take = [&](int n, int i, float key, float over_queries) {
+    if (ReadOrder::reads_before_write) d.writing[n][i] = fmaf(key, over_queries, d.writing[n][i]);
+    d.weight[n][i] = fmaf(-key, over_queries, d.weight[n][i]);
   };
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
@@ -178,8 +182,8 @@ __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& q
     dA.add_keys(by16, met.by16[1], 2 + x, 1);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      add(2 * x + 1, i, read.by8[x][i], by8[i]);
-      add(2 + x, i, read.by16[x][i], by16[i]);
+      d.weight[2 * x + 1][i] = fmaf(read.by8[x][i], by8[i], d.weight[2 * x + 1][i]);
+      d.weight[2 + x][i] = fmaf(read.by16[x][i], by16[i], d.weight[2 + x][i]);
       d.dq[2 * x + 1][i] = fmaf(far[2 * x + 1][i], by8[i], d.dq[2 * x + 1][i]);
       d.dq[2 + x][i] = fmaf(far[2 + x][i], x ? decays.own[2][i / 2] * by16[i] : by16[i], d.dq[2 + x][i]);
     }
@@ -192,8 +196,8 @@ __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& q
     dA.add_queries(by16, read.by16[1], 3, x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      d.weight[2 * x][i] = fmaf(-met.by8[x][i], by8[i], d.weight[2 * x][i]);
-      d.weight[x][i] = fmaf(-met.by16[x][i], by16[i], d.weight[x][i]);
+      take(2 * x, i, met.by8[x][i], by8[i]);
+      take(x, i, met.by16[x][i], by16[i]);
     }
   }
   __syncwarp();
@@ -222,7 +226,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_wait(s.full[iteration % STAGES], phase);   // the tokens are there
     barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
     Values from_state;
-    start_read<BV>(from_state, S, in.read);
+    u32 columns[BV / 8 / SUBCHUNKS][4];
+    const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
 
     Operand queries, keys;
     Chunk far;
@@ -232,12 +237,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
-    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset);
+    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
+    wgmma_wait<0>();
+    wgmma_keep(from_state);
     meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
                            offset);
 
-    wgmma_wait<0>();
-    wgmma_keep(from_state);
     decay_state<BV>(S, decays);
     wgmma_fence();
     start_write<T, BV>(S, keys, in.v);
@@ -252,16 +257,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         const float x = from_state[4 * n + i], q = range.down[h] * (p ? query.y : query.x);
         found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
         found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
-        if (ReadOrder::reads_before_write) found.reading[n][i] = fmaf(q, x, found.reading[n][i]);
       }
     });
     float sum[2];
-    sum_tokens<true>(found.weight, sum);
+    sum_tokens<true, !ReadOrder::reads_before_write>(found.weight, sum);
     if (ReadOrder::reads_before_write)
 #pragma unroll
       for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.reading[n][i];
+        for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
     __syncwarp();  // all lanes have read the warp's channels of q and g
     store_chunk_values(&q_panel, found.dq, offset);
     store_chunk_values(g_panels, found.weight, offset);
@@ -310,11 +314,11 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   __syncthreads();                               // the barriers stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (TIGHT) registers_up<BK == 64 ? 192 : 232>();
+    if constexpr (TIGHT) registers_up<BK == 64 ? 216 : 232>();
     consume<ReadOrder>(s, args);
     return;
   }
-  if constexpr (TIGHT) registers_down<BK == 64 ? 64 : 40>();
+  if constexpr (TIGHT) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = place_of(args.shape, blockIdx.x).tokens;
   if (warp < 3) multiply_tokens<ReadOrder>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
   else move(s, args);

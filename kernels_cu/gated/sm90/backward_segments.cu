@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     load_operand(x, in.x[warpgroup], offset);
     decays_of(decays, gates);
     Across nowhere;
-    QueryScale range = {{1.f, 1.f}, {1.f, 1.f}};
+    QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
     if (BACKWARDS) {
       decays_from_start(far, gates, counts);
       range = scale_of_queries<ReadOrder, T>(far);

@@ -308,11 +308,12 @@ __device__ __forceinline__ void decay_keys(Across& to, Operand& state, const Ope
 // Values of all pairs [query, key] in tf32, none with a key behind its query: where one lies so that eight rows of two
 // keys, and eight keys of every second query, lie in different banks.
 using Pairs = float[CHUNK][CHUNK];
-__device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) {
-  return x[query][key ^ 8 * ((query & 3) ^ (query >> 2 & 1))];
+__device__ __forceinline__ int pair_index(int query, int key) {
+  return query * CHUNK + (key ^ 8 * ((query & 3) ^ (query >> 2 & 1)));
 }
-// A value of a pair for products with what was cut off.
-__device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(CUT * x)); }
+__device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return x[0][pair_index(query, key)]; }
+// A value of a pair, times CUT, for products with what was cut off.
+__device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
 // A value of every token besides, in float32, where no pair is.
 __device__ __forceinline__ float& own_at(Pairs& x, int token) { return pair_at(x, token % 8, 24 + token / 8); }
 
@@ -329,7 +330,7 @@ struct PairReader {
 
   __device__ __forceinline__ PairReader(Pairs& x) : pairs(&x[0][0]) {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
-    row = int(&pair_at(x, g, 2 * t) - pairs), column = int(&pair_at(x, 2 * t, g) - pairs);
+    row = opaque(pair_index(g, 2 * t)), column = opaque(pair_index(2 * t, g));
   }
   // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
   __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {

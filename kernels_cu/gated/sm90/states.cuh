@@ -20,35 +20,39 @@ __device__ __forceinline__ float4* kept_at(float* kept, const Shape& shape, cons
 template <typename T> constexpr bool NARROW = false;
 template <> constexpr bool NARROW<f16> = true;
 
-// 2^x that takes `largest` to float16's upper end, and 2^-x.
+// 2^x that takes `largest` to float16's upper end, and 2^-x; 1 where it is between 2^-8 and 2^15.
 struct Scale {
   float up, down;
 };
 __device__ __forceinline__ Scale to_range(float largest) {
   const int exponent = max(int(__float_as_uint(largest) >> 23), 14);
+  if (exponent >= 127 - 8 && exponent < 127 + 15) return {1.f, 1.f};
   return {__uint_as_float(u32(267 - exponent) << 23), __uint_as_float(u32(exponent - 13) << 23)};
 }
 
 // Of two channels: what takes queries that a chunk's first gate has decayed, and what a state has of them, back into
-// the range of a NARROW type, and its inverse. far: decays from the start of a sub-chunk. RWKV-6's first query is not
-// decayed.
+// the range of a NARROW type, and its inverse; 1 where the gate takes less than 2^-8. far: decays from the start of a
+// sub-chunk. RWKV-6's first query is not decayed.
 struct QueryScale {
   float up[2], down[2];
+  bool is_one;  // for all channels of the warp
 };
 template <class ReadOrder, typename T> __device__ __forceinline__ QueryScale scale_of_queries(const Chunk& far) {
-  QueryScale s = {{1.f, 1.f}, {1.f, 1.f}};
-  if (NARROW<T> && !ReadOrder::reads_before_write)
+  QueryScale s = {{1.f, 1.f}, {1.f, 1.f}, true};
+  if (NARROW<T> && !ReadOrder::reads_before_write) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
-      const int exponent = max(int(__float_as_uint(first) >> 23), 27);
+      const int own = max(int(__float_as_uint(first) >> 23), 27), exponent = own < 127 - 8 ? own : 127;
       s.up[h] = __uint_as_float(u32(254 - exponent) << 23), s.down[h] = __uint_as_float(u32(exponent) << 23);
     }
+    s.is_one = !__any_sync(0xffffffffu, s.up[0] != 1.f || s.up[1] != 1.f);
+  }
   return s;
 }
 template <class ReadOrder, typename T, int BV>
 __device__ __forceinline__ void scale_down(float (&S)[BV / 2], const QueryScale& s) {
-  if (NARROW<T> && !ReadOrder::reads_before_write)
+  if (!s.is_one)
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] *= s.down[i >> 1 & 1];
 }
@@ -62,56 +66,46 @@ template <int BV> __device__ __forceinline__ float largest_of(const float (&S)[B
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// A chunk's tokens as start_read takes them: of every 8 columns the even ones, then the odd ones, in float32.
+// A chunk's tokens as read_part takes them: of every 8 columns the even ones, then the odd ones, in float32.
 template <int BV> using ReadTile = Tile<float, BV>;
 
-// Writes such a tile from one as it came; thread `first` of `threads`.
-template <typename T, int BV>
-__device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int first, int threads) {
+// Writes such a tile from one as it came; warp `warp` of WARPS.
+template <int WARPS, typename T, int BV>
+__device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 64][CHUNK][64], int warp, int lane) {
+  constexpr int PIECES = BV / 8, ROWS = 32 / PIECES;  // 8 columns each; of a warp at once
+  const int row = lane / PIECES, piece = lane % PIECES;
+  const int source = piece / 8 * CHUNK * 128, target = piece / 4 * CHUNK * 128;
+  const int first = swizzled_offset(row, piece % 8), second = swizzled_offset(row, piece % 4 * 2);
 #pragma unroll 1
-  for (int at = first; at < CHUNK * BV / 8; at += threads) {
-    const int row = at / (BV / 8), piece = at % (BV / 8);
-    const uint4 x = *reinterpret_cast<const uint4*>(swizzled(from[piece / 8][0], row, piece % 8));
+  for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
+    const int down = step * ROWS * 128, turn = step * ROWS % 8 * 16;  // what rows further down add, and XOR
+    const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, source + down + (first ^ turn)));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
-    float (&panel)[CHUNK][32] = to[piece / 4];
-    *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2)) = {a.x, b.x, c.x, d.x};
-    *reinterpret_cast<float4*>(swizzled(panel[0], row, piece % 4 * 2 + 1)) = {a.y, b.y, c.y, d.y};
+    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ turn))) = {a.x, b.x, c.x, d.x};
+    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ turn ^ 16))) = {a.y, b.y, c.y, d.y};
   }
 }
 
-// x[channel, token] = S tokens^T in tf32, under way.
+// Part `part` of SUBCHUNKS of x[channel, token] = S tokens^T in tf32, under way. Waits for the part before, whose copies
+// of S it takes the place of.
 template <int BV>
-__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
-  constexpr int PART = 4, PARTS = BV / 8 / PART;
-  u32 columns[2][PART][4];  // products under way hold theirs, and S has them in another order
-  const auto copy = [&](int part) {
+__device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
+                                          ReadTile<BV>& tokens, int part) {
+  constexpr int TILES = BV / 8 / SUBCHUNKS;
+  if (part) wgmma_wait<0>();
 #pragma unroll
-    for (int n = 0; n < PART; ++n)
+  for (int n = 0; n < TILES; ++n)
 #pragma unroll
-      for (int m = 0; m < 4; ++m)
-        columns[part & 1][n][m] = __float_as_uint(CUT * S[4 * (part * PART + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
-  };
+    for (int m = 0; m < 4; ++m)
+      columns[n][m] = __float_as_uint(CUT * S[4 * (part * TILES + n) + (m == 1 ? 2 : m == 2 ? 1 : m)]);
   const u64 b = wgmma_tile(tokens, 16, 1024);
-  const auto multiply = [&](int part) {
-#pragma unroll
-    for (int n = 0; n < PART; ++n) {
-      const int tile = part * PART + n;
-      wgmma<tf32, CHUNK, false>(x, columns[part & 1][n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, tile > 0);
-    }
-    wgmma_commit();
-  };
-  copy(0);
-  copy(1);
   wgmma_fence();
-  multiply(0);
-  multiply(1);
 #pragma unroll
-  for (int part = 2; part < PARTS; ++part) {
-    wgmma_wait<1>();  // the registers of the part before the last are free
-    copy(part);
-    wgmma_fence();
-    multiply(part);
+  for (int n = 0; n < TILES; ++n) {
+    const int tile = part * TILES + n;
+    wgmma<tf32, CHUNK, false>(x, columns[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, tile > 0);
   }
+  wgmma_commit();
 }
 
 // S += x^T tokens, under way; x the warp's channels.
@@ -131,12 +125,13 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
   for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
 }
 
-// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: BEHIND: from
-// i on; otherwise before i. all: over all of them.
-template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
+// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: those behind i
+// or, otherwise, before it, INCLUSIVE or not of i itself. all: over all of them.
+template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
-  const u32 some[2] = {token >= i == BEHIND ? one : 0, token + 1 >= i == BEHIND ? one : 0};
+  const int bound = i + (BEHIND != INCLUSIVE);  // the first token behind, or the first that is not before
+  const u32 some[2] = {token >= bound == BEHIND ? one : 0, token + 1 >= bound == BEHIND ? one : 0};
   SubChunk sum = {};
 #pragma unroll
   for (int step = 0; step < SUBCHUNKS; ++step) {

@@ -99,6 +99,7 @@ def run(problem, kept=()):
 
 def vjp(problem, kept=()):
     """((o, final state parts or None), pull); one backward serves every mode."""
+    at_home(problem, compile_pullback, problem, DEVICE)
     result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE, kept)
     return result, Pull(problem, saved)
 
@@ -106,6 +107,14 @@ def vjp(problem, kept=()):
 def summarise(problem):
     """((final state from zero, decays), kept) of a call without o, or None: see `plan_summary`."""
     return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, DEVICE)
+
+
+def compile_pullback(problem, device):
+    """Has other threads compile what the pullback launches, at the first of calls alike: beside the forward kernels."""
+    if problem.memo is None or "compiles" in problem.memo:
+        return
+    problem.memo["compiles"] = True
+    device.compile(plan_of(problem, device).kernels)
 
 
 def pullback(problem):
@@ -150,6 +159,16 @@ def plan_of(problem, device) -> Plan:
     do = contiguous("do", problem.shape(problem.op.out), problem.dtype)
     saved = [contiguous("saved", *part) for part in planner.saved(problem)] if hasattr(planner, "saved") else ()
     return execute.vjp_plan_of(planner, problem, device, do, None, saved)
+
+
+def kernels_of(problem, device) -> tuple:
+    """What a call launches, and its pullback where a gradient is asked for."""
+    calls = [problem.replace(gradient=False), problem] if problem.gradient else [problem]
+    return tuple(kernel for call in calls for kernel in plan_of(call, device).kernels)
+
+
+def warm_up(problem):
+    at_home(problem, lambda: DEVICE.wait_for(kernels_of(problem, DEVICE)))
 
 
 def describe(problem, bytes_moved) -> dict:

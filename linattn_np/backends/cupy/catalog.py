@@ -42,13 +42,16 @@ def kernels():
 def on_every_card():
     for (T, G), order in product(GATES, READ_ORDERS):
         for size in gated.CHANNELS:
-            yield gated.GatedBackwardQueries(order, T, G, size)
-            yield gated.GatedBackwardKeys(order, T, G, size)
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)
             for BV in gated.COLUMNS:
                 yield gated.GatedForward(order, T, G, size, BV)
-                yield gated.GatedBackwardValues(order, T, G, size, BV)
+        exact = T == SINGLE or (order == "AfterWrite" and G == SINGLE)  # half data under a scalar decay
+        for products in (1, 3) if exact else (1,):
+            yield gated.GatedBackwardStates(order, T, G, products)
+            yield gated.GatedBackwardChannels(order, T, G, products)
+            for V in gated.TILES:
+                yield gated.GatedBackwardValues(order, T, G, products, V)
         for S in CTYPES:
             yield step.Step(order, T, G, S)
     for T in CTYPES:

@@ -6,9 +6,10 @@ Importing this module does not import CuPy. The tests' emulator is a device of t
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache, partial
-from threading import get_ident
+from threading import Lock, get_ident
 
 import numpy as np
 
@@ -98,8 +99,15 @@ class CupyDevice:
 
     # -- launches --
     def compile(self, kernels):
-        """Has kernels compiled and loaded, side by side where they are new."""
-        compile_together(kernels, current())
+        """Has other threads compile and load what is new of these kernels; who needs one waits for it."""
+        for kernel in kernels:
+            loading(kernel, current())
+
+    def wait_for(self, kernels):
+        """Until all of them are compiled and loaded."""
+        self.compile(kernels)
+        for kernel in kernels:
+            load(kernel, current())
 
     cooperative = False  # whether all blocks of a launch can be at work at once
 
@@ -145,35 +153,44 @@ def capability(device: int) -> int:
     return int(cupy.cuda.Device(device).compute_capability)
 
 
-LOADED: set[tuple] = set()  # (kernel, device)
-
-
-def compile_together(kernels, device: int):
-    """NVRTC leaves Python's lock to other threads, and takes a core for seconds."""
-    new = [kernel for kernel in dict.fromkeys(kernels) if (kernel, device) not in LOADED]
-    if len(new) < 2:
-        return
-    with ThreadPoolExecutor(len(new), "linattn-nvrtc", lambda: use(device)) as pool:
-        for _ in pool.map(partial(load, device=device), new):
-            pass
-
-
-def use(device: int):
-    import cupy
-
-    cupy.cuda.Device(device).use()
+# -- compiling ---------------------------------------------------------------------------------------------------------
+LOADING: dict[tuple, Future] = {}  # by kernel and device
+LOADING_LOCK = Lock()
 
 
 @cache
+def compilers() -> ThreadPoolExecutor:
+    """NVRTC takes a core for seconds, and leaves Python's lock to other threads."""
+    return ThreadPoolExecutor(os.cpu_count(), "linattn-nvrtc")
+
+
+def loading(kernel, device: int) -> Future:
+    """The CuPy function of `kernel` on `device`, which another thread may still have to compile."""
+    with LOADING_LOCK:
+        found = LOADING.get((kernel, device))
+        if found is None:
+            found = LOADING[kernel, device] = compilers().submit(compiled, kernel, device)
+        return found
+
+
 def load(kernel, device: int):
-    """The CuPy function of `kernel` on `device`, which must be the current one; an instance a module compiles in 0.1
-    to 2 s."""
+    """The CuPy function of `kernel` on `device`."""
+    found = loading(kernel, device)
+    try:
+        return found.result()
+    except Exception:  # what fails now, as for want of memory, may do later
+        LOADING.pop((kernel, device), None)
+        raise
+
+
+def compiled(kernel, device: int):
+    """The same, by this thread; an instance a module compiles in 0.1 to 2 s."""
     import cupy
 
-    LOADED.add((kernel, device))
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
-    module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
-    return module.get_function(kernel.expression)
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
+        return module.get_function(kernel.expression)
 
 
 @cache

@@ -109,9 +109,8 @@ def compile_plan(plan, device):
 class Compiled:
     """A plan on a device. Keeps none of the caller's arrays."""
 
-    def __init__(self, plan: Plan, device, places: int = PLACES):
-        """`places`: how many sets of addresses the arguments are kept for."""
-        self.device, self.plan, self.places = device, plan, places
+    def __init__(self, plan: Plan, device):
+        self.device, self.plan = device, plan
         device.compile(plan.kernels)
         tables = [step.table for step in plan.steps if isinstance(step, Upload)]
         self.tables = [device.upload(table.host) for table in tables]
@@ -127,15 +126,12 @@ class Compiled:
 
     def __call__(self, given):
         """`given`: the caller's arrays, in the plan's order."""
-        return self.on([*given, *[make() for make in self.makers]])
-
-    def on(self, arrays):
-        """On the caller's arrays and then the buffers."""
+        arrays = [*given, *[make() for make in self.makers]]
         addresses = tuple(map(self.device.pointer, arrays))
         arrays += self.tables
         commands = self.filled.get(addresses)
         if commands is None:
-            if len(self.filled) >= self.places:
+            if len(self.filled) >= PLACES:
                 self.filled.clear()
             commands = self.filled[addresses] = self.fill(arrays)
         for command in commands:
@@ -144,10 +140,11 @@ class Compiled:
             in_graphs.extend(arrays[n] for n in self.hidden)
         return self.result(arrays)
 
-    def launches(self, arrays) -> list:
-        """Functions that enqueue the steps on these arrays, for who runs them again and again and keeps the arrays."""
-        arrays = [*arrays, *self.tables]
-        return [partial(command, arrays) for command in self.fill(arrays)]
+    def commands(self, arrays) -> list:
+        """`fill` for who has the buffers too, and runs the commands again and again. They take None for arrays, which
+        they only need to copy."""
+        assert all(isinstance(step, (Launch, Product, Upload)) for step in self.plan.steps)
+        return self.fill([*arrays, *self.tables])
 
     def fill(self, arrays) -> list:
         """What an execution on memory at these addresses does, in order: functions of its arrays."""

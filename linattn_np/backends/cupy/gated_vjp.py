@@ -1,44 +1,34 @@
-"""Gradients of the gated family: one kernel forwards in time for dq and du, one backwards for dk, dg and dh0, and on
-cards before Hopper one for dv.
+"""Gradients of the gated family.
 
-No state is kept but one every `CHECKPOINT_EVERY` tokens.
+On every card: one kernel keeps the state at every chunk's start and its gradient at every chunk's end, and then all
+chunks are computed at once, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in time for
+dq and du, one backwards for all else.
 """
 
 from __future__ import annotations
 
 from . import tuning
 from .instances import (
-    CHANNELS,
     TILES,
     BonusGradient,
-    GatedBackward,
-    GatedBackwardKeys,
+    GatedBackwardChannels,
     GatedBackwardKeysSm90,
-    GatedBackwardQueries,
     GatedBackwardQueriesSm90,
     GatedBackwardSegmentsSm90,
     GatedBackwardSm90,
+    GatedBackwardStates,
     GatedBackwardValues,
     ScanBothWays,
-    channels,
-    columns,
     read_order,
 )
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
-def unsupported(problem) -> str | None:
-    """Why there is no backward of a forward that these kernels compute; None where there is one or none is asked
-    for."""
-    if problem.gradient and problem.sizes["V"] > CHANNELS[-1]:
-        return f"V={problem.sizes['V']} is over {CHANNELS[-1]}, the columns its gradients hold at once"
-    return None
-
-
-def plan_vjp(problem, device, do, dht, saved=(), kept=()):
+def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False):
     """(gradients in the order of the arrays, that of the initial state or None).
 
-    `kept`: what `plan_summary_vjp` of the same `do` has left.
+    `kept`: what `plan_summary_vjp` of the same `do` has left. `exact`: half-precision data too are multiplied in
+    float32, for a gate that many channels share, whose gradient is a sum of theirs.
     """
     draft = Draft()
     P, bonus = segments(problem, device), problem.arrays.get("u")
@@ -46,14 +36,13 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
     do = as_inputs(draft, problem, do)
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
-    N, H, K = problem.shape("N H K")
-    of_segments = P + 2 if kept else max(P, 1)
-    shares = None if bonus is None else draft.empty((N * of_segments, H, K), FLOAT32)  # of du: of sequences or segments
     if P:
-        tiles = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, shares, kept)
+        tiles, shares = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, kept)
     else:
-        tiles = on_every_card(draft, problem, arrays, gradients, dht, dh0, shares)
+        products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
+        tiles, shares = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     if bonus is not None:
+        H, K = problem.shape("H K")
         du, kernel = draft.empty((H, K), bonus.dtype), BonusGradient(bonus.dtype)
         draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, du=du, N=shares.shape[0], H=H, K=K)
         gradients = (*gradients, du)
@@ -94,52 +83,59 @@ def stored(draft, problem, dh0):
 
 
 # -- for every card ----------------------------------------------------------------------------------------------------
-def on_every_card(draft, problem, arrays, gradients, dht, dh0, du) -> dict:
-    """The kernels for every card; the sizes of what runs."""
+def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0):
+    """The kernels for every card; the sizes of what runs, and the shares of du."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    B, N, H, K, V = problem.shape("B N H K V")
+    instance = read_order(problem.op), problem.dtype, g.dtype, products
+    states, channels = GatedBackwardStates(*instance), GatedBackwardChannels(*instance)
+    values = GatedBackwardValues.fitting(*instance, V, device.shared_per_block)
+    tiles = ceil_div(K, states.TILE) * ceil_div(V, states.TILE)
+    P = tuning.summarised_segments(states, 2 * N * H * tiles, problem, device)
+    shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
+    u, initial, read = draft.bonus(problem), draft.initial(problem), {"q": q, "k": k, "v": v, "do_": do, "g": g}
+    both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients)}
+    shares = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
+    walk = {**read, **both, "P": P}
+
+    if P > 1:
+        starts, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        nothing = {"kept": None, "dh0": None, "first": 0, "heads": H}
+        given = {"initial": initial, "dht": dht, "states": starts, "decays": decays}
+        draft.launch(states, 2 * N * P * H * tiles, **walk, **nothing, **given)
+        if P > 2:
+            scan_both_ways(draft, problem, starts, decays, P)
+        initial, dht = starts[0], starts[1]
+    of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
+    heads = tuning.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in arrays[:4]))
+    kept = draft.empty((heads * of_a_head,), states.stored)
+    for first in range(0, H, heads):
+        here = {"kept": kept, "first": first, "heads": min(heads, H - first)}
+        nothing = {"states": None, "decays": None}
+        given = {"initial": initial, "dht": dht, "dh0": dh0}
+        draft.launch(states, 2 * N * P * here["heads"] * tiles, **walk, **here, **given, **nothing)
+        chunks = B * shape.NC * here["heads"]
+        draft.launch(
+            channels,
+            chunks * ceil_div(K, channels.TILE),
+            **read,
+            **both,
+            **here,
+            dq=dq,
+            dk=dk,
+            dg=dg,
+            u=u,
+            shares=shares,
+        )
+        draft.launch(values, chunks * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, u=u, **both, **here)
+    return states.tiles | ({"segments": P} if P > 1 else {}), shares
+
+
+def scan_both_ways(draft, problem, states, decays, P):
+    """From what P segments leave by themselves to what each starts from."""
     N, H, K, V = problem.shape("N H K V")
-    order, every = read_order(problem.op), GatedBackward.CHECKPOINT_EVERY
-    queries = GatedBackwardQueries(order, problem.dtype, g.dtype, channels(V))
-    keys = GatedBackwardKeys(order, problem.dtype, g.dtype, channels(V))
-    values = GatedBackwardValues(order, problem.dtype, g.dtype, channels(K), columns(V))
-    u, initial, shape = draft.bonus(problem), draft.initial(problem), draft.shape(problem, chunk=every)
-    blocks = ceil_div(K, queries.BK)
-    kept = draft.empty((*problem.shape("B H"), shape.NC, blocks * queries.BK, queries.BV), FLOAT32)
-    weight = dg if dg.dtype == FLOAT32 else draft.like(dg, FLOAT32)
-    both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients), "u": u}
-    draft.launch(
-        queries,
-        N * H * blocks,
-        q=q,
-        k=k,
-        v=v,
-        do_=do,
-        g=g,
-        dq=dq,
-        weight=weight,
-        initial=initial,
-        kept=kept,
-        du=du,
-        **both,
-    )
-    draft.launch(
-        keys,
-        N * H * blocks,
-        q=q,
-        k=k,
-        v=v,
-        do_=do,
-        g=g,
-        dk=dk,
-        dg=dg,
-        weight=weight,
-        dht=dht,
-        kept=kept,
-        dh0=dh0,
-        **both,
-    )
-    draft.launch(values, N * H * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, dht=dht, **both)
-    return queries.tiles
+    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V}
+    draft.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), states=states, decays=decays, **sizes)
 
 
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
@@ -154,16 +150,17 @@ def segments(problem, device) -> int:
     N, H = problem.shape("N H")
     if not fits_hopper(problem, device, [x for name, x in problem.arrays.items() if name != "u"]):
         return 0
-    return tuning.segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du, left: tuple = ()) -> dict:
+def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = ()):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs."""
+    runs, and the shares of du."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
     launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left))
     P = launches.P
+    du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
     queries, keys = GatedBackwardQueriesSm90.fitting(*instance), GatedBackwardKeysSm90.fitting(*instance)
@@ -180,7 +177,7 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, du, left: tuple = 
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept}
     launches.launch(queries, read | {"dq": dq, "weight": dg}, initial=initial, du=du, **both)
     launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, P=P, **both)
-    return keys.tiles | ({"segments": P} if P > 1 else {})
+    return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
 class OnHopper:
@@ -215,14 +212,14 @@ class OnHopper:
         """The state at every segment's start, the gradient of that at its end."""
         states, decays = self.left_by_segments(summary, mapped, initial, dht, **more)
         if self.P > 2:
-            self.scan(states, decays)
+            scan_both_ways(self.draft, self.problem, states, decays, self.P)
         return states[0], states[1]
 
     def summary(self, kernel, mapped, **more):
         """The plan of `plan_summary_vjp`."""
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
         joined = self.draft.contiguous(states)
-        self.scan(joined, decays)
+        scan_both_ways(self.draft, self.problem, joined, decays, self.P)
         return self.draft.plan(((joined[1][:, 0],), decays[1][:, 1:]), saved=(states, decays))
 
     def resumed(self, states, decays, dht):
@@ -231,7 +228,7 @@ class OnHopper:
         if dht is not None:
             for segment in (self.P - 2, self.P - 1):
                 self.draft.copy(dht, states[1][:, segment])
-        self.scan(states, decays)
+        scan_both_ways(self.draft, self.problem, states, decays, self.P)
         return states[0], states[1]
 
     def left_by_segments(self, summary, mapped, initial, dht, **more):
@@ -241,9 +238,3 @@ class OnHopper:
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         self.launch(summary, mapped, directions=2, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
         return states, decays
-
-    def scan(self, states, decays):
-        N, H, K, V = self.problem.shape("N H K V")
-        kernel = ScanBothWays()
-        blocks = 2 * N * H * ceil_div(K * V, 4 * kernel.threads)
-        self.draft.launch(kernel, blocks, states=states, decays=decays, N=N, P=self.P, H=H, K=K, V=V)

@@ -97,92 +97,100 @@ class Recurrent(Kernel):
 
 @dataclass(frozen=True)
 class GatedBackward(Kernel):
-    """A backward kernel over the channels, on every card. A block has BK of them, and all columns of V."""
+    """A backward kernel of chunks, on every card; `products` is of how many tf32 products a product consists."""
 
-    BK: ClassVar[int] = 64
-    CHUNK: ClassVar[int] = 16
-    CHECKPOINT_EVERY: ClassVar[int] = 256  # tokens between the states that are kept: a quarter of bfloat16's inputs at
-    # K = V = 128. The gates' gradient is a sum over as many tokens at most,
-    # which float32 carries without loss
+    CHUNK: ClassVar[int] = 64
+    TILE: ClassVar[int] = 64  # channels and columns of a tile of the states that are kept
+    threads = 128
     read_order: str
     dtype: np.dtype
     gate: np.dtype
-    BV: int
+    products: int
 
     @property
-    def threads(self):
-        return 2 * self.BV
-
-    @property
-    def shared_bytes(self):
-        size, groups, warps, keys = (
-            self.dtype.itemsize,
-            self.BV // 64,
-            self.BV // 16,
-            isinstance(self, GatedBackwardKeys),
-        )
-        floats = (
-            (3 + groups) * 16 * (self.BK + 8) + 2 * 16 * (self.BV + 8) + (1 + warps) * 16 * 16 + (1 + groups) * self.BK
-        )
-        return 4 * floats + 16 * (self.BK * (2 * size + self.gate.itemsize + 4 * keys) + 2 * self.BV * size)
+    def stored(self) -> np.dtype:
+        """What states are kept in, and operands of products."""
+        return BFLOAT16 if self.dtype == BFLOAT16 and self.products == 1 else np.dtype(np.float32)
 
     @property
     def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "checkpoint every": self.CHECKPOINT_EVERY}
+        return {"BK": self.TILE, "BV": self.TILE, "chunk": self.CHUNK, "sub_chunk": 8}
 
 
-class GatedBackwardQueries(GatedBackward):
-    file = "gated/backward_queries"
+def tile_bytes(rows, columns, dtype) -> int:
+    """Of a tile whose rows lie so far apart that those of one column touch every bank once."""
+    return rows * (columns + (8 if dtype.itemsize == 2 else 4)) * dtype.itemsize
+
+
+class GatedBackwardStates(GatedBackward):
+    file = "gated/backward_states"
     arguments = (
-        *rows("q k v do_ g dq weight"),
-        *pointers("u initial kept du"),
+        *rows("q k v do_ g"),
+        *pointers("initial dht kept dh0 states decays"),
         *shape,
+        *integers("first heads"),
+        *reals("scale"),
+        *integers("vectors P"),
+    )
+    shared = ("Shared<{dtype}, {gate}>",)
+
+    @property
+    def resident(self):
+        return 4 if self.stored == BFLOAT16 else 2
+
+    @property
+    def shared_bytes(self):
+        return 3 * (2 * tile_bytes(32, 64, self.dtype) + tile_bytes(32, 64, self.gate))
+
+
+class GatedBackwardChannels(GatedBackward):
+    """dq, dk, dg and the shares of du."""
+
+    file = "gated/backward_channels"
+    arguments = (
+        *rows("q k v do_ g dq dk dg"),
+        *pointers("u kept shares"),
+        *shape,
+        *integers("first heads"),
         *reals("scale"),
         *integers("vectors"),
     )
-    shared = ("SubChunk<{BV}>", "Incoming<{dtype}, {gate}, {BV}>")
+    shared = ("Shared<{dtype}, {gate}, {products}>",)
 
-
-class GatedBackwardKeys(GatedBackward):
-    file = "gated/backward_keys"
-    arguments = (
-        *rows("q k v do_ g dk dg weight"),
-        *pointers("u dht kept dh0"),
-        *shape,
-        *reals("scale"),
-        *integers("vectors"),
-    )
-    shared = ("SubChunk<{BV}>", "IncomingWeights<{dtype}, {gate}, {BV}>")
+    @property
+    def shared_bytes(self):
+        values = 4 * 64 * (32 + 8) * self.dtype.itemsize
+        pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * 64
+        return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
 
 @dataclass(frozen=True)
-class GatedBackwardValues(Kernel):
-    """dv, on every card."""
+class GatedBackwardValues(GatedBackward):
+    """dv."""
 
     file = "gated/backward_values"
     arguments = (
         *rows("q k do_ g dv"),
-        *pointers("u dht"),
+        *pointers("u kept"),
         *shape,
+        *integers("first heads"),
         *reals("scale"),
         *integers("vectors"),
     )
-    shared = ("SubChunk<{BK}, {BV}>", "Incoming<{dtype}, {gate}, {BK}, {BV}>")
-    read_order: str
-    dtype: np.dtype
-    gate: np.dtype
-    BK: int
+    shared = ("Shared<{dtype}, {gate}, {products}, {BV}>",)
     BV: int
 
-    @property
-    def threads(self):
-        return 2 * self.BV
+    @classmethod
+    def fitting(cls, read_order, dtype, gate, products, V, shared):
+        """128 columns, which all share the scores, where a block can have the shared memory."""
+        wide = cls(read_order, dtype, gate, products, 128)
+        return wide if V > 64 and wide.shared_bytes <= shared else cls(read_order, dtype, gate, products, 64)
 
     @property
     def shared_bytes(self):
-        size = self.dtype.itemsize
-        floats = 3 * 16 * (self.BK + 8) + 16 * (self.BV + 8) + 16 * (16 + 8) + 2 * self.BK
-        return 4 * floats + 16 * (2 * self.BK * size + self.BK * self.gate.itemsize + self.BV * size)
+        tokens = 2 * tile_bytes(64, 32, self.dtype) + tile_bytes(64, 32, self.gate)
+        columns, states = tile_bytes(64, self.BV, self.dtype), 32 * self.BV * self.stored.itemsize
+        return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64
 
 
 @dataclass(frozen=True)
@@ -355,7 +363,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
     @property
     def shared_bytes(self):
         BK, BV = self.BK, self.BV
-        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 33 * BK // 16 + 40
+        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 34 * BK // 16 + 8 * BK + 48
         return self.ring(2, 2, 2, 2, 32 * 32 * 4, rest)
 
 

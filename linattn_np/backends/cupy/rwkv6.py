@@ -141,9 +141,11 @@ class ChosenNorm(ModelKernel):
 LOW_RANK_TOKENS, LOW_RANK_COLUMNS = 16, 128  # of a tile
 
 
-def low_rank_shared(tiles) -> int:
-    """Bytes of the struct `LowRank<tiles>`, from which a block makes so many tiles of tokens."""
-    return 4 * (tiles * LOW_RANK_TOKENS * (32 + 4) + 32 * (LOW_RANK_COLUMNS + 8))
+def low_rank_shared(dtype, tiles, parts) -> int:
+    """Bytes of the struct `LowRank<dtype, tiles, parts>`, from which a block makes so many tiles of tokens."""
+    size, tokens = dtype.itemsize, tiles * LOW_RANK_TOKENS
+    low = 4 * tokens * (32 + 4) if size == 4 else parts * size * tokens * (32 + 8)
+    return low + size * 32 * (LOW_RANK_COLUMNS + 8)
 
 
 def low_rank_blocks(tiles, tokens, D) -> int:
@@ -157,24 +159,25 @@ class DataMix(ModelKernel):
 
     file = "rwkv6/data_mix"
     arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
-    shared = ("LowRank<{TILES}>",)
+    shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
     dtype: np.dtype
     X: np.dtype
+    PARTS: int
     TILES: int
     INPUTS: int
 
     @classmethod
     def of_step(cls, dtype, X):
-        return cls(dtype, X, 1, 1)
+        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, 1)
 
     @classmethod
     def of_prompt(cls, dtype):
-        return cls(dtype, dtype, 2, 5)
+        return cls(dtype, dtype, 2, 2, 1)
 
     @property
     def shared_bytes(self):
-        return low_rank_shared(self.TILES)
+        return low_rank_shared(self.dtype, self.TILES, self.PARTS)
 
     def blocks(self, tokens, D) -> int:
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
@@ -215,11 +218,15 @@ class ShiftMix(ModelKernel):
 class LogDecay(ModelKernel):
     file = "rwkv6/log_decay"
     arguments = (*pointers("low up decay w"), *integers("tokens D W"))
-    shared = ("LowRank<TILES>",)
+    shared = ("LowRank<{dtype}, TILES, PARTS>",)
     TILES: ClassVar[int] = 2
+    PARTS: ClassVar[int] = 2
     threads = 256
-    shared_bytes = low_rank_shared(TILES)
     dtype: np.dtype
+
+    @property
+    def shared_bytes(self):
+        return low_rank_shared(self.dtype, self.TILES, self.PARTS)
 
     def blocks(self, tokens, D) -> int:
         return low_rank_blocks(self.TILES, tokens, D)

@@ -15,7 +15,6 @@ from ...arrays import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_vjp, tuning
 from .instances import (
-    CHANNELS,
     FEATURE_MAPS,
     PANEL,
     SCALAR,
@@ -45,10 +44,6 @@ def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if normalized(problem) and problem.dtype == DOUBLE and problem.sizes["V"] >= float64.COLUMNS[-1]:
         return f"V={problem.sizes['V']} and the normaliser are over {float64.COLUMNS[-1]} in float64"
-    if normalized(problem) and problem.dtype != DOUBLE and problem.gradient and problem.sizes["V"] >= CHANNELS[-1]:
-        return (
-            f"V={problem.sizes['V']} and the normaliser are over {CHANNELS[-1]}, the columns its gradients hold at once"
-        )
     return gated.unsupported(problem)
 
 
@@ -385,7 +380,7 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=()):
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
     if not backward_reads_gate_in_place(gla, device):
-        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht)
+        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True)
     own = Draft()
     gla, arrays = backward_inputs(own, gla, do)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)

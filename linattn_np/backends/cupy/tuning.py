@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 from .instances import PANEL, TILES, WeightedSums
-from .plan import ceil_div
+from .plan import FLOAT32, ceil_div
 
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
+KEPT = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
+SWEEP_START = 64  # tokens that take as long in the backward sweeps as a block's start
+MOST_WAVES = 8  # of segments, which fill the last one well enough
+HARDLY_MORE = 1.03
+SUMMARY = 0.35  # of the sweeps' time, what summarising both ways takes
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
 
@@ -27,6 +32,33 @@ def resident_blocks(kernel, device) -> int:
 def segments(blocks, longest, most) -> int:
     """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become at most `most`."""
     return max(1, min(most // max(blocks, 1), longest // SEGMENT))
+
+
+def summarised_segments(kernel, blocks, problem, device) -> int:
+    """Into how many a sequence is cut where a pass of the same kernel has to summarise them first: from four on, since
+    the two passes and what joins them take as long as two to three segments."""
+    P = segments(blocks, int(problem.spans.lengths.max(initial=0)), resident_blocks(kernel, device))
+    return P if P >= 4 and problem.sizes["V"] % 4 == 0 else 1
+
+
+def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
+    """Of how many heads the states are kept at once: no more bytes than the inputs have, in turns of equal size."""
+    most = max(1, max(inputs, KEPT) // max(1, bytes_of_a_head))
+    return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
+
+
+def backward_segments(blocks, longest, most) -> int:
+    """Into how many the backward pass cuts a sequence, of `blocks` blocks of the uncut problem where the card holds
+    `most`: the fewest that take hardly more than the least time, for the waves of its sweeps and the pass that
+    summarises all segments but a sequence's last, which memory bounds. At 1,8192,96,128, 4 fill three waves: 1.56 for
+    1.64 ms."""
+
+    def time(P):
+        waves = ceil_div(blocks * P, most) * (longest / P + SWEEP_START)
+        return waves + SUMMARY * longest * blocks / most * (P - 1) / P
+
+    times = [time(P) for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)]
+    return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
 
 
 def split_columns(heads, V, longest, device) -> bool:
@@ -47,6 +79,11 @@ def parts(summary, heads, V, P, longest, final, device) -> int:
         return ceil_div(blocks * R, at_once) * (longest / P / R + PART_START)
 
     return min(range(1, max(1, min(MOST_PARTS, longest // P // SEGMENT)) + 1), key=time)
+
+
+def tf32_products(problem) -> int:
+    """Of how many products in tf32 a product of numbers is the sum: float16 ones are tf32 numbers."""
+    return 3 if problem.dtype == FLOAT32 and problem.precision == "float32" else 1
 
 
 def narrow_blocks(heads, V, longest, device) -> bool:

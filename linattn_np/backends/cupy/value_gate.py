@@ -62,7 +62,9 @@ def unsupported(problem) -> str | None:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
-    return gated_vjp.unsupported(problem)
+    if problem.gradient and problem.sizes["V"] > CHANNELS[-1]:
+        return f"V={problem.sizes['V']} is over {CHANNELS[-1]}, the columns its gradients hold at once"
+    return None
 
 
 def plan(problem, device):

@@ -17,7 +17,7 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
-from ...backends.cupy.plan import Draft, Plan, ceil_div, describe_parts
+from ...backends.cupy.plan import Draft, Plan, ceil_div, contiguous, describe_parts
 from ...errors import ContractTypeError
 from . import weights as table
 from .checks import refuse
@@ -189,6 +189,11 @@ class CudaDecoder:
 
     def launches_of(self, tokens, state, slots, greedy, layers) -> list:
         """Functions that enqueue a step through `layers` on these arrays, one a launch."""
+        plan, arrays = self.plan_of(tokens, state, slots, greedy, layers)
+        return [partial(command, None) for command in Compiled(plan, self.device).commands(arrays)]
+
+    def plan_of(self, tokens, state, slots, greedy, layers) -> tuple[Plan, list]:
+        """A step's plan, and its arrays."""
         seen, given, arrays = describe_parts(
             self.device,
             model=vars(self.whole),
@@ -197,8 +202,15 @@ class CudaDecoder:
             state=vars(state),
             call={"tokens": tokens, "slots": slots},
         )
-        steps = Step(self, seen).steps(greedy, layers)
-        return Compiled(Plan((), steps, None, given=given), self.device).launches(arrays)
+        return Plan((), Step(self, seen).steps(greedy, layers), None, given=given), arrays
+
+    def compile(self):
+        """Has what a step launches compiled, while the caller does something else."""
+        D, H, N = (self.sizes[axis] for axis in "DHN")
+        shapes = dict(zip(STATE, ((1, 1, D), (1, 1, H, N, N), (1, 1, D))))
+        state = State(**{name: contiguous(name, shape, FLOAT32) for name, shape in shapes.items()})
+        plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
+        self.device.compile(plan.kernels)
 
     def check(self, tokens, state, slots):
         B = self.batch

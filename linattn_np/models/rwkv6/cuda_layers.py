@@ -17,6 +17,7 @@ class CudaLayers:
         self.dtype = dtype_of(weights, dtype)
         self.decoder = CudaDecoder(weights, self.dtype, loaded=loaded)  # of one sequence; others share its weights
         self.device, self.steps, self.prompts = self.decoder.device, {1: Steps(self.decoder)}, {}
+        self.decoder.compile()  # which takes longest; a prompt mostly comes first
         self.zeros, self.asarray = self.device.zeros, self.device.upload
         self.Array = type(self.zeros((0,), FLOAT32))
         self.tuned = [self.asarray(array.astype(FLOAT32)) for array in table.tuned(weights)]

@@ -204,6 +204,22 @@ class RWKV6:
         logits = self.layers.logits(ids.ravel(), state, rows, last)
         return (logits if last else logits.reshape(*ids.shape, -1)), state
 
+    def warm_up(self, batches: Integers = (1,), prompt: int = 64) -> None:
+        """Runs a prompt and steps on zeros, so that no kernel and no library has to be loaded in a server's first call.
+
+        batches : numbers of sequences whose steps will be asked for
+        prompt : tokens of the prompt that is run; none with 0
+
+        Example
+        -------
+        >>> model = RWKV6.from_file("examples/data/austen-x060/model.safetensors")
+        >>> model.warm_up(batches=(1, 8))
+        """
+        if prompt:
+            self.forward(np.zeros((1, prompt), np.int64), last=True)
+        for batch in batches:
+            self.forward(np.zeros((batch, 1), np.int64))
+
     def generate(self, prompt: bytes | Integers, *, seed: Any = None, **how: Any) -> Iterator[int]:
         """Tokens that continue `prompt` (host integers [T]), one by one and without end.
 

@@ -1,0 +1,385 @@
+// what      GLA and RWKV-6 backward, all that has channels: dq, dk and dg of a chunk, and its share of du.
+// math      S the state before the chunk of 64, C the gradient of that after it, dA_ij = scale do_i . v_j, j < i:
+//           dq_i = scale start_i (S do_i) + sum_j dA_ij decay_ij k_j + dA_ii k_i  (RWKV-6: u k_i)
+//           dk_j = end_j (C v_j) + sum_i dA_ij decay_ij q_i + dA_jj q_j  (RWKV-6: u q_j);   du = sum_i dA_ii q_i k_i
+//           dg_t = what passes gate t, gathered and not subtracted: queries from t on (RWKV-6: after t) with S, keys
+//           before t with C, S with C, and the pairs of a key before t and a query from t on. Pairs meet at the borders
+//           of 32, 16 and 8 tokens between them, or in the middle of their sub-chunk: there alone queries count from t on
+//           less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32
+// shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, shares of du [B, NC, H, K] float32
+//           kept: as backward_states leaves it
+// grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
+// smem      q, k, g; two stages of v and do, where dA stands later
+// barriers  two for every 32 columns of V: they have arrived | they are read; then: dA stands | results stand
+// numerics  products as fragment.cuh has it, of sums in float32, which factors outside of products multiply
+// source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
+// limits    none
+#include "backward.cuh"
+
+constexpr int COLUMNS = 32, STEPS = COLUMNS / 16;  // of V, that are there at once
+constexpr int BLOCKS = CHUNK / 16;                 // of 16 tokens
+constexpr int OWN = 3;                             // most 16 x 16 blocks of dA that a warp makes
+
+template <typename T, typename G> struct Args {
+  Rows<const T> q, k, v, do_;
+  Rows<const G> g;
+  Rows<T> dq, dk;
+  Rows<G> dg;
+  const float* u;  // null for GLA
+  const void* kept;
+  float* shares;  // null for GLA
+  Shape shape;
+  i64 first, heads;  // the heads at hand
+  double scale;
+  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+};
+
+template <typename T> struct alignas(16) Values {
+  T v[CHUNK * (COLUMNS + 8)];    // [64, 32]
+  T do_[CHUNK * (COLUMNS + 8)];  // [64, 32]
+};
+constexpr int LDV = COLUMNS + 8, LDA = CHUNK + 8;
+
+template <class M> struct TokenPairs {
+  typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query, key before it
+  float own[CHUNK];                    // the diagonal
+  Held<M> halves[BLOCKS][THREADS];     // tokens as they meet those beyond the chunk's middle
+};
+
+template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
+  T q[CHUNK * LD<T, TILE>];  // [64, 64], then dq
+  T k[CHUNK * LD<T, TILE>];  // then dk
+  G g[CHUNK * LD<G, TILE>];  // then dg
+  union {
+    Values<T> values[2];
+    TokenPairs<Math<T, PRODUCTS>> pairs;
+  };
+};
+
+// Which 16 x 16 block of the lower triangle comes n-th.
+__device__ __forceinline__ int row_of(int n) { return n < 1 ? 0 : n < 3 ? 1 : n < 6 ? 2 : 3; }
+__device__ __forceinline__ int column_of(int n) {
+  const int row = row_of(n);
+  return n - row * (row + 1) / 2;
+}
+
+// A lane's part of S and of C, 16 channels by COLUMNS.
+template <class M> struct States {
+  using Stored = typename M::Stored;
+  struct alignas(2 * sizeof(Stored)) Two {
+    Stored x, y;
+  };
+  Two S[STEPS][4], C[STEPS][4];
+
+  // Of 16 columns, the matrices from `row` and `column` on.
+  __device__ __forceinline__ void load(int m, const Stored* S_from, const Stored* C_from, int row, int column) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const int at = matrix_at(row + (p & 1), column + (p >> 1)) + 2 * (threadIdx.x & 31);
+      S[m][p] = *reinterpret_cast<const Two*>(S_from + at);
+      C[m][p] = *reinterpret_cast<const Two*>(C_from + at);
+    }
+  }
+};
+
+template <typename P> struct Element;
+template <typename E> struct Element<E*> {
+  using type = E;
+};
+
+// What passes the gates of a lane's channel within a sub-chunk; and, from other sub-chunks, the lane's share of it.
+struct Passing {
+  float2 dg[SUBS];
+  float share[SUBS];
+};
+
+template <class ReadOrder, typename T, typename G, int PRODUCTS>
+__global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args<T, G> args) {
+  using M = Math<T, PRODUCTS>;
+  using Stored = typename M::Stored;
+  using Block = float[2][4];  // 16 channels by 16 tokens
+  constexpr bool BEFORE = ReadOrder::reads_before_write;
+  Shared<T, G, PRODUCTS>& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 16 * warp;
+  const int tiles = int((shape.K + TILE - 1) / TILE), tile = blockIdx.x % tiles;
+  const u32 block = blockIdx.x / tiles, NC = u32(shape.NC), heads = u32(args.heads);
+  const i64 c = block % NC, h = args.first + block / NC % heads, b = block / NC / heads;
+  const Span span = chunk_tokens(shape, c);
+  const float scale = float(args.scale);
+  const bool vectors = args.vectors;
+
+  const auto fetch = [&](int n) {
+    Values<T>& to = s.values[n & 1];
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, b, h, span.start, span.stop, n * COLUMNS, shape.V, vectors);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, b, h, span.start, span.stop, n * COLUMNS, shape.V, vectors);
+  };
+  States<M> states;  // those of columns at hand, then of the next ones
+  const Stored* S_kept =
+      static_cast<const Stored*>(args.kept) + tile_at(shape, heads, false, b, h - args.first, c, tile, 0);
+  const Stored* C_kept = S_kept + tile_at(shape, heads, true, 0, 0, 0, 0, 0);
+  const auto fetch_states = [&](int n, int m) {
+    const int at = n * COLUMNS / TILE * (TILE * TILE), column = n * COLUMNS % TILE / 8 + 2 * m;
+    states.load(m, S_kept + at, C_kept + at, 2 * warp, column);
+  };
+  fetch(0);
+  cp_async_commit();
+#pragma unroll
+  for (int m = 0; m < STEPS; ++m) fetch_states(0, m);
+  fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+
+  // S do and C v: channels by tokens; dA; and sum_v S C of channels g and g + 8, the lane's share
+  Block dq[BLOCKS] = {}, dk[BLOCKS] = {}, dA[OWN] = {};
+  float both[2] = {};
+  const int parts = int((shape.V + COLUMNS - 1) / COLUMNS);
+#pragma unroll 1
+  for (int n = 0; n < parts; ++n) {
+    if (n + 1 < parts) fetch(n + 1);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();  // these columns have arrived
+    const Values<T>& in = s.values[n & 1];
+#pragma unroll
+    for (int m = 0; m < STEPS; ++m) {
+      Left<M> S, C;
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const float2 x = {to_float(states.S[m][p].x), to_float(states.S[m][p].y)};
+        const float2 y = {to_float(states.C[m][p].x), to_float(states.C[m][p].y)};
+        both[p & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, both[p & 1]));
+        S.set(p, x), C.set(p, y);
+      }
+      if (n + 1 < parts) fetch_states(n + 1, m);
+#pragma unroll
+      for (int x = 0; x < BLOCKS; ++x) {
+        RightData<M, T> read[2], values[2];
+        load_right<true>(read, in.do_ + 16 * x * LDV + 16 * m, LDV);
+        load_right<true>(values, in.v + 16 * x * LDV + 16 * m, LDV);
+        multiply(dq[x], S, read, dk[x], C, values);
+      }
+#pragma unroll
+      for (int x = 0; x < OWN; ++x) {
+        const int which = warp + WARPS * x;
+        if (which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
+        LeftData<M, T> queries;
+        RightData<M, T> keys[2];
+        load_left<false>(queries, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
+        load_right<true>(keys, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
+        multiply(dA[x], queries, keys);
+      }
+    }
+    __syncthreads();  // they are read
+  }
+  cp_async_wait<0>();
+#pragma unroll
+  for (int x = 0; x < OWN; ++x) {
+    const int which = warp + WARPS * x;
+    if (which >= BLOCKS * (BLOCKS + 1) / 2) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const int i = 16 * row_of(which) + g + 8 * lower, j = 16 * column_of(which) + 8 * half + 2 * t;
+        const float2 two = scale * float2{dA[x][half][2 * lower], dA[x][half][2 * lower + 1]};
+        put_pair(s.pairs.dA + i * LDA + j, float2{j < i ? two.x : 0.f, j + 1 < i ? two.y : 0.f});
+        if (i == j) s.pairs.own[i] = two.x;
+        if (i == j + 1) s.pairs.own[i] = two.y;
+      }
+  }
+  __syncthreads();  // dA stands; so do q, k and g
+
+  // A warp's channels, 16 tokens after the other: pair p is of row p % 2 and of sub-chunk 2 m + p / 2.
+  const auto gates_of_block = [&](int m, auto f) {
+    float2 gates[4];
+    load_channels(gates, s.g + 16 * m * LD<G, TILE> + strip, LD<G, TILE>);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) f(p, gates[p]);
+  };
+  float all[2][SUBS];  // decays of whole sub-chunks
+#pragma unroll
+  for (int m = 0; m < BLOCKS; ++m)
+    gates_of_block(m, [&](int p, float2 gates) { all[p & 1][2 * m + (p >> 1)] = whole_decay(gates); });
+
+#pragma unroll
+  for (int m = 0; m < BLOCKS; ++m) {
+    float2 x[4];
+    Held<M> half;
+    load_channels(x, (m < BLOCKS / 2 ? s.k : s.q) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+    gates_of_block(m, [&](int p, float2 gates) {
+      const Decays<ReadOrder> decays(decays_of(gates));
+      const int n = 2 * m + (p >> 1);
+      const float far = m < BLOCKS / 2 ? product_of(all[p & 1], n + 1, SUBS / 2) : product_of(all[p & 1], SUBS / 2, n);
+      half.set(p, far * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
+    });
+    s.pairs.halves[m][threadIdx.x] = half;
+  }
+
+  Passing passing[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    both[row] *= product_of(all[row], 0, SUBS);
+#pragma unroll
+    for (int n = 0; n < SUBS; ++n) passing[row].share[n] = both[row];
+  }
+  // A lane's pair of a channel and sub-chunk: of a product, of the diagonal; to where results stand.
+  const auto pair_of = [](const float (&d)[4], int row) { return float2{d[2 * row], d[2 * row + 1]}; };
+  const auto own_of = [&](int n) { return *reinterpret_cast<const float2*>(s.pairs.own + 8 * n + 2 * t); };
+  const auto put_tokens = [&](auto* tile, int n, int row, float2 x) {
+    using E = typename Element<decltype(tile)>::type;
+    E* to = tile + (8 * n + 2 * t) * LD<E, TILE> + strip + g + 8 * row;
+    to[0] = from_float<E>(x.x), to[LD<E, TILE>] = from_float<E>(x.y);
+  };
+  const i64 channel = tile * TILE + strip + g;
+  float u[2] = {1.f, 1.f};
+  if (BEFORE) {
+    float du[2] = {};
+#pragma unroll 1
+    for (int m = 0; m < BLOCKS; ++m) {
+      float2 q[4], k[4];
+      load_channels(q, s.q + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const float2 weights = own_of(2 * m + (p >> 1)) * q[p] * k[p];
+        du[p & 1] += weights.x + weights.y;
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const bool there = channel + 8 * row < shape.K;
+      const float sum = sums(du[row]).all;
+      if (there && t == 0) args.shares[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * row] = sum;
+      u[row] = there ? args.u[h * shape.K + channel + 8 * row] : 0.f;
+    }
+  }
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Held<M> quarters[2];  // tokens as they meet those beyond the middle of this half
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int m = 2 * half + x;
+      float2 y[4];
+      load_channels(y, (x ? s.q : s.k) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      gates_of_block(m, [&](int p, float2 gates) {
+        const Decays<ReadOrder> decays(decays_of(gates));
+        const float far = x == 0 && p < 2 ? all[p & 1][2 * m + 1] : x == 1 && p >= 2 ? all[p & 1][2 * m] : 1.f;
+        quarters[x].set(p, far * (x ? decays.start : decays.end) * y[p]);
+      });
+    }
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int m = 2 * half + x;
+      float2 q[4], k[4];
+      load_channels(q, s.q + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
+      float2 start[4], end[4], query[4], key[4];
+      Held<M> queries, keys, eights;
+      gates_of_block(m, [&](int p, float2 gates) {
+        const float2 a = decays_of(gates);
+        const Decays<ReadOrder> decays(a);
+        const Middle<ReadOrder> middle(a);
+        start[p] = decays.start, end[p] = decays.end, query[p] = middle.queries, key[p] = middle.keys;
+        queries.set(p, query[p] * q[p]);
+        keys.set(p, key[p] * k[p]);
+        eights.set(p, p < 2 ? end[p] * k[p] : start[p] * q[p]);
+      });
+      const Stored* dA = s.pairs.dA + 16 * m * LDA;
+      float2 from_queries[4];  // what passes the gates of this sub-chunk from the queries' side
+      {
+        Block P = {}, P16 = {}, P32 = {};
+        float P8[4] = {};
+        Right<M> dAs[2];
+        load_right<true>(dAs, dA + 16 * m, LDA);
+        multiply_half(P[0], keys.left(), dAs[0], 0);
+        multiply_half(P[1], keys.left(), dAs[1], 1);
+        multiply_half(P8, eights.left(), dAs[1], 0);
+        if (x) {
+          load_right<true>(dAs, dA + 16 * (m - 1), LDA);
+          multiply(P16, quarters[0].left(), dAs);
+        }
+#pragma unroll 1
+        for (int other = 0; half && other < BLOCKS / 2; ++other) {
+          load_right<true>(dAs, dA + 16 * other, LDA);
+          multiply(P32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+        }
+        __syncwarp();  // q is read, where dq comes
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
+          const float2 pairs = pair_of(P[lower], row), near = queries.get(p) * pairs;
+          float2 sum = query[p] * pairs, from = {0.f, 0.f};
+          const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
+            const float2 part = by * pair_of(d, row), weight = q[p] * part;
+            sum = sum + part, from = from + weight;
+#pragma unroll
+            for (int to = border; to < n; ++to) passing[row].share[to] += weight.x + weight.y;
+          };
+          passes(scale * product_of(all[row], 0, n) * start[p], dq[m][lower], 0);
+          if (half) passes(product_of(all[row], SUBS / 2, n) * start[p], P32[lower], SUBS / 2);
+          if (x) passes(product_of(all[row], 2 * m, n) * start[p], P16[lower], 2 * m);
+          if (lower) passes(start[p], P8, n);
+          from_queries[p] = from + near;
+          put_tokens(s.q, n, row, sum + u[row] * own_of(n) * k[p]);
+        }
+      }
+      {
+        load_channels(k, s.k + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);  // again: registers are few
+        Block R = {}, R16 = {}, R32 = {};
+        float R8[4] = {};
+        Right<M> dAs[2];
+        load_right<false>(dAs, dA + 16 * m, LDA);
+        multiply_half(R[0], queries.left(), dAs[0], 0);
+        multiply_half(R[1], queries.left(), dAs[1], 1);
+        multiply_half(R8, eights.left(), dAs[0], 1);
+        if (!x) {
+          load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
+          multiply(R16, quarters[1].left(), dAs);
+        }
+#pragma unroll 1
+        for (int other = BLOCKS / 2; !half && other < BLOCKS; ++other) {
+          load_right<false>(dAs, s.pairs.dA + 16 * other * LDA + 16 * m, LDA);
+          multiply(R32, s.pairs.halves[other][threadIdx.x].left(), dAs);
+        }
+        __syncwarp();  // k is read, where dk comes
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
+          const float2 pairs = pair_of(R[lower], row), near = keys.get(p) * pairs;
+          float2 sum = key[p] * pairs, from = {0.f, 0.f};
+          const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
+            const float2 part = by * pair_of(d, row), weight = k[p] * part;
+            sum = sum + part, from = from + weight;
+#pragma unroll
+            for (int to = n + 1; to < border; ++to) passing[row].share[to] += weight.x + weight.y;
+          };
+          passes(product_of(all[row], n + 1, SUBS) * end[p], dk[m][lower], SUBS);
+          if (!half) passes(product_of(all[row], n + 1, SUBS / 2) * end[p], R32[lower], SUBS / 2);
+          if (!x) passes(product_of(all[row], n + 1, 2 * m + 2) * end[p], R16[lower], 2 * m + 2);
+          if (!lower) passes(end[p], R8, n + 1);
+          put_tokens(s.k, n, row, sum + u[row] * own_of(n) * q[p]);
+          const float2 later = from_queries[p] + -1.f * near;
+          const float behind = sums(later.x + later.y).behind, before = sums(from.x + from.y).before;
+          if (BEFORE) passing[row].dg[n] = {later.y + behind - near.x, behind - near.y};
+          else passing[row].dg[n] = {later.x + later.y + behind, later.y + behind};
+          passing[row].dg[n] = passing[row].dg[n] + float2{before, from.x + before};
+        }
+      }
+    }
+  }
+  __syncwarp();  // g is read, where dg comes
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+#pragma unroll
+    for (int n = 0; n < SUBS; ++n) {
+      const float others = sums(passing[row].share[n]).all;
+      put_tokens(s.g, n, row, passing[row].dg[n] + float2{others, others});
+    }
+  }
+  __syncthreads();  // the results stand
+  store_rows<CHUNK, TILE, LD<T, TILE>>(args.dq, s.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  store_rows<CHUNK, TILE, LD<T, TILE>>(args.dk, s.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  store_rows<CHUNK, TILE, LD<G, TILE>>(args.dg, s.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+}

@@ -1,0 +1,192 @@
+// what      GLA and RWKV-6 backward: the state at every chunk's start, and its gradient at every chunk's end. Of a
+//           segment instead, what it leaves behind in both: the same walk, and nothing kept.
+// math      per 32 tokens, D their decay:  S <- D S + (k decayed to their end)^T v;   backwards
+//           C <- D C + scale (q decayed from their start)^T do
+// shapes    q k g [B, H, T, K], v do [B, H, T, V]; kept: as backward.cuh has it, in T, or float32 where T is not
+//           bfloat16; initial, dht, dh0 [N, H, K, V] float32
+//           of segments: states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C, that a segment starts from:
+//           of a sequence's P segments the first in either direction from the given one, the second from what that
+//           leaves, and the others from what the one before leaves by itself: scan_both_ways.cu joins them
+// grid      a block for every (direction, sequence or segment, head, tile of 64 channels, tile of 64 columns),
+//           directions slowest; a warp for every 16 channels
+// smem      STAGES times 32 tokens
+// barriers  one every 32 tokens: they have arrived, and those before the last are read
+// numerics  S and C in float32 accumulators; products as fragment.cuh has it
+// source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
+// limits    none
+#include "backward.cuh"
+
+constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens that are there at once
+
+template <typename T, typename G> struct Args {
+  Rows<const T> q, k, v, do_;
+  Rows<const G> g;
+  const float *initial, *dht;  // null where there is none
+  void* kept;                  // null: segments
+  float *dh0, *states, *decays;
+  Shape shape;
+  i64 first, heads;  // the heads at hand
+  double scale;
+  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  i64 P;        // segments a sequence
+};
+
+template <typename T, typename G> struct alignas(16) Stage {
+  T x[STEP * LD<T, TILE>];  // [32, 64], k or q
+  T y[STEP * LD<T, TILE>];  // [32, 64], v or do
+  G g[STEP * LD<G, TILE>];  // [32, 64]
+};
+
+constexpr int STAGES = 3;
+template <typename T, typename G> struct Shared {
+  Stage<T, G> stages[STAGES];
+};
+
+// Where a block's tokens and its state are.
+struct Place {
+  int n, b, h;  // sequence or segment, batch, head
+  int k_tile, v_tile;
+  Span span;
+};
+
+template <class ReadOrder, bool BACKWARDS, typename T, typename G, int PRODUCTS>
+__device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, const Place& at) {
+  using M = Math<T, PRODUCTS>;
+  using Stored = typename M::Stored;
+  const Shape& shape = args.shape;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int K = int(shape.K), V = int(shape.V), P = int(args.P);
+  const int channel = at.k_tile * TILE + 16 * warp + g, column = at.v_tile * TILE + 2 * t;
+  const bool segments = !args.kept;
+
+  // f(value, offset in a state) for the lane's part of it
+  float S[TILE / 16][2][4] = {};
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
+        if (row < K && across < V) f(S[n / 2][n % 2][x], i64(row) * V + across);
+      }
+  };
+  const int segment = BACKWARDS ? P - 1 - at.n % P : at.n % P;
+  const i64 state = i64(K) * V;
+  const float* given = BACKWARDS ? args.dht : args.initial;
+  const i64 slot = (BACKWARDS * (shape.B * shape.count) + at.n) * shape.H + at.h;
+  if (given && (segment == 0 || !segments)) {
+    const float* from = given + ((segments ? at.n / P : at.n) * shape.H + at.h) * state;
+    each([&](float& x, i64 offset) { x = from[offset]; });
+    if (segments) {
+      float* to = args.states + slot * state;
+      each([&](float& x, i64 offset) { to[offset] = x; });
+    }
+  } else if (segment == 0 && segments) {
+    float* to = args.states + slot * state;
+    each([&](float&, i64 offset) { to[offset] = 0.f; });
+  }
+
+  const int chunks = int((at.span.stop - at.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      Stage<T, G>& in = s.stages[step % STAGES];
+      const i64 token = at.span.start + STEP * (BACKWARDS ? steps - 1 - step : step), stop = at.span.stop;
+      const bool vectors = args.vectors;
+      fetch_rows<STEP, TILE, LD<G, TILE>>(in.g, args.g, at.b, at.h, token, stop, at.k_tile * TILE, K, vectors);
+      fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, BACKWARDS ? args.q : args.k, at.b, at.h, token, stop, at.k_tile * TILE,
+                                          K, vectors);
+      fetch_rows<STEP, TILE, LD<T, TILE>>(in.y, BACKWARDS ? args.do_ : args.v, at.b, at.h, token, stop,
+                                          at.v_tile * TILE, V, vectors);
+    }
+    cp_async_commit();
+  };
+  float whole[2] = {1.f, 1.f};  // decays of the segment
+  const i64 first_chunk = chunks_of(shape, at.n % shape.count).start;
+#pragma unroll
+  for (int step = 0; step < STAGES - 1; ++step) fetch(step);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    fetch(step + STAGES - 1);
+    if (!segments && step % 2 == 0) {
+      const i64 chunk = first_chunk + (BACKWARDS ? chunks - 1 - step / 2 : step / 2);
+      Stored* to = static_cast<Stored*>(args.kept) +
+                   tile_at(shape, args.heads, BACKWARDS, at.b, at.h - args.first, chunk, at.k_tile, at.v_tile);
+#pragma unroll
+      for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+        for (int x = 0; x < 2; ++x)
+          put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane,
+                   float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
+    }
+    const Stage<T, G>& in = s.stages[step % STAGES];
+    float2 factors[STEP_SUBS][2];
+    float all[2][STEP_SUBS];
+#pragma unroll
+    for (int m = 0; m < STEP / 16; ++m) {
+      float2 gates[4];
+      load_channels(gates, in.g + 16 * m * LD<G, TILE> + 16 * warp, LD<G, TILE>);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const Decays<ReadOrder> decays(decays_of(gates[p]));
+        const int n = 2 * m + (p >> 1), row = p & 1;
+        factors[n][row] = BACKWARDS ? decays.start : decays.end;
+        all[row][n] = decays.all;
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float by = product_of(all[row], 0, STEP_SUBS);
+      whole[row] *= by;
+#pragma unroll
+      for (int n = 0; n < TILE / 8; ++n) S[n / 2][n % 2][2 * row] *= by, S[n / 2][n % 2][2 * row + 1] *= by;
+    }
+#pragma unroll
+    for (int m = 0; m < STEP / 16; ++m) {
+      float2 x[4];
+      Left<M> a;
+      load_channels(x, in.x + 16 * m * LD<T, TILE> + 16 * warp, LD<T, TILE>);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const int n = 2 * m + (p >> 1), row = p & 1;
+        const float far =
+            BACKWARDS ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS);
+        a.set(p, far * factors[n][row] * x[p]);
+      }
+#pragma unroll
+      for (int n = 0; n < TILE / 8; n += 2) {
+        RightData<M, T> b[2];
+        load_right<false>(b, in.y + 16 * m * LD<T, TILE> + 8 * n, LD<T, TILE>);
+        multiply(S[n / 2], a, b);
+      }
+    }
+  }
+  cp_async_wait<0>();
+  if (segments) {
+    float* to = args.states + (slot + (BACKWARDS ? -shape.H : shape.H)) * state;
+    each([&](float& x, i64 offset) { to[offset] = x; });
+    for (int row = 0; row < 2; ++row)
+      if (t == 0 && at.v_tile == 0 && channel + 8 * row < K) args.decays[slot * K + channel + 8 * row] = whole[row];
+  } else if (BACKWARDS && args.dh0 && segment == P - 1) {
+    float* to = args.dh0 + (at.n / P * shape.H + at.h) * state;
+    each([&](float& x, i64 offset) { to[offset] = x; });
+  }
+}
+
+template <class ReadOrder, typename T, typename G, int PRODUCTS>
+__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
+    gated_backward_states(const Args<T, G> args) {
+  Shared<T, G>& s = *reinterpret_cast<Shared<T, G>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const int v_tiles = int((shape.V + TILE - 1) / TILE), k_tiles = int((shape.K + TILE - 1) / TILE);
+  const bool backwards = blockIdx.x >= gridDim.x / 2;
+  const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
+  Place at;
+  at.v_tile = block % v_tiles, at.k_tile = block / v_tiles % k_tiles;
+  at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
+  at.span = tokens_of(shape, at.n % shape.count);
+  if (!args.kept && at.n % args.P == (backwards ? 0 : args.P - 1)) return;  // nobody needs what the last one leaves
+  if (backwards) walk<ReadOrder, true, T, G, PRODUCTS>(s, args, at);
+  else walk<ReadOrder, false, T, G, PRODUCTS>(s, args, at);
+}

@@ -1,0 +1,214 @@
+// what      Warp products 16 values deep, of operands as they are stored or as a lane has computed them.
+// math      with g = lane / 4, t = lane % 4, a pair is two neighbours in depth, at 2t and 2t + 1 of 8:
+//           left operand [16, depth 16]: pair p is row g + 8 (p % 2), depth 8 (p / 2) + 2t;
+//           right operand [depth 16, 8]: pair p is column g, depth 8 p + 2t
+//           A product [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8: its pairs are
+//           those of a left operand, so that two products side by side are one.
+// numerics  One product of bfloat16 data: in bfloat16. Otherwise in tf32, which has float32's range and float16's
+//           fraction: one product, or three of operands split in two, which keep 21 bits.
+// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
+#include "ptx.cuh"
+
+// How data of a type are multiplied: by `PRODUCTS` products of operands that are stored as `Stored`.
+template <typename T, int PRODUCTS> struct Math {
+  using Stored = float;
+  static constexpr bool SPLIT = PRODUCTS == 3;
+};
+template <> struct Math<bf16, 1> {
+  using Stored = bf16;
+  static constexpr bool SPLIT = false;
+};
+
+__device__ __forceinline__ float2 unpack(u32 two, bf16) {
+  return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 unpack(u32 two, f16) {
+  return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
+}
+
+// N pairs of an operand in the registers of a lane.
+template <bool SPLIT, typename Stored, int N> struct Pairs;
+template <int N> struct Pairs<false, bf16, N> {
+  u32 both[N];
+
+  __device__ __forceinline__ void set(int p, float2 x) { both[p] = pack<bf16>(x.x, x.y); }
+  __device__ __forceinline__ void set(int p, u32 two, bf16) { both[p] = two; }
+  __device__ __forceinline__ float2 get(int p) const { return unpack(both[p], bf16{}); }
+};
+template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
+  u32 high[2 * N], low[SPLIT ? 2 * N : 1];
+
+  __device__ __forceinline__ void set(int i, float x) {
+    if constexpr (SPLIT) {  // by cutting off, in half the time of rounding: products cut off the rest likewise
+      high[i] = __float_as_uint(x) & 0xffffe000u;
+      low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+    } else {
+      high[i] = to_tf32(x);
+    }
+  }
+  __device__ __forceinline__ void set(int p, float2 x) {
+    set(2 * p, x.x);
+    set(2 * p + 1, x.y);
+  }
+  template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {  // tf32 numbers, which leave nothing
+    const float2 x = unpack(two, e);
+    high[2 * p] = __float_as_uint(x.x), high[2 * p + 1] = __float_as_uint(x.y);
+  }
+};
+template <class M> using Left = Pairs<M::SPLIT, typename M::Stored, 4>;
+template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
+
+// The same of data as they came: half-precision ones need no split.
+template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
+template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
+
+// A left operand as few registers hold it until its product: rounded as that rounds it.
+template <class M, typename Stored> struct HeldOperand {
+  float2 x[4];
+
+  __device__ __forceinline__ void set(int p, float2 from) {
+    x[p] = M::SPLIT ? from : float2{__uint_as_float(to_tf32(from.x)), __uint_as_float(to_tf32(from.y))};
+  }
+  __device__ __forceinline__ float2 get(int p) const { return x[p]; }
+  __device__ __forceinline__ Left<M> left() const {
+    Left<M> a;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) a.set(p, x[p]);
+    return a;
+  }
+};
+template <class M> struct HeldOperand<M, bf16> : Left<M> {
+  __device__ __forceinline__ const Left<M>& left() const { return *this; }
+};
+template <class M> using Held = HeldOperand<M, typename M::Stored>;
+
+// d += a part of a b, over half of the depth, `half` 0 or 1: 0 and 1 are the products of what is low, if anything.
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_part(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
+                                              int half, int product) {
+  if ((product == 0 && !A) || (product == 1 && !B)) return;
+  const auto left = [&](int i) { return (product == 0 ? a.low : a.high)[4 * half + i]; };
+  const auto right = [&](int i) { return (product == 1 ? b.low : b.high)[2 * half + i]; };
+  const u32 from[4] = {left(0), left(2), left(1), left(3)}, by[2] = {right(0), right(1)};
+  mma_tf32(d, from, by);
+}
+
+// d += a b over half of the depth.
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
+                                              int half) {
+#pragma unroll
+  for (int product = 0; product < 3; ++product) multiply_part(d, a, b, half, product);
+}
+__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<false, bf16, 4>& a,
+                                              const Pairs<false, bf16, 2>& b, int half) {
+  const u32 some[2] = {half == 0 ? b.both[0] : 0, half == 1 ? b.both[1] : 0};
+  mma_bf16(d, a.both, some);
+}
+
+// d += a b.
+template <bool A, bool B>
+__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b) {
+  multiply_half(d, a, b, 0);
+  multiply_half(d, a, b, 1);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16, 4>& a,
+                                         const Pairs<false, bf16, 2>& b) {
+  mma_bf16(d, a.both, b.both);
+}
+
+// The same of two sums side by side, in turns: a product waits for the one before on its sum.
+template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
+  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+    multiply(d[0], a, b[0]);
+    multiply(d[1], a, b[1]);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int product = 0; product < 3; ++product)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) multiply_part(d[n], a, b[n], half, product);
+  }
+}
+
+// The same of two such pairs.
+template <class L, class R>
+__device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
+                                         const R (&y)[2]) {
+  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+    multiply(d, a, b);
+    multiply(e, x, y);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int product = 0; product < 3; ++product)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          multiply_part(d[n], a, b[n], half, product);
+          multiply_part(e[n], x, y[n], half, product);
+        }
+  }
+}
+
+// ---- operands from shared memory: `ld` apart, rows of a 16-bit type at odd multiples of 16 bytes ----------------
+
+// f(matrix, its pair) for the four 8 x 8 matrices of a 16 x 16 tile, the second one below the first (DOWN) or to its
+// right; a lane's pair stands side by side in row g, or, TRANSPOSED, one below the other in column g.
+template <bool DOWN, bool TRANSPOSED, typename E, class F>
+__device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
+  const int lane = threadIdx.x & 31, first = lane >> 3 & 1, second = lane >> 4;
+  if constexpr (sizeof(E) == 2) {
+    u32 r[4];
+    const E* row = tile + ((lane & 7) + 8 * (DOWN ? first : second)) * ld + 8 * (DOWN ? second : first);
+    if constexpr (TRANSPOSED) ldmatrix_x4_trans(r, row);
+    else ldmatrix_x4(r, row);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) f(m, r[m], E{});
+  } else {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float* matrix = tile + 8 * (DOWN ? m & 1 : m >> 1) * ld + 8 * (DOWN ? m >> 1 : m & 1);
+      if constexpr (TRANSPOSED) f(m, float2{matrix[2 * t * ld + g], matrix[(2 * t + 1) * ld + g]});
+      else f(m, *reinterpret_cast<const float2*>(matrix + g * ld + 2 * t));
+    }
+  }
+}
+
+// A left operand from [16, depth], or, TRANSPOSED, from [depth, 16].
+template <bool TRANSPOSED, class L, typename E> __device__ __forceinline__ void load_left(L& a, const E* tile, int ld) {
+  each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set(m, x...); });
+}
+
+// Two right operands side by side from [depth, 16], or, TRANSPOSED, from [16, depth].
+template <bool TRANSPOSED, class R, typename E>
+__device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
+  each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].set(m & 1, x...); });
+}
+
+// A tile [16 tokens, 16 channels] by channels: x[p] is the pair of tokens 8 (p / 2) + 2t of channel g + 8 (p % 2).
+template <typename E> __device__ __forceinline__ void load_channels(float2 (&x)[4], const E* tile, int ld) {
+  if constexpr (sizeof(E) == 2) each_matrix<false, true>(tile, ld, [&](int m, u32 two, E e) { x[m] = unpack(two, e); });
+  else each_matrix<false, true>(tile, ld, [&](int m, float2 two) { x[m] = two; });
+}
+
+// A pair to such a tile, or another.
+__device__ __forceinline__ void put_pair(bf16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<bf16>(x.x, x.y); }
+__device__ __forceinline__ void put_pair(f16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<f16>(x.x, x.y); }
+__device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }
+
+// A tile [32 tokens, 8 channels] by channels: x[p] is the pair of tokens 8 p + 2t of channel g.
+template <typename E> __device__ __forceinline__ void load_column(float2 (&x)[4], const E* tile, int ld) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if constexpr (sizeof(E) == 2) {
+    u32 r[4];
+    ldmatrix_x4_trans(r, tile + lane * ld);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) x[p] = unpack(r[p], E{});
+  } else {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) x[p] = {tile[(8 * p + 2 * t) * ld + g], tile[(8 * p + 2 * t + 1) * ld + g]};
+  }
+}
