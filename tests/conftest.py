@@ -3,15 +3,19 @@
 pytest                                              numpy, and the CUDA kernels emulated on the CPU, those of Hopper too
 pytest --backends=cupy,numba                        on a card
 NUMBA_ENABLE_CUDASIM=1 pytest --backends=numba      Numba's simulator
+pytest --exhaustive                                 every case of every product, where else are those of `pairs.py`
 """
 
 import os
 import sys
 import zlib
+from collections import defaultdict
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import pairs
 import pytest
 import reference
 
@@ -215,6 +219,11 @@ def pytest_addoption(parser):
         default="numpy,emulated,hopper",
         help=f"which to test, of {', '.join(CLASSES)}; one that cannot run is a failure",
     )
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="every case of a product, and every kernel for every card; else all pairs of values, and some kernels",
+    )
     parser.addoption("--seed", type=int, help="of the random inputs; fresh by default and printed at the top")
 
 
@@ -227,6 +236,25 @@ def pytest_configure(config):
         config.option.seed = config.workerinput["seed"]
     elif config.option.seed is None:
         config.option.seed = int.from_bytes(os.urandom(4))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of a test marked `pairwise`, all pairs of its axes' values; the mark's arguments name axes that count as one.
+    NumPy's cases take no time: they stay.
+    """
+    if config.getoption("--exhaustive"):
+        return
+    products = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("pairwise")
+        if mark and hasattr(item, "callspec") and item.callspec.params.get("backend") != "numpy":
+            products[item.function, mark.args].append(item)
+    left_out = set()
+    for (_, joined), cases in products.items():
+        left_out |= {*cases}.difference(pairs.choose(cases, partial(pairs.axes_of, joined=joined)))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,12 +3,12 @@
     python tests/gpu_record.py --write [--backends cupy,numba] [--workers 4] [--sanitizer PROGRAM] [--out FILE]
     python tests/gpu_record.py --check [--out FILE]
 
---write wants a card, --check runs anywhere. --write runs every test that names a backend, the others being for any
-machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is one, and a
-hash of every file that decides what runs on a device. Of several cards the sanitizer has one, beside the tests. Before
-2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports races between warps that wait for each other's
-mbarriers. --check needs the standard library alone; it exits 0 when every hash still matches and nothing failed, and
-else prints why not and exits 1.
+--write wants a card, --check runs anywhere. --write runs every case of a test that names a backend, the others being
+for any machine, and stores what passed, on what, what NVIDIA's compute-sanitizer says of sanitized.py where there is
+one, and a hash of every file that decides what runs on a device. Of several cards the sanitizer has one, beside the
+tests. Before 2026.1 (pip install nvidia-cuda-sanitizer-api has later ones) it reports races between warps that wait
+for each other's mbarriers. --check needs the standard library alone; it exits 0 when every hash still matches and
+nothing failed, and else prints why not and exits 1.
 """
 
 import argparse
@@ -132,6 +132,7 @@ def run_tests(root, backend, workers, more) -> dict[str, float]:
             f"--backends={backend}",
             "-k",
             backend,
+            "--exhaustive",
             f"--junitxml={report}",
             "-q",
             *more,

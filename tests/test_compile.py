@@ -1,16 +1,13 @@
-"""Every kernel that the host plans can ask for compiles for every target, with no GPU, and spills nothing.
+"""The kernels that the host plans can ask for compile for every target, with no GPU, and spill nothing.
 
 Most of the time goes into the compiler's middle, which makes the same PTX for all cards of a generation: so each
 instance is translated once for each, and assembled for every card. What was compiled before is not compiled again:
-`disk.py` says where it is kept.
+`disk.py` says where it is kept. All instances for all targets take a quarter of an hour of CPU time: without
+--exhaustive, Hopper has those instances that have every pair of arguments between them, the others every argument.
 """
 
-import multiprocessing
-import os
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,11 +22,11 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installe
 
 import disk  # noqa: E402
 import nvrtc  # noqa: E402
+import pairs  # noqa: E402
 
-MAIN = ("sm_80", "sm_90")  # every instance
-OTHERS = ("sm_86", "sm_89", "sm_100", "sm_120")  # instances that have, between them, every value of every argument
+MAIN = "sm_90"
+OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 REGISTERS = 65536  # of a multiprocessor: what one block can have
-WORKERS = min(os.cpu_count(), 4)
 KERNELS = defaultdict(list)  # by file
 for kernel in catalog.kernels():
     KERNELS[kernel.file].append(kernel)
@@ -40,25 +37,19 @@ except Exception as error:
     pytest.skip(f"no CUDA compiler: {error}", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn")) as pool:
-        yield pool
+def covering(kernels, together):
+    """Instances that have between them every value of every argument, or every pair of values."""
+    together = min(together, len(kernels[0].template))
+    return pairs.choose(kernels, lambda kernel: enumerate(kernel.template), together) if together else kernels
 
 
-def shares(kernels):
-    """Some instances for each worker."""
-    return [kernels[i::WORKERS] for i in range(min(WORKERS, len(kernels)))]
-
-
-def covering(kernels):
-    """A few instances, the largest first: each has a value of some argument that those before it have not."""
-    values = {kernel: set(enumerate(kernel.template)) for kernel in reversed(kernels)}
-    missing, chosen = set().union(*values.values()), []
-    while missing or not chosen:
-        chosen.append(max(values, key=lambda kernel: len(values[kernel] & missing)))
-        missing -= values[chosen[-1]]
-    return chosen
+def chosen(kernels, exhaustive):
+    """What is measured: instances by target, whose own name is a file's that has kernels for one card alone."""
+    if exhaustive:
+        few = main = kernels
+    else:
+        few, main = covering(kernels, 1), covering(kernels, 2)
+    return {kernels[0].arch: main} if kernels[0].arch else {MAIN: main} | dict.fromkeys(OTHERS, few)
 
 
 def asks_for_the_card(kernel):
@@ -75,19 +66,13 @@ def translated_for(target, kernel):
     return "compute_90" if target == "sm_90" and asks_for_the_card(kernel) else "compute_80"
 
 
-def targets(share, covering):
+def targets(instances):
     """What to assemble, as `nvrtc.measured` wants it."""
     wanted = defaultdict(lambda: defaultdict(list))
-    for kernel in share:
-        for target in (kernel.arch,) if kernel.arch else MAIN + OTHERS if kernel in covering else MAIN:
+    for target, kernels in instances.items():
+        for kernel in kernels:
             wanted[translated_for(target, kernel)][target].append(kernel.expression)
     return wanted
-
-
-def measured(share, covering):
-    """Of each target, what each of its instances uses."""
-    text = disk.anywhere(source.program(share))
-    return nvrtc.measured(text, [kernel.expression for kernel in share], targets(share, covering))
 
 
 # Bytes that the worst instance of a kernel stores and loads for want of registers; all others spill nothing. Hopper's
@@ -111,35 +96,38 @@ SPILLED = {
 }
 
 
+@pytest.fixture
+def exhaustive(request):
+    return request.config.getoption("--exhaustive")
+
+
 @pytest.mark.parametrize("file", KERNELS)
-def test_kernels_fit_their_registers(pool, file):
-    kernels, few = {kernel.expression: kernel for kernel in KERNELS[file]}, covering(KERNELS[file])
-    seen = defaultdict(list)
-    for usage in pool.map(partial(measured, covering=few), shares(KERNELS[file])):
-        for target, found in usage.items():
-            seen[target] += found
-            for expression, used in found.items():
-                assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
-                assert used.registers * kernels[expression].threads <= REGISTERS, f"{expression} on {target}"
-    for target in {kernel.arch for kernel in KERNELS[file]} - {""} or MAIN:
-        assert sorted(seen[target]) == sorted(kernels)
+def test_kernels_fit_their_registers(file, exhaustive):
+    instances = chosen(KERNELS[file], exhaustive)
+    every = {kernel.expression: kernel for kernels in instances.values() for kernel in kernels}
+    usage = nvrtc.measured(disk.anywhere(source.program([*every.values()])), [*every], targets(instances))
+    for target, kernels in instances.items():
+        assert sorted(usage[target]) == sorted(kernel.expression for kernel in kernels)
+        for expression, used in usage[target].items():
+            assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
+            assert used.registers * every[expression].threads <= REGISTERS, f"{expression} on {target}"
 
 
-def alike(share, virtual, other):
-    return nvrtc.same_on(source.program(share), [kernel.expression for kernel in share], virtual, other)
+def alike(kernels, virtual, other):
+    return nvrtc.same_on(source.program(kernels), [kernel.expression for kernel in kernels], virtual, other)
 
 
 ON_EVERY_CARD = [file for file, kernels in KERNELS.items() if not kernels[0].arch]
 
 
 @pytest.mark.parametrize("file", [file for file in ON_EVERY_CARD if not asks_for_the_card(KERNELS[file][0])])
-def test_one_translation_serves_a_generation(pool, file):
+def test_one_translation_serves_a_generation(file):
     """Nor do kernels for every card use anything of sm_90a, the name that CuPy compiles for on Hopper."""
-    assert all(pool.map(partial(alike, virtual="compute_80", other="compute_90a"), shares(KERNELS[file])))
-    assert all(pool.map(partial(alike, virtual="compute_100", other="compute_120"), shares(covering(KERNELS[file]))))
+    assert alike(KERNELS[file], "compute_80", "compute_90a")
+    assert alike(covering(KERNELS[file], 1), "compute_100", "compute_120")
 
 
-@pytest.mark.parametrize("target", [*MAIN, "sm_120"])
+@pytest.mark.parametrize("target", ["sm_80", MAIN, "sm_120"])
 def test_the_assembler_says_what_nvrtc_says(target):
     """NVRTC translates and assembles at once when CuPy asks it."""
     for file in ("gated/backward_queries", "recurrent/step", "softmax/forward", "rwkv6/norm_shift"):

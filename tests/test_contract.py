@@ -215,6 +215,7 @@ def native_state(backend, state):
     return parts if isinstance(state, tuple) else parts[0]
 
 
+@pytest.mark.pairwise("backend", "mode")
 def test_float64(op, case, backend, mode, seed):
     case = CASES[case]
     declared, function = BY_NAME[op]

@@ -56,6 +56,7 @@ def relative_error(found, wanted, axis=None):
     return np.sqrt(np.mean((found - wanted) ** 2, axis) / np.mean(wanted**2, axis))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
@@ -71,6 +72,7 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
         close(host(part), wanted_part, LIMIT)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("B", [1, 8, 9, 17])
 def test_batches(device, B, dtype, rng):

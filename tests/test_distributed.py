@@ -177,6 +177,7 @@ def flat(result):
 
 
 # -- the same numbers as one ------------------------------------------------------------------------------------------
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ranks", LENGTHS)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -298,6 +299,7 @@ def test_two_cards(card, operator, rng):
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
+@pytest.mark.pairwise
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)

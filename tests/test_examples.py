@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import linattn_np
+from linattn_np.__main__ import main
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
 GENERATE = [sys.executable, "-m", "linattn_np", "generate"]
@@ -28,6 +29,22 @@ def decode(*arguments, stdin=b""):
     return subprocess.run(
         [*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, timeout=60, env=ENVIRONMENT
     )
+
+
+@pytest.fixture
+def here(capsys, monkeypatch):
+    """The same in this process, which saves the start of one: its exit code and what it wrote."""
+
+    def run(*arguments):
+        try:
+            code = main(["generate", "--device", "cpu", *map(str, arguments)])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    with open(os.devnull) as empty:
+        monkeypatch.setattr(sys, "stdin", empty)
+        yield run
 
 
 def start(*arguments, **options):
@@ -183,12 +200,12 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
         (["--vocab", __file__], "World.from_file: "),
     ],
 )
-def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint):
-    done = decode(*arguments)
-    last = done.stderr.decode().splitlines()[-1]
-    assert done.returncode == 2 and done.stdout == b""
+def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, complaint, here):
+    code, out, err = here(*arguments)
+    last = err.splitlines()[-1]
+    assert (code, out) == (2, "")
     assert last.startswith("linattn-np generate: ") and complaint in last
-    assert b"Traceback" not in done.stderr and b"usage" not in done.stderr
+    assert "Traceback" not in err and "usage" not in err
 
 
 def test_other_files_are_one_line_and_exit_code_2(tmp_path):
@@ -367,10 +384,12 @@ def test_what_ends_one_of_several_processes_keeps_the_texts_that_are_done(how, t
     ],
     ids=range(16),
 )
-def test_a_damaged_line_is_named_and_nothing_is_written(batch, line, complaint):
-    done, target = batch([{"prompt": "a"}, line])
-    assert done.returncode == 2 and complaint in done.stderr.decode().splitlines()[-1]
-    assert b"Traceback" not in done.stderr and not target.exists()
+def test_a_damaged_line_is_named_and_nothing_is_written(tmp_path, here, line, complaint):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b'{"prompt": "a"}\n' + (line if isinstance(line, bytes) else json.dumps(line).encode()))
+    code, _, err = here("--batch-file", source, "--output", target)
+    assert code == 2 and complaint in err.splitlines()[-1] and "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_an_output_that_is_the_input_is_refused(batch, tmp_path):

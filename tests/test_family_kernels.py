@@ -56,6 +56,7 @@ def flat(result):
     return [part for x in result for part in (x if isinstance(x, tuple) else (x,))]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients(backend, rng, variant, case):

@@ -35,6 +35,7 @@ def bits(x):
     return np.asarray(x).view(np.uint16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
@@ -54,6 +55,7 @@ def test_gates_that_nobody_sees_change_nothing(backend, rng, op, K, gate):
     assert (bits(mild) == bits(strong)).all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "gate", ["trained", "weak", "logsigmoid", "all-20", "spikes-40", "some-inf", "some-1e30", "positive"]
 )

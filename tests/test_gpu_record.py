@@ -191,7 +191,11 @@ SUITE = {
 )
 def test_counts_of_a_run(tmp_path, suite, passed, failed, skipped):
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--backends')\n")
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n"
+        "    parser.addoption('--backends')\n"
+        "    parser.addoption('--exhaustive', action='store_true')\n"
+    )
     (tmp_path / "tests" / "test_cupy.py").write_text(SUITE[suite])
     found = gpu_record.run_tests(tmp_path, "cupy", 1, [])
     assert (found["passed"], found["failed"], found["skipped"]) == (passed, failed, skipped)

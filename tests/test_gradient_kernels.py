@@ -172,6 +172,7 @@ class Call:
             assert error <= limit * size, f"{what}: d{name} is off by {error:.1e} where gradients are {size:.1e}"
 
 
+@pytest.mark.pairwise
 def test_float64(op, backend, case, rng):
     call = Call(op, CASES[case], rng)
     before = [x.copy() for x in (*call.arrays, call.do)]
@@ -192,6 +193,7 @@ def test_strong_gates_of_one_head(op, backend, T, rng):
     call.assert_close("a strong head", found, call.exact[1])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("gate_dtype", [None, "float32"])
 @pytest.mark.parametrize("gate", LAWFUL_GATES)

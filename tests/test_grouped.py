@@ -81,6 +81,7 @@ def in_memory(x, axes, layout):
     return np.ascontiguousarray(x.swapaxes(1, 2)) if layout == "bthd" and axes.split()[:3] == ["B", "H", "T"] else x
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(
     "layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)], ids=["bhtd", "bhtd-turned", "bthd-turned"]
@@ -117,6 +118,7 @@ def test_is_the_call_on_repeated_heads(backend, variant, layout, turns, packed, 
             assert_close("state", turned(part) if turns else part, gathered(x, a) / (G if heads(a) == 1 else 1), SINGLE)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "layout, turns", [("bhtd", False), ("bhtd", True), ("bthd", True)], ids=["bhtd", "bhtd-turned", "bthd-turned"]
 )

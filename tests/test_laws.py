@@ -10,6 +10,7 @@ from linattn_np import gla, linear_attention, retention, rwkv6, simple_gla
 from linattn_np.contract import CHUNK
 from linattn_np.ops import OPS
 
+pytestmark = pytest.mark.pairwise
 NORMALIZED = {"feature_map": "elu", "normalize": True}
 SIZES = {
     "tiny": {"B": 1, "H": 1, "T": 18, "K": 4, "V": 3},

@@ -249,6 +249,7 @@ def gate_gradient_and_size(function, q, k, v, g, do):
     return dg(q, k, v, g, do), dg(abs(q), abs(k), abs(v), g, abs(do))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("chunk_size", [None, 16, 48, 64])
 @pytest.mark.parametrize("function", [gla, rwkv6, simple_gla])
 @pytest.mark.parametrize("kind", GATES)

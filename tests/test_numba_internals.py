@@ -85,6 +85,7 @@ def ptx_of_launches(monkeypatch, compiled, problem, capability):
     return found
 
 
+@pytest.mark.pairwise
 @needs_numba
 @needs_compiler
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids="sm_{0[0]}{0[1]}".format)

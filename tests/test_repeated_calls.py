@@ -230,6 +230,7 @@ CALLS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CALLS)
@@ -315,6 +316,7 @@ def pull_problem(op, dtype, seed, *, start=False, dht=False, **options):
     return problem, do, (states[1],) if dht else None
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", PULLS)

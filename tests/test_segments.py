@@ -47,6 +47,7 @@ def computed(device, op, arrays, start, final, **arguments):
     return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
 @pytest.mark.parametrize("P, R", [(2, 3), (3, 2), (5, 8)])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -68,6 +69,7 @@ def test_parts_of_segments(hopper, rng, monkeypatch, op, K, V, packed, P, R, fin
     assert all(map(same_bits, found, computed(hopper, op, arrays, start, final, **arguments)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", ["trained", "weak", "by_channel", "spikes-40", "some-inf", "all-inf", "positive"])
 @pytest.mark.parametrize("P", [2, 3])
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ def test_segments_of_any_gates(hopper, rng, monkeypatch, op, K, V, dtype, P, gat
         assert_close(what, x, y, dtype, rows=4)  # so many have some that cancel
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
 @pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

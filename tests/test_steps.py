@@ -61,6 +61,7 @@ def check(backend, op, shape, dtype, state_dtype, rng, gate="logsigmoid", gate_d
         assert same_bits(backend.tohost(x), host), "an input was changed"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("state_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(backend, op, dtype, state_dtype, rng):
@@ -71,6 +72,7 @@ def test_dtypes(backend, op, dtype, state_dtype, rng):
     check(backend, op, (1, 2, 16, 8), DTYPES[dtype], DTYPES[state_dtype], rng)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("state_dtype", ("float32", "float16"))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(backend, op, shape, state_dtype, rng):

@@ -1,0 +1,32 @@
+"""Some of a product's cases, which have between them every pair of values that all of them have.
+
+A fault that shows in one case alone of a product of axes nearly always needs the values of one axis or of two.
+"""
+
+from itertools import combinations
+
+
+def choose(cases, axes, together=2):
+    """Those of `cases` that are kept, in their order: `axes` says of a case its (axis, value), axes in a fixed order.
+    `together` is how many axes have every combination that occurs: 1, 2 ...
+
+    Not the smallest choice there is, but found in a few passes: those first that bring most.
+    """
+    brought = [set(combinations(axes(case), together)) for case in cases]
+    missing, kept = set().union(*brought), set()
+    for enough in range(max(map(len, brought), default=0), 0, -1):
+        for n, combination in enumerate(brought):
+            if len(combination & missing) >= enough:
+                kept.add(n)
+                missing -= combination
+    return [case for n, case in enumerate(cases) if n in kept]
+
+
+def axes_of(item, joined=()):
+    """(axis, value) of a parametrised test: a tuple's are an axis each, those of `joined` names one in all."""
+    given = item.callspec.params
+    yield joined, tuple(repr(given[name]) for name in joined if name in given)
+    for name in sorted(given.keys() - set(joined)):
+        values = given[name] if isinstance(given[name], tuple) else (given[name],)
+        for n, value in enumerate(values):
+            yield (name, n), repr(value)

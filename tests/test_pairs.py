@@ -1,0 +1,66 @@
+"""What is left of a product has every pair of values, and --exhaustive leaves all of it."""
+
+import os
+import subprocess
+import sys
+from itertools import combinations, product
+
+import pairs
+import pytest
+
+AXES = {"op": "abcde", "mode": "rcs", "dtype": "dsh", "gate": range(7)}
+CASES = [dict(zip(AXES, values)) for values in product(*AXES.values())]
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_every_combination_of_a_few_axes_is_there(together):
+    kept = pairs.choose(CASES, dict.items, together)
+    for axes in combinations(AXES, together):
+        wanted = set(product(*(AXES[axis] for axis in axes)))
+        assert {tuple(case[axis] for axis in axes) for case in kept} == wanted
+    assert len(kept) < len(CASES) / 2 and kept == [case for case in CASES if case in kept]
+
+
+def test_pairs_that_no_case_has_are_not_wanted():
+    cases = [case for case in CASES if case["dtype"] != "d" or case["mode"] == "r"]
+    assert all(case in cases for case in pairs.choose(cases, dict.items))
+
+
+def test_a_single_axis_is_whole():
+    assert pairs.choose(range(5), lambda case: [("joined", ()), ("only", case)]) == [*range(5)]
+
+
+SUITE = """
+import pytest
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("c", range(4))
+def test_marked(a, b, c): pass
+@pytest.mark.pairwise("b", "c")
+@pytest.mark.parametrize("a", range(2))
+@pytest.mark.parametrize("b", range(2))
+@pytest.mark.parametrize("c", range(2))
+@pytest.mark.parametrize("d", range(2))
+def test_joined(a, b, c, d): pass
+@pytest.mark.parametrize("a, b", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("c", range(4))
+def test_other(a, b, c): pass
+"""
+
+
+@pytest.mark.parametrize("arguments, marked, joined", [([], range(16, 40), [8]), (["--exhaustive"], [64], [16])])
+def test_what_pytest_runs(tmp_path, arguments, marked, joined):
+    (tmp_path / "test_product.py").write_text(SUITE)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    tests = os.path.dirname(__file__)
+    paths = os.pathsep.join([tests, os.path.dirname(tests), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, "--backends=numpy", *arguments, str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    found = [done.stdout.count(f"::{name}[") for name in ("test_marked", "test_joined", "test_other")]
+    assert found[0] in marked and found[1] in joined and found[2] == 16, done.stdout
