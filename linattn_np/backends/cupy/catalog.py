@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 
 from ...arrays import BFLOAT16
+from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, HALF
@@ -113,23 +114,23 @@ def value_gates():
 
 def element_by_element():
     for T in HALF:
-        yield gated.FeatureMap("Identity", SINGLE, T)
-    for (T, Y), phi in product(GATES, gated.FEATURE_MAPS.values()):
-        yield gated.FeatureMap(phi, T, Y)
+        yield passes.FeatureMap("Identity", SINGLE, T)
+    for (T, Y), phi in product(GATES, passes.FEATURE_MAPS.values()):
+        yield passes.FeatureMap(phi, T, Y)
         if phi != "Identity":
-            yield gated.FeatureGradient(phi, T, Y)
-    for T, cls in product(CTYPES, (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient)):
+            yield passes.FeatureGradient(phi, T, Y)
+    for T, cls in product(CTYPES, (passes.Divide, passes.DivideGradient, passes.BonusGradient, passes.GateGradient)):
         yield cls(T)
 
 
 def in_float64():
     for cls, order, columns in product((float64.Forwards, float64.Backwards), READ_ORDERS, float64.COLUMNS):
         yield cls(order, columns)
-    for phi in gated.FEATURE_MAPS.values():
-        yield gated.FeatureMap(phi, DOUBLE, DOUBLE)
+    for phi in passes.FEATURE_MAPS.values():
+        yield passes.FeatureMap(phi, DOUBLE, DOUBLE)
         if phi != "Identity":
-            yield gated.FeatureGradient(phi, DOUBLE, DOUBLE)
-    for cls in (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient):
+            yield passes.FeatureGradient(phi, DOUBLE, DOUBLE)
+    for cls in (passes.Divide, passes.DivideGradient, passes.BonusGradient, passes.GateGradient):
         yield cls(DOUBLE)
 
 

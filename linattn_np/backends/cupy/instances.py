@@ -105,13 +105,6 @@ class GatedForward(Kernel):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
 
 
-COLUMNS = (64, 128)  # BV of GatedBackwardValues
-
-
-def columns(V: int) -> int:
-    return COLUMNS[V > COLUMNS[0]]
-
-
 @dataclass(frozen=True)
 class Recurrent(Kernel):
     """Forward token by token, on every card."""
@@ -580,60 +573,3 @@ class ScalarBackwardKeys(ScalarBackward):
     def shared_bytes(self):
         stages = 4 if self.BK + self.BV == 192 else 3
         return self.ring(stages, 2, 2 * 32 * 128 + self.decays + 2 * 4 * 32, 4 * self.BK * self.BV)
-
-
-# -- element by element ------------------------------------------------------------------------------------------------
-FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
-
-
-@dataclass(frozen=True)
-class FeatureMap(Kernel):
-    file = "elementwise/feature_map"
-    arguments = (*rows("x y"), *integers("B H T_ C step vectors"))
-    threads = 256
-    PIECE: ClassVar[int] = 8  # numbers that a thread moves at once
-    phi: str
-    dtype: np.dtype
-    result: np.dtype
-
-
-@dataclass(frozen=True)
-class FeatureGradient(Kernel):
-    file = "elementwise/feature_gradient"
-    arguments = (*rows("x dy dx"), *integers("B H T_ C"))
-    threads = 256
-    phi: str
-    dtype: np.dtype
-    result: np.dtype
-
-
-@dataclass(frozen=True)
-class GateGradient(Kernel):
-    file = "elementwise/gate_gradient"
-    arguments = (*rows("x y"), *integers("B H T_ C"))
-    threads = 128
-    gate: np.dtype
-
-
-@dataclass(frozen=True)
-class BonusGradient(Kernel):
-    file = "elementwise/bonus_gradient"
-    arguments = (*pointers("shares du"), *integers("N H K"))
-    threads = 128
-    bonus: np.dtype
-
-
-@dataclass(frozen=True)
-class Divide(Kernel):
-    file = "elementwise/divide"
-    arguments = (*rows("yz o"), *integers("B H T_ V"))
-    threads = 128
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class DivideGradient(Kernel):
-    file = "elementwise/divide_gradient"
-    arguments = (*rows("yz do_ dyz"), *integers("B H T_ V columns"))
-    threads = 128
-    dtype: np.dtype

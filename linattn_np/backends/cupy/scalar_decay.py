@@ -14,19 +14,14 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_vjp, tuning
+from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient
 from .instances import (
-    FEATURE_MAPS,
     PANEL,
     SCALAR,
     SEGMENT_STATE,
     SINGLE_PASS,
     SWEEPS_AT_ONCE,
     TILES,
-    Divide,
-    DivideGradient,
-    FeatureGradient,
-    FeatureMap,
-    GateGradient,
     ScalarBackwardKeys,
     ScalarBackwardQueries,
     ScalarBackwardSegments,
