@@ -123,3 +123,15 @@ def test_every_instance_is_in_the_catalog():
                     instances.GatedForward.fitting("BeforeWrite", schedule, dtype, gate, products, K, V, shared)
                     in listed
                 )
+
+
+@pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
+def test_a_burst_of_growth(portable, rng, dtype):
+    """One gate of 50 among gates of 0: factors about a sub-chunk's middle may be as large."""
+    arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 30, "K": 8, "V": 8, "N": 1}, dtype)
+    arrays[3][...] = 0
+    arrays[3][:, :, 10] = 50
+    found = computed(portable, GLA, arrays)[0].astype(np.float64)
+    wanted = exact(OPS[GLA], arrays)[0]
+    error = np.sqrt(np.mean((found - wanted) ** 2, -1) / np.mean(wanted**2, -1))
+    assert error.max() < (1e-5 if dtype == SINGLE else 4e-2)

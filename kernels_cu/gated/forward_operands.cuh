@@ -11,8 +11,8 @@
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
 
-// The least decay about a middle, e^-20, and the largest, 2^40: what is not finite stays out of a sub-chunk's past.
-constexpr float LEAST = 2.0611536e-9f, MOST = 1.0995116e12f;
+// The least decay about a middle, e^-20, and the largest, 2^127: what is not finite stays out of a sub-chunk's past.
+constexpr float LEAST = 2.0611536e-9f, MOST = 1.7014118e38f;
 
 // Which tokens and channels of a chunk a warp decays; PER times one after the other. Where a lane would have 2 channels
 // and the warp two spans, its halves have a span each, both of them upper or lower halves of their sub-chunks.

@@ -108,7 +108,7 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
         initial, dht = starts[0], starts[1]
     of_a_head = 2 * B * shape.NC * tiles * states.TILE**2
     heads = tuning.heads_at_once(H, of_a_head * states.stored.itemsize, sum(x.nbytes for x in arrays[:4]))
-    kept = draft.empty((heads * of_a_head,), states.stored)
+    kept = draft.empty((max(1, heads * of_a_head),), states.stored)  # null would ask for summaries
     for first in range(0, H, heads):
         here = {"kept": kept, "first": first, "heads": min(heads, H - first)}
         nothing = {"states": None, "decays": None}
