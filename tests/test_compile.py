@@ -125,10 +125,11 @@ ON_EVERY_CARD = [file for file, kernels in KERNELS.items() if not kernels[0].arc
 
 
 @pytest.mark.parametrize("file", [file for file in ON_EVERY_CARD if not asks_for_the_card(KERNELS[file][0])])
-def test_one_translation_serves_a_generation(file):
+def test_one_translation_serves_a_generation(file, exhaustive):
     """Nor do kernels for every card use anything of sm_90a, the name that CuPy compiles for on Hopper."""
-    assert alike(KERNELS[file], "compute_80", "compute_90a")
-    assert alike(covering(KERNELS[file], 1), "compute_100", "compute_120")
+    instances = chosen(KERNELS[file], exhaustive)
+    assert alike(instances["sm_90"], "compute_80", "compute_90a")
+    assert alike(instances["sm_100"], "compute_100", "compute_120")
 
 
 @pytest.mark.parametrize("target", [*MAIN, "sm_120"])
