@@ -39,6 +39,7 @@ from devices import wall_ms
 import linattn_np
 from linattn_np.arrays import BFLOAT16
 from linattn_np.declarations import GLA_VALUE_GATE
+from linattn_np.kernel_choice import KERNELS, choose_kernels
 from linattn_np.ops import OPS, steps
 
 ROOT = Path(__file__).parents[1]
@@ -394,6 +395,7 @@ def main():
         | {
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "commit": args.commit or commit(),
+            "kernels": args.kernels,
             "copy_tb_per_s": bandwidth / 1e12,
         }
     )
@@ -408,7 +410,8 @@ def main():
             continue
         begun = time.monotonic()
         try:
-            row = measure(case, device, bandwidth, peer, samples)
+            with choose_kernels(args.kernels):
+                row = measure(case, device, bandwidth, peer, samples)
         except linattn_np.NotSupported:
             say(f"{case}: no backend for it on this device")
             continue
@@ -428,6 +431,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes, few samples")
     parser.add_argument("--ops", nargs="+", choices=DECLARED, help="these operators alone")
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="portable: not a card's own")
     parser.add_argument("--out", type=Path, help="a JSON file, as benchmarks/results has them")
     parser.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="measure fla and torch too"

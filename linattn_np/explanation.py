@@ -10,17 +10,24 @@ from typing import Any
 
 from .dispatch import backend_module, reasons_against, split_to_fit
 from .errors import NotSupported
+from .kernel_choice import KERNELS, choose_kernels
 from .ops import declaration
 from .problem import Problem
-from .typing import Array, Backend
+from .typing import Array, Backend, Kernels
 
 
 def explain(
-    op: Callable[..., Any], *arrays: Array | None, backend: Backend = "auto", gradient: bool = False, **arguments: Any
+    op: Callable[..., Any],
+    *arrays: Array | None,
+    backend: Backend = "auto",
+    gradient: bool = False,
+    kernels: Kernels = "auto",
+    **arguments: Any,
 ) -> Explanation:
     """The route of ``op(*arrays, **arguments)``: backend, kernels, tiles, copies, bytes, floor, and why not the others.
 
     With `gradient` that of the pullback which ``vjp(op, *arrays, **arguments)`` returns, and the memory it takes.
+    With ``kernels="portable"`` that of the kernels which every card has, on one that has its own for this call too.
 
     Example
     -------
@@ -29,7 +36,9 @@ def explain(
     >>> linattn_np.explain(linattn_np.gla, q, k, v, g).backend
     'numpy'
     """
-    return explain_problem(problem_of("explain", op, arrays, gradient, arguments), backend)
+    problem = problem_of("explain", op, arrays, gradient, arguments)
+    with choose_kernels(problem.op.one_of("kernels", kernels, KERNELS)):
+        return explain_problem(problem, backend)
 
 
 def warm_up(

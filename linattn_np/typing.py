@@ -15,6 +15,7 @@ Layout: TypeAlias = Literal["bhtd", "bthd"]
 Mode: TypeAlias = Literal["auto", "recurrent", "chunk", "staged", "parallel"]
 Precision: TypeAlias = Literal["float32", "tf32"]
 Backend: TypeAlias = Literal["auto", "numpy", "cupy", "numba"]
+Kernels: TypeAlias = Literal["auto", "portable"]
 Integers: TypeAlias = Sequence[int] | np.ndarray  # on the host
 Result: TypeAlias = Any  # an array of the caller's library; its dtype may be another than that of the inputs
 State: TypeAlias = Any  # likewise; a pair of them for the normalised `linear_attention`

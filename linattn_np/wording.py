@@ -17,8 +17,9 @@ def kind_of(x) -> str:
 
 def shown(x) -> str:
     """`x` as Python writes it, shortened to a line; of an array its shape and dtype."""
-    if not isinstance(x, type) and getattr(x, "shape", ()) and hasattr(x, "dtype"):
-        return f"a {kind_of(x)} {tuple(x.shape)} of {x.dtype}"
+    shape = () if isinstance(x, type) else getattr(x, "shape", ())
+    if shape and hasattr(x, "dtype"):
+        return f"a {kind_of(x)} {tuple(shape)} of {x.dtype}"
     try:
         text = " ".join(short.repr(x).split())
     except Exception:  # a repr of the caller's, or an integer of thousands of digits

@@ -21,6 +21,7 @@ import reference
 
 from linattn_np import dispatch
 from linattn_np.arrays import BFLOAT16
+from linattn_np.contract import CHUNK
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.ops import OPS
 
@@ -35,7 +36,8 @@ class Backend:
     dtypes = (DOUBLE, SINGLE, HALF, BFLOAT16)
     gradients = False
     materialize = (True, False)
-    gates_choose_the_route = False  # by chunk, so that a later gate of a chunk may move an earlier token's last bit
+    gates_choose_the_route = False  # by chunk: how it is computed depends on its gates
+    tokens_that_share_bits = {}  # by mode: of so many a later one's gate may move an earlier one's last bit
     sizes = ("tiny", "small")  # of the cases that run in reasonable time
     device = None  # what launches kernels of our own, where there is such a thing
     rows = {}  # reference.ROWS here
@@ -62,11 +64,13 @@ class Backend:
 class Numpy(Backend):
     gradients = True
     gates_choose_the_route = True
+    tokens_that_share_bits = dict.fromkeys(("auto", "chunk", "staged", "parallel"), CHUNK)
 
 
-# Kernels of Hopper's own round all operands of scores to bfloat16. In float16 scores and what states are read with are
-# tf32: a row that cancels to a tenth has shown 4.2e-3 on an H200, where the limit of other kernels is 4e-3.
-HOPPER_ROWS, HOPPER_GRADIENT_ROWS = {"bfloat16": 2, "float16": 1.5}, {"bfloat16": 4, "float16": 4}
+# Forward kernels round all operands of scores to bfloat16. On Hopper, in float16, scores and what states are read with
+# are tf32: a row that cancels to a tenth has shown 4.2e-3 on an H200, where the limit of other kernels is 4e-3.
+KERNEL_ROWS = {"bfloat16": 2}
+HOPPER_ROWS, HOPPER_GRADIENT_ROWS = KERNEL_ROWS | {"float16": 1.5}, {"bfloat16": 4, "float16": 4}
 
 
 class Kernels(Backend):
@@ -76,6 +80,8 @@ class Kernels(Backend):
     modes |= {GLA_VALUE_GATE.name: ("recurrent",)}
     dtypes = (SINGLE, HALF, BFLOAT16)
     gradients = True
+    rows = KERNEL_ROWS
+    tokens_that_share_bits = {"chunk": 8}  # which meet in their middle
 
     @classmethod
     def takes(cls, op, mode, dtype):

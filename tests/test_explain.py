@@ -9,6 +9,7 @@ from linattn_np import ContractError, explain, gla, rwkv6, warm_up
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends import cupy
 from linattn_np.backends.cupy import instances
+from linattn_np.kernel_choice import choose_kernels
 from linattn_np.ops import OPS
 
 SIZES = {"B": 1, "H": 2, "T": 40, "K": 8, "V": 6, "N": 1}
@@ -109,11 +110,12 @@ def test_hopper_has_a_kernel_of_its_own(device):
         (SIXTEEN, np.float32, every),
         ({**SIXTEEN, "V": 12}, BFLOAT16, every),
         ({**SIXTEEN, "K": 136}, BFLOAT16, own),
+        ({**SIXTEEN, "K": 264}, BFLOAT16, every),
     ):
         arrays = [device.upload(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), sizes, dtype)]
         plan = planned.plan_of(next(iter(OPS)).bind(arrays), device)
-        (kernel,) = plan.kernels
-        assert type(kernel) is cls and "segments" not in plan.tiles
+        kernel = plan.kernels[0]
+        assert {type(found) for found in plan.kernels} == {cls} and "segments" not in plan.tiles
         assert plan.tiles["BV"] == kernel.BV
 
 
@@ -131,6 +133,35 @@ def test_hopper_copies_what_does_not_lie_on_16_bytes(rng):
         plan = planned.plan_of(op.bind(given, gradient=True), device)
         assert {kernel.arch for kernel in plan.kernels} == {"sm_90a"}
         assert tuple(copy.partition(":")[0] for copy in plan.copies) == copies
+
+
+def test_the_portable_kernels_are_chosen_for_a_while(monkeypatch):
+    """And a pullback keeps those of its forward pass."""
+    hopper = planned.Noting(90)
+    monkeypatch.setattr(cupy, "DEVICE", hopper)
+    with choose_kernels("portable"):
+        assert cupy.chosen_device().capability == 80
+        pull = cupy.Pull(next(iter(OPS)).bind(draw(next(iter(OPS)), np.random.default_rng(0), SIZES)), ())
+    assert cupy.chosen_device() is hopper
+    assert pull.device is cupy.PORTABLE
+
+
+def test_kernels_that_nobody_has():
+    arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES)
+    assert explain(gla, *arrays, kernels="portable").backend == "numpy"
+    with pytest.raises(ContractError, match="gla: kernels is 'hopper', expected one of 'auto', 'portable'"):
+        explain(gla, *arrays, kernels="hopper")
+    with pytest.raises(ValueError, match="kernels is 'hopper'"), choose_kernels("hopper"):
+        pass
+
+
+def test_portable_kernels_on_the_card(card):
+    """Not one that is the card's own."""
+    if card.name == "cupy":
+        arrays = [card.asarray(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), SIXTEEN, BFLOAT16)]
+        for gradient in (False, True):
+            found = card.run(explain, gla, *arrays, gradient=gradient, kernels="portable")
+            assert not any("sm90" in kernel for kernel in found.kernels)
 
 
 def test_on_the_card(card):
@@ -189,5 +220,5 @@ def test_a_first_gradient_compiles_both_ways_at_once(monkeypatch):
         arrays = draw(next(iter(OPS)), np.random.default_rng(0), SIZES, np.float32)
         problem = next(iter(OPS)).bind(arrays, gradient=True)
         cupy.compile_pullback(problem, device)
-    assert len(compiled) == 1 and {kernel.name for kernel in compiled[0]} >= {"gated_backward_queries"}
+    assert len(compiled) == 1 and {kernel.name for kernel in compiled[0]} >= {"gated_backward_states"}
     assert not device.launched and not device.made

@@ -155,8 +155,9 @@ def test_the_future_changes_no_bit_of_the_past(subject, gate):
             for x, y, axes in zip(arrays, subject.draw(gate), subject.op.arrays.values())
         ]
         after, same = subject(other)[:, :, :at], at
-        if subject.op.gates and subject.mode != "recurrent" and subject.backend.gates_choose_the_route:
-            same = at // CHUNK * CHUNK
+        block = subject.backend.tokens_that_share_bits
+        if subject.op.gates and subject.mode in block:
+            same = at // block[subject.mode] * block[subject.mode]
             assert_close(f"tokens before {at}", after, before[:, :, :at], np.float32)
         assert same_bits(after[:, :, :same], before[:, :, :same]), f"tokens before {at} changed"
 

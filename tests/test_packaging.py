@@ -193,7 +193,8 @@ ROOMS = {
     "ops": (["ops", "arrays", "declarations", "dispatch", "views", "wording", "typing"], ["numpy"]),
     "stages": (["contract", "declarations", "dispatch", "views", "typing"], ["numpy"]),
     "autodiff": (["arrays", "dispatch", "grouped", "ops", "views", "typing"], []),
-    "explanation": (["dispatch", "errors", "ops", "problem", "typing"], []),
+    "kernel_choice": ([], []),
+    "explanation": (["kernel_choice", "dispatch", "errors", "ops", "problem", "typing"], []),
     "layers": (["arguments", "arrays", "autodiff", "errors", "ops", "typing"], ["numpy"]),
     "distributed": (
         [
@@ -281,7 +282,7 @@ ROOMS = {
         ["numpy"],
     ),
     "backends/cupy": (
-        ["backends.cupy", "arrays", "contract", "declarations", "problem", "two_gates", "varlen"],
+        ["backends.cupy", "arrays", "contract", "declarations", "kernel_choice", "problem", "two_gates", "varlen"],
         ["numpy", "cupy"],
     ),
     "backends/numba": (["backends.numba", "backends.cupy", "arrays", "contract", "varlen"], ["numpy", "numba"]),

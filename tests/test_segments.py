@@ -193,7 +193,23 @@ def test_segments_fill_the_waves_of_the_backward_sweeps(blocks, longest, P):
     ],
 )
 def test_which_heads_are_split_by_columns(heads, V, longest, split):
-    assert tuning.split_columns(heads, V, longest, H200) == split
+    kernels = forward(128), forward(128, instances.CLUSTER_SPLIT_V)
+    assert tuning.split_columns(heads, V, longest, H200, *kernels) == split
+
+
+@pytest.mark.parametrize(
+    "D, dtype, gate, split",
+    [
+        (128, HALF, HALF, False),
+        (128, BFLOAT16, np.dtype(np.float32), False),
+        (128, HALF, np.dtype(np.float32), True),  # one group of producers in any case
+        (64, HALF, HALF, True),
+    ],
+)
+def test_no_columns_are_split_where_that_halves_the_producers(D, dtype, gate, split):
+    schedules = instances.SINGLE_PASS, instances.CLUSTER_SPLIT_V
+    kernels = [instances.GatedForwardSm90.fitting("AfterWrite", x, dtype, gate, D, 128) for x in schedules]
+    assert tuning.split_columns(64, 128, 2048, H200, *kernels) == split
 
 
 def test_two_blocks_of_the_smallest_share_a_multiprocessor():
@@ -211,4 +227,6 @@ def test_tuning_asks_the_device():
 
     kernel = forward(64)
     assert tuning.resident_blocks(kernel, H200) == 264 and tuning.resident_blocks(kernel, Small(90)) == 66
-    assert tuning.split_columns(64, 128, 2048, H200) and not tuning.split_columns(64, 128, 2048, Small(90))
+    kernels = forward(128), forward(128, instances.CLUSTER_SPLIT_V)
+    on_h200, on_small = (tuning.split_columns(64, 128, 2048, card, *kernels) for card in (H200, Small(90)))
+    assert on_h200 and not on_small

@@ -1,20 +1,21 @@
-// what      GLA and RWKV-6 forward in one pass: q, k, v, g are read once, o is written once, nothing else moves.
-// math      per sub-chunk of 16:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
-// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32
+// what      GLA and RWKV-6 forward: q, k, v, g are read once, o is written once, nothing else moves.
+// math      per chunk:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
+// shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], sums [B, H, T, V] float32, initial and final state
+//           [N, H, K, V] float32; SegmentState: decays [N, H, 2, K]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
-// smem      SubChunk: the 16 tokens at hand as floats; Incoming: the next 16 as they come from memory
-// barriers  four a sub-chunk: tiles arrived | spread | scores done | queries and keys decayed
-// numerics  S stays in float32 accumulators; products are tf32, three of them for float32 data (product.cuh)
+// smem      Shared: two chunks of inputs, operands of the present one's scores, the scores
+// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
+// numerics  forward_operands.cuh says where tokens meet; S stays in float32 accumulators. bfloat16 data: products in
+//           bfloat16, scores as two numbers. Others: tf32, PRODUCTS of them for float32 (fragments.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    K <= BK; BK of 64, 128, 256; BV of 64, 128
+// limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "read_order.cuh"
-#include "product.cuh"
+#include "fragments.cuh"
+#include "gated/forward_operands.cuh"
+#include "gated/forward_products.cuh"
+#include "gated/forward_storage.cuh"
 #include "ptx.cuh"
-#include "state.cuh"
-#include "subchunk.cuh"
 #include "tensor.cuh"
-
-constexpr int LDA = SUB + 4;
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v;
@@ -24,109 +25,222 @@ template <typename T, typename G> struct Args {
   float* final;              // [N, H, K, V] or null
   Shape shape;
   double scale;
-  i64 vectors;  // whether all rows of q, k, v and g are whole pieces of 16 bytes
+  float* sums;     // o of the channels before these, for those after these; null where these are all
+  float* decays;   // SegmentState: of all tokens, then ones
+  i64 channel;     // the first one
+  i64 of, needed;  // of so many segments in turn so many are computed
+  i64 bytes;       // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2
 };
 
-template <typename T, typename G, int BK, int BV> struct alignas(16) Incoming {
-  T q[SUB * BK];  // [16, BK]
-  T k[SUB * BK];  // [16, BK]
-  G g[SUB * BK];  // [16, BK]
-  T v[SUB * BV];  // [16, BV]
-};
+// Starts to copy [ROWS, COLS] from rows of `width` values; zeros behind `rows` and `width`.
+template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
+__device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
+  constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
+  constexpr int AT_ONCE = THREADS / ACROSS;
+  static_assert(THREADS % ACROSS == 0);
+  const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;
+  const int first = thread / ACROSS;
+  T* const to = place<COLS>(tile, first, col);
+  from += first * stride + col;
+  rows = int(col) < width ? rows - first : 0;
+#pragma unroll UNROLL
+  for (int down = 0; down < ROWS; down += AT_ONCE) {
+    if (ROWS < AT_ONCE && first >= ROWS) break;
+    T* const here = AT_ONCE % 8 ? place<COLS>(tile, first + down, col) : to + down * COLS;
+    if constexpr (BYTES >= 4) cp_async<BYTES>(here, from, down < rows);
+    else *here = down < rows ? *from : from_float<T>(0.f);
+    from += AT_ONCE * stride;
+  }
+}
+// Rows that are not whole pieces of 16 bytes, out of the way of those that are.
+template <int ROWS, int COLS, int THREADS, typename T>
+__device__ __noinline__ void copy_slowly(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
+  if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+  else if (bytes == 4) copy_rows<4, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+  else copy_rows<sizeof(T), 8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
+}
 
-template <int BK, int BV> struct alignas(16) SubChunk {
-  float q[SUB * LD<BK>];  // [16, BK]
-  float k[SUB * LD<BK>];  // [16, BK]
-  float a[SUB * LD<BK>];  // [16, BK], decays
-  float v[SUB * LD<BV>];  // [16, BV]
-  float A[SUB * LDA];     // [16, 16]
-  float carry[BK];        // the sub-chunk's whole decay
-  float u[BK];
-};
-
-// o[16, 16] += A v
-template <typename T, int BV>
-__device__ __forceinline__ void read_subchunk(float (&o)[2][4], const float* s_A, const float* s_v) {
-#pragma unroll
-  for (int j = 0; j < SUB; j += 8) {
-    Operand<sizeof(T) == 4, 4> a;
-    Data<T, 2> b;
-    load_a(a, s_A + j, LDA);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      load_b(b, s_v + j * LD<BV> + 8 * half, LD<BV>);
-      multiply(o[half], a, b);
-    }
+// A lane's outputs one by one, out of the way of pairs. sums: null, or where those of the channels before are unless
+// these are the `first`, and where these go unless they are the `last`.
+template <typename T>
+__device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
+                                          float scale, int rows, int columns, bool first, bool last) {
+#pragma unroll 1
+  for (int n = 0; n < CHUNK<T> / 2; ++n) {
+    const int row = n / 4 * 8, column = n % 4 / 2 * 8 + n % 2;
+    if (row >= rows || column >= columns) continue;
+    float x = o[row / 16][column / 8][row / 8 % 2 * 2 + n % 2];
+    float* sum = sums + row * sums_stride + column;
+    if (!first) x += *sum;
+    if (last) to[row * stride + column] = from_float<T>(scale * x);
+    else *sum = x;
   }
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, BK * sizeof(T) <= 256 ? 2 : 1) gated_forward(const Args<T, G> args) {
-  constexpr bool EXACT = sizeof(T) == 4;
-  constexpr int THREADS = 2 * BV;
-  SubChunk<BK, BV>& s = *reinterpret_cast<SubChunk<BK, BV>*>(dynamic_smem());
-  Incoming<T, G, BK, BV>& next = *reinterpret_cast<Incoming<T, G, BK, BV>*>(&s + 1);
+template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
+__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forward(const Args<T, G> args) {
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
+  using Mine = Share<T, BK, WARPS>;
+  constexpr bool READS = Schedule::reads;
+  auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
-  const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
-  const Span span = tokens_of(shape, n % shape.count);
-  const i64 state_at = (n * shape.H + h) * shape.K * shape.V;
-  const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = pair / H, h = pair % H, b = n / count;
+  if (!READS && n % u32(args.of) >= u32(args.needed)) return;
+  const Span span = tokens_of(shape, n % count);
+  const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
+  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
 
-  State<BK> S;  // transposed: a warp's rows are its columns of V
-  each<BK>(S, [&](float& x, int channel, int column) {
-    const bool inside = args.initial && channel < shape.K && v_tile + column < shape.V;
-    x = inside ? args.initial[state_at + channel * shape.V + v_tile + column] : 0.f;
-  });
-  if (ReadOrder::reads_before_write)
-    for (int c = threadIdx.x; c < BK; c += THREADS) s.u[c] = c < shape.K ? args.u[h * shape.K + c] : 0.f;
+  // Whether outputs, and what they are the sum of, go to memory in pairs.
+  const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
+  const float scale = float(args.scale);
 
-  auto fetch = [&](i64 token) {
-    fetch_tile<SUB, BK, THREADS>(next.g, args.g, b, h, token, span.stop, 0, shape.K, args.vectors);
-    fetch_tile<SUB, BK, THREADS>(next.q, args.q, b, h, token, span.stop, 0, shape.K, args.vectors);
-    fetch_tile<SUB, BK, THREADS>(next.k, args.k, b, h, token, span.stop, 0, shape.K, args.vectors);
-    fetch_tile<SUB, BV, THREADS>(next.v, args.v, b, h, token, span.stop, v_tile, shape.V, args.vectors);
+  State<BK> S;
+  const auto each = [&](auto f) {  // f(value, its place in the array of states, whether it is in there)
+    const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
+    i64 at = (i64(pair) * shape.K + args.channel + 2 * t) * shape.V + v_tile + 16 * warp + g;
+#pragma unroll
+    for (int c = 0; c < BK / 8; ++c) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x)
+        f(S[c][x], at + (x & 1) * shape.V + 8 * (x >> 1),
+          8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
+      at += 8 * opaque(int(shape.V));  // else all addresses are made at once, and there are no registers for that
+    }
+  };
+  each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
+  if constexpr (READS) {
+    if (ReadOrder::reads_before_write)
+      for (int c = threadIdx.x; c < BK; c += THREADS)
+        s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
+    for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
+      s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+    if (Mine::PARTS == 1)
+      for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
+  }
+
+  const auto fetch = [&](int token, int stage) {
+    const int rows = tokens - token;
+    const i64 at = span.start + token;
+    const T *k = args.k.row(b, h, at) + args.channel, *v = args.v.row(b, h, at) + v_tile;
+    const T* q = READS ? args.q.row(b, h, at) + args.channel : nullptr;
+    if (bytes == 16) {
+      copy_rows<16, 8, C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
+      if constexpr (READS) copy_rows<16, 8, C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
+      copy_rows<16, 8, C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns);
+    } else {
+      copy_slowly<C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
+      if constexpr (READS) copy_slowly<C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
+      copy_slowly<C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
+    }
     cp_async_commit();
   };
-  auto same = [](float x) { return x; };
+  const auto fetch_next_gates = [&](int token) {
+#pragma unroll
+    for (int x = 0; x < Mine::PER; ++x) {
+      const Mine me(x);
+      const G* from = args.g.row(b, h, span.start + token + me.row(0)) + args.channel + me.channel;
+      const int rows = tokens - token - me.row(0);
+      if (!me.any()) break;
+      if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<BK>(s.gates, me, from, args.g.t, rows, channels - me.channel);
+      else
+        fetch_gates_slowly<BK, Mine::W>(s.gates + me.row(0) * BK + me.channel, from, args.g.t, rows,
+                                        channels - me.channel);
+    }
+    cp_async_commit();
+  };
+  const auto put_spans = [&] {  // of gates that this thread has fetched
+#pragma unroll
+    for (int x = 0; x < Mine::PER; ++x) {
+      const Mine me(x);
+      if (!me.any()) break;
+      Gates<Mine::W, G> gates;
+      float decay[Mine::W];
+      load_gates<BK>(gates, s.gates, me);
+      decay_of_span<Mine::W>(decay, gates);
+      put_decay(s.spans[me.span], me, decay);
+    }
+  };
 
-  if (span.start < span.stop) fetch(span.start);
-  for (i64 token = span.start; token < span.stop; token += SUB) {
+  float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
+  if (tokens) {
+    fetch(0, 0);
+    fetch_next_gates(0);
+  }
+  int stage = 0;
+  for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    __syncthreads();  // the next tiles have arrived; the last ones may be overwritten
-    spread_tile<SUB, BK, LD<BK>, THREADS>(s.a, next.g, decay_of);
-    spread_tile<SUB, BK, LD<BK>, THREADS>(s.q, next.q, same);
-    spread_tile<SUB, BK, LD<BK>, THREADS>(s.k, next.k, same);
-    spread_tile<SUB, BV, LD<BV>, THREADS>(s.v, next.v, same);
-    for (int c = threadIdx.x; c < BK; c += THREADS) s.carry[c] = 1.f;
-    __syncthreads();  // the tiles stand, the room for the next ones is free
-    if (token + SUB < span.stop) fetch(token + SUB);
-    diagonal_scores<ReadOrder, BK, THREADS, LDA>(s.q, s.k, s.a, s.u, s.A);
-    __syncthreads();  // the scores stand, q and k may be overwritten
-    decay_queries<ReadOrder, BK, THREADS>(s.q, s.a);
-    decay_keys<BK, THREADS>(s.k, s.a, s.carry);
-    __syncthreads();  // the decayed q and k stand
+    put_spans();
+    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
+    const bool more = token + C < tokens;
+    if (more) fetch(token + C, stage ^ 1);
+#pragma unroll
+    for (int x = 0; x < Mine::PER; ++x) {
+      const Mine me(x);
+      if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me);
+    }
+    if (more) fetch_next_gates(token + C);
+    __syncthreads();  // the operands stand
 
-    float o[2][4] = {};
-    read_state<Operand<EXACT, 4>, Operand<EXACT, 2>, LD<BK>, BK>(o, S, s.q);
-    read_subchunk<T, BV>(o, s.A, s.v + 16 * warp);
-    each<BK>(S, [&](float& x, int channel, int) { x *= s.carry[channel]; });
-    write_state<Data<T, 4>, Operand<EXACT, 2>, LD<BV>, LD<BK>, BK>(S, s.v + 16 * warp, s.k);
+    Output<T> o = {};
+    if constexpr (READS) {
+#pragma unroll 1
+      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS)
+        make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
+      read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
+    }
+    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay);
+    if (!READS && threadIdx.x < BK) total *= s.decay[threadIdx.x];
+    if constexpr (READS) {
+      __syncthreads();  // the scores stand
+      read_scores<PRODUCTS, BV, Schedule, T, BK>(o, s, s.v[stage]);
+      const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
+      T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
+      const int rows = tokens - token - g;
+      const bool first = Schedule::all_channels || args.channel == 0;
+      const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
+      float* sums = nullptr;
+      if (!Schedule::all_channels)
+        sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
+      if (in_pairs) {
 #pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-      const i64 row = token + g + 8 * lower, column = v_tile + 16 * warp + 2 * t;
-      if (row >= span.stop) continue;
-      T* to = args.o.row(b, h, row) + column;
+        for (int n = 0; n < C / 8; ++n) {
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const int across = 8 * (x >> 1) + (x & 1);
-        if (column + across < shape.V) to[across] = from_float<T>(float(args.scale) * o[x >> 1][2 * lower + (x & 1)]);
+          for (int across = 0; across < 2; ++across) {
+            if (8 * n >= rows || column + 8 * across >= columns) continue;
+            float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
+            Piece<2, float> sum;
+            if (!first) {
+              sum.load(sums + 8 * across);
+              x[0] += sum.get(0), x[1] += sum.get(1);
+            }
+            if (last) {
+              const float scaled[2] = {scale * x[0], scale * x[1]};
+              Piece<2, T> two;
+              two.set(scaled);
+              two.store(to + 8 * across);
+            } else {
+              sum.set(x);
+              sum.store(sums + 8 * across);
+            }
+          }
+          to += 8 * args.o.t;
+          if (!Schedule::all_channels) sums += 8 * shape.V;
+        }
+      } else {
+        Output<T> copy;
+#pragma unroll
+        for (int n = 0; n < C / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
+        store_slowly(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
       }
     }
   }
   if (args.final)
-    each<BK>(S, [&](float& x, int channel, int column) {
-      if (channel < shape.K && v_tile + column < shape.V)
-        args.final[state_at + channel * shape.V + v_tile + column] = x;
+    each([&](float& x, i64 at, bool inside) {
+      if (inside) args.final[at] = x;
     });
+  if (!READS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
+    float* decays = args.decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
+    decays[0] = total, decays[shape.K] = 1.f;
+  }
 }

@@ -3,12 +3,12 @@
 // math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + left_i for part i;  starts_p = S_{R p};  final = S_{P R}
 // shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i; starts [N, P, H, K, V];
 //           initial, final [N, H, K, V]
-// grid      a block for every (sequence, head, 1024 values of K x V), sequence slowest; 256 threads, 4 values each
+// grid      a block for every (sequence, head, 256 WIDTH values of K x V), sequence slowest; 256 threads, WIDTH each
 // smem      none
 // barriers  none
 // numerics  float32; without `final` what the last segment leaves is not read
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
-// limits    V a multiple of 4
+// limits    WIDTH of 1, or of 4 where V is a multiple of it
 #include "ptx.cuh"
 
 constexpr int AHEAD = 8;  // parts that are read at once: each waits for memory, none for the one before
@@ -19,39 +19,45 @@ struct Args {
   i64 P, R, H, K, V;
 };
 
-__global__ void __launch_bounds__(256) gated_scan_segments(const Args args) {
-  const u32 size = u32(args.K * args.V), tiles = (size + 1023) / 1024, H = u32(args.H), pair = blockIdx.x / tiles;
-  const u32 at = blockIdx.x % tiles * 1024 + threadIdx.x * 4;  // divisions of 64 bits take longer than all else here
+template <int WIDTH> struct alignas(4 * WIDTH) Values {
+  float x[WIDTH];
+};
+
+template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(const Args args) {
+  constexpr u32 TILE = 256 * WIDTH;
+  const u32 size = u32(args.K * args.V), tiles = (size + TILE - 1) / TILE, H = u32(args.H), pair = blockIdx.x / tiles;
+  const u32 at =
+      blockIdx.x % tiles * TILE + threadIdx.x * WIDTH;  // divisions of 64 bits take longer than all else here
   const i64 h = pair % H, n = pair / H;
   const int P = int(args.P), R = int(args.R), parts = args.final ? P * R : (P - 1) * R;
   if (at >= size) return;
   const float* left = args.left + (n * P * R * args.H + h) * size + at;
   const float* decays = args.decays + (n * P * R * args.H + h) * 2 * args.K + at / u32(args.V);
   float* start = args.starts + (n * P * args.H + h) * size + at;
-  float4 S = {0.f, 0.f, 0.f, 0.f};
+  Values<WIDTH> S = {};
   if (args.initial) {  // the caller's, which may begin anywhere
     const float* from = args.initial + (n * args.H + h) * size + at;
-    S = {from[0], from[1], from[2], from[3]};
+    for (int i = 0; i < WIDTH; ++i) S.x[i] = from[i];
   }
   int r = 0;
   for (int first = 0; first < parts; first += AHEAD) {
-    float4 x[AHEAD];
+    Values<WIDTH> x[AHEAD];
     float2 decay[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
-        x[i] = *reinterpret_cast<const float4*>(left);
+        x[i] = *reinterpret_cast<const Values<WIDTH>*>(left);
         decay[i] = {decays[0], decays[args.K]};
         left += args.H * size, decays += args.H * 2 * args.K;
       }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
-        if (r == 0) *reinterpret_cast<float4*>(start) = S, start += args.H * size;
+        if (r == 0) *reinterpret_cast<Values<WIDTH>*>(start) = S, start += args.H * size;
         if (++r == R) r = 0;
         const float d = decay[i].x * decay[i].y;
-        S = {fmaf(d, S.x, x[i].x), fmaf(d, S.y, x[i].y), fmaf(d, S.z, x[i].z), fmaf(d, S.w, x[i].w)};
+        for (int n = 0; n < WIDTH; ++n) S.x[n] = fmaf(d, S.x[n], x[i].x[n]);
       }
   }
-  *reinterpret_cast<float4*>(args.final ? args.final + (n * args.H + h) * size + at : start) = S;
+  *reinterpret_cast<Values<WIDTH>*>(args.final ? args.final + (n * args.H + h) * size + at : start) = S;
 }

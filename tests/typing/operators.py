@@ -65,6 +65,8 @@ def gradients(x: Single) -> None:
     assert_type(pullback, Pullback)
     dq, dk, dv, dg = pullback(x, x)
     assert_type(explain(gla, x, x, x, x, gradient=True).backend, str | None)
+    explain(gla, x, x, x, x, kernels="portable")
+    explain(gla, x, x, x, x, kernels="hopper")  # type: ignore[arg-type]
     assert_type(linattn_np.explain(gla, x, x, x, x).kernels, tuple[str, ...])
 
 

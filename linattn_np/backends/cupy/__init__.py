@@ -33,8 +33,9 @@ from ...declarations import (
     SIMPLE_GLA,
     SOFTMAX_ATTENTION,
 )
+from ...kernel_choice import portable
 from . import execute, gated, scalar_decay, softmax, stages, step, value_gate
-from .device import CupyDevice
+from .device import LEAST_CAPABILITY, CupyDevice
 from .plan import Plan, contiguous
 
 PLANNERS = dict.fromkeys(GATED, gated) | {
@@ -53,9 +54,13 @@ PLANNERS = dict.fromkeys(GATED, gated) | {
     INTRA_CHUNK_BONUS: stages,
     COMBINE: stages,
 }
-DEVICE = CupyDevice()
+DEVICE, PORTABLE = CupyDevice(), CupyDevice(portable=True)
 KEEPS = True  # what `summarise` has computed, for `run` and `vjp`
-LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
+
+
+def chosen_device() -> CupyDevice:
+    """Where the kernels that were asked for are planned and launched."""
+    return PORTABLE if portable() else DEVICE
 
 
 # -- which problems ----------------------------------------------------------------------------------------------------
@@ -94,19 +99,19 @@ def too_old(device: int) -> str | None:
 
 # -- calls -------------------------------------------------------------------------------------------------------------
 def run(problem, kept=()):
-    return at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE, kept)[0]
+    return at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), kept)[0]
 
 
 def vjp(problem, kept=()):
     """((o, final state parts or None), pull); one backward serves every mode."""
-    at_home(problem, compile_pullback, problem, DEVICE)
-    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, DEVICE, kept)
+    at_home(problem, compile_pullback, problem, chosen_device())
+    result, saved = at_home(problem, execute.run, PLANNERS[problem.op], problem, chosen_device(), kept)
     return result, Pull(problem, saved)
 
 
 def summarise(problem):
     """((final state from zero, decays), kept) of a call without o, or None: see `plan_summary`."""
-    return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, DEVICE)
+    return at_home(problem, execute.summarise, PLANNERS[problem.op], problem, chosen_device())
 
 
 def compile_pullback(problem, device):
@@ -123,10 +128,10 @@ def pullback(problem):
 
 
 class Pull:
-    """The pullback of a problem on its device."""
+    """The pullback of a problem on its device, by the kernels that were asked for when it was made."""
 
     def __init__(self, problem, saved):
-        self.problem, self.saved = problem, saved
+        self.problem, self.saved, self.device = problem, saved, chosen_device()
 
     def __call__(self, do, dht, kept=()):
         """(gradients of the arrays, of the initial state's parts or None)."""
@@ -137,7 +142,7 @@ class Pull:
         return self.at_home(execute.summarise_vjp, do, self.saved)
 
     def at_home(self, function, *arguments):
-        return at_home(self.problem, function, PLANNERS[self.problem.op], self.problem, DEVICE, *arguments)
+        return at_home(self.problem, function, PLANNERS[self.problem.op], self.problem, self.device, *arguments)
 
 
 def at_home(problem, function, *arguments):
@@ -172,7 +177,7 @@ def warm_up(problem):
 
 
 def describe(problem, bytes_moved) -> dict:
-    plan, bandwidth = at_home(problem, plan_of, problem, DEVICE), peak_bandwidth(ordinal(problem))
+    plan, bandwidth = at_home(problem, plan_of, problem, chosen_device()), peak_bandwidth(ordinal(problem))
     return {
         "mode": plan.mode,
         "kernels": tuple(f"{kernel.file}.cu: {kernel.expression}" for kernel in plan.kernels),

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 
 from ...arrays import BFLOAT16
+from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, HALF
@@ -40,12 +41,18 @@ def kernels():
 
 
 def on_every_card():
+    for (T, G), (K, V) in product(GATES, WIDTHS):
+        for products in (1, 3) if T == SINGLE else (1,):
+            instance = T, G, products, K, V, 227 * 1024
+            for order in READ_ORDERS:
+                yield gated.GatedForward.fitting(order, gated.SINGLE_PASS, *instance)
+                if K == gated.TILES[-1]:
+                    yield gated.GatedForward.fitting(order, gated.SPLIT_CHANNELS, *instance)
+            yield gated.GatedForward.fitting("AfterWrite", gated.SEGMENT_STATE, *instance)
     for (T, G), order in product(GATES, READ_ORDERS):
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)
-            for BV in gated.COLUMNS:
-                yield gated.GatedForward(order, T, G, size, BV)
         exact = T == SINGLE or (order == "AfterWrite" and G == SINGLE)  # half data under a scalar decay
         for products in (1, 3) if exact else (1,):
             yield gated.GatedBackwardStates(order, T, G, products)
@@ -60,7 +67,8 @@ def on_every_card():
         yield stages.Combine(T)
         for order in READ_ORDERS:
             yield stages.GatedQk(order, T)
-    yield gated.ScanSegments()
+    for width in (1, 4):
+        yield gated.ScanSegments(width)
     yield gated.ScanBothWays()
 
 
@@ -106,23 +114,23 @@ def value_gates():
 
 def element_by_element():
     for T in HALF:
-        yield gated.FeatureMap("Identity", SINGLE, T)
-    for (T, Y), phi in product(GATES, gated.FEATURE_MAPS.values()):
-        yield gated.FeatureMap(phi, T, Y)
+        yield passes.FeatureMap("Identity", SINGLE, T)
+    for (T, Y), phi in product(GATES, passes.FEATURE_MAPS.values()):
+        yield passes.FeatureMap(phi, T, Y)
         if phi != "Identity":
-            yield gated.FeatureGradient(phi, T, Y)
-    for T, cls in product(CTYPES, (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient)):
+            yield passes.FeatureGradient(phi, T, Y)
+    for T, cls in product(CTYPES, (passes.Divide, passes.DivideGradient, passes.BonusGradient, passes.GateGradient)):
         yield cls(T)
 
 
 def in_float64():
     for cls, order, columns in product((float64.Forwards, float64.Backwards), READ_ORDERS, float64.COLUMNS):
         yield cls(order, columns)
-    for phi in gated.FEATURE_MAPS.values():
-        yield gated.FeatureMap(phi, DOUBLE, DOUBLE)
+    for phi in passes.FEATURE_MAPS.values():
+        yield passes.FeatureMap(phi, DOUBLE, DOUBLE)
         if phi != "Identity":
-            yield gated.FeatureGradient(phi, DOUBLE, DOUBLE)
-    for cls in (gated.Divide, gated.DivideGradient, gated.BonusGradient, gated.GateGradient):
+            yield passes.FeatureGradient(phi, DOUBLE, DOUBLE)
+    for cls in (passes.Divide, passes.DivideGradient, passes.BonusGradient, passes.GateGradient):
         yield cls(DOUBLE)
 
 

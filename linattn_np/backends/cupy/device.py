@@ -15,17 +15,23 @@ import numpy as np
 
 from .source import OPTIONS, program
 
+LEAST_CAPABILITY = 80  # cp.async and tf32 products came with sm_80
 SHARED_BY_DEFAULT = 48 * 1024  # bytes of dynamic shared memory that a kernel may use without asking
 
 
 class CupyDevice:
-    """The current CUDA device. Kernels follow one another."""
+    """The current CUDA device. Kernels follow one another. A `portable` one looks like the oldest card to planners, so
+    that they plan the kernels of every card.
+    """
+
+    def __init__(self, portable: bool = False):
+        self.portable = portable
 
     # -- what it is --
     @property
     def capability(self) -> int:
         """10 major + minor."""
-        return capability(current())
+        return LEAST_CAPABILITY if self.portable else capability(current())
 
     @property
     def multiprocessors(self) -> int:

@@ -12,7 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, pointers, reals, rows, shape
-from .instances import BonusGradient, FeatureMap, read_order
+from .elementwise import BonusGradient, FeatureMap
+from .instances import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div, is_contiguous
 

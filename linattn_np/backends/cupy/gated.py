@@ -1,9 +1,11 @@
 """The gated family: recurrences with a gate for every channel. One pass on every card, and Hopper's own.
 
-Hopper's kernel may cut sequences; `tuning` says how. Nothing here knows of gates that channels share.
+Both may cut sequences; `tuning` says how. Nothing here knows of gates that channels share.
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 from ...contract import CHUNK, SUB_CHUNK
 from . import float64, gated_vjp, stages, tuning
@@ -14,17 +16,17 @@ from .instances import (
     PANEL,
     SEGMENT_STATE,
     SINGLE_PASS,
+    SPLIT_CHANNELS,
     TILES,
     GatedForward,
     GatedForwardSm90,
     Recurrent,
     ScanSegments,
     channels,
-    columns,
     read_order,
 )
 from .kernel import CTYPES, DOUBLE
-from .plan import FLOAT32, Draft, TensorMap, aligned16_in_rows, ceil_div, has_rows, mappable, mappable_once_copied
+from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
 
 MODES = ("auto", "recurrent", "chunk", "staged")
 
@@ -39,7 +41,7 @@ def unsupported(problem) -> str | None:
         return f"no mode {problem.mode!r}; it has {', '.join(map(repr, MODES))}"
     if mode_of(problem) == "chunk" and problem.materialize:
         return "mode 'chunk' is one pass that keeps no chunk's state; mode 'staged' keeps them"
-    if problem.sizes["K"] > CHANNELS[-1]:
+    if problem.sizes["K"] > CHANNELS[-1] and mode_of(problem) != "chunk":
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     return None
 
@@ -74,7 +76,7 @@ def plan(problem, device, kept=()):
     elif by_hopper:
         tiles = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o).run(final, kept)
     else:
-        tiles = one_pass(draft, problem, o, final)
+        tiles = OnEveryCard(draft, problem, device, draft.inputs(problem), o).run(final)
     return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
 
 
@@ -97,32 +99,15 @@ def read_by_tiles(problem) -> list:
 def on_hopper(problem, device) -> bool:
     """Whether Hopper's own kernel computes a problem: of arrays that tensor maps cannot describe, copies cost less than
     the kernels for every card."""
-    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(read_by_tiles(problem))
+    return has_hoppers(problem, device) and mappable_once_copied(read_by_tiles(problem))
 
 
-# -- for every card ----------------------------------------------------------------------------------------------------
-def one_pass(draft, problem, o, final):
-    q, k, v, g = draft.inputs(problem)
-    N, H, K, V = problem.shape("N H K V")
-    kernel = GatedForward(read_order(problem.op), problem.dtype, g.dtype, channels(K), columns(V))
-    draft.launch(
-        kernel,
-        N * H * ceil_div(V, kernel.BV),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        o=o,
-        u=draft.bonus(problem),
-        initial=draft.initial(problem),
-        final=final,
-        shape=draft.shape(problem),
-        scale=problem.scale,
-        vectors=aligned16_in_rows(read_by_tiles(problem)),
-    )
-    return kernel.tiles
+def has_hoppers(problem, device) -> bool:
+    """Whether there is an instance of Hopper's own kernel for a problem on a device: two blocks' channels at most."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and problem.sizes["K"] <= 2 * TILES[-1]
 
 
+# -- token by token, and in stages -------------------------------------------------------------------------------------
 def recurrent(draft, problem, o, final):
     q, k, v, g = draft.inputs(problem)
     N, H, K, V = problem.shape("N H K V")
@@ -159,39 +144,24 @@ def staged(draft, problem, o, final):
     return {"BK": channels(K), "BV": stages.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
 
 
-# -- Hopper's own ------------------------------------------------------------------------------------------------------
-class OnHopper:
-    """The forward pass by Hopper's kernel, whose sequences are whole or in segments."""
+# -- in one pass -------------------------------------------------------------------------------------------------------
+class OnePass:
+    """The forward pass by one kernel, whose sequences are whole or in segments. Subclasses say which and launch it."""
 
     def __init__(self, draft, problem, device, arrays, o):
         self.draft, self.problem, self.device = draft, problem, device
         (self.q, self.k, self.v, self.g), self.o = arrays, o
         self.u = draft.bonus(problem)
 
+    schedule = SINGLE_PASS  # that of uncut sequences
+
     def kernel(self, schedule):
-        N, H, K, V = self.problem.shape("N H K V")
-        order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(self.problem.op)
-        return GatedForwardSm90.fitting(order, schedule, self.problem.dtype, self.gate, K, self.width(schedule))
+        """The instance that computes the problem by a schedule."""
+        raise NotImplementedError
 
-    @property
-    def gate(self):
-        """The type of the gate that the kernel reads."""
-        return self.g.dtype
-
-    def width(self, schedule) -> int:
-        """The columns of V that a block would take if it could."""
-        return self.problem.sizes["V"]
-
-    @property
-    def schedule(self):
-        """That of uncut sequences: more channels than a block has are two blocks' work, and so may be columns."""
-        if self.problem.sizes["K"] > TILES[-1]:
-            return CLUSTER_SPLIT_K
-        return CLUSTER_SPLIT_V if self.split_columns() else SINGLE_PASS
-
-    def split_columns(self) -> bool:
-        N, H, V = self.problem.shape("N H V")
-        return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device)
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        """On the sequences or segments that `shape` names, from `channel` on."""
+        raise NotImplementedError
 
     @property
     def longest(self) -> int:
@@ -203,11 +173,11 @@ class OnHopper:
         problem, whole = self.problem, self.kernel(self.schedule)
         initial, P = self.draft.initial(problem), self.segments(whole)
         if P == 1:
-            self.launch(whole, self.draft.shape(problem), initial, final)
+            self.launches(whole, self.draft.shape(problem), initial, final)
             return whole.tiles
         left, decays = kept or self.left_by_segments(P, final is not None)
         starts = self.between_segments(P, left, decays, initial, final)
-        self.launch(whole, self.draft.shape(problem, self.cut(P)), starts, None)
+        self.launches(whole, self.draft.shape(problem, self.cut(P)), starts, None)
         return whole.tiles | {"segments": P}
 
     def summary(self):
@@ -235,20 +205,19 @@ class OnHopper:
         N, H, K, V = problem.shape("N H K V")
         R, segments = tuning.parts(summary, N * H, V, P, self.longest, final, self.device), self.cut(P)
         left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
-        parts = draft.shape(problem, segments.segments(R, GatedForwardSm90.CHUNK) if R > 1 else segments)
-        for channel in range(0, K, TILES[-1]):
-            needed = (P if final else P - 1) * R
-            self.launch(summary, parts, None, left, decays=decays, channel=channel, of=P * R, needed=needed)
+        parts = draft.shape(problem, segments.segments(R, summary.CHUNK) if R > 1 else segments)
+        needed = (P if final else P - 1) * R
+        self.launches(summary, parts, None, left, decays=decays, of=P * R, needed=needed)
         return left, decays
 
     def between_segments(self, P, left, decays, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
-        draft, scan = self.draft, ScanSegments()
+        draft = self.draft
         N, H, K, V = self.problem.shape("N H K V")
-        starts = draft.empty((N * P, H, K, V), FLOAT32)
+        starts, scan = draft.empty((N * P, H, K, V), FLOAT32), ScanSegments.fitting(V)
         draft.launch(
             scan,
-            N * H * ceil_div(K * V, 4 * scan.threads),
+            N * H * ceil_div(K * V, scan.width * scan.threads),
             left=left,
             decays=decays,
             initial=initial,
@@ -261,6 +230,84 @@ class OnHopper:
             V=V,
         )
         return starts
+
+    def launches(self, kernel, *args, **more):
+        """One for all channels that the kernel takes at once."""
+        for channel in range(0, self.problem.sizes["K"], kernel.channels):
+            self.launch(kernel, *args, channel=channel, **more)
+
+
+class OnEveryCard(OnePass):
+    """By the kernel of every card. More channels than it has are more launches, whose outputs add up."""
+
+    @property
+    def schedule(self):
+        return SPLIT_CHANNELS if self.problem.sizes["K"] > TILES[-1] else SINGLE_PASS
+
+    def kernel(self, schedule):
+        K, V = self.problem.shape("K V")
+        order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(self.problem.op)
+        dtype, gate, shared = self.problem.dtype, self.g.dtype, self.device.shared_per_block
+        return GatedForward.fitting(order, schedule, dtype, gate, tuning.tf32_products(self.problem), K, V, shared)
+
+    @cached_property
+    def sums(self):
+        """What outputs are of the channels so far."""
+        split = self.schedule == SPLIT_CHANNELS
+        return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        B, H, V = self.problem.shape("B H V")
+        self.draft.launch(
+            kernel,
+            B * H * shape.count * tuning.grid(kernel, V),
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            g=self.g,
+            o=self.o,
+            u=self.u,
+            initial=initial,
+            final=final,
+            shape=shape,
+            scale=self.problem.scale,
+            sums=self.sums,
+            decays=decays,
+            channel=channel,
+            of=of,
+            needed=needed,
+            bytes=common_bytes(self.q, self.k, self.v, self.g, self.o),
+        )
+
+
+class OnHopper(OnePass):
+    """By Hopper's own kernel."""
+
+    def kernel(self, schedule):
+        N, H, K, V = self.problem.shape("N H K V")
+        order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(self.problem.op)
+        return GatedForwardSm90.fitting(order, schedule, self.problem.dtype, self.gate, K, self.width(schedule))
+
+    @property
+    def gate(self):
+        """The type of the gate that the kernel reads."""
+        return self.g.dtype
+
+    def width(self, schedule) -> int:
+        """The columns of V that a block would take if it could."""
+        return self.problem.sizes["V"]
+
+    @property
+    def schedule(self):
+        """That of uncut sequences: more channels than a block has are two blocks' work, and so may be columns."""
+        if self.problem.sizes["K"] > TILES[-1]:
+            return CLUSTER_SPLIT_K
+        return CLUSTER_SPLIT_V if self.split_columns() else SINGLE_PASS
+
+    def split_columns(self) -> bool:
+        N, H, V = self.problem.shape("N H V")
+        kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
+        return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""

@@ -8,9 +8,9 @@ dq and du, one backwards for all else.
 from __future__ import annotations
 
 from . import tuning
+from .elementwise import BonusGradient
 from .instances import (
     TILES,
-    BonusGradient,
     GatedBackwardChannels,
     GatedBackwardKeysSm90,
     GatedBackwardQueriesSm90,

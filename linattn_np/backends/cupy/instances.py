@@ -7,7 +7,7 @@ compiler check both against the kernel. Kernels that one planner alone asks for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -32,44 +32,77 @@ def read_order(op) -> str:
 
 
 # -- gated: a gate for every channel -----------------------------------------------------------------------------------
+# The schedules of forward kernels: a sequence in one pass by one block, and the state of a segment alone; on every card
+# a launch for some of the channels, on Hopper a cluster of two blocks that split K or V.
+SINGLE_PASS, SEGMENT_STATE, SPLIT_CHANNELS = "SinglePass", "SegmentState", "SplitChannels"
+CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
+TILES = (64, 128)  # BK and BV of forward kernels
+
+
 @dataclass(frozen=True)
 class GatedForward(Kernel):
-    """Forward in one pass, on every card."""
+    """Forward, on every card: BK channels a launch."""
 
     file = "gated/forward"
-    arguments = (*rows("q k v g o"), *pointers("u initial final"), *shape, *reals("scale"), *integers("vectors"))
-    shared = ("SubChunk<{BK}, {BV}>", "Incoming<{dtype}, {gate}, {BK}, {BV}>")
-    CHUNK: ClassVar[int] = 16
+    arguments = (
+        *rows("q k v g o"),
+        *pointers("u initial final"),
+        *shape,
+        *reals("scale"),
+        *pointers("sums decays"),
+        *integers("channel of needed bytes"),
+    )
+    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    cluster = 1
     read_order: str
+    schedule: str
     dtype: np.dtype
     gate: np.dtype
+    products: int  # of tf32 numbers, where a product of float32 is the sum of so many
     BK: int
     BV: int
+
+    @classmethod
+    def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
+        """For a device whose blocks may have so many bytes of shared memory: as many columns as that allows."""
+        narrow = schedule == SPLIT_CHANNELS and dtype == BFLOAT16  # whose shared memory holds more
+        found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64 and not narrow], TILES[V > 64])
+        return found if found.shared_bytes <= shared else replace(found, BV=TILES[0])
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
+    def operand_bytes(self):
+        return 2 if self.dtype == BFLOAT16 else 4
+
+    @property
+    def CHUNK(self):
+        return 64 // self.operand_bytes
 
     @property
     def threads(self):
         return 2 * self.BV  # a warp for every 16 columns of V
 
     @property
+    def resident(self):
+        return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
+
+    @property
     def shared_bytes(self):
-        floats = 3 * 16 * (self.BK + 8) + 16 * (self.BV + 8) + 16 * (16 + 4) + 2 * self.BK
-        size, gate = self.dtype.itemsize, self.gate.itemsize
-        return 4 * floats + 16 * (2 * self.BK * size + self.BK * gate + self.BV * size)
+        C, BK, X, size = self.CHUNK, self.BK, self.operand_bytes, self.dtype.itemsize
+        stages, spans = 2 * C * (BK + self.BV) * size, 4 * BK * (C // 4 + 1) + C * BK * self.gate.itemsize
+        border, numbers = 32 if C == 32 else 8, 2 if X == 2 else 1
+        middle = 4 if self.schedule == SPLIT_CHANNELS else X
+        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK)
+        state = 0 if X == size else 2 * X * C * BK
+        return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
     @property
     def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-
-
-COLUMNS = (
-    64,
-    128,
-)  # BV of GatedForward: blocks that share a head repeat its scores, so the wider one where V needs it:
-# 2.68 to 2.21 ms at 4,4096,64,128 on an H200
-
-
-def columns(V: int) -> int:
-    return COLUMNS[V > COLUMNS[0]]
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
 
 
 @dataclass(frozen=True)
@@ -198,6 +231,11 @@ class ScanSegments(Kernel):
     file = "gated/scan_segments"
     arguments = (*pointers("left decays initial starts final"), *integers("P R H K V"))
     threads = 256
+    width: int  # values that a thread has, of one channel
+
+    @classmethod
+    def fitting(cls, V):
+        return cls(1 if V % 4 else 4)
 
 
 @dataclass(frozen=True)
@@ -208,13 +246,8 @@ class ScanBothWays(Kernel):
 
 
 # -- gated, on Hopper --------------------------------------------------------------------------------------------------
-TILES = (64, 128)  # BK and BV of Hopper's kernels
 PANEL = 64  # columns of V a warpgroup
 SCALAR = "One"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
-# The schedules of GatedForwardSm90: a sequence in one pass by one block, by a cluster of two blocks that split K or V,
-# and the state of a segment alone.
-SINGLE_PASS, SEGMENT_STATE = "SinglePass", "SegmentState"
-CLUSTER_SPLIT_K, CLUSTER_SPLIT_V = "ClusterSplitK", "ClusterSplitV"
 
 
 @dataclass(frozen=True)
@@ -243,6 +276,11 @@ class GatedForwardSm90(Kernel):
     def fitting(cls, read_order, schedule, dtype, gate, K, V):
         columns = {CLUSTER_SPLIT_K: TILES[V > 128], CLUSTER_SPLIT_V: PANEL}
         return cls(read_order, schedule, dtype, gate, TILES[K > 64], columns.get(schedule, TILES[V > 64]))
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK * (2 if self.schedule == CLUSTER_SPLIT_K else 1)
 
     @property
     def cluster(self):
@@ -433,6 +471,11 @@ class WeightedSums(Kernel):
         return 2 * self.BV + 256
 
     @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
     def resident(self):
         return 2 if self.BK + self.BV == 128 else 1
 
@@ -530,60 +573,3 @@ class ScalarBackwardKeys(ScalarBackward):
     def shared_bytes(self):
         stages = 4 if self.BK + self.BV == 192 else 3
         return self.ring(stages, 2, 2 * 32 * 128 + self.decays + 2 * 4 * 32, 4 * self.BK * self.BV)
-
-
-# -- element by element ------------------------------------------------------------------------------------------------
-FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
-
-
-@dataclass(frozen=True)
-class FeatureMap(Kernel):
-    file = "elementwise/feature_map"
-    arguments = (*rows("x y"), *integers("B H T_ C step vectors"))
-    threads = 256
-    PIECE: ClassVar[int] = 8  # numbers that a thread moves at once
-    phi: str
-    dtype: np.dtype
-    result: np.dtype
-
-
-@dataclass(frozen=True)
-class FeatureGradient(Kernel):
-    file = "elementwise/feature_gradient"
-    arguments = (*rows("x dy dx"), *integers("B H T_ C"))
-    threads = 256
-    phi: str
-    dtype: np.dtype
-    result: np.dtype
-
-
-@dataclass(frozen=True)
-class GateGradient(Kernel):
-    file = "elementwise/gate_gradient"
-    arguments = (*rows("x y"), *integers("B H T_ C"))
-    threads = 128
-    gate: np.dtype
-
-
-@dataclass(frozen=True)
-class BonusGradient(Kernel):
-    file = "elementwise/bonus_gradient"
-    arguments = (*pointers("shares du"), *integers("N H K"))
-    threads = 128
-    bonus: np.dtype
-
-
-@dataclass(frozen=True)
-class Divide(Kernel):
-    file = "elementwise/divide"
-    arguments = (*rows("yz o"), *integers("B H T_ V"))
-    threads = 128
-    dtype: np.dtype
-
-
-@dataclass(frozen=True)
-class DivideGradient(Kernel):
-    file = "elementwise/divide_gradient"
-    arguments = (*rows("yz do_ dyz"), *integers("B H T_ V columns"))
-    threads = 128
-    dtype: np.dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +186,12 @@ def is_contiguous(x) -> bool:
 def aligned16(*arrays) -> bool:
     """Whether every row starts on 16 bytes and is a whole number of them: what 16-byte copies need."""
     return not any(at % 16 for x in arrays for at in (x.start, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize))
+
+
+def common_bytes(*arrays) -> int:
+    """The largest power of 2, at most 16, of which every row's start and length is a multiple: how many bytes copies
+    may move at once."""
+    return gcd(16, *(at for x in arrays for at in (x.start, *x.strides[:-1], x.shape[-1] * x.dtype.itemsize)))
 
 
 def mappable(*arrays) -> bool:

@@ -14,19 +14,14 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_vjp, tuning
+from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient
 from .instances import (
-    FEATURE_MAPS,
     PANEL,
     SCALAR,
     SEGMENT_STATE,
     SINGLE_PASS,
     SWEEPS_AT_ONCE,
     TILES,
-    Divide,
-    DivideGradient,
-    FeatureGradient,
-    FeatureMap,
-    GateGradient,
     ScalarBackwardKeys,
     ScalarBackwardQueries,
     ScalarBackwardSegments,
@@ -292,7 +287,7 @@ def forward_on_hopper(draft, gla, device, o):
 def reads_gate_in_place(gla, device) -> bool:
     """Whether a Hopper kernel takes the problem with its gate as it is."""
     arrays = [gla[name] for name in "qkv"] + ([] if gla.out is None else [gla.out])
-    return device.capability == 90 and gla.dtype.itemsize == 2 and mappable_once_copied(arrays)
+    return gated.has_hoppers(gla, device) and mappable_once_copied(arrays)
 
 
 def sums_are_enough(gla) -> bool:

@@ -61,13 +61,15 @@ def backward_segments(blocks, longest, most) -> int:
     return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
 
 
-def split_columns(heads, V, longest, device) -> bool:
+def split_columns(heads, V, longest, device, alone, split) -> bool:
     """Whether two blocks of a cluster share a head's columns of V, and what producers make of it: where the card holds
-    them all, and sequences need not be cut in more than two. gla's milliseconds so / in segments alone, with gates as
-    trained models have them: 4,2048,16,128 .069/.101, 2,16384,16,128 .330/.346; in four and eight segments,
-    1,32768,16,128 .367/.346."""
+    them all, sequences need not be cut in more than two, and a block of theirs (`split`) has as many producers as one
+    that shares nothing (`alone`). gla's milliseconds so / in segments alone, with gates as trained models have them:
+    4,2048,16,128 .069/.101, 2,16384,16,128 .330/.346; in four and eight segments, 1,32768,16,128 .367/.346; in float16,
+    where shared memory has room for half the producers, 4,2048,16,128 .109/.102, 2,16384,16,128 .473/.357."""
     blocks, most = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
-    return V > PANEL and blocks <= most and segments(blocks, longest, most) <= 2
+    fits = V > PANEL and blocks <= most and segments(blocks, longest, most) <= 2
+    return fits and split.producer_groups >= alone.producer_groups
 
 
 def parts(summary, heads, V, P, longest, final, device) -> int:

@@ -1,0 +1,314 @@
+// what      Queries and keys of a chunk decayed to where they meet each other and the state.
+// math      q_i, i in a sub-chunk: from its middle, from its start, from the chunk's middle, from the chunk's start;
+//           k_j: to its middle, to its end, to the chunk's middle, to the chunk's end
+// numerics  Decays are products of e^g of single tokens, all at most 1 where gates decay: resets are exact, and no decay
+//           is a difference of cumulated gates. About a sub-chunk's middle three tokens at most are inverted, of decays
+//           of at least e^-20 each: e^60 is the largest factor. So e^-20 of a token passes a reset in its sub-chunk.
+//           Scores of a token with itself, which no gate touches, are float32; in RWKV-6, within a span, also those with
+//           the last one.
+//
+// A warp has SPAN tokens, half of a sub-chunk, and a lane W channels of them: no decay needs a shuffle.
+#include "read_order.cuh"
+#include "gated/forward_storage.cuh"
+
+// The least decay about a middle, e^-20, and the largest, 2^40: what is not finite stays out of a sub-chunk's past.
+constexpr float LEAST = 2.0611536e-9f, MOST = 1.0995116e12f;
+
+// Which tokens and channels of a chunk a warp decays; PER times one after the other. Where a lane would have 2 channels
+// and the warp two spans, its halves have a span each, both of them upper or lower halves of their sub-chunks.
+template <typename T, int BK, int WARPS> struct Share {
+  static constexpr int SPANS = CHUNK<T> / SPAN;
+  static constexpr int AT_ONCE = BK == 64 && SPANS == 2 * WARPS ? 2 : 1, LANES = 32 / AT_ONCE;
+  static constexpr int PARTS = BK == 128 && SPANS < WARPS ? 2 : 1, W = BK / LANES / PARTS;
+  static constexpr int PER = (SPANS * PARTS + AT_ONCE * WARPS - 1) / (AT_ONCE * WARPS);
+  int span, part, channel;
+  __device__ __forceinline__ Share(int n) {
+    const int thread = opaque(threadIdx.x), lane = thread & 31;
+    const int at = (thread >> 5) + (n + lane / LANES) * WARPS;
+    span = at / PARTS, part = at % PARTS, channel = (part * LANES + lane % LANES) * W;
+  }
+  __device__ __forceinline__ bool any() const { return SPANS * PARTS % WARPS == 0 || span < SPANS; }
+  __device__ __forceinline__ int row(int i) const { return span * SPAN + i; }
+};
+
+// Gates of SPAN tokens and W channels, 0 behind the sequence's end and beyond K.
+template <int W, typename G> using Gates = Piece<W, G>[SPAN];
+
+// Starts to copy a span's to where no other lane reads them: they are there once the lane has waited for its copies.
+template <int BK, class Share, typename G>
+__device__ __forceinline__ void fetch_gates(G* gates, const Share& me, const G* from, i64 stride, int rows,
+                                            int channels) {
+#pragma unroll
+  for (int i = 0; i < SPAN; ++i) {
+    cp_async<Share::W * sizeof(G)>(gates + me.row(i) * BK + me.channel, from, i < rows && channels > 0);
+    from += stride;
+  }
+}
+// One by one, out of the way of those that are aligned.
+template <int BK, int W, typename G>
+__device__ __noinline__ void fetch_gates_slowly(G* gates, const G* from, i64 stride, int rows, int channels) {
+#pragma unroll 1
+  for (int at = 0; at < SPAN * W; ++at) {
+    const int i = at / W, c = at % W;
+    gates[i * BK + c] = i < rows && c < channels ? from[i * stride + c] : from_float<G>(0.f);
+  }
+}
+template <int BK, class Share, typename G>
+__device__ __forceinline__ void load_gates(Gates<Share::W, G>& gates, const G* from, const Share& me) {
+#pragma unroll
+  for (int i = 0; i < SPAN; ++i) gates[i].load(from + me.row(i) * BK + me.channel);
+}
+
+template <int W, typename G>
+__device__ __forceinline__ void decay_of_span(float (&decay)[W], const Gates<W, G>& gates) {
+#pragma unroll
+  for (int c = 0; c < W; ++c) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < SPAN; ++i) sum += gates[i].get(c);
+    decay[c] = decay_of(sum);
+  }
+}
+
+template <int BK, class Share>
+__device__ __forceinline__ void put_decay(float (&row)[BK], const Share& me, const float (&decay)[Share::W]) {
+  Piece<Share::W, float> piece;
+  piece.set(decay);
+  piece.store(&row[me.channel]);
+}
+
+// Decays of the spans between this one and the borders that its tokens meet others at, before or behind it.
+template <int W, bool BEFORE> struct Between {
+  float sub[W], half[W], chunk[W];
+
+  template <int SPANS, int BK>
+  __device__ __forceinline__ Between(const float (&spans)[SPANS][BK], int span, int channel) {
+    const auto times_spans = [&](float (&x)[W], int first, int count) {
+#pragma unroll 2
+      for (int n = 0; n < count; ++n) {
+        Piece<W, float> decay;
+        decay.load(&spans[first + n][channel]);
+#pragma unroll
+        for (int c = 0; c < W; ++c) x[c] *= decay.get(c);
+      }
+    };
+    const auto outside = [&](int bit) { return BEFORE == bool(span & bit); };  // there are so many beyond those so far
+#pragma unroll
+    for (int c = 0; c < W; ++c) sub[c] = 1.f;
+    if (outside(1)) times_spans(sub, span ^ 1, 1);
+#pragma unroll
+    for (int c = 0; c < W; ++c) half[c] = sub[c];
+    if (outside(2)) times_spans(half, (span ^ 2) & ~1, 2);
+#pragma unroll
+    for (int c = 0; c < W; ++c) chunk[c] = half[c];
+    if (SPANS == 8 && outside(4)) times_spans(chunk, (span ^ 4) & ~3, 4);
+  }
+};
+
+template <int W> __device__ __forceinline__ void times(float (&y)[W], const float (&x)[W], const float (&by)[W]) {
+#pragma unroll
+  for (int c = 0; c < W; ++c) y[c] = x[c] * by[c];
+}
+
+// Each of 4 values summed over LANES lanes; lane l gets the sum of value l % 4.
+template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[SPAN]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int half = 2; half > 0; half /= 2) {
+    const bool upper = lane & half;
+#pragma unroll
+    for (int n = 0; n < half; ++n) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
+      x[n] = (upper ? x[n + half] : x[n]) + other;
+    }
+  }
+  float sum = x[0];
+#pragma unroll
+  for (int distance = 4; distance < LANES; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  return sum;
+}
+
+template <typename T, int PRODUCTS, int W> __device__ __forceinline__ void round(float (&x)[W]) {
+#pragma unroll
+  for (int c = 0; c < W; ++c) x[c] = operand_value<T, PRODUCTS>(x[c]);
+}
+
+// SPAN rows of a tile, this lane's channels.
+template <int BK, class Share, typename T>
+__device__ __forceinline__ void load_span(Piece<Share::W, T> (&rows)[SPAN], const T* tile, const Share& me) {
+  const Spot<BK, Share::W, T> spot(me.row(0), me.channel);
+#pragma unroll
+  for (int i = 0; i < SPAN; ++i) spot.get(rows[i], tile, me.span / 2, i);
+}
+
+// Puts a span's rows times `by` where `spot` says, of an eight of rows.
+template <typename T, int PRODUCTS, class Where, typename X, int W>
+__device__ __forceinline__ void put_span(const Where& spot, X* tile, int eight, const float (&x)[SPAN][W],
+                                         const float (&by)[W]) {
+#pragma unroll
+  for (int i = 0; i < SPAN; ++i) {
+    float y[W];
+    times(y, x[i], by);
+    round<T, PRODUCTS>(y);
+    spot.put(tile, eight, i, y);
+  }
+}
+
+// About the middle of a sub-chunk, whose UPPER or lower half the span is.
+template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
+          class Share>
+__device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV>& s, const Share& me,
+                                               const Piece<Share::W, T> (&q)[SPAN], const Piece<Share::W, T> (&k)[SPAN],
+                                               const float (&a)[SPAN][Share::W]) {
+  constexpr int W = Share::W;
+  constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
+  using Middle = MiddleOf<Schedule, T>;
+  const Spot<BK, W, typename Middle::Type> spot(me.row(0), me.channel);
+  float between[W], inverse_of[W];  // decays between the middle and the token's write
+#pragma unroll
+  for (int c = 0; c < W; ++c) between[c] = inverse_of[c] = 1.f;
+#pragma unroll
+  for (int n = 0; n < SPAN; ++n) {
+    const int i = UPPER ? n : SPAN - 1 - n;
+    float x[W], y[W];
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      const float decay = fminf(fmaxf(a[i][c], LEAST), MOST), qi = q[i].get(c), ki = k[i].get(c);
+      if (UPPER) {
+        if (!INCLUSIVE) x[c] = qi * between[c];
+        between[c] *= decay;
+        if (INCLUSIVE) x[c] = qi * between[c];
+        y[c] = ki * inverse(between[c]);
+      } else {
+        if (INCLUSIVE) x[c] = qi * inverse_of[c];
+        y[c] = ki * between[c];
+        between[c] *= decay;
+        inverse_of[c] = inverse(between[c]);
+        if (!INCLUSIVE) x[c] = qi * inverse_of[c];
+      }
+    }
+    round<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(x);
+    round<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>>(y);
+    spot.put(s.middle_q, me.span / 2, i, x);
+    spot.put(s.middle_k, me.span / 2, i, y);
+  }
+}
+
+// Scores that no gate touches: of tokens with themselves, in RWKV-6 also of those with the last one.
+template <class ReadOrder, class Shared, typename T, class Share>
+__device__ __forceinline__ void score_directly(Shared& s, const Share& me, const Piece<Share::W, T> (&q)[SPAN],
+                                               const Piece<Share::W, T> (&k)[SPAN]) {
+  constexpr int W = Share::W;
+  const int lane = threadIdx.x % Share::LANES;
+  float sums[SPAN];
+#pragma unroll
+  for (int i = 0; i < SPAN; ++i) {
+    sums[i] = 0.f;
+#pragma unroll
+    for (int c = 0; c < W; ++c) {
+      const float u = ReadOrder::reads_before_write ? s.u[me.channel + c] : 1.f;
+      sums[i] = fmaf(q[i].get(c), u * k[i].get(c), sums[i]);
+    }
+  }
+  const float itself = sum_each<Share::LANES>(sums);
+  if (lane < SPAN) s.direct[0][me.part][me.row(lane)] = itself;
+  if constexpr (ReadOrder::reads_before_write) {
+#pragma unroll
+    for (int i = 0; i < SPAN; ++i) {
+      sums[i] = 0.f;
+#pragma unroll
+      for (int c = 0; c < W; ++c)
+        if (i) sums[i] = fmaf(q[i].get(c), k[i - 1].get(c), sums[i]);
+    }
+    const float last = sum_each<Share::LANES>(sums);
+    if (lane < SPAN) s.direct[1][me.part][me.row(lane)] = last;
+  }
+}
+
+// Queries decayed from where they meet keys of other sub-chunks and the state.
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
+__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
+                                              const float (&a)[SPAN][Share::W]) {
+  constexpr int W = Share::W;
+  constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
+  const int sub = me.span / 2;
+  const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
+  const PairedSpot<BK, W, typename OperandOf<T>::Type> paired(me.row(0), me.channel);
+  Piece<W, T> q[SPAN];
+  load_span<BK>(q, s.q[stage], me);
+  __syncwarp();  // they are read, and may be overwritten
+  const Between<W, true> before(s.spans, me.span, me.channel);
+  float decay[W], x[SPAN][W];
+#pragma unroll
+  for (int c = 0; c < W; ++c) decay[c] = 1.f;
+#pragma unroll
+  for (int i = 0; i < SPAN; ++i) {
+    if (INCLUSIVE) times(decay, decay, a[i]);
+#pragma unroll
+    for (int c = 0; c < W; ++c) x[i][c] = q[i].get(c) * decay[c];
+    if (!INCLUSIVE) times(decay, decay, a[i]);
+  }
+  if (sub & 1) put_span<T, PRODUCTS>(spot, s.border, sub / 2, x, before.sub);
+  if (sub >= 2) put_span<T, PRODUCTS>(spot, s.border, sub, x, before.half);
+  put_span<T, PRODUCTS>(paired, state_q(s, stage), sub, x, before.chunk);
+}
+
+// Keys decayed to where they meet queries of other sub-chunks and the state; the chunk's decay.
+template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
+__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
+                                           const float (&a)[SPAN][Share::W]) {
+  constexpr int W = Share::W;
+  const int sub = me.span / 2;
+  const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
+  Piece<W, T> k[SPAN];
+  load_span<BK>(k, s.k[stage], me);
+  __syncwarp();  // they are read, and may be overwritten
+  const Between<W, false> after(s.spans, me.span, me.channel);
+  float decay[W], x[SPAN][W];
+#pragma unroll
+  for (int c = 0; c < W; ++c) decay[c] = 1.f;
+#pragma unroll
+  for (int i = SPAN - 1; i >= 0; --i) {
+#pragma unroll
+    for (int c = 0; c < W; ++c) x[i][c] = k[i].get(c) * decay[c];
+    times(decay, decay, a[i]);
+  }
+  if constexpr (Schedule::reads) {
+    if (!(sub & 1)) put_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + sub / 2, x, after.sub);
+    if (Share::SPANS == 8 && sub < 2) put_span<T, PRODUCTS>(spot, s.border, s.BORDER / 8 + 2 + sub, x, after.half);
+  }
+  put_span<T, PRODUCTS>(spot, state_k(s, stage), sub, x, after.chunk);
+  if (me.span == 0) {  // its own tokens, and all behind them
+    times(decay, decay, after.chunk);
+    put_decay(s.decay, me, decay);
+  }
+}
+
+// The operands of one warp's share, from queries, keys and gates that have arrived.
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
+__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me) {
+  constexpr int W = Share::W;
+  float a[SPAN][W];
+  const auto make_decays = [&] {
+    Gates<W, G> gates;
+    load_gates<BK>(gates, s.gates, me);
+#pragma unroll
+    for (int i = 0; i < SPAN; ++i)
+#pragma unroll
+      for (int c = 0; c < W; ++c) a[i][c] = decay_of(gates[i].get(c));
+  };
+  if constexpr (Schedule::reads) {
+    Piece<W, T> q[SPAN], k[SPAN];
+    load_span<BK>(q, s.q[stage], me);
+    load_span<BK>(k, s.k[stage], me);
+    score_directly<ReadOrder>(s, me, q, k);
+    __syncwarp();  // one after the other, since registers are scarce
+    make_decays();
+    if (me.span & 1) meet_in_middle<ReadOrder, true, PRODUCTS>(s, me, q, k, a);
+    else meet_in_middle<ReadOrder, false, PRODUCTS>(s, me, q, k, a);
+    decay_queries<ReadOrder, PRODUCTS>(s, stage, me, a);
+  } else {
+    make_decays();
+  }
+  decay_keys<PRODUCTS>(s, stage, me, a);
+}

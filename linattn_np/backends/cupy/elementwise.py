@@ -1,0 +1,66 @@
+"""Instances of the kernels that go element by element, which several planners launch beside their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .arguments import integers, pointers, rows
+from .kernel import Kernel
+
+FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
+
+
+@dataclass(frozen=True)
+class FeatureMap(Kernel):
+    file = "elementwise/feature_map"
+    arguments = (*rows("x y"), *integers("B H T_ C step vectors"))
+    threads = 256
+    PIECE: ClassVar[int] = 8  # numbers that a thread moves at once
+    phi: str
+    dtype: np.dtype
+    result: np.dtype
+
+
+@dataclass(frozen=True)
+class FeatureGradient(Kernel):
+    file = "elementwise/feature_gradient"
+    arguments = (*rows("x dy dx"), *integers("B H T_ C"))
+    threads = 256
+    phi: str
+    dtype: np.dtype
+    result: np.dtype
+
+
+@dataclass(frozen=True)
+class GateGradient(Kernel):
+    file = "elementwise/gate_gradient"
+    arguments = (*rows("x y"), *integers("B H T_ C"))
+    threads = 128
+    gate: np.dtype
+
+
+@dataclass(frozen=True)
+class BonusGradient(Kernel):
+    file = "elementwise/bonus_gradient"
+    arguments = (*pointers("shares du"), *integers("N H K"))
+    threads = 128
+    bonus: np.dtype
+
+
+@dataclass(frozen=True)
+class Divide(Kernel):
+    file = "elementwise/divide"
+    arguments = (*rows("yz o"), *integers("B H T_ V"))
+    threads = 128
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class DivideGradient(Kernel):
+    file = "elementwise/divide_gradient"
+    arguments = (*rows("yz do_ dyz"), *integers("B H T_ V columns"))
+    threads = 128
+    dtype: np.dtype

@@ -1,0 +1,31 @@
+"""Whether calls on a GPU take the kernels of that card, where it has its own, or the portable ones of every card.
+
+No user needs to choose: a card's own kernels are the faster ones. `explain`, benchmarks and tests look at the portable
+ones on a card that has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+KERNELS = ("auto", "portable")
+asked = ContextVar("kernels", default="auto")
+
+
+@contextmanager
+def choose_kernels(kernels: str) -> Iterator[None]:
+    """Calls in this context, and pullbacks of theirs wherever they are called, take these kernels."""
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels is {kernels!r}, expected one of {', '.join(map(repr, KERNELS))}")
+    token = asked.set(kernels)
+    try:
+        yield
+    finally:
+        asked.reset(token)
+
+
+def portable() -> bool:
+    """Whether the portable kernels were asked for."""
+    return asked.get() == "portable"

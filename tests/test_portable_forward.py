@@ -1,0 +1,125 @@
+"""The forward kernel of every card: any sizes and alignment, sequences in segments, products of float32."""
+
+import numpy as np
+import planned
+import pytest
+from emulator import EmulatedDevice
+from reference import assert_close, draw, errors, exact, same_bits
+
+from linattn_np import OPS
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import catalog, instances, tuning
+from linattn_np.backends.cupy.device import CupyDevice
+from linattn_np.ops import GLA, RWKV6
+
+SINGLE, HALF = np.dtype(np.float32), np.dtype(np.float16)
+LEAST_SHARED = 99 * 1024  # bytes of shared memory that a block may have on sm_86, sm_89 and sm_120
+BOUNDS = (0, 0, 5, 105, 138, 138, 212)
+
+
+@pytest.fixture
+def portable(device):
+    """A device whose plans are those of every card."""
+    if isinstance(device, CupyDevice):
+        return CupyDevice(portable=True)
+    if device.capability == 90:
+        pytest.skip("the emulated card without kernels of its own tests this")
+    return device
+
+
+def computed(device, op, arrays, start=None, final=False, **arguments):
+    problem = op.bind(
+        [device.upload(x) for x in arrays],
+        output_final_state=final,
+        initial_state=None if start is None else device.upload(start),
+        **arguments,
+    )
+    o, parts = planned.run(problem, device)
+    return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["", "final"])
+@pytest.mark.parametrize("P, R", [(2, 3), (3, 1)])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "op, K, V, dtype",
+    [(GLA, 64, 128, BFLOAT16), (RWKV6, 128, 71, SINGLE), (GLA, 200, 130, BFLOAT16), (RWKV6, 40, 7, HALF)],
+    ids=["gla", "rwkv6-float32", "wide-gla", "small-rwkv6"],
+)
+def test_segments(portable, rng, monkeypatch, op, K, V, dtype, packed, P, R, final):
+    """Odd lengths, empty sequences, parts of segments; the same bits at every call."""
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
+    monkeypatch.setattr(tuning, "parts", lambda *sizes: R)
+    sizes = {"B": 1, "H": 2, "T": 212, "K": K, "V": V, "N": 6 if packed else 1}
+    arguments = {"cu_seqlens": BOUNDS} if packed else {}
+    arrays = draw(op, rng, sizes, dtype, "trained")
+    start = rng.standard_normal((sizes["N"], 2, K, V)).astype(np.float32) if final else None
+    found = computed(portable, op, arrays, start, final, **arguments)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
+        assert_close(what, x, y, dtype)
+    assert all(map(same_bits, found, computed(portable, op, arrays, start, final, **arguments)))
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, BFLOAT16], ids=str)
+@pytest.mark.parametrize("K, V", [(300, 512), (512, 129), (257, 64)])
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_more_channels_and_columns_than_a_block_has(portable, rng, op, K, V, dtype):
+    arrays = draw(op, rng, {"B": 1, "H": 1, "T": 41, "K": K, "V": V}, dtype)
+    start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
+    found = computed(portable, op, arrays, start, True)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
+        assert_close(what, x, y, dtype)
+
+
+@pytest.mark.parametrize("off", [1, 2, 4, 8])
+@pytest.mark.parametrize("gate_dtype", [None, SINGLE], ids=["", "gate32"])
+@pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
+def test_rows_begin_anywhere(portable, rng, dtype, gate_dtype, off):
+    """Slices so many elements into a buffer: the bits of aligned arrays."""
+    arrays = draw(GLA, rng, {"B": 1, "H": 2, "T": 45, "K": 72, "V": 64}, dtype, gate_dtype=gate_dtype)
+
+    def shifted(x):
+        memory = portable.upload(np.concatenate([np.zeros(off, x.dtype), x.ravel()]))
+        return memory[off:].reshape(x.shape)
+
+    o, _ = planned.run(GLA.bind([shifted(x) for x in arrays]), portable)
+    assert same_bits(o.get() if hasattr(o, "get") else o, computed(portable, GLA, arrays)[0])
+
+
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_one_product_of_float32(portable, rng, monkeypatch, op):
+    """Operands rounded to tf32, sums and state in float32: between float32's error and bfloat16's."""
+    arrays = draw(op, rng, {"B": 1, "H": 2, "T": 70, "K": 64, "V": 64}, SINGLE, "trained")
+    wanted = exact(OPS[op], arrays)[0]
+    three = errors(computed(portable, op, arrays)[0], wanted)[0]
+    monkeypatch.setattr(tuning, "tf32_products", lambda dtype: 1)
+    one = errors(computed(portable, op, arrays)[0], wanted)[0]
+    assert three < 2e-6 and 1e-5 < one < 6e-4
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, BFLOAT16], ids=str)
+def test_every_card_has_room(dtype):
+    """A block of every plan, with gates of either type, fits where a card has least shared memory."""
+
+    class Least(EmulatedDevice):
+        shared_per_block, shared_per_multiprocessor = LEAST_SHARED, 100 * 1024
+
+    for gate_dtype, K in ((None, 64), (None, 128), (SINGLE, 128), (SINGLE, 300)):
+        arrays = draw(
+            GLA, np.random.default_rng(0), {"B": 1, "H": 1, "T": 2000, "K": K, "V": 128}, dtype, "weak", gate_dtype
+        )
+        for kernel in planned.plan_of(GLA.bind(arrays), Least()).kernels:
+            assert kernel.shared_bytes <= LEAST_SHARED, kernel
+
+
+def test_every_instance_is_in_the_catalog():
+    """Of those that a device with much or little shared memory is planned."""
+    listed = set(catalog.kernels())
+    for shared in (LEAST_SHARED, 227 * 1024):
+        for dtype, gate, K, V in ((BFLOAT16, SINGLE, 128, 128), (SINGLE, SINGLE, 300, 64), (HALF, SINGLE, 256, 128)):
+            for schedule in (instances.SINGLE_PASS, instances.SPLIT_CHANNELS):
+                products = 3 if dtype == SINGLE else 1
+                assert (
+                    instances.GatedForward.fitting("BeforeWrite", schedule, dtype, gate, products, K, V, shared)
+                    in listed
+                )
