@@ -238,6 +238,7 @@ def pytest_configure(config):
         config.option.seed = int.from_bytes(os.urandom(4))
 
 
+@pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config, items):
     """Of a test marked `pairwise`, all pairs of its axes' values; the mark's arguments name axes that count as one.
     NumPy's cases take no time: they stay.

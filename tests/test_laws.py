@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pairwise
 NORMALIZED = {"feature_map": "elu", "normalize": True}
 SIZES = {
     "tiny": {"B": 1, "H": 1, "T": 18, "K": 4, "V": 3},
-    "small": {"B": 2, "H": 3, "T": 150, "K": 20, "V": 12},
+    "small": {"B": 2, "H": 2, "T": 140, "K": 20, "V": 12},
     "large": {"B": 2, "H": 3, "T": 333, "K": 64, "V": 128},
 }
 
@@ -207,7 +207,7 @@ def test_any_chunk_size_agrees(subject):
 
 @pytest.mark.parametrize("axis", ["B", "H"])
 def test_permuting_rows_permutes_bits(subject, axis):
-    rows = {axis: max(2, subject.sizes[axis])}
+    rows = {axis: max(3, subject.sizes[axis])}
     arrays, decays = subject.draw(**rows), {}
     order = subject.rng.permutation(rows[axis])
     moved = [

@@ -51,6 +51,7 @@ def tolerance(dtype):
     return 1e-5 if dtype == np.float32 else 8 * ml_dtypes.finfo(dtype).eps
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", [[9], [1] * 5, [7, 1, 1, 3, 1]], ids=str)
 def test_logits_and_states_are_the_cpus(on_cuda, lengths, dtype, rng):
