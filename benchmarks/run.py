@@ -374,7 +374,7 @@ def kept_figures(paths, meta):
             say(f"{path} is of another card or other versions: not used")
             continue
         for row in earlier["rows"]:
-            if row["peer_error"] is not None:
+            if row["peer_ms"] is not None:
                 figures = {name: row[name] for name in PEER_FIGURES}
                 kept[key(row)] = figures
                 if row["gate"] == "logsigmoid":
