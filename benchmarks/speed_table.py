@@ -45,7 +45,26 @@ def results():
 
 
 def tables() -> str:
-    return "\n".join(of_card(path) for path in results())
+    forced = sorted((RESULTS / "portable").glob("*.json"))
+    return "\n".join([*map(of_card, results()), *map(of_portable_kernels, forced)])
+
+
+def of_portable_kernels(path) -> str:
+    """The kernels of every card on one that has its own, with the gates of trained models."""
+    result = json.loads(path.read_text())
+    meta, rows = result["meta"], [row for row in result["rows"] if row["gate"] == "trained" and row["ours_ms"]]
+    said = (
+        f"Other cards than Hopper, and float32, take the kernels of every card. Here they were forced on the "
+        f"{meta['card']} (commit {meta['commit']}, `python benchmarks/run.py --kernels portable`); no other card was "
+        f"measured. Milliseconds as above."
+    )
+    heads = ["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"]
+    lines = [
+        [shape, ", ".join(filter(None, (kind, what))), figure(floor(pair)), *cells(pair, "gla"), *cells(pair, "rwkv6")]
+        for kind in ("forward", "backward")
+        for (shape, what), pair in by_label(rows, kind).items()
+    ]
+    return "\n".join([fill(said, WIDTH), "", *table(heads, lines), ""])
 
 
 def summary() -> str:
