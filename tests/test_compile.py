@@ -85,9 +85,6 @@ def targets(instances):
 # The forward kernel of every card has 128 registers a thread, so that two blocks share a multiprocessor: 0.91 ms for
 # 1.04 at 4,4096,64,128 on an H200.
 SPILLED = {
-    ("float64/backwards", "sm_80"): 80,
-    ("softmax/backward_queries", "sm_80"): 8,
-    ("softmax/backward_keys", "sm_80"): 16,
     ("gated/sm90/backward_queries", "sm_90a"): 116,
     ("gated/sm90/backward_keys", "sm_90a"): 228,
     ("float64/backwards", "sm_86"): 12,
