@@ -1,6 +1,7 @@
 // what      Through the normaliser of linear attention backwards.
 // math      dy = do / z,   dz = -sum_v dy o;   all 0 where z is 0
-// shapes    yz dyz [B, H, T, columns] float32 or float64, column V is z, those behind nobody's, their gradient 0; do [B, H, T, V]
+// shapes    yz dyz [B, H, T, columns] float32 or float64, column V is z, those behind nobody's, their gradient 0;
+//           do [B, H, T, V]
 // grid      a warp for every token
 // smem      none
 // barriers  none

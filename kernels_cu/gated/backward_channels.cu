@@ -4,8 +4,8 @@
 //           dk_j = end_j (C v_j) + sum_i dA_ij decay_ij q_i + dA_jj q_j  (RWKV-6: u q_j);   du = sum_i dA_ii q_i k_i
 //           dg_t = what passes gate t, gathered and not subtracted: queries from t on (RWKV-6: after t) with S, keys
 //           before t with C, S with C, and the pairs of a key before t and a query from t on. Pairs meet at the borders
-//           of 32, 16 and 8 tokens between them, or in the middle of their sub-chunk: there alone queries count from t on
-//           less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32
+//           of 32, 16 and 8 tokens between them, or in the middle of their sub-chunk: there alone queries count from t
+//           on less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, shares of du [B, NC, H, K] float32
 //           kept: as backward_states leaves it
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels

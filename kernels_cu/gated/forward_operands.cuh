@@ -1,11 +1,11 @@
 // what      Queries and keys of a chunk decayed to where they meet each other and the state.
 // math      q_i, i in a sub-chunk: from its middle, from its start, from the chunk's middle, from the chunk's start;
 //           k_j: to its middle, to its end, to the chunk's middle, to the chunk's end
-// numerics  Decays are products of e^g of single tokens, all at most 1 where gates decay: resets are exact, and no decay
-//           is a difference of cumulated gates. About a sub-chunk's middle three tokens at most are inverted, of decays
-//           of at least e^-20 each: e^60 is the largest factor. So e^-20 of a token passes a reset in its sub-chunk.
-//           Scores of a token with itself, which no gate touches, are float32; in RWKV-6, within a span, also those with
-//           the last one.
+// numerics  Decays are products of e^g of single tokens, all at most 1 where gates decay: resets are exact, and no
+//           decay is a difference of cumulated gates. About a sub-chunk's middle three tokens at most are inverted, of
+//           decays of at least e^-20 each: e^60 is the largest factor. So e^-20 of a token passes a reset in its
+//           sub-chunk. Scores of a token with itself, which no gate touches, are float32; in RWKV-6, within a span,
+//           also those with the last one.
 //
 // A warp has SPAN tokens, half of a sub-chunk, and a lane W channels of them: no decay needs a shuffle.
 #include "read_order.cuh"

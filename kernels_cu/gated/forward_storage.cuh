@@ -17,8 +17,8 @@ struct SegmentState : SinglePass {
   static constexpr bool reads = false;
 };
 
-// Blocks that share a multiprocessor, as far as registers go. Where a block has more channels than columns, shared memory
-// has room for two.
+// Blocks that share a multiprocessor, as far as registers go. Where a block has more channels than columns, shared
+// memory has room for two.
 template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::reads && BK > BV ? 2 : 256 / BV;
 
 constexpr int STAGES = 2;        // chunks in shared memory: the one at hand, the next one on its way
@@ -37,8 +37,8 @@ template <> struct MiddleOf<SplitChannels, bf16> : OperandOf<float> {
   template <int TF32> static constexpr int PRODUCTS = 1;
 };
 
-// Queries, and operands of scores. `border` has BORDER rows of queries, those of sub-chunks 1 and 3 from their start and
-// of 2 and 3 from the chunk's middle; then of keys, those of sub-chunks 0 and 2 to their end and of 0 and 1 to the
+// Queries, and operands of scores. `border` has BORDER rows of queries, those of sub-chunks 1 and 3 from their start
+// and of 2 and 3 from the chunk's middle; then of keys, those of sub-chunks 0 and 2 to their end and of 0 and 1 to the
 // chunk's middle. A chunk of 16 has sub-chunks 1 and 0 alone: 8 more queries that its product takes are not looked at.
 template <class Schedule, typename T, int BK, bool READS = Schedule::reads> struct alignas(16) ScoreStorage {
   using X = typename OperandOf<T>::Type;

@@ -6,7 +6,8 @@
 //           pair of tokens 2t, 2t + 1, t = lane % 4, as in fragment.cuh.
 //           states [direction, B, heads, NC, tiles of K, tiles of V, 8, 8, 8, 8]: 64 x 64 in matrices of 8 x 8
 // numerics  Decays are multiplied, not subtracted, so that gates of any size leave the others as they are. About the
-//           middle a gate counts as at least -20, so that inverses stay in range: e^-20 of a token passes a reset there.
+//           middle a gate counts as at least -20, so that inverses stay in range: e^-20 of a token passes a reset
+//           there.
 #include "fragment.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
@@ -21,8 +22,8 @@ constexpr float LEAST = 2.0611536e-9f;  // e^-20
 template <typename T> constexpr int PAD = sizeof(T) == 2 ? 8 : 4;
 template <typename T, int COLS> constexpr int LD = COLS + PAD<T>;
 
-// [ROWS, COLS] of (batch, head): rows first..., columns column...; zeros where the row is past `stop` or the column past
-// `width`. With `vectors` (rows start on 16 bytes, and `width` columns end on them) it comes in the background.
+// [ROWS, COLS] of (batch, head): rows first..., columns column...; zeros where the row is past `stop` or the column
+// past `width`. With `vectors` (rows start on 16 bytes, and `width` columns end on them) it comes in the background.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 batch, i64 head, i64 first, i64 stop,
                                            i64 column, i64 width, bool vectors) {
@@ -97,7 +98,8 @@ __device__ __forceinline__ Around sums(float x) {
 // Of a lane's channel over a whole sub-chunk: the sum of gates, in float32, goes into one exp.
 __device__ __forceinline__ float whole_decay(float2 gates) { return decay_of(sums(gates.x + gates.y).all); }
 
-// A lane's pair of a sub-chunk: from its start to where the tokens read, from after them to its end, and over all of it.
+// A lane's pair of a sub-chunk: from its start to where the tokens read, from after them to its end, and over all of
+// it.
 template <class ReadOrder> struct Decays {
   float2 start, end;
   float all;
@@ -113,8 +115,8 @@ template <class ReadOrder> struct Decays {
 
 // About the middle of the sub-chunk: what queries and keys are multiplied by.
 template <class ReadOrder> struct Middle {
-  // About e^10, for GLA, whose factors would lie between e^-80 and e^60: between e^-70 and e^70 what tf32 leaves of them
-  // is in range too, as it is of RWKV-6's, of e^-60 to e^80.
+  // About e^10, for GLA, whose factors would lie between e^-80 and e^60: between e^-70 and e^70 what tf32 leaves of
+  // them is in range too, as it is of RWKV-6's, of e^-60 to e^80.
   static constexpr float CENTRE = ReadOrder::reads_before_write ? 1.f : 16384.f;
   float2 queries, keys;
 

@@ -26,7 +26,7 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// -- neighbours, which start on as many bytes as they take, or on 16 ---------------------------------------------------
+// -- neighbours, which start on as many bytes as they take, or on 16 --------------------------------------------------
 template <typename X> __device__ __forceinline__ float2 load2(const X* x) {
   if constexpr (sizeof(X) == 4) return *reinterpret_cast<const float2*>(x);
   else {

@@ -1,4 +1,5 @@
-// what      The phases of a decoding step, which weights each of them multiplies by, and the warps that have these copied.
+// what      The phases of a decoding step, which weights each of them multiplies by, and the warps that have these
+//           copied.
 // smem      Shared: slots for weights on their way, then what a phase needs
 // barriers  mbarriers: full, the copiers have put a slot's weights; empty, all warps have read them
 //

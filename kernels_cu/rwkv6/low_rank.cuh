@@ -1,6 +1,6 @@
 // what      A tile of tanh(low) up, tokens by 128 channels: what data adds to RWKV-6's mixes and decays.
-// numerics  tensor cores: half weights as they are, and tanh(low) as a sum of PARTS numbers of their type, of which three
-//           in bfloat16 and two in float16 hold a float32; float32 weights and tanh(low) as two tf32 numbers each
+// numerics  tensor cores: half weights as they are, and tanh(low) as a sum of PARTS numbers of their type, of which
+//           three in bfloat16 and two in float16 hold a float32; float32 weights and tanh(low) as two tf32 numbers each
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-17; Ootomo and Yokota, 2022, for the split
 //
 // A warp has 16 channels of all tokens: two products' columns, in such an order that a lane has four neighbours.

@@ -1,8 +1,8 @@
 // what      The residual with what a mix adds to it, and its layer norm: where every mix of a training step begins.
 // math      y = x + drop(change), xx = LN(y)
 //           change = first (Added), sigmoid(first) value (Gated); y = drop(table_token) (Embedded); y = x (Kept)
-// shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value xx [tokens, D];
-//           table [V, D], read [tokens / T, T + 1]
+// shapes    x y [tokens, D], weight bias [D], moments [tokens, 2] for mean and 1 / deviation; first value
+//           xx [tokens, D]; table [V, D], read [tokens / T, T + 1]
 // grid      a block a token; threads of 8 channels each
 // smem      the warps' parts of two sums
 // barriers  two: the mean, then the variance

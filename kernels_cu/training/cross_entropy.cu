@@ -1,5 +1,6 @@
 // what      The cross entropy of the wanted tokens, and its gradient in the place of the logits.
-// math      loss_t = log sum_v exp(logits_tv) - logits_t,wanted; logits_tv <- share (softmax(logits_t)_v - [v = wanted])
+// math      loss_t = log sum_v exp(logits_tv) - logits_t,wanted;
+//           logits_tv <- share (softmax(logits_t)_v - [v = wanted])
 // shapes    logits [tokens, V], losses [tokens], read [tokens / T, T + 1]
 // grid      a warp a token; 256 threads
 // smem      none

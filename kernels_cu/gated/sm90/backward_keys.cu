@@ -10,8 +10,8 @@
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
 // grid      as backward_queries
 // smem      Stage: a chunk's tokens, and its results in place of them; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, done: as backward_queries; pairs: dA stands, and v for C; operands: so do the decayed queries and keys,
-//           and C has read v; within: the queries within have been read; scores: A stands
+// barriers  full, done: as backward_queries; pairs: dA stands, and v for C; operands: so do the decayed queries and
+//           keys, and C has read v; within: the queries within have been read; scores: A stands
 // numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
 //           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
@@ -110,8 +110,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
   }
 }
 
-// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and t
-// + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
+// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and
+// t + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
 // other halves nobody needs; keys have them in the order in which these do.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,

@@ -86,8 +86,8 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
   }
 }
 
-// Part `part` of SUBCHUNKS of x[channel, token] = S tokens^T in tf32, under way. Waits for the part before, whose copies
-// of S it takes the place of.
+// Part `part` of SUBCHUNKS of x[channel, token] = S tokens^T in tf32, under way. Waits for the part before, whose
+// copies of S it takes the place of.
 template <int BV>
 __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
                                           ReadTile<BV>& tokens, int part) {
@@ -125,8 +125,8 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
   for (int i = 0; i < BV / 2; ++i) S[i] *= by[i >> 1 & 1];
 }
 
-// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: those behind i
-// or, otherwise, before it, INCLUSIVE or not of i itself. all: over all of them.
+// x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: those behind
+// i or, otherwise, before it, INCLUSIVE or not of i itself. all: over all of them.
 template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
   const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};

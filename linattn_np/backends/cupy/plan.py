@@ -204,11 +204,6 @@ def no_axis_repeats(arrays) -> bool:
     return all(x.size and all(stride > 0 or size == 1 for stride, size in zip(x.strides, x.shape)) for x in arrays)
 
 
-def aligned16_in_rows(arrays) -> bool:
-    """As `aligned16`, of arrays or the copies that are made of those without rows."""
-    return aligned16(*filter(has_rows, arrays)) and not any(x.shape[-1] * x.dtype.itemsize % 16 for x in arrays)
-
-
 def mappable_once_copied(arrays) -> bool:
     """Whether tensor maps can describe the arrays, or else copies of them: none is empty, rows are whole 16 bytes."""
     return all(x.size and x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
