@@ -1,10 +1,10 @@
-// what      The pairs of tokens of a sub-chunk where gates grow: decays multiplied one after the other, as the
-//           recurrence does, with no inverse and no bound. For chunks in which a gate is above GROWTH, which are few.
+// what      The pairs of tokens of a sub-chunk where gates grow: each by the decay between them, with no inverse and no
+//           bound. For chunks in which a gate is above GROWTH, which are few.
 // math      with D_ij = prod_{j<m<=i} a_m (RWKV-6: j < m < i), a = exp g, j < i:
 //           A_ij = sum_c q_i D_ij k_j;   dq_i = sum_j dA_ij D_ij k_j,   dk_j = sum_i dA_ij D_ij q_i,
 //           dg_t = sum of q_i D_ij k_j dA_ij over j < t <= i  (RWKV-6: j < t < i)
 // numerics  float32. Decays meet only with those beside them: they overflow where the growth from one token to another
-//           does, over 88 nats, and a reset forgets whatever grew before it.
+//           does, over 88 nats, and what grew before a reset is forgotten.
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
@@ -26,49 +26,26 @@ __device__ __forceinline__ TokenPair pair_of(int n) {
   return {query, n};
 }
 
-// Each of 32 values summed over the warp; lane l gets the sum of value l.
-__device__ __forceinline__ float sum_of_own(float (&x)[32]) {
-#pragma unroll
-  for (int half = 16; half > 0; half /= 2) {
-    const bool upper = threadIdx.x & half;
-#pragma unroll
-    for (int n = 0; n < half; ++n) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
-      x[n] = (upper ? x[n + half] : x[n]) + other;
-    }
-  }
-  return x[0];
-}
-
 // By a warp: its lane n gets the score of pair n. Pointers are to a sub-chunk's first token, in any memory; of its 8
-// tokens there are `rows`.
+// tokens there are `rows`. A lane by itself, with few registers: callers have none to spare.
 template <class ReadOrder, typename T, typename G>
 __device__ __noinline__ float score_of_pair(const T* q, const T* k, const G* g, i64 q_stride, i64 k_stride,
                                             i64 g_stride, int rows, int channels) {
-  float sums[32] = {};
+  const TokenPair pair = pair_of(threadIdx.x & 31);
+  if (pair.query >= rows || pair.query >= PAIRED) return 0.f;
+  const int gates = pair.query - pair.key - ReadOrder::reads_before_write;
+  q += pair.query * q_stride, k += pair.key * k_stride, g += (pair.key + 1) * g_stride;
+  float sum = 0.f;
 #pragma unroll 1
-  for (int c = threadIdx.x & 31; c < channels; c += 32) {
-    float query[PAIRED], key[PAIRED], a[PAIRED];
+  for (int c = 0; c < channels; ++c) {
+    float between = 0.f;  // nats
+    const G* gate = g + c;
 #pragma unroll
-    for (int i = 0; i < PAIRED; ++i) {
-      const bool there = i < rows;
-      query[i] = there ? to_float(q[i * q_stride + c]) : 0.f;
-      key[i] = there ? to_float(k[i * k_stride + c]) : 0.f;
-      a[i] = there ? decay_of(to_float(g[i * g_stride + c])) : 1.f;
-    }
-#pragma unroll
-    for (int j = 0; j < PAIRED; ++j) {
-      float decayed = key[j];
-#pragma unroll
-      for (int i = j + 1; i < PAIRED; ++i) {
-        if (!ReadOrder::reads_before_write) decayed *= a[i];
-        float& sum = sums[i * (i - 1) / 2 + j];
-        sum = fmaf(query[i], decayed, sum);
-        if (ReadOrder::reads_before_write) decayed *= a[i];
-      }
-    }
+    for (int m = 0; m + 1 < PAIRED; ++m, gate += g_stride)
+      if (m < gates) between += to_float(*gate);
+    sum = fmaf(to_float(q[c]) * decay_of(between), to_float(k[c]), sum);
   }
-  return sum_of_own(sums);
+  return sum;
 }
 
 // What token t of a sub-chunk has of its pairs in the gradients, of one channel. q(i), k(j) and a(m) are that
