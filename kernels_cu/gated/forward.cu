@@ -78,7 +78,7 @@ __device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride,
 }
 
 template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
   using Mine = Share<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
