@@ -11,7 +11,7 @@ from ...arrays import BFLOAT16
 from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from .kernel import CTYPES, DOUBLE, HALF
+from .kernel import CTYPES, DOUBLE, HALF, SPELLED
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -129,6 +129,9 @@ def element_by_element():
 def in_float64():
     for cls, order, columns in product((float64.Forwards, float64.Backwards), READ_ORDERS, float64.COLUMNS):
         yield cls(order, columns)
+    for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], SPELLED):
+        if DOUBLE in (T, S):
+            yield step.Float64Step(order, T, G, S)
     for phi in passes.FEATURE_MAPS.values():
         yield passes.FeatureMap(phi, DOUBLE, DOUBLE)
         if phi != "Identity":
