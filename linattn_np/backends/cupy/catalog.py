@@ -132,6 +132,12 @@ def in_float64():
     for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], SPELLED):
         if DOUBLE in (T, S):
             yield step.Float64Step(order, T, G, S)
+    yield stages.ChunkCumsum(DOUBLE)
+    for order in READ_ORDERS:
+        yield stages.GatedQk(order, DOUBLE)
+        yield stages.Float64IntraChunk(order)
+    yield stages.Float64InterChunk()
+    yield stages.Float64Combine()
     for phi in passes.FEATURE_MAPS.values():
         yield passes.FeatureMap(phi, DOUBLE, DOUBLE)
         if phi != "Identity":

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from . import float64
 from .arguments import integers, pointers, reals, rows
 from .instances import read_order
 from .kernel import DOUBLE, SPELLED, Kernel
@@ -87,7 +86,7 @@ def plan(problem, device):
     both = {"q": q, "k": k, "v": v, "g": g, "o": o, "state": state, "slots": slots, "H": H, "K": K, "V": V}
     if DOUBLE in instance:
         kernel = Float64Step(*instance)
-        more = {"u": float64.plain(draft, problem.arrays.get("u"), "u")}
+        more = {"u": draft.plain(problem.arrays.get("u"), "u", DOUBLE)}
     else:
         kernel = Step(*instance)
         pieces = not any(x % 16 for x in (V * state.dtype.itemsize, state.start, *state.strides[:-1]))
