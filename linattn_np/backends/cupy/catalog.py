@@ -38,6 +38,13 @@ def kernels():
         softmax.COLUMNS,
     ):
         yield cls(T, D)
+    for cls in (
+        softmax.PlainSoftmaxForward,
+        softmax.PlainSoftmaxBackwardQueries,
+        softmax.PlainSoftmaxBackwardKeys,
+    ):
+        for T in SPELLED:
+            yield cls(T)
     yield from of_models()
     yield from of_training()
 
