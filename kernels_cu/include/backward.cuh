@@ -3,12 +3,12 @@
 // math      a_t = exp g_t. In a sub-chunk of 8 tokens: from its start to where token i reads, prod_{m<=i} a_m (RWKV-6:
 //           m < i); from after token j to its end, prod_{m>j} a_m; and both about its middle, one of them an inverse.
 // shapes    a warp has channels, and all tokens of them: a lane has channel g = lane / 4, and of every sub-chunk the
-//           pair of tokens 2t, 2t + 1, t = lane % 4, as in fragment.cuh.
+//           pair of tokens 2t, 2t + 1, t = lane % 4, as in fragments.cuh.
 //           states [direction, B, heads, NC, tiles of K, tiles of V, 8, 8, 8, 8]: 64 x 64 in matrices of 8 x 8
 // numerics  Decays are multiplied, not subtracted, so that gates of any size leave the others as they are. About the
 //           middle a gate counts as at least -20, so that inverses stay in range: e^-20 of a token passes a reset
 //           there.
-#include "fragment.cuh"
+#include "fragments.cuh"
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
