@@ -15,7 +15,11 @@ PICTURE = ROOT / "docs" / "pictures" / "decoding.png"
 WIDTH = 120
 EQUAL_BITS = {"float32": "rwkv.cpp FP32", "bfloat16": "rwkv.cpp FP16", "int8": "rwkv.cpp Q8_0", "int4": "rwkv.cpp Q4_0"}
 WHAT = {"decode": "decode", "prefill": "prompt"}
-OTHERS = {"float32": ["rwkv"], "int4": ["rwkv.cpp Q5_1"]}  # further peers of a row
+OTHERS = {
+    "float32": ["rwkv cpu fp32"],
+    "bfloat16": ["rwkv cpu bf16"],
+    "int4": ["rwkv.cpp Q5_1"],
+}  # further peers of a row
 BEGIN, END = "<!-- RWKV-6's speed, written by benchmarks/rwkv6_table.py -->\n", "<!-- end of RWKV-6's speed -->\n"
 
 
