@@ -252,6 +252,7 @@ ROOMS = {
         [f"models.{name}" for name in AROUND] + [*CHECKED, "models.rwkv6", "models.steps"],
         ["numpy", "cupy", "safetensors"],
     ),
+    "models/ranks": (["autodiff"], []),
     "models/steps": (["models.dropout", "models.products", "backends.cupy"], ["numpy", "cupy"]),
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),

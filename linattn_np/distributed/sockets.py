@@ -71,6 +71,20 @@ class Sockets:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peers[peer] = connection
 
+    def ended(self) -> str | None:
+        """Which other rank has ended, as far as its connection tells without a wait."""
+        for peer, connection in self.peers.items():
+            with connection.dup() as second:
+                second.settimeout(0)
+                try:
+                    if not second.recv(1, socket.MSG_PEEK):
+                        return f"rank {peer} has ended"
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    return f"rank {peer} has ended: {error}"
+        return None
+
     # -- messages -----------------------------------------------------------------------------------------------------
     def all_gather(self, x):
         gathered = np.empty((self.size, *x.shape), x.dtype)

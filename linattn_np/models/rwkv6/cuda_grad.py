@@ -44,7 +44,7 @@ def loss(weights, tokens, products, drop, recompute=False):
     logits = do.product(xx, weights.head)
     value = do.cross_entropy(logits)
 
-    def pull(gradients):
+    def pull(gradients, done=lambda part: None):
         do.gradient(xx, logits, gradients.head)
         last = Pulled(dxx=do.product(logits, transposed(weights.head)))
         dx, dchange = do.norm_backward(x, moments, None, last, None, change, weights.ln_out, gradients.ln_out)
@@ -58,9 +58,12 @@ def loss(weights, tokens, products, drop, recompute=False):
             dx, dchange = do.norm_backward(
                 block.x, block.moments, block.xx, pulled, dx, before, block.norm, getattr(to, block.mix.NORM)
             )
+            if blocks and blocks[-1].layer < block.layer:
+                done(block.layer)
         hot = (tokens[:, :-1].reshape(-1, 1) == of(tokens).arange(do.V)).astype(do.T)  # in one order, without atomics
         dtable = products.matmul(hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
+        done(0)
 
     return value, pull
 
