@@ -43,7 +43,7 @@ class CutSequences:
     def from_rank(self, source, x):
         """What rank `source` gives, where there is one; all take part."""
         everyones = self.comm.all_gather(x.copy())()
-        return everyones[source] if 0 <= source < self.comm.size else 0
+        return everyones[source] if 0 <= source < self.comm.size else None
 
     def vjp_of(self, operator, *arrays, **options):
         """The gradients of what has no tokens are the sum over all ranks, of which each takes an equal share."""

@@ -49,16 +49,16 @@ class OneProcess:
 class WholeSequences:
     """The `cut` of a loss whose tokens are whole sequences; `distributed.CutSequences` has the same face for parts.
 
-    from_before(last)           of every sequence's last element here [B, ...] that of the rank before; 0 at its start
-    from_behind(first)          of the first elements those of the rank behind; 0 at its end
+    from_before(last)           of every sequence's last element here [B, ...] that of the rank before, or None
+    from_behind(first)          of the first elements those of the rank behind, or None
     vjp_of(operator, ...)       `linattn_np.vjp` over all tokens; the gradient of what has none is a share of the whole
     """
 
     def from_before(self, last):
-        return 0
+        return None
 
     def from_behind(self, first):
-        return 0
+        return None
 
     def vjp_of(self, operator, *arrays, **options):
         return vjp(operator, *arrays, **options)

@@ -221,12 +221,14 @@ def token_shift(x, cut):
     """x_{t-1} - x_t, with zero before a sequence's first."""
     d = -x
     d[:, 1:] += x[:, :-1]
-    d[:, 0] += cut.from_before(x[:, -1])
+    if (before := cut.from_before(x[:, -1])) is not None:
+        d[:, 0] += before
 
     def pull(dd):
         dx = -dd
         dx[:, :-1] += dd[:, 1:]
-        dx[:, -1] += cut.from_behind(dd[:, 0])
+        if (behind := cut.from_behind(dd[:, 0])) is not None:
+            dx[:, -1] += behind
         return dx
 
     return d, pull
