@@ -1,6 +1,6 @@
 """Times the operators on sequences that are cut over ranks, against one rank's own: weak and strong scaling.
 
-    mpiexec -n 4 python benchmarks/cards.py --device cuda [--out benchmarks/results/cards.json]
+    mpiexec -n 4 python benchmarks/cards.py --device cuda [--out benchmarks/results/cards/NAME.json]
     torchrun --nproc-per-node 4 benchmarks/cards.py --device cuda
     python benchmarks/cards.py --threads 4 --device cuda                            one process with four cards
     mpiexec -n 2 python benchmarks/cards.py --tokens 2048 --total 4096 --dim 32     NumPy ranks
@@ -23,7 +23,6 @@ hundred above 3. Efficiency says something of cards, where every rank has its ow
 
 import argparse
 import json
-import os
 import statistics
 import time
 from functools import partial
@@ -40,6 +39,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 OPERATORS = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
 SAMPLES = 5
 CALLS = 4  # one after another in a sample: the host may run ahead, as it does in a model
+CASE = ("op", "pass", "scaling", "ranks", "tokens", "H", "D", "dtype", "engine")  # what a row is of
 CHECKED = 100  # tokens a rank
 DRAWN = 4096  # tokens of random numbers, repeated in longer sequences: 10^10 of them would take minutes
 
@@ -128,6 +128,7 @@ class Bench:
                         "H": self.options.heads,
                         "D": self.options.dim,
                         "dtype": self.options.dtype,
+                        "engine": type(self.comm.comm).__name__,
                         "ms": ms,
                         "one_ms": one_ms,
                         "efficiency": one_ms / ms / shared,
@@ -220,11 +221,12 @@ def plot(path):
     import matplotlib.pyplot as plt
 
     found = json.loads(path.read_text())
+    rows = [row for row in found["rows"] if "op" in row]
     cases = {}
-    for row in found["rows"]:
+    for row in rows:
         case = f"{row['op']} {row['pass']}\n{row['scaling']}, {row['tokens']:,} tokens a rank"
         cases.setdefault(case, {})[row["ranks"]] = row["efficiency"]
-    (shape,) = {f"{row['dtype']}, H {row['H']}, D {row['D']}" for row in found["rows"]}
+    (shape,) = {f"{row['dtype']}, H {row['H']}, D {row['D']}" for row in rows}
     ranks = sorted({count for case in cases.values() for count in case})
     image, axis = plt.subplots(figsize=(8, 0.5 + 0.45 * len(cases) * len(ranks)), layout="constrained")
     height = 0.8 / len(ranks)
@@ -252,7 +254,7 @@ def main():
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128, help="K and V")
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on cards, float32 on the CPU by default")
-    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--out", type=Path, help="a JSON file, in which rows of the same cases are replaced")
     parser.add_argument("--plot", type=Path, metavar="ROWS", help="draw the rows of such a file, and run nothing")
     options = parser.parse_args()
     if options.plot:
@@ -261,14 +263,11 @@ def main():
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
 
     def work(comm):
-        rows = []
         for row in Bench(comm, options).rows():
-            rows.append(row)
             if comm.rank == 0:
                 show(row)
-        if comm.rank == 0 and options.out:
-            meta = devices.current().meta() | {"engine": type(comm).__name__, "cores": os.cpu_count()}
-            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+                if options.out:
+                    devices.store(options.out, row, CASE)
 
     if options.threads:
         distributed.run_threads(work, options.threads, device=options.device)
