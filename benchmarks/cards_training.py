@@ -15,7 +15,6 @@ ranks. A step is all that a training does.
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import replace
