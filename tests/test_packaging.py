@@ -213,6 +213,7 @@ ROOMS = {
         ["numpy"],
     ),
     "distributed/engine": ([], ["numpy"]),
+    "distributed/graphs": (["backends.cupy"], ["cupy"]),
     "distributed/mpi": (["distributed.engine"], ["numpy", "mpi4py"]),
     "distributed/nccl": (["distributed.engine"], ["numpy", "cupy"]),
     "distributed/recurrence": (["distributed", "declarations", "dispatch", "ops", "views"], ["numpy", "cupy"]),

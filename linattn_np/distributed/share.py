@@ -24,6 +24,7 @@ from ..views import callers_sizes
 from .agreement import agree
 from .cuts import Cut
 from .engine import Engine
+from .graphs import lasting_memory
 from .recurrence import Recurrence, Row, wide
 
 Bound = namedtuple("Bound", "problem arrays state mask out bounds")
@@ -193,8 +194,7 @@ class Share:
 
         The function that comes back waits for all ranks', and gives a function of (rank, slot) that gives the arrays.
         """
-        message = self.empty((count, row.length))
-        message[...] = 0
+        message = self.empty((count, row.length))  # nobody reads what nothing is put into
         for slot, arrays in mine.items():
             row.put(message[slot], arrays)
         wait = self.comm.all_gather(message)
@@ -245,9 +245,8 @@ class Share:
                 if edge is not None:
                     state = [x[self.place(leaves.sequence)].astype(self.recurrence.dtype) for x in edge]
             parts = messages(segment.rank, segment.slot)
-            decay = self.recurrence.decay(parts[count:], leaves.stop - leaves.start)
             with np.errstate(all="ignore"):
-                state = self.recurrence.carry(state, parts[:count], decay)
+                state = self.recurrence.carry(state, parts[:count], parts[count:], leaves.stop - leaves.start)
         return found
 
     def shared(self, found, backwards):
@@ -282,6 +281,10 @@ class Share:
     # -- forward ------------------------------------------------------------------------------------------------------
     def forward(self):
         """o, or (o, final state), of this rank's tokens."""
+        with lasting_memory(self.problem.home):
+            return self.results()
+
+    def results(self):
         if self.state is not None:
             self.state = self.of_caller(self.state)
         self.kept = {}
@@ -351,6 +354,10 @@ class Share:
     # -- backward -----------------------------------------------------------------------------------------------------
     def pullback(self, do, dht=None):
         """Gradients of this rank's arrays, then those of the whole initial state; see `vjp`."""
+        with lasting_memory(self.problem.home):
+            return self.gradients(do, dht)
+
+    def gradients(self, do, dht):
         op = self.problem.op
         (do, self.dht), _ = agree(self.comm, op.name, lambda: self.check_gradients(do, dht))
         wait = self.crossing(
