@@ -1,6 +1,7 @@
 """Training by several ranks: the loss curve of one, one set of weights, and a kill that costs no step."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -169,6 +170,40 @@ def test_a_killed_rank_costs_no_step(tmp_path):
     assert [process.returncode for process in again] == [0, 0], said
     for name in ("model.safetensors",):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def one_process(tmp_path):
+    """The first words of the lines that one process says of its training."""
+    (tmp_path / "text").write_bytes(TEXT)
+    command = [*TRAIN, "--text", "text", "--out", "one", "--device", "cpu", "--steps=12", *SIZES]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    return said_of(done)
+
+
+def said_of(done):
+    assert done.returncode == 0, done.stderr
+    loss, held_out = re.search(r"step 12, loss ([\d.]+).*held out ([\d.]+)", done.stderr).groups()
+    return float(loss), float(held_out)
+
+
+def test_contexts_are_cut_over_processes(tmp_path):
+    """What is said of a step is the first rank's, and means all."""
+    wanted = one_process(tmp_path)
+    options = ["--share=context", "--out", str(tmp_path / "cut"), "--steps=12", *SIZES]
+    started = commands(tmp_path, *options, ranks=4)
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * 4, said
+    found = said_of(subprocess.CompletedProcess("", 0, stderr=said[0]))
+    assert found == pytest.approx(wanted, abs=2e-3)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("share", ["batch", "context"])
+def test_batches_and_contexts_are_shared_under_mpi(share, tmp_path):
+    wanted = one_process(tmp_path)
+    command = ["-m", "linattn_np", "train", "--text", "text", "--out", "out", "--device", "cpu", "--steps=12", *SIZES]
+    done = mpiexec(4, *command, f"--share={share}", cwd=tmp_path)
+    assert said_of(done) == pytest.approx(wanted, abs=2e-3)
 
 
 @pytest.mark.mpi
