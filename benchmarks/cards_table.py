@@ -43,14 +43,10 @@ def operators(result):
 def summary(result) -> str:
     """A sentence."""
     weak = [row for row in operators(result) if row["scaling"] == "weak"]
-    parts = [f"{row['efficiency']:.0%} for `{row['op']}` {row['pass']}" for row in weak]
-    parts += [
-        f"{row['efficiency']:.0%} for training {row['size'].split('@')[0]}"
-        for row in of_kind(result, "training")
-        if row["training"] == "same batch"
-    ]
-    ranks = (weak or result["rows"])[0]["ranks"]
-    return fill(f"Efficiency on {ranks} {result['meta']['card']} against one: {', '.join(parts)}.", WIDTH) + "\n"
+    parts = [f"{row['efficiency']:.0%} for `{row['op']}` {row['pass']}" for row in weak if row["op"] == "gla"]
+    parts += [f"{row['efficiency']:.0%} for training" for row in of_kind(result, "training")[:1]]
+    text = f"Efficiency on {result['rows'][0]['ranks']} {result['meta']['card']}: {', '.join(parts)}."
+    return fill(text, WIDTH) + "\n"
 
 
 def speeds(result) -> str:
