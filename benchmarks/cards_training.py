@@ -11,7 +11,8 @@ rest; then all train
     more context    as many times the context, which they cut: `SequenceParallel`
 
 A row has tokens/s, the median of `SAMPLES` samples of so many steps, and its efficiency: of one rank's rate, times the
-ranks. A step is all that a training does.
+ranks. A step is all that a training does. `apart` is how far losses are from those of one rank, where they should be
+the same.
 """
 
 import argparse
@@ -39,7 +40,7 @@ CASES = {
 
 
 def rate(settings, device, steps, **how):
-    """Tokens/s."""
+    """(tokens/s, the losses)."""
     training, clock = Training(text(), settings, device, **how), devices.Cpu() if device == "cpu" else devices.Gpu()
     losses, seconds = [training.step() for _ in range(WARM)], []
     for _ in range(SAMPLES):
@@ -48,8 +49,9 @@ def rate(settings, device, steps, **how):
         losses += [training.step() for _ in range(steps)]
         clock.wait()
         seconds.append(time.perf_counter() - start)
-    assert all(map(np.isfinite, map(float, losses)))
-    return settings.batch * settings.context * steps / statistics.median(seconds)
+    losses = np.array([float(loss) for loss in losses])
+    assert np.isfinite(losses).all()
+    return settings.batch * settings.context * steps / statistics.median(seconds), losses
 
 
 def rows(comm, options):
@@ -57,11 +59,13 @@ def rows(comm, options):
         return comm.all_gather(np.array([float(number)]))().ravel()
 
     settings = settings_of(options.size, WARM + SAMPLES * options.steps)
-    one = everyones(rate(settings, options.device, options.steps) if comm.rank == 0 else 0)[0]
+    one, wanted = rate(settings, options.device, options.steps) if comm.rank == 0 else (0, None)
+    one = everyones(one)[0]
     for case in options.cases:
         kind, grown = CASES[case]
-        found = rate(grown(settings, comm.size), options.device, options.steps, ranks=kind(comm))
+        found, losses = rate(grown(settings, comm.size), options.device, options.steps, ranks=kind(comm))
         found = everyones(found).min()
+        same = case == "same batch" and wanted is not None
         yield {
             "training": case,
             "size": options.size,
@@ -69,6 +73,7 @@ def rows(comm, options):
             "tokens_s": found,
             "one_tokens_s": one,
             "efficiency": found / one / comm.size,
+            "apart": float(np.abs(losses / wanted - 1).max()) if same else None,
         }
 
 
@@ -85,7 +90,7 @@ def main():
         if comm.rank == 0:
             print(
                 f"{row['training']:13} {row['size']} on {row['ranks']}: {row['tokens_s']:11,.0f} tokens/s, "
-                f"one {row['one_tokens_s']:11,.0f}, {row['efficiency']:6.1%}",
+                f"one {row['one_tokens_s']:11,.0f}, {row['efficiency']:6.1%}, apart {row['apart']}",
                 flush=True,
             )
             if options.out:
