@@ -408,6 +408,33 @@ def test_ranks_that_differ_are_named(name, value, words, rng):
     assert all(type(error) is Disagreement and str(error) == f"gla: {words}" for error in found)
 
 
+@pytest.mark.parametrize("lengths", [[75, 75], [75, 30], [75, 0]])
+def test_a_call_like_the_last_but_for_another_ranks_tokens(lengths, rng):
+    """The first rank begins as it did then; what it has begun in vain changes nothing."""
+    calls = [Call("gla", rng, total=total) for total in (75 + 40, sum(lengths))]
+
+    def on_rank(comm):
+        calls[0].on_rank([75, 40], True, comm)
+        return calls[1].on_rank(lengths, True, comm)
+
+    calls[1].compare(calls[1].whole(run_threads(on_rank, 2, limit_s=20)), calls[1].by_one())
+
+
+def test_a_call_like_the_last_but_for_another_ranks_meaning(rng):
+    call = Call("gla", rng)
+
+    def on_rank(comm):
+        call.on_rank([75, 75], True, comm)
+        with pytest.raises(Disagreement) as raised:
+            call.on_rank([75, 75], True, comm, scale=0.5 if comm.rank else None)
+        return str(raised.value)
+
+    for words in run_threads(on_rank, 2, limit_s=20):
+        assert re.search(
+            "gla: scale is .* on rank 0, but 0.5 on rank 1|scale is 0.5 on rank 1, but .* on rank 0", words
+        )
+
+
 def test_other_dtypes_and_sizes_are_named(rng):
     def change(rank, arrays, given):
         given["initial_state"] = None
