@@ -311,6 +311,10 @@ def test_captured_calls(card, operator, ranks, rng, monkeypatch):
     lengths = [2048 // ranks] * ranks
 
     def on_rank(comm):
+        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+            return captured(comm)
+
+    def captured(comm):
         part = slice(lengths[0] * comm.rank, lengths[0] * (comm.rank + 1))
         arrays = [card.asarray(x[:, :, part] if x.ndim > 2 else x) for x in call.arrays]
         do = card.asarray(call.do[:, :, part])

@@ -170,7 +170,7 @@ def stand_in(monkeypatch):
     class Stream:
         ptr = 7
 
-        def __init__(self, non_blocking=False):
+        def __init__(self, non_blocking=False, priority=None):
             self.name = "own" if non_blocking else "current"
 
         def record(self, event):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 import threading
@@ -11,6 +12,8 @@ import numpy as np
 
 from .engine import LIMIT_S, RankLost
 
+PRIORITY = -5  # the highest: a message's few blocks must not wait until a card that is full of work has none left
+CLOSING_S = 2.0  # how long a communicator's end is waited for
 GRACE_S = 5.0  # after a rank has ended, for what it has sent before
 GREETING = 128  # bytes of NCCL's unique id, by which its ranks find each other
 
@@ -25,6 +28,9 @@ class Nccl:
     NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds, or soon after `host` has seen
     another rank end, the communicator is aborted, and stderr says so: what has been computed from it is worthless, and
     the engine's next use raises `RankLost`.
+
+    NCCL gives a communicator back once no CUDA graph is left that holds messages of it. Nobody waits long for that, and
+    a process may end without.
     """
 
     homes = ("host", "cuda")
@@ -38,11 +44,14 @@ class Nccl:
         if communicator is None:
             greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
+        ctypes.pythonapi.Py_IncRef(
+            ctypes.py_object(communicator)
+        )  # its own end would wait for graphs, perhaps for ever
         self.cupy, self.byte = cupy, nccl.NCCL_UINT8
         self.float32, self.average = nccl.NCCL_FLOAT32, nccl.NCCL_AVG
         self.host, self.communicator = host, communicator
         self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
         self.reports = cupy.cuda.Stream(non_blocking=True)  # apart: a message would wait for Python's lock
         ended = getattr(host, "ended", lambda: None)
         self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s, ended)
@@ -122,11 +131,16 @@ class Nccl:
     def abandon(self):
         """Ends what is under way, and the other ranks with it: this one has failed."""
         self.host.abandon()
-        self.close(failed=True)
+        self.close(failed=True).join(CLOSING_S)
 
     def close(self, failed=False):
-        """Gives the communicator back, once its work is done; after a failure at once, whatever is under way."""
+        """Has a thread give the communicator back, once its work is done; after a failure whatever is under way."""
         self.watch.end()
+        closing = threading.Thread(target=self.give_back, args=(failed,), daemon=True)
+        closing.start()
+        return closing
+
+    def give_back(self, failed):
         with self.device:
             if failed:
                 self.communicator.abort()
