@@ -131,13 +131,13 @@ def test_the_first_rank_restores(tmp_path):
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
-def commands(tmp_path, *more, ranks=2):
+def commands(tmp_path, *more, ranks=2, device="cpu"):
     """The processes of `linattn-np train` with the environment variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
-    command = [*TRAIN, "--text", str(tmp_path / "text"), "--device", "cpu", *more]
+    command = [*TRAIN, "--text", str(tmp_path / "text"), "--device", device, *more]
     environment = ENVIRONMENT | given | {"OPENBLAS_NUM_THREADS": "1"}
     return [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
@@ -195,6 +195,41 @@ def test_contexts_are_cut_over_processes(tmp_path):
     assert [process.returncode for process in started] == [0] * 4, said
     found = said_of(subprocess.CompletedProcess("", 0, stderr=said[0]))
     assert found == pytest.approx(wanted, abs=2e-3)
+
+
+def need_two_cards(card):
+    if card.name != "cupy" or card.cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one CUDA device")
+
+
+@pytest.mark.parametrize("share", ["batch", "context"])
+def test_two_cards_train_as_one(card, share, tmp_path):
+    """Their steps are CUDA graphs with the messages in them."""
+    need_two_cards(card)
+    (tmp_path / "text").write_bytes(TEXT)
+    options = [*SIZES, "--steps=12", "--dtype=float32", f"--share={share}"]
+    one = commands(tmp_path, *options, "--out", str(tmp_path / "one"), ranks=1, device="cuda")
+    two = commands(tmp_path, *options, "--out", str(tmp_path / "two"), device="cuda")
+    said = [process.communicate(timeout=100)[1] for process in one + two]
+    assert [process.returncode for process in one + two] == [0, 0, 0], said
+    wanted, found = (said_of(subprocess.CompletedProcess("", 0, stderr=words)) for words in said[:2])
+    assert found == pytest.approx(wanted, abs=2e-3)
+
+
+def test_a_card_whose_process_is_killed_ends_the_other(card, tmp_path):
+    need_two_cards(card)
+    (tmp_path / "text").write_bytes(TEXT)
+    out = tmp_path / "out"
+    first, second = commands(tmp_path, "--out", str(out), *SIZES, "--steps=100000", "--every=0.3", device="cuda")
+    while not (out / "model.safetensors").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    time.sleep(1)
+    os.kill(second.pid, signal.SIGKILL)
+    words = first.communicate(timeout=30)[1]
+    second.communicate(timeout=10)
+    assert first.returncode == 2 and "rank 1 has ended" in words and "--resume goes on with what" in words
+    assert Training.restore(out / "training.safetensors", TEXT).step_number > 0
 
 
 @pytest.mark.mpi
