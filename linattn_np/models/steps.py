@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from .dropout import Dropout, dropout, keep
+from .feed import Feed
 from .products import CudaProducts, HostProducts
 
 CLIP = 1.0  # the gradient's greatest norm
@@ -114,9 +115,8 @@ class CudaSteps:
         self.gradient = self.sums[:-1]
         self.to = layout.tree(self.gradient)
         self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
-        self.tokens = cupy.zeros((batch, length), np.int64)
-        self.schedule, self.seeds = cupy.zeros(4, np.float32), cupy.zeros(2, np.int64)
-        self.drop = Dropout(self.seeds, rate) if rate else None
+        self.feed = Feed(batch, length)
+        self.drop = Dropout(self.feed.seeds, rate) if rate else None
         # What the graph's launches read and write stands in a pool that nobody else takes memory from.
         self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self.graph, self.scratch, self.steps = None, [], 0
@@ -128,11 +128,8 @@ class CudaSteps:
             self.rounded[...] = self.weights[: self.layout.matrices]
 
     def __call__(self, tokens, number, rate, kept):
-        """As `HostSteps` has it; nothing waits for the device."""
-        asarray = self.cupy.asarray
-        self.tokens[...] = asarray(tokens)
-        self.schedule[...] = asarray(np.array([rate, kept, *corrections(number)], np.float32))
-        self.seeds[...] = asarray(np.array([self.seed, number]))
+        """As `HostSteps` has it; the host is a few steps ahead of the device at most."""
+        self.feed(tokens, [self.seed, number], [rate, kept, *corrections(number)])
         with self.queue():
             if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
                 self.capture()
@@ -174,7 +171,7 @@ class CudaSteps:
 
     def run(self):
         with self.cupy.cuda.using_allocator(self.pool.malloc):
-            gradient_and_loss(self, self.tree(), self.tokens, self.drop)
+            gradient_and_loss(self, self.tree(), self.feed.tokens, self.drop)
             self.optimise()
 
     def optimise(self):
@@ -193,7 +190,7 @@ class CudaSteps:
             second=self.second,
             copy=self.rounded,
             squares=parts,
-            schedule=self.schedule,
+            schedule=self.feed.schedule,
             count=self.layout.size,
             matrices=self.layout.matrices,
             P=blocks,
