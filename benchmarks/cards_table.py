@@ -15,12 +15,13 @@ from rwkv6_table import README, ROOT, WIDTH, between, count, table
 PAGE, RESULTS = ROOT / "docs" / "cards.md", ROOT / "benchmarks" / "results" / "cards"
 PICTURE = ROOT / "docs" / "pictures" / "cards.png"
 BEGIN, END = "<!-- written by benchmarks/cards_table.py -->\n", "<!-- end of what it writes -->\n"
+IN_README = "<!-- cards_table.py -->\n", "<!-- end -->\n"
 
 
 def main():
     results = read()
     PAGE.write_text(between(PAGE.read_text(), BEGIN, END, "\n".join(map(speeds, results))))
-    README.write_text(between(README.read_text(), BEGIN, END, summary(results[0])))
+    README.write_text(between(README.read_text(), *IN_README, summary(results[0])))
     draw(results[0])
 
 
@@ -43,8 +44,10 @@ def operators(result):
 def summary(result) -> str:
     """A sentence."""
     weak = [row for row in operators(result) if row["scaling"] == "weak"]
-    parts = [f"{row['efficiency']:.0%} for `{row['op']}` {row['pass']}" for row in weak if row["op"] == "gla"]
-    parts += [f"{row['efficiency']:.0%} for training" for row in of_kind(result, "training")[:1]]
+    parts = [f"`{row['op']}` {row['pass']} {row['efficiency']:.0%}" for row in weak if row["op"] == "gla"]
+    if shared := [row["efficiency"] for row in of_kind(result, "training") if row["training"] != "more context"]:
+        low, high = (f"{bound:.0%}" for bound in bounds(shared))
+        parts += [f"training {low}" if low == high else f"training {low} to {high}"]
     text = f"Efficiency on {result['rows'][0]['ranks']} {result['meta']['card']}: {', '.join(parts)}."
     return fill(text, WIDTH) + "\n"
 
@@ -134,11 +137,11 @@ def draw(result, picture=PICTURE):
         [100 * row["efficiency"] for row in bars.values()],
         color=[colours.get(row.get("scaling"), "#b5853c") for row in bars.values()],
     )
-    axis.bar_label(shown, fmt="%.0f %%", padding=3)
+    axis.bar_label(shown, fmt="%.0f %%", label_type="center", color="white")
     axis.axvline(100, color="black", linewidth=0.8)
     axis.set_yticks(range(len(bars)), bars)
     axis.invert_yaxis()
-    axis.set_xlim(0, 115)
+    axis.set_xlim(0, 105)
     axis.set_xlabel(f"efficiency against one {result['meta']['card']}, %")
     image.savefig(picture, dpi=120)
     plt.close(image)
