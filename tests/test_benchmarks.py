@@ -14,7 +14,8 @@ from reference import LIMITS
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import complete  # noqa: E402  (from benchmarks)
+import cases  # noqa: E402  (from benchmarks)
+import complete  # noqa: E402
 import run  # noqa: E402
 import speed_table  # noqa: E402
 import sweep  # noqa: E402
@@ -39,13 +40,15 @@ FIELDS = {
     "peer_wall_ms",
     "floor_ms",
     "error",
+    "errors",
     "peer_error",
+    "peer_errors",
     "peak_mib",
 }
 
 
 def of_small_case(op, dtype="float32", **options):
-    case = run.Case(op, 2, 1 if op.endswith("_step") else 70, 3, 16, dtype, **options)
+    case = cases.Case(op, 2, 1 if op.endswith("_step") else 70, 3, 16, dtype, **options)
     return run.measure(case, Cpu(), 1e9, lambda *_: {}, 1)
 
 
@@ -64,7 +67,7 @@ def test_results_are_whole(path):
     assert META <= set(result["meta"])
     assert len({run.key(row) for row in result["rows"]}) == len(result["rows"]) > 0
     for row in result["rows"]:
-        assert set(row) - {"commit"} == FIELDS
+        assert FIELDS - {"errors", "peer_errors"} <= set(row) - {"commit"} <= FIELDS  # a completed file lacks these
         assert row["error"] < LIMITS[row["dtype"]][0] and row["ours_ms"] > 0 and row["wall_ms"] > 0
         assert row["peak_mib"] > 0 and row["floor_ms"] > 0
         assert row["peer_error"] is None or row["peer_ms"] is None or row["peer_error"] < LIMITS[row["dtype"]][0]
@@ -72,10 +75,10 @@ def test_results_are_whole(path):
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 def test_limits_are_those_of_the_tests():
-    assert run.LIMITS == {dtype: LIMITS[dtype][0] for dtype in run.LIMITS}
+    assert run.LIMITS == {dtype: LIMITS.get(dtype, LIMITS["float16"])[0] for dtype in cases.DTYPES}
 
 
-@pytest.mark.parametrize("op", run.DECLARED)
+@pytest.mark.parametrize("op", cases.DECLARED)
 def test_a_row(op):
     row = of_small_case(op)
     assert set(row) == FIELDS
@@ -91,7 +94,7 @@ def test_a_wrong_result_is_not_timed(op, wrong, monkeypatch):
     assert row["error"] > 1e-3 and row["ours_ms"] is None and row["wall_ms"] is None
 
 
-@pytest.mark.parametrize("op", [name for name in run.DECLARED if not name.endswith("_step")])
+@pytest.mark.parametrize("op", [name for name in cases.DECLARED if not name.endswith("_step")])
 def test_a_backward_pass_is_checked_and_timed(op, monkeypatch):
     row = of_small_case(op, backward=True)
     assert row["pass"] == "backward" and row["ours_ms"] > 0 and row["error"] < LIMITS["float32"][0]
@@ -112,27 +115,28 @@ def test_gates_by_name(gate):
 
 def test_arrays_lie_as_asked():
     x = np.arange(2 * 3 * 5 * 8, dtype=np.float32).reshape(2, 3, 5, 8)
-    for memory in run.MEMORY:
+    for memory in cases.MEMORY:
         found = run.laid(x, memory, np)
         assert (found == x).all() and found.strides[-1] == 4
         assert (memory == "aligned") == (found is x)
 
 
 def test_packed_sequences():
-    found = run.lengths(64, 32768)
+    found = cases.lengths(64, 32768)
     assert len(found) == 64 and sum(found) == 32768 and (min(found), max(found)) == (24, 2047)
 
 
 def test_figures_of_a_peer_are_kept_for_the_same_versions(tmp_path):
     meta = {"card": "a card", "fla-core": "1", "torch": "2", "triton": "3"}
-    row = of_small_case("gla") | {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
+    kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3, "peer_errors": {"o": [1e-3, 2e-3]}}
+    row = of_small_case("gla") | kept
     path = tmp_path / "earlier.json"
     path.write_text(json.dumps({"meta": meta, "rows": [row, of_small_case("rwkv6")]}))
     later, newer = tmp_path / "later.json", row | {"T": 71, "peer_ms": 4.0}
     later.write_text(json.dumps({"meta": meta, "rows": [newer]}))
-    kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
     found = run.kept_figures([path], meta)
-    assert found[run.key(row)] == kept and found[run.key(row | {"gate": None})] == kept | {"peer_error": None}
+    without_errors = kept | {"peer_error": None, "peer_errors": None}
+    assert found[run.key(row)] == kept and found[run.key(row | {"gate": None})] == without_errors
     assert run.kept_figures([path, later], meta)[run.key(newer)] == kept | {"peer_ms": 4.0}
     assert run.kept_figures([path], meta | {"torch": "2.1"}) == run.kept_figures([], meta) == {}
 
@@ -143,7 +147,7 @@ def of_peer(kept=(), limit_s=math.inf):
 
 
 def case_of(op, **options):
-    return run.Case(op, 2, 1 if op.endswith("_step") else 33, 3, 16, **options)
+    return cases.Case(op, 2, 1 if op.endswith("_step") else 33, 3, 16, **options)
 
 
 def row_beside(peer, case):
@@ -293,17 +297,19 @@ def test_the_peer_of_softmax_attention_is_named():
 
 # -- the sweep --------------------------------------------------------------------------------------------------------
 def test_a_sweep_says_what_is_slow(monkeypatch, capsys):
-    small = replace(run.Case("gla", 1, 33, 2, 16), gate="trained", dtype="float32")
+    small = replace(cases.Case("gla", 1, 33, 2, 16), gate="trained", dtype="float32")
     monkeypatch.setattr(sweep, "BASES", (small,))
-    rows = sweep.swept(["gla"], ["forward", "backward"], 60, Cpu())
+    groups = sweep.wanted(["gla"], ["forward", "backward"])
+    rows = sweep.swept(groups, 60, Cpu(), 1e9, lambda *_: {"peer_ms": 1.0})
     assert {row["pass"] for row in rows} == {"forward", "backward"}
     assert {"", "weak gates", "reset gates", "bthd", "off by 8 bytes"} <= {row["changed"] for row in rows}
     assert all(row["multiple"] > 0 for row in rows)
-    assert rows[0]["beside_usual"] == 1 and "x of the floor" in sweep.line(rows[0])
-    assert len(sweep.swept(["gla"], ["forward"], -1, Cpu())) == 0 and "time is up" in capsys.readouterr().err
+    assert rows[0]["beside_usual"] == 1 and rows[0]["of_peer"] == rows[0]["ours_ms"]
+    assert "x of the floor" in sweep.line(rows[0]) and "x of fla" in sweep.line(rows[0])
+    assert sweep.swept(groups, -1, Cpu(), 1e9, None) == [] and "time is up" in capsys.readouterr().err
 
 
 def test_a_sweep_reaches_both_sides_of_every_tile():
-    changed = dict(sweep.variations(sweep.BASES[-1]))
+    changed = dict(sweep.variations(sweep.BASES[0]))
     assert {"K=60, V=64", "K=128, V=136", "K=320, V=64", "model gates"} <= set(changed)
     assert changed["K=60, V=64"].columns == 64 and "60x64" in str(changed["K=60, V=64"])
