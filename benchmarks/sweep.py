@@ -63,13 +63,13 @@ def wanted(ops, passes):
 
 def swept(groups, limit_s, device, bandwidth, peer):
     """Rows of benchmarks/run.py with what was changed, and the multiples."""
-    ends, rows = time.monotonic() + limit_s, []
+    ends = time.monotonic() + limit_s
     for group in groups.values():
         usual = None
         for what, case in group:
             if time.monotonic() > ends:
                 run.say(f"time is up: {case} and what follows were not measured")
-                return rows
+                return
             try:
                 row = run.measure(case, device, bandwidth, peer, 3)
             except run.linattn_np.NotSupported as refusal:
@@ -77,19 +77,14 @@ def swept(groups, limit_s, device, bandwidth, peer):
                 continue
             multiple = row["ours_ms"] and row["ours_ms"] / row["floor_ms"]
             usual = usual or multiple
-            rows.append(
-                row
-                | {
-                    "changed": what,
-                    "case": str(case),
-                    "memory": case.memory,
-                    "multiple": multiple,
-                    "beside_usual": multiple and multiple / usual,
-                    "of_peer": row["peer_ms"] and multiple and row["ours_ms"] / row["peer_ms"],
-                }
-            )
-            run.say(line(rows[-1]))
-    return rows
+            yield row | {
+                "changed": what,
+                "case": str(case),
+                "memory": case.memory,
+                "multiple": multiple,
+                "beside_usual": multiple and multiple / usual,
+                "of_peer": row["peer_ms"] and multiple and row["ours_ms"] / row["peer_ms"],
+            }
 
 
 def line(row) -> str:
@@ -117,9 +112,12 @@ def main():
     peer = run.Peers(device, dict.fromkeys(("fla", "torch"), "kept"), run.kept_figures(args.keep_peers, meta), 0, 0)
     groups = wanted(args.ops, args.passes)
     run.compile_all([case for group in groups.values() for _, case in group], device, "auto")
-    rows = swept(groups, args.limit_s, device, bandwidth, peer)
-    if args.out:
-        run.write(args.out, meta, rows)
+    rows = []
+    for row in swept(groups, args.limit_s, device, bandwidth, peer):
+        rows.append(row)
+        run.say(line(row))
+        if args.out:  # after every row: a run that is cut short leaves what it has
+            run.write(args.out, meta, rows)
     print("the worst first:")
     for row in sorted(rows, key=lambda row: -(row["multiple"] or math.inf))[:WORST]:
         print(line(row))

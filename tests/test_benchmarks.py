@@ -300,13 +300,13 @@ def test_a_sweep_says_what_is_slow(monkeypatch, capsys):
     small = replace(cases.Case("gla", 1, 33, 2, 16), gate="trained", dtype="float32")
     monkeypatch.setattr(sweep, "BASES", (small,))
     groups = sweep.wanted(["gla"], ["forward", "backward"])
-    rows = sweep.swept(groups, 60, Cpu(), 1e9, lambda *_: {"peer_ms": 1.0})
+    rows = list(sweep.swept(groups, 60, Cpu(), 1e9, lambda *_: {"peer_ms": 1.0}))
     assert {row["pass"] for row in rows} == {"forward", "backward"}
     assert {"", "weak gates", "reset gates", "bthd", "off by 8 bytes"} <= {row["changed"] for row in rows}
     assert all(row["multiple"] > 0 for row in rows)
     assert rows[0]["beside_usual"] == 1 and rows[0]["of_peer"] == rows[0]["ours_ms"]
     assert "x of the floor" in sweep.line(rows[0]) and "x of fla" in sweep.line(rows[0])
-    assert sweep.swept(groups, -1, Cpu(), 1e9, None) == [] and "time is up" in capsys.readouterr().err
+    assert not list(sweep.swept(groups, -1, Cpu(), 1e9, None)) and "time is up" in capsys.readouterr().err
 
 
 def test_a_sweep_reaches_both_sides_of_every_tile():
