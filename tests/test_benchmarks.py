@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import cases  # noqa: E402  (from benchmarks)
 import complete  # noqa: E402
+import other_cards  # noqa: E402
 import run  # noqa: E402
 import speed_table  # noqa: E402
 import sweep  # noqa: E402
@@ -53,12 +54,10 @@ def of_small_case(op, dtype="float32", **options):
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "path, text", [("README.md", speed_table.summary()), ("docs/performance.md", speed_table.tables())]
-)
-def test_the_tables_have_the_measured_figures(path, text):
-    page = (ROOT / path).read_text()
-    assert speed_table.between(page, speed_table.BEGIN, speed_table.END, text) == page
+@pytest.mark.parametrize("path, marks, text", speed_table.pages(), ids=["README", "README-other-cards", "page"])
+def test_the_tables_have_the_measured_figures(path, marks, text):
+    page = path.read_text()
+    assert speed_table.between(page, *marks, text) == page
 
 
 @pytest.mark.parametrize("path", speed_table.results(), ids=lambda path: path.stem)
@@ -245,10 +244,7 @@ def test_a_wrong_gradient_of_a_peer_is_not_timed(installed, monkeypatch):
 def test_losses_are_said():
     row = of_small_case("gla", "bfloat16", gate="trained") | {"ours_ms": 1.0, "wall_ms": 1.0, "error": 3e-3}
     better = row | {"peer_ms": 0.5, "peer_wall_ms": 0.8, "peer_error": 2e-3}
-    assert speed_table.faster([better]) == [
-        "fla (gla 2, 70, 3, 16, 2.00 times)",
-        "fla (gla 2, 70, 3, 16, eager, 1.25 times)",
-    ]
+    assert speed_table.faster([better]) == ["fla (gla 2, 70, 3, 16, 2.00 times, 1.25 times eager)"]
     assert speed_table.name(better | {"gate": "weak"}) == "gla 2, 70, 3, 16, weak gates"
     slow = row | {"floor_ms": 0.5, "T": 71, "peer_ms": None}
     assert speed_table.worst([better | {"floor_ms": 1.0}, slow]) == (
@@ -257,7 +253,7 @@ def test_losses_are_said():
     wider = better | {"T": 71, "error": 4e-3}
     assert "Ours are larger than the peers': gla (up to 2.00 times)." in speed_table.errors([better, wider])
     gradient = better | {"pass": "backward", "error": 4e-3, "peer_error": 5e-3}
-    assert speed_table.faster([gradient])[0] == "fla (gla backward 2, 70, 3, 16, 2.00 times)"
+    assert speed_table.faster([gradient | {"wall_ms": 0.7}]) == ["fla (gla backward 2, 70, 3, 16, 2.00 times)"]
     assert speed_table.errors([better | {"error": 2e-3}, gradient]) == (
         "Relative errors against float64, in bfloat16: ours 2.0e-03 to 2.0e-03, the peers' 2.0e-03 to 2.0e-03; "
         "of gradients ours 4.0e-03 to 4.0e-03, the peers' 5.0e-03 to 5.0e-03."
@@ -295,6 +291,31 @@ def test_the_peer_of_softmax_attention_is_named():
     ]
 
 
+def test_errors_stand_beside_the_peers():
+    row = of_small_case("gla", "bfloat16", gate="trained")
+    assert speed_table.errors_by_name([row | {"peer_errors": None}]) == []
+    backward = {name: [3e-3, 2e-2] for name in ("dq", "dk", "dv", "dg")}
+    rows = [
+        row | {"errors": {"o": [1e-3, 2e-3]}, "peer_errors": {"o": [2e-3, 4e-3]}},
+        row | {"pass": "backward", "errors": backward, "peer_errors": backward},
+    ]
+    ours, its = speed_table.errors_by_name(rows)
+    assert ours == ["2, 70, 3, 16", "`gla`, trained gates", "ours", "1.0e-03 / 2.0e-03", *["3.0e-03 / 2.0e-02"] * 4]
+    assert its[2:4] == ["fla", "2.0e-03 / 4.0e-03"]
+
+
+def test_estimates_for_other_cards(tmp_path):
+    rows = [
+        of_small_case("gla", gate="trained", backward=backward) | {"ours_ms": ours, "dtype": "bfloat16"}
+        for backward, ours in ((False, 1.0), (True, 3.0))
+    ]
+    path = tmp_path / "card.json"
+    run.write(path, {"card": "NVIDIA H200"}, [*rows, rows[0] | {"gate": "weak", "ours_ms": 9.0}])
+    text = other_cards.of(path, ("bfloat16",), sources=False)
+    assert "| 2, 70, 3, 16 | bfloat16 | 1 / 3 | ~3.2 / 9.5 | ~5.6 / 17 |" in text and "estimated" in text
+    assert "GB/s" not in text and "RTX 5090 1,792 GB/s" in other_cards.of(path, ("bfloat16",), sources=True)
+
+
 # -- the sweep --------------------------------------------------------------------------------------------------------
 def test_a_sweep_says_what_is_slow(monkeypatch, capsys):
     small = replace(cases.Case("gla", 1, 33, 2, 16), gate="trained", dtype="float32")
@@ -307,6 +328,21 @@ def test_a_sweep_says_what_is_slow(monkeypatch, capsys):
     assert rows[0]["beside_usual"] == 1 and rows[0]["of_peer"] == rows[0]["ours_ms"]
     assert "x of the floor" in sweep.line(rows[0]) and "x of fla" in sweep.line(rows[0])
     assert not list(sweep.swept(groups, -1, Cpu(), 1e9, None)) and "time is up" in capsys.readouterr().err
+
+
+def test_the_worst_of_a_sweep(tmp_path):
+    assert speed_table.worst_of_sweep(tmp_path / "card.json") == ""
+    row = of_small_case("gla", "bfloat16") | {"changed": "bthd", "multiple": 3.0, "beside_usual": 1.5, "of_peer": None}
+    slower = row | {"pass": "backward", "changed": "K=60, V=64", "multiple": 9.0, "of_peer": 0.5}
+    run.write(tmp_path / "sweep" / "card.json", {}, [row, row | {"multiple": 2.0}, slower, row | {"multiple": None}])
+    assert speed_table.worst_of_sweep(tmp_path / "card.json") == (
+        "Of 3 calls in which benchmarks/sweep.py changes one thing at a time the worst are gla 2, 70, 3, 16, 16, rows "
+        "of [B, T, H, K], 3.0 times the floor and gla backward 2, 70, 3, 16, 16, K=60, V=64, 9.0 times the floor."
+    )
+    assert speed_table.slowest_of_sweep(tmp_path / "card.json") == [
+        ["gla backward", "2, 70, 3, 16, 16", "K=60, V=64", "9.00", "1.50", "0.50"],
+        ["gla", "2, 70, 3, 16, 16", "rows of [B, T, H, K]", "3.00", "1.50", ""],
+    ]
 
 
 def test_a_sweep_reaches_both_sides_of_every_tile():
