@@ -53,8 +53,8 @@ def of(path, dtypes, sources) -> str:
     measured = MEASURED[result["meta"]["card"]]
     said = (
         f"`{OPERATOR}` with the kernels of every card and trained gates, milliseconds forward / backward: measured on "
-        f"an {measured.name} that was made to take them, **estimated** (~) for cards that were not measured: the longer "
-        "of the time scaled by published bandwidth and by the published dense rate of tensor cores."
+        f"an {measured.name} that was made to take them, **estimated** (~) for cards that were not measured: the "
+        "longer of the time scaled by published bandwidth and by the published dense rate of tensor cores."
     )
     if sources:
         said += " Bandwidth, and rates of half and tf32 products: " + "; ".join(
