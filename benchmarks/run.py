@@ -14,7 +14,7 @@ A row's figures, every one a median, in milliseconds:
     errors      of o (and of a step's state; of a backward pass of all gradients but u's) at the first and the last
                 head, all tokens, against the recurrence in float64 on the same values: by name, rms of the difference
                 over rms of what is right, and the same of the worst row. A row that cancels to below a tenth of the
-                whole's rms counts as a tenth. peer_errors likewise
+                whole's rms counts as a tenth, and a gate's gradient as the terms of its sum. peer_errors likewise
     error       the largest of them, rows aside; peer_error likewise
     peak_mib    memory of the arrays, the result and what the call needs beside them
 
@@ -167,7 +167,7 @@ def doubles(device, op, backward) -> bool:
     except linattn_np.NotSupported:
         return False
     wanted = by_recurrence(case, arrays, keywords, np)
-    whole = max(error for error, _ in errors(case, found, wanted).values())
+    whole = largest(errors(case, found, wanted, next(iter(arrays.values()))))
     if not whole < 1e-11:
         raise SystemExit(f"{op} in float64 on the device is {whole:.0e} from NumPy's: nothing can be held to it")
     return True
@@ -185,16 +185,27 @@ def names(case):
     return ("o", "state") if case.step else ("o",)
 
 
-def errors(case, found, wanted):
+def errors(case, found, wanted, q):
     """{name: [relative error, the same of the worst row]}"""
-    return {name: relative(x, y) for name, x, y in zip(names(case), found, wanted, strict=True)}
+    return {
+        name: relative(x, y, terms(case, name, q, wanted))
+        for name, x, y in zip(names(case), found, wanted, strict=True)
+    }
 
 
-def relative(x, wanted):
-    def rms(x, axis=None):
-        return np.sqrt(np.mean(np.square(x), axis=axis))
+def terms(case, name, q, wanted) -> float:
+    """The size of the terms whose sum a gate's gradient is: with gates that forget all it is far below them."""
+    gate = case.backward and name[1:] in ("g", "gv", "w")
+    return rms(q * wanted[0] if wanted[-1].ndim == q.ndim else (q * wanted[0]).sum(-1)) if gate else 0.0
 
-    size, difference = rms(wanted), x - wanted
+
+def rms(x, axis=None):
+    return np.sqrt(np.mean(np.square(x), axis=axis))
+
+
+def relative(x, wanted, least=0.0):
+    """To no less than `least`."""
+    size, difference = max(rms(wanted), least), x - wanted
     rows = rms(difference, -1) / np.maximum(rms(wanted, -1), size / 10)
     figures = float(rms(difference) / size), float(rows.max())
     return [figure if math.isfinite(figure) else NOT_FINITE for figure in figures]
@@ -228,7 +239,8 @@ def measure(case, device, bandwidth, peer, samples):
     call = prepared(case, arrays, keywords)
     found, taken = device.with_peak(call)
     results = (found, keywords["state"]) if case.step else by_head(arrays, found) if case.backward else (found,)
-    row["errors"] = errors(case, [two_heads(x, device.host) for x in results], wanted)
+    q = two_heads(next(iter(arrays.values())), device.host)
+    row["errors"] = errors(case, [two_heads(x, device.host) for x in results], wanted, q)
     row["error"] = largest(row["errors"])
     row["peak_mib"] = (taken + sum(getattr(x, "nbytes", 0) for x in (*arrays.values(), *keywords.values()))) / 2**20
     if not (row["error"] < LIMITS[case.dtype] and all(map(device.finite, results))):
@@ -287,7 +299,8 @@ class Peers:
     def measure(self, case, arrays, keywords, wanted):
         call = peers.bound(case, arrays, keywords)
         results = by_head(arrays, call.results()) if case.backward else call.results()
-        found = errors(case, [two_heads(x, peers.host) for x in results], wanted)
+        q = two_heads(next(iter(arrays.values())), self.device.host)
+        found = errors(case, [two_heads(x, peers.host) for x in results], wanted, q)
         figures = {"peer_error": largest(found), "peer_errors": found}
         del results
         if figures["peer_error"] < LIMITS[case.dtype]:

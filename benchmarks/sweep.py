@@ -5,9 +5,9 @@
     python benchmarks/speed_table.py            writes the worst of them into the documentation
 
 Changed are the gates, dtypes, memory (strides, alignment), heads, lengths, and K and V on both sides of every tile.
-Times are those of benchmarks/run.py, whose results it has checked too; a call is judged by its multiple of the floor,
-by how much larger that is than the multiple of the call from which it differs in one thing, and by its multiple of a
-peer's time, where an earlier file has it.
+Times are those of benchmarks/run.py, whose results it has checked too; a call is judged by its multiple of the floor, or
+of 5 us, which launches take, by how much larger that is than the multiple of the call from which it differs in one
+thing, and by its multiple of a peer's time, where an earlier file has it.
 """
 
 import argparse
@@ -31,6 +31,7 @@ BASES = tuple(replace(case, gate="trained") for case in (SMALL, LARGE, FEW))
 COLUMNS = ((8, 8), (32, 32), (60, 64), (64, 65), (64, 128), (72, 200), (120, 128), (128, 136))
 COLUMNS += ((200, 64), (256, 256), (320, 64), (256, 512))  # of K and V
 SHAPES = ((1, 65536, 4, 128), (2, 1024, 512, 64), (64, 37, 64, 128), (1, 513, 8, 128), (1, 64, 1, 64))
+LAUNCHES = 5e-3  # ms that a call's launches take: no floor is lower
 WORST = 25
 
 
@@ -75,7 +76,7 @@ def swept(groups, limit_s, device, bandwidth, peer):
             except run.linattn_np.NotSupported as refusal:
                 run.say(f"{case}: refused: {str(refusal).splitlines()[0]}")
                 continue
-            multiple = row["ours_ms"] and row["ours_ms"] / row["floor_ms"]
+            multiple = row["ours_ms"] and row["ours_ms"] / max(row["floor_ms"], LAUNCHES)
             usual = usual or multiple
             yield row | {
                 "changed": what,

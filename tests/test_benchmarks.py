@@ -112,6 +112,12 @@ def test_gates_by_name(gate):
         assert -0.2 < np.median(g[0, 0]) and g.min() < -5
 
 
+def test_a_gates_gradient_is_as_large_as_its_terms():
+    """With -20 everywhere it is e**-20 of them, below their rounding."""
+    row = of_small_case("gla", backward=True, gate="all-20")
+    assert row["ours_ms"] > 0 and row["errors"]["dg"][0] < 1e-6
+
+
 def test_arrays_lie_as_asked():
     x = np.arange(2 * 3 * 5 * 8, dtype=np.float32).reshape(2, 3, 5, 8)
     for memory in cases.MEMORY:
