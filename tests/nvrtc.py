@@ -1,9 +1,11 @@
 """Compiles kernels with NVRTC and ptxas from pip wheels alone: no driver, no toolkit, no header directory."""
 
 import json
+import multiprocessing
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -112,10 +114,20 @@ def measured(text, expressions, targets) -> dict[str, dict[str, Usage]]:
     return usage
 
 
-def same_on(text, expressions, virtual, other):
+def same_on(text, expressions, virtual, other) -> bool:
     """Whether the compiler's front end makes the same functions of a program for two virtual architectures: only then
     does the code, or a header, not ask which one it is.
     """
+    return _front_end().submit(_same_on, text, expressions, virtual, other).result()
+
+
+@cache
+def _front_end():
+    """A process of its own: once NVRTC was told -G, its later translations in the process spill where they did not."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def _same_on(text, expressions, virtual, other):
     return len({_functions(translate(text, expressions, arch, "-G").code) for arch in (virtual, other)}) == 1
 
 

@@ -137,6 +137,15 @@ def test_one_translation_serves_a_generation(file, exhaustive):
     assert alike(instances["sm_100"], "compute_100", "compute_120")
 
 
+def test_asking_for_one_translation_changes_no_other():
+    """NVRTC remembers -G."""
+    kernels = chosen(KERNELS["softmax/backward_queries"], False)["sm_80"]
+    text, expressions = source.program(kernels), [kernel.expression for kernel in kernels]
+    before = nvrtc.translate(text, expressions, "compute_80")
+    alike(kernels[:1], "compute_80", "compute_90a")
+    assert nvrtc.translate(text, expressions, "compute_80") == before
+
+
 @pytest.mark.parametrize("target", [*MAIN, "sm_120"])
 def test_the_assembler_says_what_nvrtc_says(target):
     """NVRTC translates and assembles at once when CuPy asks it."""

@@ -14,12 +14,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 TILE = 64  # rows of W that are summed side by side
-LANES = 8  # numbers in a vector
+LANES = 16  # numbers in a vector: what AVX-512 has in a register, and others in two
 VECTORS = TILE // LANES
-OFFSETS = [264.0, 24.0] * (VECTORS // 2)  # of int4: 256 + q and 16 + q, less the 8 of q - 8
+WORDS_OF_INT4 = 8  # of an input in a tile
+OFFSETS = [264.0] * WORDS_OF_INT4 + [24.0] * WORDS_OF_INT4  # of int4: 256 + q and 16 + q, less the 8 of q - 8
 BLOCK = 32  # inputs that share a scale in int4
 CODES = {"bfloat16": 0, "int8": 1, "int4": 2}
 BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of an input's numbers in a tile
+CACHE_LINE = 64
+# How many inputs before its turn an input's numbers are asked for. Of the formats that take more instructions than
+# memory takes time: their loops come too late to what the processor would fetch by itself. bfloat16 is slower with it.
+AHEAD = {"int8": 48, "int4": 96}
 
 # What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim has
 # the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits.
@@ -121,13 +126,18 @@ def widened(builder, format, base, vector):
         bytes_ = ir.VectorType(ir.IntType(8), LANES)
         wide = builder.load(at(builder, base, ir.Constant(base.type, LANES * vector), bytes_), align=1)
         return builder.sitofp(builder.sext(wide, WORDS), SINGLES)
-    # 256 + q has q in its bits 15 to 18, and 16 + q in its bits 19 to 22: one shift serves two neighbours.
-    wide, shift = builder.load(builder.inttoptr(base, WORDS.as_pointer()), align=4), 15 - 8 * (vector // 2)
+    # 256 + q has q in its bits 15 to 18, and 16 + q in its bits 19 to 22: one shift serves both halves of a vector.
+    half = ir.VectorType(WORD, WORDS_OF_INT4)
+    words = builder.load(builder.inttoptr(base, half.as_pointer()), align=4)
+    twice = builder.shuffle_vector(words, words, ir.Constant(WORDS, [*range(WORDS_OF_INT4)] * 2))
+    shift = 15 - 8 * vector
     amount = ir.Constant(WORDS, [abs(shift)] * LANES)
-    moved = builder.shl(wide, amount) if shift > 0 else builder.lshr(wide, amount)
-    mask, exponent = (0xF << 19, 0x41800000) if vector % 2 else (0xF << 15, 0x43800000)
-    number = builder.and_(moved, ir.Constant(WORDS, [mask] * LANES))
-    return builder.bitcast(builder.or_(number, ir.Constant(WORDS, [exponent] * LANES)), SINGLES)
+    moved = builder.shl(twice, amount) if shift > 0 else builder.lshr(twice, amount)
+    masks, exponents = (
+        ir.Constant(WORDS, [first] * WORDS_OF_INT4 + [second] * WORDS_OF_INT4)
+        for first, second in ((0xF << 15, 0xF << 19), (0x43800000, 0x41800000))
+    )
+    return builder.bitcast(builder.or_(builder.and_(moved, masks), exponents), SINGLES)
 
 
 def scale(builder, format, base, vector):
@@ -149,6 +159,33 @@ def fused_multiply_add(builder, *vectors):
     return builder.call(fma, vectors)
 
 
+def input_of(builder, n, chosen, tile, format):
+    """(the n-th chosen input k, the address of its numbers in a tile)."""
+    k = builder.load(at(builder, chosen, builder.mul(n, ir.Constant(n.type, 4)), WORD))
+    k = builder.sext(k, n.type)
+    return k, builder.add(tile, builder.mul(k, ir.Constant(k.type, BYTES[format])))
+
+
+def ahead(builder, n, last, chosen, tile, base, format):
+    """Where the numbers lie that will be wanted soon. int4's inputs are those of a block: of the next ones it asks for
+    all, also for those that are zero.
+    """
+    if format == "int4":
+        return builder.add(base, ir.Constant(base.type, AHEAD[format] * BYTES[format]))
+    later = builder.add(n, ir.Constant(n.type, AHEAD[format]))
+    later = builder.select(builder.icmp_signed("<", later, last), later, n)
+    return input_of(builder, later, chosen, tile, format)[1]
+
+
+def prefetch(builder, address, format):
+    """Asks for an input's numbers in a tile, to read, for all levels of the cache."""
+    signature = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), WORD, WORD, WORD])
+    ask = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
+    for line in range(0, BYTES[format], CACHE_LINE):
+        where = at(builder, address, ir.Constant(address.type, line), ir.IntType(8))
+        builder.call(ask, [where, ir.Constant(WORD, 0), ir.Constant(WORD, 3), ir.Constant(WORD, 1)])
+
+
 def sums(format):
     """The intrinsic (tile, scales, x, chosen, first, last, start, to) for the chosen inputs k.
 
@@ -161,14 +198,16 @@ def sums(format):
         def generate(context, builder, signature, arguments):
             tile, scales, x, chosen, first, last, start, to = arguments
             totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(VECTORS)]
-            for total, offset in zip(totals, OFFSETS):
-                first_sum = builder.fmul(start, ir.Constant(SINGLE, offset if format == "int4" else 0.0))
-                builder.store(everywhere(builder, first_sum), total)
+            offsets = ir.Constant(SINGLES, OFFSETS if format == "int4" else [0.0] * LANES)
+            for total in totals:
+                builder.store(builder.fmul(everywhere(builder, start), offsets), total)
             with cgutils.for_range_slice(builder, first, last, ir.Constant(first.type, 1)) as (n, _):
-                four = ir.Constant(n.type, 4)
-                k = builder.sext(builder.load(at(builder, chosen, builder.mul(n, four), WORD)), n.type)
-                number = everywhere(builder, builder.load(at(builder, x, builder.mul(k, four), SINGLE)))
-                base = builder.add(tile, builder.mul(k, ir.Constant(k.type, BYTES[format])))
+                k, base = input_of(builder, n, chosen, tile, format)
+                if format in AHEAD:
+                    prefetch(builder, ahead(builder, n, last, chosen, tile, base, format), format)
+                number = everywhere(
+                    builder, builder.load(at(builder, x, builder.mul(k, ir.Constant(k.type, 4)), SINGLE))
+                )
                 for vector, total in enumerate(totals):
                     wide = widened(builder, format, base, vector)
                     builder.store(fused_multiply_add(builder, wide, number, builder.load(total)), total)
@@ -198,7 +237,7 @@ def wide_row(format):
             for vector in range(VECTORS):
                 found = widened(builder, format, row, vector)
                 if format == "int4":
-                    found = builder.fsub(found, ir.Constant(SINGLES, [OFFSETS[vector]] * LANES))
+                    found = builder.fsub(found, ir.Constant(SINGLES, OFFSETS))
                 if format != "bfloat16":
                     found = builder.fmul(found, scale(builder, format, scales, vector))
                 builder.store(found, at(builder, to, ir.Constant(to.type, 4 * LANES * vector), SINGLES), align=4)
