@@ -5,9 +5,9 @@
     python benchmarks/speed_table.py            writes the worst of them into the documentation
 
 Changed are the gates, dtypes, memory (strides, alignment), heads, lengths, and K and V on both sides of every tile.
-Times are those of benchmarks/run.py, whose results it has checked too; a call is judged by its multiple of the floor, or
-of 5 us, which launches take, by how much larger that is than the multiple of the call from which it differs in one
-thing, and by its multiple of a peer's time, where an earlier file has it.
+Times are those of benchmarks/run.py, whose results it has checked too; a call is judged by its multiple of the floor
+(or of 5 us, which launches take), by how much larger that is than the multiple of the call from which it differs in
+one thing, and by its multiple of a peer's time, where an earlier file has it.
 """
 
 import argparse
