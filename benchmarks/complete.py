@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from run import key
+from run import key, write
 from speed_table import pass_of
 
 SAME = ("card", "driver", "cuda", "cupy", "torch", "triton", "fla-core")
@@ -23,7 +23,7 @@ def main():
     parser.add_argument("--changed", nargs="+", default=[], metavar="WHAT", help="operators, or their backward passes")
     args = parser.parse_args()
     result = completed(*(json.loads(path.read_text()) for path in (args.new, args.earlier)), args.changed)
-    args.new.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.new, result["meta"], result["rows"])
 
 
 def completed(new, earlier, changed=()):

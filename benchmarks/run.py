@@ -11,8 +11,11 @@ A row's figures, every one a median, in milliseconds:
     floor_ms    the bytes of every input, result and state once, over the bandwidth of a copy in the same run
     peer_ms     the peer's device time, measured in the same way, and peer_wall_ms: of a backward pass
                 torch.autograd.grad's, after a forward pass that is not timed either; `peer` says whose (see peers.py)
-    error       relative, of the result (and of a step's state; of a backward pass all gradients but u's) at the first
-                and the last head, all tokens, against the recurrence in float64 on the same values; peer_error likewise
+    errors      of o (and of a step's state; of a backward pass of all gradients but u's) at the first and the last
+                head, all tokens, against the recurrence in float64 on the same values: by name, rms of the difference
+                over rms of what is right, and the same of the worst row. A row that cancels to below a tenth of the
+                whole's rms counts as a tenth, and a gate's gradient as the terms of its sum. peer_errors likewise
+    error       the largest of them, rows aside; peer_error likewise
     peak_mib    memory of the arrays, the result and what the call needs beside them
 
 Sets of arrays take turns so that a call finds none of its own in the cache. A result is checked before it is timed: a
@@ -25,8 +28,8 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -34,166 +37,48 @@ import devices
 import gates
 import numpy as np
 import peers
+from cases import DECLARED, DTYPES, Case, cases_of_cpu, cases_of_gpu, cases_of_portable, lengths
 from devices import wall_ms
 
 import linattn_np
-from linattn_np.arrays import BFLOAT16
-from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.kernel_choice import KERNELS, choose_kernels
-from linattn_np.ops import OPS, steps
 
 ROOT = Path(__file__).parents[1]
-DECLARED = {op.name: op for op in (*OPS, GLA_VALUE_GATE, steps.GLA_STEP, steps.RWKV6_STEP)}
-LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 6e-3}  # of `error`, as the tests have them
+LIMITS = {"float32": 2e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 6e-3}  # of `error`, as the tests have them
 NOT_FINITE = 1e30  # the error of a result with NaN or Inf in it: JSON has no name for those
 CALLS, SAMPLES = 10, 15
-PEER_FIGURES = ("peer_ms", "peer_wall_ms", "peer_error")
+PEER_FIGURES = ("peer_ms", "peer_wall_ms", "peer_error", "peer_errors")
 CACHED = 1 << 28  # bytes of arrays that no cache holds
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Case:
-    op: str
-    B: int
-    T: int
-    H: int
-    D: int  # K and V
-    dtype: str = "bfloat16"
-    gate: str = "logsigmoid"
-    sequences: int = 0  # packed into the row, where it is a row of packed sequences
-    backward: bool = False  # the pullback alone, after a forward pass that is not timed
-    V: int | None = None  # where it is not D
-    memory: str = "aligned"  # how the arrays lie, one of MEMORY
-
-    @property
-    def columns(self) -> int:
-        return self.D if self.V is None else self.V
-
-    @property
-    def function(self):
-        return getattr(linattn_np, self.op.split()[0])  # of "gla with gv" too
-
-    @property
-    def step(self) -> bool:
-        return self.op.endswith("_step")
-
-    @property
-    def kind(self) -> str:
-        return "step" if self.step else "backward" if self.backward else "forward"
-
-    @property
-    def fields(self) -> dict:
-        """What a row says of it."""
-        return {
-            "op": self.op,
-            "pass": self.kind,
-            "B": self.B,
-            "T": self.T,
-            "H": self.H,
-            "K": self.D,
-            "V": self.columns,
-            "dtype": self.dtype,
-            "gate": self.gate if DECLARED[self.op].gates else None,
-            "sequences": self.sequences,
-            "peer": peers.name(self.op),
-        }
-
-    def __str__(self):
-        packed = f" in {self.sequences} sequences" * bool(self.sequences)
-        gate = f" {self.gate}" * bool(DECLARED[self.op].gates)
-        wide = f"x{self.V}" if self.V else ""
-        lies = "" if self.memory == "aligned" else f" {self.memory}"
-        return (
-            f"{self.op} {self.B},{self.T},{self.H},{self.D}{wide}{packed} {self.dtype}{gate}{lies}"
-            f"{' backward' * self.backward}"
-        )
-
-
-SHAPES = (
-    (4, 4096, 64, 128),
-    (8, 4096, 32, 64),
-    (1, 8192, 96, 128),
-    (2, 16384, 16, 128),
-    (1, 131072, 16, 128),
-    (4, 2048, 16, 128),
-    (8, 1024, 8, 64),
-)
-WIDE = (8, 2048, 32, 256)
-FEW = (1, 32768, 16, 128)  # heads: sequences are cut
-HEADLINE = (*SHAPES[:4], FEW, SHAPES[-2])  # shapes of the gates that models have, forward and backward
-MEMORY = ("aligned", "bthd", "off by 8 bytes", "slices")
-
-
-def cases_of_gpu(quick):
-    """In the order in which fla has least to tune anew."""
-    gated = ("gla", "rwkv6")
-    for B in (1, 32) if quick else (1, 32, 256, 1024):
-        yield from (Case(f"{op}_step", B, 1, 32, 64) for op in gated)
-    if quick:
-        yield from (Case(op, *shape) for shape in SHAPES[-2:] for op in gated)
-        return
-    headline = [Case(op, *shape, gate=gate) for gate in ("trained", "weak") for shape in HEADLINE for op in gated]
-    yield from headline
-    yield from (replace(case, dtype="float16") for case in headline if case.gate == "trained")
-    yield Case("rwkv6", 8, 4096, 32, 64, gate="model")
-    yield from (Case(op, *shape) for shape in SHAPES for op in gated)
-    yield from (Case(op, *SHAPES[0], gate=gate) for gate in ("strong", "all-20", "reset") for op in gated)
-    yield from (Case(op, *SHAPES[0], dtype="float32", gate="trained") for op in gated)
-    yield from (Case(op, 1, 32768, 32, 128, sequences=64) for op in gated)
-    yield from (Case(op, 64, 512, 32, 128) for op in gated)  # as many tokens, without packing
-    family = ("simple_gla", "retention", "linear_attention")
-    others = (*family, GLA_VALUE_GATE.name, "softmax_attention")
-    yield from (Case(op, *SHAPES[0]) for op in family)
-    yield from (Case(op, *SHAPES[-2]) for op in others)
-    yield from (replace(case, dtype=dtype, backward=True) for dtype in ("bfloat16", "float16") for case in headline)
-    yield Case("rwkv6", 8, 4096, 32, 64, gate="model", backward=True)
-    yield from (Case(op, *SHAPES[0], gate=gate, backward=True) for gate in ("logsigmoid", "reset") for op in gated)
-    yield from (Case(op, *WIDE) for op in gated)
-    yield from (Case(op, *SHAPES[-2], backward=True) for op in reversed(others))
-    yield from (Case(op, *SHAPES[0], backward=True) for op in family)
-
-
-def cases_of_cpu(quick):
-    T = 512 if quick else 2048
-    yield from (Case(op.name, 1, T, 8, 64, dtype="float32") for op in (*OPS, GLA_VALUE_GATE))
-    for B in (1, 32):
-        yield from (Case(op, B, 1, 8, 64, dtype="float32") for op in ("gla_step", "rwkv6_step"))
-
-
-def lengths(count, tokens, shortest=24, longest=2048):
-    """Lengths of `count` sequences, many short and few long ones, in a random order."""
-    more = tokens - count * shortest
-    power = (count - 1) / (more / (longest - shortest) - 0.5) - 1  # so that the last one is the longest
-    weights = np.linspace(0, 1, count) ** power
-    bounds = np.round(more * np.cumsum(weights) / weights.sum()).astype(int)
-    return np.random.default_rng(0).permutation(shortest + np.diff(bounds, prepend=0)).tolist()
-
-
 def draw(case, xp, seed):
-    """The arrays of a call and its keywords."""
-    rng = xp.random.default_rng(seed)
-    dtype = BFLOAT16 if case.dtype == "bfloat16" else np.dtype(case.dtype)
+    """The arrays of a call and its keywords; with no seed whatever memory holds."""
+    rng = None if seed is None else xp.random.default_rng(seed)
+    dtype = DTYPES[case.dtype]
     sizes = {"B": case.B, "T": case.T, "H": case.H, "K": case.D, "V": case.columns}
+
+    def normal(*shape):
+        return rng.standard_normal(shape, dtype=np.float32) if rng else xp.empty(shape, np.float32)
+
     arrays = {}
     for name, axes in DECLARED[case.op].arrays.items():
         shape = tuple(sizes[axis] for axis in axes.split())
-        gate = name in ("g", "gv", "w")
+        gate = name in ("g", "gv", "w") and rng
         if case.step and gate:  # of one token: [B, H, K]
             x = gates.draw(case.gate, rng, xp, (*shape[:2], 1, shape[2]))[:, :, 0]
         else:
-            x = gates.draw(case.gate, rng, xp, shape) if gate else rng.standard_normal(shape, dtype=np.float32)
+            x = gates.draw(case.gate, rng, xp, shape) if gate else normal(*shape)
         arrays[name] = laid(x.astype(np.float32 if name == "u" else dtype), case.memory, xp)
-    keywords = {}
+    keywords = dict(case.options)
     if case.step:
-        keywords = {
-            "state": rng.standard_normal((case.B, case.H, case.D, case.columns), dtype=np.float32),
+        keywords |= {
+            "state": normal(case.B, case.H, case.D, case.columns),
             "out": xp.empty((case.B, case.H, case.columns), dtype),
         }
     if case.op == "retention":
         keywords["gamma"] = 1 - 2.0 ** (-5 - np.arange(case.H))
     if case.backward:
-        keywords["do"] = rng.standard_normal(arrays["v"].shape, dtype=np.float32).astype(dtype)
+        keywords["do"] = normal(*arrays["v"].shape).astype(dtype)
     if case.sequences:
         keywords["cu_seqlens"] = [0, *np.cumsum(lengths(case.sequences, case.T)).tolist()]
     return arrays, keywords
@@ -235,22 +120,57 @@ def two_heads(x, host):
     return np.stack([host(x[0, 0]), host(x[-1, -1])]).astype(np.float64)[None]
 
 
-def exact(case, arrays, keywords, host):
-    """What a call must give for `two_heads`: (o,), of a step (o, state), of a backward pass gradients, without u's."""
+def exact(case, arrays, keywords, device):
+    """What a call must give for `two_heads`: (o,), of a step (o, state), of a backward pass gradients, without u's.
+
+    NumPy's recurrence in float64; on a GPU its kernels that go token by token, where there are any: see `doubles`.
+    """
     of_two = {
-        "state": lambda x: two_heads(x, host),
+        "state": lambda x: two_heads(x, device.host),
         "gamma": lambda x: x[[0, -1]],
         "cu_seqlens": list,
-        "do": lambda x: two_heads(x, host),
+        "do": lambda x: two_heads(x, device.host),
     }
     keywords = {name: of_two[name](x) for name, x in keywords.items() if name in of_two}
-    arrays = {name: two_heads(x, host) for name, x in arrays.items()}
-    if case.backward:
-        return by_head(arrays, prepared(case, arrays, keywords)())
+    arrays = {name: two_heads(x, device.host) for name, x in arrays.items()}
+    if not case.step and doubles(device, case.op, case.backward):
+        return by_recurrence(case, arrays, keywords, device.xp)
+    return by_recurrence(case, arrays, keywords, np)
+
+
+def by_recurrence(case, arrays, keywords, xp):
+    """The same of arrays in float64, computed where `xp` has its arrays."""
+    arrays = {name: xp.asarray(x) for name, x in arrays.items()}
+    keywords = {name: xp.asarray(x) if name in ("state", "do") else x for name, x in keywords.items()}
     if not case.step and "recurrent" in DECLARED[case.op].modes:
         keywords["mode"] = "recurrent"
-    o = case.function(*arrays.values(), **keywords)
-    return (o, keywords["state"]) if case.step else (o,)
+    found = prepared(case, arrays, keywords)()
+    if case.backward:
+        found = by_head(arrays, found)
+    else:
+        found = (found, keywords["state"]) if case.step else (found,)
+    return found if xp is np else tuple(map(xp.asnumpy, found))
+
+
+@cache
+def doubles(device, op, backward) -> bool:
+    """Whether the device computes an operator in float64; it is held to NumPy on a short sequence first."""
+    if device.xp is np:
+        return False
+    case = Case(op, 1, 130, 2, 24, "float32", backward=backward, V=40)
+    arrays, keywords = draw(case, np, 0)
+    arrays = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+    if backward:
+        keywords["do"] = np.asarray(keywords["do"], np.float64)
+    try:
+        found = by_recurrence(case, arrays, keywords, device.xp)
+    except linattn_np.NotSupported:
+        return False
+    wanted = by_recurrence(case, arrays, keywords, np)
+    whole = largest(errors(case, found, wanted, next(iter(arrays.values()))))
+    if not whole < 1e-11:
+        raise SystemExit(f"{op} in float64 on the device is {whole:.0e} from NumPy's: nothing can be held to it")
+    return True
 
 
 def by_head(arrays, gradients):
@@ -258,10 +178,41 @@ def by_head(arrays, gradients):
     return tuple(gradient for name, gradient in zip(arrays, gradients) if name != "u")
 
 
-def error(found, wanted):
-    """The largest relative error of the results."""
-    errors = [float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2))) for x, y in zip(found, wanted, strict=True)]
-    return max(e if math.isfinite(e) else NOT_FINITE for e in errors)
+def names(case):
+    """Of what is held to the exact answer."""
+    if case.backward:
+        return tuple(f"d{name}" for name in DECLARED[case.op].arrays if name != "u")
+    return ("o", "state") if case.step else ("o",)
+
+
+def errors(case, found, wanted, q):
+    """{name: [relative error, the same of the worst row]}"""
+    return {
+        name: relative(x, y, terms(case, name, q, wanted))
+        for name, x, y in zip(names(case), found, wanted, strict=True)
+    }
+
+
+def terms(case, name, q, wanted) -> float:
+    """The size of the terms whose sum a gate's gradient is: with gates that forget all it is far below them."""
+    gate = case.backward and name[1:] in ("g", "gv", "w")
+    return rms(q * wanted[0] if wanted[-1].ndim == q.ndim else (q * wanted[0]).sum(-1)) if gate else 0.0
+
+
+def rms(x, axis=None):
+    return np.sqrt(np.mean(np.square(x), axis=axis))
+
+
+def relative(x, wanted, least=0.0):
+    """To no less than `least`."""
+    size, difference = max(rms(wanted), least), x - wanted
+    rows = rms(difference, -1) / np.maximum(rms(wanted, -1), size / 10)
+    figures = float(rms(difference) / size), float(rows.max())
+    return [figure if math.isfinite(figure) else NOT_FINITE for figure in figures]
+
+
+def largest(errors):
+    return max(whole for whole, _ in errors.values())
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -277,10 +228,10 @@ def prepared(case, arrays, keywords):
 def measure(case, device, bandwidth, peer, samples):
     """A row. `peer` is a function that times the peer, or gives its figures of another run."""
     row = case.fields
-    row |= dict.fromkeys(("ours_ms", "wall_ms", *PEER_FIGURES, "floor_ms", "error", "peak_mib"))
+    row |= dict.fromkeys(("ours_ms", "wall_ms", *PEER_FIGURES, "floor_ms", "error", "errors", "peak_mib"))
     device.free()
     arrays, keywords = draw(case, device.xp, 0)
-    wanted = exact(case, arrays, keywords, device.host)
+    wanted = exact(case, arrays, keywords, device)
     nbytes = bytes_moved(case, arrays, keywords)
     row["floor_ms"] = nbytes / bandwidth * 1e3
     row |= peer(case, arrays, keywords, wanted)  # before ours has written the state
@@ -288,7 +239,9 @@ def measure(case, device, bandwidth, peer, samples):
     call = prepared(case, arrays, keywords)
     found, taken = device.with_peak(call)
     results = (found, keywords["state"]) if case.step else by_head(arrays, found) if case.backward else (found,)
-    row["error"] = error([two_heads(x, device.host) for x in results], wanted)
+    q = two_heads(next(iter(arrays.values())), device.host)
+    row["errors"] = errors(case, [two_heads(x, device.host) for x in results], wanted, q)
+    row["error"] = largest(row["errors"])
     row["peak_mib"] = (taken + sum(getattr(x, "nbytes", 0) for x in (*arrays.values(), *keywords.values()))) / 2**20
     if not (row["error"] < LIMITS[case.dtype] and all(map(device.finite, results))):
         return row
@@ -346,7 +299,9 @@ class Peers:
     def measure(self, case, arrays, keywords, wanted):
         call = peers.bound(case, arrays, keywords)
         results = by_head(arrays, call.results()) if case.backward else call.results()
-        figures = {"peer_error": error([two_heads(x, peers.host) for x in results], wanted)}
+        q = two_heads(next(iter(arrays.values())), self.device.host)
+        found = errors(case, [two_heads(x, peers.host) for x in results], wanted, q)
+        figures = {"peer_error": largest(found), "peer_errors": found}
         del results
         if figures["peer_error"] < LIMITS[case.dtype]:
             nbytes = bytes_moved(case, arrays, keywords)
@@ -375,10 +330,10 @@ def kept_figures(paths, meta):
             continue
         for row in earlier["rows"]:
             if row["peer_ms"] is not None:
-                figures = {name: row[name] for name in PEER_FIGURES}
+                figures = {name: row.get(name) for name in PEER_FIGURES}
                 kept[key(row)] = figures
                 if row["gate"] == "logsigmoid":
-                    kept[key(row | {"gate": None})] = figures | {"peer_error": None}
+                    kept[key(row | {"gate": None})] = figures | {"peer_error": None, "peer_errors": None}
     return kept
 
 
@@ -389,25 +344,17 @@ def main():
     samples = 5 if args.quick else SAMPLES
     absent = {name: peers.absent(name) if args.peers else "not asked for" for name in ("fla", "torch")}
     bandwidth = copy_bandwidth(device)
-    meta = (
-        device.meta()
-        | versions()
-        | {
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "commit": args.commit or commit(),
-            "kernels": args.kernels,
-            "copy_tb_per_s": bandwidth / 1e12,
-        }
-    )
+    meta = described(device, bandwidth, args.kernels, args.commit)
     say(
         f"{meta['card']}, copy {bandwidth / 1e12:.2f} TB/s"
         + "".join(f"; without {name}: {reason}" for name, reason in absent.items() if reason)
     )
     peer = Peers(device, absent, kept_figures(args.keep_peers, meta), args.limit_s, samples)
+    wanted = cases_of_cpu if not meta["cuda"] else cases_of_portable if args.kernels == "portable" else cases_of_gpu
+    cases = [case for case in wanted(args.quick) if not args.ops or case.op in args.ops]
+    compile_all(cases, device, args.kernels)
     rows, failed = [], []
-    for case in (cases_of_gpu if meta["cuda"] else cases_of_cpu)(args.quick):
-        if args.ops and case.op not in args.ops:
-            continue
+    for case in cases:
         begun = time.monotonic()
         try:
             with choose_kernels(args.kernels):
@@ -421,10 +368,51 @@ def main():
         its = f", {row['peer']} {number(row['peer_ms'])}" if row["peer"] else ""
         say(f"{case}: {number(row['ours_ms'])} ms{its}  [{time.monotonic() - begun:.1f} s]")
         if args.out:  # after every row: a run that is cut short leaves what it has
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            write(args.out, meta, rows)
     show(rows)
     sys.exit("\n".join(["wrong results:", *failed]) if failed else 0)
+
+
+def described(device, bandwidth, kernels, of_commit):
+    """What a file says of its run."""
+    return (
+        device.meta()
+        | versions()
+        | {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "commit": of_commit or commit(),
+            "kernels": kernels,
+            "copy_tb_per_s": bandwidth / 1e12,
+        }
+    )
+
+
+def compile_all(cases, device, kernels):
+    """Compiles what the cases launch, many at a time: one after the other the first calls would take minutes."""
+    if device.xp is np:
+        return
+    begun = time.monotonic()
+
+    def of(case):
+        arrays, keywords = draw(case, device.xp, None)
+        others = {name: x for name, x in keywords.items() if name != "do"}
+        try:
+            with choose_kernels(kernels):
+                linattn_np.warm_up(case.function, *arrays.values(), gradient=case.backward, **others)
+        except linattn_np.NotSupported:
+            pass  # the case says so in its turn
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(of, (case for case in cases if not case.step)))
+    device.free()
+    say(f"compiled in {time.monotonic() - begun:.1f} s")
+
+
+def write(path, meta, rows):
+    """A row a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
 
 
 def arguments():

@@ -3,17 +3,19 @@
     python benchmarks/run.py --out benchmarks/results/<card>.json
     python benchmarks/speed_table.py
 
-docs/performance.md gets all of them, the README the rows of the gates that models have. The plot needs matplotlib;
-without it the one that is there stays.
+docs/performance.md gets all of them, with errors, estimates for other cards and the worst of benchmarks/sweep.py, the
+README the rows of the gates that models have. The plot needs matplotlib; without it the one that is there stays.
 """
 
 import json
 from textwrap import fill
 
+import other_cards
 from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
 END = "<!-- end of the operators' speed -->\n"
+OTHERS = "<!-- other cards, written by benchmarks/speed_table.py -->\n", "<!-- end of other cards -->\n"
 GATES = {
     None: "",
     "trained": "trained gates",
@@ -27,8 +29,8 @@ GATES = {
 
 
 def main():
-    for path, text in ((README, summary()), (PAGE, tables())):
-        path.write_text(between(path.read_text(), BEGIN, END, text))
+    for path, marks, text in pages():
+        path.write_text(between(path.read_text(), *marks, text))
     try:
         import speed_plot
     except ImportError as error:
@@ -44,9 +46,27 @@ def results():
     return [path for path in files if json.loads(path.read_text())["meta"]["cuda"]]
 
 
+def pages():
+    """(file, the comments around its tables, the tables)"""
+    return (
+        (README, (BEGIN, END), summary()),
+        (README, OTHERS, on_other_cards(("bfloat16",), sources=False)),
+        (PAGE, (BEGIN, END), tables()),
+    )
+
+
+def forced():
+    """The files of benchmarks/run.py --kernels portable."""
+    return sorted((RESULTS / "portable").glob("*.json"))
+
+
+def on_other_cards(dtypes, sources) -> str:
+    return "\n".join(other_cards.of(path, dtypes, sources) for path in forced())
+
+
 def tables() -> str:
-    forced = sorted((RESULTS / "portable").glob("*.json"))
-    return "\n".join([*map(of_card, results()), *map(of_portable_kernels, forced)])
+    portable = [*map(of_portable_kernels, forced()), on_other_cards(other_cards.DTYPES, sources=True)]
+    return "\n".join([*map(of_card, results()), *portable])
 
 
 def of_portable_kernels(path) -> str:
@@ -92,7 +112,7 @@ def summary() -> str:
             "",
             *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines),
             "",
-            fill(f"{worst(rows)} {losses(faster(rows))}", WIDTH),
+            fill(f"{worst(rows)} {losses(faster(rows))} {worst_of_sweep(path)}".rstrip(), WIDTH),
             "",
         ]
     return "\n".join(found)
@@ -149,6 +169,17 @@ def of_card(path) -> str:
             "",
             fill(" ".join(filter(None, (losses(faster(rows)), errors(rows), older(rows)))), WIDTH),
             "",
+            *titled(
+                "Relative errors against float64, of the whole / of the worst row, in bfloat16, with fla's on the same "
+                "arrays. A row that cancels to below a tenth of the whole's size counts as a tenth.",
+                ["B, T, H, D", "", "", "o", "dq", "dk", "dv", "dg"],
+                errors_by_name(rows),
+            ),
+            *titled(
+                f"{worst_of_sweep(path)} Its slowest calls, one for each thing that was changed:",
+                ["", "B, T, H, K, V", "", "times the floor", "of the usual", "of fla"],
+                slowest_of_sweep(path),
+            ),
         ]
     )
 
@@ -183,6 +214,71 @@ def worst(rows) -> str:
         return text + "."
     peers = max(beside, key=lambda row: row["ours_ms"] / row["peer_ms"])
     return text + f", and {name(peers)} {peers['ours_ms'] / peers['peer_ms']:.2f} times as long as {peers['peer']}."
+
+
+def errors_by_name(rows):
+    """Two lines for each call whose peer's errors are known by name: ours, and the peer's."""
+    found, lines = {}, []
+    for row in rows:
+        if row.get("peer_errors") and row["op"] in ("gla", "rwkv6") and not row["sequences"]:
+            found.setdefault((*label(row), row["gate"], row["op"]), {})[row["pass"]] = row
+    for (shape, _, gate, op), passes in sorted(found.items(), key=lambda pair: pair[0][2:]):
+        if set(passes) == {"forward", "backward"}:
+            for whose, field in (("ours", "errors"), ("fla", "peer_errors")):
+                pairs = [pair for kind in ("forward", "backward") for pair in passes[kind][field].values()]
+                lines.append([shape, f"`{op}`, {GATES[gate]}", whose, *(f"{x:.1e} / {row:.1e}" for x, row in pairs)])
+    return lines
+
+
+def swept(path):
+    """Rows of benchmarks/sweep.py on the same card, the slowest first."""
+    file = path.parent / "sweep" / path.name
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    return sorted((row for row in rows if row["multiple"]), key=lambda row: -row["multiple"])
+
+
+def worst_of_sweep(path) -> str:
+    rows = swept(path)
+    if not rows:
+        return ""
+    said = [
+        f"{pass_of(row)} {place(row)}, {changed(row)}, {row['multiple']:.1f} times the floor"
+        for kind in ("forward", "backward")
+        for row in [row for row in rows if row["pass"] == kind][:1]
+    ]
+    return (
+        f"Of {len(rows)} calls in which benchmarks/sweep.py changes one thing at a time the worst are "
+        f"{' and '.join(said)}."
+    )
+
+
+def slowest_of_sweep(path):
+    """A line for each pass and thing that was changed, the slowest dozen."""
+    found = {}
+    for row in swept(path):
+        found.setdefault((row["pass"], row["changed"]), row)
+    return [
+        [
+            pass_of(row),
+            place(row),
+            changed(row),
+            f"{row['multiple']:.2f}",
+            f"{row['beside_usual']:.2f}",
+            f"{row['of_peer']:.2f}" if row["of_peer"] else "",
+        ]
+        for row in list(found.values())[:12]
+    ]
+
+
+def place(row) -> str:
+    return ", ".join(str(row[axis]) for axis in "BTHKV")
+
+
+def changed(row) -> str:
+    """What differs from bfloat16, trained gates and aligned rows."""
+    return {"bthd": "rows of [B, T, H, K]", "slices": "slices of wider rows", "": "as usual"}.get(
+        row["changed"], row["changed"]
+    )
 
 
 def by_label(rows, kind):
@@ -274,11 +370,16 @@ def pass_of(row):
 
 
 def faster(rows):
+    """Peers that take less time on the device, or in eager calls, with how many times less."""
     found = []
     for row in rows:
-        for ours, its, how in (("ours_ms", "peer_ms", ""), ("wall_ms", "peer_wall_ms", ", eager")):
-            if row[ours] and row[its] and row[its] < row[ours]:
-                found.append(f"{row['peer']} ({name(row)}{how}, {row[ours] / row[its]:.2f} times)")
+        times = [
+            f"{row[ours] / row[its]:.2f} times{how}"
+            for ours, its, how in (("ours_ms", "peer_ms", ""), ("wall_ms", "peer_wall_ms", " eager"))
+            if row[ours] and row[its] and row[its] < row[ours]
+        ]
+        if times:
+            found.append(f"{row['peer']} ({name(row)}, {', '.join(times)})")
     return found
 
 

@@ -1,31 +1,38 @@
 """Looks for cliffs: one thing at a time is changed in calls that are fast, and whatever becomes slow is said first.
 
-    python benchmarks/sweep.py [--ops gla rwkv6] [--passes forward backward] [--seconds 300] [--out FILE.json]
+    python benchmarks/sweep.py [--keep-peers benchmarks/results/<card>.json] [--limit-s 60]
+                               [--out benchmarks/results/sweep/<card>.json]
+    python benchmarks/speed_table.py            writes the worst of them into the documentation
 
 Changed are the gates, dtypes, memory (strides, alignment), heads, lengths, and K and V on both sides of every tile.
-Times are those of benchmarks/run.py, whose results it has checked too; a call is judged by its multiple of the floor,
-and by how much larger that is than the multiple of the call from which it differs in one thing.
+Times are those of benchmarks/run.py, whose results it has checked too; a call is judged by its multiple of the floor
+(or of 5 us, which launches take), by how much larger that is than the multiple of the call from which it differs in
+one thing, and by its multiple of a peer's time, where an earlier file has it.
 """
 
 import argparse
-import json
+import math
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import cases
 import devices
 import gates
 import run
 
 LARGE, FEW, SMALL = (
-    run.Case("gla", 4, 4096, 64, 128),
-    run.Case("gla", 2, 16384, 16, 128),
-    run.Case("gla", 8, 4096, 32, 64),
+    cases.Case("gla", 4, 4096, 64, 128),
+    cases.Case("gla", 2, 16384, 16, 128),
+    cases.Case("gla", 8, 4096, 32, 64),
 )
-BASES = tuple(replace(case, gate="trained") for case in (LARGE, FEW, SMALL))
-COLUMNS = ((60, 64), (64, 65), (64, 128), (72, 200), (120, 128), (128, 136), (200, 64), (256, 256), (320, 64))
-SHAPES = ((1, 131072, 4, 128), (2, 1024, 512, 64), (64, 37, 64, 128), (1, 513, 8, 128), (1, 64, 1, 64))
+BASES = tuple(replace(case, gate="trained") for case in (SMALL, LARGE, FEW))
+COLUMNS = ((8, 8), (32, 32), (60, 64), (64, 65), (64, 128), (72, 200), (120, 128), (128, 136))
+COLUMNS += ((200, 64), (256, 256), (320, 64), (256, 512))  # of K and V
+SHAPES = ((1, 65536, 4, 128), (2, 1024, 512, 64), (64, 37, 64, 128), (1, 513, 8, 128), (1, 64, 1, 64))
+LAUNCHES = 5e-3  # ms that a call's launches take: no floor is lower
+WORST = 25
 
 
 def variations(base):
@@ -36,8 +43,8 @@ def variations(base):
         for gate in gates.NAMES
         if gate != base.gate and (gate != "model" or base.D == 64)
     )
-    yield from ((dtype, replace(base, dtype=dtype)) for dtype in ("float16", "float32"))
-    yield from ((memory, replace(base, memory=memory)) for memory in run.MEMORY[1:])
+    yield from ((dtype, replace(base, dtype=dtype)) for dtype in ("float16", "float32", "tf32"))
+    yield from ((memory, replace(base, memory=memory)) for memory in cases.MEMORY[1:])
     if base.D == SMALL.D:
         tokens = base.B * base.T * base.H * base.D
         for K, V in COLUMNS:  # as many elements in all, on as many heads
@@ -45,41 +52,47 @@ def variations(base):
         yield from (("another shape", replace(base, B=B, T=T, H=H, D=D)) for B, T, H, D in SHAPES)
 
 
-def swept(ops, passes, seconds, device):
+def wanted(ops, passes):
+    """{what the others differ from in one thing: [(what is changed, the case)]}"""
+    return {
+        base: list(variations(base))
+        for base in (
+            replace(base, op=op, backward=name == "backward") for base in BASES for name in passes for op in ops
+        )
+    }
+
+
+def swept(groups, limit_s, device, bandwidth, peer):
     """Rows of benchmarks/run.py with what was changed, and the multiples."""
-    bandwidth, ends, rows = run.copy_bandwidth(device), time.monotonic() + seconds, []
-    for backward in (name == "backward" for name in passes):
-        for op in ops:
-            for base in BASES:
-                usual = None
-                for what, case in variations(replace(base, op=op, backward=backward)):
-                    if time.monotonic() > ends:
-                        run.say(f"time is up: {case} and what follows were not measured")
-                        return rows
-                    try:
-                        row = run.measure(case, device, bandwidth, lambda *_: {}, 5)
-                    except run.linattn_np.NotSupported as refusal:
-                        run.say(f"{case}: refused: {str(refusal).splitlines()[0]}")
-                        continue
-                    multiple = row["ours_ms"] and row["ours_ms"] / row["floor_ms"]
-                    usual = usual or multiple
-                    rows.append(
-                        row
-                        | {
-                            "changed": what,
-                            "case": str(case),
-                            "multiple": multiple,
-                            "beside_usual": multiple and multiple / usual,
-                        }
-                    )
-                    run.say(line(rows[-1]))
-    return rows
+    ends = time.monotonic() + limit_s
+    for group in groups.values():
+        usual = None
+        for what, case in group:
+            if time.monotonic() > ends:
+                run.say(f"time is up: {case} and what follows were not measured")
+                return
+            try:
+                row = run.measure(case, device, bandwidth, peer, 3)
+            except run.linattn_np.NotSupported as refusal:
+                run.say(f"{case}: refused: {str(refusal).splitlines()[0]}")
+                continue
+            multiple = row["ours_ms"] and row["ours_ms"] / max(row["floor_ms"], LAUNCHES)
+            usual = usual or multiple
+            yield row | {
+                "changed": what,
+                "case": str(case),
+                "memory": case.memory,
+                "multiple": multiple,
+                "beside_usual": multiple and multiple / usual,
+                "of_peer": row["peer_ms"] and multiple and row["ours_ms"] / row["peer_ms"],
+            }
 
 
 def line(row) -> str:
     if row["multiple"] is None:
         return f"WRONG  {row['case']}: relative error {row['error']:.1e}"
-    multiples = f"{row['multiple']:7.2f}x of the floor, {row['beside_usual']:5.2f}x of usual"
+    its = f", {row['of_peer']:.2f}x of {row['peer']}" if row["of_peer"] else ""
+    multiples = f"{row['multiple']:7.2f}x of the floor, {row['beside_usual']:5.2f}x of usual{its}"
     return f"{multiples}, error {row['error']:.1e}  {row['case']}"
 
 
@@ -87,14 +100,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="+", default=["gla", "rwkv6"], choices=["gla", "rwkv6"])
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"], choices=["forward", "backward"])
-    parser.add_argument("--seconds", type=float, default=600, help="after which no further call is measured")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="after which no further call is measured")
+    parser.add_argument(
+        "--keep-peers", type=Path, nargs="+", default=[], metavar="FILE", help="as in benchmarks/run.py"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--commit", help="what to say of the sources where git cannot")
     args = parser.parse_args()
-    rows = swept(args.ops, args.passes, args.seconds, devices.current())
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    device = devices.current()
+    bandwidth = run.copy_bandwidth(device)
+    meta = run.described(device, bandwidth, "auto", args.commit)
+    peer = run.Peers(device, dict.fromkeys(("fla", "torch"), "kept"), run.kept_figures(args.keep_peers, meta), 0, 0)
+    groups = wanted(args.ops, args.passes)
+    run.compile_all([case for group in groups.values() for _, case in group], device, "auto")
+    rows = []
+    for row in swept(groups, args.limit_s, device, bandwidth, peer):
+        rows.append(row)
+        run.say(line(row))
+        if args.out:  # after every row: a run that is cut short leaves what it has
+            run.write(args.out, meta, rows)
     print("the worst first:")
-    for row in sorted(rows, key=lambda row: -(row["multiple"] or float("inf")))[:25]:
+    for row in sorted(rows, key=lambda row: -(row["multiple"] or math.inf))[:WORST]:
         print(line(row))
     sys.exit(any(row["multiple"] is None for row in rows))
 

@@ -14,7 +14,9 @@ from reference import LIMITS
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import complete  # noqa: E402  (from benchmarks)
+import cases  # noqa: E402  (from benchmarks)
+import complete  # noqa: E402
+import other_cards  # noqa: E402
 import run  # noqa: E402
 import speed_table  # noqa: E402
 import sweep  # noqa: E402
@@ -39,23 +41,23 @@ FIELDS = {
     "peer_wall_ms",
     "floor_ms",
     "error",
+    "errors",
     "peer_error",
+    "peer_errors",
     "peak_mib",
 }
 
 
 def of_small_case(op, dtype="float32", **options):
-    case = run.Case(op, 2, 1 if op.endswith("_step") else 70, 3, 16, dtype, **options)
+    case = cases.Case(op, 2, 1 if op.endswith("_step") else 70, 3, 16, dtype, **options)
     return run.measure(case, Cpu(), 1e9, lambda *_: {}, 1)
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "path, text", [("README.md", speed_table.summary()), ("docs/performance.md", speed_table.tables())]
-)
-def test_the_tables_have_the_measured_figures(path, text):
-    page = (ROOT / path).read_text()
-    assert speed_table.between(page, speed_table.BEGIN, speed_table.END, text) == page
+@pytest.mark.parametrize("path, marks, text", speed_table.pages(), ids=["README", "README-other-cards", "page"])
+def test_the_tables_have_the_measured_figures(path, marks, text):
+    page = path.read_text()
+    assert speed_table.between(page, *marks, text) == page
 
 
 @pytest.mark.parametrize("path", speed_table.results(), ids=lambda path: path.stem)
@@ -64,7 +66,7 @@ def test_results_are_whole(path):
     assert META <= set(result["meta"])
     assert len({run.key(row) for row in result["rows"]}) == len(result["rows"]) > 0
     for row in result["rows"]:
-        assert set(row) - {"commit"} == FIELDS
+        assert FIELDS - {"errors", "peer_errors"} <= set(row) - {"commit"} <= FIELDS  # a completed file lacks these
         assert row["error"] < LIMITS[row["dtype"]][0] and row["ours_ms"] > 0 and row["wall_ms"] > 0
         assert row["peak_mib"] > 0 and row["floor_ms"] > 0
         assert row["peer_error"] is None or row["peer_ms"] is None or row["peer_error"] < LIMITS[row["dtype"]][0]
@@ -72,10 +74,10 @@ def test_results_are_whole(path):
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 def test_limits_are_those_of_the_tests():
-    assert run.LIMITS == {dtype: LIMITS[dtype][0] for dtype in run.LIMITS}
+    assert run.LIMITS == {dtype: LIMITS.get(dtype, LIMITS["float16"])[0] for dtype in cases.DTYPES}
 
 
-@pytest.mark.parametrize("op", run.DECLARED)
+@pytest.mark.parametrize("op", cases.DECLARED)
 def test_a_row(op):
     row = of_small_case(op)
     assert set(row) == FIELDS
@@ -91,7 +93,7 @@ def test_a_wrong_result_is_not_timed(op, wrong, monkeypatch):
     assert row["error"] > 1e-3 and row["ours_ms"] is None and row["wall_ms"] is None
 
 
-@pytest.mark.parametrize("op", [name for name in run.DECLARED if not name.endswith("_step")])
+@pytest.mark.parametrize("op", [name for name in cases.DECLARED if not name.endswith("_step")])
 def test_a_backward_pass_is_checked_and_timed(op, monkeypatch):
     row = of_small_case(op, backward=True)
     assert row["pass"] == "backward" and row["ours_ms"] > 0 and row["error"] < LIMITS["float32"][0]
@@ -110,29 +112,36 @@ def test_gates_by_name(gate):
         assert -0.2 < np.median(g[0, 0]) and g.min() < -5
 
 
+def test_a_gates_gradient_is_as_large_as_its_terms():
+    """With -20 everywhere it is e**-20 of them, below their rounding."""
+    row = of_small_case("gla", backward=True, gate="all-20")
+    assert row["ours_ms"] > 0 and row["errors"]["dg"][0] < 1e-6
+
+
 def test_arrays_lie_as_asked():
     x = np.arange(2 * 3 * 5 * 8, dtype=np.float32).reshape(2, 3, 5, 8)
-    for memory in run.MEMORY:
+    for memory in cases.MEMORY:
         found = run.laid(x, memory, np)
         assert (found == x).all() and found.strides[-1] == 4
         assert (memory == "aligned") == (found is x)
 
 
 def test_packed_sequences():
-    found = run.lengths(64, 32768)
+    found = cases.lengths(64, 32768)
     assert len(found) == 64 and sum(found) == 32768 and (min(found), max(found)) == (24, 2047)
 
 
 def test_figures_of_a_peer_are_kept_for_the_same_versions(tmp_path):
     meta = {"card": "a card", "fla-core": "1", "torch": "2", "triton": "3"}
-    row = of_small_case("gla") | {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
+    kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3, "peer_errors": {"o": [1e-3, 2e-3]}}
+    row = of_small_case("gla") | kept
     path = tmp_path / "earlier.json"
     path.write_text(json.dumps({"meta": meta, "rows": [row, of_small_case("rwkv6")]}))
     later, newer = tmp_path / "later.json", row | {"T": 71, "peer_ms": 4.0}
     later.write_text(json.dumps({"meta": meta, "rows": [newer]}))
-    kept = {"peer_ms": 2.0, "peer_wall_ms": 3.0, "peer_error": 1e-3}
     found = run.kept_figures([path], meta)
-    assert found[run.key(row)] == kept and found[run.key(row | {"gate": None})] == kept | {"peer_error": None}
+    without_errors = kept | {"peer_error": None, "peer_errors": None}
+    assert found[run.key(row)] == kept and found[run.key(row | {"gate": None})] == without_errors
     assert run.kept_figures([path, later], meta)[run.key(newer)] == kept | {"peer_ms": 4.0}
     assert run.kept_figures([path], meta | {"torch": "2.1"}) == run.kept_figures([], meta) == {}
 
@@ -143,7 +152,7 @@ def of_peer(kept=(), limit_s=math.inf):
 
 
 def case_of(op, **options):
-    return run.Case(op, 2, 1 if op.endswith("_step") else 33, 3, 16, **options)
+    return cases.Case(op, 2, 1 if op.endswith("_step") else 33, 3, 16, **options)
 
 
 def row_beside(peer, case):
@@ -241,10 +250,7 @@ def test_a_wrong_gradient_of_a_peer_is_not_timed(installed, monkeypatch):
 def test_losses_are_said():
     row = of_small_case("gla", "bfloat16", gate="trained") | {"ours_ms": 1.0, "wall_ms": 1.0, "error": 3e-3}
     better = row | {"peer_ms": 0.5, "peer_wall_ms": 0.8, "peer_error": 2e-3}
-    assert speed_table.faster([better]) == [
-        "fla (gla 2, 70, 3, 16, 2.00 times)",
-        "fla (gla 2, 70, 3, 16, eager, 1.25 times)",
-    ]
+    assert speed_table.faster([better]) == ["fla (gla 2, 70, 3, 16, 2.00 times, 1.25 times eager)"]
     assert speed_table.name(better | {"gate": "weak"}) == "gla 2, 70, 3, 16, weak gates"
     slow = row | {"floor_ms": 0.5, "T": 71, "peer_ms": None}
     assert speed_table.worst([better | {"floor_ms": 1.0}, slow]) == (
@@ -253,7 +259,7 @@ def test_losses_are_said():
     wider = better | {"T": 71, "error": 4e-3}
     assert "Ours are larger than the peers': gla (up to 2.00 times)." in speed_table.errors([better, wider])
     gradient = better | {"pass": "backward", "error": 4e-3, "peer_error": 5e-3}
-    assert speed_table.faster([gradient])[0] == "fla (gla backward 2, 70, 3, 16, 2.00 times)"
+    assert speed_table.faster([gradient | {"wall_ms": 0.7}]) == ["fla (gla backward 2, 70, 3, 16, 2.00 times)"]
     assert speed_table.errors([better | {"error": 2e-3}, gradient]) == (
         "Relative errors against float64, in bfloat16: ours 2.0e-03 to 2.0e-03, the peers' 2.0e-03 to 2.0e-03; "
         "of gradients ours 4.0e-03 to 4.0e-03, the peers' 5.0e-03 to 5.0e-03."
@@ -291,19 +297,61 @@ def test_the_peer_of_softmax_attention_is_named():
     ]
 
 
+def test_errors_stand_beside_the_peers():
+    row = of_small_case("gla", "bfloat16", gate="trained")
+    assert speed_table.errors_by_name([row | {"peer_errors": None}]) == []
+    backward = {name: [3e-3, 2e-2] for name in ("dq", "dk", "dv", "dg")}
+    rows = [
+        row | {"errors": {"o": [1e-3, 2e-3]}, "peer_errors": {"o": [2e-3, 4e-3]}},
+        row | {"pass": "backward", "errors": backward, "peer_errors": backward},
+    ]
+    ours, its = speed_table.errors_by_name(rows)
+    assert ours == ["2, 70, 3, 16", "`gla`, trained gates", "ours", "1.0e-03 / 2.0e-03", *["3.0e-03 / 2.0e-02"] * 4]
+    assert its[2:4] == ["fla", "2.0e-03 / 4.0e-03"]
+
+
+def test_estimates_for_other_cards(tmp_path):
+    rows = [
+        of_small_case("gla", gate="trained", backward=backward) | {"ours_ms": ours, "dtype": "bfloat16"}
+        for backward, ours in ((False, 1.0), (True, 3.0))
+    ]
+    path = tmp_path / "card.json"
+    run.write(path, {"card": "NVIDIA H200"}, [*rows, rows[0] | {"gate": "weak", "ours_ms": 9.0}])
+    text = other_cards.of(path, ("bfloat16",), sources=False)
+    assert "| 2, 70, 3, 16 | bfloat16 | 1 / 3 | ~3.2 / 9.5 | ~5.6 / 17 |" in text and "estimated" in text
+    assert "GB/s" not in text and "RTX 5090 1,792 GB/s" in other_cards.of(path, ("bfloat16",), sources=True)
+
+
 # -- the sweep --------------------------------------------------------------------------------------------------------
 def test_a_sweep_says_what_is_slow(monkeypatch, capsys):
-    small = replace(run.Case("gla", 1, 33, 2, 16), gate="trained", dtype="float32")
+    small = replace(cases.Case("gla", 1, 33, 2, 16), gate="trained", dtype="float32")
     monkeypatch.setattr(sweep, "BASES", (small,))
-    rows = sweep.swept(["gla"], ["forward", "backward"], 60, Cpu())
+    groups = sweep.wanted(["gla"], ["forward", "backward"])
+    rows = list(sweep.swept(groups, 60, Cpu(), 1e9, lambda *_: {"peer_ms": 1.0}))
     assert {row["pass"] for row in rows} == {"forward", "backward"}
     assert {"", "weak gates", "reset gates", "bthd", "off by 8 bytes"} <= {row["changed"] for row in rows}
     assert all(row["multiple"] > 0 for row in rows)
-    assert rows[0]["beside_usual"] == 1 and "x of the floor" in sweep.line(rows[0])
-    assert len(sweep.swept(["gla"], ["forward"], -1, Cpu())) == 0 and "time is up" in capsys.readouterr().err
+    assert rows[0]["beside_usual"] == 1 and rows[0]["of_peer"] == rows[0]["ours_ms"]
+    assert "x of the floor" in sweep.line(rows[0]) and "x of fla" in sweep.line(rows[0])
+    assert not list(sweep.swept(groups, -1, Cpu(), 1e9, None)) and "time is up" in capsys.readouterr().err
+
+
+def test_the_worst_of_a_sweep(tmp_path):
+    assert speed_table.worst_of_sweep(tmp_path / "card.json") == ""
+    row = of_small_case("gla", "bfloat16") | {"changed": "bthd", "multiple": 3.0, "beside_usual": 1.5, "of_peer": None}
+    slower = row | {"pass": "backward", "changed": "K=60, V=64", "multiple": 9.0, "of_peer": 0.5}
+    run.write(tmp_path / "sweep" / "card.json", {}, [row, row | {"multiple": 2.0}, slower, row | {"multiple": None}])
+    assert speed_table.worst_of_sweep(tmp_path / "card.json") == (
+        "Of 3 calls in which benchmarks/sweep.py changes one thing at a time the worst are gla 2, 70, 3, 16, 16, rows "
+        "of [B, T, H, K], 3.0 times the floor and gla backward 2, 70, 3, 16, 16, K=60, V=64, 9.0 times the floor."
+    )
+    assert speed_table.slowest_of_sweep(tmp_path / "card.json") == [
+        ["gla backward", "2, 70, 3, 16, 16", "K=60, V=64", "9.00", "1.50", "0.50"],
+        ["gla", "2, 70, 3, 16, 16", "rows of [B, T, H, K]", "3.00", "1.50", ""],
+    ]
 
 
 def test_a_sweep_reaches_both_sides_of_every_tile():
-    changed = dict(sweep.variations(sweep.BASES[-1]))
+    changed = dict(sweep.variations(sweep.BASES[0]))
     assert {"K=60, V=64", "K=128, V=136", "K=320, V=64", "model gates"} <= set(changed)
     assert changed["K=60, V=64"].columns == 64 and "60x64" in str(changed["K=60, V=64"])

@@ -10,6 +10,7 @@ from linattn_np.arrays import BFLOAT16
 from linattn_np.ops import GLA, OPS, RWKV6
 
 CHUNK, SUB_CHUNK = 32, 8  # tokens of Hopper's kernel: within the smaller ones scores meet in the middle
+GATES = ("trained", "weak", "logsigmoid", "all-20", "spikes-40", "some-inf", "some-1e30", "positive")
 WAYS = {"one token resets": -np.inf, "one is beyond float32's exponents": -200.0, "one grows": 30.0}
 
 
@@ -57,9 +58,7 @@ def test_gates_that_nobody_sees_change_nothing(backend, rng, op, K, gate):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize(
-    "gate", ["trained", "weak", "logsigmoid", "all-20", "spikes-40", "some-inf", "some-1e30", "positive"]
-)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("K", (64, 128))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_errors_are_of_one_class(backend, rng, op, K, gate):
@@ -68,6 +67,22 @@ def test_errors_are_of_one_class(backend, rng, op, K, gate):
     arrays = draw(op, rng, {"B": 1, "H": 2, "T": 6 * CHUNK, "K": K, "V": 64}, BFLOAT16, gate)
     found = errors(run(backend, op, dict(zip(op.arrays, arrays))), exact(OPS[op], arrays)[0])
     assert found[0] <= 4e-3 and found[1] <= limits(BFLOAT16)[1]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("op", [op for op in OPS if op.gates], ids=lambda op: op.name)
+def test_no_backend_has_a_gate_of_its_own_class(backend, rng, op, gate):
+    """The same limits in float32, whole and row by row, in every mode of every backend."""
+    tiny = backend.sizes == ("tiny",)
+    sizes = {"B": 1, "H": 1, "T": 18, "K": 4, "V": 3} if tiny else {"B": 1, "H": 2, "T": 150, "K": 20, "V": 12}
+    arrays = draw(op, rng, sizes, np.float32, gate)
+    wanted = exact(OPS[op], arrays)
+    for mode in backend.modes[op.name]:
+        given = {"chunk_size": 16} if tiny and mode == "staged" else {}
+        found = backend.run(OPS[op], *map(backend.asarray, arrays), mode=mode, output_final_state=True, **given)
+        for what, x, y in zip(("o", "state"), found, wanted, strict=True):
+            assert_close(f"{what} in mode {mode}", backend.tohost(x), y, np.float32)
 
 
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)

@@ -173,7 +173,8 @@ def kernels_of(problem, device) -> tuple:
 
 
 def warm_up(problem):
-    at_home(problem, lambda: DEVICE.wait_for(kernels_of(problem, DEVICE)))
+    device = chosen_device()
+    at_home(problem, lambda: device.wait_for(kernels_of(problem, device)))
 
 
 def describe(problem, bytes_moved) -> dict:

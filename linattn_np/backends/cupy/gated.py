@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from ...contract import SUB_CHUNK
-from . import float64, gated_vjp, stages, tuning
+from . import float64, gated_vjp, pieces, stages, tuning
 from .instances import (
     CHANNELS,
     CLUSTER_SPLIT_K,
@@ -66,6 +66,8 @@ plan_summary_vjp = gated_vjp.plan_summary_vjp
 
 def plan(problem, device, kept=()):
     """`kept`: what `plan_summary` of the same tokens has left."""
+    if problem.dtype != DOUBLE and mode_of(problem) == "chunk" and pieces.forward_gains(problem):
+        return plan_wider(problem, device)
     draft, mode = Draft(), mode_of(problem)
     if problem.dtype == DOUBLE and mode != "staged":
         return float64.plan(problem, device)
@@ -80,6 +82,17 @@ def plan(problem, device, kept=()):
     else:
         tiles = OnEveryCard(draft, problem, device, draft.inputs(problem), o).run(final)
     return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
+
+
+def plan_wider(problem, device):
+    """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernel may take too."""
+    draft, found = pieces.widened(problem, lambda wide: plan(wide, device))
+    found_o, final = draft.include(found)
+    o = draft.output(problem, fits=lambda out: True)
+    draft.copy(pieces.narrow(found_o, o.shape), o)
+    if final is not None:
+        final = (draft.contiguous(pieces.narrow(final[0], problem.shape("N H K V"))),)
+    return draft.plan((o, final), mode=found.mode, tiles=found.tiles)
 
 
 def plan_summary(problem, device):

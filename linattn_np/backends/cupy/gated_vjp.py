@@ -7,7 +7,7 @@ dq and du, one backwards for all else.
 
 from __future__ import annotations
 
-from . import tuning
+from . import pieces, tuning
 from .elementwise import BonusGradient
 from .instances import (
     TILES,
@@ -30,8 +30,10 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False):
     `kept`: what `plan_summary_vjp` of the same `do` has left. `exact`: half-precision data too are multiplied in
     float32, for a gate that many channels share, whose gradient is a sum of theirs.
     """
-    draft = Draft()
     P, bonus = segments(problem, device), problem.arrays.get("u")
+    if not P and pieces.backward_gains(problem, do):
+        return plan_wider_vjp(problem, device, do, dht, exact)
+    draft = Draft()
     q, k, v, g = draft.mapped_inputs(problem) if P else draft.inputs(problem)
     do = as_inputs(draft, problem, do)
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
@@ -47,6 +49,15 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False):
         draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, du=du, N=shares.shape[0], H=H, K=K)
         gradients = (*gradients, du)
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
+
+
+def plan_wider_vjp(problem, device, do, dht, exact):
+    """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
+    draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, exact=exact), do, dht)
+    gradients, dh0 = draft.include(plan)
+    gradients = tuple(pieces.cut(draft, x, like) for x, like in zip(gradients, problem.arrays.values(), strict=True))
+    dh0 = dh0 and (pieces.cut(draft, dh0[0], problem.initial_state[0]),)
+    return draft.plan((gradients, dh0), tiles=plan.tiles)
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
