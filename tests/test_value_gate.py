@@ -61,6 +61,7 @@ CASES = {
     "K1-V1": Case(K=1, V=1, T=20),
     "wide": Case(T=20, K=100, V=70),
     "wider": Case(T=20, H=1, K=200, V=256),
+    "wider-bfloat16": Case(T=40, H=1, K=200, V=70, dtype=BFLOAT16, gates=(SINGLE, SINGLE)),
     "scale": Case(scale=-2.0),
     "scale0": Case(scale=0.0, T=20),
     "packed": Case(bounds=(0, 0, 7, 8, 50, 50, 70)),
@@ -316,11 +317,11 @@ def test_what_kernels_do_not_take_is_refused(backend, rng):
     if backend.device is None:
         pytest.skip("NumPy takes all")
     q, k, v, g, gv = map(backend.asarray, Case(T=5).drawn(rng)[0])
-    with pytest.raises(NotSupported, match="gla with gv: .*no mode 'chunk' with gv"):
-        backend.run(gla, q, k, v, g, gv, mode="chunk")
     wide = backend.asarray(np.zeros((1, 2, 5, 257), SINGLE))
     with pytest.raises(NotSupported, match="gla with gv: .*K=257 is over 256"):
-        backend.run(gla, wide, wide, v, wide, gv)
+        backend.run(gla, wide, wide, v, wide, gv, mode="recurrent")
+    with pytest.raises(NotSupported, match="gla with gv: .*K=257 is over 256"):
+        backend.run(vjp, gla, wide, wide, v, wide, gv)
     with pytest.raises(NotSupported, match="gla with gv: .*V=257 is over 256"):
         backend.run(vjp, gla, q, k, wide, g, wide)
     assert backend.run(gla, q, k, wide, g, wide).shape == (1, 2, 5, 257)
@@ -349,8 +350,25 @@ def test_plans_and_replays(stateful, dtype, gates, rng):
             assert all(x is y is None or same_bits(x, y) for x, y in zip(found, wanted, strict=True))
     assert len(planned.compiled(problem)) == 2
     plan = planned.plan_of(problem.replace(gradient=False), on)
-    assert plan.mode == "recurrent" and plan.tiles == {"BK": 64, "BV": 32}
+    chunk = 32 if dtype == BFLOAT16 else 16
+    assert plan.mode == "chunk" and plan.tiles == {"BK": 64, "BV": 64, "chunk": chunk, "sub_chunk": 8}
+    assert planned.plan_of(problem.replace(gradient=False, mode="recurrent"), on).tiles == {"BK": 64, "BV": 32}
     assert plan.copies == (("gv: in float32, as the other gate",) if gates else ())
+
+
+@pytest.mark.parametrize(
+    "dtype, gates", [(SINGLE, None), (BFLOAT16, None), (BFLOAT16, SINGLE), (HALF, SINGLE)], ids=str
+)
+def test_blocks_fit_small_cards(dtype, gates):
+    """Whose blocks have 99 KB of shared memory; more channels than a launch has are several."""
+    on = planned.Noting(capability=89)
+    on.shared_per_block = 99 * 1024
+    for K, V, launches in ((64, 64, 1), (128, 128, 1 + (gates is SINGLE and dtype == BFLOAT16)), (300, 128, None)):
+        arrays = [np.zeros((1, 1, 9, n), dtype) for n in (K, K, V)]
+        arrays += [np.zeros((1, 1, 9, n), gates or dtype) for n in (K, V)]
+        plan = planned.plan_of(GLA_VALUE_GATE.bind(arrays), on)
+        assert all(kernel.shared_bytes <= on.shared_per_block for kernel in plan.kernels)
+        assert len(plan.launches) == (launches or -(-K // plan.tiles["BK"]))
 
 
 def test_scratch_is_what_is_made(rng):

@@ -1,4 +1,5 @@
-"""gla with a gate on either side of the state: one kernel, token by token, forwards and for the gradients.
+"""gla with a gate on either side of the state: forwards in chunks by one kernel, or token by token; the gradients token
+by token.
 
 `linattn_np.two_gates` says what the gradients are.
 """
@@ -11,11 +12,67 @@ from typing import ClassVar
 import numpy as np
 
 from ... import two_gates
-from . import float64, gated_vjp
+from ...arrays import BFLOAT16
+from . import float64, gated_vjp, tuning
 from .arguments import integers, pointers, reals, rows, shape
-from .instances import CHANNELS, channels
+from .instances import CHANNELS, SINGLE_PASS, SPLIT_CHANNELS, TILES, GatedForward, channels
 from .kernel import CTYPES, DOUBLE, Kernel
-from .plan import FLOAT32, Draft, ceil_div
+from .plan import FLOAT32, Draft, ceil_div, common_bytes
+
+
+@dataclass(frozen=True)
+class ValueGateForward(Kernel):
+    """Forward in chunks: BK channels a launch, tiles and schedules as `GatedForward` has them."""
+
+    file = "value_gate/forward"
+    arguments = (
+        *rows("q k v g gv o"),
+        *pointers("initial final"),
+        *shape,
+        *reals("scale"),
+        *pointers("sums"),
+        *integers("channel bytes"),
+    )
+    shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    MOST_OF_TWO: ClassVar[int] = 113 * 1024  # bytes of shared memory: of blocks with more no card has two at once
+    constants = (("MOST_OF_TWO", "MOST_OF_TWO"),)
+    schedule: str
+    dtype: np.dtype
+    gate: np.dtype
+    products: int  # as `GatedForward` has them
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, dtype, gate, products, K, V, shared):
+        """For a device whose blocks may have so many bytes of shared memory: as many columns, then channels, as that
+        allows."""
+        split = K > TILES[-1]
+        wide = TILES[K > TILES[0] and not (split and dtype == BFLOAT16)]  # whose scores then are wider
+        columns, schedule = TILES[V > TILES[0]], SPLIT_CHANNELS if split else SINGLE_PASS
+        tiles = (schedule, wide, columns), (schedule, wide, TILES[0]), (SPLIT_CHANNELS, TILES[0], columns)
+        kernels = [cls(schedule, dtype, gate, products, BK, BV) for schedule, BK, BV in tiles]
+        return next((kernel for kernel in kernels if kernel.shared_bytes <= shared), kernels[-1])
+
+    @property
+    def by_channels(self):
+        return GatedForward("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
+
+    @property
+    def threads(self):
+        return self.by_channels.threads
+
+    @property
+    def resident(self):
+        return 1 if self.shared_bytes > self.MOST_OF_TWO else self.by_channels.resident
+
+    @property
+    def shared_bytes(self):
+        return self.by_channels.shared_bytes + self.by_channels.CHUNK * self.BV * self.gate.itemsize
+
+    @property
+    def tiles(self):
+        return self.by_channels.tiles
 
 
 @dataclass(frozen=True)
@@ -54,13 +111,11 @@ class ValueGateGradient(Kernel):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.mode == "chunk":
-        return "no mode 'chunk' with gv, which goes token by token; it has 'auto', 'recurrent'"
     if problem.dtype == DOUBLE:
         return float64.unsupported(problem)
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
-    if problem.sizes["K"] > CHANNELS[-1]:
+    if problem.sizes["K"] > CHANNELS[-1] and (problem.gradient or problem.mode == "recurrent"):
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     if problem.gradient and problem.sizes["V"] > CHANNELS[-1]:
         return f"V={problem.sizes['V']} is over {CHANNELS[-1]}, the columns its gradients hold at once"
@@ -70,10 +125,42 @@ def unsupported(problem) -> str | None:
 def plan(problem, device):
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    draft = Draft()
+    draft, mode = Draft(), "recurrent" if problem.mode == "recurrent" else "chunk"
     o, final = draft.output(problem), draft.final(problem)
-    kernel = launch(draft, problem, "Forwards", operands(draft, problem), draft.initial(problem), final, o=o)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode="recurrent", tiles=kernel.tiles)
+    arrays, initial = operands(draft, problem), draft.initial(problem)
+    if mode == "recurrent":
+        kernel = launch(draft, problem, "Forwards", arrays, initial, final, o=o)
+    else:
+        kernel = in_chunks(draft, problem, device, arrays, initial, final, o)
+    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=kernel.tiles)
+
+
+def in_chunks(draft, problem, device, arrays, initial, final, o):
+    """A launch for as many channels as the kernel takes at once, whose outputs add up."""
+    q, k, v, g, gv = arrays
+    N, H, K, V = problem.shape("N H K V")
+    products = tuning.tf32_products(problem)
+    kernel = ValueGateForward.fitting(problem.dtype, g.dtype, products, K, V, device.shared_per_block)
+    sums = draft.empty(problem.shape("B H T V"), FLOAT32) if kernel.schedule == SPLIT_CHANNELS else None
+    for channel in range(0, K, kernel.BK):
+        draft.launch(
+            kernel,
+            N * H * ceil_div(V, kernel.BV),
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            gv=gv,
+            o=o,
+            initial=initial,
+            final=final,
+            shape=draft.shape(problem),
+            scale=problem.scale,
+            sums=sums,
+            channel=channel,
+            bytes=common_bytes(*arrays, o),
+        )
+    return kernel
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
