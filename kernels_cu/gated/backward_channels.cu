@@ -12,6 +12,9 @@
 // smem      q, k, g; two stages of v and do, where dA stands later
 // barriers  two for every 32 columns of V: they have arrived | they are read; then: dA stands | results stand
 // numerics  products as fragment.cuh has it, of sums in float32, which factors outside of products multiply
+//           Columns may have gates of their own: then v and do come decayed to the chunk's end and from its start, and
+//           dA comes made, so that the same kernel gives dq, dk and dg of GLA with a value gate; and, turned over, of
+//           values for keys, what queries and keys are there
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 #include "backward.cuh"
@@ -20,8 +23,23 @@ constexpr int COLUMNS = 32, STEPS = COLUMNS / 16;  // of V, that are there at on
 constexpr int BLOCKS = CHUNK / 16;                 // of 16 tokens
 constexpr int OWN = 3;                             // most 16 x 16 blocks of dA that a warp makes
 
-template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v, do_;
+// What gates columns have: none, which values and their gradients are read under as they came; or of their own.
+struct Ungated {
+  static constexpr bool gated = false, turned = false;
+  template <typename T, typename Stored> using Type = T;  // of v and do
+};
+struct Gated {
+  static constexpr bool gated = true, turned = false;
+  template <typename T, typename Stored> using Type = Stored;
+};
+// The same with values for keys: states are read with rows for columns.
+struct GatedTurned : Gated {
+  static constexpr bool turned = true;
+};
+
+template <typename T, typename G, typename E> struct Args {
+  Rows<const T> q, k;
+  Rows<const E> v, do_;
   Rows<const G> g;
   Rows<T> dq, dk;
   Rows<G> dg;
@@ -32,6 +50,10 @@ template <typename T, typename G> struct Args {
   i64 first, heads;  // the heads at hand
   double scale;
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  // of gated columns, null for others: dA [B, heads, NC, 64, 64], the diagonal apart [B, heads, NC, 64], and what
+  // columns decay by over the chunk [B, heads, NC, V]
+  const void* pairs;
+  const float *own, *decays;
 };
 
 template <typename T> struct alignas(16) Values {
@@ -46,12 +68,12 @@ template <class M> struct TokenPairs {
   Held<M> halves[BLOCKS][THREADS];     // tokens as they meet those beyond the chunk's middle
 };
 
-template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
+template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16) Shared {
   T q[CHUNK * LD<T, TILE>];  // [64, 64], then dq
   T k[CHUNK * LD<T, TILE>];  // then dk
   G g[CHUNK * LD<G, TILE>];  // then dg
   union {
-    Values<T> values[2];
+    Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];
     TokenPairs<Math<T, PRODUCTS>> pairs;
   };
 };
@@ -64,20 +86,26 @@ __device__ __forceinline__ int column_of(int n) {
 }
 
 // A lane's part of S and of C, 16 channels by COLUMNS.
-template <class M> struct States {
+template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
   struct alignas(2 * sizeof(Stored)) Two {
     Stored x, y;
   };
   Two S[STEPS][4], C[STEPS][4];
 
+  static __device__ __forceinline__ Two two(const Stored* from, int row, int column) {
+    const int lane = threadIdx.x & 31;
+    if (!TURNED) return *reinterpret_cast<const Two*>(from + matrix_at(row, column) + 2 * lane);
+    const Stored* matrix = from + matrix_at(column, row) + 2 * (lane & 3) * 8 + (lane >> 2);
+    return {matrix[0], matrix[8]};
+  }
+
   // Of 16 columns, the matrices from `row` and `column` on.
   __device__ __forceinline__ void load(int m, const Stored* S_from, const Stored* C_from, int row, int column) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const int at = matrix_at(row + (p & 1), column + (p >> 1)) + 2 * (threadIdx.x & 31);
-      S[m][p] = *reinterpret_cast<const Two*>(S_from + at);
-      C[m][p] = *reinterpret_cast<const Two*>(C_from + at);
+      S[m][p] = two(S_from, row + (p & 1), column + (p >> 1));
+      C[m][p] = two(C_from, row + (p & 1), column + (p >> 1));
     }
   }
 };
@@ -93,13 +121,15 @@ struct Passing {
   float share[SUBS];
 };
 
-template <class ReadOrder, typename T, typename G, int PRODUCTS>
-__global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args<T, G> args) {
+template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
+__global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
+    const Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
+  using E = typename Columns::template Type<T, Stored>;
   using Block = float[2][4];  // 16 channels by 16 tokens
   constexpr bool BEFORE = ReadOrder::reads_before_write;
-  Shared<T, G, PRODUCTS>& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE), tile = blockIdx.x % tiles;
@@ -109,17 +139,26 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
   const float scale = float(args.scale);
   const bool vectors = args.vectors;
 
+  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;
+  const float* decays = args.decays + chunk * padded_width(shape.V);
+  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // of v and do
   const auto fetch = [&](int n) {
-    Values<T>& to = s.values[n & 1];
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, b, h, span.start, span.stop, n * COLUMNS, shape.V, vectors);
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, b, h, span.start, span.stop, n * COLUMNS, shape.V, vectors);
+    Values<E>& to = s.values[n & 1];
+    const i64 head = Columns::gated ? h - args.first : h, column = n * COLUMNS;
+    const bool pieces = Columns::gated || vectors;
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, b, head, span.start, span.stop, column, width, pieces);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, b, head, span.start, span.stop, column, width, pieces);
   };
-  States<M> states;  // those of columns at hand, then of the next ones
+  States<M, Columns::turned> states;  // those of columns at hand, then of the next ones
+  Shape kept = shape;
+  if (Columns::turned) kept.K = shape.V, kept.V = shape.K;
   const Stored* S_kept =
-      static_cast<const Stored*>(args.kept) + tile_at(shape, heads, false, b, h - args.first, c, tile, 0);
-  const Stored* C_kept = S_kept + tile_at(shape, heads, true, 0, 0, 0, 0, 0);
+      static_cast<const Stored*>(args.kept) +
+      tile_at(kept, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
+  const Stored* C_kept = S_kept + tile_at(kept, heads, true, 0, 0, 0, 0, 0);
+  const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
   const auto fetch_states = [&](int n, int m) {
-    const int at = n * COLUMNS / TILE * (TILE * TILE), column = n * COLUMNS % TILE / 8 + 2 * m;
+    const int at = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
     states.load(m, S_kept + at, C_kept + at, 2 * warp, column);
   };
   fetch(0);
@@ -140,7 +179,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();  // these columns have arrived
-    const Values<T>& in = s.values[n & 1];
+    const Values<E>& in = s.values[n & 1];
 #pragma unroll
     for (int m = 0; m < STEPS; ++m) {
       Left<M> S, C;
@@ -148,13 +187,19 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       for (int p = 0; p < 4; ++p) {
         const float2 x = {to_float(states.S[m][p].x), to_float(states.S[m][p].y)};
         const float2 y = {to_float(states.C[m][p].x), to_float(states.C[m][p].y)};
-        both[p & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, both[p & 1]));
+        if constexpr (Columns::gated) {
+          const int column = n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t;
+          const float2 by = column < width ? *reinterpret_cast<const float2*>(decays + column) : float2{};
+          both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
+        } else {
+          both[p & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, both[p & 1]));
+        }
         S.set(p, x), C.set(p, y);
       }
       if (n + 1 < parts) fetch_states(n + 1, m);
 #pragma unroll
       for (int x = 0; x < BLOCKS; ++x) {
-        RightData<M, T> read[2], values[2];
+        RightData<M, E> read[2], values[2];
         load_right<true>(read, in.do_ + 16 * x * LDV + 16 * m, LDV);
         load_right<true>(values, in.v + 16 * x * LDV + 16 * m, LDV);
         multiply(dq[x], S, read, dk[x], C, values);
@@ -162,9 +207,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
       for (int x = 0; x < OWN; ++x) {
         const int which = warp + WARPS * x;
-        if (which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
-        LeftData<M, T> queries;
-        RightData<M, T> keys[2];
+        if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
+        LeftData<M, E> queries;
+        RightData<M, E> keys[2];
         load_left<false>(queries, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
         load_right<true>(keys, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
         multiply(dA[x], queries, keys);
@@ -173,10 +218,20 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
     __syncthreads();  // they are read
   }
   cp_async_wait<0>();
+  if constexpr (Columns::gated) {
+    constexpr int PIECE = 16 / sizeof(Stored);
+    const Stored* pairs = static_cast<const Stored*>(args.pairs) + chunk * (CHUNK * CHUNK);
+#pragma unroll 1
+    for (int at = threadIdx.x * PIECE; at < CHUNK * CHUNK; at += THREADS * PIECE)
+      cp_async<16>(s.pairs.dA + at / CHUNK * LDA + at % CHUNK, pairs + at, at % CHUNK <= at / CHUNK);
+    if (threadIdx.x < CHUNK) s.pairs.own[threadIdx.x] = args.own[chunk * CHUNK + threadIdx.x];
+    cp_async_commit();
+    cp_async_wait<0>();
+  }
 #pragma unroll
   for (int x = 0; x < OWN; ++x) {
     const int which = warp + WARPS * x;
-    if (which >= BLOCKS * (BLOCKS + 1) / 2) continue;
+    if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -225,6 +280,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
   }
   // A lane's pair of a channel and sub-chunk: of a product, of the diagonal; to where results stand.
   const auto pair_of = [](const float (&d)[4], int row) { return float2{d[2 * row], d[2 * row + 1]}; };
+  constexpr float one = Columns::gated ? 1 / NEAR : 1.f;  // by which sums of pairs of one sub-chunk become true
   const auto own_of = [&](int n) { return *reinterpret_cast<const float2*>(s.pairs.own + 8 * n + 2 * t); };
   const auto put_tokens = [&](auto* tile, int n, int row, float2 x) {
     using E = typename Element<decltype(tile)>::type;
@@ -309,8 +365,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
-          const float2 pairs = pair_of(P[lower], row), near = queries.get(p) * pairs;
-          float2 sum = query[p] * pairs, from = {0.f, 0.f};
+          const float2 pairs = pair_of(P[lower], row), near = one * (queries.get(p) * pairs);
+          float2 sum = one * (query[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
             const float2 part = by * pair_of(d, row), weight = q[p] * part;
             sum = sum + part, from = from + weight;
@@ -347,8 +403,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
-          const float2 pairs = pair_of(R[lower], row), near = keys.get(p) * pairs;
-          float2 sum = key[p] * pairs, from = {0.f, 0.f};
+          const float2 pairs = pair_of(R[lower], row), near = one * (keys.get(p) * pairs);
+          float2 sum = one * (key[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
             const float2 part = by * pair_of(d, row), weight = k[p] * part;
             sum = sum + part, from = from + weight;
@@ -379,7 +435,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
     }
   }
   __syncthreads();  // the results stand
-  store_rows<CHUNK, TILE, LD<T, TILE>>(args.dq, s.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  if (!Columns::turned)
+    store_rows<CHUNK, TILE, LD<T, TILE>>(args.dq, s.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   store_rows<CHUNK, TILE, LD<T, TILE>>(args.dk, s.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   store_rows<CHUNK, TILE, LD<G, TILE>>(args.dg, s.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
 }

@@ -47,6 +47,13 @@ __device__ __forceinline__ void fetch_rows(T* s, const Rows<const T>& x, i64 bat
   }
 }
 
+// What scores of one sub-chunk are multiplied by between kernels, where both sides have gates: e^-20 of either, and
+// e^-70 about the middle, would leave float32's range.
+constexpr float NEAR = 4194304.f;
+
+// Of rows that kernels leave for one another: all pieces whole, zeros where the arrays end.
+__device__ __forceinline__ i64 padded_width(i64 width) { return (width + 7) / 8 * 8; }
+
 // The other way: a tile's rows and columns that there are go to memory.
 template <int ROWS, int COLS, int LD, typename T>
 __device__ __forceinline__ void store_rows(const Rows<T>& x, const T* s, i64 batch, i64 head, i64 first, i64 stop,
