@@ -42,6 +42,7 @@ class ValueGateForward(Kernel):
         *integers("channel bytes"),
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
     MOST_OF_TWO: ClassVar[int] = 113 * 1024  # bytes of shared memory: of blocks with more no card has two at once
     constants = (("MOST_OF_TWO", "MOST_OF_TWO"),)
     schedule: str
@@ -63,24 +64,25 @@ class ValueGateForward(Kernel):
         return next((kernel for kernel in kernels if kernel.shared_bytes <= shared), kernels[-1])
 
     @property
-    def by_channels(self):
-        return GatedForward("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
+    def ungated(self):
+        """The same without gates of columns."""
+        return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
 
     @property
     def threads(self):
-        return self.by_channels.threads
+        return self.ungated.threads
 
     @property
     def resident(self):
-        return 1 if self.shared_bytes > self.MOST_OF_TWO else self.by_channels.resident
+        return 1 if self.shared_bytes > self.MOST_OF_TWO else self.ungated.resident
 
     @property
     def shared_bytes(self):
-        return self.by_channels.shared_bytes + self.by_channels.CHUNK * self.BV * self.gate.itemsize
+        return self.ungated.shared_bytes + self.ungated.CHUNK * self.BV * self.gate.itemsize
 
     @property
     def tiles(self):
-        return self.by_channels.tiles
+        return self.ungated.tiles
 
 
 @dataclass(frozen=True)
