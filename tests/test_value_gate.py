@@ -62,6 +62,9 @@ CASES = {
     "wide": Case(T=20, K=100, V=70),
     "wider": Case(T=20, H=1, K=200, V=256),
     "wider-bfloat16": Case(T=40, H=1, K=200, V=70, dtype=BFLOAT16, gates=(SINGLE, SINGLE)),
+    "segments": Case(T=530, H=1),
+    "segments-packed": Case(T=530, H=1, K=130, V=20, bounds=(0, 0, 130, 530), options={"reverse": True}),
+    "segments-bfloat16": Case(T=530, H=2, K=64, V=70, dtype=BFLOAT16, regimes=("trained", "some-inf"), groups=2),
     "scale": Case(scale=-2.0),
     "scale0": Case(scale=0.0, T=20),
     "packed": Case(bounds=(0, 0, 7, 8, 50, 50, 70)),
@@ -384,6 +387,13 @@ def test_blocks_fit_small_cards(dtype, gates):
         plan = planned.plan_of(GLA_VALUE_GATE.bind(arrays), on)
         assert all(kernel.shared_bytes <= on.shared_per_block for kernel in plan.kernels)
         assert len(plan.launches) == (launches or -(-K // plan.tiles["BK"]))
+
+
+def test_few_heads_are_cut_into_segments():
+    arrays = [np.zeros((1, 1, 530, 8), SINGLE)] * 5
+    plan = planned.plan_of(GLA_VALUE_GATE.bind(arrays, output_final_state=True), planned.Noting())
+    assert plan.tiles["segments"] == 4
+    assert planned.names(plan) == ["value_gate_forward", "gated_scan_segments", "value_gate_forward"]
 
 
 def test_scratch_is_what_is_made(rng):

@@ -2,7 +2,7 @@
 // math      per chunk, with decays of channels on queries and keys, of columns on values and outputs:
 //           o = scale ((q decayed) S + A v),   S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed)
 // shapes    q k g [B, H, T, K], v gv o [B, H, T, V], sums [B, H, T, V] float32, initial and final state [N, H, K, V]
-//           float32
+//           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: as gated/forward.cu has it, and a chunk of gates of values
 // barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have arrived |
@@ -31,9 +31,12 @@ template <typename T, typename G> struct Args {
   float* final;          // [N, H, K, V] or null
   Shape shape;
   double scale;
-  float* sums;  // o of the channels before these, for those after these; null where these are all
-  i64 channel;  // the first one
-  i64 bytes;    // all rows are whole pieces of so many: 16, 8, 4 or 2
+  float* sums;            // o of the channels before these, for those after these; null where these are all
+  float* channel_decays;  // SegmentState: of all tokens, then ones
+  float* column_decays;
+  i64 channel;     // the first one
+  i64 of, needed;  // of so many segments in turn so many are computed
+  i64 bytes;       // all rows are whole pieces of so many: 16, 8, 4 or 2
 };
 
 constexpr u32 MOST_OF_TWO = 113 * 1024;  // bytes of shared memory: of blocks with more no card has two at once
@@ -62,11 +65,12 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
                                               : RESIDENT<Schedule, BK, BV>) value_gate_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
   using Mine = Share<T, BK, WARPS>;
-  using X = typename OperandOf<T>::Type;
+  constexpr bool READS = Schedule::reads;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
+  if (!READS && n % u32(args.of) >= u32(args.needed)) return;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
@@ -86,15 +90,19 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     }
   };
   each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
-  for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS) s.A[at] = from_float<X>(0.f);
-  if (Mine::PARTS == 1)
-    for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
+  if constexpr (READS) {
+    for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
+      s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+    if (Mine::PARTS == 1)
+      for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
+  }
 
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
     const i64 at = span.start + token;
     fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, at) + args.channel, args.k.t, rows, channels, bytes);
-    fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, at) + args.channel, args.q.t, rows, channels, bytes);
+    if constexpr (READS)
+      fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, at) + args.channel, args.q.t, rows, channels, bytes);
     fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, at) + v_tile, args.v.t, rows, columns, bytes);
   };
   const auto fetch_next_gates = [&](int token) {
@@ -123,6 +131,7 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     }
   };
 
+  float total = 1.f, totals[2] = {1.f, 1.f};  // SegmentState: decays of channel threadIdx.x and of this lane's columns
   if (tokens) {
     fetch(0, 0);
     fetch_next_gates(0);
@@ -148,9 +157,10 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     cp_async_wait<1>();
     __syncthreads();  // the operands stand; the gates of values have arrived
 
+    if constexpr (READS)
 #pragma unroll 1
-    for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS)
-      make_scores<AfterWrite, PRODUCTS, Schedule, T, BK>(s, task);
+      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS)
+        make_scores<AfterWrite, PRODUCTS, Schedule, T, BK>(s, task);
     const int column = threadIdx.x >> 5 << 4;
     const PairsReader<BV, G> gates(column);
     const PairsReader<BV, T> values(column);
@@ -163,54 +173,70 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
       for (int p = 0; p < 4; ++p) all[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);
     }
     Output<T> o = {};
-    read_state_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
+    if constexpr (READS) read_state_by_columns<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state_by_columns<PRODUCTS, BV>(S, s, stage, gates, values, all);
-    __syncthreads();  // the scores stand
-    read_scores_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all);
-
-    const int rows = tokens - token, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
-    if (!Schedule::all_channels) {
-      float* sums =
-          args.sums + ((i64(b) * H + h) * shape.T + span.start + token + 2 * t) * shape.V + v_tile + column + g;
-      const bool first = args.channel == 0, last = args.channel + BK >= shape.K;
+    if constexpr (!READS) {
+      if (threadIdx.x < BK) total *= s.decay[threadIdx.x];
 #pragma unroll
-      for (int n = 0; n < SUBS; ++n) {
-#pragma unroll
-        for (int x = 0; x < 4; ++x) {
-          if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= columns) continue;
-          float& sum = sums[(x & 1) * shape.V + 8 * (x >> 1)];
-          if (!first) o[n / 2][n % 2][x] += sum;
-          if (!last) sum = o[n / 2][n % 2][x];
-        }
-        sums += 8 * shape.V;
-      }
-      if (!last) continue;
-    }
-    __syncwarp();  // the warp's values are read, where its outputs come
-#pragma unroll
-    for (int n = 0; n < SUBS; ++n)
-#pragma unroll
-      for (int x = 0; x < 4; ++x)
-        *place<BV>(s.v[stage], 8 * n + 2 * t + (x & 1), column + g + 8 * (x >> 1)) =
-            from_float<T>(scale * o[n / 2][n % 2][x]);
-    __syncwarp();  // the outputs stand
-    T* to = args.o.row(b, h, span.start + token) + v_tile + column;
-    if (bytes == 16) {
-      constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
-      const int lane = threadIdx.x & 31, across = lane % ACROSS * PIECE;
-#pragma unroll
-      for (int n = 0; n < C * ACROSS / 32; ++n) {
-        const int row = n * 32 / ACROSS + lane / ACROSS;
-        if (row < rows && column + across < columns)
-          *reinterpret_cast<uint4*>(to + row * args.o.t + across) =
-              *reinterpret_cast<const uint4*>(place<BV>(s.v[stage], row, column + across));
-      }
+      for (int x = 0; x < 2; ++x) totals[x] *= product_of(all[x], 0, SUBS);
     } else {
-      store_slowly<C, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
+      __syncthreads();  // the scores stand
+      read_scores_by_columns<PRODUCTS, BV>(o, s, stage, gates, values, all);
+
+      const int rows = tokens - token, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+      if (!Schedule::all_channels) {
+        float* sums =
+            args.sums + ((i64(b) * H + h) * shape.T + span.start + token + 2 * t) * shape.V + v_tile + column + g;
+        const bool first = args.channel == 0, last = args.channel + BK >= shape.K;
+#pragma unroll
+        for (int n = 0; n < SUBS; ++n) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= columns) continue;
+            float& sum = sums[(x & 1) * shape.V + 8 * (x >> 1)];
+            if (!first) o[n / 2][n % 2][x] += sum;
+            if (!last) sum = o[n / 2][n % 2][x];
+          }
+          sums += 8 * shape.V;
+        }
+        if (!last) continue;
+      }
+      __syncwarp();  // the warp's values are read, where its outputs come
+#pragma unroll
+      for (int n = 0; n < SUBS; ++n)
+#pragma unroll
+        for (int x = 0; x < 4; ++x)
+          *place<BV>(s.v[stage], 8 * n + 2 * t + (x & 1), column + g + 8 * (x >> 1)) =
+              from_float<T>(scale * o[n / 2][n % 2][x]);
+      __syncwarp();  // the outputs stand
+      T* to = args.o.row(b, h, span.start + token) + v_tile + column;
+      if (bytes == 16) {
+        constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
+        const int lane = threadIdx.x & 31, across = lane % ACROSS * PIECE;
+#pragma unroll
+        for (int n = 0; n < C * ACROSS / 32; ++n) {
+          const int row = n * 32 / ACROSS + lane / ACROSS;
+          if (row < rows && column + across < columns)
+            *reinterpret_cast<uint4*>(to + row * args.o.t + across) =
+                *reinterpret_cast<const uint4*>(place<BV>(s.v[stage], row, column + across));
+        }
+      } else {
+        store_slowly<C, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
+      }
     }
   }
   if (args.final)
     each([&](float& x, i64 at, bool inside) {
       if (inside) args.final[at] = x;
     });
+  if (!READS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
+    float* decays = args.channel_decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
+    decays[0] = total, decays[shape.K] = 1.f;
+  }
+  if (!READS && args.channel == 0 && (threadIdx.x & 3) == 0) {
+    const int column = (threadIdx.x >> 5 << 4) + (threadIdx.x >> 2 & 7);
+    float* decays = args.column_decays + i64(pair) * shape.V + v_tile + column;
+    if (column < columns) decays[0] = totals[0];
+    if (column + 8 < columns) decays[8] = totals[1];
+  }
 }

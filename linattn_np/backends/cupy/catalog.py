@@ -110,6 +110,7 @@ def value_gates():
         for products in (1, 3) if T == SINGLE else (1,):
             for K, V in WIDTHS:
                 yield value_gate.ValueGateForward(gated.SINGLE_PASS, T, G, products, K, V)
+                yield value_gate.ValueGateForward(gated.SEGMENT_STATE, T, G, products, K, V)
                 if K == gated.TILES[0] if T == BFLOAT16 else K == gated.TILES[-1]:
                     yield value_gate.ValueGateForward(gated.SPLIT_CHANNELS, T, G, products, K, V)
             yield value_gate.ValueGateBackwardScores(T, G, products)

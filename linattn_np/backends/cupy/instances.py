@@ -233,7 +233,7 @@ class GatedBackwardValues(GatedBackward):
 @dataclass(frozen=True)
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
-    arguments = (*pointers("left decays initial starts final"), *integers("P R H K V"))
+    arguments = (*pointers("left decays column_decays initial starts final"), *integers("P R H K V"))
     threads = 256
     width: int  # values that a thread has, of one channel
 

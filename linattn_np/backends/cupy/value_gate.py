@@ -7,15 +7,17 @@ for either side: queries, keys and g; and do, values and gv.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
 from ...arrays import BFLOAT16
-from . import float64, gated_vjp, tuning
+from . import float64, gated, gated_vjp, tuning
 from .arguments import integers, pointers, reals, rows, shape
 from .instances import (
     CHANNELS,
+    SEGMENT_STATE,
     SINGLE_PASS,
     SPLIT_CHANNELS,
     TILES,
@@ -38,11 +40,12 @@ class ValueGateForward(Kernel):
         *pointers("initial final"),
         *shape,
         *reals("scale"),
-        *pointers("sums"),
-        *integers("channel bytes"),
+        *pointers("sums channel_decays column_decays"),
+        *integers("channel of needed bytes"),
     )
     shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
+    cluster = 1
     MOST_OF_TWO: ClassVar[int] = 113 * 1024  # bytes of shared memory: of blocks with more no card has two at once
     constants = (("MOST_OF_TWO", "MOST_OF_TWO"),)
     schedule: str
@@ -53,13 +56,13 @@ class ValueGateForward(Kernel):
     BV: int
 
     @classmethod
-    def fitting(cls, dtype, gate, products, K, V, shared):
+    def fitting(cls, schedule, dtype, gate, products, K, V, shared):
         """For a device whose blocks may have so many bytes of shared memory: as many columns, then channels, as that
-        allows."""
-        split = K > TILES[-1]
-        wide = TILES[K > TILES[0] and not (split and dtype == BFLOAT16)]  # whose scores then are wider
-        columns, schedule = TILES[V > TILES[0]], SPLIT_CHANNELS if split else SINGLE_PASS
-        tiles = (schedule, wide, columns), (schedule, wide, TILES[0]), (SPLIT_CHANNELS, TILES[0], columns)
+        allows. Fewer channels than there are make it `SplitChannels`."""
+        narrow = schedule == SPLIT_CHANNELS and dtype == BFLOAT16  # whose shared memory holds more
+        wide, columns = TILES[K > TILES[0] and not narrow], TILES[V > TILES[0]]
+        rest = SEGMENT_STATE if schedule == SEGMENT_STATE else SPLIT_CHANNELS
+        tiles = (schedule, wide, columns), (schedule, wide, TILES[0]), (rest, TILES[0], columns)
         kernels = [cls(schedule, dtype, gate, products, BK, BV) for schedule, BK, BV in tiles]
         return next((kernel for kernel in kernels if kernel.shared_bytes <= shared), kernels[-1])
 
@@ -67,6 +70,15 @@ class ValueGateForward(Kernel):
     def ungated(self):
         """The same without gates of columns."""
         return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
+    def CHUNK(self):
+        return self.ungated.CHUNK
 
     @property
     def threads(self):
@@ -78,7 +90,7 @@ class ValueGateForward(Kernel):
 
     @property
     def shared_bytes(self):
-        return self.ungated.shared_bytes + self.ungated.CHUNK * self.BV * self.gate.itemsize
+        return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
 
     @property
     def tiles(self):
@@ -171,41 +183,61 @@ def plan(problem, device):
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
     draft, mode = Draft(), "recurrent" if problem.mode == "recurrent" else "chunk"
-    o, final = draft.output(problem), draft.final(problem)
-    arrays, initial = operands(draft, problem), draft.initial(problem)
-    if mode == "recurrent":
-        kernel = recurrent(draft, problem, arrays, initial, final, o)
-    else:
-        kernel = in_chunks(draft, problem, device, arrays, initial, final, o)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=kernel.tiles)
+    o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
+    tiles = (recurrent if mode == "recurrent" else in_chunks)(draft, problem, device, arrays, o, final)
+    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
 
 
-def in_chunks(draft, problem, device, arrays, initial, final, o):
-    """A launch for as many channels as the kernel takes at once, whose outputs add up."""
-    q, k, v, g, gv = arrays
-    N, H, K, V = problem.shape("N H K V")
-    products = tuning.tf32_products(problem)
-    kernel = ValueGateForward.fitting(problem.dtype, g.dtype, products, K, V, device.shared_per_block)
-    sums = draft.empty(problem.shape("B H T V"), FLOAT32) if kernel.schedule == SPLIT_CHANNELS else None
-    for channel in range(0, K, kernel.BK):
-        draft.launch(
+def in_chunks(draft, problem, device, arrays, o, final):
+    return InChunks(draft, problem, device, arrays, o).run(final)
+
+
+class InChunks(gated.OnePass):
+    """By one kernel. More channels than it has are more launches, whose outputs add up."""
+
+    def __init__(self, draft, problem, device, arrays, o):
+        *ungated, self.gv = arrays
+        super().__init__(draft, problem, device, ungated, o)
+
+    @property
+    def schedule(self):
+        return SPLIT_CHANNELS if self.problem.sizes["K"] > TILES[-1] else SINGLE_PASS
+
+    def kernel(self, schedule):
+        instance = self.problem.dtype, self.g.dtype, tuning.tf32_products(self.problem), *self.problem.shape("K V")
+        return ValueGateForward.fitting(schedule, *instance, self.device.shared_per_block)
+
+    @cached_property
+    def sums(self):
+        """What outputs are of the channels so far."""
+        split = self.kernel(self.schedule).schedule == SPLIT_CHANNELS
+        return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        B, H, V = self.problem.shape("B H V")
+        if decays is not None and self.column_decays is None:
+            self.column_decays = self.draft.empty((decays.shape[0], H, V), FLOAT32)
+        self.draft.launch(
             kernel,
-            N * H * ceil_div(V, kernel.BV),
-            q=q,
-            k=k,
-            v=v,
-            g=g,
-            gv=gv,
-            o=o,
+            B * H * shape.count * tuning.grid(kernel, V),
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            g=self.g,
+            gv=self.gv,
+            o=self.o,
             initial=initial,
             final=final,
-            shape=draft.shape(problem),
-            scale=problem.scale,
-            sums=sums,
+            shape=shape,
+            scale=self.problem.scale,
+            sums=self.sums,
+            channel_decays=decays,
+            column_decays=None if decays is None else self.column_decays,
             channel=channel,
-            bytes=common_bytes(*arrays, o),
+            of=of,
+            needed=needed,
+            bytes=common_bytes(self.q, self.k, self.v, self.g, self.gv, self.o),
         )
-    return kernel
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -337,7 +369,7 @@ def operands(draft, problem):
     )
 
 
-def recurrent(draft, problem, arrays, initial, final, o):
+def recurrent(draft, problem, _device, arrays, o, final):
     """Token by token."""
     q, k, v, g, gv = arrays
     N, H, K, V = problem.shape("N H K V")
@@ -351,9 +383,9 @@ def recurrent(draft, problem, arrays, initial, final, o):
         g=g,
         gv=gv,
         o=o,
-        initial=initial,
+        initial=draft.initial(problem),
         final=final,
         shape=draft.shape(problem),
         scale=problem.scale,
     )
-    return kernel
+    return kernel.tiles
