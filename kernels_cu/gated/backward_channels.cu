@@ -5,7 +5,8 @@
 //           dg_t = what passes gate t, gathered and not subtracted: queries from t on (RWKV-6: after t) with S, keys
 //           before t with C, S with C, and the pairs of a key before t and a query from t on. Pairs meet at the borders
 //           of 32, 16 and 8 tokens between them, or in the middle of their sub-chunk: there alone queries count from t
-//           on less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32
+//           on less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32.
+//           Where gates of a warp's channels grow, these pairs are summed one by one (growth.cuh)
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, shares of du [B, NC, H, K] float32
 //           kept: as backward_states leaves it
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
@@ -18,10 +19,12 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 #include "backward.cuh"
+#include "growth.cuh"
 
 constexpr int COLUMNS = 32, STEPS = COLUMNS / 16;  // of V, that are there at once
 constexpr int BLOCKS = CHUNK / 16;                 // of 16 tokens
 constexpr int OWN = 3;                             // most 16 x 16 blocks of dA that a warp makes
+constexpr float MOST = 3.4028235e38f;              // of float32
 
 // What gates columns have: none, which values and their gradients are read under as they came; or of their own.
 struct Ungated {
@@ -121,6 +124,56 @@ struct Passing {
   float share[SUBS];
 };
 
+// Where gates grow: what a lane's tokens have of the pairs of their sub-chunks, in dq, dk and dg.
+struct OfPairs {
+  float2 dq[4], dk[4], dg[4];
+};
+template <class ReadOrder, typename T, typename G, typename Stored>
+__device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
+                                            const Stored* dA) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int at = 0; at < 8 * BLOCKS; ++at) {
+    const int m = at / 8, p = at / 2 % 4, token = at % 2, channel = g + 8 * (p & 1), first = 16 * m + 8 * (p >> 1);
+    const PairGradients x = gradients_of_pairs<ReadOrder>(
+        2 * t + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
+        [&](int j) { return to_float(k[(first + j) * LD<T, TILE> + channel]); },
+        [&](int m) { return decay_of(to_float(gates[(first + m) * LD<G, TILE> + channel])); },
+        [&](int i, int j) { return to_float(dA[(first + i) * LDA + first + j]); });
+    const auto put = [&](float2& two, float one) { (token ? two.y : two.x) = one; };
+    put(sums[m].dq[p], x.dq), put(sums[m].dk[p], x.dk), put(sums[m].dg[p], x.dg);
+  }
+}
+
+// What a pair of columns decays by over the chunk.
+template <class Columns>
+__device__ __forceinline__ float2 decays_of_columns(const float* decays, int column, int width) {
+  if (!Columns::gated) return {1.f, 1.f};
+  return column < width ? *reinterpret_cast<const float2*>(decays + column) : float2{0.f, 0.f};
+}
+
+// Likewise a lane's share of sum_v S C, decayed before it is multiplied: S C alone may leave the range of float32.
+template <class M, class Columns>
+__device__ __noinline__ float2 decayed_states(const typename M::Stored* S, const typename M::Stored* C, int row,
+                                              int parts, float2 decay, const float* decays, int width, int next_tile) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll 1
+  for (int n = 0; n < parts * STEPS; ++n) {
+    States<M, Columns::turned> states;
+    const int at = n * 16 / TILE * next_tile;
+    states.load(0, S + at, C + at, row, n * 16 % TILE / 8);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const auto &x = states.S[0][p], &y = states.C[0][p];
+      float& of = p & 1 ? sum.y : sum.x;
+      const int column = 16 * n + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
+      const float2 by = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(decays, column, width);
+      of = fmaf(by.x * to_float(x.x), to_float(y.x), fmaf(by.y * to_float(x.y), to_float(y.y), of));
+    }
+  }
+  return sum;
+}
+
 template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
 __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     const Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
@@ -187,13 +240,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       for (int p = 0; p < 4; ++p) {
         const float2 x = {to_float(states.S[m][p].x), to_float(states.S[m][p].y)};
         const float2 y = {to_float(states.C[m][p].x), to_float(states.C[m][p].y)};
-        if constexpr (Columns::gated) {
-          const int column = n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t;
-          const float2 by = column < width ? *reinterpret_cast<const float2*>(decays + column) : float2{};
-          both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
-        } else {
-          both[p & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, both[p & 1]));
-        }
+        const float2 by = decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t, int(width));
+        both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
         S.set(p, x), C.set(p, y);
       }
       if (n + 1 < parts) fetch_states(n + 1, m);
@@ -252,10 +300,16 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
 #pragma unroll
     for (int p = 0; p < 4; ++p) f(p, gates[p]);
   };
-  float all[2][SUBS];  // decays of whole sub-chunks
+  float all[2][SUBS], most = 0.f;  // decays of whole sub-chunks; the largest gate
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m)
-    gates_of_block(m, [&](int p, float2 gates) { all[p & 1][2 * m + (p >> 1)] = whole_decay(gates); });
+    gates_of_block(m, [&](int p, float2 gates) {
+      all[p & 1][2 * m + (p >> 1)] = whole_decay(gates);
+      most = at_least(gates.x, at_least(gates.y, most));
+    });
+  const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then pairs do not meet in the middle
+  OfPairs pairs_of[BLOCKS];
+  if (grows) sum_one_by_one<ReadOrder>(pairs_of, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
 
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
@@ -271,16 +325,26 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     s.pairs.halves[m][threadIdx.x] = half;
   }
 
+  const float2 whole = {product_of(all[0], 0, SUBS), product_of(all[1], 0, SUBS)};
+  both[0] *= whole.x, both[1] *= whole.y;
+  if (grows || __any_sync(0xffffffffu, !(fabsf(both[0]) + fabsf(both[1]) <= MOST))) {
+    const float2 sum =
+        decayed_states<M, Columns>(S_kept, C_kept, 2 * warp, parts, whole, decays, int(width), next_tile);
+    both[0] = sum.x, both[1] = sum.y;
+  }
   Passing passing[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    both[row] *= product_of(all[row], 0, SUBS);
 #pragma unroll
     for (int n = 0; n < SUBS; ++n) passing[row].share[n] = both[row];
   }
   // A lane's pair of a channel and sub-chunk: of a product, of the diagonal; to where results stand.
   const auto pair_of = [](const float (&d)[4], int row) { return float2{d[2 * row], d[2 * row + 1]}; };
   constexpr float one = Columns::gated ? 1 / NEAR : 1.f;  // by which sums of pairs of one sub-chunk become true
+  const auto put_pairs = [](Block& d, const float2(&x)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) d[p >> 1][2 * (p & 1)] = x[p].x, d[p >> 1][2 * (p & 1) + 1] = x[p].y;
+  };
   const auto own_of = [&](int n) { return *reinterpret_cast<const float2*>(s.pairs.own + 8 * n + 2 * t); };
   const auto put_tokens = [&](auto* tile, int n, int row, float2 x) {
     using E = typename Element<decltype(tile)>::type;
@@ -342,6 +406,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         keys.set(p, key[p] * k[p]);
         eights.set(p, p < 2 ? end[p] * k[p] : start[p] * q[p]);
       });
+      if (grows) {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          query[p] = key[p] = {1.f, 1.f};
+          queries.set(p, float2{0.f, 0.f}), keys.set(p, float2{0.f, 0.f});
+        }
+      }
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
       float2 from_queries[4];  // what passes the gates of this sub-chunk from the queries' side
       {
@@ -352,6 +423,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(P[0], keys.left(), dAs[0], 0);
         multiply_half(P[1], keys.left(), dAs[1], 1);
         multiply_half(P8, eights.left(), dAs[1], 0);
+        if (grows) put_pairs(P, pairs_of[m].dq);
         if (x) {
           load_right<true>(dAs, dA + 16 * (m - 1), LDA);
           multiply(P16, quarters[0].left(), dAs);
@@ -390,6 +462,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         multiply_half(R[0], queries.left(), dAs[0], 0);
         multiply_half(R[1], queries.left(), dAs[1], 1);
         multiply_half(R8, eights.left(), dAs[0], 1);
+        if (grows) put_pairs(R, pairs_of[m].dk);
         if (!x) {
           load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
           multiply(R16, quarters[1].left(), dAs);
@@ -423,6 +496,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
           passing[row].dg[n] = passing[row].dg[n] + float2{before, from.x + before};
         }
       }
+    }
+  }
+  if (grows) {
+#pragma unroll
+    for (int p = 0; p < 4 * BLOCKS; ++p) {
+      float2& dg = passing[p & 1].dg[p >> 1];
+      dg = dg + one * pairs_of[p / 4].dg[p % 4];
     }
   }
   __syncwarp();  // g is read, where dg comes

@@ -5,10 +5,12 @@
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      32 channels at a time: q, k, g, and what products take of them; C; then do and A
 // barriers  two for every 32 channels: they have arrived | operands and C stand; then: A stands
-// numerics  products as fragment.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32
+// numerics  products as fragment.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32; where
+//           gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
 #include "backward.cuh"
+#include "growth.cuh"
 
 constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
 
@@ -121,6 +123,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
   __syncwarp();  // the diagonal is zero
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  float most = 0.f;  // of the gates
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -142,6 +145,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
         all[m] = whole_decay(a[m % 4]);
+        most = at_least(a[m % 4].x, at_least(a[m % 4].y, most));
       }
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
@@ -195,7 +199,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     }
   }
   cp_async_wait<0>();
-  __syncthreads();  // the operands are read; do and the diagonal stand
+  const bool grows = __syncthreads_or(!(most <= GROWTH));  // the operands are read; do and the diagonal stand
   const float scale = float(args.scale);
   const auto put = [&](const float (&d)[2][4], int row, int column) {
 #pragma unroll
@@ -222,6 +226,17 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   put(diagonal, warp, warp);
   put(halves, half_row, half_column);
   if (warp < 2) put(quarters, quarter + 1, quarter);
+  if (grows) {
+    __syncwarp();  // the diagonal's scores stand, which others replace
+#pragma unroll 1
+    for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
+      const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
+      const float score = score_of_pair<ReadOrder>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
+                                                   args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+      const TokenPair pair = pair_of(lane);
+      if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
+    }
+  }
   __syncthreads();  // A stands
 #pragma unroll
   for (int row = 0; row < CHUNK / 16; ++row) {

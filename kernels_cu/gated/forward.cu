@@ -51,7 +51,7 @@ __device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride,
 }
 
 template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
   using Mine = Share<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
     }
     cp_async_commit();
   };
-  const auto put_spans = [&] {  // of gates that this thread has fetched
+  const auto put_spans = [&] {  // of gates that this thread has fetched; whether any grows
+    bool grows = false;
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
@@ -132,7 +133,9 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
       load_gates<BK>(gates, s.gates, me);
       decay_of_span<Mine::W>(decay, gates);
       put_decay(s.spans[me.span], me, decay);
+      grows |= any_grows<Mine::W>(gates);
     }
+    return grows;
   };
 
   float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
@@ -143,8 +146,10 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    put_spans();
-    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
+    bool grows = put_spans();
+    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS) grows = __syncthreads_or(grows);
+    else __syncthreads();
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
@@ -158,8 +163,17 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
     Output<T> o = {};
     if constexpr (READS) {
 #pragma unroll 1
-      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS)
-        make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
+      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
+        if (grows && task < C / BC) {
+          const i64 at = span.start + token + BC * task;
+          const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
+          const G* g = args.g.row(b, h, at) + args.channel;
+          score_one_by_one<ReadOrder, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
+                                                tokens - token - BC * task, channels);
+        } else {
+          make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
+        }
+      }
       read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     }
     write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay);

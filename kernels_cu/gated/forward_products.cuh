@@ -3,6 +3,7 @@
 // numerics  sums in float32; S is rounded where it is read
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
+#include "growth.cuh"
 
 // d[16 queries, 8 keys] of rows `query` and `key` on.
 template <typename T, int PRODUCTS, int BK, typename X>
@@ -33,8 +34,16 @@ __device__ __forceinline__ void put_two(bf16* to, float x, float y, int rest) {
 }
 __device__ __forceinline__ void put_two(float* to, float x, float y, int) { *reinterpret_cast<float2*>(to) = {x, y}; }
 
+__device__ __forceinline__ void put_score(bf16* to, float x, int rest) {
+  const bf16 first = from_float<bf16>(x);
+  *to = first;
+  to[rest] = from_float<bf16>(x - to_float(first));
+}
+__device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
+
 // Tasks of scores, 16 queries with 8 keys each, two of a kind: in the sub-chunks of the first 16 tokens, and of the
-// second; between such sub-chunks; between the first and the second 16 tokens. A chunk of 16 has the first three.
+// second; between such sub-chunks; between the first and the second 16 tokens. A chunk of 16 has the first three. So
+// the first tasks are a sub-chunk each.
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
@@ -75,6 +84,23 @@ __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, in
     }
     put_two(s.A + i * LDA + j, operand_value<T, PRODUCTS>(two[0]), operand_value<T, PRODUCTS>(two[1]), CHUNK<T> * LDA);
   }
+}
+
+// The scores of a sub-chunk where gates grow, from its rows in memory, of which there are `rows`.
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK>
+__device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q, const T* k,
+                                              const G* g, i64 q_stride, i64 k_stride, i64 g_stride, int rows,
+                                              int channels) {
+  constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
+  const int lane = threadIdx.x & 31;
+  const auto put = [&](int i, int j, float x) {
+    put_score(s.A + (BC * subchunk + i) * LDA + BC * subchunk + j, operand_value<T, PRODUCTS>(x), CHUNK<T> * LDA);
+  };
+  const float score = score_of_pair<ReadOrder>(q, k, g, q_stride, k_stride, g_stride, rows, channels);
+  const TokenPair pair = pair_of(lane);
+  if (lane < PAIRS) put(pair.query, pair.key, score);
+  const int row = BC * subchunk + lane % BC;
+  if (lane < BC) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
 }
 
 // Rows row...row + 15 and keys key...key + 15 of the scores, and what is left of them.

@@ -8,10 +8,12 @@
 // grid      a block for every (batch, head, chunk)
 // smem      32 channels at a time: q, k, g, what products take of them, starts and ends
 // barriers  two for every 32 channels: they have arrived | operands stand; then: the diagonal stands
-// numerics  scores of one sub-chunk times NEAR; products as fragment.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is float32
+// numerics  scores of one sub-chunk times NEAR; products as fragment.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is float32;
+//           where gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "backward.cuh"
+#include "growth.cuh"
 
 constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
 
@@ -84,6 +86,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   float2 own[SUBS] = {};  // of this lane's channels
   const int half_row = 2 + (warp >> 1), half_column = warp & 1, quarter = 2 * warp;
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  float most = 0.f;  // of the gates
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -100,6 +103,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.g, m, LD<G, CHANNELS>);
         all[m] = whole_decay(a[m % 4]);
+        most = at_least(a[m % 4].x, at_least(a[m % 4].y, most));
       }
       const i64 channel = n * CHANNELS + strip + g;
       if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_of(all, 0, SUBS);
@@ -174,7 +178,18 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   put(diagonal, warp, warp);
   put(halves, half_row, half_column);
   if (warp < 2) put(quarters, quarter + 1, quarter);
-  __syncthreads();  // the diagonal stands, in parts
+  const bool grows = __syncthreads_or(!(most <= GROWTH));  // the diagonal stands, in parts
+  if (grows) {  // scores of sub-chunks that others replace; this warp's own ones stand
+#pragma unroll 1
+    for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
+      const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
+      const float score = score_of_pair<AfterWrite>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
+                                                    args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+      const TokenPair pair = pair_of(lane);
+      Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
+      if (lane < PAIRS) *to = from_float<Stored>(NEAR * scale * score);
+    }
+  }
   if (threadIdx.x < CHUNK) {
     float sum = 0.f;
 #pragma unroll

@@ -4,7 +4,7 @@
 // shapes    with g = lane / 4, t = lane % 4: of 16 tokens a lane has the pairs p of tokens 8 (p / 2) + 2t and the next
 //           one, of column g + 8 (p % 2), as the left operand of a product that is deep in tokens has them
 // numerics  Decays are multiplied, so that gates of any size leave the others as they are. About the middle they count
-//           as between LEAST and MOST: e^-20 of a token passes a reset there.
+//           as LEAST at least: e^-20 of a token passes a reset there. Where gates grow, nobody looks at these.
 #include "fragments.cuh"
 #include "gated/forward_operands.cuh"
 #include "ptx.cuh"
@@ -80,7 +80,7 @@ struct Middle {
   __device__ __forceinline__ explicit Middle(float2 b) {
     const int t = threadIdx.x & 3;
     const bool behind = t & 2;  // the middle
-    const float x = fminf(fmaxf(b.x, LEAST), MOST), y = fminf(fmaxf(b.y, LEAST), MOST), own = x * y;
+    const float x = fmaxf(b.x, LEAST), y = fmaxf(b.y, LEAST), own = x * y;
     const float other = __shfl_xor_sync(0xffffffffu, own, 1), between = behind == bool(t & 1) ? other : 1.f;
     const float2 near = behind ? float2{between * x, between * own} : float2{between * y, between};
     const float2 far = {inverse(near.x), inverse(near.y)};

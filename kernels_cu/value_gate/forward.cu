@@ -62,7 +62,8 @@ __device__ __noinline__ void store_slowly(T* to, i64 stride, const T* tile, int 
 template <class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
 __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK, BV>) > MOST_OF_TWO
                                               ? 1
-                                              : RESIDENT<Schedule, BK, BV>) value_gate_forward(const Args<T, G> args) {
+                                              : RESIDENT<Schedule, T, BK, BV>)
+    value_gate_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
   using Mine = Share<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
@@ -118,7 +119,8 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
                                         channels - me.channel);
     }
   };
-  const auto put_spans = [&] {  // of gates that this thread has fetched
+  const auto put_spans = [&] {  // of gates that this thread has fetched; whether any grows
+    bool grows = false;
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
@@ -128,7 +130,9 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
       load_gates<BK>(gates, s.gates, me);
       decay_of_span<Mine::W>(decay, gates);
       put_decay(s.spans[me.span], me, decay);
+      grows |= any_grows<Mine::W>(gates);
     }
+    return grows;
   };
 
   float total = 1.f, totals[2] = {1.f, 1.f};  // SegmentState: decays of channel threadIdx.x and of this lane's columns
@@ -140,8 +144,10 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    put_spans();
-    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
+    bool grows = put_spans();
+    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS) grows = __syncthreads_or(grows);
+    else __syncthreads();
     const bool more = token + C < tokens;
     fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
                                columns, bytes);
@@ -159,8 +165,17 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
 
     if constexpr (READS)
 #pragma unroll 1
-      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS)
-        make_scores<AfterWrite, PRODUCTS, Schedule, T, BK>(s, task);
+      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
+        if (grows && task < SUBS) {
+          const i64 at = span.start + token + BC * task;
+          const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
+          const G* g = args.g.row(b, h, at) + args.channel;
+          score_one_by_one<AfterWrite, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
+                                                 tokens - token - BC * task, channels);
+        } else {
+          make_scores<AfterWrite, PRODUCTS, Schedule, T, BK>(s, task);
+        }
+      }
     const int column = threadIdx.x >> 5 << 4;
     const PairsReader<BV, G> gates(column);
     const PairsReader<BV, T> values(column);

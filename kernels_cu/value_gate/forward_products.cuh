@@ -2,10 +2,11 @@
 //           what the state takes.
 // shapes    o transposed: [16 columns, 8 tokens] for every sub-chunk, a lane's pairs as columns.cuh has them; the state
 //           as gated/forward_products.cuh has it
-// numerics  sums in float32; the state is rounded where it is read, values where they are decayed
+// numerics  where gates grow, values of a sub-chunk go one by one (growth.cuh). Sums in float32; the state is rounded where it is read, values where they are decayed
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
 #include "value_gate/columns.cuh"
+#include "growth.cuh"
 
 template <class Schedule, typename T, typename G, int BK, int BV>
 struct alignas(16) ValueShared : Shared<Schedule, T, G, BK, BV> {
@@ -119,11 +120,33 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
   }
 }
 
+// Where gates grow: what outputs of 16 tokens have of their own sub-chunks, each value by the decays between.
+template <int BV, class Schedule, typename T, typename G, int BK>
+__device__ __noinline__ void sum_one_by_one(float (&within)[2][4], ValueShared<Schedule, T, G, BK, BV>& s, int stage,
+                                            int first, int column) {
+  using Storage = ScoreStorage<Schedule, T, BK>;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int at = 0; at < 8; ++at) {
+    const int sub = at / 4, x = at % 4, i = first + BC * sub + 2 * t + (x & 1), col = column + g + 8 * (x >> 1);
+    float sum = 0.f, decay = 1.f;
+#pragma unroll 1
+    for (int j = i; j >= first + BC * sub; --j) {
+      float weight = 0.f;
+#pragma unroll
+      for (int n = 0; n < Storage::NUMBERS; ++n) weight += to_float(s.A[(n * CHUNK<T> + i) * Storage::LDA + j]);
+      sum = fmaf(weight, decay * to_float(*place<BV>(s.v[stage], j, col)), sum);
+      decay *= decay_of(to_float(*place<BV>(s.value_gates, j, col)));
+    }
+    within[sub][x] = sum;
+  }
+}
+
 // From what outputs read at the chunk's start, still to be decayed, to o: at every border on the way to a token, what
 // comes from before it decays and values decayed to it are added.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
-__device__ __forceinline__ void read_scores_by_columns(Output<T>& o, const ValueShared<Schedule, T, G, BK, BV>& s,
-                                                       int stage, const PairsReader<BV, G>& gates,
+__device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
+                                                       const PairsReader<BV, G>& gates,
                                                        const PairsReader<BV, T>& values, const float (&all)[2][SUBS]) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, REST = CHUNK<T> * LDA;
@@ -133,8 +156,13 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, const Value
     Pairs x, decays;
     values.load(x, s.v[stage], 16 * m);
     gates.load(decays, s.value_gates, 16 * m);
+    float most = decays[0].x;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) decays[p] = decays_of(decays[p]);
+    for (int p = 0; p < 4; ++p) {
+      most = at_least(decays[p].x, at_least(decays[p].y, most));
+      decays[p] = decays_of(decays[p]);
+    }
+    const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then tokens do not meet in the middle
     {
       Left<T, PRODUCTS> border;
 #pragma unroll
@@ -157,21 +185,25 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, const Value
         for (int n = 0; n < NUMBERS; ++n) multiply(o[SUBS / 2 - 1][sub], border, weights[n]);
       }
     }
-    Left<T, PRODUCTS> middle;
     float within[2][4] = {};
+    if (grows) {
+      sum_one_by_one<BV>(within, s, stage, 16 * m, threadIdx.x >> 5 << 4);
+    } else {
+      Left<T, PRODUCTS> middle;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) put_pair(middle, p, Middle(decays[p]).values * x[p]);
+      for (int p = 0; p < 4; ++p) put_pair(middle, p, Middle(decays[p]).values * x[p]);
 #pragma unroll
-    for (int sub = 0; sub < 2; ++sub) {
-      load_weights<LDA>(weights, s.A, 16 * m + BC * sub, 16 * m, REST);
+      for (int sub = 0; sub < 2; ++sub) {
+        load_weights<LDA>(weights, s.A, 16 * m + BC * sub, 16 * m, REST);
 #pragma unroll
-      for (int n = 0; n < NUMBERS; ++n) multiply_eight(within[sub], middle, weights[n], sub);
+        for (int n = 0; n < NUMBERS; ++n) multiply_eight(within[sub], middle, weights[n], sub);
+      }
     }
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       float (&to)[4] = o[m][p >> 1];
       const int row = 2 * (p & 1);
-      const float2 start = FromStart(decays[p]).by, by = Middle(decays[p]).outputs;
+      const float2 start = FromStart(decays[p]).by, by = grows ? float2{1.f, 1.f} : Middle(decays[p]).outputs;
       to[row] = start.x * to[row] + by.x * within[p >> 1][row];
       to[row + 1] = start.y * to[row + 1] + by.y * within[p >> 1][row + 1];
     }

@@ -147,6 +147,7 @@ static size_t shared_bytes;
 alignas(1024) static unsigned char shared_storage[MAX_CLUSTER][GUARD + MAX_SHARED + GUARD];
 static unsigned char* shared_memory;  // of the block that runs
 static int cluster, rank;  // blocks of a cluster, and which of them runs
+static int votes[MAX_CLUSTER];
 
 static void report(const char* format, ...) {
   const int length = snprintf(message, sizeof message, "block %u: ", blockIdx.x);
@@ -352,6 +353,7 @@ static void run_cluster(unsigned char* stacks, void (*entry)()) {
   const int count = blockDim.x;
   memset(named_barriers, 0, sizeof named_barriers);
   cluster_barrier = {};
+  memset(votes, 0, sizeof votes);
   for (int i = 0; i < cluster * count / WARP; ++i) products[i].count = products[i].groups = 0;
   waiting_count = 0;
   for (int i = 0; i < cluster * count; ++i) {
@@ -443,6 +445,16 @@ template <class T> T shuffle(const char* call, unsigned mask, T value, int sourc
 
 inline void __syncthreads(emulator::Where where = emulator::here()) {
   emulator::wait(emulator::State::AtBarrier, "__syncthreads", where);
+}
+inline int __syncthreads_or(int some, emulator::Where where = emulator::here()) {
+  int& any = emulator::votes[emulator::rank];
+  any |= some != 0;
+  emulator::wait(emulator::State::AtBarrier, "__syncthreads_or", where);
+  some = any;
+  emulator::wait(emulator::State::AtBarrier, "__syncthreads_or", where);  // all have read it
+  any = 0;
+  emulator::wait(emulator::State::AtBarrier, "__syncthreads_or", where);  // before the next vote
+  return some;
 }
 inline void __syncwarp(emulator::Where where = emulator::here()) {
   emulator::collective("__syncwarp", where, nullptr, nullptr);

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ...contract import CHUNK, SUB_CHUNK
+from ...contract import SUB_CHUNK
 from . import float64, gated_vjp, stages, tuning
 from .instances import (
     CHANNELS,
@@ -34,7 +34,9 @@ MODES = ("auto", "recurrent", "chunk", "staged")
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype == DOUBLE:
-        return float64.unsupported(problem)
+        if mode_of(problem) != "staged":
+            return float64.unsupported(problem)
+        return float64.too_large(problem) if problem.gradient else None
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
@@ -64,9 +66,9 @@ plan_summary_vjp = gated_vjp.plan_summary_vjp
 
 def plan(problem, device, kept=()):
     """`kept`: what `plan_summary` of the same tokens has left."""
-    if problem.dtype == DOUBLE:
-        return float64.plan(problem, device)
     draft, mode = Draft(), mode_of(problem)
+    if problem.dtype == DOUBLE and mode != "staged":
+        return float64.plan(problem, device)
     by_hopper = mode == "chunk" and on_hopper(problem, device)
     o, final = draft.output(problem, mappable if by_hopper else has_rows), draft.final(problem)
     if mode == "staged":
@@ -133,15 +135,18 @@ def staged(draft, problem, o, final):
     q, k, v, g = draft.inputs(problem)
     B, H, T, K, V = problem.shape("B H T K V")
     shape, order, initial = draft.shape(problem), read_order(problem.op), draft.initial(problem)
-    b, e, qg, kg = (draft.empty((B, H, T, K), FLOAT32) for _ in range(4))
-    A = draft.empty((B, H, T, shape.chunk), FLOAT32)
-    h = draft.empty((B, H, shape.NC, K, V), FLOAT32)
+    real = problem.compute_dtype
+    b, e, qg, kg = (draft.empty((B, H, T, K), real) for _ in range(4))
+    A = draft.empty((B, H, T, shape.chunk), real)
+    h = draft.empty((B, H, shape.NC, K, V), real)
     stages.launch_chunk_cumsum(draft, shape, g, b, e)
     stages.launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg)
     stages.launch_inter_chunk(draft, shape, kg, v, b, h, initial, final)
     stages.launch_intra_chunk(draft, shape, order, q, k, g, draft.bonus(problem), A)
     stages.launch_combine(draft, shape, qg, h, A, v, o, problem.scale)
-    return {"BK": channels(K), "BV": stages.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
+    if problem.dtype == DOUBLE:
+        return {"chunk": shape.chunk}
+    return {"BK": channels(K), "BV": stages.STAGE_COLUMNS, "chunk": shape.chunk, "sub_chunk": SUB_CHUNK}
 
 
 # -- in one pass -------------------------------------------------------------------------------------------------------

@@ -64,10 +64,12 @@ class GatedForward(Kernel):
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
-        """For a device whose blocks may have so many bytes of shared memory: as many columns as that allows."""
-        narrow = schedule == SPLIT_CHANNELS and dtype == BFLOAT16  # whose shared memory holds more
-        found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64 and not narrow], TILES[V > 64])
-        return found if found.shared_bytes <= shared else replace(found, BV=TILES[0])
+        """For a device whose blocks may have so many bytes of shared memory: as many columns as that allows, or where
+        one is not enough for all channels, as many of these."""
+        found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
+        if found.shared_bytes <= shared:
+            return found
+        return replace(found, BK=TILES[0]) if schedule == SPLIT_CHANNELS else replace(found, BV=TILES[0])
 
     @property
     def channels(self):
@@ -88,6 +90,8 @@ class GatedForward(Kernel):
 
     @property
     def resident(self):
+        if self.schedule == SPLIT_CHANNELS and self.CHUNK == 32 and self.BK + self.BV == 2 * TILES[-1]:
+            return 1
         return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
 
     @property

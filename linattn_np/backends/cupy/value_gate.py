@@ -12,12 +12,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...arrays import BFLOAT16
 from . import float64, gated, gated_vjp, tuning
 from .arguments import integers, pointers, reals, rows, shape
 from .instances import (
     CHANNELS,
-    SEGMENT_STATE,
     SINGLE_PASS,
     SPLIT_CHANNELS,
     TILES,
@@ -59,12 +57,12 @@ class ValueGateForward(Kernel):
     def fitting(cls, schedule, dtype, gate, products, K, V, shared):
         """For a device whose blocks may have so many bytes of shared memory: as many columns, then channels, as that
         allows. Fewer channels than there are make it `SplitChannels`."""
-        narrow = schedule == SPLIT_CHANNELS and dtype == BFLOAT16  # whose shared memory holds more
-        wide, columns = TILES[K > TILES[0] and not narrow], TILES[V > TILES[0]]
-        rest = SEGMENT_STATE if schedule == SEGMENT_STATE else SPLIT_CHANNELS
-        tiles = (schedule, wide, columns), (schedule, wide, TILES[0]), (rest, TILES[0], columns)
+        wide, columns = TILES[K > TILES[0]], TILES[V > TILES[0]]
+        tiles = [(schedule, wide, columns), (schedule, wide, TILES[0]), (SPLIT_CHANNELS, TILES[0], columns)]
+        if schedule == SPLIT_CHANNELS:
+            del tiles[1]
         kernels = [cls(schedule, dtype, gate, products, BK, BV) for schedule, BK, BV in tiles]
-        return next((kernel for kernel in kernels if kernel.shared_bytes <= shared), kernels[-1])
+        return next(kernel for kernel in kernels if kernel.shared_bytes <= shared)
 
     @property
     def ungated(self):
