@@ -7,6 +7,7 @@ import planned
 import pytest
 from conftest import DOUBLE, HALF, SINGLE
 from reference import GATES, assert_close, double, draw, guarded, literal, same_bits
+from test_growth import KINDS, LIMITS, bounded
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
@@ -241,6 +242,39 @@ def test_every_gate_on_either_side(backend, rng):
         assert_close(f"state, {regimes}", backend.tohost(final), expected, case.dtype)
         for name, x, y in zip((*GLA_VALUE_GATE.arrays, "h0"), found, (*gradients, dh0), strict=True):
             assert_close(f"d{name}, {regimes}", backend.tohost(x), y, case.dtype, factor=10)
+
+
+@pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
+@pytest.mark.parametrize("side", ("g", "gv"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_growth_on_either_side(device, rng, dtype, side, kind):
+    """Beside resets: each number is held to the size of what it is a sum of, as in test_growth."""
+    case = Case(T=70, K=20, V=24, dtype=dtype, regimes=("weak", "weak"))
+    arrays, (start, dht) = case.drawn(rng)
+    grown = list(GLA_VALUE_GATE.arrays).index(side)
+    arrays[grown] = bounded(KINDS[kind](rng, arrays[grown].shape), 60.0).astype(dtype)
+    do = rng.standard_normal(arrays[2].shape).astype(dtype)
+    problem = GLA_VALUE_GATE.bind(
+        [device.upload(x) for x in arrays], initial_state=device.upload(start), output_final_state=True
+    )
+    o, final = planned.run(problem, device)
+    found = planned.pull(problem, device, device.upload(do), (device.upload(dht),))
+    found = [double(x.get() if hasattr(x, "get") else x) for x in (o, *final, *found[0], *found[1])]
+
+    def both(q, k, v, g, gv, start, do, dht):
+        given = [q, k, v, g, gv]
+        gradients, dh0 = pulled_back(case, given, start, None, do, dht)
+        return [*computed(case, given, start, None), *gradients, dh0]
+
+    given = [*map(double, (*arrays, start, do, dht))]
+    wanted = both(*given)
+    sizes = both(*(x if n in (3, 4) else abs(x) for n, x in enumerate(given)))
+    far, least = LIMITS[dtype]
+    for gate, (x, dx), (y, dy) in ((5, (0, 2), (1, 3)), (6, (2, 4), (2, 4))):  # pairs that pass no gate cancel
+        sizes[gate] += 3e-6 / far * (abs(given[x]) * sizes[dx] + abs(given[y]) * sizes[dy])
+    for name, x, y, size in zip(("o", "final", "dq", "dk", "dv", "dg", "dgv", "dh0"), found, wanted, sizes):
+        off = abs(x - y) / (far * size + least)
+        assert off.max() <= 1, (name, np.mean(~(off <= 1)), np.nanmax(off))
 
 
 def test_without_states_and_one_of_them(backend, rng):
