@@ -151,3 +151,11 @@ def test_growth_with_one_product(device, rng, monkeypatch, op):
     monkeypatch.setitem(LIMITS, SINGLE, (4e-3, 1e-33))
     given = call(op, rng, 64, 64, SINGLE, "bursts")
     assert_right(op, computed(device, op, *given), *given, SINGLE)
+
+
+@pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_a_scale_of_zero_under_growth(device, rng, op, dtype):
+    arrays, do, start, dht, _, bounds = call(op, rng, 64, 64, dtype, "bursts")
+    given = arrays, do, start, dht, 0.0, bounds
+    assert_right(op, computed(device, op, *given), *given, dtype)

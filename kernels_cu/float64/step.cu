@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(128) float64_step(const Args<T, G, S> args) {
     S& state = args.state.row(args.slots ? args.slots[b] : b, h, c)[column];
     const double before = to_real(state), kv = to_real(k[c]) * v, after = fma(exp(double(to_real(g[c]))), before, kv);
     const double read = ReadOrder::reads_before_write ? fma(args.u[h * args.K + c], kv, before) : after;
-    sum = fma(to_real(q[c]), read, sum);
+    sum = fma(double(to_real(q[c])), read, sum);
     state = from_real<S>(Real<S>(after));
   }
   args.o.row(b, h, 0)[column] = from_real<T>(Real<T>(args.scale * sum));

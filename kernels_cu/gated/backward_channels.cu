@@ -12,7 +12,7 @@
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
 // smem      q, k, g; two stages of v and do, where dA stands later
 // barriers  two for every 32 columns of V: they have arrived | they are read; then: dA stands | results stand
-// numerics  products as fragment.cuh has it, of sums in float32, which factors outside of products multiply
+// numerics  products as fragments.cuh has it, of sums in float32, which factors outside of products multiply.
 //           Columns may have gates of their own: then v and do come decayed to the chunk's end and from its start, and
 //           dA comes made, so that the same kernel gives dq, dk and dg of GLA with a value gate; and, turned over, of
 //           values for keys, what queries and keys are there

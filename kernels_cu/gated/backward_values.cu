@@ -5,7 +5,7 @@
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      32 channels at a time: q, k, g, and what products take of them; C; then do and A
 // barriers  two for every 32 channels: they have arrived | operands and C stand; then: A stands
-// numerics  products as fragment.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32; where
+// numerics  products as fragments.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32; where
 //           gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128

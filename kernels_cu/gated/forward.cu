@@ -10,8 +10,8 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "read_order.cuh"
-#include "fragments.cuh"
 #include "gated/forward_copies.cuh"
+#include "gated/forward_tiles.cuh"
 #include "gated/forward_operands.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"

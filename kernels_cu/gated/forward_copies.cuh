@@ -1,6 +1,6 @@
 // what      Rows of inputs to tiles in shared memory, in the background where they are aligned.
 // limits    a tile's rows are whole pieces of 16 bytes
-#include "fragments.cuh"
+#include "gated/forward_tiles.cuh"
 #include "ptx.cuh"
 
 // Starts to copy [ROWS, COLS] from rows of `width` values; zeros behind `rows` and `width`.

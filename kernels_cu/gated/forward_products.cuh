@@ -14,11 +14,11 @@ __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k
   float sums[2][4] = {};  // two at a time, as they wait for one another
 #pragma unroll
   for (int c = 0; c < BK; c += 16 * N) {
-    Right<T, PRODUCTS> b[N];
+    Right<Math<T, PRODUCTS>> b[N];
     keys.load(b, k, key, c);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      Left<T, PRODUCTS> a;
+      Left<Math<T, PRODUCTS>> a;
       queries.load(a, q, query, c + 16 * n);
       multiply(sums[(c / 16 + n) % 2], a, b[n]);
     }
@@ -104,20 +104,20 @@ __device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, 
 }
 
 // Rows row...row + 15 and keys key...key + 15 of the scores, and what is left of them.
-template <int LDA> __device__ __forceinline__ void load_scores(Left<bf16, 1>& a, const bf16* A, int row, int key) {
+template <int LDA> __device__ __forceinline__ void load_scores(LeftBf16& a, const bf16* A, int row, int key) {
   const int lane = own_lane();
-  ldmatrix_x4(a.r, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
+  ldmatrix_x4(a.both, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
 }
-template <int LDA, typename T, int PRODUCTS>
-__device__ __forceinline__ void load_scores(Left<T, PRODUCTS>& a, const float* A, int row, int key) {
+template <int LDA, bool SPLIT>
+__device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, int row, int key) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const float2 two = *reinterpret_cast<const float2*>(A + (row + g + 8 * lower) * LDA + key + 8 * half + 2 * t);
-      a.half[half].take(lower, two.x);
-      a.half[half].take(lower + 2, two.y);
+      a.take(4 * half + 2 * lower, two.x);
+      a.take(4 * half + 2 * lower + 1, two.y);
     }
 }
 
@@ -130,12 +130,12 @@ __device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, con
   const LeftReader<BK, typename OperandOf<T>::Type> queries;
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
-    Right<T, PRODUCTS> b[2];
+    Right<Math<T, PRODUCTS>> b[2];
     pack_right(b[0], S[2 * c], S[2 * c + 1], 0);
     pack_right(b[1], S[2 * c], S[2 * c + 1], 1);
 #pragma unroll
     for (int m = 0; m < CHUNK<T> / 16; ++m) {
-      Left<T, PRODUCTS> a;
+      Left<Math<T, PRODUCTS>> a;
       queries.load(a, q, 16 * m, 16 * c);
       multiply(o[m][0], a, b[0]);
       multiply(o[m][1], a, b[1]);
@@ -152,11 +152,11 @@ __device__ __forceinline__ void write_state(State<BK>& S, const typename Operand
   const RightReader<BK, typename OperandOf<T>::Type> keys;
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
-    Left<T, PRODUCTS> a;
+    Left<Math<T, PRODUCTS>> a;
     values.load(a, v, 16 * n);
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c) {
-      Right<T, PRODUCTS> b[2];
+      Right<Math<T, PRODUCTS>> b[2];
       keys.load(b, k, 16 * n, 16 * c);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -178,8 +178,8 @@ __device__ __forceinline__ void read_scores(Output<T>& o, const ScoreStorage<Sch
   const RightReader<BV, T, true> values(16 * (threadIdx.x >> 5));
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
-    Left<T, PRODUCTS> a;
-    Right<T, PRODUCTS> b[2];
+    Left<Math<T, PRODUCTS>> a;
+    Right<Math<T, PRODUCTS>> b[2];
     values.load(b, v, 16 * n, 0);
 #pragma unroll
     for (int m = n; m < CHUNK<T> / 16; ++m)

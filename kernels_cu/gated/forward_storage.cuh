@@ -1,6 +1,6 @@
 // what      Shared memory of the forward kernel of every card, and what tells its schedules apart.
 // limits    BK and BV of 64, 128
-#include "fragments.cuh"
+#include "gated/forward_tiles.cuh"
 #include "tensor.cuh"
 
 // Everything of a sequence.

@@ -18,7 +18,9 @@ template <typename T> struct Args {
   i64 causal;
 };
 
-template <typename T> __global__ void __launch_bounds__(32 * WARPS) softmax_plain_backward_queries(const Args<T> args) {
+// 4 blocks a multiprocessor: without a word the compiler takes few registers and spills.
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS, 4) softmax_plain_backward_queries(const Args<T> args) {
   using R = Real<T>;
   const Shape& shape = args.shape;
   const Place at(shape, (shape.K + WIDTH - 1) / WIDTH);

@@ -19,7 +19,8 @@ template <typename T> struct Args {
   i64 causal;
 };
 
-template <typename T> __global__ void __launch_bounds__(32 * WARPS) softmax_plain_forward(const Args<T> args) {
+// 4 blocks a multiprocessor: without a word the compiler takes few registers and spills.
+template <typename T> __global__ void __launch_bounds__(32 * WARPS, 4) softmax_plain_forward(const Args<T> args) {
   using R = Real<T>;
   const Shape& shape = args.shape;
   const Place at(shape, (shape.V + WIDTH - 1) / WIDTH);
@@ -27,10 +28,11 @@ template <typename T> __global__ void __launch_bounds__(32 * WARPS) softmax_plai
   const int lane = threadIdx.x % 32;
   const T* q = args.q.row(at.b, at.h, at.t);
   const i64 stop = args.causal ? at.t + 1 : at.span.stop;
-  R sums[EACH] = {}, most = -INFINITY, total = 0;
+  const R nothing = __uint_as_float(0xff800000u);  // -inf
+  R sums[EACH] = {}, most = nothing, total = 0;
   for (i64 first = at.span.start; first < stop; first += 32) {
     const int count = int(min(i64(32), stop - first));
-    R score = -INFINITY;
+    R score = nothing;
     if (lane < count) score = R(args.scale) * dot(q, args.k.row(at.b, at.h, first + lane), shape.K);
     R larger = score;
     for (int distance = 16; distance > 0; distance /= 2)

@@ -18,10 +18,12 @@ template <typename T> struct Args {
   Shape shape;
 };
 
-template <class ReadOrder, typename T> __global__ void __launch_bounds__(128) stages_gated_qk(const Args<T> args) {
+// 4 blocks a multiprocessor: without a word the compiler takes few registers and spills.
+template <class ReadOrder, typename T> __global__ void __launch_bounds__(128, 4) stages_gated_qk(const Args<T> args) {
   const Shape& shape = args.shape;
   const i64 c = blockIdx.x % shape.NC, h = blockIdx.x / shape.NC % shape.H, batch = blockIdx.x / shape.NC / shape.H;
   const Span span = chunk_tokens(shape, c);
+#pragma unroll 1
   for (i64 at = threadIdx.x; at < (span.stop - span.start) * shape.K; at += blockDim.x) {
     const i64 t = span.start + at / shape.K, channel = at % shape.K;
     const i64 read = ReadOrder::reads_before_write ? t - 1 : t;

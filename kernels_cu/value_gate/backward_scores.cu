@@ -1,5 +1,5 @@
 // what      GLA with a value gate, backward: what the tokens of a chunk have to do with each other and with the states,
-//           on either side. Queries, keys and gates of channels, or of columns the outputs' gradients, values and theirs.
+//           on either side. Queries, keys and gates of channels; or of columns outputs' gradients, values and theirs.
 // math      A_ij = scale sum_k q_ik decay_ijk k_jk for j < i, A_ii = scale q_i . k_i apart;
 //           q decayed from the chunk's start, k decayed to its end, and the chunk's decay
 // shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
@@ -8,8 +8,9 @@
 // grid      a block for every (batch, head, chunk)
 // smem      32 channels at a time: q, k, g, what products take of them, starts and ends
 // barriers  two for every 32 channels: they have arrived | operands stand; then: the diagonal stands
-// numerics  scores of one sub-chunk times NEAR; products as fragment.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is float32;
-//           where gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
+// numerics  products as fragments.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is
+//           float32; where gates grow, pairs of a sub-chunk are scored one by one (growth.cuh). Scores of one sub-chunk
+//           are times NEAR
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "backward.cuh"

@@ -9,7 +9,7 @@
 //           a warp for every 16 channels
 // smem      STAGES times 32 tokens
 // barriers  one every 32 tokens: they have arrived, and those before the last are read
-// numerics  S and C in float32 accumulators; products as fragment.cuh has it
+// numerics  S and C in float32 accumulators; products as fragments.cuh has it
 // source    Yang et al., 2024, sections 4.1 and 4.4
 // limits    none
 #include "backward.cuh"

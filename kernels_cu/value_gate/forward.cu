@@ -13,11 +13,11 @@
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "read_order.cuh"
-#include "fragments.cuh"
 #include "gated/forward_copies.cuh"
 #include "gated/forward_operands.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
+#include "gated/forward_tiles.cuh"
 #include "value_gate/columns.cuh"
 #include "value_gate/forward_products.cuh"
 #include "ptx.cuh"
@@ -177,12 +177,12 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
         }
       }
     const int column = threadIdx.x >> 5 << 4;
-    const PairsReader<BV, G> gates(column);
-    const PairsReader<BV, T> values(column);
+    const ColumnsReader<BV, G> gates(column);
+    const ColumnsReader<BV, T> values(column);
     float all[2][SUBS];  // decays of columns over whole sub-chunks
 #pragma unroll
     for (int m = 0; m < BLOCKS; ++m) {
-      Pairs x;
+      float2 x[4];
       gates.load(x, s.value_gates, 16 * m);
 #pragma unroll
       for (int p = 0; p < 4; ++p) all[p & 1][2 * m + (p >> 1)] = whole_decay(x[p]);

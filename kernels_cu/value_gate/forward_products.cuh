@@ -2,7 +2,9 @@
 //           what the state takes.
 // shapes    o transposed: [16 columns, 8 tokens] for every sub-chunk, a lane's pairs as columns.cuh has them; the state
 //           as gated/forward_products.cuh has it
-// numerics  where gates grow, values of a sub-chunk go one by one (growth.cuh). Sums in float32; the state is rounded where it is read, values where they are decayed
+// numerics  sums in float32; the state is rounded where it is read, values where they are decayed. Where gates grow,
+//           values of a sub-chunk go one by one (growth.cuh)
+#include "decays.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
 #include "value_gate/columns.cuh"
@@ -13,48 +15,25 @@ struct alignas(16) ValueShared : Shared<Schedule, T, G, BK, BV> {
   G value_gates[CHUNK<T> * BV];  // [chunk, BV]
 };
 
-template <int N> __device__ __forceinline__ float product_of(const float (&all)[N], int from, int to) {
-  float x = 1.f;
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-    if (n >= from && n < to) x *= all[n];
-  return x;
-}
-// Outputs of 8 tokens times one factor for either column.
-__device__ __forceinline__ void scale_columns(float (&d)[4], float x, float y) {
-  d[0] *= x, d[1] *= x, d[2] *= y, d[3] *= y;
-}
-
-// d += a b of one of the two sub-chunks that a product is deep in.
-__device__ __forceinline__ void multiply_eight(float (&d)[4], const Left<bf16, 1>& a, const Right<bf16, 1>& b,
-                                               int sub) {
-  const u32 one[2] = {sub == 0 ? b.r[0] : 0, sub == 1 ? b.r[1] : 0};
-  mma_bf16(d, a.r, one);
-}
-template <typename T, int PRODUCTS>
-__device__ __forceinline__ void multiply_eight(float (&d)[4], const Left<T, PRODUCTS>& a, const Right<T, PRODUCTS>& b,
-                                               int sub) {
-  multiply_half(d, a.half[sub], b.half[sub]);
-}
-
 // Scores of queries row...row + 7 with 16 keys from `key` on, as operands deep in keys: all numbers that each is the
 // sum of.
 template <int LDA>
-__device__ __forceinline__ void load_weights(Right<bf16, 1> (&b)[2], const bf16* A, int row, int key, int rest) {
+__device__ __forceinline__ void load_weights(RightBf16 (&b)[2], const bf16* A, int row, int key, int rest) {
   const int lane = own_lane();
   u32 r[4];
   ldmatrix_x4(r, A + (lane >> 4) * rest + (row + (lane & 7)) * LDA + key + (lane >> 3 & 1) * 8);
-  b[0].r[0] = r[0], b[0].r[1] = r[1], b[1].r[0] = r[2], b[1].r[1] = r[3];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) b[i / 2].both[i % 2] = r[i];
 }
-template <int LDA, typename T, int PRODUCTS>
-__device__ __forceinline__ void load_weights(Right<T, PRODUCTS> (&b)[1], const float* A, int row, int key, int) {
+template <int LDA, bool SPLIT>
+__device__ __forceinline__ void load_weights(RightTf32<SPLIT> (&b)[1], const float* A, int row, int key, int) {
   const int lane = own_lane();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float2 two =
         *reinterpret_cast<const float2*>(A + (row + (lane >> 2)) * LDA + key + 8 * half + 2 * (lane & 3));
-    b[0].half[half].take(0, two.x);
-    b[0].half[half].take(1, two.y);
+    b[0].take(2 * half, two.x);
+    b[0].take(2 * half + 1, two.y);
   }
 }
 
@@ -66,17 +45,17 @@ __device__ __forceinline__ void read_state_by_columns(Output<T>& o, const State<
   const RowsReader<BK, typename OperandOf<T>::Type> queries;
 #pragma unroll
   for (int c = 0; c < BK / 16; c += N) {
-    Left<T, PRODUCTS> a[N];
+    Left<Math<T, PRODUCTS>> a[N];
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const float (&x)[4] = S[2 * (c + n) + (p >> 1)];
-        put_pair(a[n], p, {x[2 * (p & 1)], x[2 * (p & 1) + 1]});
+        a[n].set(p, float2{x[2 * (p & 1)], x[2 * (p & 1) + 1]});
       }
 #pragma unroll
     for (int sub = 0; sub < CHUNK<T> / BC; ++sub) {
-      Right<T, PRODUCTS> b[N];
+      Right<Math<T, PRODUCTS>> b[N];
       queries.load(b, q, BC * sub, 16 * c);
 #pragma unroll
       for (int n = 0; n < N; ++n) multiply(o[sub / 2][sub % 2], a[n], b[n]);
@@ -87,25 +66,26 @@ __device__ __forceinline__ void read_state_by_columns(Output<T>& o, const State<
 // S <- diag(decay) S diag(decay) + (k decayed)^T (v decayed).
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
-                                                       const PairsReader<BV, G>& gates,
-                                                       const PairsReader<BV, T>& values, const float (&all)[2][SUBS]) {
+                                                       const ColumnsReader<BV, G>& gates,
+                                                       const ColumnsReader<BV, T>& values,
+                                                       const float (&all)[2][SUBS]) {
   const int t = opaque(threadIdx.x & 3);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
   const float whole[2] = {product_of(all[0], 0, SUBS), product_of(all[1], 0, SUBS)};
 #pragma unroll
   for (int n = 0; n < SUBS / 2; ++n) {
-    Pairs x, by;
-    Left<T, PRODUCTS> a;
+    float2 x[4], by[4];
+    Left<Math<T, PRODUCTS>> a;
     gates.load(by, s.value_gates, 16 * n);
     values.load(x, s.v[stage], 16 * n);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const float far = product_of(all[p & 1], 2 * n + (p >> 1) + 1, SUBS);
-      put_pair(a, p, far * (ToEnd(decays_of(by[p])).by * x[p]));
+      a.set(p, far * (Decays<AfterWrite>(decays_of(by[p])).end * x[p]));
     }
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c) {
-      Right<T, PRODUCTS> b[2];
+      Right<Math<T, PRODUCTS>> b[2];
       keys.load(b, state_k(s, stage), 16 * n, 16 * c);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -146,14 +126,15 @@ __device__ __noinline__ void sum_one_by_one(float (&within)[2][4], ValueShared<S
 // comes from before it decays and values decayed to it are added.
 template <int PRODUCTS, int BV, class Schedule, typename T, typename G, int BK, int SUBS>
 __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared<Schedule, T, G, BK, BV>& s, int stage,
-                                                       const PairsReader<BV, G>& gates,
-                                                       const PairsReader<BV, T>& values, const float (&all)[2][SUBS]) {
+                                                       const ColumnsReader<BV, G>& gates,
+                                                       const ColumnsReader<BV, T>& values,
+                                                       const float (&all)[2][SUBS]) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   constexpr int NUMBERS = Storage::NUMBERS, LDA = Storage::LDA, REST = CHUNK<T> * LDA;
-  Right<T, PRODUCTS> weights[NUMBERS];
+  Right<Math<T, PRODUCTS>> weights[NUMBERS];
 #pragma unroll
   for (int m = 0; m < SUBS / 2; ++m) {
-    Pairs x, decays;
+    float2 x[4], decays[4];
     values.load(x, s.v[stage], 16 * m);
     gates.load(decays, s.value_gates, 16 * m);
     float most = decays[0].x;
@@ -164,19 +145,20 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared
     }
     const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then tokens do not meet in the middle
     {
-      Left<T, PRODUCTS> border;
+      Left<Math<T, PRODUCTS>> border;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) put_pair(border, p, ToEnd(decays[p]).by * x[p]);
+      for (int p = 0; p < 4; ++p) border.set(p, Decays<AfterWrite>(decays[p]).end * x[p]);
       // the second sub-chunk meets the first
       scale_columns(o[m][1], all[0][2 * m], all[1][2 * m]);
       load_weights<LDA>(weights, s.A, 16 * m + BC, 16 * m, REST);
 #pragma unroll
-      for (int n = 0; n < NUMBERS; ++n) multiply_eight(o[m][1], border, weights[n], 0);
+      for (int n = 0; n < NUMBERS; ++n) multiply_half(o[m][1], border, weights[n], 0);
     }
     if (SUBS == 4 && m == 0) {  // the second half meets the first
-      Left<T, PRODUCTS> border;
+      Left<Math<T, PRODUCTS>> border;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) put_pair(border, p, (p < 2 ? all[p & 1][1] : 1.f) * (ToEnd(decays[p]).by * x[p]));
+      for (int p = 0; p < 4; ++p)
+        border.set(p, (p < 2 ? all[p & 1][1] : 1.f) * (Decays<AfterWrite>(decays[p]).end * x[p]));
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
         scale_columns(o[SUBS / 2 - 1][sub], all[0][0] * all[0][1], all[1][0] * all[1][1]);
@@ -189,21 +171,22 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared
     if (grows) {
       sum_one_by_one<BV>(within, s, stage, 16 * m, threadIdx.x >> 5 << 4);
     } else {
-      Left<T, PRODUCTS> middle;
+      Left<Math<T, PRODUCTS>> middle;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) put_pair(middle, p, Middle(decays[p]).values * x[p]);
+      for (int p = 0; p < 4; ++p) middle.set(p, Middle<AfterWrite>(decays[p]).keys * x[p]);
 #pragma unroll
       for (int sub = 0; sub < 2; ++sub) {
         load_weights<LDA>(weights, s.A, 16 * m + BC * sub, 16 * m, REST);
 #pragma unroll
-        for (int n = 0; n < NUMBERS; ++n) multiply_eight(within[sub], middle, weights[n], sub);
+        for (int n = 0; n < NUMBERS; ++n) multiply_half(within[sub], middle, weights[n], sub);
       }
     }
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       float (&to)[4] = o[m][p >> 1];
       const int row = 2 * (p & 1);
-      const float2 start = FromStart(decays[p]).by, by = grows ? float2{1.f, 1.f} : Middle(decays[p]).outputs;
+      const float2 start = Decays<AfterWrite>(decays[p]).start,
+                   by = grows ? float2{1.f, 1.f} : Middle<AfterWrite>(decays[p]).queries;
       to[row] = start.x * to[row] + by.x * within[p >> 1][row];
       to[row + 1] = start.y * to[row + 1] + by.y * within[p >> 1][row + 1];
     }
