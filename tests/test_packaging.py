@@ -162,7 +162,6 @@ ROOMS = {
     "typing": ([], ["numpy"]),
     "grouped": ([], ["numpy"]),
     "masked": ([], ["numpy"]),
-    "two_gates": ([], []),
     "doubts": ([], ["numpy"]),
     "foreign": (["wording"], ["numpy"]),
     "overlap": ([], ["numpy"]),
@@ -281,11 +280,11 @@ ROOMS = {
     "__main__": (["command", "__version__"], []),
     "backends/__init__": ([], []),
     "backends/numpy": (
-        ["backends.numpy", "arrays", "caches", "contract", "declarations", "two_gates", "varlen"],
+        ["backends.numpy", "arrays", "caches", "contract", "declarations", "varlen"],
         ["numpy"],
     ),
     "backends/cupy": (
-        ["backends.cupy", "arrays", "contract", "declarations", "kernel_choice", "problem", "two_gates", "varlen"],
+        ["backends.cupy", "arrays", "contract", "declarations", "kernel_choice", "problem", "varlen"],
         ["numpy", "cupy"],
     ),
     "backends/numba": (["backends.numba", "backends.cupy", "arrays", "contract", "varlen"], ["numpy", "numba"]),

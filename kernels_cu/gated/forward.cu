@@ -10,6 +10,7 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "read_order.cuh"
+#include "gated/forward_copies.cuh"
 #include "gated/forward_tiles.cuh"
 #include "gated/forward_operands.cuh"
 #include "gated/forward_products.cuh"
@@ -31,34 +32,6 @@ template <typename T, typename G> struct Args {
   i64 of, needed;  // of so many segments in turn so many are computed
   i64 bytes;       // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2
 };
-
-// Starts to copy [ROWS, COLS] from rows of `width` values; zeros behind `rows` and `width`.
-template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
-__device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
-  constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
-  constexpr int AT_ONCE = THREADS / ACROSS;
-  static_assert(THREADS % ACROSS == 0);
-  const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;
-  const int first = thread / ACROSS;
-  T* const to = place<COLS>(tile, first, col);
-  from += first * stride + col;
-  rows = int(col) < width ? rows - first : 0;
-#pragma unroll UNROLL
-  for (int down = 0; down < ROWS; down += AT_ONCE) {
-    if (ROWS < AT_ONCE && first >= ROWS) break;
-    T* const here = AT_ONCE % 8 ? place<COLS>(tile, first + down, col) : to + down * COLS;
-    if constexpr (BYTES >= 4) cp_async<BYTES>(here, from, down < rows);
-    else *here = down < rows ? *from : from_float<T>(0.f);
-    from += AT_ONCE * stride;
-  }
-}
-// Rows that are not whole pieces of 16 bytes, out of the way of those that are.
-template <int ROWS, int COLS, int THREADS, typename T>
-__device__ __noinline__ void copy_slowly(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-  else if (bytes == 4) copy_rows<4, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-  else copy_rows<sizeof(T), 8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-}
 
 // A lane's outputs one by one, out of the way of pairs. sums: null, or where those of the channels before are unless
 // these are the `first`, and where these go unless they are the `last`.

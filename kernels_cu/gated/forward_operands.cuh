@@ -9,10 +9,9 @@
 //
 // A warp has SPAN tokens, half of a sub-chunk, and a lane W channels of them: no decay needs a shuffle.
 #include "read_order.cuh"
+#include "decays.cuh"
 #include "gated/forward_storage.cuh"
 #include "growth.cuh"
-
-constexpr float LEAST = 2.0611536e-9f;  // the least decay about a middle, e^-20
 
 // Which tokens and channels of a chunk a warp decays; PER times one after the other. Where a lane would have 2 channels
 // and the warp two spans, its halves have a span each, both of them upper or lower halves of their sub-chunks.

@@ -117,9 +117,19 @@ def scalar_decays():
 
 def value_gates():
     for T, G in GATES:
-        yield value_gate.ValueGateGradient(T, G)
-        for direction, K in product(("Forwards", "ForwardsApart", "Backwards"), gated.CHANNELS):
-            yield value_gate.ValueGate(direction, T, G, K)
+        for products in (1, 3) if T == SINGLE else (1,):
+            for K, V in WIDTHS:
+                yield value_gate.ValueGateForward(gated.SINGLE_PASS, T, G, products, K, V)
+                yield value_gate.ValueGateForward(gated.SEGMENT_STATE, T, G, products, K, V)
+                if T == BFLOAT16 or K == gated.TILES[-1]:
+                    yield value_gate.ValueGateForward(gated.SPLIT_CHANNELS, T, G, products, K, V)
+            yield value_gate.ValueGateBackwardScores(T, G, products)
+            for columns in ("Gated", "GatedTurned"):
+                yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
+            if T == G:
+                yield value_gate.ValueGateBackwardStates(T, products)
+        for size in gated.CHANNELS:
+            yield value_gate.ValueGateRecurrent(T, G, size)
 
 
 def element_by_element():

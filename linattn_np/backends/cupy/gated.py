@@ -172,6 +172,7 @@ class OnePass:
         self.u = draft.bonus(problem)
 
     schedule = SINGLE_PASS  # that of uncut sequences
+    column_decays = None  # of the parts of segments, where columns have gates too
 
     def kernel(self, schedule):
         """The instance that computes the problem by a schedule."""
@@ -238,6 +239,7 @@ class OnePass:
             N * H * ceil_div(K * V, scan.width * scan.threads),
             left=left,
             decays=decays,
+            column_decays=self.column_decays,
             initial=initial,
             starts=starts,
             final=final,

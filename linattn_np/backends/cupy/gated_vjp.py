@@ -137,6 +137,9 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
             dg=dg,
             u=u,
             shares=shares,
+            pairs=None,
+            own=None,
+            decays=None,
         )
         draft.launch(values, chunks * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, u=u, **both, **here)
     return states.tiles | ({"segments": P} if P > 1 else {}), shares

@@ -180,8 +180,10 @@ class GatedBackwardStates(GatedBackward):
         return 3 * (2 * tile_bytes(32, 64, self.dtype) + tile_bytes(32, 64, self.gate))
 
 
+@dataclass(frozen=True)
 class GatedBackwardChannels(GatedBackward):
-    """dq, dk, dg and the shares of du."""
+    """dq, dk, dg and the shares of du. `columns` says whether those have gates too: "Gated", or, with values for keys,
+    "GatedTurned"."""
 
     file = "gated/backward_channels"
     arguments = (
@@ -191,12 +193,14 @@ class GatedBackwardChannels(GatedBackward):
         *integers("first heads"),
         *reals("scale"),
         *integers("vectors"),
+        *pointers("pairs own decays"),
     )
-    shared = ("Shared<{dtype}, {gate}, {products}>",)
+    shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
+    columns: str = "Ungated"
 
     @property
     def shared_bytes(self):
-        values = 4 * 64 * (32 + 8) * self.dtype.itemsize
+        values = 4 * 64 * (32 + 8) * (self.dtype if self.columns == "Ungated" else self.stored).itemsize
         pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * 64
         return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
@@ -233,7 +237,7 @@ class GatedBackwardValues(GatedBackward):
 @dataclass(frozen=True)
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
-    arguments = (*pointers("left decays initial starts final"), *integers("P R H K V"))
+    arguments = (*pointers("left decays column_decays initial starts final"), *integers("P R H K V"))
     threads = 256
     width: int  # values that a thread has, of one channel
 
