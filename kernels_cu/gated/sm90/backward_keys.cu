@@ -16,8 +16,7 @@
 //           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
-#include "gated/sm90/states.cuh"
-#include "backward_tokens.cuh"
+#include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -52,11 +51,13 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
+  bool growth[2];               // whether a gate of the chunk grows; likewise
   Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float FORGOTTEN = 0x1p-20f;  // a decay over a chunk, about what rounding leaves of the sums
+constexpr float TOO_LARGE = 0x1p29f;   // for values of size 1 beside it to be normal numbers of float16
 
 // Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
 // token, lie in different banks.
@@ -213,6 +214,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
   const auto scores = [&](Stage<T, G, BK, BV>& in, int iteration) {  // A; each warp as much as the others
+    if (s.growth[iteration & 1]) {                                   // nobody reads them
+      barrier_arrive(s.within);
+      barrier_arrive(s.scores);
+      return;
+    }
     const int g = lane >> 2, t = lane & 3;
     const bool sixteen = warp % 2 == 0;
     const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
@@ -348,9 +354,25 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares of the largest value stand
-    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
+    bool& growth = s.growth[iteration & 1];
+    if (grows<T>(largest_of(gates))) growth = true;
+    barrier_sync(CONSUMERS_BARRIER,
+                 CONSUMERS);  // q and g have been read, all shares of the largest value and growth stand
+    const float largest = NARROW<T> ? largest_of_all(s.largest[iteration & 1]) : 1.f;
+    const Scale range = to_range(largest);
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
+    if (threadIdx.x == 0) s.growth[iteration + 1 & 1] = false;          // nobody reads that of the last chunk any more
+    if (growth || largest >= TOO_LARGE) {
+      if (threadIdx.x == 0) growth = true;
+      barrier_arrive(s.operands);
+      grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
+                                         in.weight, in.v, in.do_, in.dA, u, scale, FORGOTTEN, CONSUMERS_BARRIER);
+      barrier_wait(s.within, iteration & 1);  // as after any chunk
+      barrier_wait(s.scores, iteration & 1);
+      fence_async();
+      barrier_arrive(s.done[iteration % STAGES]);
+      return;
+    }
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
@@ -512,6 +534,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
     s.place = place_of(args.shape, blockIdx.x);
+    s.growth[0] = s.growth[1] = false;
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 128);
       barrier_init(s.pairs[stage], 128);

@@ -18,8 +18,7 @@
 //           state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "gated/sm90/states.cuh"
-#include "backward_tokens.cuh"
+#include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, dq, weight;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -45,6 +44,7 @@ constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
+  bool growth[STAGES][3];  // whether a gate of a chunk grows, of the share that each token warp has looked at
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
@@ -103,6 +103,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
       }
     }
     put_read_tile<3, T, BV>(in.read, in.do_, block, lane);
+    s.growth[iteration % STAGES][block] = any_grows<T, 3>(in.g, block, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   }
@@ -223,8 +224,20 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const u32 phase = iteration / STAGES & 1;
+    if (iteration && iteration * CHUNK % KEPT == 0) {
+      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), iteration * CHUNK);
+#pragma unroll
+      for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
+    }
     barrier_wait(s.full[iteration % STAGES], phase);   // the tokens are there
     barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
+    const bool (&growth)[3] = s.growth[iteration % STAGES];
+    if (growth[0] | growth[1] | growth[2]) {
+      grow_queries<ReadOrder, T, G, BK, BV>(S, du, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
+      fence_async();
+      barrier_arrive(s.done[iteration % STAGES]);
+      continue;
+    }
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
     const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
@@ -276,12 +289,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_keep(S);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
-    const int next = (iteration + 1) * CHUNK;
-    if (next % KEPT == 0 && next < tokens) {
-      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
-#pragma unroll
-      for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
-    }
   }
 
   float end[2] = {};

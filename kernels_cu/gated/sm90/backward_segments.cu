@@ -13,8 +13,7 @@
 // numerics  as the sweeps
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    as the sweeps
-#include "gated/sm90/states.cuh"
-#include "backward_tokens.cuh"
+#include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -73,16 +72,23 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     Chunk far;
     SubChunkDecays decays;
     gates.load(own_panels(in.g, warpgroup), offset);
-    load_operand(x, in.x[warpgroup], offset);
     decays_of(decays, gates);
+    for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     Across nowhere;
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
-    if (BACKWARDS) {
+    if (__any_sync(0xffffffffu, grows<T>(largest_of(gates)))) {  // then nothing is left to do
+      if (BACKWARDS)
+        grow_backwards<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), own_channel(), [](int) {});
+      else grow_forwards<T, G, BV>(S, in.x, in.g, in.y, own_channel());
+      each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
+    } else if (BACKWARDS) {
+      load_operand(x, in.x[warpgroup], offset);
       decays_from_start(far, gates, counts);
       range = scale_of_queries<ReadOrder, T>(far);
       const float scale = float(args.scale);
       decay_queries<false, T>(nowhere, x, x, far, decays, {scale * range.up[0], scale * range.up[1]});
     } else {
+      load_operand(x, in.x[warpgroup], offset);
       decays_to_end(far, gates, counts);
       decay_keys<false, T>(nowhere, x, x, far, decays);
     }
@@ -90,7 +96,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
     wgmma_commit();
-    for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     wgmma_wait<0>();
     wgmma_keep(S);
     if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, range);
