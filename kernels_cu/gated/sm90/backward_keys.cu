@@ -318,7 +318,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
-  const float scale = float(args.scale);
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
 
@@ -355,7 +355,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
     bool& growth = s.growth[iteration & 1];
-    if (grows<T>(largest_of(gates))) growth = true;
+    if (any_grows<T>(gates)) growth = true;
     barrier_sync(CONSUMERS_BARRIER,
                  CONSUMERS);  // q and g have been read, all shares of the largest value and growth stand
     const float largest = NARROW<T> ? largest_of_all(s.largest[iteration & 1]) : 1.f;

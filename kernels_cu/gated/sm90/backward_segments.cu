@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     Across nowhere;
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
-    if (__any_sync(0xffffffffu, grows<T>(largest_of(gates)))) {  // then nothing is left to do
+    if (__any_sync(0xffffffffu, any_grows<T>(gates))) {  // then nothing is left to do
       if (BACKWARDS)
         grow_backwards<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), own_channel(), [](int) {});
       else grow_forwards<T, G, BV>(S, in.x, in.g, in.y, own_channel());

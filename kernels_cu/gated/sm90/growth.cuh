@@ -12,50 +12,59 @@
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
-// Whether the largest gate is; true for NaN too.
+template <typename G> __device__ __forceinline__ float2 two_gates(u32 two) { return unpack<G>(two); }
+template <> __device__ __forceinline__ float2 two_gates<float>(u32 one) { return {__uint_as_float(one), NOTHING}; }
+
+// The larger ones of two times two gates, or of two float32 ones.
+template <typename G> __device__ __forceinline__ u32 larger_gates(u32 x, u32 y) { return at_least<G>(x, y); }
+template <> __device__ __forceinline__ u32 larger_gates<float>(u32 x, u32 y) {
+  return __float_as_uint(at_least(__uint_as_float(x), __uint_as_float(y)));
+}
+
+// Whether one of the largest gates is, of two or of one; true for NaN too.
+template <typename T, typename G> __device__ __forceinline__ bool grows(u32 largest) {
+  const float2 two = two_gates<G>(largest);
+  return !(two.x < GROWTH<T> && two.y < GROWTH<T>);
+}
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
-// The largest of 16 bytes of gates.
-template <typename G> __device__ __forceinline__ float largest_of(const uint4& x) {
-  const float2 two = unpack<G>(at_least<G>(at_least<G>(x.x, x.y), at_least<G>(x.z, x.w)));
-  return at_least(two.x, two.y);
+// Whether one of the gates that this lane holds does.
+template <typename T, typename G> __device__ __forceinline__ bool any_grows(const Gates<G>& gates) {
+  u32 largest = gates.x[0][0];
+  each_pair([&](int n, int h) { largest = at_least<G>(largest, pair_of(gates.x, n, h)); });
+  return grows<T, G>(largest);
 }
-template <> __device__ __forceinline__ float largest_of<float>(const uint4& x) {
-  return at_least(at_least(__uint_as_float(x.x), __uint_as_float(x.y)),
-                  at_least(__uint_as_float(x.z), __uint_as_float(x.w)));
-}
-
-// That of the gates that this lane holds.
-template <typename G> __device__ __forceinline__ float largest_of(const Gates<G>& gates) {
-  const Operand& x = gates.x;
-  return largest_of<G>(uint4{at_least<G>(x[0][0], x[1][0]), at_least<G>(x[0][1], x[1][1]),
-                             at_least<G>(x[0][2], x[1][2]), at_least<G>(x[0][3], x[1][3])});
-}
-template <> __device__ __forceinline__ float largest_of(const Gates<float>& gates) {
-  float largest = NOTHING;
+template <typename T> __device__ __forceinline__ bool any_grows(const Gates<float>& gates) {
+  float largest = gates.x[0][0];
   each_pair([&](int n, int h) { largest = at_least(at_least(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
-  return largest / LOG2E;
+  return grows<T>(largest / LOG2E);
 }
 
-// Whether any of a chunk's gates grows, of the pieces of warp `warp` of WARPS; for the whole warp.
+// Whether one of a chunk's gates does, of the pieces of warp `warp` of WARPS; for the whole warp.
 template <typename T, int WARPS, typename G, int PANELS>
 __device__ __forceinline__ bool any_grows(G (&gates)[PANELS][CHUNK][PANEL<G>], int warp, int lane) {
   const uint4* const pieces = reinterpret_cast<const uint4*>(&gates);
-  float largest = NOTHING;
+  uint4 largest = pieces[32 * warp + lane];
 #pragma unroll
-  for (int first = 0; first < PANELS * CHUNK * 8; first += 32 * WARPS)
-    if (const int at = first + 32 * warp; at < PANELS * CHUNK * 8)
-      largest = at_least(largest, largest_of<G>(pieces[at + lane]));
-  return __any_sync(0xffffffffu, grows<T>(largest));
+  for (int first = 32 * WARPS; first < PANELS * CHUNK * 8; first += 32 * WARPS)
+    if (const int at = first + 32 * warp; at < PANELS * CHUNK * 8) {
+      const uint4 x = pieces[at + lane];
+      largest = {larger_gates<G>(largest.x, x.x), larger_gates<G>(largest.y, x.y), larger_gates<G>(largest.z, x.z),
+                 larger_gates<G>(largest.w, x.w)};
+    }
+  const u32 one = larger_gates<G>(larger_gates<G>(largest.x, largest.y), larger_gates<G>(largest.z, largest.w));
+  return __any_sync(0xffffffffu, grows<T, G>(one));
 }
 
 // ---- a token --------------------------------------------------------------------------------------------------------
 
-// This lane's first channel, the other 8 on; made anew, since registers are scarce where nothing grows.
+// This lane's first channel, the other 8 on; and where it is among the four lanes of a channel. Made anew, since registers
+// are scarce where nothing grows.
 __device__ __forceinline__ int own_channel() {
   const int thread = opaque(threadIdx.x);
   return thread / 32 * 16 + (thread >> 2 & 7);
 }
+__device__ __forceinline__ int own_quarter() { return opaque(threadIdx.x) & 3; }
 
 // Channel or column `column` of token `row` of a tile.
 template <typename X, int PANELS>
@@ -67,7 +76,7 @@ __device__ __forceinline__ X& value_at(X (&tile)[PANELS][CHUNK][PANEL<X>], int r
 // Calls f(n, two columns 8n + 2t, + 1 of a token).
 template <typename T, int PANELS, class F>
 __device__ __forceinline__ void each_column(T (&tile)[PANELS][CHUNK][64], int row, F f) {
-  const int first = swizzled_offset(row, 0) + (threadIdx.x & 3) * 4;
+  const int first = swizzled_offset(row, 0) + own_quarter() * 4;
 #pragma unroll
   for (int n = 0; n < PANELS * 8; ++n)
     f(n, unpack<T>(*reinterpret_cast<const u32*>(at_offset(tile[n / 8], first ^ n % 8 * 16))));
@@ -150,11 +159,11 @@ __device__ __forceinline__ float grown(float x, float sum) {
 // A value of every token, of one channel: this lane has tokens 4m + t.
 using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
-  return __shfl_sync(0xffffffffu, x[token / 4], int(threadIdx.x & 28) + token % 4);
+  return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
 template <typename X, int PANELS>
 __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
-  for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + int(threadIdx.x & 3), channel) = from_float<X>(x[m]);
+  for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + own_quarter(), channel) = from_float<X>(x[m]);
 }
 
 // The first sweep's chunk: its results in place of q and g, and `sums` of this lane's channels where they are INSIDE.
@@ -164,7 +173,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float (&du)[2],
                                              Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   int channel = own_channel();
-  const int t = threadIdx.x & 3;
+  const int t = own_quarter();
   Tokens from_state[2];
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
@@ -239,7 +248,7 @@ template <typename T, int BV>
 __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[BV / 2], float2 key, float present,
                                                 T (&do_)[BV / 64][CHUNK][64], int row) {
   constexpr int N = BV / 4;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   float x[N];
   each_column(do_, row, [&](int n, float2 two) {
     x[2 * n] = fmaf(key.x, C[4 * n], fmaf(key.y, C[4 * n + 2], present * two.x));
@@ -268,7 +277,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   constexpr int WARPS = BK / 16, THREADS = 2 * BK;
   int channel = own_channel();
-  const int t = threadIdx.x & 3, warp = threadIdx.x / 32;
+  const int t = own_quarter(), warp = opaque(threadIdx.x) / 32;
   Tokens from_state[2], dk[2];
 #pragma unroll 1
   for (int row = 0; row < CHUNK; ++row) {
@@ -290,7 +299,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     put_value_share<T, BV>(shares + (row % BC * WARPS + warp) * BV, C, key, present, do_, row);
     if (row % BC) return;
     barrier_sync(barrier, THREADS);  // all shares of a sub-chunk stand, and its v has been read
-    for (int at = threadIdx.x; at < BC * BV; at += THREADS) {
+    for (int at = opaque(threadIdx.x); at < BC * BV; at += THREADS) {
       const float* from = shares + at / BV * (WARPS * BV) + at % BV;
       float dv = 0.f;
       for (int other = 0; other < WARPS; ++other) dv += from[other * BV];
