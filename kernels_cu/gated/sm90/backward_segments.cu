@@ -23,7 +23,8 @@ template <typename T, typename G> struct Args {
   float *states, *decays;
   Shape shape;
   double scale;
-  i64 P;  // segments a sequence
+  i64 P;      // segments a sequence
+  i64 first;  // direction: 1 where the states are known
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
   __syncthreads();  // the barriers stand
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
-  if (is_last(at, args.P, backwards)) return;
+  if (backwards < args.first || is_last(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
   else if (backwards) consume<ReadOrder, true>(s, args, at);
   else consume<ReadOrder, false>(s, args, at);

@@ -241,7 +241,7 @@ class ScanSegments(Kernel):
 @dataclass(frozen=True)
 class ScanBothWays(Kernel):
     file = "gated/scan_both_ways"
-    arguments = (*pointers("states decays"), *integers("N P H K V"))
+    arguments = (*pointers("states decays"), *integers("N P H K V first"))
     threads = 256
 
 
@@ -412,7 +412,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         *pointers("initial dht states decays"),
         *shape,
         *reals("scale"),
-        *integers("P"),
+        *integers("P first"),
     )
 
     @property
