@@ -51,7 +51,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
-  bool growth[2];               // whether a gate of the chunk grows; likewise
+  u64 growth[2];                // whether gates of the chunk grow, a byte of every warp; likewise
   Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
@@ -81,9 +81,21 @@ __device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, in
   return *reinterpret_cast<float (*)[CHUNK][32]>(place);
 }
 
+// The largest magnitude of all of C, from every warp's share.
+template <int WARPS>
+__device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
+  float x = shares[0];
+  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
+  return x;
+}
+
+// Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range.
+template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
+  return s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE;
+}
+
 // Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
-template <class F>
-__device__ __forceinline__ void each_chunk(int tokens, F f) {
+template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
   int iteration = 0;
 #pragma unroll 1
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
@@ -214,7 +226,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
   const auto scores = [&](Stage<T, G, BK, BV>& in, int iteration) {  // A; each warp as much as the others
-    if (s.growth[iteration & 1]) {                                   // nobody reads them
+    if (goes_by_token<T>(s, iteration)) {                            // nobody reads them
       barrier_arrive(s.within);
       barrier_arrive(s.scores);
       return;
@@ -304,13 +316,6 @@ template <bool POSSIBLY, int N> __device__ __forceinline__ void multiply_unless_
     for (int i = 0; i < N; ++i) C[i] *= by;
 }
 
-// The largest magnitude of all of C, from every warp's share.
-template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
-  float x = shares[0];
-  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
-  return x;
-}
-
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
@@ -354,16 +359,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    bool& growth = s.growth[iteration & 1];
-    if (any_grows<T>(gates)) growth = true;
-    barrier_sync(CONSUMERS_BARRIER,
-                 CONSUMERS);  // q and g have been read, all shares of the largest value and growth stand
-    const float largest = NARROW<T> ? largest_of_all(s.largest[iteration & 1]) : 1.f;
-    const Scale range = to_range(largest);
+    reinterpret_cast<bool*>(&s.growth[iteration & 1])[warp] = __any_sync(0xffffffffu, any_grows<T>(gates));
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; all shares of largest and growth stand
+    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
-    if (threadIdx.x == 0) s.growth[iteration + 1 & 1] = false;          // nobody reads that of the last chunk any more
-    if (growth || largest >= TOO_LARGE) {
-      if (threadIdx.x == 0) growth = true;
+    if (goes_by_token<T>(s, iteration)) {
       barrier_arrive(s.operands);
       grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
                                          in.weight, in.v, in.do_, in.dA, u, scale, FORGOTTEN, CONSUMERS_BARRIER);
@@ -534,7 +534,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
     s.place = place_of(args.shape, blockIdx.x);
-    s.growth[0] = s.growth[1] = false;
+    s.growth[0] = s.growth[1] = 0;
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 128);
       barrier_init(s.pairs[stage], 128);
