@@ -68,7 +68,7 @@ def plan(problem, device, kept=()):
     """`kept`: what `plan_summary` of the same tokens has left."""
     if problem.dtype != DOUBLE and mode_of(problem) == "chunk" and pieces.forward_gains(problem):
         return plan_wider(problem, device)
-    draft, mode = Draft(), mode_of(problem)
+    draft, mode, saved = Draft(), mode_of(problem), ()
     if problem.dtype == DOUBLE and mode != "staged":
         return float64.plan(problem, device)
     by_hopper = mode == "chunk" and on_hopper(problem, device)
@@ -78,10 +78,12 @@ def plan(problem, device, kept=()):
     elif mode == "recurrent":
         tiles = recurrent(draft, problem, o, final)
     elif by_hopper:
-        tiles = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o).run(final, kept)
+        launches = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o)
+        tiles, saved = launches.run(final, kept), launches.saved()
     else:
         tiles = OnEveryCard(draft, problem, device, draft.inputs(problem), o).run(final)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
+    results = draft.give_back(problem, o), draft.stored(problem, final)
+    return draft.plan(results, mode=mode, tiles=tiles, saved=saved)
 
 
 def plan_wider(problem, device):
@@ -173,6 +175,7 @@ class OnePass:
 
     schedule = SINGLE_PASS  # that of uncut sequences
     column_decays = None  # of the parts of segments, where columns have gates too
+    starts = None  # the states that segments start from
 
     def kernel(self, schedule):
         """The instance that computes the problem by a schedule."""
@@ -195,8 +198,8 @@ class OnePass:
             self.launches(whole, self.draft.shape(problem), initial, final)
             return whole.tiles
         left, decays = kept or self.left_by_segments(P, final is not None)
-        starts = self.between_segments(P, left, decays, initial, final)
-        self.launches(whole, self.draft.shape(problem, self.cut(P)), starts, None)
+        self.starts = self.between_segments(P, left, decays, initial, final)
+        self.launches(whole, self.draft.shape(problem, self.cut(P)), self.starts, None)
         return whole.tiles | {"segments": P}
 
     def summary(self):
@@ -328,6 +331,13 @@ class OnHopper(OnePass):
         N, H, V = self.problem.shape("N H V")
         kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
+
+    def saved(self) -> tuple:
+        """What spares the pullback half of its summaries: the states at segments' starts, where it cuts alike."""
+        if self.starts is None or not self.problem.gradient:
+            return ()
+        alike = self.starts.shape[0] == self.problem.sizes["N"] * gated_vjp.segments(self.problem, self.device)
+        return (self.starts,) if alike else ()
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""

@@ -249,7 +249,7 @@ class ScanSegments(Kernel):
 @dataclass(frozen=True)
 class ScanBothWays(Kernel):
     file = "gated/scan_both_ways"
-    arguments = (*pointers("states decays"), *integers("N P H K V"))
+    arguments = (*pointers("states decays"), *integers("N P H K V first"))
     threads = 256
 
 
@@ -420,7 +420,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         *pointers("initial dht states decays"),
         *shape,
         *reals("scale"),
-        *integers("P"),
+        *integers("P first"),
     )
 
     @property
