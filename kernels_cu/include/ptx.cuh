@@ -283,7 +283,7 @@ __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
                : "memory");
 }
 
-// ---- two blocks of a cluster, whose shared memory is laid out alike ---------------------------------------
+// ---- blocks of a cluster, whose shared memory is laid out alike; the peer is the other one of two -----------
 
 // Where a place of this block's shared memory is in the other block's.
 __device__ __forceinline__ u32 place_at_peer(const void* p) {
@@ -314,7 +314,19 @@ __device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, Barrie
                : "memory");
 }
 
-// Wait until all threads of both blocks have come here.
+// Four floats, on 16 bytes, that lie in block `rank` of the cluster where `p` is in this one.
+__device__ __forceinline__ float4 load4_of_block(const float* p, u32 rank) {
+  float4 x;
+  asm volatile(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(u32(__cvta_generic_to_shared(p))), "r"(rank)
+      : "memory");
+  return x;
+}
+
+// Wait until all threads of the cluster's blocks have come here.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -488,7 +488,7 @@ __device__ __forceinline__ void decode(const Args<T>& args, Shared<SLOTS>& s) {
   }
 }
 
-template <typename T, int SLOTS, bool PAIRED>
+template <typename T, int SLOTS, bool PAIRED, int FLIGHT, int AHEAD>
 __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(const __grid_constant__ Args<T> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
@@ -498,5 +498,5 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(c
   }
   __syncthreads();  // the barriers stand
   if (threadIdx.x < THREADS) decode<T, SLOTS, PAIRED>(args, s);
-  else copy_weights(args, s);
+  else copy_weights<T, SLOTS, FLIGHT, AHEAD>(args, s);
 }

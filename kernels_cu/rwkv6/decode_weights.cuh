@@ -10,7 +10,6 @@
 
 constexpr int ROWS = 16, COLUMNS = 8;
 constexpr int COPIERS = 4;                                           // warps that have the weights copied
-constexpr int FLIGHT = 2;                                            // slots asked for and not yet come
 constexpr int STEPS = 2, GROUP = 4;                                  // steps a slot, slots whose vectors are held
 constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a slot; no bank conflicts
 constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
@@ -153,12 +152,54 @@ template <typename T> __device__ __forceinline__ void prefetch_inputs(const Args
   }
 }
 
+// The slots of this block's weights, one after the other, through all phases.
+template <typename T> struct Walk {
+  const Args<T>& args;
+  int n, tile, stop, K, k;
+  const T* rows;
+
+  __device__ __forceinline__ Walk(const Args<T>& args) : args(args), n(int(args.first)) { enter(); }
+
+  __device__ __forceinline__ bool over() const { return n >= int(args.last); }
+
+  __device__ __forceinline__ int layer() const { return n / PHASES; }
+  __device__ __forceinline__ int phase() const { return layer() == args.L ? int(HEAD) : n % PHASES; }
+
+  // The first slot of phase n, or of the next that has one.
+  __device__ __forceinline__ void enter() {
+#pragma unroll 1
+    for (; !over(); ++n) {
+      const Tiles tiles = share_of(args, phase());
+      tile = tiles.first, stop = tiles.stop, k = 0, K = depth_of(args, phase());
+      if (tile < stop) break;
+    }
+    if (!over()) rows = weights_of(args, layer(), phase(), tile);
+  }
+  __device__ __forceinline__ void next() {
+    k += Lane<T>::SLOT;
+    if (k < K) return;
+    k = 0;
+    if (++tile < stop) rows = weights_of(args, layer(), phase(), tile);
+    else ++n, enter();
+  }
+};
+
 // The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
-template <typename T, int SLOTS> __device__ __forceinline__ void copy_weights(const Args<T>& args, Shared<SLOTS>& s) {
+template <typename T, int SLOTS, int FLIGHT, int AHEAD>
+__device__ __forceinline__ void copy_weights(const Args<T>& args, Shared<SLOTS>& s) {
   constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
   u32 parity = 1;
+  Walk<T> far(args);
+  const auto ask = [&] {
+    if (AHEAD == 0 || far.over()) return;
+    if (lane < EACH)
+      prefetch_l2(far.rows + i64(copier * EACH + lane) * far.K + far.k, u32(min(far.K - far.k, Lane<T>::SLOT) * sizeof(T)));
+    far.next();
+  };
+#pragma unroll 1
+  for (int n = 0; n < AHEAD; ++n) ask();
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = depth_of(args, phase);
@@ -172,6 +213,7 @@ template <typename T, int SLOTS> __device__ __forceinline__ void copy_weights(co
       for (int k = 0; k < K; k += Lane<T>::SLOT) {
         barrier_wait(s.empty[slot], parity);
         barrier_wait(s.full[latest], parity ^ (latest < slot));
+        ask();
         const T* from = rows + k + lane * Lane<T>::EACH;
         unsigned char* to = s.ring[slot][copier * EACH] + 16 * lane;
         const bool whole = k + Lane<T>::SLOT <= K;

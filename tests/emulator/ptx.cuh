@@ -332,6 +332,15 @@ inline void copy_to_peer(const void* from, u32 bytes, Barrier& b, emulator::Wher
   arrive_at_peer(b, where);
 }
 
+inline float4 load4_of_block(const float* p, u32 rank, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(int(rank) < emulator::cluster, "load4_of_block %u of %d (%s:%d)", rank, emulator::cluster, where.file,
+                 where.line);
+  EMULATOR_CHECK(emulator::in_shared(p, 16), "load4_of_block of a place not aligned or not in shared memory (%s:%d)",
+                 where.file, where.line);
+  const u64 offset = reinterpret_cast<u64>(p) - reinterpret_cast<u64>(emulator::shared_storage[emulator::rank]);
+  return *reinterpret_cast<const float4*>(emulator::shared_storage[rank] + offset);
+}
+
 inline void cluster_sync(emulator::Where where = emulator::here()) {
   emulator::NamedBarrier& barrier = emulator::cluster_barrier;
   int times = barrier.times;

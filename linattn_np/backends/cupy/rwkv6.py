@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, pointers, reals, structs
-from .kernel import Kernel
+from .kernel import HALF, Kernel
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
@@ -47,14 +47,16 @@ class TimeMixStep(ModelKernel):
     X: np.dtype
 
 
+PRODUCTS = 5  # in one launch
+PRODUCT = (*pointers("w x y"), *integers("M finish"))
+
+
 @dataclass(frozen=True)
 class Matvec(ModelKernel):
     file = "rwkv6/matvec"
-    PRODUCTS: ClassVar[int] = 5  # in one launch
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
-    PRODUCT: ClassVar[tuple] = (*pointers("w x y"), *integers("M finish"))
     arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
     shared = ("Shared<{THREADS_A_BLOCK}>",)
     dtype: np.dtype
@@ -74,6 +76,59 @@ class Matvec(ModelKernel):
     @property
     def shared_bytes(self):
         return self.threads * (2 * 4 * 16 + 4 * 8 * 16 // 32)
+
+
+@dataclass(frozen=True)
+class SkinnyProduct(ModelKernel):
+    """Half-precision weights by up to 64 vectors. `SPLIT` blocks share a tile, each with a part of K."""
+
+    file = "rwkv6/skinny_product"
+    ROWS: ClassVar[int] = 128  # of a weight
+    DEPTH: ClassVar[int] = 64  # of K a step
+    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32, 64)  # vectors
+    EXACT: ClassVar[int] = 32  # columns, three of which are a float32 vector; one of four stays empty
+    SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    STAGES_OF: ClassVar[tuple[int, ...]] = (3, 6)  # where two blocks share a multiprocessor, and where they do not
+    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
+    shared = ("Shared<{COLUMNS}, {STAGES}>",)
+    arch, threads = "sm_90a", 256
+    dtype: np.dtype
+    COLUMNS: int
+    PARTS: int
+    SPLIT: int
+    STAGES: int
+
+    @classmethod
+    def fitting(cls, dtype, X, B, K, tiles, device) -> tuple[SkinnyProduct, int] | None:
+        """The kernel and the vectors' bytes of shared memory; None where it does not serve."""
+        exact = X == FLOAT32
+        most = cls.EXACT // 4 if exact else cls.WIDTHS[-1]
+        if device.capability != 90 or B > most or dtype not in ((BFLOAT16,) if exact else HALF):
+            return None
+        columns = cls.EXACT if exact else next(width for width in cls.WIDTHS if B <= width)
+        for split in cls.SPLITS:
+            for stages in cls.STAGES_OF:
+                kernel = cls(dtype, columns, 3 if exact else 1, split, stages)
+                room = device.shared_per_multiprocessor // 2 - 1024 if stages == cls.STAGES_OF[0] else device.shared_per_block
+                bytes_ = kernel.vector_bytes(K)
+                if kernel.shared_bytes + bytes_ <= room and (split == 8 or tiles * split >= device.multiprocessors):
+                    return kernel, bytes_
+        return None
+
+    def vector_bytes(self, K) -> int:
+        return 2 * self.COLUMNS * ceil_div(K, self.DEPTH * self.SPLIT) * self.DEPTH
+
+    @property
+    def cluster(self):
+        return self.SPLIT
+
+    @property
+    def shared_bytes(self):
+        """Without the vectors."""
+        return max(self.STAGES * self.ROWS * 2 * self.DEPTH, 4 * self.COLUMNS * (self.ROWS + 4))
+
+
+ROWS = Matvec.ROWS, SkinnyProduct.ROWS  # of a weight that a block takes
 
 
 @dataclass(frozen=True)
@@ -97,6 +152,8 @@ class DecodeStep(ModelKernel):
     dtype: np.dtype
     stages: int
     paired: bool
+    flight: int = 2
+    ahead: int = 0
 
     @classmethod
     def fitting(cls, dtype, B, D, F, device) -> tuple[DecodeStep, int] | None:

@@ -373,26 +373,33 @@ class Step:
 
     def matmul(self, *products):
         """Products (w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
-        my = self.my
-        if not my.few:
-            for w, x, y, finish in products:
-                to = self.room.hidden if finish == RELU_SQUARED else y
-                self.draft.product(w, x, to, finish == ADD)
-                if finish == RELU_SQUARED:
-                    kernel = kernels.ReluSquared(to.dtype, y.dtype)
-                    self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
-            return
+        _, B, K = products[0][1].shape
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for *stacks, finish in products
             for w, x, y in zip(*stacks)
         ]
+        blocks = {rows: sum(ceil_div(product["M"], rows) for product in listed) for rows in kernels.ROWS}
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
-        listed += [none] * (kernels.Matvec.PRODUCTS - len(listed))
-        blocks = sum(ceil_div(product["M"], kernels.Matvec.ROWS) for product in listed)
-        _, B, K = products[0][1].shape
-        kernel = kernels.Matvec.fitting(my.dtype, blocks, my.device)
-        self.draft.launch(kernel, blocks, products=listed, B=B, K=K)
+        args = {"products": listed + [none] * (kernels.PRODUCTS - len(listed)), "B": B, "K": K}
+        X, my = products[0][1].dtype, self.my
+        tiles = blocks[kernels.SkinnyProduct.ROWS]
+        if skinny := kernels.SkinnyProduct.fitting(my.dtype, X, B, K, tiles, my.device):
+            kernel, more_shared = skinny
+            self.draft.launch(kernel, tiles * kernel.SPLIT, more_shared=more_shared, **args)
+        elif my.few:
+            tiles = blocks[kernels.Matvec.ROWS]
+            self.draft.launch(kernels.Matvec.fitting(my.dtype, tiles, my.device), tiles, **args)
+        else:
+            self.by_library(products)
+
+    def by_library(self, products):
+        for w, x, y, finish in products:
+            to = self.room.hidden if finish == RELU_SQUARED else y
+            self.draft.product(w, x, to, finish == ADD)
+            if finish == RELU_SQUARED:
+                kernel = kernels.ReluSquared(to.dtype, y.dtype)
+                self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
 
 
 def array_of(load, dtype, field, weight, names):
