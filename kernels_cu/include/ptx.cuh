@@ -13,6 +13,7 @@ struct bf16 {
 struct f16 {
   u16 bits;
 };
+typedef signed char i8;
 struct tf32 {};  // a name: the bits are those of a float, of which products read the upper 19
 
 // ---- conversions ------------------------------------------------------------------------------------------
@@ -392,6 +393,17 @@ template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arri
     } while (((now ^ sense) & 0x80000000u) == 0);
   }
   barrier_sync(1, THREADS);  // so are the others'
+}
+
+// Neighbours 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: behind 128 + the lower seven bits, which bfloat16
+// holds, stands the sign, so that 128 or 256 are taken away.
+template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {
+  u32 y;
+  asm("{\n.reg .b32 all, low, sign;\nprmt.b32 all, %1, 0x43, %2;\nand.b32 low, all, 0xff7fff7f;\n"
+      "and.b32 sign, all, 0xff80ff80;\nsub.rn.bf16x2 %0, low, sign;\n}"
+      : "=r"(y)
+      : "r"(four), "n"(PAIR ? 0x4342 : 0x4140));
+  return y;
 }
 
 // Of two pairs of bfloat16 the larger magnitudes, with any sign.

@@ -12,15 +12,15 @@
 // smem      Shared, then [B, D], or [B, F] where `staged`: what a product takes
 // barriers  the grid's between two phases; the block's where a comment says what stands
 // numerics  tensor cores take x as a sum: of three bfloat16 numbers, or else two of tf32, as float32 weights; half
-//           weights are taken as they are. PAIRED, for few sequences, has the numbers side by side as columns.
+//           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the numbers side by side as columns.
 //           float32 sums in a fixed order. A sequence does not depend on the others, so neither on B.
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split
-// limits    B up to 8; D and F multiples of 8, N of 4 and up to 256, W up to 512; weights aligned to 16 bytes; at
+// limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to 16 bytes; at
 //           least two blocks; sm_90a
 #include "rwkv6/decode_split.cuh"
 
-template <typename T, int SLOTS, bool PAIRED> struct Decode {
-  const Args<T>& args;
+template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
+  const Args<T, S>& args;
   Shared<SLOTS>& s;
   float* const stage;
   const int B, D, tid;
@@ -28,7 +28,7 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   int slot;
   u32 parity;
 
-  __device__ __forceinline__ Decode(const Args<T>& args, Shared<SLOTS>& s, u32 sense, int turn)
+  __device__ __forceinline__ Decode(const Args<T, S>& args, Shared<SLOTS>& s, u32 sense, int turn)
       : args(args),
         s(s),
         stage(reinterpret_cast<float*>(&s + 1)),
@@ -66,6 +66,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
     return norm;
   }
 
+  typedef typename Args<T, S>::Up Up;
+  static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // slots whose vectors are held
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
   // Of what a thread has under way, as much as the vectors leave registers for: 16 bytes of x, four channels of a
@@ -273,12 +275,14 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
 #pragma unroll 1
       for (; tile < stop; ++tile, fresh = false) {
         Sums sums = {};
-        float before = 0.f, gate = 1.f, xx = 0.f;
+        float before = 0.f, gate = 1.f, xx = 0.f, scale = 1.f;
         const int me = opaque(tid), b = me / ROWS, m = me % ROWS, at = b * D + tile * ROWS + m;
         if ((phase == OUTPUT || phase == FFN_VALUE) && b < B && tile * ROWS + m < D) {
           before = args.x[at];
           if (phase == FFN_VALUE) gate = args.gate[at], xx = args.xx[at];
         }
+        if constexpr (sizeof(T) == 1)
+          if (b < B) scale = rows_of(args, layer, phase, tile).scales[m];
 #pragma unroll 1
         for (int group = 0; group < slots; group += GROUP) {
           if (fresh || slots > GROUP) {
@@ -330,7 +334,7 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
               part += parts[n][PAIRED ? PARTS * b + which : b][m];
             sum += part;
           }
-          finish(layer, phase, tile, input, b, m, fmaf(gate, sum, before), xx);
+          finish(layer, phase, tile, input, b, m, fmaf(gate, scale * sum, before), xx);
         }
       }
     }
@@ -344,8 +348,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
 #pragma unroll 1
     for (int unit = blockIdx.x; first || unit < units; unit += gridDim.x, first = false) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
-      const T* up = args.maa_up + (layer * 5 + c) * A * D + j;
-      T weight[PASS];
+      const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
+      Up weight[PASS];
       float maa = 0.f;
       const bool inside = unit < units && j < D;
       const auto load = [&](int start) {
@@ -402,9 +406,9 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
       const bool busy = unit < units;
       const int h = unit % H, b = busy ? unit / H : 0, of_head = h * N, at = b * D + of_head;
       const i64 head = layer * D + of_head;
-      float* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
-      const T* up = args.decay_up + layer * W * D + of_head + channel;
-      T weight[PASS];
+      S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
+      const Up* up = args.decay_up + layer * W * D + of_head + channel;
+      Up weight[PASS];
       const auto load = [&](int start) {
 #pragma unroll
         for (int i = 0; i < PASS; ++i) {
@@ -455,24 +459,24 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
 };
 
 // Phases one by one. `turn` is the number of the slot whose turn it is, and the parity of its `full`.
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ int products(const Args<T>& args, Shared<SLOTS>& s, int layer, int phase, u32 sense,
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ int products(const Args<T, S>& args, Shared<SLOTS>& s, int layer, int phase, u32 sense,
                                         int turn) {
-  Decode<T, SLOTS, PAIRED> block(args, s, sense, turn);
+  Decode<T, S, SLOTS, PAIRED> block(args, s, sense, turn);
   block.products(layer, phase);
   return block.slot * 2 + int(block.parity);
 }
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void mix(const Args<T>& args, Shared<SLOTS>& s, int layer, u32 sense) {
-  Decode<T, SLOTS, PAIRED>(args, s, sense, 0).mix(layer);
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void mix(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).mix(layer);
 }
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void time_mix(const Args<T>& args, Shared<SLOTS>& s, int layer, u32 sense) {
-  Decode<T, SLOTS, PAIRED>(args, s, sense, 0).time_mix(layer);
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void time_mix(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).time_mix(layer);
 }
 
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void decode(const Args<T>& args, Shared<SLOTS>& s) {
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
   int turn = 0;
@@ -481,15 +485,15 @@ __device__ __forceinline__ void decode(const Args<T>& args, Shared<SLOTS>& s) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
     if (n > args.first) grid_arrive<THREADS>(args.arrived);
     const u32 before = n > args.first ? sense : NO_BARRIER;
-    if (phase == MIX) mix<T, SLOTS, PAIRED>(args, s, layer, before);
-    else if (phase == TIME_MIX) time_mix<T, SLOTS, PAIRED>(args, s, layer, before);
-    else turn = products<T, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
+    if (phase == MIX) mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
+    else if (phase == TIME_MIX) time_mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
+    else turn = products<T, S, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
     if (n > args.first) sense = next_sense(sense);
   }
 }
 
-template <typename T, int SLOTS, bool PAIRED, int FLIGHT, int AHEAD>
-__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(const __grid_constant__ Args<T> args) {
+template <typename T, typename S, int SLOTS, bool PAIRED, int FLIGHT, int AHEAD>
+__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(const __grid_constant__ Args<T, S> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
   if (threadIdx.x < SLOTS) {
@@ -497,6 +501,6 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(c
     barrier_init(s.empty[threadIdx.x], WARPS);
   }
   __syncthreads();  // the barriers stand
-  if (threadIdx.x < THREADS) decode<T, SLOTS, PAIRED>(args, s);
-  else copy_weights<T, SLOTS, FLIGHT, AHEAD>(args, s);
+  if (threadIdx.x < THREADS) decode<T, S, SLOTS, PAIRED>(args, s);
+  else copy_weights<T, S, SLOTS, FLIGHT, AHEAD>(args, s);
 }

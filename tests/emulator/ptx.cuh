@@ -7,6 +7,7 @@ typedef long long i64;
 
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
+typedef signed char i8;
 struct tf32 {};
 
 // ---- conversions ------------------------------------------------------------------------------------------
@@ -46,6 +47,10 @@ inline u32 to_tf32(float x) {
 
 template <typename T> u32 pack(float low, float high) {
   return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
+}
+
+template <int PAIR> u32 bf16_of_i8(u32 four) {
+  return pack<bf16>(float(i8(four >> 16 * PAIR)), float(i8(four >> (16 * PAIR + 8))));
 }
 
 inline u32 larger(u32 a, u32 b) {

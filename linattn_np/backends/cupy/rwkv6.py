@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, pointers, reals, structs
-from .kernel import HALF, Kernel
+from .kernel import HALF, INT8, Kernel
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
@@ -45,6 +45,7 @@ class TimeMixStep(ModelKernel):
     shared_bytes = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
     dtype: np.dtype
     X: np.dtype
+    state: np.dtype
 
 
 PRODUCTS = 5  # in one launch
@@ -109,7 +110,11 @@ class SkinnyProduct(ModelKernel):
         for split in cls.SPLITS:
             for stages in cls.STAGES_OF:
                 kernel = cls(dtype, columns, 3 if exact else 1, split, stages)
-                room = device.shared_per_multiprocessor // 2 - 1024 if stages == cls.STAGES_OF[0] else device.shared_per_block
+                room = (
+                    device.shared_per_multiprocessor // 2 - 1024
+                    if stages == cls.STAGES_OF[0]
+                    else device.shared_per_block
+                )
                 bytes_ = kernel.vector_bytes(K)
                 if kernel.shared_bytes + bytes_ <= room and (split == 8 or tiles * split >= device.multiprocessors):
                     return kernel, bytes_
@@ -137,8 +142,10 @@ class DecodeStep(ModelKernel):
 
     file = "rwkv6/decode_step"
     arguments = (
-        *pointers("maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value head"),
-        *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift wkv ffn_shift slots"),
+        *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_up decay_up"),
+        *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
+        *pointers("ffn_value_scales head_scales"),
+        *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
         *pointers("x xx low mixed kvrg_out decay_low y activated gate logits arrived"),
         *integers("L B P D H N A W F V staged first last"),
         *reals("eps group_eps"),
@@ -150,20 +157,21 @@ class DecodeStep(ModelKernel):
     STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
     # room for the vectors
     dtype: np.dtype
+    state: np.dtype
     stages: int
     paired: bool
     flight: int = 2
     ahead: int = 0
 
     @classmethod
-    def fitting(cls, dtype, B, D, F, device) -> tuple[DecodeStep, int] | None:
+    def fitting(cls, dtype, state, B, D, F, device) -> tuple[DecodeStep, int] | None:
         """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages."""
         if B > cls.COLUMNS:
             return None
-        parts = 3 if dtype == BFLOAT16 else 2
+        parts = 3 if dtype in (BFLOAT16, INT8) else 2
         for K, least in ((F, 8), (D, cls.STAGES[-1])):
             for stages in cls.STAGES:
-                kernel = cls(dtype, stages, parts * B <= cls.COLUMNS)
+                kernel = cls(dtype, state, stages, parts * B <= cls.COLUMNS)
                 if stages >= least and kernel.shared_bytes + 4 * B * K <= device.shared_per_block:
                     return kernel, 4 * B * K
         return None
@@ -251,6 +259,25 @@ class ReluSquared(ModelKernel):
 
     def blocks(self, count) -> int:
         return ceil_div(count, self.EACH * self.threads)
+
+
+@dataclass(frozen=True)
+class Widen(ModelKernel):
+    file = "rwkv6/widen"
+    arguments = (*pointers("q scales w"), *integers("count K"))
+    EACH: ClassVar[int] = 16  # elements a thread
+    threads = 256
+    dtype: np.dtype
+
+
+def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
+    """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
+    kernel, strides = Widen(dtype), tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
+    w = Array(room.memory, q.shape, strides, dtype, room.offset)
+    draft.launch(
+        kernel, ceil_div(q.size, kernel.EACH * kernel.threads), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1]
+    )
+    return w
 
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------

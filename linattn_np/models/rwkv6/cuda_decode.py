@@ -17,17 +17,22 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
+from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Draft, Plan, ceil_div, contiguous, describe_parts
-from ...errors import ContractTypeError
+from ...errors import ContractTypeError, NotSupported
+from ..matrices import quantised
+from ..quantised import Stored
 from . import weights as table
-from .checks import refuse
+from .checks import one_of, refuse
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 from .names import parameters
+from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state
 
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
-DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
+DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
+SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
 WRITE, ADD, RELU_SQUARED = range(3)  # matvec's `Finish`
 PHASES = 7  # of a layer in decode_step
@@ -37,13 +42,15 @@ PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
-    Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. State, sums and all that passes
-    between kernels are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`.
+    Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
+    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`. int8 has a scale for every
+    row of a matrix; beyond eight sequences scaled rows and inputs are rounded to bfloat16. The embedding and the second
+    matrices of low rank are bfloat16 then.
 
     Parameters
     ----------
     weights : mapping from official names to arrays, on the host or on the device
-    dtype : float32, float16 or bfloat16
+    dtype : float32, float16, bfloat16 or int8
         Of the weights on the device.
     batch : int
         B, the sequences that every step advances.
@@ -51,11 +58,16 @@ class CudaDecoder:
         What allocates and launches; the current CUDA device by default.
     loaded : function of an array of `weights`
         Called with each that is on the device.
+    state_dtype : float32, bfloat16 or float16
+        Of the recurrent state, which is rounded after every token.
 
     Raises
     ------
     ContractError
-        A parameter that `RWKV6` refuses; D or F that is no multiple of 8; sizes beyond the kernels' limits.
+        A parameter that `RWKV6` refuses; D or F that is no multiple of 8, or of 16 with int8; sizes beyond the
+        kernels' limits.
+    NotSupported
+        int8 on a card other than Hopper.
 
     Example
     -------
@@ -66,15 +78,25 @@ class CudaDecoder:
     ...     decoder.replay()
     """
 
-    def __init__(self, weights: Mapping, dtype, batch: int = 1, device=None, loaded=lambda array: None):
+    def __init__(
+        self,
+        weights: Mapping,
+        dtype,
+        batch: int = 1,
+        device=None,
+        loaded=lambda array: None,
+        state_dtype=FLOAT32,
+    ):
         self.device = device = device or current_device()
         weights, sizes = parameters(weights)
-        self.sizes, self.dtype = fitting(sizes), np.dtype(dtype)
-        if self.dtype not in DTYPES:
-            refuse(f"dtype is {self.dtype}, expected {', '.join(map(str, DTYPES))}", ContractTypeError)
+        self.matrices, self.state_dtype = one_of(dtype, DTYPES), one_of(state_dtype, STATE_DTYPES, " for the state")
+        self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices  # of what meets them
+        if self.matrices == INT8 and device.capability != 90:
+            raise NotSupported("RWKV6: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
+        self.sizes = fitting(sizes, self.matrices)
         load = partial(stacked, device, weights, loaded)
-        self.whole = table.whole(lambda *weight: array_of(load, self.dtype, *weight)[0])
-        self.all_layers = table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.dtype))
+        self.whole = apart(table.whole(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
+        self.all_layers = apart(table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices)))
         self.layers = [
             SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
             for i in range(sizes["L"])
@@ -96,7 +118,9 @@ class CudaDecoder:
         self.batch, self.few = batch, batch <= kernels.Matvec.COLUMNS
         self.kernel = None
         if self.device.capability == 90:
-            self.kernel = kernels.DecodeStep.fitting(self.dtype, batch, self.sizes["D"], self.sizes["F"], self.device)
+            self.kernel = kernels.DecodeStep.fitting(
+                self.matrices, self.state_dtype, batch, self.sizes["D"], self.sizes["F"], self.device
+            )
         X = FLOAT32 if self.few else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.room = SimpleNamespace(
@@ -112,6 +136,7 @@ class CudaDecoder:
             ffn_mixed=room(2, B, D, dtype=X),
             activated=room(1, B, F, dtype=X),
             hidden=None if self.few else room(1, B, F),
+            wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
             value=room(1, B, D),
             normed=room(1, B, D, dtype=X),
@@ -128,20 +153,22 @@ class CudaDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes that a step must read of the weights: all but the embedding, of which it reads B rows."""
-        arrays = self.whole.head, self.whole.ln0, self.whole.ln_out, *vars(self.all_layers).values()
-        return sum(array.nbytes for array in arrays) + self.batch * self.whole.embedding[0, 0].nbytes
+        arrays = [*vars(self.whole).values(), *vars(self.all_layers).values()]
+        return (
+            sum(array.nbytes for array in arrays) - (self.sizes["V"] - self.batch) * self.whole.embedding[0, 0].nbytes
+        )
 
     def initial_state(self, rows: int | None = None) -> State:
         """The state before the first token: `rows` for a pool, otherwise one a sequence."""
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         P, zeros = self.batch if rows is None else rows, self.device.zeros
-        return State(*(zeros((L, P, *shape), FLOAT32) for shape in ((D,), (H, N, N), (D,))))
+        return State(zeros((L, P, D), FLOAT32), zeros((L, P, H, N, N), self.state_dtype), zeros((L, P, D), FLOAT32))
 
     def step(self, tokens, state: State, slots=None, greedy: bool = False):
         """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
 
         tokens : int64 [B] on the device, each below V; with `greedy` the likeliest next take their place.
-        state : P rows on the device, contiguous float32.
+        state : P rows on the device, contiguous, float32 but for `wkv` in the state's dtype.
         slots : int64 [B] on the device, all different, or None
             The row of the state that each sequence has; without them P = B and sequence b has row b.
 
@@ -160,7 +187,7 @@ class CudaDecoder:
         import cupy
 
         zeros = self.device.zeros
-        small = State(*(zeros((1, self.batch, *array.shape[2:]), FLOAT32) for array in state.arrays))
+        small = State(*(zeros((1, self.batch, *array.shape[2:]), array.dtype) for array in state.arrays))
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
         with stream:  # what products need is loaded before the graph: one layer has them all
@@ -208,14 +235,15 @@ class CudaDecoder:
         """Has what a step launches compiled, while the caller does something else."""
         D, H, N = (self.sizes[axis] for axis in "DHN")
         shapes = dict(zip(STATE, ((1, 1, D), (1, 1, H, N, N), (1, 1, D))))
-        state = State(**{name: contiguous(name, shape, FLOAT32) for name, shape in shapes.items()})
+        dtypes = {"wkv": self.state_dtype}
+        state = State(**{name: contiguous(name, shape, dtypes.get(name, FLOAT32)) for name, shape in shapes.items()})
         plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
         self.device.compile(plan.kernels)
 
     def check(self, tokens, state, slots):
         B = self.batch
         rows = {} if slots is not None else {"B": B}
-        check_state(state, {axis: self.sizes[axis] for axis in "LDHN"} | rows)
+        check_state(state, {axis: self.sizes[axis] for axis in "LDHN"} | rows, wkv=self.state_dtype)
         for name, array in (("tokens", tokens), ("slots", slots)):
             if array is not None and array.dtype != INT64:
                 refuse(f"{name} has dtype {array.dtype}, expected {INT64}", ContractTypeError)
@@ -262,8 +290,9 @@ class Step:
         kernel, more_shared = self.my.kernel
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         room = vars(self.room) | {"kvrg_out": self.room.kvrg} | vars(self.layers) | vars(self.state)
-        found = room | {"head": self.model.head, "ln_out": self.model.ln_out, "slots": self.slots}
-        fields = {member.name: found[member.name] for member in kernel.arguments if member.kind == "pointer"}
+        found = room | vars(self.model) | {"slots": self.slots}
+        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
+        fields = {name: found.get(name) if name.endswith("_scales") else found[name] for name in names}
         count = layers * PHASES + 1
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
@@ -291,13 +320,13 @@ class Step:
             self.channel_mix(layer, self.state.ffn_shift[i])
             value = room.value
         self.norm_shift(self.model.ln_out, room.normed, value=value)
-        self.matmul((self.model.head, room.normed, room.logits, WRITE))
+        self.matmul(self.model, ("head", room.normed, room.logits, WRITE))
 
     def time_mix(self, layer, shift, wkv, value):
         my, room, B = self.my, self.room, self.my.batch
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
         self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, value, xx=room.xx)
-        self.matmul((layer.maa_down, room.mixed_x, room.low, WRITE))
+        self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
         mix = kernels.DataMix.of_step(T, X)
         self.draft.launch(
             mix,
@@ -313,11 +342,13 @@ class Step:
             A=A,
         )
         self.matmul(
-            (layer.kvrg, room.mixed[1:], room.kvrg, WRITE), (layer.decay_down, room.mixed[:1], room.decay_low, WRITE)
+            layer,
+            ("kvrg", room.mixed[1:], room.kvrg, WRITE),
+            ("decay_down", room.mixed[:1], room.decay_low, WRITE),
         )
         (k, v, r, gate), (weight, bias) = room.kvrg, layer.ln_x
         self.draft.launch(
-            kernels.TimeMixStep(T, X),
+            kernels.TimeMixStep(T, X, my.state_dtype),
             B * H,
             k=k,
             v=v,
@@ -338,16 +369,17 @@ class Step:
             W=W,
             eps=GROUP_NORM_EPS,
         )
-        self.matmul((layer.output, room.y, room.x, ADD))
+        self.matmul(layer, ("output", room.y, room.x, ADD))
 
     def channel_mix(self, layer, shift):
         room = self.room
         self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift)
         self.matmul(
-            (layer.ffn_key, room.ffn_mixed[:1], room.activated, RELU_SQUARED),
-            (layer.ffn_receptance, room.ffn_mixed[1:], room.gate, WRITE),
+            layer,
+            ("ffn_key", room.ffn_mixed[:1], room.activated, RELU_SQUARED),
+            ("ffn_receptance", room.ffn_mixed[1:], room.gate, WRITE),
         )
-        self.matmul((layer.ffn_value, room.activated, room.value, WRITE))
+        self.matmul(layer, ("ffn_value", room.activated, room.value, WRITE))
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
         room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
@@ -371,30 +403,34 @@ class Step:
             eps=LAYER_NORM_EPS,
         )
 
-    def matmul(self, *products):
-        """Products (w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
-        _, B, K = products[0][1].shape
+    def matmul(self, weights, *products):
+        """Products (name of w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
+        my, matrices = self.my, [getattr(weights, name) for name, *_ in products]
+        products = [product[1:] for product in products]
+        _, B, K = products[0][0].shape
+        skinny = kernels.SkinnyProduct.fitting(
+            my.matrices, products[0][0].dtype, B, K, row_tiles(matrices, kernels.SkinnyProduct.ROWS), my.device
+        )
+        if not (skinny or my.few):
+            return self.by_library(weights, matrices, products)
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
-            for *stacks, finish in products
-            for w, x, y in zip(*stacks)
+            for stack, (*vectors, finish) in zip(matrices, products)
+            for w, x, y in zip(stack, *vectors)
         ]
-        blocks = {rows: sum(ceil_div(product["M"], rows) for product in listed) for rows in kernels.ROWS}
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
         args = {"products": listed + [none] * (kernels.PRODUCTS - len(listed)), "B": B, "K": K}
-        X, my = products[0][1].dtype, self.my
-        tiles = blocks[kernels.SkinnyProduct.ROWS]
-        if skinny := kernels.SkinnyProduct.fitting(my.dtype, X, B, K, tiles, my.device):
+        if skinny:
             kernel, more_shared = skinny
-            self.draft.launch(kernel, tiles * kernel.SPLIT, more_shared=more_shared, **args)
-        elif my.few:
-            tiles = blocks[kernels.Matvec.ROWS]
-            self.draft.launch(kernels.Matvec.fitting(my.dtype, tiles, my.device), tiles, **args)
+            self.draft.launch(kernel, row_tiles(matrices, kernel.ROWS) * kernel.SPLIT, more_shared=more_shared, **args)
         else:
-            self.by_library(products)
+            blocks = row_tiles(matrices, kernels.Matvec.ROWS)
+            self.draft.launch(kernels.Matvec.fitting(my.dtype, blocks, my.device), blocks, **args)
 
-    def by_library(self, products):
-        for w, x, y, finish in products:
+    def by_library(self, weights, matrices, products):
+        for w, (x, y, finish) in zip(matrices, products):
+            if w.dtype == INT8:
+                w = kernels.widened(self.draft, w, scales_of(weights, w), self.room.wide, self.my.dtype)
             to = self.room.hidden if finish == RELU_SQUARED else y
             self.draft.product(w, x, to, finish == ADD)
             if finish == RELU_SQUARED:
@@ -402,12 +438,23 @@ class Step:
                 self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
 
 
+def row_tiles(matrices, rows) -> int:
+    """Tiles of so many rows in stacks of matrices [C, M, K]."""
+    return sum(stack.shape[0] * ceil_div(stack.shape[1], rows) for stack in matrices)
+
+
+def scales_of(weights, q):
+    """Those of an int8 matrix among `weights`."""
+    (name,) = (name for name, array in vars(weights).items() if array is q)
+    return getattr(weights, f"{name}{SCALES}")
+
+
 def array_of(load, dtype, field, weight, names):
-    """A weight on the device; matrices that products take are (out, in), with rows to spare."""
+    """A weight on the device; matrices that products take are (out, in) with rows to spare, and scales in int8."""
     if not weight.matrix:
         return load(FLOAT32, names)
     if field in AS_STORED:
-        return load(dtype, names)
+        return load(BFLOAT16 if dtype == INT8 else dtype, names)
     return load(dtype, names, weight.inputs_first, kernels.DecodeStep.ROWS)
 
 
@@ -415,27 +462,54 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
     """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
 
     The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read
-    tiles of so many.
+    tiles of so many. With int8 a pair: the numbers, and the rows' scales.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shape = weights[prefixes[0] + names[0]].shape
     first, *others = shape[::-1] if transposed else shape
-    room = device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)
-    stack = room[:, :, :first]
-    for layer, prefix in zip(stack, prefixes):
-        for slot, name in zip(layer, names):
+
+    def room(*others, dtype):
+        return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
+
+    stacks = (room(*others, dtype=dtype), room(dtype=FLOAT32)) if dtype == INT8 else (room(*others, dtype=dtype),)
+    for layer, prefix in enumerate(prefixes):
+        for slot, name in enumerate(names):
             array = weights[prefix + name]
-            host = np.ascontiguousarray(array.T if transposed else array, dtype)
-            device.copy(device.upload(host), slot)  # bytes: no kernel is compiled for it
+            for stack, host in zip(stacks, hosts(array, dtype, transposed)):
+                device.copy(device.upload(host), stack[layer, slot])  # bytes: no kernel is compiled for it
             loaded(array)
-    return stack
+    return stacks if dtype == INT8 else stacks[0]
 
 
-def fitting(sizes):
+def hosts(array, dtype, transposed) -> tuple:
+    """A parameter as the device has it; in int8 its numbers and scales, those of the CPU's layers."""
+    if dtype != INT8:
+        return (np.ascontiguousarray(array.T if transposed else array, dtype),)
+    if isinstance(array, Stored) and array.format == "int8":
+        return array.q, array.scales
+    array = np.asarray(array)
+    return tuple(part[0] for part in quantised(np.ascontiguousarray(array.T if transposed else array)[None], "int8"))
+
+
+def first_of(stack):
+    """Of a stack of one layer, or of a pair of such, that layer."""
+    return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
+
+
+def apart(weights) -> SimpleNamespace:
+    """Scales beside their matrices, under names of their own."""
+    found = {}
+    for name, array in vars(weights).items():
+        found |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
+    return SimpleNamespace(**found)
+
+
+def fitting(sizes, dtype):
     """`sizes`, once the kernels can take them."""
+    each = 16 if dtype == INT8 else 8
     for axis in "DF":
-        if sizes[axis] % 8:
-            refuse(f"{axis} is {sizes[axis]}, expected a multiple of 8 on the GPU")
+        if sizes[axis] % each:
+            refuse(f"{axis} is {sizes[axis]}, expected a multiple of {each} on the GPU" + " with int8" * (each == 16))
     if sizes["N"] % 4:
         refuse(f"N is {sizes['N']}, expected a multiple of 4 on the GPU")
     for axis, most in MOST.items():
