@@ -493,7 +493,8 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s)
 }
 
 template <typename T, typename S, int SLOTS, bool PAIRED, int FLIGHT, int AHEAD>
-__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(const __grid_constant__ Args<T, S> args) {
+__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
+    rwkv6_decode_step(const __grid_constant__ Args<T, S> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
   if (threadIdx.x < SLOTS) {

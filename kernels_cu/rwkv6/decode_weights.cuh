@@ -64,8 +64,7 @@ __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
   return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
 }
 
-template <typename T, typename S>
-__device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
+template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
   switch (phase) {
@@ -161,7 +160,8 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 laye
     for (int unit = blockIdx.x; unit < 5 * across; unit += gridDim.x) {
       const i64 first = unit % across * CHANNELS, width = min(i64(CHANNELS), args.D - first);
       for (i64 a = lane; a < args.A; a += 32)
-        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first, u32(width * sizeof(*args.maa_up)));
+        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first,
+                    u32(width * sizeof(*args.maa_up)));
     }
   } else if (phase == TIME_MIX) {
     for (i64 unit = blockIdx.x; unit < args.B * args.H; unit += gridDim.x) {
@@ -218,7 +218,8 @@ __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<SLOT
   const auto ask = [&] {
     if (AHEAD == 0 || far.over()) return;
     if (lane < EACH)
-      prefetch_l2(far.rows + i64(copier * EACH + lane) * far.K + far.k, u32(min(far.K - far.k, Lane<T>::SLOT) * sizeof(T)));
+      prefetch_l2(far.rows + i64(copier * EACH + lane) * far.K + far.k,
+                  u32(min(far.K - far.k, Lane<T>::SLOT) * sizeof(T)));
     far.next();
   };
 #pragma unroll 1

@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
       const int k = 2 * (2 * n + behind);  // of the step's 16-byte chunks
       u32 w[TILES][4];
 #pragma unroll
-      for (int i = 0; i < TILES; ++i)
-        ldmatrix_x4(w[i], ring + place(of_rows + i * 16 + lane % 16, k + lane / 16, 8));
+      for (int i = 0; i < TILES; ++i) ldmatrix_x4(w[i], ring + place(of_rows + i * 16 + lane % 16, k + lane / 16, 8));
 #pragma unroll
       for (int j = 0; j < COLUMNS / 16; ++j) {
         u32 x[4];

@@ -32,8 +32,7 @@ struct StatePart {
   int groups, group, column;
   float4 held[ROWS_HELD];
 
-  template <typename S>
-  __device__ __forceinline__ StatePart(const S* state, int N, int tid, bool busy) : held{} {
+  template <typename S> __device__ __forceinline__ StatePart(const S* state, int N, int tid, bool busy) : held{} {
     const int quads = N / 4;
     groups = THREADS / quads, group = tid / quads, column = tid % quads * 4;
 #pragma unroll
@@ -55,8 +54,8 @@ __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& p
     const float k = s.k[c], r = s.r[c], decay = s.decay[c], ku = k * s.u[c];
     o = {fmaf(r, fmaf(ku, v.x, old.x), o.x), fmaf(r, fmaf(ku, v.y, old.y), o.y), fmaf(r, fmaf(ku, v.z, old.z), o.z),
          fmaf(r, fmaf(ku, v.w, old.w), o.w)};
-    store4(state + c * N + column, {fmaf(decay, old.x, k * v.x), fmaf(decay, old.y, k * v.y), fmaf(decay, old.z, k * v.z),
-                                    fmaf(decay, old.w, k * v.w)});
+    store4(state + c * N + column, {fmaf(decay, old.x, k * v.x), fmaf(decay, old.y, k * v.y),
+                                    fmaf(decay, old.z, k * v.z), fmaf(decay, old.w, k * v.w)});
   };
 #pragma unroll
   for (int n = 0; n < ROWS_HELD; ++n)

@@ -269,15 +269,8 @@ class Widen(ModelKernel):
     threads = 256
     dtype: np.dtype
 
-
-def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
-    """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
-    kernel, strides = Widen(dtype), tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
-    w = Array(room.memory, q.shape, strides, dtype, room.offset)
-    draft.launch(
-        kernel, ceil_div(q.size, kernel.EACH * kernel.threads), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1]
-    )
-    return w
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
 
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
 from ...backends.cupy.kernel import INT8
-from ...backends.cupy.plan import Draft, Plan, ceil_div, contiguous, describe_parts
+from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import quantised
 from ..quantised import Stored
@@ -430,12 +430,20 @@ class Step:
     def by_library(self, weights, matrices, products):
         for w, (x, y, finish) in zip(matrices, products):
             if w.dtype == INT8:
-                w = kernels.widened(self.draft, w, scales_of(weights, w), self.room.wide, self.my.dtype)
+                w = widened(self.draft, w, scales_of(weights, w), self.room.wide, self.my.dtype)
             to = self.room.hidden if finish == RELU_SQUARED else y
             self.draft.product(w, x, to, finish == ADD)
             if finish == RELU_SQUARED:
                 kernel = kernels.ReluSquared(to.dtype, y.dtype)
                 self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
+
+
+def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
+    """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
+    kernel, strides = kernels.Widen(dtype), tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
+    w = Array(room.memory, q.shape, strides, dtype, room.offset)
+    draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
+    return w
 
 
 def row_tiles(matrices, rows) -> int:

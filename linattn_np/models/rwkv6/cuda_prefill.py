@@ -17,7 +17,7 @@ from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
 from ...varlen import Spans
 from . import math
-from .cuda_decode import FLOAT32, SCALES
+from .cuda_decode import FLOAT32, SCALES, widened
 from .state import STATE, State
 
 PLACES = 4  # of that memory for which launches are kept
@@ -112,7 +112,7 @@ class Prompts:
         self.norm(draft, draft.table(self.wanted), seen.x, seen.ln_out, normed)
         head = seen.head
         if head.dtype == INT8:
-            head = kernels.widened(draft, head, seen.head_scales, draft.empty(head.shape, self.my.dtype), self.my.dtype)
+            head = widened(draft, head, seen.head_scales, draft.empty(head.shape, self.my.dtype), self.my.dtype)
         draft.product(head, normed, seen.logits[None])
 
     def norm(self, draft, chosen, x, norm, y):
@@ -213,7 +213,7 @@ class Pieces:
         if self.wide is None:
             D, F = (self.sizes[axis] for axis in "DF")
             self.wide = self.draft.empty((max(4 * D, F) * D,), self.dtype)
-        return kernels.widened(self.draft, w, getattr(layer, f"{name}{SCALES}"), self.wide, self.dtype)
+        return widened(self.draft, w, getattr(layer, f"{name}{SCALES}"), self.wide, self.dtype)
 
     def product(self, layer, name, x):
         y, several = self.results[name], x.ndim == 3
