@@ -156,6 +156,18 @@ def test_a_rounded_state_is_the_float32_one_rounded_after_every_token(device, B,
         CudaDecoder(weights, np.float32, B, device, state_dtype=np.float64)
 
 
+def test_few_multiprocessors_take_many_states_in_turn(device, rng, monkeypatch):
+    """A block has several heads then, and several sequences of each."""
+    if not isinstance(device.zeros((1,), np.float32), np.ndarray):
+        pytest.skip("a card has as many as it has")
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (11, 2))
+    decoder = CudaDecoder(weights, np.float32, 11, device)
+    wanted = decoded(decoder, device, tokens, decoder.initial_state())
+    monkeypatch.setattr(type(device), "multiprocessors", 2)
+    decoder = decoder.resized(11)
+    np.testing.assert_array_equal(decoded(decoder, device, tokens, decoder.initial_state()), wanted)
+
+
 def test_a_sequence_does_not_depend_on_its_neighbours(device, rng):
     weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (4, 2))
     together = CudaDecoder(weights, np.float32, 4, device)

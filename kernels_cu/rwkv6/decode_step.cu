@@ -1,15 +1,15 @@
 // what      All layers of one token for up to 8 sequences, and its logits; every weight is read once.
 // math      phases of a layer: low = tanh(maa_down mix(LN x)) | mixed_c = xx + d (maa_c + up_c low_c) |
 //           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = time mix, group norm, gate |
-//           x += output y | activated = relu(key mix(LN x))^2, gate = sigmoid(receptance mix(LN x)) |
-//           x += gate value activated;   after the last layer: logits = head LN x
+//           x += output y | activated = relu(key mix(LN x))^2, parts of value activated,
+//           gate = sigmoid(receptance mix(LN x)) | x += gate sum of the parts;   after the last layer: logits = head LN x
 // shapes    x xx gate y [B, D], low [B, 5 A], mixed [5, B, D], kvrg [4, B, D], decay_low [B, W],
 //           activated [B, F], logits [B, V]; weights [L, n, rows, K], rows of a product padded to 16;
 //           states [L, P, ...], slots [B] or null
 // grid      as many blocks as multiprocessors, all at work at once unless phases [first, last) are a single one;
 //           256 threads: of 16 rows of a product a warp takes every 8th step of K, a lane its neighbours in two rows;
 //           and four warps that copy the weights
-// smem      Shared, then [B, D], or [B, F] where `staged`: what a product takes
+// smem      Shared, then [B, D]: what a product takes
 // barriers  the grid's between two phases; the block's where a comment says what stands
 // numerics  tensor cores take x as a sum: of three bfloat16 numbers, or else two of tf32, as float32 weights; half
 //           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the numbers side by side as columns.
@@ -18,6 +18,10 @@
 // limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to 16 bytes; at
 //           least two blocks; sm_90a
 #include "rwkv6/decode_split.cuh"
+
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+                                       u32 sense, bool first);
 
 template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   const Args<T, S>& args;
@@ -70,55 +74,62 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // slots whose vectors are held
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
-  // Of what a thread has under way, as much as the vectors leave registers for: 16 bytes of x, four channels of a
-  // norm, other sequences' old channels, weights of a small product.
-  static constexpr int FETCHED = (PAIRED ? 32 : 16) / WORDS, HELD = PAIRED ? 2 : 1, BATCH = 4;
+  static constexpr int HELD = PAIRED ? 2 : 1;  // times four channels of a norm, which a thread has under way
   static constexpr int PASS = PAIRED ? 16 : 8;
 
-  // stage = `count` values, a multiple of four.
+  // stage = `count` values, a multiple of four; all are on their way at once.
   __device__ __forceinline__ void fetch(const float* from, int count) {
 #pragma unroll 1
-    for (int first = 4 * tid; first < count; first += FETCHED * 4 * THREADS) {
-      float4 fours[FETCHED];
-#pragma unroll
-      for (int n = 0; n < FETCHED; ++n)
-        if (first + n * 4 * THREADS < count) fours[n] = load4(from + first + n * 4 * THREADS);
-#pragma unroll
-      for (int n = 0; n < FETCHED; ++n)
-        if (first + n * 4 * THREADS < count) *reinterpret_cast<float4*>(stage + first + n * 4 * THREADS) = fours[n];
-    }
+    for (int at = 4 * tid; at < count; at += 4 * THREADS) cp_async<16>(stage + at, from + at, true);
+    cp_async_commit();
+    cp_async_wait<0>();
     sync();  // the stage stands
   }
 
-  // The mean and the scale of each sequence's x in the stage: a warp has one.
+  // Warps that share a sequence's norm, and the sum of their parts.
+  static constexpr int SEQUENCES = PAIRED ? COLUMNS / PARTS : COLUMNS, TOGETHER = WARPS / SEQUENCES;
+
+  static __device__ __forceinline__ float together(const float (&parts)[WARPS], int b) {
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < TOGETHER; ++n) sum += parts[b * TOGETHER + n];
+    return sum;
+  }
+
+  // The parts of each sequence's sum in the stage, then those of the squares around its mean.
   __device__ __forceinline__ void measure() {
-    const int b = tid >> 5, lane = tid & 31;
-    if (b >= B) return;
-    const float inverse_D = 1.f / D;
+    const int warp = tid >> 5, lane = tid & 31, b = warp / TOGETHER;
+    const int first = 4 * (warp % TOGETHER * 32 + lane), step = 4 * 32 * TOGETHER;
+    const float* x = stage + min(b, B - 1) * D;
     float sum = 0.f, squares = 0.f;
 #pragma unroll 4
-    for (int j = 4 * lane; j < D; j += 4 * 32) {
-      const float4 x = load4(stage + b * D + j);
-      sum += (x.x + x.y) + (x.z + x.w);
+    for (int j = first; j < D; j += step) {
+      const float4 four = load4(x + j);
+      sum += (four.x + four.y) + (four.z + four.w);
     }
-    const float mean = warp_sum(sum) * inverse_D;
+    sum = warp_sum(sum);
+    if (lane == 0) s.sum[warp] = sum;
+    sync();  // the parts of the sums stand
+    const float mean = together(s.sum, b) * (1.f / D);
 #pragma unroll 4
-    for (int j = 4 * lane; j < D; j += 4 * 32) {
-      const float4 x = load4(stage + b * D + j), y = {x.x - mean, x.y - mean, x.z - mean, x.w - mean};
+    for (int j = first; j < D; j += step) {
+      const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
       squares += (y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w);
     }
-    const float scale = inverse_root(warp_sum(squares) * inverse_D + float(args.eps));
-    if (lane == 0) s.mean[b] = mean, s.scale[b] = scale;
+    squares = warp_sum(squares);
+    if (lane == 0) s.squares[warp] = squares;
+    sync();  // those of the squares too
   }
 
   // stage = xx + (shift - xx) maa with xx = LN(x), which goes to `xx` too where that is not null.
   __device__ __forceinline__ void normalise(const Norm& norm, float* xx) {
-    const int first = 4 * tid;
+    const float inverse_D = 1.f / D;
     const auto shift = [&](int b, int j) {
-      return norm.shift && j < D ? load4(norm.shift + row_of(b) * D + j) : float4{};
+      return norm.shift && j < D ? load4(norm.shift + row_of(min(b, B - 1)) * D + j) : float4{};
     };
     const auto four = [&](int b, int j, const Channels& c, const float4& old) {
-      const float mean = s.mean[b], scale = s.scale[b];
+      const float mean = together(s.sum, b) * inverse_D;
+      const float scale = inverse_root(together(s.squares, b) * inverse_D + float(args.eps));
       const float4 x = load4(stage + b * D + j);
       float4 y = {fmaf((x.x - mean) * scale, c.weight.x, c.bias.x), fmaf((x.y - mean) * scale, c.weight.y, c.bias.y),
                   fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
@@ -128,37 +139,28 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
              fmaf(old.w - y.w, c.part.w, y.w)};
       *reinterpret_cast<float4*>(stage + b * D + j) = y;
     };
+    Channels held[HELD];  // the thread's first, on their way while other blocks are waited for
+    float4 old[HELD][SEQUENCES];
+    const auto load = [&](int n, int j) {
+      held[n] = channels(norm, j);
+#pragma unroll
+      for (int b = 0; b < SEQUENCES; ++b)
+        if (b < B) old[n][b] = shift(b, j);
+    };
+    const auto finish = [&](int n, int j) {
+#pragma unroll
+      for (int b = 0; b < SEQUENCES; ++b)
+        if (b < B && j < D) four(b, j, held[n], old[n][b]);
+    };
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) load(n, 4 * (tid + n * THREADS));
+    ready();
     fetch(args.x, B * D);
-    Channels held[HELD];  // the thread's first, on their way while sums are made
-    float4 old[HELD];
-#pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      const int j = first + n * 4 * THREADS;
-      held[n] = channels(norm, j), old[n] = shift(0, j);
-    }
     measure();
-    sync();  // the means and scales stand
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      const int j = first + n * 4 * THREADS;
-      if (j >= D) break;
-      four(0, j, held[n], old[n]);
+    for (int n = 0; n < HELD; ++n) finish(n, 4 * (tid + n * THREADS));
 #pragma unroll 1
-      for (int b = 1; b < B; b += BATCH) {
-        float4 olds[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) olds[i] = shift(min(b + i, B - 1), j);
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-          if (b + i < B) four(b + i, j, held[n], olds[i]);
-      }
-    }
-#pragma unroll 1
-    for (int j = first + HELD * 4 * THREADS; j < D; j += 4 * THREADS) {
-      const Channels c = channels(norm, j);
-#pragma unroll 1
-      for (int b = 0; b < B; ++b) four(b, j, c, shift(b, j));
-    }
+    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load(0, j), finish(0, j);
     sync();  // the stage stands
   }
 
@@ -176,7 +178,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   }
 
   // Row m of a tile for sequence b: its sum, added to x where the phase adds.
-  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum, float xx) {
+  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum) {
     switch (phase) {
       case MIX_DOWN:
         m += tile * ROWS;
@@ -201,11 +203,8 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
         }
         break;
       case OUTPUT:
-      case FFN_VALUE:
         m += tile * ROWS;
-        if (m >= D) break;
-        args.x[b * D + m] = sum;
-        if (phase == FFN_VALUE) args.ffn_shift[(layer * args.P + row_of(b)) * D + m] = xx;
+        if (m < D) args.x[b * D + m] = sum;
         break;
       case HEAD:
         m += tile * ROWS;
@@ -220,8 +219,6 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
         return args.mixed + input * B * D;
       case OUTPUT:
         return args.y;
-      case FFN_VALUE:
-        return args.activated;
     }
     return stage;
   }
@@ -255,32 +252,27 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   __device__ __forceinline__ void products(i64 layer, int phase) {
     const Tiles tiles = share_of(args, phase);
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
-    ready();
-    if (tiles.first >= tiles.stop) return;
-    if (normed) normalise(norm_of(layer, phase, input_of(phase, tiles.first)), tiles.first == 0 ? args.xx : nullptr);
+    const bool busy = tiles.first < tiles.stop;
+    if (busy && normed)
+      ::normalise<T, S, SLOTS, PAIRED>(args, s, layer, phase, input_of(phase, tiles.first), sense, tiles.first == 0);
+    else ready();
+    if (!busy) return;
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
-    const int K = opaque(depth_of(args, phase)), slots = (K + Lane<T>::SLOT - 1) / Lane<T>::SLOT;
+    const int K = opaque(D), slots = (K + Lane<T>::SLOT - 1) / Lane<T>::SLOT;
     const int own = min(PAIRED ? g / PARTS : g, B - 1) * K;
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop;) {
       const int input = input_of(phase, tile), stop = min(tiles.stop, end_of(phase, input));
       const float* vectors = vectors_of(phase, input);
-      if (phase == FFN_VALUE && args.staged) {
-        fetch(vectors, B * K);
-        vectors = stage;
-      }
       vectors += own;
       u32 x[GROUP][STEPS][WORDS] = {};
       bool fresh = true;
 #pragma unroll 1
       for (; tile < stop; ++tile, fresh = false) {
         Sums sums = {};
-        float before = 0.f, gate = 1.f, xx = 0.f, scale = 1.f;
+        float before = 0.f, scale = 1.f;
         const int me = opaque(tid), b = me / ROWS, m = me % ROWS, at = b * D + tile * ROWS + m;
-        if ((phase == OUTPUT || phase == FFN_VALUE) && b < B && tile * ROWS + m < D) {
-          before = args.x[at];
-          if (phase == FFN_VALUE) gate = args.gate[at], xx = args.xx[at];
-        }
+        if (phase == OUTPUT && b < B && tile * ROWS + m < D) before = args.x[at];
         if constexpr (sizeof(T) == 1)
           if (b < B) scale = rows_of(args, layer, phase, tile).scales[m];
 #pragma unroll 1
@@ -334,9 +326,130 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
               part += parts[n][PAIRED ? PARTS * b + which : b][m];
             sum += part;
           }
-          finish(layer, phase, tile, input, b, m, fmaf(gate, scale * sum, before), xx);
+          finish(layer, phase, tile, input, b, m, fmaf(scale, sum, before));
         }
       }
+    }
+  }
+
+  // Eight neighbours of a row as they lie.
+  struct Eight {
+    u32 words[EIGHT * sizeof(T) / 4];
+
+    __device__ __forceinline__ void read(const T* from) {
+      if constexpr (sizeof(T) == 1) *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(from);
+      else
+#pragma unroll
+        for (int i = 0; i < int(sizeof(words)) / 16; ++i)
+          reinterpret_cast<uint4*>(words)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+    __device__ __forceinline__ float operator[](int i) const {
+      if constexpr (sizeof(T) == 1) return float(i8(words[i / 4] >> 8 * (i % 4)));
+      else if constexpr (sizeof(T) == 2) return to_float(T{u16(words[i / 2] >> 16 * (i % 2))});
+      else return __uint_as_float(words[i]);
+    }
+  };
+
+  // The block's activations by their rows of the channel mix's value matrix, (F, D), of which those that meet only
+  // zeros are not read. Where D is small several groups of threads have rows of their own, and parts of their own.
+  static constexpr int AT_ONCE = SEQUENCES > 2 ? 2 : 4;
+  __device__ __forceinline__ void value(i64 layer) {
+    const Tiles tiles = share_of(args, FFN_INPUTS);
+    if (blockIdx.x >= key_blocks(args)) return;
+    auto& list = s.value;
+    const int F = int(args.F), each = min(THREADS, D / EIGHT), groups = THREADS / each, group = tid / each;
+    const int first = tiles.first * ROWS, stop = min(F, tiles.stop * ROWS), warp = tid >> 5, lane = tid & 31;
+    const T* const matrix = args.ffn_value + layer * F * D;
+#pragma unroll 1
+    for (int column = 0; column < D; column += THREADS * EIGHT) {
+      const int j = column + tid % each * EIGHT;
+      float sums[SEQUENCES][EIGHT] = {};
+#pragma unroll 1
+      for (int start = first; start < stop; start += THREADS) {
+        sync();  // activations stand, the list before is free
+        float activated[SEQUENCES];
+        int wanted = 0;
+#pragma unroll
+        for (int b = 0; b < SEQUENCES; ++b) {
+          activated[b] = b < B && start + tid < stop ? args.activated[b * F + start + tid] : 0.f;
+          wanted |= activated[b] != 0.f;
+        }
+        if (wanted) prefetch_l2(matrix + i64(start + tid) * D, u32(D * sizeof(T)));
+        int before = wanted;  // rows up to this thread's
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+          const int other = __shfl_up_sync(0xffffffffu, before, distance);
+          if (lane >= distance) before += other;
+        }
+        if (lane == 31) list.counts[warp] = before;
+        sync();  // the warps' counts stand
+        int count = 0;
+#pragma unroll
+        for (int n = 0; n < WARPS; ++n) {
+          if (n == warp) before += count;
+          count += list.counts[n];
+        }
+        if (wanted) {
+          list.rows[before - 1] = start + tid;
+#pragma unroll
+          for (int b = 0; b < SEQUENCES; ++b) list.activated[b][before - 1] = activated[b];
+        }
+        sync();  // the list stands
+        if (group >= groups || j >= D) continue;
+#pragma unroll 1
+        for (int n = 0; n < count; n += AT_ONCE) {
+          Eight w[AT_ONCE];
+          const auto own = [&](int n) { return n < count && list.rows[n] % groups == group; };
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i)
+            if (own(n + i)) w[i].read(matrix + i64(list.rows[n + i]) * D + j);
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i) {
+            if (!own(n + i)) continue;
+#pragma unroll
+            for (int b = 0; b < SEQUENCES; ++b) {
+              const float by = list.activated[b][n + i];
+#pragma unroll
+              for (int e = 0; e < EIGHT; ++e) sums[b][e] = fmaf(by, w[i][e], sums[b][e]);
+            }
+          }
+        }
+      }
+      if (group >= groups || j >= D) continue;
+#pragma unroll
+      for (int b = 0; b < SEQUENCES; ++b) {
+        if (b >= B) break;
+        float* to = args.value_parts + (i64(blockIdx.x * groups + group) * B + b) * D + j;
+        store4(to, {sums[b][0], sums[b][1], sums[b][2], sums[b][3]});
+        store4(to + 4, {sums[b][4], sums[b][5], sums[b][6], sums[b][7]});
+      }
+    }
+  }
+
+  // x += gate scale (sum of the parts): a warp has four channels of a sequence.
+  __device__ __forceinline__ void add_value(i64 layer) {
+    const int each = min(THREADS, D / EIGHT), rows = int(key_blocks(args)) * (THREADS / each), lane = tid & 31;
+    const Tiles quads = share(D / 4, blockIdx.x, gridDim.x);
+    ready();
+#pragma unroll 1
+    for (int unit = tid >> 5; unit < B * (quads.stop - quads.first); unit += WARPS) {
+      const int b = unit % B, j = 4 * (quads.first + unit / B), at = b * D + j;
+      const float4 gate = load4(args.gate + at), x = load4(args.x + at), xx = load4(args.xx + at);
+      float4 sum = {};
+#pragma unroll 4
+      for (int row = lane; row < rows; row += 32) {
+        const float4 part = load4(args.value_parts + (i64(row) * B + b) * D + j);
+        sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+      }
+      sum = {warp_sum(sum.x), warp_sum(sum.y), warp_sum(sum.z), warp_sum(sum.w)};
+      if constexpr (sizeof(T) == 1) {
+        const float4 scale = load4(args.ffn_value_scales + layer * tiles_of(D) * ROWS + j);
+        sum = {scale.x * sum.x, scale.y * sum.y, scale.z * sum.z, scale.w * sum.w};
+      }
+      if (lane > 0) continue;
+      store4(args.x + at,
+             {fmaf(gate.x, sum.x, x.x), fmaf(gate.y, sum.y, x.y), fmaf(gate.z, sum.z, x.z), fmaf(gate.w, sum.w, x.w)});
+      store4(args.ffn_shift + (layer * args.P + row_of(b)) * D + j, xx);
     }
   }
 
@@ -458,6 +571,14 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   }
 };
 
+// Parts of phases, for which what goes on in a block need not be kept in registers.
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+                                       u32 sense, bool first) {
+  Decode<T, S, SLOTS, PAIRED> block(args, s, sense, 0);
+  block.normalise(block.norm_of(layer, phase, input), first ? args.xx : nullptr);
+}
+
 // Phases one by one. `turn` is the number of the slot whose turn it is, and the parity of its `full`.
 template <typename T, typename S, int SLOTS, bool PAIRED>
 __device__ __forceinline__ int products(const Args<T, S>& args, Shared<SLOTS>& s, int layer, int phase, u32 sense,
@@ -476,6 +597,15 @@ __device__ __forceinline__ void time_mix(const Args<T, S>& args, Shared<SLOTS>& 
 }
 
 template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __noinline__ void value(const Args<T, S>& args, Shared<SLOTS>& s, int layer) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, NO_BARRIER, 0).value(layer);
+}
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void add_value(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).add_value(layer);
+}
+
+template <typename T, typename S, int SLOTS, bool PAIRED>
 __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
@@ -487,7 +617,9 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s)
     const u32 before = n > args.first ? sense : NO_BARRIER;
     if (phase == MIX) mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
     else if (phase == TIME_MIX) time_mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
+    else if (phase == FFN_VALUE) add_value<T, S, SLOTS, PAIRED>(args, s, layer, before);
     else turn = products<T, S, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
+    if (phase == FFN_INPUTS) value<T, S, SLOTS, PAIRED>(args, s, layer);
     if (n > args.first) sense = next_sense(sense);
   }
 }

@@ -1,6 +1,6 @@
 // what      Up to five products of weights with up to 64 vectors each, every weight read once.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
-// shapes    each product: w [M, K], x [B, K], y [B, M]; x of type T, or with PARTS = 3 float32
+// shapes    each product: w [M, K], or BY_INPUTS [K, M], x [B, K], y [B, M]; x of type T, or with PARTS = 3 float32
 // grid      SPLIT blocks, a cluster, for every 128 rows of a product, products in turn; a block has a part of K. 256
 //           threads: four warps side by side have 32 rows each, two behind each other every other 16 of K
 // smem      Shared: weights on their way, or the block's part of y; then all of the block's part of x
@@ -8,7 +8,7 @@
 // numerics  tensor cores: x rounded to T, or with PARTS = 3 as a sum of three bfloat16 numbers, which hold a float32;
 //           weights as they are; float32 sums in a fixed order. A column does not depend on the others, so neither on B.
 // source    Peng et al., 2024, "Eagle and Finch", for the products; Ootomo and Yokota, 2022, for the split
-// limits    PARTS B up to COLUMNS, which with PARTS = 3 are three for each vector side by side: 8 of the first, of the
+// limits    BY_INPUTS M a multiple of 8; PARTS B up to COLUMNS, which with PARTS = 3 are three for each vector side by side: 8 of the first, of the
 //           second, of the third; K a multiple of 8; all start on 16 bytes; sm_90
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
@@ -42,7 +42,7 @@ template <typename X> struct Args {
 
 template <int COLUMNS, int STAGES> struct Shared {
   union {
-    unsigned char ring[STAGES][ROWS][2 * DEPTH];
+    unsigned char ring[STAGES][ROWS * DEPTH * 2];
     float parts[COLUMNS][PITCH];
   };
 };
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint4 part_of(float (&x)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-template <typename T, int COLUMNS, int PARTS, int SPLIT, int STAGES>
+template <typename T, int COLUMNS, int PARTS, int SPLIT, int STAGES, bool BY_INPUTS>
 __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     rwkv6_skinny_product(const Args<typename Input<T, PARTS>::Type> args) {
   typedef typename Input<T, PARTS>::Type X;
@@ -88,15 +88,18 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
   const int start = rank * steps_each * DEPTH, steps = min(steps_each, max(0, (K - start + DEPTH - 1) / DEPTH));
 
   const auto copy = [&](int step) {
+    constexpr int CHUNKS = BY_INPUTS ? ROWS / 8 : DEPTH / 8, EACH = THREADS / CHUNKS;  // lines at once
     if (step < steps) {
-      const int chunk = tid % 8, k = start + step * DEPTH + chunk * 8;
       uint4* ring = reinterpret_cast<uint4*>(s.ring[step % STAGES]);
+      const int chunk = tid % CHUNKS;
 #pragma unroll
-      for (int i = 0; i < ROWS * 8 / THREADS; ++i) {
-        const int row = tid / 8 + i * (THREADS / 8);
-        const bool inside = first_row + row < M && k < K;
-        const T* from = static_cast<const T*>(product.w) + (inside ? i64(first_row + row) * K + k : 0);
-        cp_async<16>(ring + place(row, chunk, 8), from, inside);
+      for (int i = 0; i < ROWS * DEPTH / 8 / THREADS; ++i) {
+        const int line = tid / CHUNKS + i * EACH;
+        const int row = first_row + (BY_INPUTS ? chunk * 8 : line),
+                  k = start + step * DEPTH + (BY_INPUTS ? line : chunk * 8);
+        const bool inside = row < M && k < K;
+        const i64 at = BY_INPUTS ? i64(k) * M + row : i64(row) * K + k;
+        cp_async<16>(ring + place(line, chunk, CHUNKS), static_cast<const T*>(product.w) + (inside ? at : 0), inside);
       }
     }
     cp_async_commit();
@@ -138,7 +141,14 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
       const int k = 2 * (2 * n + behind);  // of the step's 16-byte chunks
       u32 w[TILES][4];
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) ldmatrix_x4(w[i], ring + place(of_rows + i * 16 + lane % 16, k + lane / 16, 8));
+      for (int i = 0; i < TILES; ++i) {
+        if constexpr (BY_INPUTS) {
+          const int chunk = of_rows / 8 + 2 * i + lane / 8 % 2;
+          ldmatrix_x4_trans(w[i], ring + place(8 * k + lane / 16 * 8 + lane % 8, chunk, ROWS / 8));
+        } else {
+          ldmatrix_x4(w[i], ring + place(of_rows + i * 16 + lane % 16, k + lane / 16, DEPTH / 8));
+        }
+      }
 #pragma unroll
       for (int j = 0; j < COLUMNS / 16; ++j) {
         u32 x[4];

@@ -149,6 +149,7 @@ def of_models():
             yield rwkv6.DataMix.of_step(T, X)
             for S in CTYPES:
                 yield rwkv6.TimeMixStep(T, X, S)
+                yield rwkv6.TimeMixBatch(T, X, S)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
@@ -157,10 +158,12 @@ def of_models():
         yield rwkv6.DecodeStep(T, S, depth, paired)
     skinny = rwkv6.SkinnyProduct
     for split, depth in product(skinny.SPLITS, skinny.STAGES_OF):
-        yield skinny(BFLOAT16, skinny.EXACT, 3, split, depth)
-        for T, width in product(HALF, skinny.WIDTHS):
-            yield skinny(T, width, 1, split, depth)
-    yield rwkv6.Widen(BFLOAT16)
+        for by_inputs in (False, True):
+            yield skinny(BFLOAT16, skinny.EXACT, 3, split, depth, by_inputs)
+            for T, width in product(HALF, skinny.WIDTHS):
+                yield skinny(T, width, 1, split, depth, by_inputs)
+    yield rwkv6.Widen(BFLOAT16, False)
+    yield rwkv6.Widen(BFLOAT16, True)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
 

@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, pointers, reals, structs
-from .kernel import HALF, INT8, Kernel
+from .kernel import HALF, INT8, Kernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
@@ -46,6 +46,31 @@ class TimeMixStep(ModelKernel):
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
+
+
+@dataclass(frozen=True)
+class TimeMixBatch(ModelKernel):
+    """The same for many sequences: blocks go from state to state."""
+
+    file = "rwkv6/time_mix_batch"
+    arguments = TimeMixStep.arguments
+    shared = ("Shared",)
+    threads = 256
+    shared_bytes = 4 * (5 * 64 + 4 * 256 + 2 * 8)
+    resident = 4
+    WIDEST: ClassVar[int] = 64
+    dtype: np.dtype
+    X: np.dtype
+    state: np.dtype
+
+    @classmethod
+    def fitting(cls, dtype, X, state, N, W, device) -> tuple[TimeMixBatch, int] | None:
+        """The kernel, and the bytes of shared memory behind its own; None where it does not serve."""
+        kernel = cls(dtype, X, state)
+        stage = N * N * state.itemsize + 4 * (4 * N + padded(W, 4))
+        more = 2 * stage + W * (N + 8) * dtype.itemsize
+        room = device.shared_per_multiprocessor // kernel.resident - 1024
+        return (kernel, more) if N <= cls.WIDEST and kernel.shared_bytes + more <= room else None
 
 
 PRODUCTS = 5  # in one launch
@@ -98,9 +123,10 @@ class SkinnyProduct(ModelKernel):
     PARTS: int
     SPLIT: int
     STAGES: int
+    BY_INPUTS: bool  # whether weights are [K, M]
 
     @classmethod
-    def fitting(cls, dtype, X, B, K, tiles, device) -> tuple[SkinnyProduct, int] | None:
+    def fitting(cls, dtype, X, B, K, tiles, by_inputs, device) -> tuple[SkinnyProduct, int] | None:
         """The kernel and the vectors' bytes of shared memory; None where it does not serve."""
         exact = X == FLOAT32
         most = cls.EXACT // 4 if exact else cls.WIDTHS[-1]
@@ -109,7 +135,7 @@ class SkinnyProduct(ModelKernel):
         columns = cls.EXACT if exact else next(width for width in cls.WIDTHS if B <= width)
         for split in cls.SPLITS:
             for stages in cls.STAGES_OF:
-                kernel = cls(dtype, columns, 3 if exact else 1, split, stages)
+                kernel = cls(dtype, columns, 3 if exact else 1, split, stages, by_inputs)
                 room = (
                     device.shared_per_multiprocessor // 2 - 1024
                     if stages == cls.STAGES_OF[0]
@@ -146,12 +172,13 @@ class DecodeStep(ModelKernel):
         *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
         *pointers("ffn_value_scales head_scales"),
         *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
-        *pointers("x xx low mixed kvrg_out decay_low y activated gate logits arrived"),
-        *integers("L B P D H N A W F V staged first last"),
+        *pointers("x xx low mixed kvrg_out decay_low y activated gate value_parts logits arrived"),
+        *integers("L B P D H N A W F V first last"),
         *reals("eps group_eps"),
     )
     shared = ("Shared<{stages}>",)
     arch, threads = "sm_90a", 384
+    COMPUTING: ClassVar[int] = 256  # of the threads; the others copy weights
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
@@ -164,17 +191,19 @@ class DecodeStep(ModelKernel):
     ahead: int = 0
 
     @classmethod
-    def fitting(cls, dtype, state, B, D, F, device) -> tuple[DecodeStep, int] | None:
-        """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages."""
+    def fitting(cls, dtype, state, B, D, device) -> tuple[DecodeStep, int] | None:
+        """The kernel, and the vectors' bytes of shared memory."""
         if B > cls.COLUMNS:
             return None
         parts = 3 if dtype in (BFLOAT16, INT8) else 2
-        for K, least in ((F, 8), (D, cls.STAGES[-1])):
-            for stages in cls.STAGES:
-                kernel = cls(dtype, state, stages, parts * B <= cls.COLUMNS)
-                if stages >= least and kernel.shared_bytes + 4 * B * K <= device.shared_per_block:
-                    return kernel, 4 * B * K
-        return None
+        kernels = (cls(dtype, state, stages, parts * B <= cls.COLUMNS) for stages in cls.STAGES)
+        fits = (kernel for kernel in kernels if kernel.shared_bytes + 4 * B * D <= device.shared_per_block)
+        kernel = next(fits, None)
+        return kernel and (kernel, 4 * B * D)
+
+    def parts_of_value(self, blocks, D) -> int:
+        """Rows of parts of the channel mix's sum that `blocks` blocks leave at most."""
+        return blocks * (self.COMPUTING // min(self.COMPUTING, D // 8))
 
     @property
     def shared_bytes(self):
@@ -264,10 +293,11 @@ class ReluSquared(ModelKernel):
 @dataclass(frozen=True)
 class Widen(ModelKernel):
     file = "rwkv6/widen"
-    arguments = (*pointers("q scales w"), *integers("count K"))
+    arguments = (*pointers("q scales w"), *integers("count across"))
     EACH: ClassVar[int] = 16  # elements a thread
     threads = 256
     dtype: np.dtype
+    BY_INPUTS: bool
 
     def blocks(self, count) -> int:
         return ceil_div(count, self.EACH * self.threads)
