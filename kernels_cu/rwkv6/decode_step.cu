@@ -9,7 +9,7 @@
 // grid      as many blocks as multiprocessors, all at work at once unless phases [first, last) are a single one;
 //           256 threads: of 16 rows of a product a warp takes every 8th step of K, a lane its neighbours in two rows;
 //           and four warps that copy the weights
-// smem      Shared, then [B, D]: what a product takes
+// smem      Shared, then [B, D] and, where a float is three bfloat16 numbers, their [B, 3, D]: what a product takes
 // barriers  the grid's between two phases; the block's where a comment says what stands
 // numerics  tensor cores take x as a sum: of three bfloat16 numbers, or else two of tf32, as float32 weights; half
 //           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the numbers side by side as columns.
@@ -75,6 +75,36 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
   static constexpr int HELD = PAIRED ? 2 : 1;  // times four channels of a norm, which a thread has under way
+  // Whether what products take stands in its three bfloat16 parts, a row each, split by those who make it.
+  static constexpr bool IN_PARTS = PAIRED && PARTS == 3;
+
+  // Neighbours of sequence b of some [B, D], by their parts.
+  __device__ __forceinline__ void put(u16* vectors, int b, int j, float4 y) const {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const u32 x[4] = {__float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w)};
+      *reinterpret_cast<uint2*>(vectors + (b * PARTS + part) * D + j) = {x[0] >> 16 | (x[1] & 0xffff0000u),
+                                                                         x[2] >> 16 | (x[3] & 0xffff0000u)};
+      y = {without_upper(x[0]), without_upper(x[1]), without_upper(x[2]), without_upper(x[3])};
+    }
+  }
+  static __device__ __forceinline__ float without_upper(u32 x) {
+    return __uint_as_float(x) - __uint_as_float(x & 0xffff0000u);
+  }
+  // The same of one number, which stands as it is where there are no parts.
+  __device__ __forceinline__ void put(float* vectors, int b, int j, float y) const {
+    if constexpr (!IN_PARTS) vectors[b * D + j] = y;
+    else
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const u32 x = __float_as_uint(y);
+        reinterpret_cast<u16*>(vectors)[(b * PARTS + part) * D + j] = u16(x >> 16);
+        y = without_upper(x);
+      }
+  }
+  // In floats, how far apart the five inputs of the time mix are.
+  __device__ __forceinline__ int apart() const { return IN_PARTS ? B * D * PARTS / 2 : B * D; }
+
   static constexpr int PASS = PAIRED ? 16 : 8;
 
   // stage = `count` values, a multiple of four; all are on their way at once.
@@ -137,7 +167,8 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
       if (norm.shift)
         y = {fmaf(old.x - y.x, c.part.x, y.x), fmaf(old.y - y.y, c.part.y, y.y), fmaf(old.z - y.z, c.part.z, y.z),
              fmaf(old.w - y.w, c.part.w, y.w)};
-      *reinterpret_cast<float4*>(stage + b * D + j) = y;
+      if constexpr (IN_PARTS) put(reinterpret_cast<u16*>(stage + B * D), b, j, y);
+      else *reinterpret_cast<float4*>(stage + b * D + j) = y;
     };
     Channels held[HELD];  // the thread's first, on their way while other blocks are waited for
     float4 old[HELD][SEQUENCES];
@@ -216,11 +247,11 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   __device__ __forceinline__ const float* vectors_of(int phase, int input) const {
     switch (phase) {
       case INPUTS:
-        return args.mixed + input * B * D;
+        return args.mixed + input * apart();
       case OUTPUT:
         return args.y;
     }
-    return stage;
+    return IN_PARTS ? stage + B * D : stage;
   }
 
   // The next slot's 16 rows by the lane's columns. x is a part of a sequence's vector, or all of it.
@@ -264,7 +295,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
     for (int tile = tiles.first; tile < tiles.stop;) {
       const int input = input_of(phase, tile), stop = min(tiles.stop, end_of(phase, input));
       const float* vectors = vectors_of(phase, input);
-      vectors += own;
+      vectors += IN_PARTS ? min(g, PARTS * B - 1) * K / 2 : own;
       u32 x[GROUP][STEPS][WORDS] = {};
       bool fresh = true;
 #pragma unroll 1
@@ -280,20 +311,20 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
           if (fresh || slots > GROUP) {
 #pragma unroll
             for (int n = 0; n < GROUP * STEPS; ++n) {
-              u32 all[EACH];
               const int k = Lane<T>::start(tid) + group * Lane<T>::SLOT + n * Lane<T>::STRIDE;
-              const float* from = vectors + (k < K ? k : 0);
+              const float* from = vectors + (k < K ? k : 0) / (IN_PARTS ? 2 : 1);
+              u32(&to)[WORDS] = x[n / STEPS][n % STEPS];
+              u32 all[IN_PARTS ? WORDS : EACH];
 #pragma unroll
-              for (int i = 0; i < EACH; i += 4) {
+              for (int i = 0; i < int(sizeof(all)) / 4; i += 4) {
                 const float4 four = load4(from + i);
                 all[i] = __float_as_uint(four.x), all[i + 1] = __float_as_uint(four.y);
                 all[i + 2] = __float_as_uint(four.z), all[i + 3] = __float_as_uint(four.w);
               }
-              u32(&to)[WORDS] = x[n / STEPS][n % STEPS];
-              if constexpr (PAIRED) Split<T>::part(to, all, g % PARTS);
+              if constexpr (PAIRED && !IN_PARTS) Split<T>::part(to, all, g % PARTS);
               else
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) to[i] = all[i];
+                for (int i = 0; i < WORDS; ++i) to[i] = all[i];
             }
           }
 #pragma unroll
@@ -503,7 +534,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
 #pragma unroll
         for (int n = 0; n < SHARES; ++n) sum += s.mix[b][n][channel];
         if (b > share) vectors(b);
-        args.mixed[(c * B + b) * D + j] = fmaf(old - xx, sum, xx);
+        put(args.mixed + c * apart(), b, j, fmaf(old - xx, sum, xx));
       }
     }
   }
@@ -566,7 +597,8 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
         }
         s.parts[share * N + channel] = sum;
       }
-      time_mix_head(s, part, state, N, tid, own, float(args.group_eps), args.y + at);
+      time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
+                    [&](int n, float y) { put(args.y, b, of_head + n, y); });
     }
   }
 };

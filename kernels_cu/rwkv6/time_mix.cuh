@@ -70,10 +70,10 @@ struct ChannelOfHead {
   float decay, gate, gain, bias;
 };
 
-// y = GroupNorm(o) silu(gate), once k v r u and the parts of the decay are on their way to `s`.
-template <typename S, typename Y>
+// y = GroupNorm(o) silu(gate), which `store` takes channel by channel, once k v r u and the parts of the decay are on their way to `s`.
+template <typename S, typename Store>
 __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, S* state, int N, int tid,
-                                              const ChannelOfHead& channel, float eps, Y* y) {
+                                              const ChannelOfHead& channel, float eps, const Store& store) {
   const float inverse_N = 1.f / N;
   sync();  // the parts of the decay stand
   if (tid < N) {
@@ -93,6 +93,6 @@ __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart
   const float variance = sum_of_threads(centred * centred, s.squares, tid) * inverse_N;
   if (tid < N) {
     const float normed = fmaf(centred * inverse_root(variance + eps), channel.gain, channel.bias);
-    y[tid] = from_float<Y>(normed * channel.gate * sigmoid(channel.gate));
+    store(tid, normed * channel.gate * sigmoid(channel.gate));
   }
 }

@@ -59,5 +59,6 @@ __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X, 
     for (int j = share; j < W; j += shares) sum = fmaf(s.low[j], to_float(args.up[j * D + head + tid % N]), sum);
     s.parts[share * N + tid % N] = sum;
   }
-  time_mix_head(s, part, state, N, tid, channel, float(args.eps), args.y + at);
+  time_mix_head(s, part, state, N, tid, channel, float(args.eps),
+                [&](int n, float y) { args.y[at + n] = from_float<X>(y); });
 }

@@ -197,9 +197,13 @@ class DecodeStep(ModelKernel):
             return None
         parts = 3 if dtype in (BFLOAT16, INT8) else 2
         kernels = (cls(dtype, state, stages, parts * B <= cls.COLUMNS) for stages in cls.STAGES)
-        fits = (kernel for kernel in kernels if kernel.shared_bytes + 4 * B * D <= device.shared_per_block)
-        kernel = next(fits, None)
-        return kernel and (kernel, 4 * B * D)
+        sized = ((kernel, B * D * (4 + kernel.bytes_of_parts)) for kernel in kernels)
+        return next((found for found in sized if found[0].shared_bytes + found[1] <= device.shared_per_block), None)
+
+    @property
+    def bytes_of_parts(self) -> int:
+        """Of a number that products take as three in bfloat16, split by who made it; 0 where products split it."""
+        return 6 if self.paired and self.dtype in (BFLOAT16, INT8) else 0
 
     def parts_of_value(self, blocks, D) -> int:
         """Rows of parts of the channel mix's sum that `blocks` blocks leave at most."""
