@@ -265,9 +265,9 @@ def test_dtype_is_what_was_asked_for_or_the_files_half(on_cuda, stored, asked, k
 
 def test_dtypes_that_are_refused(on_cuda, rng):
     weights = synthetic(rng, SMALL)
-    with pytest.raises(TypeError, match="RWKV6: dtype is float64, expected float32, float16, bfloat16"):
+    with pytest.raises(TypeError, match="RWKV6: dtype is float64, expected float32, float16, bfloat16, int8"):
         on_cuda(weights, np.float64)
-    with pytest.raises(TypeError, match="RWKV6: dtype is 'q4', expected float32, float16, bfloat16"):
+    with pytest.raises(TypeError, match="RWKV6: dtype is 'q4', expected float32, float16, bfloat16, int8"):
         on_cuda(weights, "q4")
 
 

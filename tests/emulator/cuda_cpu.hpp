@@ -31,7 +31,7 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 2, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 8, MAX_TOGETHER = 2048, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
 constexpr size_t STACK = 128 * 1024 + 256;  // a power of two would put all stacks into one set of the cache
 constexpr size_t MAX_SHARED = 227 * 1024, GUARD = 1024;
 constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type
@@ -136,9 +136,9 @@ struct Thread {
   int copies_count, groups_count;
 };
 
-static Thread threads[MAX_THREADS];  // of a cluster, block by block
-static Copy copies[MAX_THREADS][MAX_COPIES];  // cp.async: started, not yet waited for
-static Products products[MAX_THREADS / WARP];
+static Thread threads[MAX_TOGETHER];  // of a cluster, block by block
+static Copy copies[MAX_TOGETHER][MAX_COPIES];  // cp.async: started, not yet waited for
+static Products products[MAX_TOGETHER / WARP];
 static Thread* current;
 static int waiting_count;  // threads that are Waiting
 static Context scheduler;
@@ -395,8 +395,9 @@ template <class Args> const char* launch(void (*kernel)(Args), const void* args,
   message[0] = 0;
   blockIdx = {0, 0, 0};
   if (size != sizeof(Args)) report("args have %zu bytes, the kernel's struct has %zu", size, sizeof(Args));
-  if (count < WARP || count * together > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
-  if (together > MAX_CLUSTER || blocks % together) report("%lld blocks in clusters of %d", blocks, together);
+  if (count < WARP || count > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
+  if (together > MAX_CLUSTER || count * together > MAX_TOGETHER || blocks % together)
+    report("%lld blocks in clusters of %d", blocks, together);
   if (shared > MAX_SHARED) report("%zu bytes of shared memory, more than %zu", shared, MAX_SHARED);
   if (message[0]) return message;
 

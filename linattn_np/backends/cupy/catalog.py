@@ -11,7 +11,7 @@ from ...arrays import BFLOAT16
 from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from .kernel import CTYPES, DOUBLE, HALF, SPELLED
+from .kernel import CTYPES, DOUBLE, HALF, INT8, SPELLED
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -173,16 +173,26 @@ def of_models():
             yield rwkv6.GatedNorm(T, width)
         for threads in rwkv6.Matvec.THREADS:
             yield rwkv6.Matvec(T, threads)
-        for depth, paired in product(rwkv6.DecodeStep.STAGES, (True, False)):
-            yield rwkv6.DecodeStep(T, depth, paired)
         yield rwkv6.DataMix.of_prompt(T)
         for X in dict.fromkeys((T, SINGLE)):
             yield rwkv6.DataMix.of_step(T, X)
-            yield rwkv6.TimeMixStep(T, X)
+            for S in CTYPES:
+                yield rwkv6.TimeMixStep(T, X, S)
+                yield rwkv6.TimeMixBatch(T, X, S)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
+    for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
+        yield rwkv6.DecodeStep(T, S, depth, paired)
+    skinny = rwkv6.SkinnyProduct
+    for split, depth in product(skinny.SPLITS, skinny.STAGES_OF):
+        for by_inputs in (False, True):
+            yield skinny(BFLOAT16, skinny.EXACT, 3, split, depth, by_inputs)
+            for T, width in product(HALF, skinny.WIDTHS):
+                yield skinny(T, width, 1, split, depth, by_inputs)
+    yield rwkv6.Widen(BFLOAT16, False)
+    yield rwkv6.Widen(BFLOAT16, True)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
 
