@@ -201,6 +201,7 @@ ROOMS = {
             "distributed",
             "arrays",
             "autodiff",
+            "call_cache",
             "dispatch",
             "errors",
             "grouped",
