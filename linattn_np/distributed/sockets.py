@@ -31,7 +31,7 @@ class Sockets:
     def __init__(self, rank, size, address, port, *, limit_s=LIMIT_S):
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.peers, self.to_receive, self.receiving = {}, deque(), RLock()
-        self.last_sent = Future()
+        self.last_sent: Future = Future()
         self.last_sent.set_result(None)
         self.sender, self.receiver = (ThreadPoolExecutor(1, "linattn_np.distributed") for _ in range(2))
         deadline = time.monotonic() + limit_s
@@ -118,7 +118,7 @@ class Sockets:
 
     def expect(self, receive) -> Future:
         """Messages come in the order of the calls, whichever is waited for first."""
-        arrived = Future()
+        arrived: Future = Future()
         self.to_receive.append((receive, arrived))
         return arrived
 
@@ -137,7 +137,7 @@ class Sockets:
     def post(self, peer, message) -> Future:
         """Has a thread send a message, or does it where none is on its way and it fits between two sockets."""
         if self.last_sent.done() and message.nbytes < SHORT:
-            done = Future()
+            done: Future = Future()
             try:
                 done.set_result(self.push(peer, message))
             except RankLost as error:
