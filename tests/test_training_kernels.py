@@ -46,13 +46,15 @@ def model(rng, tokens=(3, 20), **sizes):
     return layout, layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, tokens)
 
 
-def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, **how):
+def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recompute=False, **how):
     """The loss and the gradient, on the host."""
     products, weights = products_on(device, dtype), device.upload(vector.astype(np.float32))
     matrices = None if dtype == np.float32 else weights[: layout.matrices].astype(dtype)
     gradient = device.empty((layout.size,), np.float32)
     drop = None if seeds is None else Dropout(device.upload(np.array(seeds)), rate)
-    value, pull = cuda_grad.loss(layout.tree(weights, matrices), device.upload(tokens), products, drop, **how)
+    value, pull = cuda_grad.loss(
+        layout.tree(weights, matrices), device.upload(tokens), products, drop, recompute=recompute, **how
+    )
     pull(layout.tree(gradient))
     return float(value), host(gradient)
 
