@@ -114,6 +114,17 @@ def test_recomputed_activations_are_the_same_bits(device, dtype, rng):
     np.testing.assert_array_equal(kept[1], again[1])
 
 
+def test_parts_are_whole_when_they_are_said_to_be_done(device, rng):
+    layout, vector, tokens = model(rng, layers=3)
+    gradient, then = device.empty((layout.size,), np.float32), {}
+    weights = layout.tree(device.upload(vector.astype(np.float32)))
+    _, pull = cuda_grad.loss(weights, device.upload(tokens), products_on(device, np.float32), None)
+    pull(layout.tree(gradient), lambda part: then.update({part: host(gradient[slice(*layout.parts[part])]).copy()}))
+    assert list(then) == [2, 1, 0] and sum(map(len, then.values())) == layout.matrices
+    for part, numbers in then.items():
+        np.testing.assert_array_equal(numbers, host(gradient)[slice(*layout.parts[part])])
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
 def test_contexts_that_are_cut_over_ranks(device, dtype, recompute, rng):
