@@ -342,8 +342,8 @@ def test_the_worst_of_a_sweep(tmp_path):
     slower = row | {"pass": "backward", "changed": "K=60, V=64", "multiple": 9.0, "of_peer": 0.5}
     run.write(tmp_path / "sweep" / "card.json", {}, [row, row | {"multiple": 2.0}, slower, row | {"multiple": None}])
     assert speed_table.worst_of_sweep(tmp_path / "card.json") == (
-        "Of 3 calls in which benchmarks/sweep.py changes one thing at a time the worst are gla 2, 70, 3, 16, 16, rows "
-        "of [B, T, H, K], 3.0 times the floor and gla backward 2, 70, 3, 16, 16, K=60, V=64, 9.0 times the floor."
+        "Of 3 calls of benchmarks/sweep.py the worst take 3.0 times the floor (gla, rows of [B, T, H, K]) and 9.0 times "
+        "the floor (gla backward, K=60, V=64), and 0.50 times as long as fla."
     )
     assert speed_table.slowest_of_sweep(tmp_path / "card.json") == [
         ["gla backward", "2, 70, 3, 16, 16", "K=60, V=64", "9.00", "1.50", "0.50"],
