@@ -54,7 +54,7 @@ def of(path, dtypes, sources) -> str:
     said = (
         f"`{OPERATOR}` with the kernels of every card, trained gates, milliseconds forward / backward: measured on an "
         f"{measured.name} made to take them, **estimated** (~) for the others: the longer of that time scaled by "
-        "published bandwidth and by published rate of tensor cores."
+        "bandwidth and by tensor cores' rate, as published."
     )
     if sources:
         said += " No other card was measured. Bandwidths, dense rates of half and tf32 products: " + "; ".join(
