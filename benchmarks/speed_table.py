@@ -105,8 +105,7 @@ def summary() -> str:
         found += [
             fill(
                 f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours "
-                "with their multiple of the floor, "
-                "flash-linear-attention's (fla) with their multiple of ours.",
+                "with multiples of the floor, flash-linear-attention's (fla) with multiples of ours.",
                 WIDTH,
             ),
             "",
