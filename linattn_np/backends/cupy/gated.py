@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from ...contract import CHUNK, SUB_CHUNK
-from . import float64, gated_vjp, pieces, stages, tuning
+from . import float64, gated_vjp, stages, tuning
 from .instances import (
     CHANNELS,
     CLUSTER_SPLIT_K,
@@ -26,6 +26,7 @@ from .instances import (
     read_order,
 )
 from .kernel import CTYPES, DOUBLE
+from .pieces import cut, forward_gains, narrow, widened
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
 
 MODES = ("auto", "recurrent", "chunk", "staged")
@@ -66,10 +67,10 @@ def plan(problem, device, kept=()):
     """`kept`: what `plan_summary` of the same tokens has left."""
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    if mode_of(problem) == "chunk" and pieces.forward_gains(problem):
-        return plan_wider(problem, device)
     draft, mode = Draft(), mode_of(problem)
     by_hopper = mode == "chunk" and on_hopper(problem, device)
+    if mode == "chunk" and not by_hopper and forward_gains(problem):
+        return plan_wider(problem, device)
     o, final = draft.output(problem, mappable if by_hopper else has_rows), draft.final(problem)
     if mode == "staged":
         tiles = staged(draft, problem, o, final)
@@ -84,12 +85,12 @@ def plan(problem, device, kept=()):
 
 def plan_wider(problem, device):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernel may take too."""
-    draft, found = pieces.widened(problem, lambda wide: plan(wide, device))
+    draft, found = widened(problem, lambda wide: plan(wide, device))
     found_o, final = draft.include(found)
     o = draft.output(problem, fits=lambda out: True)
-    draft.copy(pieces.narrow(found_o, o.shape), o)
+    draft.copy(narrow(found_o, o.shape), o)
     if final is not None:
-        final = (pieces.cut(draft, final[0], problem.shape("N H K V")),)
+        final = (cut(draft, final[0], problem.shape("N H K V")),)
     return draft.plan((o, final), mode=found.mode, tiles=found.tiles)
 
 
