@@ -1,10 +1,9 @@
 """Times the operators on sequences that are cut over ranks, against one rank's own: weak and strong scaling.
 
-    mpiexec -n 4 python benchmarks/cards.py --device cuda [--out benchmarks/results/cards.json]
+    mpiexec -n 4 python benchmarks/cards.py --device cuda [--out benchmarks/results/cards/NAME.json]
     torchrun --nproc-per-node 4 benchmarks/cards.py --device cuda
     python benchmarks/cards.py --threads 4 --device cuda                            one process with four cards
     mpiexec -n 2 python benchmarks/cards.py --tokens 2048 --total 4096 --dim 32     NumPy ranks
-    python benchmarks/cards.py --plot rows.json                                     draws such rows into rows.png
 
 A row's figures:
 
@@ -22,8 +21,6 @@ hundred above 3. Efficiency says something of cards, where every rank has its ow
 """
 
 import argparse
-import json
-import os
 import statistics
 import time
 from functools import partial
@@ -40,6 +37,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 OPERATORS = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
 SAMPLES = 5
 CALLS = 4  # one after another in a sample: the host may run ahead, as it does in a model
+CASE = ("op", "pass", "scaling", "ranks", "tokens", "H", "D", "dtype", "engine")  # what a row is of
 CHECKED = 100  # tokens a rank
 DRAWN = 4096  # tokens of random numbers, repeated in longer sequences: 10^10 of them would take minutes
 
@@ -128,6 +126,7 @@ class Bench:
                         "H": self.options.heads,
                         "D": self.options.dim,
                         "dtype": self.options.dtype,
+                        "engine": type(self.comm.comm).__name__,
                         "ms": ms,
                         "one_ms": one_ms,
                         "efficiency": one_ms / ms / shared,
@@ -212,35 +211,6 @@ def show(row):
     )
 
 
-def plot(path):
-    """Efficiency by operator, pass and scaling, a colour for each number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    found = json.loads(path.read_text())
-    cases = {}
-    for row in found["rows"]:
-        case = f"{row['op']} {row['pass']}\n{row['scaling']}, {row['tokens']:,} tokens a rank"
-        cases.setdefault(case, {})[row["ranks"]] = row["efficiency"]
-    (shape,) = {f"{row['dtype']}, H {row['H']}, D {row['D']}" for row in found["rows"]}
-    ranks = sorted({count for case in cases.values() for count in case})
-    image, axis = plt.subplots(figsize=(8, 0.5 + 0.45 * len(cases) * len(ranks)), layout="constrained")
-    height = 0.8 / len(ranks)
-    for place, count in enumerate(ranks):
-        at = [y + place * height for y, case in enumerate(cases.values()) if count in case]
-        widths = [100 * case[count] for case in cases.values() if count in case]
-        axis.bar_label(axis.barh(at, widths, height, label=f"{count} ranks"), fmt="%.0f %%", padding=3)
-    axis.set_yticks([y + 0.4 - height / 2 for y in range(len(cases))], cases)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 112)
-    axis.set_xlabel(f"efficiency against one card, %: {found['meta']['card']}, {shape}, trained gates")
-    axis.legend(loc="lower right", frameon=False)
-    image.savefig(path.with_suffix(".png"), dpi=130)
-    plt.close(image)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -252,23 +222,16 @@ def main():
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128, help="K and V")
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on cards, float32 on the CPU by default")
-    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
-    parser.add_argument("--plot", type=Path, metavar="ROWS", help="draw the rows of such a file, and run nothing")
+    parser.add_argument("--out", type=Path, help="a JSON file, in which rows of the same cases are replaced")
     options = parser.parse_args()
-    if options.plot:
-        plot(options.plot)
-        return
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
 
     def work(comm):
-        rows = []
         for row in Bench(comm, options).rows():
-            rows.append(row)
             if comm.rank == 0:
                 show(row)
-        if comm.rank == 0 and options.out:
-            meta = devices.current().meta() | {"engine": type(comm).__name__, "cores": os.cpu_count()}
-            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+                if options.out:
+                    devices.store(options.out, row, CASE)
 
     if options.threads:
         distributed.run_threads(work, options.threads, device=options.device)

@@ -1,5 +1,6 @@
 """The device that a benchmark runs on, and its clocks: CuPy on a GPU, NumPy where there is none."""
 
+import json
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,14 @@ def current():
     except ImportError:
         return Cpu()
     return Gpu() if cupy.cuda.is_available() else Cpu()
+
+
+def store(path, row, case):
+    """Puts a row into a JSON file of {"meta", "rows"}, in the place of one with the same values of the keys `case`."""
+    found = json.loads(path.read_text()) if path.exists() else {"meta": current().meta(), "rows": []}
+    same = [old for old in found["rows"] if all(old.get(key) == row[key] for key in case)]
+    found["rows"] = [old for old in found["rows"] if old not in same] + [row]
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 class Gpu:

@@ -1,11 +1,11 @@
 """RWKV-6 on the CPU in float32, bfloat16, int8 and int4, beside the `rwkv` package and rwkv.cpp.
 
-    python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--rwkv-cpp LIBRARY] [--out FILE]
+    python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--seconds 150] [--rwkv-cpp LIBRARY] [--out FILE]
 
 The models are synthetic ones. The floor is every weight but the embedding once, in float32, over the read bandwidth.
 Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
-Times are medians, the best beside them. Logits are compared before anything is timed. The `rwkv` package, which needs
-torch, and rwkv.cpp, which has to be built, are optional.
+Times are medians, the best beside them. Logits are compared before anything is timed. No round of a model begins after
+`--seconds`. The `rwkv` package, which needs torch, and rwkv.cpp, which has to be built, are optional.
 """
 
 import argparse
@@ -15,14 +15,17 @@ import platform
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 MODELS = ({"L": 12, "D": 768}, {"L": 24, "D": 1024})
 PREFILL = 512
 SAMPLE = 8  # tokens decoded between two looks at the clock
 A_CALL = {"decode": SAMPLE, "prefill": PREFILL}
+WARM = 32  # tokens of a prompt that is not timed
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 TYPES = ("FP32", "FP16", "Q8_0", "Q4_0", "Q5_1")  # of rwkv.cpp's models
+STRATEGIES = ("cpu fp32", "cpu bf16")  # of the `rwkv` package's
 BANDWIDTH_BYTES = 1 << 28  # several times any cache
 REST = 0.15  # seconds in which one library's threads stop spinning and leave the cores to another's
 
@@ -34,27 +37,19 @@ def main():
     import numpy as np
 
     print(f"RWKV-6, {len(cpus)} threads, NumPy {np.__version__}; milliseconds are the median (the best)")
-    rows = [measure(np, sizes, len(cpus), args.rounds, args.rwkv_cpp) for sizes in MODELS]
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump(
-                {
-                    "device": cpu(),
-                    "numpy": np.__version__,
-                    "threads": len(cpus),
-                    "prefill": PREFILL,
-                    "note": args.note,
-                    "rows": rows,
-                },
-                file,
-                indent=1,
-            )
+    about = {"device": cpu(), "numpy": np.__version__, "threads": len(cpus), "prefill": PREFILL, "note": args.note}
+    rows = []
+    for sizes in MODELS:
+        rows.append(measure(np, sizes, len(cpus), args))
+        if args.out:
+            Path(args.out).write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of each model's rounds")
     parser.add_argument("--rwkv-cpp", metavar="LIBRARY", help="its librwkv.so, to be measured too")
     parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
     parser.add_argument("--out", help="a JSON file for the same figures, as benchmarks/results has them")
@@ -66,33 +61,31 @@ def cpu():
         return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
 
 
-def measure(np, sizes, threads, rounds, rwkv_cpp):
+def measure(np, sizes, threads, args):
     from linattn_np.models import RWKV6
 
     weights = synthetic(np, sizes)
     weight_bytes = sum(x.nbytes for name, x in weights.items() if name != "emb.weight")
     models = {dtype: RWKV6(weights, dtype=dtype) for dtype in DTYPES}
-    model, peers = models["float32"], {}
-    if (peer := load_peer(weights, threads)) is not None:
-        peers["rwkv"] = SimpleNamespace(
-            step=lambda token, state: peer.forward([token], state), prompt=lambda tokens: peer.forward(tokens, None)
-        )
-    if rwkv_cpp:
+    model, peers = models["float32"], rwkv_package(weights, threads)
+    if args.rwkv_cpp:
         from rwkv_cpp import RwkvCpp
 
-        peers |= {f"rwkv.cpp {type}": RwkvCpp(rwkv_cpp, weights, threads, type) for type in TYPES}
+        peers |= {f"rwkv.cpp {type}": RwkvCpp(args.rwkv_cpp, weights, threads, type) for type in TYPES}
     del weights
     tokens = np.random.default_rng(1).integers(0, model.sizes["V"], PREFILL).tolist()
     print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token in float32")
-    for name in ("rwkv", "rwkv.cpp FP32"):
+    for name in ("rwkv cpu fp32", "rwkv.cpp FP32"):
         if name in peers:
             found = difference(np, model, tokens[:70], peers[name].prompt, peers[name].step)
             print(f"{name}: logits differ by {found:.1e} of their size")
 
     def calls_of(step, prompt):
-        return {"decode": decoding(step, tokens), "prefill": lambda: prompt(tokens)}
+        """(what warms up, what is timed) by what is timed."""
+        decode = decoding(step, tokens)
+        return {"decode": (decode, decode), "prefill": (lambda: prompt(tokens[:WARM]), lambda: prompt(tokens))}
 
-    calls = {"floor": {"decode": reading(np)}}
+    calls = {"floor": {"decode": (reading(np),) * 2}}
     calls |= {
         dtype: calls_of(
             lambda token, state, model=model: model.forward([[token]], state, last=True),
@@ -101,7 +94,8 @@ def measure(np, sizes, threads, rounds, rwkv_cpp):
         for dtype, model in models.items()
     }
     calls |= {name: calls_of(peer.step, peer.prompt) for name, peer in peers.items()}
-    times = interleaved({(name, what): call for name, both in calls.items() for what, call in both.items()}, rounds)
+    calls = {(name, what): pair for name, both in calls.items() for what, pair in both.items()}
+    times = interleaved(calls, args.rounds, args.seconds)
     seconds = {
         key: [t / (BANDWIDTH_BYTES / weight_bytes if key[0] == "floor" else A_CALL[key[1]]) for t in samples]
         for key, samples in times.items()
@@ -122,7 +116,7 @@ def measure(np, sizes, threads, rounds, rwkv_cpp):
             f"{its[what]['times_float32']:.2f} times float32's"
         )
     for name, one in {**models, **peers}.items():
-        if name != "rwkv":
+        if not name.startswith("rwkv cpu"):
             row["results"][name]["bytes"] = memory(one)
     return row
 
@@ -145,18 +139,24 @@ def synthetic(np, sizes):
     return {name: scaled(name, rng.standard_normal(shape, np.float32)) for name, shape in shapes(**sizes).items()}
 
 
-def load_peer(weights, threads):
-    """The same model in the `rwkv` package, or None."""
+def rwkv_package(weights, threads):
+    """The same model in the `rwkv` package, by strategy."""
     try:
         import torch
         from rwkv.model import RWKV
     except ImportError as error:
         print(f"the rwkv package is not measured: {error}")
-        return None
+        return {}
     torch.set_num_threads(threads)
+
+    def peer(model):
+        return SimpleNamespace(
+            step=lambda token, state: model.forward([token], state), prompt=lambda tokens: model.forward(tokens, None)
+        )
+
     with tempfile.TemporaryDirectory() as folder:
         torch.save({name: torch.from_numpy(x) for name, x in weights.items()}, f"{folder}/model.pth")
-        return RWKV(f"{folder}/model", "cpu fp32", verbose=False)
+        return {f"rwkv {strategy}": peer(RWKV(f"{folder}/model", strategy, verbose=False)) for strategy in STRATEGIES}
 
 
 def difference(np, model, tokens, prompt, step):
@@ -189,15 +189,17 @@ def decoding(step, tokens):
     return call
 
 
-def interleaved(calls, rounds):
-    """Seconds of every call in every round, prompts in every third, each after one to warm up."""
-    times = {name: [] for name in calls}
+def interleaved(calls, rounds, seconds):
+    """Seconds of every call in every round, prompts in every third, each after what warms it up."""
+    times, begun = {name: [] for name in calls}, time.perf_counter()
     for n in range(rounds):
-        for name, call in calls.items():
+        if n and time.perf_counter() - begun > seconds:
+            break
+        for name, (warm, call) in calls.items():
             if n % 3 and name[1] == "prefill":
                 continue
             time.sleep(REST)
-            call()
+            warm()
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)

@@ -4,8 +4,10 @@
 
 The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first computed by NumPy in
 float32 too, and must agree. The floor of a step is every byte of the weights once, and of the states twice, over the
-copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of ten. Memory
-is what the libraries had taken from the device at most.
+copy bandwidth of the same run, though a step need not read what meets a zero of the channel mix's squared relu: how
+many of its activations are zero stands beside it, about half with random weights. Times are between GPU events,
+medians, a step's of `--runs` samples of ten. Memory is what the libraries had taken from the device at most. On Hopper
+there are rows of matrices in int8, and of a recurrent state in bfloat16, too.
 
 The peers have the same weights, and need torch: the `rwkv` package (one sequence; its own CUDA kernels where it can
 build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason.
@@ -25,6 +27,7 @@ import numpy as np
 from rwkv6_synthetic import is_matrix, scaled, shapes
 
 from linattn_np.models import RWKV6
+from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGE, TWIN = {"L": 24, "D": 2048}, {"L": 3, "D": 512, "V": 1024}
@@ -116,16 +119,21 @@ def measure(weights, exact, args, bandwidth, twins):
     model = RWKV6(weights, "cuda", BFLOAT16)
     free()
     decoder = model.layers.steps_of(1).decoder
-    rows = []
-    print("batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB twin error")
-    for batch, error in zip(args.batch, twins):
-        rows.append({"batch": batch, **decode(decoder.resized(batch), args.runs, bandwidth), "twin_error": error})
-        print(
-            "{batch:5d} {ms:9.3f} {tokens_per_s:9.0f} {weight_gb:10.3f} {state_gb:10.3f} {floor_ms:9.3f}"
-            " {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f} {twin_error:10.1e}".format(**rows[-1]),
-            flush=True,
-        )
-        free()
+    print(
+        "matrices    state batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB  zeros"
+    )
+    rows = [row(decoder.resized(batch), args, bandwidth) for batch in args.batch]
+    for found, error in zip(rows, twins):
+        found["twin_error"] = error
+    others = []
+    if decoder.device.capability == 90:
+        halved = CudaDecoder(weights, BFLOAT16, state_dtype=BFLOAT16)
+        others += [row(halved.resized(batch), args, bandwidth) for batch in args.batch if batch > 8]
+        del halved
+        eight = CudaDecoder(weights, np.int8)
+        others += [row(eight.resized(batch), args, bandwidth) for batch in args.batch if batch <= 8]
+        del eight
+    free()
     state, token = model.initial_state(), [[1]]
     forward_ms = median_ms(lambda: [model.forward(token, state, last=True) for _ in range(STEPS)], args.runs) / STEPS
     print(f"RWKV6.forward of a token, the token from the host: {forward_ms:.3f} ms")
@@ -141,7 +149,14 @@ def measure(weights, exact, args, bandwidth, twins):
     prefill = next(row for row in prompts if (row["prompts"], row["tokens"]) == (1, PREFILL))
     error = relative_error(model.forward([PROMPT], last=True)[0].get()[0], exact)
     print(f"relative error of the logits after {len(PROMPT)} tokens, against float32: {error:.1e}", flush=True)
-    return {"rows": rows, "forward_ms": forward_ms, "prefill": prefill, "prompts": prompts, "error": error}
+    return {
+        "rows": rows,
+        "others": others,
+        "forward_ms": forward_ms,
+        "prefill": prefill,
+        "prompts": prompts,
+        "error": error,
+    }
 
 
 def prompt(model, lengths, runs):
@@ -158,6 +173,23 @@ def prompt(model, lengths, runs):
         "most": max(times),
         "tokens_per_s": bounds[-1] / ms * 1e3,
     }
+
+
+def row(decoder, args, bandwidth):
+    """Figures of a step, printed."""
+    found = {
+        "matrices": str(decoder.matrices),
+        "state": str(decoder.state_dtype),
+        "batch": decoder.batch,
+        **decode(decoder, args.runs, bandwidth),
+    }
+    print(
+        "{matrices:8s} {state:>8s} {batch:5d} {ms:9.3f} {tokens_per_s:9.0f} {weight_gb:10.3f} {state_gb:10.3f}"
+        " {floor_ms:9.3f} {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f} {zeros:6.3f}".format(**found),
+        flush=True,
+    )
+    free()
+    return found
 
 
 def decode(decoder, runs, bandwidth):
@@ -178,6 +210,7 @@ def decode(decoder, runs, bandwidth):
         "ratio": ms / floor_ms,
         "eager_ms": eager_ms,
         "memory_gb": cupy.get_default_memory_pool().total_bytes() / 1e9,
+        "zeros": float((decoder.room.activated == 0).mean()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Writes the documentation's tables of RWKV-6's speed out of the figures in benchmarks/results.
+"""Writes the documentation's tables of RWKV-6's speed out of the figures in benchmarks/results, and draws a picture.
 
 python benchmarks/rwkv6_gpu.py --out benchmarks/results/nvidia-h200-rwkv6.json
 python benchmarks/rwkv6_cpu.py --out benchmarks/results/<cpu>-rwkv6.json
@@ -11,15 +11,25 @@ from textwrap import fill
 
 ROOT = Path(__file__).parents[1]
 README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "pictures" / "decoding.png"
 WIDTH = 120
 EQUAL_BITS = {"float32": "rwkv.cpp FP32", "bfloat16": "rwkv.cpp FP16", "int8": "rwkv.cpp Q8_0", "int4": "rwkv.cpp Q4_0"}
 WHAT = {"decode": "decode", "prefill": "prompt"}
-OTHERS = {"float32": ["rwkv"], "int4": ["rwkv.cpp Q5_1"]}  # further peers of a row
+OTHERS = {
+    "float32": ["rwkv cpu fp32"],
+    "bfloat16": ["rwkv cpu bf16"],
+    "int4": ["rwkv.cpp Q5_1"],
+}  # further peers of a row
 BEGIN, END = "<!-- RWKV-6's speed, written by benchmarks/rwkv6_table.py -->\n", "<!-- end of RWKV-6's speed -->\n"
 
 
 def main():
+    from rwkv6_plot import draw
+
     PAGE.write_text(between(PAGE.read_text(), BEGIN, END, tables()))
+    for result in results():
+        if "peers" in result:
+            draw(result, PICTURE)
 
 
 def between(text, begin, end, new) -> str:
@@ -29,11 +39,13 @@ def between(text, begin, end, new) -> str:
 
 
 def tables() -> str:
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-rwkv6.json"))]
-    return "\n".join(
-        on_a_gpu(result) if "peers" in result else on_a_cpu(result)
-        for result in sorted(results, key=lambda result: "peers" not in result)
-    )
+    return "\n".join(on_a_gpu(result) if "peers" in result else on_a_cpu(result) for result in results())
+
+
+def results() -> list:
+    """The files' figures, those of GPUs first."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*-rwkv6.json"))]
+    return sorted(found, key=lambda result: "peers" not in result)
 
 
 def on_a_gpu(result) -> str:

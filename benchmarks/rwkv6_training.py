@@ -39,14 +39,17 @@ def main():
         sys.exit(f"{card}: its matrix rate is not known here, expected one of {', '.join(RATES)}")
     print(f"{card}, CuPy {cupy.__version__}", flush=True)
     result = {"device": card, "matrix_rate": rate, "rows": [], "curve": {}}
+    if args.curve:  # before any row: what does not learn alike is not worth a time
+        result["curve"]["size"] = CURVE
+        for name, losses in curves(args.curve, not args.no_peer):
+            result["curve"][name] = losses
+            print("loss", name, losses[:: len(losses) // 4] if isinstance(losses, list) else losses, flush=True)
+            store(result, args.out)
     for size in args.sizes:
         for name, row in rows(size, args.steps, rate, not args.no_peer):
             result["rows"].append(row := {"size": size, "who": name, **row})
             print(row, flush=True)
             store(result, args.out)
-    if args.curve:
-        result["curve"] = {"size": CURVE, **curves(args.curve, not args.no_peer)}
-        store(result, args.out)
 
 
 def store(result, path):
@@ -153,10 +156,11 @@ def rows(size, steps, rate, peer):
 
 
 def curves(steps, peer):
-    """The losses of every step, by who."""
+    """(who, the losses of every step)."""
     ours = Ours(settings_of(CURVE, steps))
-    found = {"linattn-np": learned(ours, steps)}
-    return found | ({"fla": attempted(lambda: learned(Theirs(ours), steps))} if peer else {})
+    yield "linattn-np", learned(ours, steps)
+    if peer:
+        yield "fla", attempted(lambda: learned(Theirs(ours), steps))
 
 
 def attempted(measure):

@@ -21,7 +21,7 @@ def main():
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     PAGE.write_text(between(PAGE.read_text(), BEGIN, END, "\n".join(map(speeds, results))))
     for result in results:
-        if PEER in result["curve"]:
+        if isinstance(result["curve"].get(PEER), list):
             draw(result["curve"], PICTURE)
 
 

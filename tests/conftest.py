@@ -78,16 +78,13 @@ class Kernels(Backend):
 
     modes = {op.name: ("recurrent", "chunk", "staged") if op.name != "softmax_attention" else () for op in OPS}
     modes |= {GLA_VALUE_GATE.name: ("recurrent",)}
-    dtypes = (SINGLE, HALF, BFLOAT16)
     gradients = True
     rows = KERNEL_ROWS
     tokens_that_share_bits = {"chunk": 8}  # which meet in their middle
 
     @classmethod
     def takes(cls, op, mode, dtype):
-        """Softmax attention is for half data alone, and test_softmax_attention tests it; float64 goes by token."""
-        if dtype == DOUBLE:
-            return mode == "recurrent" and mode in cls.modes[op.name]
+        """Softmax attention is for half data alone, and test_softmax_attention tests it."""
         return op.name == "softmax_attention" and dtype.itemsize == 2 or super().takes(op, mode, dtype)
 
 

@@ -69,6 +69,9 @@ GATED_VALUES = (  # as for OPERATORS, and with gradients
     ((1, 2, 40, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 1, 37, 136, 40), HALF, "logsigmoid", SINGLE, {}),
     ((1, 1, 133, 20, 9), SINGLE, "some-1e30", None, {"cu_seqlens": PACKED}),
+    ((1, 2, 70, 200, 130), BFLOAT16, "trained", SINGLE, {}),  # more channels than a launch has
+    ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),  # in segments
+    ((1, 2, 37, 20, 24), SINGLE, "logsigmoid", None, {"mode": "recurrent"}),
 )
 ATTENTION = (  # B H T K V, dtype, keywords
     ((1, 2, 150, 64, 64), BFLOAT16, {}),

@@ -4,10 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from linattn_np import ContractError
+from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.models import RWKV6
+from linattn_np.models.matrices import quantised
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 
@@ -19,6 +20,13 @@ SIZES = {
 }
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
 LIMIT = 2e-5  # 1.1e-5 is the most that was seen, in 1 of 22 draws; else some 1e-6
+
+
+@pytest.fixture
+def hopper(device):
+    if device.capability != 90:
+        pytest.skip("kernels for Hopper cards")
+    return device
 
 
 def synthetic(rng, sizes, dtype=np.float32):
@@ -88,6 +96,76 @@ def test_batches(device, B, dtype, rng):
         return close(found, wanted, LIMIT)
     error = relative_error(found, wanted, axis=(1, 2))
     assert np.median(error) <= 4 * ml_dtypes.finfo(dtype).eps and error.max() <= 0.2
+
+
+def in_eight_bits(weights):
+    """The numbers that int8 on the GPU has of `weights`."""
+
+    def rounded(name, array):
+        if name.endswith("_w2") or name == "emb.weight":
+            return array.astype(BFLOAT16)
+        if array.squeeze().ndim < 2 or name.endswith("time_faaaa"):
+            return array
+        rows = array.T if name.endswith("_w1") else array
+        (q,), (scales,) = quantised(rows[None], "int8")
+        found = scales[:, None] * q
+        return found.T if name.endswith("_w1") else found
+
+    return {name: rounded(name, array).astype(np.float32) for name, array in weights.items()}
+
+
+@pytest.mark.parametrize("B", [1, 3, 8, 20])
+def test_int8_has_the_numbers_of_the_cpu(hopper, B, rng):
+    weights = synthetic(rng, SIZES["wide heads"])
+    decoder, model = CudaDecoder(weights, np.int8, B, hopper), RWKV6(in_eight_bits(weights))
+    tokens = rng.integers(0, 50, (B, 2))
+    found = decoded(decoder, hopper, tokens, decoder.initial_state())
+    wanted, state = model.forward(tokens[:, :1])
+    wanted = np.concatenate([wanted, model.forward(tokens[:, 1:], state)[0]], axis=1)
+    if B <= 8:
+        return close(found, wanted, LIMIT)
+    error = relative_error(found, wanted, axis=(1, 2))
+    assert np.median(error) <= 4 * ml_dtypes.finfo(BFLOAT16).eps and error.max() <= 0.2
+
+
+def test_int8_is_refused_where_it_is_not_served(device, rng):
+    if device.capability == 90:
+        with pytest.raises(ContractError, match="D is 72, expected a multiple of 16 on the GPU with int8"):
+            CudaDecoder(synthetic(rng, SIZES["odd"]), np.int8, 1, device)
+    else:
+        with pytest.raises(NotSupported, match="RWKV6: dtype int8 on the GPU needs a Hopper card"):
+            CudaDecoder(synthetic(rng, SMALL), np.int8, 1, device)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("B", [1, 9])
+def test_a_rounded_state_is_the_float32_one_rounded_after_every_token(device, B, dtype, rng):
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (B, 4))
+    decoder, exact = (CudaDecoder(weights, np.float32, B, device, state_dtype=one) for one in (dtype, np.float32))
+    state, wanted = decoder.initial_state(), exact.initial_state()
+    assert state.wkv.dtype == dtype
+    for column in tokens.T:
+        column = device.upload(np.ascontiguousarray(column))
+        found = host(decoder.step(column, state)).copy()
+        np.testing.assert_array_equal(found, host(exact.step(column, wanted)))
+        wanted.wkv[...] = device.upload(host(wanted.wkv).astype(dtype).astype(np.float32))
+        np.testing.assert_array_equal(host(state.wkv).astype(np.float32), host(wanted.wkv))
+    with pytest.raises(TypeError, match=f"state.wkv has dtype float32, expected {dtype}"):
+        decoder.step(column, wanted)
+    with pytest.raises(TypeError, match="dtype is float64, expected float32, bfloat16, float16 for the state"):
+        CudaDecoder(weights, np.float32, B, device, state_dtype=np.float64)
+
+
+def test_few_multiprocessors_take_many_states_in_turn(device, rng, monkeypatch):
+    """A block has several heads then, and several sequences of each."""
+    if not isinstance(device.zeros((1,), np.float32), np.ndarray):
+        pytest.skip("a card has as many as it has")
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (11, 2))
+    decoder = CudaDecoder(weights, np.float32, 11, device)
+    wanted = decoded(decoder, device, tokens, decoder.initial_state())
+    monkeypatch.setattr(type(device), "multiprocessors", 2)
+    decoder = decoder.resized(11)
+    np.testing.assert_array_equal(decoded(decoder, device, tokens, decoder.initial_state()), wanted)
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours(device, rng):
@@ -209,5 +287,5 @@ def test_arrays_that_are_refused(device, rng):
         decoder.step(tokens, decoder.initial_state(3))
     with pytest.raises(TypeError, match="slots has dtype int32"):
         decoder.step(tokens, state, tokens.astype(np.int32))
-    with pytest.raises(TypeError, match="dtype is float64, expected float32, float16, bfloat16"):
+    with pytest.raises(TypeError, match="dtype is float64, expected float32, float16, bfloat16, int8"):
         CudaDecoder(synthetic(rng, SMALL), np.float64, 1, device)

@@ -13,6 +13,7 @@ from reference import LIMITS, assert_close, draw, draw_states, errors, same_bits
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import execute
 from linattn_np.declarations import GLA_VALUE_GATE
 from linattn_np.distributed import Disagreement, RankLost, run_threads
 from linattn_np.errors import ContractError, ContractTypeError, NotSupported
@@ -298,6 +299,60 @@ def test_two_cards(card, operator, rng):
     assert all(same_bits(x, y) for x, y in zip(flat(found), flat(one), strict=True))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("operator", ["gla", "rwkv6"])
+def test_captured_calls(card, operator, ranks, rng, monkeypatch):
+    """A graph gives the bits of the call for other numbers too, and writes into nobody else's memory."""
+    cupy = card.cupy
+    if cupy.cuda.runtime.getDeviceCount() < ranks:
+        pytest.skip("there are too few CUDA devices")
+    monkeypatch.setattr(execute, "in_graphs", [])
+    call = Call(operator, rng, dtype=SINGLE, total=2048, states=False)
+    lengths = [2048 // ranks] * ranks
+
+    def on_rank(comm):
+        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+            return captured(comm)
+
+    def captured(comm):
+        part = slice(lengths[0] * comm.rank, lengths[0] * (comm.rank + 1))
+        arrays = [card.asarray(x[:, :, part] if x.ndim > 2 else x) for x in call.arrays]
+        do = card.asarray(call.do[:, :, part])
+
+        def both():
+            o, pullback = distributed.vjp(
+                getattr(distributed, operator), *arrays, comm=comm, segment_size=512 if ranks == 1 else None
+            )
+            return [o, *pullback(do)]
+
+        def bits():
+            return list(map(card.tohost, both()))
+
+        before = [x.copy() for x in arrays]
+        wanted = [bits()]
+        arrays[2][...] *= -2  # v
+        wanted.append(bits())
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            both()
+            stream.synchronize()
+            stream.begin_capture()
+            found = both()
+            graph = stream.end_capture()
+            others = [cupy.full(size, 7, np.uint8) for size in 40 * [512, 4096, 1 << 15, 1 << 17]]
+            for given, bits_then in ((arrays[2].copy(), wanted[1]), (before[2], wanted[0])):
+                arrays[2][...] = given
+                comm.all_gather(np.zeros(1))()  # ranks of one process launch together, as they enqueue messages
+                graph.launch(stream)
+                assert all(same_bits(card.tohost(x), y) for x, y in zip(found, bits_then, strict=True))
+            assert all((other == 7).all() for other in others)
+        return len(execute.in_graphs)
+
+    kept = [on_rank(distributed.Alone())] if ranks == 1 else run_threads(on_rank, 2, device="cuda", limit_s=30)
+    assert all(kept)
+
+
 # -- the same bits ---------------------------------------------------------------------------------------------------
 @pytest.mark.pairwise
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -355,6 +410,33 @@ def test_ranks_that_differ_are_named(name, value, words, rng):
 
     found = refused(change, rng)
     assert all(type(error) is Disagreement and str(error) == f"gla: {words}" for error in found)
+
+
+@pytest.mark.parametrize("lengths", [[75, 75], [75, 30], [75, 0]])
+def test_a_call_like_the_last_but_for_another_ranks_tokens(lengths, rng):
+    """The first rank begins as it did then; what it has begun in vain changes nothing."""
+    calls = [Call("gla", rng, total=total) for total in (75 + 40, sum(lengths))]
+
+    def on_rank(comm):
+        calls[0].on_rank([75, 40], True, comm)
+        return calls[1].on_rank(lengths, True, comm)
+
+    calls[1].compare(calls[1].whole(run_threads(on_rank, 2, limit_s=20)), calls[1].by_one())
+
+
+def test_a_call_like_the_last_but_for_another_ranks_meaning(rng):
+    call = Call("gla", rng)
+
+    def on_rank(comm):
+        call.on_rank([75, 75], True, comm)
+        with pytest.raises(Disagreement) as raised:
+            call.on_rank([75, 75], True, comm, scale=0.5 if comm.rank else None)
+        return str(raised.value)
+
+    for words in run_threads(on_rank, 2, limit_s=20):
+        assert re.search(
+            "gla: scale is .* on rank 0, but 0.5 on rank 1|scale is 0.5 on rank 1, but .* on rank 0", words
+        )
 
 
 def test_other_dtypes_and_sizes_are_named(rng):

@@ -19,7 +19,6 @@ from linattn_np import (
     rwkv6,
     simple_gla,
     softmax_attention,
-    stages,
     vjp,
 )
 from linattn_np.arrays import BFLOAT16
@@ -429,22 +428,6 @@ def test_named_backends_that_cannot_run_say_why():
         ) as caught:
             gla(*arrays, backend=name)
         assert isinstance(caught.value, ValueError)
-
-
-def test_stages_without_kernels_for_a_dtype_say_so(backend):
-    if np.dtype(np.float64) in backend.dtypes:
-        return
-    x = backend.asarray(zeros(B, H, T, K, dtype=np.float64))
-    A, h = (backend.asarray(zeros(B, H, *shape, dtype=np.float64)) for shape in ((T, 64), (1, K, K)))
-    for stage, arrays in (
-        (stages.chunk_cumsum, [x]),
-        (stages.gated_qk, [x] * 4),
-        (stages.inter_chunk, [x] * 3),
-        (stages.intra_chunk, [x] * 3),
-        (stages.combine, [x, h, A, x]),
-    ):
-        with pytest.raises(NotSupported, match=f"{stage.__name__}: {backend.name}: .*float64"):
-            backend.run(stage, *arrays)
 
 
 def test_more_channels_than_a_tile_holds(backend):

@@ -169,8 +169,8 @@ def test_characters_are_written_whole(echo_model, monkeypatch):
             "argument --dtype: float16 does not go with --device cpu, which takes float32, bfloat16, int8",
         ),
         (
-            ["--device=cuda", "--dtype=int8"],
-            "argument --dtype: int8 does not go with --device cuda, which takes float32, float16",
+            ["--device=cuda", "--dtype=int4"],
+            "argument --dtype: int4 does not go with --device cuda, which takes float32, float16",
         ),
         (["--fast"], "unrecognized arguments: --fast"),
         (["--model=nowhere.safetensors"], "No such file or directory: 'nowhere.safetensors'"),

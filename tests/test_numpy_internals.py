@@ -91,8 +91,9 @@ def test_gradients_of_scores_are_their_transpose():
             dA = np.tril(rng.standard_normal((4, 32, 32)), -1)
             known = gated(q, k, g, exclusive)[-1]
             with np.errstate(all="ignore"):
-                gq, gk, _ = scores.gated_scores_vjp(
-                    q, k, known, exclusive, dA, dqg.copy(), dkg.copy(), np.zeros((4, 6)), Scratch(g.dtype)
+                gq, gk, gg = np.empty_like(q), np.empty_like(k), np.empty_like(g)
+                scores.gated_scores_vjp(
+                    known, exclusive, dA, dqg.copy(), dkg.copy(), np.zeros((4, 6)), (gq, gk, gg), Scratch(g.dtype)
                 )
             of_q, of_k = gated(dq, k, g, exclusive), gated(q, dk, g, exclusive)
             for direction, gradient, A, x, dx in ((dq, gq, of_q[2], of_q[0], dqg), (dk, gk, of_k[2], of_k[1], dkg)):
@@ -270,3 +271,26 @@ if not child:
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("op", [linattn_np.gla, linattn_np.rwkv6, linattn_np.retention])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+@pytest.mark.parametrize("strong", [False, True])  # a gate whose chunk goes another way backward than forward
+def test_kept_scores_give_the_bits_of_those_made_again(op, layout, strong, monkeypatch):
+    made, Scores = [], chunked.Scores
+    monkeypatch.setattr(chunked, "Scores", lambda *a, **k: made.append(k) or Scores(*a, **k))
+    q, k, v, do = rng.standard_normal((4, 1, 2, 70, 8))
+    g = np.where(np.arange(70)[:, None] == 40, -7.0 if strong else 0.0, -rng.random((1, 2, 70, 8)))
+    rest = {linattn_np.gla: (g,), linattn_np.rwkv6: (g, rng.standard_normal((2, 8))), linattn_np.retention: ()}[op]
+    arrays = [np.swapaxes(x, 1, 2) if layout == "bthd" and x.ndim == 4 else x for x in (q, k, v, *rest)]
+    found = []
+    for most in (chunked.SCORES_BYTES, 0):
+        monkeypatch.setattr(chunked, "SCORES_BYTES", most)
+        o, pull = linattn_np.vjp(op, *arrays, layout=layout)
+        made.clear()
+        found.append((o, *pull(do.reshape(o.shape))))
+        assert len(made) == (not most or (strong and bool(rest)))
+        found.append((o, *pull(do.reshape(o.shape))))  # nothing was spent
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(x, y)

@@ -40,6 +40,19 @@ def test_a_faster_peer_is_named_with_its_factor(load, measured):
     assert "No peer that was measured is faster." in " ".join(speeds.on_a_gpu(measured).split())
 
 
+def test_decoding_is_drawn_beside_its_floor_and_its_peers(load, measured, tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
+    plot = load("rwkv6_plot")
+    one, eight = measured["rows"][:2]
+    assert plot.rate(one) == pytest.approx(one["tokens_per_s"])
+    assert plot.floor(eight) / plot.rate(eight) == pytest.approx(eight["ratio"])
+    peer = {"rows": [{"batch": 1, "ms": 10.0}]}
+    measured["peers"] = {"single": peer, "both": {"rows": [one, eight]}, "absent": {"skipped": "ImportError"}}
+    assert [plot.named(name, its["rows"]) for name, its in plot.measured(measured)] == ["single: 100 with 1", "both"]
+    plot.draw(measured, tmp_path / "decoding.png")
+    assert (tmp_path / "decoding.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_page_keeps_what_is_around_its_tables(load):
     begin, end = (speeds := load("rwkv6_table")).BEGIN, speeds.END
     assert (

@@ -30,7 +30,8 @@ def on_cuda(device, monkeypatch):
         return decoder.logits
 
     if "Emulated" in type(device).__name__:
-        monkeypatch.setattr(model, "layers_on", lambda _: cuda_layers.CudaLayers)
+        of_host = model.layers_on("cpu")  # what the device is held against stays itself
+        monkeypatch.setattr(model, "layers_on", lambda on: of_host if on == "cpu" else cuda_layers.CudaLayers)
         monkeypatch.setattr(cuda_decode, "current_device", lambda: device)
         monkeypatch.setattr(cuda_decode.CudaDecoder, "capture", capture)
         monkeypatch.setattr(cuda_decode.CudaDecoder, "replay", replay)
@@ -135,6 +136,28 @@ def test_prompts_packed_alike_share_their_plans(on_cuda, rng, monkeypatch):
         close(host(found), wanted, 1e-5)
         if n == 0:
             monkeypatch.setattr(cuda_prefill, "Draft", None)  # nothing is drawn from now on
+
+
+def test_prompts_that_come_back_to_their_memory_become_a_graph(on_cuda, rng, monkeypatch):
+    """The second time; of other tokens and states, and to the same logits."""
+    weights, lengths = synthetic(rng, SMALL), [4, 5]
+    model, reference = on_cuda(weights), RWKV6(weights)
+    device = type(model.layers.decoder.device)
+    memory, captured, graphs, allocated = {}, device.captured, [], cuda_prefill.allocated
+    monkeypatch.setattr(
+        device, "captured", lambda self, launches: graphs.append(len(launches)) or captured(self, launches)
+    )
+    monkeypatch.setattr(
+        cuda_prefill, "allocated", lambda buffers, device: memory.setdefault(len(buffers), allocated(buffers, device))
+    )
+    state, wanted_state = model.initial_state(2), reference.initial_state(2)
+    for n in range(4):
+        tokens = rng.integers(0, SMALL["V"], (1, 9))
+        found, _ = model.forward(tokens, state, cu_seqlens=np.cumsum([0, *lengths]))
+        wanted, _ = reference.forward(tokens, wanted_state, cu_seqlens=np.cumsum([0, *lengths]))
+        close(host(found), wanted, 1e-5)
+        assert len(graphs) == (n > 0)
+    assert graphs[0] > 10 * len(model.layers.decoder.layers)
 
 
 def test_a_tuned_state_is_where_sequences_start(on_cuda, rng):
@@ -242,9 +265,9 @@ def test_dtype_is_what_was_asked_for_or_the_files_half(on_cuda, stored, asked, k
 
 def test_dtypes_that_are_refused(on_cuda, rng):
     weights = synthetic(rng, SMALL)
-    with pytest.raises(TypeError, match="RWKV6: dtype is float64, expected float32, float16, bfloat16"):
+    with pytest.raises(TypeError, match="RWKV6: dtype is float64, expected float32, float16, bfloat16, int8"):
         on_cuda(weights, np.float64)
-    with pytest.raises(TypeError, match="RWKV6: dtype is 'q4', expected float32, float16, bfloat16"):
+    with pytest.raises(TypeError, match="RWKV6: dtype is 'q4', expected float32, float16, bfloat16, int8"):
         on_cuda(weights, "q4")
 
 

@@ -9,6 +9,7 @@ import pytest
 from linattn_np import ContractError
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import training as kernels
+from linattn_np.distributed import SequenceParallel, run_threads
 from linattn_np.models import steps, training
 from linattn_np.models.dropout import Dropout, keep
 from linattn_np.models.products import CudaProducts, HostProducts
@@ -45,15 +46,13 @@ def model(rng, tokens=(3, 20), **sizes):
     return layout, layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, tokens)
 
 
-def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recompute=False):
+def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, **how):
     """The loss and the gradient, on the host."""
     products, weights = products_on(device, dtype), device.upload(vector.astype(np.float32))
     matrices = None if dtype == np.float32 else weights[: layout.matrices].astype(dtype)
     gradient = device.empty((layout.size,), np.float32)
     drop = None if seeds is None else Dropout(device.upload(np.array(seeds)), rate)
-    value, pull = cuda_grad.loss(
-        layout.tree(weights, matrices), device.upload(tokens), products, drop, recompute=recompute
-    )
+    value, pull = cuda_grad.loss(layout.tree(weights, matrices), device.upload(tokens), products, drop, **how)
     pull(layout.tree(gradient))
     return float(value), host(gradient)
 
@@ -111,6 +110,23 @@ def test_recomputed_activations_are_the_same_bits(device, dtype, rng):
     again = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE, recompute=True)
     assert kept[0] == again[0]
     np.testing.assert_array_equal(kept[1], again[1])
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [DTYPES[0], BFLOAT16], ids=str)
+def test_contexts_that_are_cut_over_ranks(device, dtype, recompute, rng):
+    """The mean of three ranks' losses and gradients, each of a part of the tokens, is that of whole contexts."""
+    if "Emulated" not in type(device).__name__:
+        pytest.skip("ranks of one card")
+    layout, vector, tokens = model(rng, (3, 22))
+
+    def on_rank(comm):
+        ranks = SequenceParallel(comm)
+        given = dict(recompute=recompute, cut=ranks.cut)
+        return on_device(device, dtype, layout, vector, ranks.part(tokens), **given)
+
+    losses, gradients = zip(*run_threads(on_rank, 3, limit_s=60))
+    close((np.mean(losses), np.mean(gradients, 0)), on_host(layout, vector, tokens), limit(dtype), layout)
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------

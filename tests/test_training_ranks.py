@@ -1,11 +1,13 @@
 """Training by several ranks: the loss curve of one, one set of weights, and a kill that costs no step."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from test_distributed_engines import mpiexec
 from test_training import ENVIRONMENT, SMALL, TEXT, TRAIN
 
 from linattn_np import distributed
-from linattn_np.distributed import DataParallel, Disagreement, run_threads
+from linattn_np.distributed import DataParallel, Disagreement, SequenceParallel, run_threads
 from linattn_np.distributed import data_parallel as module
 from linattn_np.errors import ContractError
 from linattn_np.models.training import VECTORS, Training
@@ -23,21 +25,59 @@ from linattn_np.models.training import VECTORS, Training
 CALM = replace(SMALL, dropout=0.0, steps=12)
 
 
-def on_rank(comm, steps=12, settings=CALM):
-    training = Training(TEXT, settings, ranks=DataParallel(comm))
+def on_rank(comm, steps=12, settings=CALM, kind=DataParallel):
+    training = Training(TEXT, settings, ranks=kind(comm))
     return [float(training.step()) for _ in range(steps)], training
 
 
+@pytest.mark.parametrize("kind", [DataParallel, SequenceParallel])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_loss_curve_is_that_of_one_process_with_the_same_batch(ranks, monkeypatch):
+def test_the_loss_curve_is_that_of_one_process_with_the_same_batch(ranks, kind, monkeypatch):
     monkeypatch.setattr(module, "BUCKET", 1000)  # several buckets, the last one smaller
     alone = Training(TEXT, CALM)
     wanted = [float(alone.step()) for _ in range(12)]
-    found = run_threads(on_rank, ranks, limit_s=60)
+    found = run_threads(partial(on_rank, kind=kind), ranks, limit_s=60)
     for losses, training in found:
         np.testing.assert_allclose(losses, wanted, rtol=2e-5)
         assert all(same_bits(getattr(training.steps, name), getattr(found[0][1].steps, name)) for name in VECTORS)
     assert found[0][1].layout.size > 3 * module.BUCKET
+
+
+def test_gradients_travel_while_the_backward_pass_runs():
+    """A layer's part leaves before the layers below are computed, whose numbers still are what they were."""
+
+    def begun(comm):
+        missing = []
+
+        class Telling(DataParallel):
+            def begin(self, numbers):
+                missing.append(np.isnan(training.steps.sums).sum())
+                super().begin(numbers)
+
+        training = Training(TEXT, replace(CALM, layers=3), ranks=Telling(comm))
+        training.steps.sums[...] = np.nan
+        training.step()
+        return missing, training.layout.parts
+
+    for missing, (_, (start, stop), _) in run_threads(begun, 2, limit_s=60):
+        assert missing[0] >= missing[1] + stop - start and missing[1] > 0 and missing[2:] == [0, 0]
+
+
+def test_a_layers_part_is_whole_when_it_leaves():
+    def changed(comm):
+        sent = []
+
+        class Keeping(DataParallel):
+            def begin(self, numbers):
+                sent.append((numbers, numbers.copy()))
+
+        training = Training(TEXT, replace(CALM, layers=3), ranks=Keeping(comm))
+        training.step()
+        parts = [numbers for numbers, _ in sent]
+        assert all(same_bits(now, then) for now, then in sent)
+        return sum(map(len, parts)) == training.layout.size + 1
+
+    assert all(run_threads(changed, 2, limit_s=60))
 
 
 def test_dropout_differs_by_rank():
@@ -59,6 +99,14 @@ def test_ranks_that_mean_other_trainings_are_named():
         assert words.startswith("Training: the settings is ") and "seed=1" in words and "on rank 1" in words
     with pytest.raises(ContractError, match="Training: batch is 4, expected a multiple of the 3 ranks"):
         run_threads(on_rank, 3, limit_s=60)
+    with pytest.raises(ContractError, match="Training: context is 24, expected a multiple of the 5 ranks"):
+        run_threads(partial(on_rank, kind=SequenceParallel), 5, limit_s=60)
+
+    def of_another_kind(comm):
+        with pytest.raises(Disagreement, match="the ranks is DataParallel on rank 0, but SequenceParallel on rank 1"):
+            Training(TEXT, CALM, ranks=(SequenceParallel if comm.rank else DataParallel)(comm))
+
+    run_threads(of_another_kind, 2, limit_s=60)
 
 
 def test_the_first_rank_restores(tmp_path):
@@ -83,13 +131,13 @@ def test_the_first_rank_restores(tmp_path):
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
-def commands(tmp_path, *more, ranks=2):
+def commands(tmp_path, *more, ranks=2, device="cpu"):
     """The processes of `linattn-np train` with the environment variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
-    command = [*TRAIN, "--text", str(tmp_path / "text"), "--device", "cpu", *more]
+    command = [*TRAIN, "--text", str(tmp_path / "text"), "--device", device, *more]
     environment = ENVIRONMENT | given | {"OPENBLAS_NUM_THREADS": "1"}
     return [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
@@ -124,6 +172,75 @@ def test_a_killed_rank_costs_no_step(tmp_path):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def one_process(tmp_path):
+    """The first words of the lines that one process says of its training."""
+    (tmp_path / "text").write_bytes(TEXT)
+    command = [*TRAIN, "--text", "text", "--out", "one", "--device", "cpu", "--steps=12", *SIZES]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    return said_of(done)
+
+
+def said_of(done):
+    assert done.returncode == 0, done.stderr
+    loss, held_out = re.search(r"step 12, loss ([\d.]+).*held out ([\d.]+)", done.stderr).groups()
+    return float(loss), float(held_out)
+
+
+def test_contexts_are_cut_over_processes(tmp_path):
+    """What is said of a step is the first rank's, and means all."""
+    wanted = one_process(tmp_path)
+    options = ["--share=context", "--out", str(tmp_path / "cut"), "--steps=12", *SIZES]
+    started = commands(tmp_path, *options, ranks=4)
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * 4, said
+    found = said_of(subprocess.CompletedProcess("", 0, stderr=said[0]))
+    assert found == pytest.approx(wanted, abs=2e-3)
+
+
+def need_two_cards(card):
+    if card.name != "cupy" or card.cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one CUDA device")
+
+
+@pytest.mark.parametrize("share", ["batch", "context"])
+def test_two_cards_train_as_one(card, share, tmp_path):
+    """Their steps are CUDA graphs with the messages in them."""
+    need_two_cards(card)
+    (tmp_path / "text").write_bytes(TEXT)
+    options = [*SIZES, "--steps=12", "--dtype=float32", f"--share={share}"]
+    one = commands(tmp_path, *options, "--out", str(tmp_path / "one"), ranks=1, device="cuda")
+    two = commands(tmp_path, *options, "--out", str(tmp_path / "two"), device="cuda")
+    said = [process.communicate(timeout=100)[1] for process in one + two]
+    assert [process.returncode for process in one + two] == [0, 0, 0], said
+    wanted, found = (said_of(subprocess.CompletedProcess("", 0, stderr=words)) for words in said[:2])
+    assert found == pytest.approx(wanted, abs=2e-3)
+
+
+def test_a_card_whose_process_is_killed_ends_the_other(card, tmp_path):
+    need_two_cards(card)
+    (tmp_path / "text").write_bytes(TEXT)
+    out = tmp_path / "out"
+    first, second = commands(tmp_path, "--out", str(out), *SIZES, "--steps=100000", "--every=0.3", device="cuda")
+    while not (out / "model.safetensors").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    time.sleep(1)
+    os.kill(second.pid, signal.SIGKILL)
+    words = first.communicate(timeout=30)[1]
+    second.communicate(timeout=10)
+    assert first.returncode == 2 and "rank 1 has ended" in words and "--resume goes on with what" in words
+    assert Training.restore(out / "training.safetensors", TEXT).step_number > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("share", ["batch", "context"])
+def test_batches_and_contexts_are_shared_under_mpi(share, tmp_path):
+    wanted = one_process(tmp_path)
+    command = ["-m", "linattn_np", "train", "--text", "text", "--out", "out", "--device", "cpu", "--steps=12", *SIZES]
+    done = mpiexec(4, *command, f"--share={share}", cwd=tmp_path)
+    assert said_of(done) == pytest.approx(wanted, abs=2e-3)
+
+
 @pytest.mark.mpi
 def test_an_error_of_one_rank_ends_all_under_mpi(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
@@ -135,29 +252,25 @@ def test_an_error_of_one_rank_ends_all_under_mpi(tmp_path):
     assert done.returncode != 0 and "out holds a training; --resume goes on with it" in done.stderr
 
 
-def test_gradients_over_nccl_are_summed_in_place(monkeypatch):
-    """On a card there is `all_reduce`; here it stands in for one."""
-
-    class Reducing(distributed.Alone):
-        size = 2
-
-        def all_gather(self, x):
-            return lambda: np.stack([x, x])
-
-        def all_reduce(self, x):
-            x.host *= 2
-            return lambda: None
+def test_gradients_over_nccl_are_averaged_in_place():
+    """On a card there is `all_mean`; here it stands in for one."""
+    said = []
 
     class OnCard:
-        dtype = np.dtype(np.float32)
+        def __init__(self, words):
+            self.words = words
 
-        def __init__(self, host):
-            self.host = host
+    class Averaging(distributed.Alone):
+        def all_mean(self, x):
+            said.append(f"{x.words} begins")
+            return lambda: said.append(f"{x.words} is waited for")
 
-        def __imul__(self, by):
-            self.host *= by
-            return self
+        def launched(self):
+            said.append("launched")
 
-    gradient = OnCard(np.arange(3, dtype=np.float32))
-    loss = DataParallel(Reducing()).average(gradient, np.float32(4))
-    assert gradient.host.tolist() == [0, 1, 2] and loss == 4
+    ranks = DataParallel(Averaging())
+    ranks.begin(OnCard("last"))
+    ranks.begin(OnCard("first"))
+    ranks.finish()
+    ranks.launched()
+    assert said == ["last begins", "first begins", "last is waited for", "first is waited for", "launched"]

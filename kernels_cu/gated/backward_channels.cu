@@ -5,23 +5,44 @@
 //           dg_t = what passes gate t, gathered and not subtracted: queries from t on (RWKV-6: after t) with S, keys
 //           before t with C, S with C, and the pairs of a key before t and a query from t on. Pairs meet at the borders
 //           of 32, 16 and 8 tokens between them, or in the middle of their sub-chunk: there alone queries count from t
-//           on less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32
+//           on less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32.
+//           Where gates of a warp's channels grow, these pairs are summed one by one (growth.cuh)
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, shares of du [B, NC, H, K] float32
 //           kept: as backward_states leaves it
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
 // smem      q, k, g; two stages of v and do, where dA stands later
 // barriers  two for every 32 columns of V: they have arrived | they are read; then: dA stands | results stand
-// numerics  products as fragment.cuh has it, of sums in float32, which factors outside of products multiply
+// numerics  products as fragments.cuh has it, of sums in float32, which factors outside of products multiply.
+//           Columns may have gates of their own: then v and do come decayed to the chunk's end and from its start, and
+//           dA comes made, so that the same kernel gives dq, dk and dg of GLA with a value gate; and, turned over, of
+//           values for keys, what queries and keys are there
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    none
 #include "backward.cuh"
+#include "growth.cuh"
 
 constexpr int COLUMNS = 32, STEPS = COLUMNS / 16;  // of V, that are there at once
 constexpr int BLOCKS = CHUNK / 16;                 // of 16 tokens
 constexpr int OWN = 3;                             // most 16 x 16 blocks of dA that a warp makes
+constexpr float MOST = 3.4028235e38f;              // of float32
 
-template <typename T, typename G> struct Args {
-  Rows<const T> q, k, v, do_;
+// What gates columns have: none, which values and their gradients are read under as they came; or of their own.
+struct Ungated {
+  static constexpr bool gated = false, turned = false;
+  template <typename T, typename Stored> using Type = T;  // of v and do
+};
+struct Gated {
+  static constexpr bool gated = true, turned = false;
+  template <typename T, typename Stored> using Type = Stored;
+};
+// The same with values for keys: states are read with rows for columns.
+struct GatedTurned : Gated {
+  static constexpr bool turned = true;
+};
+
+template <typename T, typename G, typename E> struct Args {
+  Rows<const T> q, k;
+  Rows<const E> v, do_;
   Rows<const G> g;
   Rows<T> dq, dk;
   Rows<G> dg;
@@ -32,6 +53,10 @@ template <typename T, typename G> struct Args {
   i64 first, heads;  // the heads at hand
   double scale;
   i64 vectors;  // whether all rows are whole pieces of 16 bytes
+  // of gated columns, null for others: dA [B, heads, NC, 64, 64], the diagonal apart [B, heads, NC, 64], and what
+  // columns decay by over the chunk [B, heads, NC, V]
+  const void* pairs;
+  const float *own, *decays;
 };
 
 template <typename T> struct alignas(16) Values {
@@ -46,12 +71,12 @@ template <class M> struct TokenPairs {
   Held<M> halves[BLOCKS][THREADS];     // tokens as they meet those beyond the chunk's middle
 };
 
-template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
+template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16) Shared {
   T q[CHUNK * LD<T, TILE>];  // [64, 64], then dq
   T k[CHUNK * LD<T, TILE>];  // then dk
   G g[CHUNK * LD<G, TILE>];  // then dg
   union {
-    Values<T> values[2];
+    Values<typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> values[2];
     TokenPairs<Math<T, PRODUCTS>> pairs;
   };
 };
@@ -64,20 +89,26 @@ __device__ __forceinline__ int column_of(int n) {
 }
 
 // A lane's part of S and of C, 16 channels by COLUMNS.
-template <class M> struct States {
+template <class M, bool TURNED> struct States {
   using Stored = typename M::Stored;
   struct alignas(2 * sizeof(Stored)) Two {
     Stored x, y;
   };
   Two S[STEPS][4], C[STEPS][4];
 
+  static __device__ __forceinline__ Two two(const Stored* from, int row, int column) {
+    const int lane = threadIdx.x & 31;
+    if (!TURNED) return *reinterpret_cast<const Two*>(from + matrix_at(row, column) + 2 * lane);
+    const Stored* matrix = from + matrix_at(column, row) + 2 * (lane & 3) * 8 + (lane >> 2);
+    return {matrix[0], matrix[8]};
+  }
+
   // Of 16 columns, the matrices from `row` and `column` on.
   __device__ __forceinline__ void load(int m, const Stored* S_from, const Stored* C_from, int row, int column) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const int at = matrix_at(row + (p & 1), column + (p >> 1)) + 2 * (threadIdx.x & 31);
-      S[m][p] = *reinterpret_cast<const Two*>(S_from + at);
-      C[m][p] = *reinterpret_cast<const Two*>(C_from + at);
+      S[m][p] = two(S_from, row + (p & 1), column + (p >> 1));
+      C[m][p] = two(C_from, row + (p & 1), column + (p >> 1));
     }
   }
 };
@@ -93,13 +124,65 @@ struct Passing {
   float share[SUBS];
 };
 
-template <class ReadOrder, typename T, typename G, int PRODUCTS>
-__global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args<T, G> args) {
+// Where gates grow: what a lane's tokens have of the pairs of their sub-chunks, in dq, dk and dg.
+struct OfPairs {
+  float2 dq[4], dk[4], dg[4];
+};
+template <class ReadOrder, typename T, typename G, typename Stored>
+__device__ __noinline__ void sum_one_by_one(OfPairs (&sums)[BLOCKS], const T* q, const T* k, const G* gates,
+                                            const Stored* dA) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int at = 0; at < 8 * BLOCKS; ++at) {
+    const int m = at / 8, p = at / 2 % 4, token = at % 2, channel = g + 8 * (p & 1), first = 16 * m + 8 * (p >> 1);
+    const PairGradients x = gradients_of_pairs<ReadOrder>(
+        2 * t + token, [&](int i) { return to_float(q[(first + i) * LD<T, TILE> + channel]); },
+        [&](int j) { return to_float(k[(first + j) * LD<T, TILE> + channel]); },
+        [&](int m) { return decay_of(to_float(gates[(first + m) * LD<G, TILE> + channel])); },
+        [&](int i, int j) { return to_float(dA[(first + i) * LDA + first + j]); });
+    const auto put = [&](float2& two, float one) { (token ? two.y : two.x) = one; };
+    put(sums[m].dq[p], x.dq), put(sums[m].dk[p], x.dk), put(sums[m].dg[p], x.dg);
+  }
+}
+
+// What a pair of columns decays by over the chunk.
+template <class Columns>
+__device__ __forceinline__ float2 decays_of_columns(const float* decays, int column, int width) {
+  if (!Columns::gated) return {1.f, 1.f};
+  return column < width ? *reinterpret_cast<const float2*>(decays + column) : float2{0.f, 0.f};
+}
+
+// Likewise a lane's share of sum_v S C, decayed before it is multiplied: S C alone may leave the range of float32.
+template <class M, class Columns>
+__device__ __noinline__ float2 decayed_states(const typename M::Stored* S, const typename M::Stored* C, int row,
+                                              int parts, float2 decay, const float* decays, int width, int next_tile) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll 1
+  for (int n = 0; n < parts * STEPS; ++n) {
+    States<M, Columns::turned> states;
+    const int at = n * 16 / TILE * next_tile;
+    states.load(0, S + at, C + at, row, n * 16 % TILE / 8);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const auto &x = states.S[0][p], &y = states.C[0][p];
+      float& of = p & 1 ? sum.y : sum.x;
+      const int column = 16 * n + 8 * (p >> 1) + 2 * (threadIdx.x & 3);
+      const float2 by = (p & 1 ? decay.y : decay.x) * decays_of_columns<Columns>(decays, column, width);
+      of = fmaf(by.x * to_float(x.x), to_float(y.x), fmaf(by.y * to_float(x.y), to_float(y.y), of));
+    }
+  }
+  return sum;
+}
+
+template <class ReadOrder, typename T, typename G, int PRODUCTS, class Columns>
+__global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
+    const Args<T, G, typename Columns::template Type<T, typename Math<T, PRODUCTS>::Stored>> args) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
+  using E = typename Columns::template Type<T, Stored>;
   using Block = float[2][4];  // 16 channels by 16 tokens
   constexpr bool BEFORE = ReadOrder::reads_before_write;
-  Shared<T, G, PRODUCTS>& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 16 * warp;
   const int tiles = int((shape.K + TILE - 1) / TILE), tile = blockIdx.x % tiles;
@@ -109,17 +192,26 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
   const float scale = float(args.scale);
   const bool vectors = args.vectors;
 
+  const i64 chunk = (b * heads + h - args.first) * shape.NC + c;
+  const float* decays = args.decays + chunk * padded_width(shape.V);
+  const i64 width = Columns::gated ? padded_width(shape.V) : shape.V;  // of v and do
   const auto fetch = [&](int n) {
-    Values<T>& to = s.values[n & 1];
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, b, h, span.start, span.stop, n * COLUMNS, shape.V, vectors);
-    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, b, h, span.start, span.stop, n * COLUMNS, shape.V, vectors);
+    Values<E>& to = s.values[n & 1];
+    const i64 head = Columns::gated ? h - args.first : h, column = n * COLUMNS;
+    const bool pieces = Columns::gated || vectors;
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.v, args.v, b, head, span.start, span.stop, column, width, pieces);
+    fetch_rows<CHUNK, COLUMNS, LDV>(to.do_, args.do_, b, head, span.start, span.stop, column, width, pieces);
   };
-  States<M> states;  // those of columns at hand, then of the next ones
+  States<M, Columns::turned> states;  // those of columns at hand, then of the next ones
+  Shape kept = shape;
+  if (Columns::turned) kept.K = shape.V, kept.V = shape.K;
   const Stored* S_kept =
-      static_cast<const Stored*>(args.kept) + tile_at(shape, heads, false, b, h - args.first, c, tile, 0);
-  const Stored* C_kept = S_kept + tile_at(shape, heads, true, 0, 0, 0, 0, 0);
+      static_cast<const Stored*>(args.kept) +
+      tile_at(kept, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
+  const Stored* C_kept = S_kept + tile_at(kept, heads, true, 0, 0, 0, 0, 0);
+  const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
   const auto fetch_states = [&](int n, int m) {
-    const int at = n * COLUMNS / TILE * (TILE * TILE), column = n * COLUMNS % TILE / 8 + 2 * m;
+    const int at = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
     states.load(m, S_kept + at, C_kept + at, 2 * warp, column);
   };
   fetch(0);
@@ -140,7 +232,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();  // these columns have arrived
-    const Values<T>& in = s.values[n & 1];
+    const Values<E>& in = s.values[n & 1];
 #pragma unroll
     for (int m = 0; m < STEPS; ++m) {
       Left<M> S, C;
@@ -148,13 +240,14 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       for (int p = 0; p < 4; ++p) {
         const float2 x = {to_float(states.S[m][p].x), to_float(states.S[m][p].y)};
         const float2 y = {to_float(states.C[m][p].x), to_float(states.C[m][p].y)};
-        both[p & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, both[p & 1]));
+        const float2 by = decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t, int(width));
+        both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
         S.set(p, x), C.set(p, y);
       }
       if (n + 1 < parts) fetch_states(n + 1, m);
 #pragma unroll
       for (int x = 0; x < BLOCKS; ++x) {
-        RightData<M, T> read[2], values[2];
+        RightData<M, E> read[2], values[2];
         load_right<true>(read, in.do_ + 16 * x * LDV + 16 * m, LDV);
         load_right<true>(values, in.v + 16 * x * LDV + 16 * m, LDV);
         multiply(dq[x], S, read, dk[x], C, values);
@@ -162,9 +255,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
       for (int x = 0; x < OWN; ++x) {
         const int which = warp + WARPS * x;
-        if (which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
-        LeftData<M, T> queries;
-        RightData<M, T> keys[2];
+        if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;  // the same for the whole warp
+        LeftData<M, E> queries;
+        RightData<M, E> keys[2];
         load_left<false>(queries, in.do_ + 16 * row_of(which) * LDV + 16 * m, LDV);
         load_right<true>(keys, in.v + 16 * column_of(which) * LDV + 16 * m, LDV);
         multiply(dA[x], queries, keys);
@@ -173,10 +266,20 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
     __syncthreads();  // they are read
   }
   cp_async_wait<0>();
+  if constexpr (Columns::gated) {
+    constexpr int PIECE = 16 / sizeof(Stored);
+    const Stored* pairs = static_cast<const Stored*>(args.pairs) + chunk * (CHUNK * CHUNK);
+#pragma unroll 1
+    for (int at = threadIdx.x * PIECE; at < CHUNK * CHUNK; at += THREADS * PIECE)
+      cp_async<16>(s.pairs.dA + at / CHUNK * LDA + at % CHUNK, pairs + at, at % CHUNK <= at / CHUNK);
+    if (threadIdx.x < CHUNK) s.pairs.own[threadIdx.x] = args.own[chunk * CHUNK + threadIdx.x];
+    cp_async_commit();
+    cp_async_wait<0>();
+  }
 #pragma unroll
   for (int x = 0; x < OWN; ++x) {
     const int which = warp + WARPS * x;
-    if (which >= BLOCKS * (BLOCKS + 1) / 2) continue;
+    if (Columns::gated || which >= BLOCKS * (BLOCKS + 1) / 2) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -197,10 +300,16 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
     for (int p = 0; p < 4; ++p) f(p, gates[p]);
   };
-  float all[2][SUBS];  // decays of whole sub-chunks
+  float all[2][SUBS], most = 0.f;  // decays of whole sub-chunks; the largest gate
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m)
-    gates_of_block(m, [&](int p, float2 gates) { all[p & 1][2 * m + (p >> 1)] = whole_decay(gates); });
+    gates_of_block(m, [&](int p, float2 gates) {
+      all[p & 1][2 * m + (p >> 1)] = whole_decay(gates);
+      most = at_least(gates.x, at_least(gates.y, most));
+    });
+  const bool grows = __any_sync(0xffffffffu, !(most <= GROWTH));  // then pairs do not meet in the middle
+  OfPairs pairs_of[BLOCKS];
+  if (grows) sum_one_by_one<ReadOrder>(pairs_of, s.q + strip, s.k + strip, s.g + strip, s.pairs.dA);
 
 #pragma unroll
   for (int m = 0; m < BLOCKS; ++m) {
@@ -216,15 +325,26 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
     s.pairs.halves[m][threadIdx.x] = half;
   }
 
+  const float2 whole = {product_of(all[0], 0, SUBS), product_of(all[1], 0, SUBS)};
+  both[0] *= whole.x, both[1] *= whole.y;
+  if (grows || __any_sync(0xffffffffu, !(fabsf(both[0]) + fabsf(both[1]) <= MOST))) {
+    const float2 sum =
+        decayed_states<M, Columns>(S_kept, C_kept, 2 * warp, parts, whole, decays, int(width), next_tile);
+    both[0] = sum.x, both[1] = sum.y;
+  }
   Passing passing[2];
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    both[row] *= product_of(all[row], 0, SUBS);
 #pragma unroll
     for (int n = 0; n < SUBS; ++n) passing[row].share[n] = both[row];
   }
   // A lane's pair of a channel and sub-chunk: of a product, of the diagonal; to where results stand.
   const auto pair_of = [](const float (&d)[4], int row) { return float2{d[2 * row], d[2 * row + 1]}; };
+  constexpr float one = Columns::gated ? 1 / NEAR : 1.f;  // by which sums of pairs of one sub-chunk become true
+  const auto put_pairs = [](Block& d, const float2(&x)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) d[p >> 1][2 * (p & 1)] = x[p].x, d[p >> 1][2 * (p & 1) + 1] = x[p].y;
+  };
   const auto own_of = [&](int n) { return *reinterpret_cast<const float2*>(s.pairs.own + 8 * n + 2 * t); };
   const auto put_tokens = [&](auto* tile, int n, int row, float2 x) {
     using E = typename Element<decltype(tile)>::type;
@@ -286,6 +406,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
         keys.set(p, key[p] * k[p]);
         eights.set(p, p < 2 ? end[p] * k[p] : start[p] * q[p]);
       });
+      if (grows) {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          query[p] = key[p] = {1.f, 1.f};
+          queries.set(p, float2{0.f, 0.f}), keys.set(p, float2{0.f, 0.f});
+        }
+      }
       const Stored* dA = s.pairs.dA + 16 * m * LDA;
       float2 from_queries[4];  // what passes the gates of this sub-chunk from the queries' side
       {
@@ -296,6 +423,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
         multiply_half(P[0], keys.left(), dAs[0], 0);
         multiply_half(P[1], keys.left(), dAs[1], 1);
         multiply_half(P8, eights.left(), dAs[1], 0);
+        if (grows) put_pairs(P, pairs_of[m].dq);
         if (x) {
           load_right<true>(dAs, dA + 16 * (m - 1), LDA);
           multiply(P16, quarters[0].left(), dAs);
@@ -309,8 +437,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
-          const float2 pairs = pair_of(P[lower], row), near = queries.get(p) * pairs;
-          float2 sum = query[p] * pairs, from = {0.f, 0.f};
+          const float2 pairs = pair_of(P[lower], row), near = one * (queries.get(p) * pairs);
+          float2 sum = one * (query[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
             const float2 part = by * pair_of(d, row), weight = q[p] * part;
             sum = sum + part, from = from + weight;
@@ -334,6 +462,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
         multiply_half(R[0], queries.left(), dAs[0], 0);
         multiply_half(R[1], queries.left(), dAs[1], 1);
         multiply_half(R8, eights.left(), dAs[0], 1);
+        if (grows) put_pairs(R, pairs_of[m].dk);
         if (!x) {
           load_right<false>(dAs, dA + 16 * LDA + 16 * m, LDA);
           multiply(R16, quarters[1].left(), dAs);
@@ -347,8 +476,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
-          const float2 pairs = pair_of(R[lower], row), near = keys.get(p) * pairs;
-          float2 sum = key[p] * pairs, from = {0.f, 0.f};
+          const float2 pairs = pair_of(R[lower], row), near = one * (keys.get(p) * pairs);
+          float2 sum = one * (key[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
             const float2 part = by * pair_of(d, row), weight = k[p] * part;
             sum = sum + part, from = from + weight;
@@ -369,6 +498,13 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
       }
     }
   }
+  if (grows) {
+#pragma unroll
+    for (int p = 0; p < 4 * BLOCKS; ++p) {
+      float2& dg = passing[p & 1].dg[p >> 1];
+      dg = dg + one * pairs_of[p / 4].dg[p % 4];
+    }
+  }
   __syncwarp();  // g is read, where dg comes
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
@@ -379,7 +515,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(const Args
     }
   }
   __syncthreads();  // the results stand
-  store_rows<CHUNK, TILE, LD<T, TILE>>(args.dq, s.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
+  if (!Columns::turned)
+    store_rows<CHUNK, TILE, LD<T, TILE>>(args.dq, s.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   store_rows<CHUNK, TILE, LD<T, TILE>>(args.dk, s.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   store_rows<CHUNK, TILE, LD<G, TILE>>(args.dg, s.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
 }

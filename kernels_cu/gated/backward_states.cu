@@ -11,7 +11,7 @@
 //           directions slowest; a warp for every 16 channels
 // smem      STAGES times 32 tokens
 // barriers  one every 32 tokens: they have arrived, and those before the last are read
-// numerics  S and C in float32 accumulators; products as fragment.cuh has it
+// numerics  S and C in float32 accumulators; products as fragments.cuh has it
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    none
 #include "backward.cuh"

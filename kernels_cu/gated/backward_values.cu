@@ -5,10 +5,12 @@
 // grid      a block for every (batch, head, chunk, BV columns of V); a warp for every 16 tokens of dv
 // smem      32 channels at a time: q, k, g, and what products take of them; C; then do and A
 // barriers  two for every 32 channels: they have arrived | operands and C stand; then: A stands
-// numerics  products as fragment.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32
+// numerics  products as fragments.cuh has it; pairs of tokens meet as in backward_channels, q_i . k_i is float32; where
+//           gates grow, pairs of a sub-chunk are scored one by one (growth.cuh)
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    BV of 64, 128
 #include "backward.cuh"
+#include "growth.cuh"
 
 constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
 
@@ -49,6 +51,7 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
   };
   Stored C[CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
   float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
+  u32 grows;                // whether any gate does
 };
 
 // D += queries^T keys of 16 x 16 tokens over the channels at hand.
@@ -121,6 +124,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
   __syncwarp();  // the diagonal is zero
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  if (threadIdx.x == 0) s.grows = false;
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -136,13 +140,15 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const int channel = n * CHANNELS + strip + g;
       const float u =
           ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
-      float all[SUBS];
+      float all[SUBS], most = 0.f;
       float2 q[4], k[4], a[4], weights[4];
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) load(a, s.tokens.g, m, LD<G, CHANNELS>);
         all[m] = whole_decay(a[m % 4]);
+        most = at_least(a[m % 4].x, at_least(a[m % 4].y, most));
       }
+      if (!(most <= GROWTH)) s.grows = true;
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) {
@@ -222,6 +228,17 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   put(diagonal, warp, warp);
   put(halves, half_row, half_column);
   if (warp < 2) put(quarters, quarter + 1, quarter);
+  if (s.grows) {
+    __syncwarp();  // the diagonal's scores stand, which others replace
+#pragma unroll 1
+    for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
+      const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
+      const float score = score_of_pair<ReadOrder>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
+                                                   args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+      const TokenPair pair = pair_of(lane);
+      if (lane < PAIRS) s.A[(SUB * n + pair.query) * LDT + SUB * n + pair.key] = from_float<Stored>(scale * score);
+    }
+  }
   __syncthreads();  // A stands
 #pragma unroll
   for (int row = 0; row < CHUNK / 16; ++row) {

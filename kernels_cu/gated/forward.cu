@@ -10,7 +10,8 @@
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "read_order.cuh"
-#include "fragments.cuh"
+#include "gated/forward_copies.cuh"
+#include "gated/forward_tiles.cuh"
 #include "gated/forward_operands.cuh"
 #include "gated/forward_products.cuh"
 #include "gated/forward_storage.cuh"
@@ -32,34 +33,6 @@ template <typename T, typename G> struct Args {
   i64 bytes;       // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2
 };
 
-// Starts to copy [ROWS, COLS] from rows of `width` values; zeros behind `rows` and `width`.
-template <int BYTES, int UNROLL, int ROWS, int COLS, int THREADS, typename T>
-__device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, int rows, int width) {
-  constexpr u32 PIECE = BYTES / sizeof(T), ACROSS = COLS / PIECE;
-  constexpr int AT_ONCE = THREADS / ACROSS;
-  static_assert(THREADS % ACROSS == 0);
-  const u32 thread = opaque(threadIdx.x), col = thread % ACROSS * PIECE;
-  const int first = thread / ACROSS;
-  T* const to = place<COLS>(tile, first, col);
-  from += first * stride + col;
-  rows = int(col) < width ? rows - first : 0;
-#pragma unroll UNROLL
-  for (int down = 0; down < ROWS; down += AT_ONCE) {
-    if (ROWS < AT_ONCE && first >= ROWS) break;
-    T* const here = AT_ONCE % 8 ? place<COLS>(tile, first + down, col) : to + down * COLS;
-    if constexpr (BYTES >= 4) cp_async<BYTES>(here, from, down < rows);
-    else *here = down < rows ? *from : from_float<T>(0.f);
-    from += AT_ONCE * stride;
-  }
-}
-// Rows that are not whole pieces of 16 bytes, out of the way of those that are.
-template <int ROWS, int COLS, int THREADS, typename T>
-__device__ __noinline__ void copy_slowly(T* tile, const T* from, i64 stride, int rows, int width, int bytes) {
-  if (bytes == 8) copy_rows<8, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-  else if (bytes == 4) copy_rows<4, 4, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-  else copy_rows<sizeof(T), 8, ROWS, COLS, THREADS>(tile, from, stride, rows, width);
-}
-
 // A lane's outputs one by one, out of the way of pairs. sums: null, or where those of the channels before are unless
 // these are the `first`, and where these go unless they are the `last`.
 template <typename T>
@@ -78,7 +51,7 @@ __device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride,
 }
 
 template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
-__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forward(const Args<T, G> args) {
+__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
   using Mine = Share<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
@@ -149,7 +122,8 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
     }
     cp_async_commit();
   };
-  const auto put_spans = [&] {  // of gates that this thread has fetched
+  const auto put_spans = [&] {  // of gates that this thread has fetched; whether any grows
+    bool grows = false;
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
@@ -159,7 +133,9 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
       load_gates<BK>(gates, s.gates, me);
       decay_of_span<Mine::W>(decay, gates);
       put_decay(s.spans[me.span], me, decay);
+      grows |= any_grows<Mine::W>(gates);
     }
+    return grows;
   };
 
   float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
@@ -170,8 +146,10 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    put_spans();
-    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
+    bool grows = put_spans();
+    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS) grows = __syncthreads_or(grows);
+    else __syncthreads();
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
@@ -185,8 +163,17 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, BK, BV>) gated_forw
     Output<T> o = {};
     if constexpr (READS) {
 #pragma unroll 1
-      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS)
-        make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
+      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
+        if (grows && task < C / BC) {
+          const i64 at = span.start + token + BC * task;
+          const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
+          const G* g = args.g.row(b, h, at) + args.channel;
+          score_one_by_one<ReadOrder, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
+                                                tokens - token - BC * task, channels);
+        } else {
+          make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
+        }
+      }
       read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     }
     write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay);

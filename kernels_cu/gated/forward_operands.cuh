@@ -4,15 +4,14 @@
 // numerics  Decays are products of e^g of single tokens, all at most 1 where gates decay: resets are exact, and no
 //           decay is a difference of cumulated gates. About a sub-chunk's middle three tokens at most are inverted, of
 //           decays of at least e^-20 each: e^60 is the largest factor. So e^-20 of a token passes a reset in its
-//           sub-chunk. Scores of a token with itself, which no gate touches, are float32; in RWKV-6, within a span,
-//           also those with the last one.
+//           sub-chunk. Where gates grow, nobody looks at these (growth.cuh). Scores of a token with itself, which no
+//           gate touches, are float32; in RWKV-6, within a span, also those with the last one.
 //
 // A warp has SPAN tokens, half of a sub-chunk, and a lane W channels of them: no decay needs a shuffle.
 #include "read_order.cuh"
+#include "decays.cuh"
 #include "gated/forward_storage.cuh"
-
-// The least decay about a middle, e^-20, and the largest, 2^127: what is not finite stays out of a sub-chunk's past.
-constexpr float LEAST = 2.0611536e-9f, MOST = 1.7014118e38f;
+#include "growth.cuh"
 
 // Which tokens and channels of a chunk a warp decays; PER times one after the other. Where a lane would have 2 channels
 // and the warp two spans, its halves have a span each, both of them upper or lower halves of their sub-chunks.
@@ -70,6 +69,21 @@ __device__ __forceinline__ void decay_of_span(float (&decay)[W], const Gates<W, 
   }
 }
 
+// Whether factors about a middle do not serve; nor do they serve a NaN, which would stay in its half of a sub-chunk.
+template <int W, typename G> __device__ __forceinline__ bool any_grows(const Gates<W, G>& gates) {
+  float most = gates[0].get(0);
+  if constexpr (sizeof(G) == 4) {
+#pragma unroll
+    for (int n = 1; n < SPAN * W; ++n) most = at_least(gates[n / W].get(n % W), most);
+  } else {
+    u32 two = gates[0].words[0];
+#pragma unroll
+    for (int n = 1; n < SPAN * W / 2; ++n) two = at_least<G>(gates[n / (W / 2)].words[n % (W / 2)], two);
+    most = at_least(to_float(G{u16(two)}), to_float(G{u16(two >> 16)}));
+  }
+  return !(most <= GROWTH);
+}
+
 template <int BK, class Share>
 __device__ __forceinline__ void put_decay(float (&row)[BK], const Share& me, const float (&decay)[Share::W]) {
   Piece<Share::W, float> piece;
@@ -86,8 +100,8 @@ template <int W, bool BEFORE> struct Between {
     const auto times_spans = [&](float (&x)[W], int first, int count) {
 #pragma unroll 2
       for (int n = 0; n < count; ++n) {
-        Piece<W, float> decay;
-        decay.load(&spans[first + n][channel]);
+        Piece<W, float> decay;  // the next one to those so far: other products may leave the range
+        decay.load(&spans[BEFORE ? first + count - 1 - n : first + n][channel]);
 #pragma unroll
         for (int c = 0; c < W; ++c) x[c] *= decay.get(c);
       }
@@ -173,7 +187,7 @@ __device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV>& s
     float x[W], y[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
-      const float decay = fminf(fmaxf(a[i][c], LEAST), MOST), qi = q[i].get(c), ki = k[i].get(c);
+      const float decay = fmaxf(a[i][c], LEAST), qi = q[i].get(c), ki = k[i].get(c);
       if (UPPER) {
         if (!INCLUSIVE) x[c] = qi * between[c];
         between[c] *= decay;

@@ -3,6 +3,7 @@
 // numerics  sums in float32; S is rounded where it is read
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
+#include "growth.cuh"
 
 // d[16 queries, 8 keys] of rows `query` and `key` on.
 template <typename T, int PRODUCTS, int BK, typename X>
@@ -13,11 +14,11 @@ __device__ __forceinline__ void score_tile(float (&d)[4], const X* q, const X* k
   float sums[2][4] = {};  // two at a time, as they wait for one another
 #pragma unroll
   for (int c = 0; c < BK; c += 16 * N) {
-    Right<T, PRODUCTS> b[N];
+    Right<Math<T, PRODUCTS>> b[N];
     keys.load(b, k, key, c);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      Left<T, PRODUCTS> a;
+      Left<Math<T, PRODUCTS>> a;
       queries.load(a, q, query, c + 16 * n);
       multiply(sums[(c / 16 + n) % 2], a, b[n]);
     }
@@ -33,8 +34,16 @@ __device__ __forceinline__ void put_two(bf16* to, float x, float y, int rest) {
 }
 __device__ __forceinline__ void put_two(float* to, float x, float y, int) { *reinterpret_cast<float2*>(to) = {x, y}; }
 
+__device__ __forceinline__ void put_score(bf16* to, float x, int rest) {
+  const bf16 first = from_float<bf16>(x);
+  *to = first;
+  to[rest] = from_float<bf16>(x - to_float(first));
+}
+__device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
+
 // Tasks of scores, 16 queries with 8 keys each, two of a kind: in the sub-chunks of the first 16 tokens, and of the
-// second; between such sub-chunks; between the first and the second 16 tokens. A chunk of 16 has the first three.
+// second; between such sub-chunks; between the first and the second 16 tokens. A chunk of 16 has the first three. So
+// the first tasks are a sub-chunk each.
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
@@ -77,21 +86,38 @@ __device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, in
   }
 }
 
-// Rows row...row + 15 and keys key...key + 15 of the scores, and what is left of them.
-template <int LDA> __device__ __forceinline__ void load_scores(Left<bf16, 1>& a, const bf16* A, int row, int key) {
-  const int lane = own_lane();
-  ldmatrix_x4(a.r, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
+// The scores of a sub-chunk where gates grow, from its rows in memory, of which there are `rows`.
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK>
+__device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, int subchunk, const T* q, const T* k,
+                                              const G* g, i64 q_stride, i64 k_stride, i64 g_stride, int rows,
+                                              int channels) {
+  constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
+  const int lane = threadIdx.x & 31;
+  const auto put = [&](int i, int j, float x) {
+    put_score(s.A + (BC * subchunk + i) * LDA + BC * subchunk + j, operand_value<T, PRODUCTS>(x), CHUNK<T> * LDA);
+  };
+  const float score = score_of_pair<ReadOrder>(q, k, g, q_stride, k_stride, g_stride, rows, channels);
+  const TokenPair pair = pair_of(lane);
+  if (lane < PAIRS) put(pair.query, pair.key, score);
+  const int row = BC * subchunk + lane % BC;
+  if (lane < BC) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
 }
-template <int LDA, typename T, int PRODUCTS>
-__device__ __forceinline__ void load_scores(Left<T, PRODUCTS>& a, const float* A, int row, int key) {
+
+// Rows row...row + 15 and keys key...key + 15 of the scores, and what is left of them.
+template <int LDA> __device__ __forceinline__ void load_scores(LeftBf16& a, const bf16* A, int row, int key) {
+  const int lane = own_lane();
+  ldmatrix_x4(a.both, A + (row + (lane & 15)) * LDA + key + (lane >> 4) * 8);
+}
+template <int LDA, bool SPLIT>
+__device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, int row, int key) {
   const int lane = own_lane(), g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const float2 two = *reinterpret_cast<const float2*>(A + (row + g + 8 * lower) * LDA + key + 8 * half + 2 * t);
-      a.half[half].take(lower, two.x);
-      a.half[half].take(lower + 2, two.y);
+      a.take(4 * half + 2 * lower, two.x);
+      a.take(4 * half + 2 * lower + 1, two.y);
     }
 }
 
@@ -104,12 +130,12 @@ __device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, con
   const LeftReader<BK, typename OperandOf<T>::Type> queries;
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
-    Right<T, PRODUCTS> b[2];
+    Right<Math<T, PRODUCTS>> b[2];
     pack_right(b[0], S[2 * c], S[2 * c + 1], 0);
     pack_right(b[1], S[2 * c], S[2 * c + 1], 1);
 #pragma unroll
     for (int m = 0; m < CHUNK<T> / 16; ++m) {
-      Left<T, PRODUCTS> a;
+      Left<Math<T, PRODUCTS>> a;
       queries.load(a, q, 16 * m, 16 * c);
       multiply(o[m][0], a, b[0]);
       multiply(o[m][1], a, b[1]);
@@ -126,11 +152,11 @@ __device__ __forceinline__ void write_state(State<BK>& S, const typename Operand
   const RightReader<BK, typename OperandOf<T>::Type> keys;
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
-    Left<T, PRODUCTS> a;
+    Left<Math<T, PRODUCTS>> a;
     values.load(a, v, 16 * n);
 #pragma unroll
     for (int c = 0; c < BK / 16; ++c) {
-      Right<T, PRODUCTS> b[2];
+      Right<Math<T, PRODUCTS>> b[2];
       keys.load(b, k, 16 * n, 16 * c);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -152,8 +178,8 @@ __device__ __forceinline__ void read_scores(Output<T>& o, const ScoreStorage<Sch
   const RightReader<BV, T, true> values(16 * (threadIdx.x >> 5));
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
-    Left<T, PRODUCTS> a;
-    Right<T, PRODUCTS> b[2];
+    Left<Math<T, PRODUCTS>> a;
+    Right<Math<T, PRODUCTS>> b[2];
     values.load(b, v, 16 * n, 0);
 #pragma unroll
     for (int m = n; m < CHUNK<T> / 16; ++m)

@@ -1,6 +1,6 @@
 // what      Shared memory of the forward kernel of every card, and what tells its schedules apart.
 // limits    BK and BV of 64, 128
-#include "fragments.cuh"
+#include "gated/forward_tiles.cuh"
 #include "tensor.cuh"
 
 // Everything of a sequence.
@@ -17,15 +17,18 @@ struct SegmentState : SinglePass {
   static constexpr bool reads = false;
 };
 
-// Blocks that share a multiprocessor, as far as registers go. Where a block has more channels than columns, shared
-// memory has room for two.
-template <class Schedule, int BK, int BV> constexpr int RESIDENT = Schedule::reads && BK > BV ? 2 : 256 / BV;
-
 constexpr int STAGES = 2;        // chunks in shared memory: the one at hand, the next one on its way
 constexpr int BC = 8, SPAN = 4;  // tokens of a sub-chunk, and of what a warp decays at a time: half of one
 template <typename T>
 constexpr int CHUNK =  // tokens of a chunk: twice as many where operands are half as large
     64 / sizeof(typename OperandOf<T>::Type);
+
+// Blocks that share a multiprocessor, as far as registers go. Where a block has more channels than columns, shared
+// memory has room for two. It has room for one of all channels and columns whose sub-chunks have the larger operands.
+template <class Schedule, typename T, int BK, int BV>
+constexpr int RESIDENT = !Schedule::all_channels && CHUNK<T> == 32 && BK + BV == 256 ? 1
+                         : Schedule::reads && BK > BV                                ? 2
+                                                                                     : 256 / BV;
 
 // What scores in sub-chunks are made of, and the number of products.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {

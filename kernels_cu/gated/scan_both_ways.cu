@@ -18,6 +18,7 @@ struct Args {
   float* states;
   const float* decays;
   i64 N, P, H, K, V;
+  i64 first;  // direction: 1 where the states are known
 };
 
 __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
   const u32 pair = blockIdx.x / tiles % pairs, n = pair / H, h = pair % H;
   const bool backwards = blockIdx.x / tiles >= pairs;
   const int P = int(args.P);
-  if (at >= size) return;
+  if (at >= size || backwards < args.first) return;
   const auto segment = [&](int step) {
     return ((backwards * args.N + n) * P + (backwards ? P - 1 - step : step)) * H + h;
   };

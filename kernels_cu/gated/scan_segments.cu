@@ -1,8 +1,8 @@
 // what      Joins the segments of sequences: the state at each one's start, from what each of its parts leaves behind
 //           by itself.
 // math      S_0 = initial;  S_{i+1} = diag(decay_i) S_i + left_i for part i;  starts_p = S_{R p};  final = S_{P R}
-// shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i; starts [N, P, H, K, V];
-//           initial, final [N, H, K, V]
+// shapes    left [N, P, R, H, K, V]; decays [N, P, R, H, 2, K], whose product is decay_i, times column_decays
+//           [N, P, R, H, V] where columns have gates too; starts [N, P, H, K, V]; initial, final [N, H, K, V]
 // grid      a block for every (sequence, head, 256 WIDTH values of K x V), sequence slowest; 256 threads, WIDTH each
 // smem      none
 // barriers  none
@@ -14,8 +14,8 @@
 constexpr int AHEAD = 8;  // parts that are read at once: each waits for memory, none for the one before
 
 struct Args {
-  const float *left, *decays, *initial;  // initial null: zeros
-  float *starts, *final;                 // final null where nobody asks
+  const float *left, *decays, *column_decays, *initial;  // column_decays null: ones; initial null: zeros
+  float *starts, *final;                                 // final null where nobody asks
   i64 P, R, H, K, V;
 };
 
@@ -33,6 +33,8 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
   if (at >= size) return;
   const float* left = args.left + (n * P * R * args.H + h) * size + at;
   const float* decays = args.decays + (n * P * R * args.H + h) * 2 * args.K + at / u32(args.V);
+  const float* column_decays =
+      args.column_decays ? args.column_decays + (n * P * R * args.H + h) * args.V + at % u32(args.V) : nullptr;
   float* start = args.starts + (n * P * args.H + h) * size + at;
   Values<WIDTH> S = {};
   if (args.initial) {  // the caller's, which may begin anywhere
@@ -42,21 +44,22 @@ template <int WIDTH> __global__ void __launch_bounds__(256) gated_scan_segments(
   int r = 0;
   for (int first = 0; first < parts; first += AHEAD) {
     Values<WIDTH> x[AHEAD];
-    float2 decay[AHEAD];
+    Values<WIDTH> by[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
         x[i] = *reinterpret_cast<const Values<WIDTH>*>(left);
-        decay[i] = {decays[0], decays[args.K]};
+        const float decay = decays[0] * decays[args.K];
+        for (int n = 0; n < WIDTH; ++n) by[i].x[n] = column_decays ? decay * column_decays[n] : decay;
         left += args.H * size, decays += args.H * 2 * args.K;
+        if (column_decays) column_decays += args.H * args.V;
       }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < parts) {
         if (r == 0) *reinterpret_cast<Values<WIDTH>*>(start) = S, start += args.H * size;
         if (++r == R) r = 0;
-        const float d = decay[i].x * decay[i].y;
-        for (int n = 0; n < WIDTH; ++n) S.x[n] = fmaf(d, S.x[n], x[i].x[n]);
+        for (int n = 0; n < WIDTH; ++n) S.x[n] = fmaf(by[i].x[n], S.x[n], x[i].x[n]);
       }
   }
   *reinterpret_cast<Values<WIDTH>*>(args.final ? args.final + (n * args.H + h) * size + at : start) = S;

@@ -42,6 +42,12 @@ template <typename X> __device__ __forceinline__ void store2(X* to, float2 x) {
 
 __device__ __forceinline__ float4 load4(const float* x) { return *reinterpret_cast<const float4*>(x); }
 
+template <typename X> __device__ __forceinline__ float4 load4(const X* x) {
+  const uint2 both = *reinterpret_cast<const uint2*>(x);
+  return {to_float(X{u16(both.x)}), to_float(X{u16(both.x >> 16)}), to_float(X{u16(both.y)}),
+          to_float(X{u16(both.y >> 16)})};
+}
+
 template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   if constexpr (sizeof(X) == 4) *reinterpret_cast<float4*>(to) = x;
   else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};

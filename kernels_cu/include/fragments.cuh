@@ -1,298 +1,222 @@
-// what      Tiles in shared memory, and what a warp's tensor cores take of them, for bfloat16 and for tf32.
-// numerics  bfloat16: one product. float32 and float16 data: tf32, PRODUCTS of them for float32. Of 3, each operand is
-//           two tf32 numbers, the second what cutting the first leaves over, and products keep 20 bits.
-// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split
-//
-// A contraction goes over 16 values at a time. In tf32 it takes those two by two: 2t comes where the instruction has t,
-// and 2t + 1 where it has t + 4. So accumulators are operands as they are, and float tiles are read without bank
-// conflicts; both operands of a product must agree.
+// what      Warp products 16 values deep, of operands as they are stored or as a lane has computed them.
+// math      with g = lane / 4, t = lane % 4, a pair is two neighbours in depth, at 2t and 2t + 1 of 8:
+//           left operand [16, depth 16]: pair p is row g + 8 (p % 2), depth 8 (p / 2) + 2t;
+//           right operand [depth 16, 8]: pair p is column g, depth 8 p + 2t
+//           A product [16, 8] has d[0], d[1] in row g at columns 2t, 2t + 1, and d[2], d[3] in row g + 8: its pairs are
+//           those of a left operand, so that two products side by side are one.
+// numerics  One product of bfloat16 data: in bfloat16. Otherwise in tf32, which has float32's range and float16's
+//           fraction: one product, or three of operands split in two, which keep 21 bits.
+// source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, eq. 5-8, for the split.
 #include "ptx.cuh"
 
-// Rows of COLS values; 16-byte piece p of row r lies where p ^ r % 8 would: eight rows of a piece are in all banks.
-template <int COLS, typename X> __device__ __forceinline__ X* place(X* tile, int row, int col) {
-  constexpr int PIECE = 16 / sizeof(X);
-  return tile + row * COLS + ((col / PIECE ^ row & 7) * PIECE | col % PIECE);
-}
-
-// What products read of data of type T: itself, or float.
-template <typename T> struct OperandOf {
-  using Type = float;
+// How data of a type are multiplied: by `PRODUCTS` products of operands that are stored as `Stored`.
+template <typename T, int PRODUCTS> struct Math {
+  using Stored = float;
+  static constexpr bool SPLIT = PRODUCTS == 3;
 };
-template <> struct OperandOf<bf16> {
-  using Type = bf16;
+template <> struct Math<bf16, 1> {
+  using Stored = bf16;
+  static constexpr bool SPLIT = false;
 };
 
-// What a tile of operands holds of x: rounded where it is not once more when it is read.
-template <typename T, int PRODUCTS> __device__ __forceinline__ float operand_value(float x) {
-  if constexpr (sizeof(typename OperandOf<T>::Type) == 2 || PRODUCTS == 3) return x;
-  else return __uint_as_float(to_tf32(x));
+__device__ __forceinline__ float2 unpack(u32 two, bf16) {
+  return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 unpack(u32 two, f16) {
+  return {to_float(f16{u16(two)}), to_float(f16{u16(two >> 16)})};
 }
 
-// ---- operands of 16 values deep -------------------------------------------------------------------------------------
+// N pairs of an operand in the registers of a lane.
+template <bool SPLIT, typename Stored, int N> struct Pairs;
+template <int N> struct Pairs<false, bf16, N> {
+  u32 both[N];
 
-// N registers of 8 values deep in tf32, and with 3 products what is left of them.
-template <int N, int PRODUCTS> struct Tf32 {
-  u32 high[N];
-  u32 low[PRODUCTS == 3 ? N : 1];
+  __device__ __forceinline__ void set(int p, float2 x) { both[p] = pack<bf16>(x.x, x.y); }
+  __device__ __forceinline__ void set(int p, u32 two, bf16) { both[p] = two; }
+  __device__ __forceinline__ float2 get(int p) const { return unpack(both[p], bf16{}); }
+};
+template <bool SPLIT, int N> struct Pairs<SPLIT, float, N> {
+  u32 high[2 * N], low[SPLIT ? 2 * N : 1];
 
-  // Of 3 products the first number is x cut off, which the tensor cores do by themselves.
   __device__ __forceinline__ void set(int i, float x) {
-    high[i] = PRODUCTS == 3 ? __float_as_uint(x) : to_tf32(x);
-    if constexpr (PRODUCTS == 3) low[i] = __float_as_uint(x - __uint_as_float(high[i] & 0xffffe000u));
+    if constexpr (SPLIT) {  // by cutting off, in half the time of rounding: products cut off the rest likewise
+      high[i] = __float_as_uint(x) & 0xffffe000u;
+      low[i] = __float_as_uint(x - __uint_as_float(high[i]));
+    } else {
+      high[i] = to_tf32(x);
+    }
   }
-  // x as `operand_value` left it.
+  __device__ __forceinline__ void set(int p, float2 x) {
+    set(2 * p, x.x);
+    set(2 * p + 1, x.y);
+  }
+  // x as it is rounded already.
   __device__ __forceinline__ void take(int i, float x) {
-    if constexpr (PRODUCTS == 3) set(i, x);
+    if constexpr (SPLIT) set(i, x);
     else high[i] = __float_as_uint(x);
   }
-};
-
-template <typename T, int PRODUCTS> struct Left {  // [16, 16]
-  Tf32<4, PRODUCTS> half[2];
-};
-template <> struct Left<bf16, 1> {
-  u32 r[4];
-};
-template <typename T, int PRODUCTS> struct Right {  // [16, 8]
-  Tf32<2, PRODUCTS> half[2];
-};
-template <> struct Right<bf16, 1> {
-  u32 r[2];
-};
-
-template <int PRODUCTS>
-__device__ __forceinline__ void multiply_half(float (&d)[4], const Tf32<4, PRODUCTS>& a, const Tf32<2, PRODUCTS>& b) {
-  if constexpr (PRODUCTS == 3) {
-    mma_tf32(d, a.low, b.high);
-    mma_tf32(d, a.high, b.low);
+  template <typename E> __device__ __forceinline__ void set(int p, u32 two, E e) {  // tf32 numbers, which leave nothing
+    const float2 x = unpack(two, e);
+    high[2 * p] = __float_as_uint(x.x), high[2 * p + 1] = __float_as_uint(x.y);
   }
-  mma_tf32(d, a.high, b.high);
+};
+template <class M> using Left = Pairs<M::SPLIT, typename M::Stored, 4>;
+template <class M> using Right = Pairs<M::SPLIT, typename M::Stored, 2>;
+
+// The same of data as they came: half-precision ones need no split.
+template <class M, typename T> using LeftData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 4>;
+template <class M, typename T> using RightData = Pairs<M::SPLIT && sizeof(T) == 4, typename M::Stored, 2>;
+
+// A left operand as few registers hold it until its product: rounded as that rounds it.
+template <class M, typename Stored> struct HeldOperand {
+  float2 x[4];
+
+  __device__ __forceinline__ void set(int p, float2 from) {
+    x[p] = M::SPLIT ? from : float2{__uint_as_float(to_tf32(from.x)), __uint_as_float(to_tf32(from.y))};
+  }
+  __device__ __forceinline__ float2 get(int p) const { return x[p]; }
+  __device__ __forceinline__ Left<M> left() const {
+    Left<M> a;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) a.set(p, x[p]);
+    return a;
+  }
+};
+template <class M> struct HeldOperand<M, bf16> : Left<M> {
+  __device__ __forceinline__ const Left<M>& left() const { return *this; }
+};
+template <class M> using Held = HeldOperand<M, typename M::Stored>;
+
+// Which number of a left operand the tf32 instruction has as its i-th, over half of the depth.
+__device__ __forceinline__ constexpr int left_register(int half, int i) { return 4 * half + 2 * (i & 1) + (i >> 1); }
+
+// d += a part of a b, over half of the depth, `half` 0 or 1: 0 and 1 are the products of what is low, if anything.
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_part(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
+                                              int half, int product) {
+  if ((product == 0 && !A) || (product == 1 && !B)) return;
+  const auto left = [&](int i) { return (product == 0 ? a.low : a.high)[left_register(half, i)]; };
+  const auto right = [&](int i) { return (product == 1 ? b.low : b.high)[2 * half + i]; };
+  const u32 from[4] = {left(0), left(1), left(2), left(3)}, by[2] = {right(0), right(1)};
+  mma_tf32(d, from, by);
 }
 
-// d[16, 8] += a[16, 16] b[16, 8]; with g = lane / 4, t = lane % 4: d holds rows g, g + 8 and columns 2t, 2t + 1.
-template <typename T, int PRODUCTS>
-__device__ __forceinline__ void multiply(float (&d)[4], const Left<T, PRODUCTS>& a, const Right<T, PRODUCTS>& b) {
-  multiply_half(d, a.half[0], b.half[0]);
-  multiply_half(d, a.half[1], b.half[1]);
+// d += a b over half of the depth.
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b,
+                                              int half) {
+#pragma unroll
+  for (int product = 0; product < 3; ++product) multiply_part(d, a, b, half, product);
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const Left<bf16, 1>& a, const Right<bf16, 1>& b) {
-  mma_bf16(d, a.r, b.r);
+__device__ __forceinline__ void multiply_half(float (&d)[4], const Pairs<false, bf16, 4>& a,
+                                              const Pairs<false, bf16, 2>& b, int half) {
+  const u32 some[2] = {half == 0 ? b.both[0] : 0, half == 1 ? b.both[1] : 0};
+  mma_bf16(d, a.both, some);
 }
 
-// ---- operands from tiles --------------------------------------------------------------------------------------------
+// d += a b.
+template <bool A, bool B>
+__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<A, float, 4>& a, const Pairs<B, float, 2>& b) {
+  multiply_half(d, a, b, 0);
+  multiply_half(d, a, b, 1);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const Pairs<false, bf16, 4>& a,
+                                         const Pairs<false, bf16, 2>& b) {
+  mma_bf16(d, a.both, b.both);
+}
 
-// Where a lane reads of tiles with rows of COLS: the row and the piece it begins with, from which constant rows, of
-// whole eights, and columns are a sum and an XOR away. Made where it is used: to hold all addresses takes too many
-// registers.
-template <int COLS, typename X> struct Reader {
-  static constexpr int PIECE = 16, ROUND = 8 * PIECE, SIZE = sizeof(X);
-  int first;  // in bytes
-
-  __device__ __forceinline__ Reader(int row, int piece, int rest = 0)
-      : first(row * COLS * SIZE + (row & 7 ^ piece) * PIECE + rest * SIZE) {}
-  __device__ __forceinline__ const X* at(const X* tile, int row, int col) const {
-    const int bytes = col * SIZE;
-    return reinterpret_cast<const X*>(reinterpret_cast<const char*>(tile) + (first ^ bytes % ROUND) +
-                                      (row * COLS * SIZE + bytes / ROUND * ROUND));
-  }
-};
-__device__ __forceinline__ int own_lane() { return opaque(threadIdx.x & 31); }
-
-// Rows row + 0...15, columns col + 0...15, for products over columns. Of a float tile the columns must lie as
-// `put_paired` puts them, or the right operand as `RowsReader` takes it.
-template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
-  __device__ __forceinline__ LeftReader(int lane = own_lane()) : Reader<COLS, X>(lane & 15, lane >> 4) {}
-
-  __device__ __forceinline__ void load(Left<bf16, 1>& a, const bf16* tile, int row, int col) const {
-    ldmatrix_x4(a.r, this->at(tile, row, col));
-  }
-  template <typename T, int PRODUCTS>
-  __device__ __forceinline__ void load(Left<T, PRODUCTS>& a, const float* tile, int row, int col) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 r[4];
-      ldmatrix_x4(r, this->at(tile, row, col + 8 * half));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a.half[half].take(i, __uint_as_float(r[i]));
-    }
-  }
-};
-
-// The transpose of rows row + 0...7, for products over columns: 32 of bfloat16, 16 of floats.
-template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
-  __device__ __forceinline__ RowsReader(int lane = own_lane()) : Reader<COLS, X>(lane & 7, lane >> 3) {}
-
-  __device__ __forceinline__ void load(Right<bf16, 1> (&b)[2], const bf16* tile, int row, int col) const {
-    u32 r[4];
-    ldmatrix_x4(r, this->at(tile, row, col));
-    b[0].r[0] = r[0], b[0].r[1] = r[1], b[1].r[0] = r[2], b[1].r[1] = r[3];
-  }
-  template <typename T, int PRODUCTS>
-  __device__ __forceinline__ void load(Right<T, PRODUCTS> (&b)[1], const float* tile, int row, int col) const {
-    u32 r[4];
-    ldmatrix_x4(r, this->at(tile, row, col));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[0].half[i / 2].take(i % 2, __uint_as_float(r[i]));
-  }
-};
-
-// Rows row + 0...15 and 16 columns from `column` on, for products over rows: the transpose as the left operand.
-template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // 2 bytes
-  __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
-      : Reader<COLS, X>((lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)) {}
-
-  __device__ __forceinline__ void load(Left<bf16, 1>& a, const bf16* tile, int row) const {
-    ldmatrix_x4_trans(a.r, this->at(tile, row, 0));
-  }
-  __device__ __forceinline__ void load(Left<f16, 1>& a, const f16* tile, int row) const {
-    u32 r[4];
-    ldmatrix_x4_trans(r, this->at(tile, row, 0));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a.half[i / 2].take(i % 2, to_float(f16{u16(r[i])}));
-      a.half[i / 2].take(i % 2 + 2, to_float(f16{u16(r[i] >> 16)}));
-    }
-  }
-};
-template <int COLS> struct TransposedReader<COLS, float> : Reader<COLS, float> {
-  __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
-      : Reader<COLS, float>((lane & 3) * 2, column / 4 + (lane >> 4), lane >> 2 & 3) {}
-
-  template <int PRODUCTS>
-  __device__ __forceinline__ void load(Left<float, PRODUCTS>& a, const float* tile, int row) const {
+// The same of two sums side by side, in turns: a product waits for the one before on its sum.
+template <class L, class R> __device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2]) {
+  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+    multiply(d[0], a, b[0]);
+    multiply(d[1], a, b[1]);
+  } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)  // one row down, and with it the piece
-        a.half[half].set(i, *this->at(tile, row + 8 * half + (i >> 1), 8 * (i & 1) ^ 4 * (i >> 1)));
-  }
-};
-
-// Rows row + 0...15, columns col + 0...7 and col + 8...15 from `column` on, for products over rows. Of operands, or of
-// INPUTS as they came.
-template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader<COLS, X> {
-  __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
-      : Reader<COLS, X>(lane & 15, column * int(sizeof(X)) / 16 + (lane >> 4)) {}
-
-  __device__ __forceinline__ void load(Right<bf16, 1> (&b)[2], const bf16* tile, int row, int col) const {
-    u32 r[4];
-    ldmatrix_x4_trans(r, this->at(tile, row, col));
-    b[0].r[0] = r[0], b[0].r[1] = r[1], b[1].r[0] = r[2], b[1].r[1] = r[3];
-  }
-  __device__ __forceinline__ void load(Right<f16, 1> (&b)[2], const f16* tile, int row, int col) const {
-    u32 r[4];
-    ldmatrix_x4_trans(r, this->at(tile, row, col));
+      for (int product = 0; product < 3; ++product)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      b[i / 2].half[i % 2].take(0, to_float(f16{u16(r[i])}));
-      b[i / 2].half[i % 2].take(1, to_float(f16{u16(r[i] >> 16)}));
-    }
+        for (int n = 0; n < 2; ++n) multiply_part(d[n], a, b[n], half, product);
   }
-};
-template <int COLS, bool INPUTS> struct RightReader<COLS, float, INPUTS> : Reader<COLS, float> {
-  __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
-      : Reader<COLS, float>((lane & 3) * 2, column / 4 + (lane >> 4), lane >> 2 & 3) {}
-
-  template <typename T, int PRODUCTS>
-  __device__ __forceinline__ void load(Right<T, PRODUCTS> (&b)[2], const float* tile, int row, int col) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = *this->at(tile, row + 8 * (i / 2) + i % 2, (col + 8 * n) ^ 4 * (i % 2));
-        if (INPUTS) b[n].half[i / 2].set(i % 2, x);
-        else b[n].half[i / 2].take(i % 2, x);
-      }
-  }
-};
-
-// Accumulators [16, 8] of two tiles side by side, rows 8n + 0...7 of them transposed, as the right operand.
-__device__ __forceinline__ void pack_right(Right<bf16, 1>& b, const float (&x)[4], const float (&y)[4], int n) {
-  b.r[0] = pack<bf16>(x[2 * n], x[2 * n + 1]), b.r[1] = pack<bf16>(y[2 * n], y[2 * n + 1]);
-}
-template <typename T, int PRODUCTS>
-__device__ __forceinline__ void pack_right(Right<T, PRODUCTS>& b, const float (&x)[4], const float (&y)[4], int n) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) b.half[0].set(i, x[2 * n + i]), b.half[1].set(i, y[2 * n + i]);
 }
 
-// ---- values of a row ------------------------------------------------------------------------------------------------
-
-// W neighbours of a row, as 32-bit words.
-template <int W, typename X> struct Piece {
-  static constexpr int WORDS = W * sizeof(X) / 4;
-  u32 words[WORDS];
-
-  __device__ __forceinline__ float get(int i) const {
-    if constexpr (sizeof(X) == 4) return __uint_as_float(words[i]);
-    else return to_float(X{u16(words[i / 2] >> 16 * (i % 2))});
-  }
-  __device__ __forceinline__ void set(const float (&x)[W]) {
+// The same of two such pairs.
+template <class L, class R>
+__device__ __forceinline__ void multiply(float (&d)[2][4], const L& a, const R (&b)[2], float (&e)[2][4], const L& x,
+                                         const R (&y)[2]) {
+  if constexpr (sizeof(R) == sizeof(Pairs<false, bf16, 2>)) {
+    multiply(d, a, b);
+    multiply(e, x, y);
+  } else {
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-      if constexpr (sizeof(X) == 4) words[i] = __float_as_uint(x[i]);
-      else words[i] = pack<X>(x[2 * i], x[2 * i + 1]);
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int product = 0; product < 3; ++product)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          multiply_part(d[n], a, b[n], half, product);
+          multiply_part(e[n], x, y[n], half, product);
+        }
+  }
+}
+
+// ---- operands from shared memory: `ld` apart, rows of a 16-bit type at odd multiples of 16 bytes ----------------
+
+// f(matrix, its pair) for the four 8 x 8 matrices of a 16 x 16 tile, the second one below the first (DOWN) or to its
+// right; a lane's pair stands side by side in row g, or, TRANSPOSED, one below the other in column g.
+template <bool DOWN, bool TRANSPOSED, typename E, class F>
+__device__ __forceinline__ void each_matrix(const E* tile, int ld, F f) {
+  const int lane = threadIdx.x & 31, first = lane >> 3 & 1, second = lane >> 4;
+  if constexpr (sizeof(E) == 2) {
+    u32 r[4];
+    const E* row = tile + ((lane & 7) + 8 * (DOWN ? first : second)) * ld + 8 * (DOWN ? second : first);
+    if constexpr (TRANSPOSED) ldmatrix_x4_trans(r, row);
+    else ldmatrix_x4(r, row);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) f(m, r[m], E{});
+  } else {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float* matrix = tile + 8 * (DOWN ? m & 1 : m >> 1) * ld + 8 * (DOWN ? m >> 1 : m & 1);
+      if constexpr (TRANSPOSED) f(m, float2{matrix[2 * t * ld + g], matrix[(2 * t + 1) * ld + g]});
+      else f(m, *reinterpret_cast<const float2*>(matrix + g * ld + 2 * t));
     }
   }
-  __device__ __forceinline__ void load(const void* from) {
-    if constexpr (WORDS == 4) {
-      const uint4 x = *static_cast<const uint4*>(from);
-      words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-    } else if constexpr (WORDS == 2) {
-      const uint2 x = *static_cast<const uint2*>(from);
-      words[0] = x.x, words[1] = x.y;
-    } else {
-      words[0] = *static_cast<const u32*>(from);
-    }
-  }
-  __device__ __forceinline__ void store(void* to) const {
-    if constexpr (WORDS == 4) *static_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
-    else if constexpr (WORDS == 2) *static_cast<uint2*>(to) = {words[0], words[1]};
-    else *static_cast<u32*>(to) = words[0];
-  }
-};
+}
 
-// Where a lane has W neighbours in some rows of tiles with rows of COLS: those from `row` on, fewer than 8 down, column
-// `col`. Eights of rows and constant rows from there are a sum and an XOR away.
-template <int COLS, int W, typename X> struct Spot {
-  static constexpr int PIECE = 16, SIZE = sizeof(X);
-  int first;  // in bytes
+// A left operand from [16, depth], or, TRANSPOSED, from [depth, 16].
+template <bool TRANSPOSED, class L, typename E> __device__ __forceinline__ void load_left(L& a, const E* tile, int ld) {
+  each_matrix<!TRANSPOSED, TRANSPOSED>(tile, ld, [&](int m, auto... x) { a.set(m, x...); });
+}
 
-  __device__ __forceinline__ Spot(int row, int col)
-      : first((row & 7) * COLS * SIZE + ((col * SIZE / PIECE ^ row & 7) * PIECE | col * SIZE % PIECE)) {}
-  // `row` down from the spot's own row in the eight, with which it shares no bit.
-  __device__ __forceinline__ X* at(const X* tile, int eight, int row) const {
-    return reinterpret_cast<X*>(const_cast<char*>(reinterpret_cast<const char*>(tile + eight * 8 * COLS)) +
-                                (first ^ row * PIECE) + row * COLS * SIZE);
-  }
-  __device__ __forceinline__ void get(Piece<W, X>& x, const X* tile, int eight, int row) const {
-    x.load(at(tile, eight, row));
-  }
-  __device__ __forceinline__ void put(X* tile, int eight, int row, const float (&x)[W]) const {
-    Piece<W, X> piece;
-    piece.set(x);
-    piece.store(at(tile, eight, row));
-  }
-};
+// Two right operands side by side from [depth, 16], or, TRANSPOSED, from [16, depth].
+template <bool TRANSPOSED, class R, typename E>
+__device__ __forceinline__ void load_right(R (&b)[2], const E* tile, int ld) {
+  each_matrix<!TRANSPOSED, !TRANSPOSED>(tile, ld, [&](int m, auto... x) { b[m >> 1].set(m & 1, x...); });
+}
 
-// The same for `LeftReader` beside accumulators as right operands: of 8 floats in the order 0 2 4 6 1 3 5 7.
-template <int COLS, int W, typename X> struct PairedSpot : Spot<COLS, W, X> {
-  __device__ __forceinline__ PairedSpot(int row, int col) : Spot<COLS, W, X>(row, col) {}
-};
-template <int COLS, int W> struct PairedSpot<COLS, W, float> {
-  Spot<COLS, W / 2, float> even;
-  __device__ __forceinline__ PairedSpot(int row, int col) : even(row, (col & ~7) + (col & 7) / 2) {}
-  __device__ __forceinline__ void put(float* tile, int eight, int row, const float (&x)[W]) const {
+// A tile [16 tokens, 16 channels] by channels: x[p] is the pair of tokens 8 (p / 2) + 2t of channel g + 8 (p % 2).
+template <typename E> __device__ __forceinline__ void load_channels(float2 (&x)[4], const E* tile, int ld) {
+  if constexpr (sizeof(E) == 2) each_matrix<false, true>(tile, ld, [&](int m, u32 two, E e) { x[m] = unpack(two, e); });
+  else each_matrix<false, true>(tile, ld, [&](int m, float2 two) { x[m] = two; });
+}
+
+// A pair to such a tile, or another.
+__device__ __forceinline__ void put_pair(bf16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<bf16>(x.x, x.y); }
+__device__ __forceinline__ void put_pair(f16* to, float2 x) { *reinterpret_cast<u32*>(to) = pack<f16>(x.x, x.y); }
+__device__ __forceinline__ void put_pair(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }
+
+// A tile [32 tokens, 8 channels] by channels: x[p] is the pair of tokens 8 p + 2t of channel g.
+template <typename E> __device__ __forceinline__ void load_column(float2 (&x)[4], const E* tile, int ld) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if constexpr (sizeof(E) == 2) {
+    u32 r[4];
+    ldmatrix_x4_trans(r, tile + lane * ld);
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      Piece<W / 2, float> half;
-      float values[W / 2];
+    for (int p = 0; p < 4; ++p) x[p] = unpack(r[p], E{});
+  } else {
 #pragma unroll
-      for (int i = 0; i < W / 2; ++i) values[i] = x[2 * i + odd];
-      half.set(values);
-      Spot<COLS, W / 2, float> spot = even;
-      spot.first ^= 16 * odd;
-      half.store(spot.at(tile, eight, row));
-    }
+    for (int p = 0; p < 4; ++p) x[p] = {tile[(8 * p + 2 * t) * ld + g], tile[(8 * p + 2 * t + 1) * ld + g]};
   }
-};
+}

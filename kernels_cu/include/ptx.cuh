@@ -13,6 +13,7 @@ struct bf16 {
 struct f16 {
   u16 bits;
 };
+typedef signed char i8;
 struct tf32 {};  // a name: the bits are those of a float, of which products read the upper 19
 
 // ---- conversions ------------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
                : "memory");
 }
 
-// ---- two blocks of a cluster, whose shared memory is laid out alike ---------------------------------------
+// ---- blocks of a cluster, whose shared memory is laid out alike; the peer is the other one of two -----------
 
 // Where a place of this block's shared memory is in the other block's.
 __device__ __forceinline__ u32 place_at_peer(const void* p) {
@@ -314,7 +315,19 @@ __device__ __forceinline__ void copy_to_peer(const void* from, u32 bytes, Barrie
                : "memory");
 }
 
-// Wait until all threads of both blocks have come here.
+// Four floats, on 16 bytes, that lie in block `rank` of the cluster where `p` is in this one.
+__device__ __forceinline__ float4 load4_of_block(const float* p, u32 rank) {
+  float4 x;
+  asm volatile(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(u32(__cvta_generic_to_shared(p))), "r"(rank)
+      : "memory");
+  return x;
+}
+
+// Wait until all threads of the cluster's blocks have come here.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -380,6 +393,17 @@ template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arri
     } while (((now ^ sense) & 0x80000000u) == 0);
   }
   barrier_sync(1, THREADS);  // so are the others'
+}
+
+// Neighbours 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: behind 128 + the lower seven bits, which bfloat16
+// holds, stands the sign, so that 128 or 256 are taken away.
+template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {
+  u32 y;
+  asm("{\n.reg .b32 all, low, sign;\nprmt.b32 all, %1, 0x43, %2;\nand.b32 low, all, 0xff7fff7f;\n"
+      "and.b32 sign, all, 0xff80ff80;\nsub.rn.bf16x2 %0, low, sign;\n}"
+      : "=r"(y)
+      : "r"(four), "n"(PAIR ? 0x4342 : 0x4140));
+  return y;
 }
 
 // Of two pairs of bfloat16 the larger magnitudes, with any sign.

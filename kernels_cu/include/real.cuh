@@ -1,5 +1,6 @@
 // what      The type in which numbers of a storage type are computed: float64 in itself, all others in float32.
 #include "ptx.cuh"
+#include "tensor.cuh"
 
 template <typename T> struct RealOf {
   using type = float;
@@ -14,3 +15,6 @@ template <> __device__ __forceinline__ double to_real(double x) { return x; }
 
 template <typename T> __device__ __forceinline__ T from_real(Real<T> x) { return from_float<T>(x); }
 template <> __device__ __forceinline__ double from_real<double>(double x) { return x; }
+
+// exp of a gate.
+__device__ __forceinline__ double decay_of(double gate) { return exp(gate); }

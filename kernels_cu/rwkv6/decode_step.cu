@@ -1,26 +1,30 @@
 // what      All layers of one token for up to 8 sequences, and its logits; every weight is read once.
 // math      phases of a layer: low = tanh(maa_down mix(LN x)) | mixed_c = xx + d (maa_c + up_c low_c) |
 //           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = time mix, group norm, gate |
-//           x += output y | activated = relu(key mix(LN x))^2, gate = sigmoid(receptance mix(LN x)) |
-//           x += gate value activated;   after the last layer: logits = head LN x
+//           x += output y | activated = relu(key mix(LN x))^2, parts of value activated,
+//           gate = sigmoid(receptance mix(LN x)) | x += gate sum of the parts;   after the last layer: logits = head LN x
 // shapes    x xx gate y [B, D], low [B, 5 A], mixed [5, B, D], kvrg [4, B, D], decay_low [B, W],
 //           activated [B, F], logits [B, V]; weights [L, n, rows, K], rows of a product padded to 16;
 //           states [L, P, ...], slots [B] or null
 // grid      as many blocks as multiprocessors, all at work at once unless phases [first, last) are a single one;
 //           256 threads: of 16 rows of a product a warp takes every 8th step of K, a lane its neighbours in two rows;
 //           and four warps that copy the weights
-// smem      Shared, then [B, D], or [B, F] where `staged`: what a product takes
+// smem      Shared, then [B, D] and, where a float is three bfloat16 numbers, their [B, 3, D]: what a product takes
 // barriers  the grid's between two phases; the block's where a comment says what stands
 // numerics  tensor cores take x as a sum: of three bfloat16 numbers, or else two of tf32, as float32 weights; half
-//           weights are taken as they are. PAIRED, for few sequences, has the numbers side by side as columns.
+//           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the numbers side by side as columns.
 //           float32 sums in a fixed order. A sequence does not depend on the others, so neither on B.
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split
-// limits    B up to 8; D and F multiples of 8, N of 4 and up to 256, W up to 512; weights aligned to 16 bytes; at
+// limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to 16 bytes; at
 //           least two blocks; sm_90a
 #include "rwkv6/decode_split.cuh"
 
-template <typename T, int SLOTS, bool PAIRED> struct Decode {
-  const Args<T>& args;
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+                                       u32 sense, bool first);
+
+template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
+  const Args<T, S>& args;
   Shared<SLOTS>& s;
   float* const stage;
   const int B, D, tid;
@@ -28,7 +32,7 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   int slot;
   u32 parity;
 
-  __device__ __forceinline__ Decode(const Args<T>& args, Shared<SLOTS>& s, u32 sense, int turn)
+  __device__ __forceinline__ Decode(const Args<T, S>& args, Shared<SLOTS>& s, u32 sense, int turn)
       : args(args),
         s(s),
         stage(reinterpret_cast<float*>(&s + 1)),
@@ -66,57 +70,96 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
     return norm;
   }
 
+  typedef typename Args<T, S>::Up Up;
+  static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // slots whose vectors are held
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
-  // Of what a thread has under way, as much as the vectors leave registers for: 16 bytes of x, four channels of a
-  // norm, other sequences' old channels, weights of a small product.
-  static constexpr int FETCHED = (PAIRED ? 32 : 16) / WORDS, HELD = PAIRED ? 2 : 1, BATCH = 4;
+  static constexpr int HELD = PAIRED ? 2 : 1;  // times four channels of a norm, which a thread has under way
+  // Whether what products take stands in its three bfloat16 parts, a row each, split by those who make it.
+  static constexpr bool IN_PARTS = PAIRED && PARTS == 3;
+
+  // Neighbours of sequence b of some [B, D], by their parts.
+  __device__ __forceinline__ void put(u16* vectors, int b, int j, float4 y) const {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const u32 x[4] = {__float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w)};
+      *reinterpret_cast<uint2*>(vectors + (b * PARTS + part) * D + j) = {x[0] >> 16 | (x[1] & 0xffff0000u),
+                                                                         x[2] >> 16 | (x[3] & 0xffff0000u)};
+      y = {without_upper(x[0]), without_upper(x[1]), without_upper(x[2]), without_upper(x[3])};
+    }
+  }
+  static __device__ __forceinline__ float without_upper(u32 x) {
+    return __uint_as_float(x) - __uint_as_float(x & 0xffff0000u);
+  }
+  // The same of one number, which stands as it is where there are no parts.
+  __device__ __forceinline__ void put(float* vectors, int b, int j, float y) const {
+    if constexpr (!IN_PARTS) vectors[b * D + j] = y;
+    else
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const u32 x = __float_as_uint(y);
+        reinterpret_cast<u16*>(vectors)[(b * PARTS + part) * D + j] = u16(x >> 16);
+        y = without_upper(x);
+      }
+  }
+  // In floats, how far apart the five inputs of the time mix are.
+  __device__ __forceinline__ int apart() const { return IN_PARTS ? B * D * PARTS / 2 : B * D; }
+
   static constexpr int PASS = PAIRED ? 16 : 8;
 
-  // stage = `count` values, a multiple of four.
+  // stage = `count` values, a multiple of four; all are on their way at once.
   __device__ __forceinline__ void fetch(const float* from, int count) {
 #pragma unroll 1
-    for (int first = 4 * tid; first < count; first += FETCHED * 4 * THREADS) {
-      float4 fours[FETCHED];
-#pragma unroll
-      for (int n = 0; n < FETCHED; ++n)
-        if (first + n * 4 * THREADS < count) fours[n] = load4(from + first + n * 4 * THREADS);
-#pragma unroll
-      for (int n = 0; n < FETCHED; ++n)
-        if (first + n * 4 * THREADS < count) *reinterpret_cast<float4*>(stage + first + n * 4 * THREADS) = fours[n];
-    }
+    for (int at = 4 * tid; at < count; at += 4 * THREADS) cp_async<16>(stage + at, from + at, true);
+    cp_async_commit();
+    cp_async_wait<0>();
     sync();  // the stage stands
   }
 
-  // The mean and the scale of each sequence's x in the stage: a warp has one.
+  // Warps that share a sequence's norm, and the sum of their parts.
+  static constexpr int SEQUENCES = PAIRED ? COLUMNS / PARTS : COLUMNS, TOGETHER = WARPS / SEQUENCES;
+
+  static __device__ __forceinline__ float together(const float (&parts)[WARPS], int b) {
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < TOGETHER; ++n) sum += parts[b * TOGETHER + n];
+    return sum;
+  }
+
+  // The parts of each sequence's sum in the stage, then those of the squares around its mean.
   __device__ __forceinline__ void measure() {
-    const int b = tid >> 5, lane = tid & 31;
-    if (b >= B) return;
-    const float inverse_D = 1.f / D;
+    const int warp = tid >> 5, lane = tid & 31, b = warp / TOGETHER;
+    const int first = 4 * (warp % TOGETHER * 32 + lane), step = 4 * 32 * TOGETHER;
+    const float* x = stage + min(b, B - 1) * D;
     float sum = 0.f, squares = 0.f;
 #pragma unroll 4
-    for (int j = 4 * lane; j < D; j += 4 * 32) {
-      const float4 x = load4(stage + b * D + j);
-      sum += (x.x + x.y) + (x.z + x.w);
+    for (int j = first; j < D; j += step) {
+      const float4 four = load4(x + j);
+      sum += (four.x + four.y) + (four.z + four.w);
     }
-    const float mean = warp_sum(sum) * inverse_D;
+    sum = warp_sum(sum);
+    if (lane == 0) s.sum[warp] = sum;
+    sync();  // the parts of the sums stand
+    const float mean = together(s.sum, b) * (1.f / D);
 #pragma unroll 4
-    for (int j = 4 * lane; j < D; j += 4 * 32) {
-      const float4 x = load4(stage + b * D + j), y = {x.x - mean, x.y - mean, x.z - mean, x.w - mean};
+    for (int j = first; j < D; j += step) {
+      const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
       squares += (y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w);
     }
-    const float scale = inverse_root(warp_sum(squares) * inverse_D + float(args.eps));
-    if (lane == 0) s.mean[b] = mean, s.scale[b] = scale;
+    squares = warp_sum(squares);
+    if (lane == 0) s.squares[warp] = squares;
+    sync();  // those of the squares too
   }
 
   // stage = xx + (shift - xx) maa with xx = LN(x), which goes to `xx` too where that is not null.
   __device__ __forceinline__ void normalise(const Norm& norm, float* xx) {
-    const int first = 4 * tid;
+    const float inverse_D = 1.f / D;
     const auto shift = [&](int b, int j) {
-      return norm.shift && j < D ? load4(norm.shift + row_of(b) * D + j) : float4{};
+      return norm.shift && j < D ? load4(norm.shift + row_of(min(b, B - 1)) * D + j) : float4{};
     };
     const auto four = [&](int b, int j, const Channels& c, const float4& old) {
-      const float mean = s.mean[b], scale = s.scale[b];
+      const float mean = together(s.sum, b) * inverse_D;
+      const float scale = inverse_root(together(s.squares, b) * inverse_D + float(args.eps));
       const float4 x = load4(stage + b * D + j);
       float4 y = {fmaf((x.x - mean) * scale, c.weight.x, c.bias.x), fmaf((x.y - mean) * scale, c.weight.y, c.bias.y),
                   fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
@@ -124,39 +167,31 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
       if (norm.shift)
         y = {fmaf(old.x - y.x, c.part.x, y.x), fmaf(old.y - y.y, c.part.y, y.y), fmaf(old.z - y.z, c.part.z, y.z),
              fmaf(old.w - y.w, c.part.w, y.w)};
-      *reinterpret_cast<float4*>(stage + b * D + j) = y;
+      if constexpr (IN_PARTS) put(reinterpret_cast<u16*>(stage + B * D), b, j, y);
+      else *reinterpret_cast<float4*>(stage + b * D + j) = y;
     };
+    Channels held[HELD];  // the thread's first, on their way while other blocks are waited for
+    float4 old[HELD][SEQUENCES];
+    const auto load = [&](int n, int j) {
+      held[n] = channels(norm, j);
+#pragma unroll
+      for (int b = 0; b < SEQUENCES; ++b)
+        if (b < B) old[n][b] = shift(b, j);
+    };
+    const auto finish = [&](int n, int j) {
+#pragma unroll
+      for (int b = 0; b < SEQUENCES; ++b)
+        if (b < B && j < D) four(b, j, held[n], old[n][b]);
+    };
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) load(n, 4 * (tid + n * THREADS));
+    ready();
     fetch(args.x, B * D);
-    Channels held[HELD];  // the thread's first, on their way while sums are made
-    float4 old[HELD];
-#pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      const int j = first + n * 4 * THREADS;
-      held[n] = channels(norm, j), old[n] = shift(0, j);
-    }
     measure();
-    sync();  // the means and scales stand
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      const int j = first + n * 4 * THREADS;
-      if (j >= D) break;
-      four(0, j, held[n], old[n]);
+    for (int n = 0; n < HELD; ++n) finish(n, 4 * (tid + n * THREADS));
 #pragma unroll 1
-      for (int b = 1; b < B; b += BATCH) {
-        float4 olds[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) olds[i] = shift(min(b + i, B - 1), j);
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-          if (b + i < B) four(b + i, j, held[n], olds[i]);
-      }
-    }
-#pragma unroll 1
-    for (int j = first + HELD * 4 * THREADS; j < D; j += 4 * THREADS) {
-      const Channels c = channels(norm, j);
-#pragma unroll 1
-      for (int b = 0; b < B; ++b) four(b, j, c, shift(b, j));
-    }
+    for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load(0, j), finish(0, j);
     sync();  // the stage stands
   }
 
@@ -174,7 +209,7 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   }
 
   // Row m of a tile for sequence b: its sum, added to x where the phase adds.
-  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum, float xx) {
+  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum) {
     switch (phase) {
       case MIX_DOWN:
         m += tile * ROWS;
@@ -199,11 +234,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
         }
         break;
       case OUTPUT:
-      case FFN_VALUE:
         m += tile * ROWS;
-        if (m >= D) break;
-        args.x[b * D + m] = sum;
-        if (phase == FFN_VALUE) args.ffn_shift[(layer * args.P + row_of(b)) * D + m] = xx;
+        if (m < D) args.x[b * D + m] = sum;
         break;
       case HEAD:
         m += tile * ROWS;
@@ -215,13 +247,11 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   __device__ __forceinline__ const float* vectors_of(int phase, int input) const {
     switch (phase) {
       case INPUTS:
-        return args.mixed + input * B * D;
+        return args.mixed + input * apart();
       case OUTPUT:
         return args.y;
-      case FFN_VALUE:
-        return args.activated;
     }
-    return stage;
+    return IN_PARTS ? stage + B * D : stage;
   }
 
   // The next slot's 16 rows by the lane's columns. x is a part of a sequence's vector, or all of it.
@@ -253,51 +283,48 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
   __device__ __forceinline__ void products(i64 layer, int phase) {
     const Tiles tiles = share_of(args, phase);
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
-    ready();
-    if (tiles.first >= tiles.stop) return;
-    if (normed) normalise(norm_of(layer, phase, input_of(phase, tiles.first)), tiles.first == 0 ? args.xx : nullptr);
+    const bool busy = tiles.first < tiles.stop;
+    if (busy && normed)
+      ::normalise<T, S, SLOTS, PAIRED>(args, s, layer, phase, input_of(phase, tiles.first), sense, tiles.first == 0);
+    else ready();
+    if (!busy) return;
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
-    const int K = opaque(depth_of(args, phase)), slots = (K + Lane<T>::SLOT - 1) / Lane<T>::SLOT;
+    const int K = opaque(D), slots = (K + Lane<T>::SLOT - 1) / Lane<T>::SLOT;
     const int own = min(PAIRED ? g / PARTS : g, B - 1) * K;
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop;) {
       const int input = input_of(phase, tile), stop = min(tiles.stop, end_of(phase, input));
       const float* vectors = vectors_of(phase, input);
-      if (phase == FFN_VALUE && args.staged) {
-        fetch(vectors, B * K);
-        vectors = stage;
-      }
-      vectors += own;
+      vectors += IN_PARTS ? min(g, PARTS * B - 1) * K / 2 : own;
       u32 x[GROUP][STEPS][WORDS] = {};
       bool fresh = true;
 #pragma unroll 1
       for (; tile < stop; ++tile, fresh = false) {
         Sums sums = {};
-        float before = 0.f, gate = 1.f, xx = 0.f;
+        float before = 0.f, scale = 1.f;
         const int me = opaque(tid), b = me / ROWS, m = me % ROWS, at = b * D + tile * ROWS + m;
-        if ((phase == OUTPUT || phase == FFN_VALUE) && b < B && tile * ROWS + m < D) {
-          before = args.x[at];
-          if (phase == FFN_VALUE) gate = args.gate[at], xx = args.xx[at];
-        }
+        if (phase == OUTPUT && b < B && tile * ROWS + m < D) before = args.x[at];
+        if constexpr (sizeof(T) == 1)
+          if (b < B) scale = rows_of(args, layer, phase, tile).scales[m];
 #pragma unroll 1
         for (int group = 0; group < slots; group += GROUP) {
           if (fresh || slots > GROUP) {
 #pragma unroll
             for (int n = 0; n < GROUP * STEPS; ++n) {
-              u32 all[EACH];
               const int k = Lane<T>::start(tid) + group * Lane<T>::SLOT + n * Lane<T>::STRIDE;
-              const float* from = vectors + (k < K ? k : 0);
+              const float* from = vectors + (k < K ? k : 0) / (IN_PARTS ? 2 : 1);
+              u32(&to)[WORDS] = x[n / STEPS][n % STEPS];
+              u32 all[IN_PARTS ? WORDS : EACH];
 #pragma unroll
-              for (int i = 0; i < EACH; i += 4) {
+              for (int i = 0; i < int(sizeof(all)) / 4; i += 4) {
                 const float4 four = load4(from + i);
                 all[i] = __float_as_uint(four.x), all[i + 1] = __float_as_uint(four.y);
                 all[i + 2] = __float_as_uint(four.z), all[i + 3] = __float_as_uint(four.w);
               }
-              u32(&to)[WORDS] = x[n / STEPS][n % STEPS];
-              if constexpr (PAIRED) Split<T>::part(to, all, g % PARTS);
+              if constexpr (PAIRED && !IN_PARTS) Split<T>::part(to, all, g % PARTS);
               else
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) to[i] = all[i];
+                for (int i = 0; i < WORDS; ++i) to[i] = all[i];
             }
           }
 #pragma unroll
@@ -330,9 +357,130 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
               part += parts[n][PAIRED ? PARTS * b + which : b][m];
             sum += part;
           }
-          finish(layer, phase, tile, input, b, m, fmaf(gate, sum, before), xx);
+          finish(layer, phase, tile, input, b, m, fmaf(scale, sum, before));
         }
       }
+    }
+  }
+
+  // Eight neighbours of a row as they lie.
+  struct Eight {
+    u32 words[EIGHT * sizeof(T) / 4];
+
+    __device__ __forceinline__ void read(const T* from) {
+      if constexpr (sizeof(T) == 1) *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(from);
+      else
+#pragma unroll
+        for (int i = 0; i < int(sizeof(words)) / 16; ++i)
+          reinterpret_cast<uint4*>(words)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+    __device__ __forceinline__ float operator[](int i) const {
+      if constexpr (sizeof(T) == 1) return float(i8(words[i / 4] >> 8 * (i % 4)));
+      else if constexpr (sizeof(T) == 2) return to_float(T{u16(words[i / 2] >> 16 * (i % 2))});
+      else return __uint_as_float(words[i]);
+    }
+  };
+
+  // The block's activations by their rows of the channel mix's value matrix, (F, D), of which those that meet only
+  // zeros are not read. Where D is small several groups of threads have rows of their own, and parts of their own.
+  static constexpr int AT_ONCE = SEQUENCES > 2 ? 2 : 4;
+  __device__ __forceinline__ void value(i64 layer) {
+    const Tiles tiles = share_of(args, FFN_INPUTS);
+    if (blockIdx.x >= key_blocks(args)) return;
+    auto& list = s.value;
+    const int F = int(args.F), each = min(THREADS, D / EIGHT), groups = THREADS / each, group = tid / each;
+    const int first = tiles.first * ROWS, stop = min(F, tiles.stop * ROWS), warp = tid >> 5, lane = tid & 31;
+    const T* const matrix = args.ffn_value + layer * F * D;
+#pragma unroll 1
+    for (int column = 0; column < D; column += THREADS * EIGHT) {
+      const int j = column + tid % each * EIGHT;
+      float sums[SEQUENCES][EIGHT] = {};
+#pragma unroll 1
+      for (int start = first; start < stop; start += THREADS) {
+        sync();  // activations stand, the list before is free
+        float activated[SEQUENCES];
+        int wanted = 0;
+#pragma unroll
+        for (int b = 0; b < SEQUENCES; ++b) {
+          activated[b] = b < B && start + tid < stop ? args.activated[b * F + start + tid] : 0.f;
+          wanted |= activated[b] != 0.f;
+        }
+        if (wanted) prefetch_l2(matrix + i64(start + tid) * D, u32(D * sizeof(T)));
+        int before = wanted;  // rows up to this thread's
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+          const int other = __shfl_up_sync(0xffffffffu, before, distance);
+          if (lane >= distance) before += other;
+        }
+        if (lane == 31) list.counts[warp] = before;
+        sync();  // the warps' counts stand
+        int count = 0;
+#pragma unroll
+        for (int n = 0; n < WARPS; ++n) {
+          if (n == warp) before += count;
+          count += list.counts[n];
+        }
+        if (wanted) {
+          list.rows[before - 1] = start + tid;
+#pragma unroll
+          for (int b = 0; b < SEQUENCES; ++b) list.activated[b][before - 1] = activated[b];
+        }
+        sync();  // the list stands
+        if (group >= groups || j >= D) continue;
+#pragma unroll 1
+        for (int n = 0; n < count; n += AT_ONCE) {
+          Eight w[AT_ONCE];
+          const auto own = [&](int n) { return n < count && list.rows[n] % groups == group; };
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i)
+            if (own(n + i)) w[i].read(matrix + i64(list.rows[n + i]) * D + j);
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i) {
+            if (!own(n + i)) continue;
+#pragma unroll
+            for (int b = 0; b < SEQUENCES; ++b) {
+              const float by = list.activated[b][n + i];
+#pragma unroll
+              for (int e = 0; e < EIGHT; ++e) sums[b][e] = fmaf(by, w[i][e], sums[b][e]);
+            }
+          }
+        }
+      }
+      if (group >= groups || j >= D) continue;
+#pragma unroll
+      for (int b = 0; b < SEQUENCES; ++b) {
+        if (b >= B) break;
+        float* to = args.value_parts + (i64(blockIdx.x * groups + group) * B + b) * D + j;
+        store4(to, {sums[b][0], sums[b][1], sums[b][2], sums[b][3]});
+        store4(to + 4, {sums[b][4], sums[b][5], sums[b][6], sums[b][7]});
+      }
+    }
+  }
+
+  // x += gate scale (sum of the parts): a warp has four channels of a sequence.
+  __device__ __forceinline__ void add_value(i64 layer) {
+    const int each = min(THREADS, D / EIGHT), rows = int(key_blocks(args)) * (THREADS / each), lane = tid & 31;
+    const Tiles quads = share(D / 4, blockIdx.x, gridDim.x);
+    ready();
+#pragma unroll 1
+    for (int unit = tid >> 5; unit < B * (quads.stop - quads.first); unit += WARPS) {
+      const int b = unit % B, j = 4 * (quads.first + unit / B), at = b * D + j;
+      const float4 gate = load4(args.gate + at), x = load4(args.x + at), xx = load4(args.xx + at);
+      float4 sum = {};
+#pragma unroll 4
+      for (int row = lane; row < rows; row += 32) {
+        const float4 part = load4(args.value_parts + (i64(row) * B + b) * D + j);
+        sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+      }
+      sum = {warp_sum(sum.x), warp_sum(sum.y), warp_sum(sum.z), warp_sum(sum.w)};
+      if constexpr (sizeof(T) == 1) {
+        const float4 scale = load4(args.ffn_value_scales + layer * tiles_of(D) * ROWS + j);
+        sum = {scale.x * sum.x, scale.y * sum.y, scale.z * sum.z, scale.w * sum.w};
+      }
+      if (lane > 0) continue;
+      store4(args.x + at,
+             {fmaf(gate.x, sum.x, x.x), fmaf(gate.y, sum.y, x.y), fmaf(gate.z, sum.z, x.z), fmaf(gate.w, sum.w, x.w)});
+      store4(args.ffn_shift + (layer * args.P + row_of(b)) * D + j, xx);
     }
   }
 
@@ -344,8 +492,8 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
 #pragma unroll 1
     for (int unit = blockIdx.x; first || unit < units; unit += gridDim.x, first = false) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
-      const T* up = args.maa_up + (layer * 5 + c) * A * D + j;
-      T weight[PASS];
+      const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
+      Up weight[PASS];
       float maa = 0.f;
       const bool inside = unit < units && j < D;
       const auto load = [&](int start) {
@@ -386,7 +534,7 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
 #pragma unroll
         for (int n = 0; n < SHARES; ++n) sum += s.mix[b][n][channel];
         if (b > share) vectors(b);
-        args.mixed[(c * B + b) * D + j] = fmaf(old - xx, sum, xx);
+        put(args.mixed + c * apart(), b, j, fmaf(old - xx, sum, xx));
       }
     }
   }
@@ -402,9 +550,9 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
       const bool busy = unit < units;
       const int h = unit % H, b = busy ? unit / H : 0, of_head = h * N, at = b * D + of_head;
       const i64 head = layer * D + of_head;
-      float* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
-      const T* up = args.decay_up + layer * W * D + of_head + channel;
-      T weight[PASS];
+      S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
+      const Up* up = args.decay_up + layer * W * D + of_head + channel;
+      Up weight[PASS];
       const auto load = [&](int start) {
 #pragma unroll
         for (int i = 0; i < PASS; ++i) {
@@ -449,30 +597,48 @@ template <typename T, int SLOTS, bool PAIRED> struct Decode {
         }
         s.parts[share * N + channel] = sum;
       }
-      time_mix_head(s, part, state, N, tid, own, float(args.group_eps), args.y + at);
+      time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
+                    [&](int n, float y) { put(args.y, b, of_head + n, y); });
     }
   }
 };
 
+// Parts of phases, for which what goes on in a block need not be kept in registers.
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+                                       u32 sense, bool first) {
+  Decode<T, S, SLOTS, PAIRED> block(args, s, sense, 0);
+  block.normalise(block.norm_of(layer, phase, input), first ? args.xx : nullptr);
+}
+
 // Phases one by one. `turn` is the number of the slot whose turn it is, and the parity of its `full`.
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ int products(const Args<T>& args, Shared<SLOTS>& s, int layer, int phase, u32 sense,
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ int products(const Args<T, S>& args, Shared<SLOTS>& s, int layer, int phase, u32 sense,
                                         int turn) {
-  Decode<T, SLOTS, PAIRED> block(args, s, sense, turn);
+  Decode<T, S, SLOTS, PAIRED> block(args, s, sense, turn);
   block.products(layer, phase);
   return block.slot * 2 + int(block.parity);
 }
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void mix(const Args<T>& args, Shared<SLOTS>& s, int layer, u32 sense) {
-  Decode<T, SLOTS, PAIRED>(args, s, sense, 0).mix(layer);
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void mix(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).mix(layer);
 }
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void time_mix(const Args<T>& args, Shared<SLOTS>& s, int layer, u32 sense) {
-  Decode<T, SLOTS, PAIRED>(args, s, sense, 0).time_mix(layer);
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void time_mix(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).time_mix(layer);
 }
 
-template <typename T, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void decode(const Args<T>& args, Shared<SLOTS>& s) {
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __noinline__ void value(const Args<T, S>& args, Shared<SLOTS>& s, int layer) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, NO_BARRIER, 0).value(layer);
+}
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void add_value(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).add_value(layer);
+}
+
+template <typename T, typename S, int SLOTS, bool PAIRED>
+__device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
   int turn = 0;
@@ -481,15 +647,18 @@ __device__ __forceinline__ void decode(const Args<T>& args, Shared<SLOTS>& s) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
     if (n > args.first) grid_arrive<THREADS>(args.arrived);
     const u32 before = n > args.first ? sense : NO_BARRIER;
-    if (phase == MIX) mix<T, SLOTS, PAIRED>(args, s, layer, before);
-    else if (phase == TIME_MIX) time_mix<T, SLOTS, PAIRED>(args, s, layer, before);
-    else turn = products<T, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
+    if (phase == MIX) mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
+    else if (phase == TIME_MIX) time_mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
+    else if (phase == FFN_VALUE) add_value<T, S, SLOTS, PAIRED>(args, s, layer, before);
+    else turn = products<T, S, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
+    if (phase == FFN_INPUTS) value<T, S, SLOTS, PAIRED>(args, s, layer);
     if (n > args.first) sense = next_sense(sense);
   }
 }
 
-template <typename T, int SLOTS, bool PAIRED>
-__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(const __grid_constant__ Args<T> args) {
+template <typename T, typename S, int SLOTS, bool PAIRED, int FLIGHT, int AHEAD>
+__global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
+    rwkv6_decode_step(const __grid_constant__ Args<T, S> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
   if (threadIdx.x < SLOTS) {
@@ -497,6 +666,6 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1) rwkv6_decode_step(c
     barrier_init(s.empty[threadIdx.x], WARPS);
   }
   __syncthreads();  // the barriers stand
-  if (threadIdx.x < THREADS) decode<T, SLOTS, PAIRED>(args, s);
-  else copy_weights(args, s);
+  if (threadIdx.x < THREADS) decode<T, S, SLOTS, PAIRED>(args, s);
+  else copy_weights<T, S, SLOTS, FLIGHT, AHEAD>(args, s);
 }

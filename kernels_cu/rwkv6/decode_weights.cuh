@@ -10,31 +10,50 @@
 
 constexpr int ROWS = 16, COLUMNS = 8;
 constexpr int COPIERS = 4;                                           // warps that have the weights copied
-constexpr int FLIGHT = 2;                                            // slots asked for and not yet come
-constexpr int STEPS = 2, GROUP = 4;                                  // steps a slot, slots whose vectors are held
+constexpr int STEPS = 2;                                             // a slot
 constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a slot; no bank conflicts
 constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
+constexpr int EIGHT = 8;  // channels of a row of the channel mix's value matrix that a thread takes
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
-template <typename T> struct Args {
-  const T *maa_down, *maa_up, *decay_down, *decay_up, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
+// Low ranks' second matrices, which are not taken by rows, are in half precision beside int8.
+template <typename T> struct Unscaled {
+  typedef T Type;
+};
+template <> struct Unscaled<i8> {
+  typedef bf16 Type;
+};
+
+// S is the type of the recurrent state.
+template <typename T, typename S> struct Args {
+  typedef typename Unscaled<T>::Type Up;
+  const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
+  const Up *maa_up, *decay_up;
+  // A number for each row of these matrices in int8, or null.
+  const float *maa_down_scales, *decay_down_scales, *kvrg_scales, *output_scales, *ffn_key_scales,
+      *ffn_receptance_scales, *ffn_value_scales, *head_scales;
   const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
-  float *att_shift, *wkv, *ffn_shift;
+  float *att_shift, *ffn_shift;
+  S* wkv;
   const i64* slots;  // or null: sequence b has row b of the states
-  float *x, *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate, *logits;
+  float *x, *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate, *value_parts, *logits;
   u32* arrived;
-  i64 L, B, P, D, H, N, A, W, F, V, staged, first, last;
+  i64 L, B, P, D, H, N, A, W, F, V, first, last;
   double eps, group_eps;
 };
 
 template <int SLOTS> struct Shared {
   unsigned char ring[SLOTS][ROWS][PITCH];
   Barrier full[SLOTS], empty[SLOTS];
-  float mean[COLUMNS], scale[COLUMNS];
+  float sum[WARPS], squares[WARPS];  // the warps' parts of norms
   union {
     float parts[2][WARPS][COLUMNS][ROWS + 1];
     float mix[COLUMNS][SHARES][CHANNELS];
+    struct {
+      float activated[COLUMNS][THREADS];
+      int rows[THREADS], counts[WARPS];
+    } value;
     TimeMixScratch time_mix;
   };
 };
@@ -50,7 +69,12 @@ __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
   return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
 }
 
-template <typename T> __device__ __forceinline__ Tiles share_of(const Args<T>& args, int phase) {
+// Blocks that have tiles of the channel mix's keys, the first ones; the others have its receptance.
+template <typename T, typename S> __device__ __forceinline__ u32 key_blocks(const Args<T, S>& args) {
+  return max(1u, gridDim.x * tiles_of(args.F) / (tiles_of(args.F) + tiles_of(args.D)));
+}
+
+template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
   switch (phase) {
@@ -59,10 +83,9 @@ template <typename T> __device__ __forceinline__ Tiles share_of(const Args<T>& a
     case INPUTS:
       return share(tiles_of(args.W) + 4 * D, block, blocks);
     case OUTPUT:
-    case FFN_VALUE:
       return share(D, block, blocks);
     case FFN_INPUTS: {  // no block has tiles of both, and so two normed inputs
-      const u32 keys = max(1u, blocks * F / (F + D));
+      const u32 keys = key_blocks(args);
       if (block < keys) return share(F, block, keys);
       const Tiles tiles = share(D, block - keys, blocks - keys);
       return {F + tiles.first, F + tiles.stop};
@@ -73,36 +96,34 @@ template <typename T> __device__ __forceinline__ Tiles share_of(const Args<T>& a
   return {0, 0};
 }
 
-template <typename T> __device__ __forceinline__ int depth_of(const Args<T>& args, int phase) {
-  return int(phase == FFN_VALUE ? args.F : args.D);
-}
+// The first row of a tile, and the scales of its rows.
+template <typename T> struct TileRows {
+  const T* w;
+  const float* scales;
+};
 
-// The first row of a tile.
-template <typename T>
-__device__ __forceinline__ const T* weights_of(const Args<T>& args, i64 layer, int phase, int tile) {
+template <typename T, typename S>
+__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
   const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
-  const T* w = args.head;
+  TileRows<T> rows = {args.head, args.head_scales};
   i64 row = tile;
   switch (phase) {
     case MIX_DOWN:
-      w = args.maa_down, row += layer * tiles_of(5 * args.A);
+      rows = {args.maa_down, args.maa_down_scales}, row += layer * tiles_of(5 * args.A);
       break;
     case INPUTS:
-      if (tile < W) w = args.decay_down, row += layer * W;
-      else w = args.kvrg, row += layer * 4 * D - W;
+      if (tile < W) rows = {args.decay_down, args.decay_down_scales}, row += layer * W;
+      else rows = {args.kvrg, args.kvrg_scales}, row += layer * 4 * D - W;
       break;
     case OUTPUT:
-      w = args.output, row += layer * D;
+      rows = {args.output, args.output_scales}, row += layer * D;
       break;
     case FFN_INPUTS:
-      if (tile < F) w = args.ffn_key, row += layer * F;
-      else w = args.ffn_receptance, row += layer * D - F;
-      break;
-    case FFN_VALUE:
-      w = args.ffn_value, row += layer * D;
+      if (tile < F) rows = {args.ffn_key, args.ffn_key_scales}, row += layer * F;
+      else rows = {args.ffn_receptance, args.ffn_receptance_scales}, row += layer * D - F;
       break;
   }
-  return w + row * ROWS * depth_of(args, phase);
+  return {rows.w + row * ROWS * args.D, rows.scales + row * ROWS};
 }
 
 // How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
@@ -113,7 +134,8 @@ template <typename T> struct Lane {
 };
 
 // Ask for what a phase reads beside its tiles.
-template <typename T> __device__ __forceinline__ void prefetch_inputs(const Args<T>& args, i64 layer, int phase) {
+template <typename T, typename S>
+__device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 layer, int phase) {
   const int lane = threadIdx.x & 31, row = int(args.D * 4);
   const i64 at = layer * args.D, b = lane - 2, N = args.N;
   if (blockIdx.x == 0) {
@@ -140,38 +162,85 @@ template <typename T> __device__ __forceinline__ void prefetch_inputs(const Args
     for (int unit = blockIdx.x; unit < 5 * across; unit += gridDim.x) {
       const i64 first = unit % across * CHANNELS, width = min(i64(CHANNELS), args.D - first);
       for (i64 a = lane; a < args.A; a += 32)
-        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first, u32(width * sizeof(T)));
+        prefetch_l2(args.maa_up + ((layer * 5 + unit / across) * args.A + a) * args.D + first,
+                    u32(width * sizeof(*args.maa_up)));
     }
   } else if (phase == TIME_MIX) {
     for (i64 unit = blockIdx.x; unit < args.B * args.H; unit += gridDim.x) {
       const i64 h = unit % args.H, b = unit / args.H, state = layer * args.P + (args.slots ? args.slots[b] : b);
-      for (i64 n = lane; n < N; n += 32) prefetch_l2(args.wkv + ((state * args.H + h) * N + n) * N, u32(4 * N));
+      for (i64 n = lane; n < N / 4; n += 32)
+        prefetch_l2(args.wkv + ((state * args.H + h) * N + 4 * n) * N, u32(4 * sizeof(S) * N));
       if (N % 8 == 0)
         for (i64 w = lane; w < args.W; w += 32)
-          prefetch_l2(args.decay_up + (layer * args.W + w) * args.D + h * N, u32(N * sizeof(T)));
+          prefetch_l2(args.decay_up + (layer * args.W + w) * args.D + h * N, u32(N * sizeof(*args.decay_up)));
     }
   }
 }
 
+// The slots of this block's weights, one after the other, through all phases.
+template <typename T, typename S> struct Walk {
+  const Args<T, S>& args;
+  int n, tile, stop, k;
+  const int K;
+  const T* rows;
+
+  __device__ __forceinline__ Walk(const Args<T, S>& args) : args(args), n(int(args.first)), K(int(args.D)) { enter(); }
+
+  __device__ __forceinline__ bool over() const { return n >= int(args.last); }
+
+  __device__ __forceinline__ int layer() const { return n / PHASES; }
+  __device__ __forceinline__ int phase() const { return layer() == args.L ? int(HEAD) : n % PHASES; }
+
+  // The first slot of phase n, or of the next that has one.
+  __device__ __forceinline__ void enter() {
+#pragma unroll 1
+    for (; !over(); ++n) {
+      const Tiles tiles = share_of(args, phase());
+      tile = tiles.first, stop = tiles.stop, k = 0;
+      if (tile < stop) break;
+    }
+    if (!over()) rows = rows_of(args, layer(), phase(), tile).w;
+  }
+  __device__ __forceinline__ void next() {
+    k += Lane<T>::SLOT;
+    if (k < K) return;
+    k = 0;
+    if (++tile < stop) rows = rows_of(args, layer(), phase(), tile).w;
+    else ++n, enter();
+  }
+};
+
 // The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
-template <typename T, int SLOTS> __device__ __forceinline__ void copy_weights(const Args<T>& args, Shared<SLOTS>& s) {
+template <typename T, typename S, int SLOTS, int FLIGHT, int AHEAD>
+__device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<SLOTS>& s) {
   constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
   u32 parity = 1;
+  Walk<T, S> far(args);
+  const auto ask = [&] {
+    if (AHEAD == 0 || far.over()) return;
+    if (lane < EACH)
+      prefetch_l2(far.rows + i64(copier * EACH + lane) * far.K + far.k,
+                  u32(min(far.K - far.k, Lane<T>::SLOT) * sizeof(T)));
+    far.next();
+  };
+#pragma unroll 1
+  for (int n = 0; n < AHEAD; ++n) ask();
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
-    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = depth_of(args, phase);
+    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = int(args.D);
     const Tiles tiles = share_of(args, phase);
     if (n == args.first + 1) wait_for_previous();  // who may write states and slots
     if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop; ++tile) {
-      const T* rows = weights_of(args, layer, phase, tile) + i64(copier * EACH) * K;
+      const T* rows = rows_of(args, layer, phase, tile).w + i64(copier * EACH) * K;
 #pragma unroll 1
       for (int k = 0; k < K; k += Lane<T>::SLOT) {
         barrier_wait(s.empty[slot], parity);
         barrier_wait(s.full[latest], parity ^ (latest < slot));
+        ask();
         const T* from = rows + k + lane * Lane<T>::EACH;
         unsigned char* to = s.ring[slot][copier * EACH] + 16 * lane;
         const bool whole = k + Lane<T>::SLOT <= K;

@@ -1,6 +1,6 @@
 // what      A head's time mix of one token by 256 threads, from the parts of its decay on: state, group norm, gate.
 // barriers  named barrier 1 of the threads: parts of the decay, decay, parts of o, and the two sums of the group norm
-// numerics  float32; the variance from centred values
+// numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 18-19
 #include "decode.cuh"
 
@@ -32,7 +32,7 @@ struct StatePart {
   int groups, group, column;
   float4 held[ROWS_HELD];
 
-  __device__ __forceinline__ StatePart(const float* state, int N, int tid, bool busy) : held{} {
+  template <typename S> __device__ __forceinline__ StatePart(const S* state, int N, int tid, bool busy) : held{} {
     const int quads = N / 4;
     groups = THREADS / quads, group = tid / quads, column = tid % quads * 4;
 #pragma unroll
@@ -44,17 +44,18 @@ struct StatePart {
 };
 
 // S = diag(decay) S + k v^T in memory, and the parts of o = r^T (S + diag(u) k v^T), from the S before.
-__device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& part, float* state, int N) {
+template <typename S>
+__device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& part, S* state, int N) {
   const int groups = part.groups, group = part.group, column = part.column;
   if (group >= groups) return;
   const float4 v = load4(s.v + column);
   float4 o = {};
-  const auto row = [&](int c, float4 S) {
+  const auto row = [&](int c, float4 old) {
     const float k = s.k[c], r = s.r[c], decay = s.decay[c], ku = k * s.u[c];
-    o = {fmaf(r, fmaf(ku, v.x, S.x), o.x), fmaf(r, fmaf(ku, v.y, S.y), o.y), fmaf(r, fmaf(ku, v.z, S.z), o.z),
-         fmaf(r, fmaf(ku, v.w, S.w), o.w)};
-    store4(state + c * N + column, {fmaf(decay, S.x, k * v.x), fmaf(decay, S.y, k * v.y), fmaf(decay, S.z, k * v.z),
-                                    fmaf(decay, S.w, k * v.w)});
+    o = {fmaf(r, fmaf(ku, v.x, old.x), o.x), fmaf(r, fmaf(ku, v.y, old.y), o.y), fmaf(r, fmaf(ku, v.z, old.z), o.z),
+         fmaf(r, fmaf(ku, v.w, old.w), o.w)};
+    store4(state + c * N + column, {fmaf(decay, old.x, k * v.x), fmaf(decay, old.y, k * v.y),
+                                    fmaf(decay, old.z, k * v.z), fmaf(decay, old.w, k * v.w)});
   };
 #pragma unroll
   for (int n = 0; n < ROWS_HELD; ++n)
@@ -69,10 +70,10 @@ struct ChannelOfHead {
   float decay, gate, gain, bias;
 };
 
-// y = GroupNorm(o) silu(gate), once k v r u and the parts of the decay are on their way to `s`.
-template <typename Y>
-__device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, float* state, int N, int tid,
-                                              const ChannelOfHead& channel, float eps, Y* y) {
+// y = GroupNorm(o) silu(gate), which `store` takes channel by channel, once k v r u and the parts of the decay are on their way to `s`.
+template <typename S, typename Store>
+__device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, S* state, int N, int tid,
+                                              const ChannelOfHead& channel, float eps, const Store& store) {
   const float inverse_N = 1.f / N;
   sync();  // the parts of the decay stand
   if (tid < N) {
@@ -92,6 +93,6 @@ __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart
   const float variance = sum_of_threads(centred * centred, s.squares, tid) * inverse_N;
   if (tid < N) {
     const float normed = fmaf(centred * inverse_root(variance + eps), channel.gain, channel.bias);
-    y[tid] = from_float<Y>(normed * channel.gate * sigmoid(channel.gate));
+    store(tid, normed * channel.gate * sigmoid(channel.gate));
   }
 }

@@ -7,12 +7,12 @@
 //           (1024 / N)-th channel each
 // smem      TimeMixScratch
 // barriers  six: inputs, parts of the decay, decay, parts of o, and the two sums of the group norm
-// numerics  float32
+// numerics  float32; the state of type S is rounded when it is stored
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
 // limits    N a multiple of 4, up to 256; W up to 512
 #include "rwkv6/time_mix.cuh"
 
-template <typename T, typename X> struct Args {
+template <typename T, typename X, typename S> struct Args {
   const float* k;
   const float* v;
   const float* r;
@@ -23,21 +23,21 @@ template <typename T, typename X> struct Args {
   const float* u;
   const float* weight;
   const float* bias;
-  float* state;
+  S* state;
   const i64* slots;  // or null: sequence b has state b
   X* y;
   i64 B, H, N, W;
   double eps;
 };
 
-template <typename T, typename X>
-__global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X> args) {
+template <typename T, typename X, typename S>
+__global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X, S> args) {
   auto& s = *reinterpret_cast<TimeMixScratch*>(dynamic_smem());
   launch_next();
   const int N = int(args.N), W = int(args.W), tid = threadIdx.x;
   const i64 h = blockIdx.x % args.H, b = blockIdx.x / args.H, D = args.H * N, head = h * N, at = b * D + head;
-  float* state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
-  if (tid < N) prefetch_l2(state + tid * N, 4 * N);
+  S* state = args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
+  if (tid < N / 4) prefetch_l2(state + tid * 4 * N, sizeof(S) * 4 * N);
   wait_for_previous();
 
   ChannelOfHead channel = {};
@@ -59,5 +59,6 @@ __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X> 
     for (int j = share; j < W; j += shares) sum = fmaf(s.low[j], to_float(args.up[j * D + head + tid % N]), sum);
     s.parts[share * N + tid % N] = sum;
   }
-  time_mix_head(s, part, state, N, tid, channel, float(args.eps), args.y + at);
+  time_mix_head(s, part, state, N, tid, channel, float(args.eps),
+                [&](int n, float y) { args.y[at + n] = from_float<X>(y); });
 }

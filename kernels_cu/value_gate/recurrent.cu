@@ -1,56 +1,41 @@
-// what      GLA with a value gate beside the gate, token by token, and its gradients' recurrences.
-// math      S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T,   o_t = scale q_t^T S_t; Backwards, from the last token:
-//           C_t = (exp g_{t+1} exp gv_{t+1}^T) * C_{t+1} + scale k_t v_t^T,   o_t = q_t^T C_t
-// shapes    q k g [B, H, T, K], v gv o apart [B, H, T, V], initial and final state [N, H, K, V] float32
+// what      GLA with a value gate beside the gate, token by token.
+// math      S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T,   o_t = scale q_t^T S_t
+// shapes    q k g [B, H, T, K], v gv o [B, H, T, V], initial and final state [N, H, K, V] float32
 // grid      a block for every (sequence, head, 32 columns of V), sequence slowest; 128 threads: a lane a column,
 //           a warp a quarter of the channels
-// smem      Shared<Pass, BK>: 16 tokens of q, k, v and the decays, and the warps' parts of o and apart
+// smem      Shared<BK>: 16 tokens of q, k, v and the decays, and the warps' parts of o
 // barriers  three every 16 tokens: tiles loaded | exps taken | parts written; the first also frees those parts
 // numerics  float32 throughout
-// source    Yang et al., 2024, section 4.1, and linattn_np/two_gates.py
+// source    Yang et al., 2024, section 4.1
 // limits    K <= BK; BK of 64, 128, 256
 #include "ptx.cuh"
 #include "tensor.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / 32, SLAB = 16, BV = 32;
 
-// The operator.
-struct Forwards {
-  static constexpr bool backwards = false, apart = false;
-};
-// Also o without the token's own k v; the final state without the last token's.
-struct ForwardsApart {
-  static constexpr bool backwards = false, apart = true;
-};
-// C; also o without the token's own k v, 0 at the last token; the final state is the one before the first token.
-struct Backwards {
-  static constexpr bool backwards = true, apart = true;
-};
-
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v;
   Rows<const G> g, gv;
-  Rows<T> o;             // or null
-  Rows<float> apart;     // or null
+  Rows<T> o;
   const float* initial;  // [N, H, K, V] or null
   float* final;          // [N, H, K, V] or null
   Shape shape;
   double scale;
 };
 
-template <class Pass, int BK> struct Shared {
-  float q[SLAB * BK];                                    // [16, BK]
-  float k[SLAB * BK];                                    // [16, BK]
-  float a[SLAB * BK];                                    // [16, BK], gates, then decays
-  float v[SLAB * BV];                                    // [16, BV]
-  float av[SLAB * BV];                                   // [16, BV], gates, then decays
-  float partial[Pass::apart ? 2 : 1][WARPS][SLAB * BV];  // [16, BV], o and apart over each warp's channels
+template <int BK> struct Shared {
+  float q[SLAB * BK];               // [16, BK]
+  float k[SLAB * BK];               // [16, BK]
+  float a[SLAB * BK];               // [16, BK], gates, then decays
+  float v[SLAB * BV];               // [16, BV]
+  float av[SLAB * BV];              // [16, BV], gates, then decays
+  float partial[WARPS][SLAB * BV];  // [16, BV], o over each warp's channels
 };
 
-template <class Pass, typename T, typename G, int BK>
+template <typename T, typename G, int BK>
 __global__ void __launch_bounds__(THREADS, 2) value_gate_recurrent(const Args<T, G> args) {
   constexpr int EACH = BK / WARPS;  // channels a thread
-  Shared<Pass, BK>& s = *reinterpret_cast<Shared<Pass, BK>*>(dynamic_smem());
+  Shared<BK>& s = *reinterpret_cast<Shared<BK>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const i64 tiles = (shape.V + BV - 1) / BV, v_tile = blockIdx.x % tiles * BV, h = blockIdx.x / tiles % shape.H;
   const i64 n = blockIdx.x / tiles / shape.H, b = n / shape.count;
@@ -64,9 +49,8 @@ __global__ void __launch_bounds__(THREADS, 2) value_gate_recurrent(const Args<T,
 #pragma unroll
   for (int c = 0; c < EACH; ++c)
     S[c] = args.initial && c0 + c < shape.K && owns ? args.initial[state_at + (c0 + c) * shape.V] : 0.f;
-  for (i64 done = 0; done < span.stop - span.start; done += SLAB) {
-    const i64 stop = Pass::backwards ? span.stop - done : span.stop, behind = stop - SLAB;
-    const i64 first = !Pass::backwards ? span.start + done : behind > span.start ? behind : span.start;
+  for (i64 first = span.start; first < span.stop; first += SLAB) {
+    const i64 stop = span.stop;
     load_tile<SLAB, BK, BK, THREADS>(s.q, args.q, b, h, first, stop, 0, shape.K);
     load_tile<SLAB, BK, BK, THREADS>(s.k, args.k, b, h, first, stop, 0, shape.K);
     load_tile<SLAB, BK, BK, THREADS>(s.a, args.g, b, h, first, stop, 0, shape.K);
@@ -77,32 +61,23 @@ __global__ void __launch_bounds__(THREADS, 2) value_gate_recurrent(const Args<T,
     for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) s.av[at] = decay_of(s.av[at]);
     __syncthreads();  // the decays stand
 #pragma unroll 1
-    for (int step = 0; step < SLAB; ++step) {
-      const int r = Pass::backwards ? SLAB - 1 - step : step;  // rows past the last token write nothing and keep all
-      const bool last = first + r == span.stop - 1;
-      const float v = s.v[r * BV + lane] * (Pass::backwards ? scale : 1.f), av = s.av[r * BV + lane];
-      float o = 0.f, apart = 0.f;
+    for (int r = 0; r < SLAB; ++r) {  // rows past the last token write nothing and keep all
+      const float v = s.v[r * BV + lane], av = s.av[r * BV + lane];
+      float o = 0.f;
 #pragma unroll
       for (int c = 0; c < EACH; ++c) {
         const int at = r * BK + c0 + c;
-        const float a = s.a[at] * av, before = Pass::backwards ? S[c] : a * S[c], next = fmaf(s.k[at], v, before);
-        o = fmaf(s.q[at], next, o);
-        if (Pass::apart) apart = fmaf(s.q[at], before, apart);
-        S[c] = Pass::backwards ? a * next : Pass::apart && last ? before : next;
+        S[c] = fmaf(s.k[at], v, s.a[at] * av * S[c]);
+        o = fmaf(s.q[at], S[c], o);
       }
-      s.partial[0][warp][r * BV + lane] = o;
-      if constexpr (Pass::apart) s.partial[1][warp][r * BV + lane] = Pass::backwards && last ? 0.f : apart;
+      s.partial[warp][r * BV + lane] = o;
     }
     __syncthreads();  // the parts stand; the tiles may be overwritten
     for (int at = threadIdx.x; at < SLAB * BV; at += THREADS) {
       const i64 row = first + at / BV, column = v_tile + at % BV;
       if (row >= stop || column >= shape.V) continue;
-      const auto sum = [&](const float (&part)[WARPS][SLAB* BV]) {
-        return (Pass::backwards ? 1.f : scale) * ((part[0][at] + part[1][at]) + (part[2][at] + part[3][at]));
-      };
-      if (args.o.p) args.o.row(b, h, row)[column] = from_float<T>(sum(s.partial[0]));
-      if constexpr (Pass::apart)
-        if (args.apart.p) args.apart.row(b, h, row)[column] = sum(s.partial[1]);
+      const float sum = (s.partial[0][at] + s.partial[1][at]) + (s.partial[2][at] + s.partial[3][at]);
+      args.o.row(b, h, row)[column] = from_float<T>(scale * sum);
     }
   }
   if (args.final && owns)

@@ -30,7 +30,7 @@ from .cards import devices, processes, spread
 from .terminal import bar, say, some_text, status, whole
 from .threads import blas_for
 
-DTYPES = {"cuda": ("float32", "float16", "bfloat16"), "cpu": ("float32", "bfloat16", "int8", "int4")}
+DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
 PROMPT = "It is a truth universally acknowledged, that "
 TURN, TURN_ENDS = "User: {}\n\nAssistant:", "\n\n"  # how the World models were taught to converse
 LINE = {
@@ -71,8 +71,8 @@ def declare(parser):
         "--dtype",
         choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))),
         default="auto",
-        help="of the matrices; float16 on cuda only, int8 and int4 on the cpu only, where all but float32 need Numba. "
-        "auto: the checkpoint's if that has fewer bits than 32, else float32 (default)",
+        help="of the matrices; float16 on cuda only, int4 on the cpu only, where all but float32 need Numba; int8 on "
+        "cuda needs a Hopper card. auto: the checkpoint's if that has fewer bits than 32, else float32 (default)",
     )
     add(
         "--model",

@@ -4,7 +4,7 @@
     linattn-np generate --model small.safetensors --prompt "Emma was"
 
 The loss is in nats a token, before and after, over the first --tokens of the text; linattn-np generate and
-RWKV6.from_file read the file on the CPU as it is, and on CUDA widened.
+RWKV6.from_file read the file on the CPU as it is, on CUDA widened, or int8 as it is where that is asked for.
 """
 
 import os

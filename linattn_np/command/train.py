@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from .. import NotSupported
-from ..distributed import DataParallel, RankLost, connect
+from ..distributed import DataParallel, RankLost, SequenceParallel, connect
 from ..models.devices import check_device
 from ..models.files import same_file
 from ..models.ranks import OneProcess
@@ -27,6 +27,7 @@ DEFAULTS = {
     "cpu": dict(layers=2, width=128, head_size=32, batch=8, context=128, minutes=2, lr=3e-3, dropout=0.0),
     "cuda": dict(layers=4, width=256, head_size=64, batch=64, context=512, minutes=2, lr=2e-3, dropout=0.2),
 }
+SHARES = {"batch": DataParallel, "context": SequenceParallel}
 CHECKPOINT, MODEL = "training.safetensors", "model.safetensors"
 SHOWN = 0.2  # seconds between two states of the progress bar
 
@@ -34,7 +35,7 @@ SHOWN = 0.2  # seconds between two states of the progress bar
 def run(options):
     device, message = device_of(options.device)
     comm = connect(device)
-    ranks = DataParallel(comm) if comm.size > 1 else OneProcess()
+    ranks = SHARES[options.share](comm) if comm.size > 1 else OneProcess()
     if ranks.rank == 0:
         say(f"device {device}{message}" + (f", {ranks.size} ranks" if ranks.size > 1 else ""))
     try:
@@ -82,6 +83,12 @@ def declare(parser):
         "--recompute",
         action="store_true",
         help="on cuda, compute activations again for the gradients: slower, for models beyond the memory",
+    )
+    add(
+        "--share",
+        choices=SHARES,
+        default="batch",
+        help="what several processes share out: the sequences of each step (default), or every sequence's context",
     )
     add(
         "--every",

@@ -12,6 +12,7 @@ from .engine import Alone, Engine, RankLost
 from .mpi import Mpi
 from .nccl import Nccl
 from .operators import gla, linear_attention, retention, rwkv6, simple_gla, vjp
+from .sequence_parallel import SequenceParallel
 from .sockets import Sockets
 from .startup import connect
 from .threads import run_threads
@@ -26,6 +27,7 @@ __all__ = [
     "connect",
     "run_threads",
     "DataParallel",
+    "SequenceParallel",
     "Engine",
     "Alone",
     "Mpi",

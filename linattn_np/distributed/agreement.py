@@ -1,42 +1,78 @@
-"""Before a call does anything, its ranks compare what they mean by it."""
+"""Before a call sends or writes anything, its ranks compare what they mean by it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..errors import ContractError
 
 DIGEST = 16  # bytes
+REMEMBERED = 64  # answers of an engine's ranks
+ANSWERS: WeakKeyDictionary = WeakKeyDictionary()
 
 
 class Disagreement(ContractError):
-    """The ranks do not mean the same call; the message says which rank differs in what. Nothing has run."""
+    """The ranks do not mean the same call; the message says which rank differs in what. Nothing is written."""
 
 
 def agree(comm, name, check):
-    """(what this rank's check() returned, [the tokens of every rank]).
+    """(what this rank's check() returned, [the tokens of every rank]), once all ranks mean the same: see `Question`."""
+    question = Question(comm, name, check)
+    return question.checked, question.answer()
+
+
+class Question:
+    """Asks the others whether they mean the same call. Until they have answered nothing else is sent to them.
 
     `check` returns (anything, its tokens, {what must be the same on all ranks: its value}), or raises ContractError,
     which then ends the call on all ranks. What goes out at first is a digest, 32 bytes.
     """
-    checked, tokens, error = None, 0, None
+
+    def __init__(self, comm, name, check):
+        self.comm, self.name = comm, name
+        self.checked, self.error, self.lengths, tokens = None, None, None, 0
+        try:
+            self.checked, tokens, meaning = check()
+            meaning = {key: str(value) for key, value in meaning.items()}
+        except ContractError as refusal:
+            self.error, meaning = refusal, {"refused": f"{type(refusal).__name__}: {refusal}"}
+        self.text = json.dumps(meaning).encode()
+        digest = hashlib.blake2b(self.text, digest_size=DIGEST).digest()
+        self.header = digest + np.array([tokens, len(self.text)], np.int64).tobytes()
+        self.headers = comm.all_gather(np.frombuffer(self.header, np.uint8).copy())
+        if self.error is not None:
+            self.answer()
+
+    def expected(self):
+        """[The tokens of every rank] as they were when this rank meant the same before, or None."""
+        return answers_of(self.comm).get(self.header)
+
+    def answer(self):
+        """[The tokens of every rank]; raises on all of them where one means another call."""
+        if self.lengths is not None:
+            return self.lengths
+        headers = self.headers()
+        counts = headers[:, DIGEST:].copy().view(np.int64)
+        if self.error is None and (headers[:, :DIGEST] == headers[0, :DIGEST]).all():
+            known, self.lengths = answers_of(self.comm), counts[:, 0].tolist()
+            if len(known) >= REMEMBERED:
+                known.clear()
+            known[self.header] = self.lengths
+            return self.lengths
+        meanings = all_texts(self.comm, self.text, counts[:, 1])
+        raise self.error or Disagreement(f"{self.name}: " + "; ".join(differences(meanings)))
+
+
+def answers_of(comm) -> dict:
+    """{header: the last answer to it} on an engine."""
     try:
-        checked, tokens, meaning = check()
-        meaning = {key: str(value) for key, value in meaning.items()}
-    except ContractError as refusal:
-        error, meaning = refusal, {"refused": f"{type(refusal).__name__}: {refusal}"}
-    text = json.dumps(meaning).encode()
-    digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
-    header = np.frombuffer(digest + np.array([tokens, len(text)], np.int64).tobytes(), np.uint8).copy()
-    headers = comm.all_gather(header)()
-    counts = headers[:, DIGEST:].copy().view(np.int64)
-    if (headers[:, :DIGEST] == headers[0, :DIGEST]).all() and error is None:
-        return checked, counts[:, 0].tolist()
-    meanings = all_texts(comm, text, counts[:, 1])
-    raise error or Disagreement(f"{name}: " + "; ".join(differences(meanings)))
+        return ANSWERS.setdefault(comm, {})
+    except TypeError:  # an engine without hash or weak references
+        return {}
 
 
 def all_texts(comm, text, lengths):

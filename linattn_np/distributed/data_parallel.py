@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from functools import partial
 
 import numpy as np
 
@@ -10,67 +12,78 @@ from ..errors import ContractError
 from .agreement import agree
 from .engine import RankLost
 
-BUCKET = 1 << 22  # numbers of a gradient that travel together: one bucket is added up while the next is under way
+BUCKET = 1 << 22  # numbers that travel together where they are added up here
+BUCKETS = 8  # that may be under way, which bounds the memory
 
 
 class DataParallel:
     """What `Training` asks of its ranks, by an engine: see `linattn_np.models.ranks`.
 
-    Every rank computes the gradient of its rows, and the mean of all of them before each step: in the order of the
-    ranks, so that all have the same bits, and the weights stay the same without ever being sent.
+    Every rank computes the gradient of its rows, and the mean of all of them before each step. Parts of it travel while
+    the backward pass computes the next. All ranks get the same bits, from NumPy in the order of the ranks, so that the
+    weights stay the same without ever being sent.
 
     Example
     -------
     >>> import numpy as np
     >>> from linattn_np import distributed
     >>> def on_a_rank(comm):
-    ...     gradient = np.full(3, comm.rank, np.float32)
-    ...     loss = distributed.DataParallel(comm).average(gradient, np.float32(2 * comm.rank))
-    ...     return gradient.tolist(), float(loss)
+    ...     gradient, ranks = np.full(3, comm.rank, np.float32), distributed.DataParallel(comm)
+    ...     ranks.begin(gradient)
+    ...     ranks.finish()
+    ...     return gradient.tolist()
     >>> distributed.run_threads(on_a_rank, 2)
-    [([0.5, 0.5, 0.5], 1.0), ([0.5, 0.5, 0.5], 1.0)]
+    [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
     """
+
+    cut = None
 
     def __init__(self, comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.under_way = deque()
 
     def agree(self, meaning):
         """Raises `Disagreement` on all ranks where they do not mean the same training."""
-        agree(self.comm, "Training", lambda: (None, 0, meaning))
+        agree(self.comm, "Training", lambda: (None, 0, meaning | {"the ranks": type(self).__name__}))
 
-    def part(self, rows):
-        if len(rows) % self.size:
-            raise ContractError(f"Training: batch is {len(rows)}, expected a multiple of the {self.size} ranks")
-        count = len(rows) // self.size
-        return rows[count * self.rank : count * (self.rank + 1)]
+    def share(self, batch, context):
+        return self.evenly("batch", batch), context
 
-    def average(self, gradient, loss):
-        share = loss.reshape(1) / self.size
-        losses = self.comm.all_gather(share)
-        if isinstance(gradient, np.ndarray) or not hasattr(self.comm, "all_reduce"):
-            self.sum_of_gathered(gradient)
-        else:
-            self.comm.all_reduce(gradient)()
-        gradient *= gradient.dtype.type(1 / self.size)
-        return losses().sum()
+    def evenly(self, name, count):
+        if count % self.size:
+            raise ContractError(f"Training: {name} is {count}, expected a multiple of the {self.size} ranks")
+        return count // self.size
 
-    def sum_of_gathered(self, gradient):
-        buckets = [gradient[start : start + BUCKET] for start in range(0, len(gradient), BUCKET)]
-        under_way = []
-        for bucket in buckets:
-            under_way.append((bucket, self.comm.all_gather(bucket)))
-            if len(under_way) > 1:
-                self.add_up(*under_way.pop(0))
-        for found in under_way:
-            self.add_up(*found)
+    def part(self, tokens):
+        return np.split(tokens, self.size)[self.rank]
 
-    @staticmethod
-    def add_up(bucket, wait):
+    # -- means over all ranks -----------------------------------------------------------------------------------------
+    def begin(self, numbers):
+        if not isinstance(numbers, np.ndarray) and hasattr(self.comm, "all_mean"):
+            self.under_way.append(self.comm.all_mean(numbers))
+            return
+        for start in range(0, len(numbers), BUCKET):
+            bucket = numbers[start : start + BUCKET]
+            self.under_way.append(partial(self.add_up, bucket, self.comm.all_gather(bucket)))
+            if len(self.under_way) > BUCKETS:
+                self.under_way.popleft()()
+
+    def finish(self):
+        while self.under_way:
+            self.under_way.popleft()()
+
+    def add_up(self, bucket, wait):
         first, *others = wait()
         for other in others:
             first += other
+        first *= first.dtype.type(1 / self.size)
         bucket[...] = first
 
+    def launched(self):
+        if hasattr(self.comm, "launched"):
+            self.comm.launched()
+
+    # -- the course of a training -------------------------------------------------------------------------------------
     def clock(self, step, seconds):
         told = self.comm.all_gather(np.array([step, seconds], np.float64))()
         if (told[:, 0] != step).any():

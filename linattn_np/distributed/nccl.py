@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import sys
 import threading
 import time
@@ -10,6 +12,9 @@ import numpy as np
 
 from .engine import LIMIT_S, RankLost
 
+PRIORITY = -5  # the highest: a message's few blocks must not wait until a card that is full of work has none left
+CLOSING_S = 2.0  # how long a communicator's end is waited for
+GRACE_S = 5.0  # after a rank has ended, for what it has sent before
 GREETING = 128  # bytes of NCCL's unique id, by which its ranks find each other
 
 
@@ -20,8 +25,12 @@ class Nccl:
     enqueued on the engine's own stream, which waits for the current one and for which the current one waits when the
     result is used: the host never does.
 
-    NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds the communicator is aborted, and
-    stderr says so: what has been computed from it is worthless, and the engine's next use raises `RankLost`.
+    NCCL itself waits for ever. Where a message has not arrived after `limit_s` seconds, or soon after `host` has seen
+    another rank end, the communicator is aborted, and stderr says so: what has been computed from it is worthless, and
+    the engine's next use raises `RankLost`.
+
+    NCCL gives a communicator back once no CUDA graph is left that holds messages of it. Nobody waits long for that, and
+    a process may end without.
     """
 
     homes = ("host", "cuda")
@@ -35,13 +44,17 @@ class Nccl:
         if communicator is None:
             greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
+        ctypes.pythonapi.Py_IncRef(
+            ctypes.py_object(communicator)
+        )  # its own end would wait for graphs, perhaps for ever
         self.cupy, self.byte = cupy, nccl.NCCL_UINT8
-        self.float32, self.sum = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
+        self.float32, self.average = nccl.NCCL_FLOAT32, nccl.NCCL_AVG
         self.host, self.communicator = host, communicator
         self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
         self.reports = cupy.cuda.Stream(non_blocking=True)  # apart: a message would wait for Python's lock
-        self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s)
+        ended = getattr(host, "ended", lambda: None)
+        self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s, ended)
 
     def all_gather(self, x):
         if isinstance(x, np.ndarray):
@@ -59,10 +72,11 @@ class Nccl:
 
         return wait
 
-    def all_reduce(self, x):
-        """Puts the sum over all ranks of a contiguous float32 array in its place, once what comes back is called."""
+    def all_mean(self, x):
+        """Puts the mean over all ranks of a contiguous float32 array in its place, once what comes back is called."""
+        address = x.data.ptr
         done = self.enqueue(
-            lambda stream: self.communicator.allReduce(x.data.ptr, x.data.ptr, x.size, self.float32, self.sum, stream)
+            lambda stream: self.communicator.allReduce(address, address, x.size, self.float32, self.average, stream)
         )
 
         def wait():
@@ -98,10 +112,18 @@ class Nccl:
         self.meet(peer)
         work(self.stream.ptr)
         done = self.stream.record(self.event())
-        if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch
-            self.reports.wait_event(done)
-            self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
+        if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch: see `launched`
+            self.watch_over(done)
         return done
+
+    def launched(self):
+        """Watches over the messages of a CUDA graph that the current stream has just been given."""
+        self.watch.check()
+        self.watch_over(self.cupy.cuda.get_current_stream().record(self.event()))
+
+    def watch_over(self, done):
+        self.reports.wait_event(done)
+        self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
 
     def meet(self, peer):
         """Processes need not wait for each other before a message is enqueued."""
@@ -109,11 +131,16 @@ class Nccl:
     def abandon(self):
         """Ends what is under way, and the other ranks with it: this one has failed."""
         self.host.abandon()
-        self.close(failed=True)
+        self.close(failed=True).join(CLOSING_S)
 
     def close(self, failed=False):
-        """Gives the communicator back, once its work is done; after a failure at once, whatever is under way."""
+        """Has a thread give the communicator back, once its work is done; after a failure whatever is under way."""
         self.watch.end()
+        closing = threading.Thread(target=self.give_back, args=(failed,), daemon=True)
+        closing.start()
+        return closing
+
+    def give_back(self, failed):
         with self.device:
             if failed:
                 self.communicator.abort()
@@ -157,10 +184,13 @@ def of_one_process(ends, limit_s):
 
 
 class Watch:
-    """Calls `abort` once something that was begun has not arrived in time."""
+    """Calls `abort` once something that was begun has not arrived in time.
 
-    def __init__(self, abort, name, limit_s):
-        self.abort, self.name, self.limit_s = abort, name, limit_s
+    ended : a function that names a rank which has ended, or gives None
+    """
+
+    def __init__(self, abort, name, limit_s, ended=lambda: None):
+        self.abort, self.name, self.limit_s, self.ended_rank = abort, name, limit_s, ended
         self.deadlines, self.lost, self.thread = {}, None, None
         self.count, self.ended = 0, threading.Event()
 
@@ -184,7 +214,10 @@ class Watch:
 
     def look(self):
         while self.lost is None and not self.ended.wait(min(1.0, self.limit_s / 4)):
-            if any(deadline < time.monotonic() for deadline in list(self.deadlines.values())):
-                self.lost = f"{self.name}: waited {self.limit_s:g} s for the other ranks; one has ended or hangs"
+            waited = self.limit_s - min(self.deadlines.copy().values(), default=math.inf) + time.monotonic()
+            ended = self.ended_rank() if waited > GRACE_S else None
+            if ended or waited > self.limit_s:
+                why = ended or f"waited {self.limit_s:g} s for the other ranks; one has ended or hangs"
+                self.lost = f"{self.name}: {why}"
                 print(f"linattn_np.distributed: {self.lost}", file=sys.stderr, flush=True)
                 self.abort()

@@ -60,10 +60,11 @@ class Recurrence:
         factor = factor.repeat(self.problem.groups, axis=1)[..., None]
         return factor if len(gates) < 2 else factor * gates[1][:, :, None]
 
-    def carry(self, state, own, decay):
-        """decay * state + own; a normaliser does not decay, nor does the S beside it."""
+    def carry(self, state, own, gates, tokens):
+        """decay * state + own, after so many tokens; a normaliser does not decay, nor does the S beside it."""
         if state is None:
             return own
+        decay = self.decay(gates, tokens)
         if decay is None:
             return [before + added for before, added in zip(state, own, strict=True)]
         return [decay * state[0] + own[0]]

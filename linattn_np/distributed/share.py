@@ -9,6 +9,7 @@ other direction.
 from __future__ import annotations
 
 from collections import namedtuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -21,15 +22,25 @@ from ..grouped import callers
 from ..layouts import swap_heads
 from ..ops import declaration
 from ..views import callers_sizes
-from .agreement import agree
+from .agreement import Question
 from .cuts import Cut
 from .engine import Engine
+from .graphs import lasting_memory
 from .recurrence import Recurrence, Row, wide
 
+ENGINES: WeakSet[type] = WeakSet()
 Bound = namedtuple("Bound", "problem arrays state mask out bounds")
 COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # said to every call of the operator as it is
 OWN = ("gamma", "feature_map", "normalize")  # some operators' own
 OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
+
+
+def is_engine(comm) -> bool:
+    """Asked of a kind of engine once: it takes a fifth of what a call takes before it is launched."""
+    kind = type(comm)
+    if kind not in ENGINES and isinstance(comm, Engine):
+        ENGINES.add(kind)
+    return kind in ENGINES
 
 
 class Share:
@@ -39,25 +50,30 @@ class Share:
         self.function, self.comm, self.size = function, comm, segment_size
         self.declared, inputs, self.given = declaration(function, "linattn_np.distributed").taken_apart(given)
         self.gradient = gradient
-        if not isinstance(comm, Engine):
+        if not is_engine(comm):
             self.declared.refuse(
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
-        bound, lengths = agree(comm, self.declared.name, lambda: self.check(inputs))
-        self.problem, self.arrays, self.state, self.mask, self.out, bounds = bound
-        self.packed = bounds is not None
-        self.check_lengths(lengths, bounds)
-        self.cut = Cut(lengths, [0, sum(lengths)] if bounds is None else bounds.tolist(), self.reverse, segment_size)
-        self.own = self.cut.of(comm.rank)
+        self.question = Question(comm, self.declared.name, lambda: self.check(inputs))
+        self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.question.checked
+        self.packed = self.bounds is not None
+        self.cut_into(self.question.expected() or self.question.answer())
         self.recurrence = Recurrence(function, self.declared, self.problem)
         self.rows = 1 if self.packed else self.problem.sizes["B"]  # of states for each sequence of the cut
-        self.sequences = len(bounds) - 1 if self.packed else 1
+        self.sequences = len(self.bounds) - 1 if self.packed else 1
         self.common = {name: self.given[name] for name in (*COMPUTED, *OWN) if name in self.given}
         self.common |= {"scale": self.problem.scale, "reverse": self.reverse}
 
     @property
     def reverse(self):
         return self.problem.reverse
+
+    def cut_into(self, lengths):
+        """The segments of ranks with so many tokens each."""
+        self.check_lengths(lengths, self.bounds)
+        bounds = self.bounds.tolist() if self.packed else [0, sum(lengths)]
+        self.lengths, self.cut = lengths, Cut(lengths, bounds, self.reverse, self.size)
+        self.own, self.kept = self.cut.of(self.comm.rank), {}
 
     # -- checks -------------------------------------------------------------------------------------------------------
     def check(self, inputs):
@@ -193,8 +209,7 @@ class Share:
 
         The function that comes back waits for all ranks', and gives a function of (rank, slot) that gives the arrays.
         """
-        message = self.empty((count, row.length))
-        message[...] = 0
+        message = self.empty((count, row.length))  # nobody reads what nothing is put into
         for slot, arrays in mine.items():
             row.put(message[slot], arrays)
         wait = self.comm.all_gather(message)
@@ -211,10 +226,19 @@ class Share:
         summary(segment, piece, start, stop) is what the others are sent of a segment, and ahead(segment) does what can
         be done of a segment's call before the state is there, where it is the last of its sequence.
         """
+        mine = self.summaries(backwards, summary, ahead)
+        if (lengths := self.question.answer()) != self.lengths:  # the others have other parts than last time
+            self.cut_into(lengths)
+            mine = self.summaries(backwards, summary, ahead)
         if not self.cut.crosses:
             return dict
         recurrence = self.recurrence
         row = Row([*recurrence.state_shapes(self.rows), *recurrence.gate_shapes(self.rows)])
+        wait = self.exchange(mine, row, self.cut.slots)
+        return lambda: self.carried(backwards, wait())
+
+    def summaries(self, backwards, summary, ahead):
+        """What the others are sent, {slot: arrays}. It begins before they have said that they mean the same call."""
         mine = {}
         for segment in self.own:
             piece, waited_for = segment.outgoing, segment.incoming
@@ -224,8 +248,7 @@ class Share:
                 ahead(segment)
             if piece is not None:
                 mine[segment.slot] = summary(segment, piece, segment.start + piece.start, segment.start + piece.stop)
-        wait = self.exchange(mine, row, self.cut.slots)
-        return lambda: self.carried(backwards, wait())
+        return mine
 
     def carried(self, backwards, messages):
         """The state that comes into each own segment, added up in the order of the recurrence."""
@@ -245,9 +268,8 @@ class Share:
                 if edge is not None:
                     state = [x[self.place(leaves.sequence)].astype(self.recurrence.dtype) for x in edge]
             parts = messages(segment.rank, segment.slot)
-            decay = self.recurrence.decay(parts[count:], leaves.stop - leaves.start)
             with np.errstate(all="ignore"):
-                state = self.recurrence.carry(state, parts[:count], decay)
+                state = self.recurrence.carry(state, parts[:count], parts[count:], leaves.stop - leaves.start)
         return found
 
     def shared(self, found, backwards):
@@ -282,9 +304,12 @@ class Share:
     # -- forward ------------------------------------------------------------------------------------------------------
     def forward(self):
         """o, or (o, final state), of this rank's tokens."""
+        with lasting_memory(self.problem.home):
+            return self.results()
+
+    def results(self):
         if self.state is not None:
             self.state = self.of_caller(self.state)
-        self.kept = {}
         wait = self.crossing(False, self.summary, self.ahead)
         o = self.out if self.out is not None else self.room() if len(self.own) > 1 else None
         final, self.pulls, came_in = {}, {}, None
@@ -351,8 +376,13 @@ class Share:
     # -- backward -----------------------------------------------------------------------------------------------------
     def pullback(self, do, dht=None):
         """Gradients of this rank's arrays, then those of the whole initial state; see `vjp`."""
+        with lasting_memory(self.problem.home):
+            return self.gradients(do, dht)
+
+    def gradients(self, do, dht):
         op = self.problem.op
-        (do, self.dht), _ = agree(self.comm, op.name, lambda: self.check_gradients(do, dht))
+        self.question = Question(self.comm, op.name, lambda: self.check_gradients(do, dht))
+        do, self.dht = self.question.checked
         wait = self.crossing(
             True, lambda *place: self.gradient_summary(do, *place), lambda segment: self.gradient_ahead(do, segment)
         )
@@ -381,7 +411,7 @@ class Share:
         return *result, self.handed_out(self.shared(initial, True), [part.dtype for part in self.state])
 
     def check_gradients(self, do, dht):
-        """((do, dht) as this module has them, 0, what all ranks must agree on)."""
+        """((do, dht) as this module has them, this rank's tokens, what all ranks must agree on)."""
         problem, op = self.problem, self.problem.op
         sizes = callers_sizes(problem) | {"N": self.rows * self.sequences}
         view = op.logical("do", op.native("do", do)[0], op.out, problem.layout)
@@ -394,7 +424,7 @@ class Share:
                 op.placed_states("dht", parts, sizes, problem.home, problem.state_v_first, problem.groups)
             )
         meaning = {"the pass": "backward", "the dtype of do": do.dtype, "dht": "given" if dht else "not given"}
-        return (do, dht), 0, meaning
+        return (do, dht), self.lengths[self.comm.rank], meaning
 
     def gradient_summary(self, do, segment, piece, start, stop):
         """What a piece makes of the gradient that comes in, then the decays; see `summary`."""

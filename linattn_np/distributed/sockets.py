@@ -6,13 +6,16 @@ import json
 import socket
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from threading import RLock
 
 import numpy as np
 
 from .engine import LIMIT_S, RankLost, as_bytes
 
 RETRY_S = 0.05
+LONG = 1 << 16  # bytes of a message that is received before anyone waits for it
 
 
 class Sockets:
@@ -26,8 +29,8 @@ class Sockets:
 
     def __init__(self, rank, size, address, port, *, limit_s=LIMIT_S):
         self.rank, self.size, self.limit_s = rank, size, limit_s
-        self.peers, self.to_receive = {}, deque()
-        self.sender = ThreadPoolExecutor(1, thread_name_prefix="linattn_np.distributed")
+        self.peers, self.to_receive, self.receiving = {}, deque(), RLock()
+        self.sender, self.receiver = (ThreadPoolExecutor(1, "linattn_np.distributed") for _ in range(2))
         deadline = time.monotonic() + limit_s
         with socket.create_server((address if rank == 0 else "", port if rank == 0 else 0), backlog=size) as server:
             server.settimeout(limit_s)
@@ -71,6 +74,20 @@ class Sockets:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peers[peer] = connection
 
+    def ended(self) -> str | None:
+        """Which other rank has ended, as far as its connection tells without a wait."""
+        for peer, connection in self.peers.items():
+            with connection.dup() as second:
+                second.settimeout(0)
+                try:
+                    if not second.recv(1, socket.MSG_PEEK):
+                        return f"rank {peer} has ended"
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    return f"rank {peer} has ended: {error}"
+        return None
+
     # -- messages -----------------------------------------------------------------------------------------------------
     def all_gather(self, x):
         gathered = np.empty((self.size, *x.shape), x.dtype)
@@ -85,26 +102,45 @@ class Sockets:
             for each in sent:
                 each.result()
 
-        self.to_receive.append(receive)
+        arrived = self.expect(receive)
+        if message.nbytes >= LONG:
+            self.receiver.submit(self.receive_until, arrived)
 
         def wait():
-            while receive in self.to_receive:  # messages come in the order of the calls, whichever is waited for first
-                self.to_receive.popleft()()
+            self.receive_until(arrived)
+            arrived.result()
             return gathered
 
         return wait
+
+    def expect(self, receive) -> Future:
+        """Messages come in the order of the calls, whichever is waited for first."""
+        arrived = Future()
+        self.to_receive.append((receive, arrived))
+        return arrived
+
+    def receive_until(self, arrived):
+        with self.receiving:
+            while not arrived.done():
+                receive, each = self.to_receive.popleft()
+                try:
+                    each.set_result(receive())
+                except Exception as error:
+                    each.set_exception(error)
 
     def send(self, x, to):
         self.sender.submit(self.push, to, as_bytes(x).copy())
 
     def recv(self, x, source):
-        while self.to_receive:
-            self.to_receive.popleft()()
-        self.read(source, as_bytes(x))
+        arrived = self.expect(lambda: self.read(source, as_bytes(x)))
+        self.receive_until(arrived)
+        arrived.result()
 
     def abandon(self):
         """Ends the others' waiting for this rank, which has failed."""
         for connection in self.peers.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # also for a thread of this rank that waits there
             connection.close()
 
     def push(self, peer, message):

@@ -29,7 +29,7 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     meeting = Meeting(size, limit_s)
     ends = [Threads(meeting, rank) for rank in range(size)]
     if device == "cuda":
-        from .nccl import of_one_process
+        from .nccl import CLOSING_S, of_one_process
 
         ends = of_one_process(ends, limit_s)
     results = [None] * size
@@ -47,8 +47,8 @@ def run_threads(function, size, *, device="cpu", limit_s=LIMIT_S):
     for thread in threads:
         thread.join()
     if device == "cuda":
-        for end in ends:
-            end.close(failed=meeting.failure is not None)
+        for closing in [end.close(failed=meeting.failure is not None) for end in ends]:
+            closing.join(CLOSING_S)
     if meeting.failure is not None:
         raise meeting.failure[1]
     return results

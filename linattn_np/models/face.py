@@ -48,6 +48,7 @@ class Layout(Protocol):
 
     size: int
     matrices: int  # where the matrices end
+    parts: list  # (start, stop) of each layer's matrices, one after the other; the whole model's are in the first's
 
     def initial(self, seed: int) -> Any:
         """A float32 vector to start from."""
@@ -69,6 +70,6 @@ class Trainable(Protocol):
     def loss(weights, tokens, products, drop) -> tuple[Any, Callable]:
         """``(mean cross entropy in nats, its pullback)`` of a `Layout.tree`, as `rwkv6.grad.loss` has them.
 
-        On CUDA `products` is a `CudaProducts`, and `drop` a `dropout.Dropout` or None; the keyword `recompute` is given
-        only where a training is told so.
+        On CUDA `products` is a `CudaProducts`, and `drop` a `dropout.Dropout` or None. The keywords `recompute` and
+        `cut` are given only where a training is told so.
         """

@@ -2,29 +2,66 @@
 
 rank, size
 agree(meaning)              raises where the ranks do not mean the same training, {what: value}
-part(rows)                  those of a batch's rows that this rank learns from
-average(gradient, loss)     the mean over all ranks: of the gradient in place, of the loss as what comes back
+share(batch, context)       (sequences, context) of a step that this rank learns from; raises where they do not fit
+part(tokens)                the tokens [sequences, context + 1] of these, of all [batch, context + 1]
+cut                         what a model's loss asks where those are parts of sequences, as `distributed.CutSequences`
+                            has it; else None
+begin(numbers)              begins to put the mean over all ranks in the place of these; they are left alone until then
+finish()                    waits for all that was begun
+launched()                  says that a CUDA graph with such messages has been launched
 clock(step, seconds)        the first rank's seconds, once all ranks are at this step
 from_first(read)            what read() returns on the first rank, arrays by name, on all
 """
 
 from __future__ import annotations
 
+from ..autodiff import vjp
+
 
 class OneProcess:
-    rank, size = 0, 1
+    rank, size, cut = 0, 1, None
 
     def agree(self, meaning):
         pass
 
-    def part(self, rows):
-        return rows
+    def share(self, batch, context):
+        return batch, context
 
-    def average(self, gradient, loss):
-        return loss
+    def part(self, tokens):
+        return tokens
+
+    def begin(self, numbers):
+        pass
+
+    def finish(self):
+        pass
+
+    def launched(self):
+        pass
 
     def clock(self, step, seconds):
         return seconds
 
     def from_first(self, read):
         return read()
+
+
+class WholeSequences:
+    """The `cut` of a loss whose tokens are whole sequences; `distributed.CutSequences` has the same face for parts.
+
+    from_before(last)           of every sequence's last element here [B, ...] that of the rank before, or None
+    from_behind(first)          of the first elements those of the rank behind, or None
+    vjp_of(operator, ...)       `linattn_np.vjp` over all tokens; the gradient of what has none is a share of the whole
+    """
+
+    def from_before(self, last):
+        return None
+
+    def from_behind(self, first):
+        return None
+
+    def vjp_of(self, operator, *arrays, **options):
+        return vjp(operator, *arrays, **options)
+
+
+WHOLE = WholeSequences()

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from .dropout import Dropout, dropout, keep
+from .feed import Feed
 from .products import CudaProducts, HostProducts
 
 CLIP = 1.0  # the gradient's greatest norm
@@ -31,7 +32,9 @@ class HostSteps:
     def __init__(self, layout, loss, rate, seed, ranks):
         self.layout, self.loss, self.products, self.ranks = layout, loss, HostProducts(), ranks
         self.rate, self.seed, self.dtype = rate, seed, self.products.dtype
-        self.weights, self.first, self.second, self.gradient = np.zeros((4, layout.size), np.float32)
+        self.weights, self.first, self.second = np.zeros((3, layout.size), np.float32)
+        self.sums = np.zeros(layout.size + 1, np.float32)  # what the ranks put together: the gradient, then the loss
+        self.gradient = self.sums[:-1]
         self.to = layout.tree(self.gradient)
 
     def load(self, **vectors):
@@ -41,9 +44,7 @@ class HostSteps:
     def __call__(self, tokens, number, rate, kept):
         """The loss before step `number`, counted from 0; `rate` is the learning rate, `kept` the share that weight
         decay leaves of the matrices."""
-        value, pull = self.loss(self.layout.tree(self.weights), tokens, self.products, self.drop(number))
-        pull(self.to)
-        value = self.ranks.average(self.gradient, value)
+        gradient_and_loss(self, self.layout.tree(self.weights), tokens, self.drop(number))
         norm = np.sqrt((self.gradient * self.gradient).sum())
         matrices = self.weights[: self.layout.matrices]
         matrices *= kept
@@ -56,10 +57,10 @@ class HostSteps:
             rate,
             *corrections(number),
         )
-        return value
+        return self.sums[-1]
 
     def value(self, tokens):
-        """The loss without a step, and without dropout."""
+        """The loss of whole sequences without a step, and without dropout."""
         return self.loss(self.layout.tree(self.weights), tokens, self.products, keep)[0]
 
     def drop(self, number):
@@ -68,6 +69,17 @@ class HostSteps:
         own = [self.ranks.rank] if self.ranks.rank else []
         bits = np.random.PCG64(np.random.SeedSequence([self.seed, number, *own]))
         return partial(dropout, np.random.Generator(bits), self.rate)
+
+
+def gradient_and_loss(steps, weights, tokens, drop):
+    """Fills the `sums` of steps with the means over all ranks: those of a layer travel while the next are computed."""
+    layout, ranks, sums = steps.layout, steps.ranks, steps.sums
+    how = {} if ranks.cut is None else {"cut": ranks.cut}
+    value, pull = steps.loss(weights, tokens, steps.products, drop, **how)
+    sums[-1] = value
+    pull(steps.to, lambda layer: ranks.begin(sums[slice(*layout.parts[layer])]))
+    ranks.begin(sums[layout.matrices :])
+    ranks.finish()
 
 
 def adam(weights, gradient, first, second, clip, rate, correction, correction_of_second):
@@ -84,9 +96,7 @@ def corrections(number):
 
 
 class CudaSteps:
-    """On the current CUDA device: a CUDA graph as soon as `STEPS_BEFORE_GRAPH` steps were made.
-
-    Of several ranks it ends with the gradient, whose mean and update follow.
+    """On the current CUDA device: a CUDA graph, messages included, as soon as `STEPS_BEFORE_GRAPH` steps were made.
 
     ranks : as in `HostSteps`
     batch, length : of the tokens of a step, one more a sequence than it predicts
@@ -100,12 +110,13 @@ class CudaSteps:
         self.seed = int(np.random.SeedSequence([seed, ranks.rank]).generate_state(1)[0]) if ranks.rank else seed
         self.products = CudaProducts(dtype)
         self.dtype, self.device = self.products.dtype, self.products.device
-        self.weights, self.first, self.second, self.gradient = cupy.zeros((4, layout.size), np.float32)
+        self.weights, self.first, self.second = cupy.zeros((3, layout.size), np.float32)
+        self.sums = cupy.zeros(layout.size + 1, np.float32)  # as in `HostSteps`
+        self.gradient = self.sums[:-1]
         self.to = layout.tree(self.gradient)
         self.rounded = None if self.dtype == np.float32 else cupy.zeros(layout.matrices, self.dtype)
-        self.tokens, self.latest = cupy.zeros((batch, length), np.int64), cupy.zeros((), np.float32)
-        self.schedule, self.seeds = cupy.zeros(4, np.float32), cupy.zeros(2, np.int64)
-        self.drop = Dropout(self.seeds, rate) if rate else None
+        self.feed = Feed(batch, length)
+        self.drop = Dropout(self.feed.seeds, rate) if rate else None
         # What the graph's launches read and write stands in a pool that nobody else takes memory from.
         self.stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self.graph, self.scratch, self.steps = None, [], 0
@@ -117,11 +128,8 @@ class CudaSteps:
             self.rounded[...] = self.weights[: self.layout.matrices]
 
     def __call__(self, tokens, number, rate, kept):
-        """As `HostSteps` has it; nothing waits for the device."""
-        asarray = self.cupy.asarray
-        self.tokens[...] = asarray(tokens)
-        self.schedule[...] = asarray(np.array([rate, kept, *corrections(number)], np.float32))
-        self.seeds[...] = asarray(np.array([self.seed, number]))
+        """As `HostSteps` has it; the host is a few steps ahead of the device at most."""
+        self.feed(tokens, [self.seed, number], [rate, kept, *corrections(number)])
         with self.queue():
             if self.graph is None and self.steps >= STEPS_BEFORE_GRAPH:
                 self.capture()
@@ -129,11 +137,9 @@ class CudaSteps:
                 self.run()
             else:
                 self.graph.launch()
-            if self.ranks.size > 1:
-                self.latest[...] = self.ranks.average(self.gradient, self.latest)
-                self.optimise()
+                self.ranks.launched()
         self.steps += 1
-        return self.latest.copy()
+        return self.sums[-1].copy()
 
     def value(self, tokens):
         return self.loss(self.tree(), self.cupy.asarray(tokens), self.products, None)[0]
@@ -165,11 +171,8 @@ class CudaSteps:
 
     def run(self):
         with self.cupy.cuda.using_allocator(self.pool.malloc):
-            value, pull = self.loss(self.tree(), self.tokens, self.products, self.drop)
-            pull(self.to)
-            self.latest[...] = value
-            if self.ranks.size == 1:
-                self.optimise()
+            gradient_and_loss(self, self.tree(), self.feed.tokens, self.drop)
+            self.optimise()
 
     def optimise(self):
         from ..backends.cupy import training as kernels
@@ -187,7 +190,7 @@ class CudaSteps:
             second=self.second,
             copy=self.rounded,
             squares=parts,
-            schedule=self.schedule,
+            schedule=self.feed.schedule,
             count=self.layout.size,
             matrices=self.layout.matrices,
             P=blocks,

@@ -94,7 +94,8 @@ class Training:
         On CUDA, whether a layer's activations are computed again for its gradients: a quarter less speed for two fifths
         of the memory.
     ranks : as `ranks.OneProcess`
-        Who learns from a part of each batch: `linattn_np.distributed.DataParallel` for several processes.
+        Who learns from a part of each batch: of several processes `linattn_np.distributed.DataParallel`, or
+        `SequenceParallel` for contexts that are cut.
 
     Raises
     ------
@@ -132,7 +133,7 @@ class Training:
                 "dtype": dtype,
             }
         )
-        rows = len(self.ranks.part(range(settings.batch)))  # refuses a batch that cannot be shared out
+        rows, context = self.ranks.share(settings.batch, settings.context)
         self.settings, self.device = settings, device
         self.layout = kind.trainable(settings.layers, settings.width, settings.head_size)
         self.text = Text(text, settings)
@@ -142,7 +143,7 @@ class Training:
         what = self.layout, loss, settings.dropout, settings.seed, self.ranks
         self.steps: HostSteps | CudaSteps
         if device == "cuda":
-            self.steps = CudaSteps(*what, rows, settings.context + 1, dtype)
+            self.steps = CudaSteps(*what, rows, context + 1, dtype)
         else:
             self.steps = HostSteps(*what)
         self.step_number, self.seconds, self.latest = 0, 0.0, None

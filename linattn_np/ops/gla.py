@@ -96,7 +96,7 @@ def gla(
         of x nats and a decay below -20 within the same 8 tokens let e^(x - 20) of the tokens before them pass.
     gv : [B, H, T, V], optional
         The same for the value channels, with the heads of v: what g is to the keys. With it there is no `materialize`
-        and of the modes "recurrent" and, on the host, "chunk"; a GPU goes token by token, without tensor cores.
+        and of the modes "recurrent" and "chunk".
     scale : float, optional
         ``K ** -0.5`` by default; finite in the dtype that is computed in.
     initial_state : [N, H, K, V], optional

@@ -129,6 +129,9 @@ class EmulatedDevice:
         assert not together
         return partial(self.launch, kernel, blocks, args, smem)
 
+    def captured(self, launches):
+        return lambda _: [launch(None) for launch in launches]
+
     def product(self, w, x, y, add):
         def multiply():
             found = x.astype(np.float32) @ w.astype(np.float32).swapaxes(1, 2)

@@ -31,7 +31,7 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 2, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 8, MAX_TOGETHER = 2048, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
 constexpr size_t STACK = 128 * 1024 + 256;  // a power of two would put all stacks into one set of the cache
 constexpr size_t MAX_SHARED = 227 * 1024, GUARD = 1024;
 constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type
@@ -136,9 +136,9 @@ struct Thread {
   int copies_count, groups_count;
 };
 
-static Thread threads[MAX_THREADS];  // of a cluster, block by block
-static Copy copies[MAX_THREADS][MAX_COPIES];  // cp.async: started, not yet waited for
-static Products products[MAX_THREADS / WARP];
+static Thread threads[MAX_TOGETHER];  // of a cluster, block by block
+static Copy copies[MAX_TOGETHER][MAX_COPIES];  // cp.async: started, not yet waited for
+static Products products[MAX_TOGETHER / WARP];
 static Thread* current;
 static int waiting_count;  // threads that are Waiting
 static Context scheduler;
@@ -147,6 +147,7 @@ static size_t shared_bytes;
 alignas(1024) static unsigned char shared_storage[MAX_CLUSTER][GUARD + MAX_SHARED + GUARD];
 static unsigned char* shared_memory;  // of the block that runs
 static int cluster, rank;  // blocks of a cluster, and which of them runs
+static int votes[MAX_CLUSTER];
 
 static void report(const char* format, ...) {
   const int length = snprintf(message, sizeof message, "block %u: ", blockIdx.x);
@@ -352,6 +353,7 @@ static void run_cluster(unsigned char* stacks, void (*entry)()) {
   const int count = blockDim.x;
   memset(named_barriers, 0, sizeof named_barriers);
   cluster_barrier = {};
+  memset(votes, 0, sizeof votes);
   for (int i = 0; i < cluster * count / WARP; ++i) products[i].count = products[i].groups = 0;
   waiting_count = 0;
   for (int i = 0; i < cluster * count; ++i) {
@@ -393,8 +395,9 @@ template <class Args> const char* launch(void (*kernel)(Args), const void* args,
   message[0] = 0;
   blockIdx = {0, 0, 0};
   if (size != sizeof(Args)) report("args have %zu bytes, the kernel's struct has %zu", size, sizeof(Args));
-  if (count < WARP || count * together > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
-  if (together > MAX_CLUSTER || blocks % together) report("%lld blocks in clusters of %d", blocks, together);
+  if (count < WARP || count > MAX_THREADS || count % WARP) report("%d threads, not 32, 64, ... 1024", count);
+  if (together > MAX_CLUSTER || count * together > MAX_TOGETHER || blocks % together)
+    report("%lld blocks in clusters of %d", blocks, together);
   if (shared > MAX_SHARED) report("%zu bytes of shared memory, more than %zu", shared, MAX_SHARED);
   if (message[0]) return message;
 
@@ -443,6 +446,16 @@ template <class T> T shuffle(const char* call, unsigned mask, T value, int sourc
 
 inline void __syncthreads(emulator::Where where = emulator::here()) {
   emulator::wait(emulator::State::AtBarrier, "__syncthreads", where);
+}
+inline int __syncthreads_or(int some, emulator::Where where = emulator::here()) {
+  int& any = emulator::votes[emulator::rank];
+  any |= some != 0;
+  emulator::wait(emulator::State::AtBarrier, "__syncthreads_or", where);
+  some = any;
+  emulator::wait(emulator::State::AtBarrier, "__syncthreads_or", where);  // all have read it
+  any = 0;
+  emulator::wait(emulator::State::AtBarrier, "__syncthreads_or", where);  // before the next vote
+  return some;
 }
 inline void __syncwarp(emulator::Where where = emulator::here()) {
   emulator::collective("__syncwarp", where, nullptr, nullptr);

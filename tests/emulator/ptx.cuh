@@ -7,6 +7,7 @@ typedef long long i64;
 
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
+typedef signed char i8;
 struct tf32 {};
 
 // ---- conversions ------------------------------------------------------------------------------------------
@@ -46,6 +47,10 @@ inline u32 to_tf32(float x) {
 
 template <typename T> u32 pack(float low, float high) {
   return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
+}
+
+template <int PAIR> u32 bf16_of_i8(u32 four) {
+  return pack<bf16>(float(i8(four >> 16 * PAIR)), float(i8(four >> (16 * PAIR + 8))));
 }
 
 inline u32 larger(u32 a, u32 b) {
@@ -330,6 +335,15 @@ inline void copy_to_peer(const void* from, u32 bytes, Barrier& b, emulator::Wher
                  where.file, where.line);
   memcpy(const_cast<void*>(emulator::at_peer(from)), from, bytes);
   arrive_at_peer(b, where);
+}
+
+inline float4 load4_of_block(const float* p, u32 rank, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(int(rank) < emulator::cluster, "load4_of_block %u of %d (%s:%d)", rank, emulator::cluster, where.file,
+                 where.line);
+  EMULATOR_CHECK(emulator::in_shared(p, 16), "load4_of_block of a place not aligned or not in shared memory (%s:%d)",
+                 where.file, where.line);
+  const u64 offset = reinterpret_cast<u64>(p) - reinterpret_cast<u64>(emulator::shared_storage[emulator::rank]);
+  return *reinterpret_cast<const float4*>(emulator::shared_storage[rank] + offset);
 }
 
 inline void cluster_sync(emulator::Where where = emulator::here()) {

@@ -16,8 +16,7 @@
 //           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
-#include "gated/sm90/states.cuh"
-#include "backward_tokens.cuh"
+#include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -52,11 +51,13 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
+  u64 growth[2];                // whether gates of the chunk grow, a byte of every warp; likewise
   Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float FORGOTTEN = 0x1p-20f;  // a decay over a chunk, about what rounding leaves of the sums
+constexpr float TOO_LARGE = 0x1p29f;   // for values of size 1 beside it to be normal numbers of float16
 
 // Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
 // token, lie in different banks.
@@ -80,9 +81,21 @@ __device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, in
   return *reinterpret_cast<float (*)[CHUNK][32]>(place);
 }
 
+// The largest magnitude of all of C, from every warp's share.
+template <int WARPS>
+__device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
+  float x = shares[0];
+  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
+  return x;
+}
+
+// Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range.
+template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
+  return s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE;
+}
+
 // Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
-template <class F>
-__device__ __forceinline__ void each_chunk(int tokens, F f) {
+template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
   int iteration = 0;
 #pragma unroll 1
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
@@ -213,6 +226,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
   const auto scores = [&](Stage<T, G, BK, BV>& in, int iteration) {  // A; each warp as much as the others
+    if (goes_by_token<T>(s, iteration)) {                            // nobody reads them
+      barrier_arrive(s.within);
+      barrier_arrive(s.scores);
+      return;
+    }
     const int g = lane >> 2, t = lane & 3;
     const bool sixteen = warp % 2 == 0;
     const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
@@ -298,13 +316,6 @@ template <bool POSSIBLY, int N> __device__ __forceinline__ void multiply_unless_
     for (int i = 0; i < N; ++i) C[i] *= by;
 }
 
-// The largest magnitude of all of C, from every warp's share.
-template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
-  float x = shares[0];
-  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
-  return x;
-}
-
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
@@ -312,7 +323,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
-  const float scale = float(args.scale);
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
 
@@ -348,9 +359,20 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares of the largest value stand
+    reinterpret_cast<bool*>(&s.growth[iteration & 1])[warp] = __any_sync(0xffffffffu, any_grows<T>(gates));
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; all shares of largest and growth stand
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
+    if (goes_by_token<T>(s, iteration)) {
+      barrier_arrive(s.operands);
+      grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
+                                         in.weight, in.v, in.do_, in.dA, u, scale, FORGOTTEN, CONSUMERS_BARRIER);
+      barrier_wait(s.within, iteration & 1);  // as after any chunk
+      barrier_wait(s.scores, iteration & 1);
+      fence_async();
+      barrier_arrive(s.done[iteration % STAGES]);
+      return;
+    }
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
@@ -512,6 +534,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
     s.place = place_of(args.shape, blockIdx.x);
+    s.growth[0] = s.growth[1] = 0;
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 128);
       barrier_init(s.pairs[stage], 128);

@@ -18,8 +18,7 @@
 //           state: states.cuh
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    sm_90a; bfloat16, float16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
-#include "gated/sm90/states.cuh"
-#include "backward_tokens.cuh"
+#include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, dq, weight;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -45,6 +44,7 @@ constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
+  bool growth[STAGES][3];  // whether a gate of a chunk grows, of the share that each token warp has looked at
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
@@ -103,6 +103,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
       }
     }
     put_read_tile<3, T, BV>(in.read, in.do_, block, lane);
+    s.growth[iteration % STAGES][block] = any_grows<T, 3>(in.g, block, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   }
@@ -209,7 +210,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
-  const float scale = float(args.scale);
+  const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
 
@@ -219,69 +220,85 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int h = 0; h < 2; ++h)
       if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
 
-#pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K) {
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+  const auto keep = [&](int next) {
+    if (next % KEPT || next >= tokens) return;
+    float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
+#pragma unroll
+    for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
+  };
+  int iteration = 0;
+  const auto comes = [&] {  // whether there is a chunk, which then stands, in which nothing grows
+    if (iteration * CHUNK >= tokens) return false;
     const u32 phase = iteration / STAGES & 1;
     barrier_wait(s.full[iteration % STAGES], phase);   // the tokens are there
     barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
-    Values from_state;
-    u32 columns[BV / 8 / SUBCHUNKS][4];
-    const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
+    const bool (&growth)[3] = s.growth[iteration % STAGES];
+    return !__any_sync(0xffffffffu, growth[0] | growth[1] | growth[2]);
+  };
+#pragma unroll 1
+  for (;; ++iteration, sums += K) {
+#pragma unroll 1
+    for (; comes(); ++iteration, sums += K) {
+      Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+      Values from_state;
+      u32 columns[BV / 8 / SUBCHUNKS][4];
+      const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
 
-    Operand queries, keys;
-    Chunk far;
-    Gradients found;
-    SubChunkDecays decays;
-    QueryScale range;
-    const auto g_panels = own_panels(in.g, warpgroup);
-    T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
-    const PairReader dA(in.dA);
-    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
-    wgmma_wait<0>();
-    wgmma_keep(from_state);
-    meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
-                           offset);
+      Operand queries, keys;
+      Chunk far;
+      Gradients found;
+      SubChunkDecays decays;
+      QueryScale range;
+      const auto g_panels = own_panels(in.g, warpgroup);
+      T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
+      const PairReader dA(in.dA);
+      meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
+      wgmma_wait<0>();
+      wgmma_keep(from_state);
+      meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
+                             offset);
 
-    decay_state<BV>(S, decays);
-    wgmma_fence();
-    start_write<T, BV>(S, keys, in.v);
-    wgmma_commit();
+      decay_state<BV>(S, decays);
+      wgmma_fence();
+      start_write<T, BV>(S, keys, in.v);
+      wgmma_commit();
 
-    each_pair([&](int n, int h) {
-      const float2 query = unpack<T>(pair_of(queries, n, h));
-      const float by = scale * decays.before(n, h);
+      each_pair([&](int n, int h) {
+        const float2 query = unpack<T>(pair_of(queries, n, h));
+        const float by = scale * decays.before(n, h);
 #pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        const int i = 2 * h + p;
-        const float x = from_state[4 * n + i], q = range.down[h] * (p ? query.y : query.x);
-        found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
-        found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
-      }
-    });
-    float sum[2];
-    sum_tokens<true, !ReadOrder::reads_before_write>(found.weight, sum);
-    if (ReadOrder::reads_before_write)
+        for (int p = 0; p < 2; ++p) {
+          const int i = 2 * h + p;
+          const float x = from_state[4 * n + i], q = range.down[h] * (p ? query.y : query.x);
+          found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
+          found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
+        }
+      });
+      float sum[2];
+      sum_tokens<true, !ReadOrder::reads_before_write>(found.weight, sum);
+      if (ReadOrder::reads_before_write)
 #pragma unroll
-      for (int n = 0; n < SUBCHUNKS; ++n)
+        for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
-    __syncwarp();  // all lanes have read the warp's channels of q and g
-    store_chunk_values(&q_panel, found.dq, offset);
-    store_chunk_values(g_panels, found.weight, offset);
+          for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
+      __syncwarp();  // all lanes have read the warp's channels of q and g
+      store_chunk_values(&q_panel, found.dq, offset);
+      store_chunk_values(g_panels, found.weight, offset);
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (t == 0 && inside[h]) sums[8 * h] = sum[h];
-    wgmma_wait<0>();
-    wgmma_keep(S);
+      for (int h = 0; h < 2; ++h)
+        if (t == 0 && inside[h]) sums[8 * h] = sum[h];
+      wgmma_wait<0>();
+      wgmma_keep(S);
+      fence_async();
+      barrier_arrive(s.done[iteration % STAGES]);
+      keep((iteration + 1) * CHUNK);
+    }
+    if (iteration * CHUNK >= tokens) break;
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    grow_queries<ReadOrder, T, G, BK, BV>(S, du, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
-    const int next = (iteration + 1) * CHUNK;
-    if (next % KEPT == 0 && next < tokens) {
-      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
-#pragma unroll
-      for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
-    }
+    keep((iteration + 1) * CHUNK);
   }
 
   float end[2] = {};

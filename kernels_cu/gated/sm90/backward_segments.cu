@@ -13,8 +13,7 @@
 // numerics  as the sweeps
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    as the sweeps
-#include "gated/sm90/states.cuh"
-#include "backward_tokens.cuh"
+#include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -24,7 +23,8 @@ template <typename T, typename G> struct Args {
   float *states, *decays;
   Shape shape;
   double scale;
-  i64 P;  // segments a sequence
+  i64 P;      // segments a sequence
+  i64 first;  // direction: 1 where the states are known
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -73,16 +73,23 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     Chunk far;
     SubChunkDecays decays;
     gates.load(own_panels(in.g, warpgroup), offset);
-    load_operand(x, in.x[warpgroup], offset);
     decays_of(decays, gates);
+    for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     Across nowhere;
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
-    if (BACKWARDS) {
+    if (__any_sync(0xffffffffu, any_grows<T>(gates))) {  // then nothing is left to do
+      if (BACKWARDS)
+        grow_backwards<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), own_channel(), [](int) {});
+      else grow_forwards<T, G, BV>(S, in.x, in.g, in.y, own_channel());
+      each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
+    } else if (BACKWARDS) {
+      load_operand(x, in.x[warpgroup], offset);
       decays_from_start(far, gates, counts);
       range = scale_of_queries<ReadOrder, T>(far);
       const float scale = float(args.scale);
       decay_queries<false, T>(nowhere, x, x, far, decays, {scale * range.up[0], scale * range.up[1]});
     } else {
+      load_operand(x, in.x[warpgroup], offset);
       decays_to_end(far, gates, counts);
       decay_keys<false, T>(nowhere, x, x, far, decays);
     }
@@ -90,7 +97,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
     wgmma_commit();
-    for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     wgmma_wait<0>();
     wgmma_keep(S);
     if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, range);
@@ -116,7 +122,7 @@ __global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
   __syncthreads();  // the barriers stand
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
-  if (is_last(at, args.P, backwards)) return;
+  if (backwards < args.first || is_last(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
   else if (backwards) consume<ReadOrder, true>(s, args, at);
   else consume<ReadOrder, false>(s, args, at);

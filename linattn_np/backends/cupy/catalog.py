@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,12 +11,13 @@ from ...arrays import BFLOAT16
 from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from .kernel import CTYPES, DOUBLE, HALF
+from .kernel import CTYPES, DOUBLE, HALF, INT8, SPELLED
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
 GATES = [(T, T) for T in CTYPES] + [(T, SINGLE) for T in HALF]  # a gate is like q, or float32
 WIDTHS = tuple(product(gated.TILES, gated.TILES))
+LEAST_SHARED, MOST_SHARED = 99 * 1024, 227 * 1024  # bytes that a block may have, by card
 
 
 def kernels():
@@ -36,6 +38,13 @@ def kernels():
         softmax.COLUMNS,
     ):
         yield cls(T, D)
+    for cls in (
+        softmax.PlainSoftmaxForward,
+        softmax.PlainSoftmaxBackwardQueries,
+        softmax.PlainSoftmaxBackwardKeys,
+    ):
+        for T in SPELLED:
+            yield cls(T)
     yield from of_models()
     yield from of_training()
 
@@ -43,12 +52,13 @@ def kernels():
 def on_every_card():
     for (T, G), (K, V) in product(GATES, WIDTHS):
         for products in (1, 3) if T == SINGLE else (1,):
-            instance = T, G, products, K, V, 227 * 1024
+            instance = T, G, products, K, V
             for order in READ_ORDERS:
-                yield gated.GatedForward.fitting(order, gated.SINGLE_PASS, *instance)
+                yield gated.GatedForward.fitting(order, gated.SINGLE_PASS, *instance, MOST_SHARED)
                 if K == gated.TILES[-1]:
-                    yield gated.GatedForward.fitting(order, gated.SPLIT_CHANNELS, *instance)
-            yield gated.GatedForward.fitting("AfterWrite", gated.SEGMENT_STATE, *instance)
+                    split = partial(gated.GatedForward.fitting, order, gated.SPLIT_CHANNELS, *instance)
+                    yield from dict.fromkeys(map(split, (MOST_SHARED, LEAST_SHARED)))
+            yield gated.GatedForward.fitting("AfterWrite", gated.SEGMENT_STATE, *instance, MOST_SHARED)
     for (T, G), order in product(GATES, READ_ORDERS):
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
@@ -107,9 +117,19 @@ def scalar_decays():
 
 def value_gates():
     for T, G in GATES:
-        yield value_gate.ValueGateGradient(T, G)
-        for direction, K in product(("Forwards", "ForwardsApart", "Backwards"), gated.CHANNELS):
-            yield value_gate.ValueGate(direction, T, G, K)
+        for products in (1, 3) if T == SINGLE else (1,):
+            for K, V in WIDTHS:
+                yield value_gate.ValueGateForward(gated.SINGLE_PASS, T, G, products, K, V)
+                yield value_gate.ValueGateForward(gated.SEGMENT_STATE, T, G, products, K, V)
+                if T == BFLOAT16 or K == gated.TILES[-1]:
+                    yield value_gate.ValueGateForward(gated.SPLIT_CHANNELS, T, G, products, K, V)
+            yield value_gate.ValueGateBackwardScores(T, G, products)
+            for columns in ("Gated", "GatedTurned"):
+                yield gated.GatedBackwardChannels("AfterWrite", T, G, products, columns)
+            if T == G:
+                yield value_gate.ValueGateBackwardStates(T, products)
+        for size in gated.CHANNELS:
+            yield value_gate.ValueGateRecurrent(T, G, size)
 
 
 def element_by_element():
@@ -126,6 +146,15 @@ def element_by_element():
 def in_float64():
     for cls, order, columns in product((float64.Forwards, float64.Backwards), READ_ORDERS, float64.COLUMNS):
         yield cls(order, columns)
+    for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], SPELLED):
+        if DOUBLE in (T, S):
+            yield step.Float64Step(order, T, G, S)
+    yield stages.ChunkCumsum(DOUBLE)
+    for order in READ_ORDERS:
+        yield stages.GatedQk(order, DOUBLE)
+        yield stages.Float64IntraChunk(order)
+    yield stages.Float64InterChunk()
+    yield stages.Float64Combine()
     for phi in passes.FEATURE_MAPS.values():
         yield passes.FeatureMap(phi, DOUBLE, DOUBLE)
         if phi != "Identity":
@@ -144,16 +173,26 @@ def of_models():
             yield rwkv6.GatedNorm(T, width)
         for threads in rwkv6.Matvec.THREADS:
             yield rwkv6.Matvec(T, threads)
-        for depth, paired in product(rwkv6.DecodeStep.STAGES, (True, False)):
-            yield rwkv6.DecodeStep(T, depth, paired)
         yield rwkv6.DataMix.of_prompt(T)
         for X in dict.fromkeys((T, SINGLE)):
             yield rwkv6.DataMix.of_step(T, X)
-            yield rwkv6.TimeMixStep(T, X)
+            for S in CTYPES:
+                yield rwkv6.TimeMixStep(T, X, S)
+                yield rwkv6.TimeMixBatch(T, X, S)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
+    for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
+        yield rwkv6.DecodeStep(T, S, depth, paired)
+    skinny = rwkv6.SkinnyProduct
+    for split, depth in product(skinny.SPLITS, skinny.STAGES_OF):
+        for by_inputs in (False, True):
+            yield skinny(BFLOAT16, skinny.EXACT, 3, split, depth, by_inputs)
+            for T, width in product(HALF, skinny.WIDTHS):
+                yield skinny(T, width, 1, split, depth, by_inputs)
+    yield rwkv6.Widen(BFLOAT16, False)
+    yield rwkv6.Widen(BFLOAT16, True)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
 

@@ -132,6 +132,18 @@ class CupyDevice:
         if blocks:  # CuPy would launch one for 0
             self.prepared(kernel, blocks, args, smem)()
 
+    def captured(self, launches):
+        """A function that enqueues all of these, which have run before, as one CUDA graph."""
+        import cupy
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            for launch in launches:
+                launch(None)
+            graph = stream.end_capture()
+        return lambda _: graph.launch()
+
     def product(self, w, x, y, add: bool):
         """A function that enqueues y = x w^T, or adds it to y, as `plan.Product` describes it."""
         from .blas import handle

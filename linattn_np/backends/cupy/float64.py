@@ -15,11 +15,11 @@ from .arguments import integers, pointers, reals, rows, shape
 from .elementwise import BonusGradient, FeatureMap
 from .instances import read_order
 from .kernel import DOUBLE, Kernel
-from .plan import Draft, ceil_div, is_contiguous
+from .plan import Draft, ceil_div
 
 COLUMNS = (64, 256, 512)  # of a state's row, in the registers of a warp
 CHUNK = 64  # tokens between the states that are kept for a gradient, all of which one chunk keeps in turn
-MODES = ("auto", "recurrent")
+MODES = ("auto", "recurrent", "chunk")  # all of them token by token
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.mode not in MODES or problem.materialize:
         return f"no mode {problem.mode!r} in float64, which goes token by token; it has {', '.join(map(repr, MODES))}"
+    return too_large(problem)
+
+
+def too_large(problem) -> str | None:
     for axis in "KV":
         if problem.sizes[axis] > COLUMNS[-1]:
             return f"{axis}={problem.sizes[axis]} is over {COLUMNS[-1]} in float64"
@@ -72,12 +76,9 @@ def unsupported(problem) -> str | None:
 
 def plan(problem, device):
     draft = Draft()
-    o = draft.output(problem)
-    final = draft.empty(problem.shape("N H K V"), DOUBLE) if problem.output_final_state else None
-    sides, initial = Sides(draft, problem), plain(draft, *initial_of(problem))
-    sides.forwards(True, z=sides.q, result=o, initial=initial, final=final)
-    final = None if final is None else (draft.cast(final, problem.state_dtype),)
-    return draft.plan((draft.give_back(problem, o), final), mode="recurrent")
+    o, final, sides = draft.output(problem), draft.final(problem), Sides(draft, problem)
+    sides.forwards(True, z=sides.q, result=o, initial=draft.initial(problem), final=final)
+    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode="recurrent")
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
@@ -86,8 +87,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     draft = Draft()
     sides = Sides(draft, problem)
     do = draft.in_rows(draft.cast(do, DOUBLE, "do: in the dtype of the inputs"), "do")
-    initial = plain(draft, *initial_of(problem))
-    dht = plain(draft, dht and dht[0], "dht")
+    initial, dht = draft.initial(problem), draft.plain(dht and dht[0], "dht", DOUBLE)
     dq, dk, dv = (draft.like(x) for x in (sides.q, sides.k, sides.v))
     dg, dgv = (gate and draft.empty(x.shape, DOUBLE) for gate, x in ((sides.g, dq), (sides.gv, dv)))
     dh0 = None if initial is None else draft.empty(initial.shape, DOUBLE)
@@ -104,17 +104,6 @@ def plan_vjp(problem, device, do, dht, saved=()):
     return draft.plan((tuple(found), None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)))
 
 
-def initial_of(problem):
-    return problem.initial_state and problem.initial_state[0], "initial_state"
-
-
-def plain(draft, x, name):
-    """`x` as contiguous float64."""
-    if x is None or x.dtype == DOUBLE and is_contiguous(x):
-        return x
-    return draft.contiguous(x, DOUBLE, f"{name}: the kernels read it as contiguous float64")
-
-
 class Sides:
     """The state's rows and columns: its channels and values, or, turned over, its values and channels."""
 
@@ -123,8 +112,7 @@ class Sides:
         self.q, self.k, self.v, *gates = draft.inputs(problem)
         self.g, self.gv = (*gates, None)[:2]
         self.a, self.b = (self.decays(gate) for gate in (self.g, self.gv))
-        u = problem.arrays.get("u")
-        self.u = plain(draft, u, "u")
+        self.u = draft.bonus(problem)
 
     def decays(self, gate):
         """exp of a gate; 1 where there is none."""

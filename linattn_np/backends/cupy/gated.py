@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ...contract import CHUNK, SUB_CHUNK
-from . import float64, gated_vjp, stages, tuning
+from ...contract import SUB_CHUNK
+from . import float64, gated_vjp, pieces, stages, tuning
 from .instances import (
     CHANNELS,
     CLUSTER_SPLIT_K,
@@ -26,7 +26,6 @@ from .instances import (
     read_order,
 )
 from .kernel import CTYPES, DOUBLE
-from .pieces import cut, forward_gains, narrow, widened
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
 
 MODES = ("auto", "recurrent", "chunk", "staged")
@@ -35,7 +34,9 @@ MODES = ("auto", "recurrent", "chunk", "staged")
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype == DOUBLE:
-        return float64.unsupported(problem)
+        if mode_of(problem) != "staged":
+            return float64.unsupported(problem)
+        return float64.too_large(problem) if problem.gradient else None
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
@@ -65,32 +66,34 @@ plan_summary_vjp = gated_vjp.plan_summary_vjp
 
 def plan(problem, device, kept=()):
     """`kept`: what `plan_summary` of the same tokens has left."""
-    if problem.dtype == DOUBLE:
-        return float64.plan(problem, device)
-    draft, mode = Draft(), mode_of(problem)
-    by_hopper = mode == "chunk" and on_hopper(problem, device)
-    if mode == "chunk" and not by_hopper and forward_gains(problem):
+    if problem.dtype != DOUBLE and mode_of(problem) == "chunk" and pieces.forward_gains(problem):
         return plan_wider(problem, device)
+    draft, mode, saved = Draft(), mode_of(problem), ()
+    if problem.dtype == DOUBLE and mode != "staged":
+        return float64.plan(problem, device)
+    by_hopper = mode == "chunk" and on_hopper(problem, device)
     o, final = draft.output(problem, mappable if by_hopper else has_rows), draft.final(problem)
     if mode == "staged":
         tiles = staged(draft, problem, o, final)
     elif mode == "recurrent":
         tiles = recurrent(draft, problem, o, final)
     elif by_hopper:
-        tiles = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o).run(final, kept)
+        launches = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o)
+        tiles, saved = launches.run(final, kept), launches.saved()
     else:
         tiles = OnEveryCard(draft, problem, device, draft.inputs(problem), o).run(final)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
+    results = draft.give_back(problem, o), draft.stored(problem, final)
+    return draft.plan(results, mode=mode, tiles=tiles, saved=saved)
 
 
 def plan_wider(problem, device):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernel may take too."""
-    draft, found = widened(problem, lambda wide: plan(wide, device))
+    draft, found = pieces.widened(problem, lambda wide: plan(wide, device))
     found_o, final = draft.include(found)
     o = draft.output(problem, fits=lambda out: True)
-    draft.copy(narrow(found_o, o.shape), o)
+    draft.copy(pieces.narrow(found_o, o.shape), o)
     if final is not None:
-        final = (cut(draft, final[0], problem.shape("N H K V")),)
+        final = (pieces.cut(draft, final[0], problem.shape("N H K V")),)
     return draft.plan((o, final), mode=found.mode, tiles=found.tiles)
 
 
@@ -147,15 +150,18 @@ def staged(draft, problem, o, final):
     q, k, v, g = draft.inputs(problem)
     B, H, T, K, V = problem.shape("B H T K V")
     shape, order, initial = draft.shape(problem), read_order(problem.op), draft.initial(problem)
-    b, e, qg, kg = (draft.empty((B, H, T, K), FLOAT32) for _ in range(4))
-    A = draft.empty((B, H, T, shape.chunk), FLOAT32)
-    h = draft.empty((B, H, shape.NC, K, V), FLOAT32)
+    real = problem.compute_dtype
+    b, e, qg, kg = (draft.empty((B, H, T, K), real) for _ in range(4))
+    A = draft.empty((B, H, T, shape.chunk), real)
+    h = draft.empty((B, H, shape.NC, K, V), real)
     stages.launch_chunk_cumsum(draft, shape, g, b, e)
     stages.launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg)
     stages.launch_inter_chunk(draft, shape, kg, v, b, h, initial, final)
     stages.launch_intra_chunk(draft, shape, order, q, k, g, draft.bonus(problem), A)
     stages.launch_combine(draft, shape, qg, h, A, v, o, problem.scale)
-    return {"BK": channels(K), "BV": stages.STAGE_COLUMNS, "chunk": problem.chunk_size or CHUNK, "sub_chunk": SUB_CHUNK}
+    if problem.dtype == DOUBLE:
+        return {"chunk": shape.chunk}
+    return {"BK": channels(K), "BV": stages.STAGE_COLUMNS, "chunk": shape.chunk, "sub_chunk": SUB_CHUNK}
 
 
 # -- in one pass -------------------------------------------------------------------------------------------------------
@@ -168,6 +174,8 @@ class OnePass:
         self.u = draft.bonus(problem)
 
     schedule = SINGLE_PASS  # that of uncut sequences
+    column_decays = None  # of the parts of segments, where columns have gates too
+    starts = None  # the states that segments start from
 
     def kernel(self, schedule):
         """The instance that computes the problem by a schedule."""
@@ -190,8 +198,8 @@ class OnePass:
             self.launches(whole, self.draft.shape(problem), initial, final)
             return whole.tiles
         left, decays = kept or self.left_by_segments(P, final is not None)
-        starts = self.between_segments(P, left, decays, initial, final)
-        self.launches(whole, self.draft.shape(problem, self.cut(P)), starts, None)
+        self.starts = self.between_segments(P, left, decays, initial, final)
+        self.launches(whole, self.draft.shape(problem, self.cut(P)), self.starts, None)
         return whole.tiles | {"segments": P}
 
     def summary(self):
@@ -234,6 +242,7 @@ class OnePass:
             N * H * ceil_div(K * V, scan.width * scan.threads),
             left=left,
             decays=decays,
+            column_decays=self.column_decays,
             initial=initial,
             starts=starts,
             final=final,
@@ -322,6 +331,13 @@ class OnHopper(OnePass):
         N, H, V = self.problem.shape("N H V")
         kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
+
+    def saved(self) -> tuple:
+        """What spares the pullback half of its summaries: the states at segments' starts, where it cuts alike."""
+        if self.starts is None or not self.problem.gradient:
+            return ()
+        alike = self.starts.shape[0] == self.problem.sizes["N"] * gated_vjp.segments(self.problem, self.device)
+        return (self.starts,) if alike else ()
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""

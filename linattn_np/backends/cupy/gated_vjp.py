@@ -27,7 +27,8 @@ from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_
 def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False):
     """(gradients in the order of the arrays, that of the initial state or None).
 
-    `kept`: what `plan_summary_vjp` of the same `do` has left. `exact`: half-precision data too are multiplied in
+    `saved`: the states at its segments' starts, where the forward pass cuts as this one does. `kept`: what
+    `plan_summary_vjp` of the same `do` has left. `exact`: half-precision data too are multiplied in
     float32, for a gate that many channels share, whose gradient is a sum of theirs.
     """
     P, bonus = segments(problem, device), problem.arrays.get("u")
@@ -39,7 +40,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False):
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
     if P:
-        tiles, shares = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, kept)
+        tiles, shares = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, kept, *saved)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
         tiles, shares = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
@@ -72,7 +73,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     N, H, K, V = problem.shape("N H K V")
     summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
     launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
-    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g})
+    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=0)
 
 
 def as_inputs(draft, problem, do):
@@ -137,15 +138,18 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
             dg=dg,
             u=u,
             shares=shares,
+            pairs=None,
+            own=None,
+            decays=None,
         )
         draft.launch(values, chunks * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, u=u, **both, **here)
     return states.tiles | ({"segments": P} if P > 1 else {}), shares
 
 
-def scan_both_ways(draft, problem, states, decays, P):
-    """From what P segments leave by themselves to what each starts from."""
+def scan_both_ways(draft, problem, states, decays, P, first=0):
+    """From what P segments leave by themselves to what each starts from, from the `first` direction on."""
     N, H, K, V = problem.shape("N H K V")
-    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V}
+    scan, sizes = ScanBothWays(), {"N": N, "P": P, "H": H, "K": K, "V": V, "first": first}
     draft.launch(scan, 2 * N * H * ceil_div(K * V, 4 * scan.threads), states=states, decays=decays, **sizes)
 
 
@@ -164,9 +168,9 @@ def segments(problem, device) -> int:
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = ()):
+def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs, and the shares of du."""
+    runs, and the shares of du. `starts`: the states that the forward pass started segments from."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
     launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left))
@@ -184,7 +188,7 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = ()):
         initial, dht = launches.resumed(states, decays, dht)
     elif P > 1:
         summary = GatedBackwardSegmentsSm90.fitting(*instance)
-        initial, dht = launches.between_segments(summary, read, initial, dht)
+        initial, dht = launches.between_segments(summary, read, initial, dht, starts, first=int(starts is not None))
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept}
     launches.launch(queries, read | {"dq": dq, "weight": dg}, initial=initial, du=du, **both)
     launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, P=P, **both)
@@ -219,12 +223,12 @@ class OnHopper:
             scale=self.problem.scale,
         )
 
-    def between_segments(self, summary, mapped, initial, dht, **more):
-        """The state at every segment's start, the gradient of that at its end."""
+    def between_segments(self, summary, mapped, initial, dht, starts=None, **more):
+        """The state at every segment's start, where that is not known, and the gradient of that at its end."""
         states, decays = self.left_by_segments(summary, mapped, initial, dht, **more)
         if self.P > 2:
-            scan_both_ways(self.draft, self.problem, states, decays, self.P)
-        return states[0], states[1]
+            scan_both_ways(self.draft, self.problem, states, decays, self.P, first=int(starts is not None))
+        return states[0] if starts is None else starts, states[1]
 
     def summary(self, kernel, mapped, **more):
         """The plan of `plan_summary_vjp`."""

@@ -64,10 +64,12 @@ class GatedForward(Kernel):
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
-        """For a device whose blocks may have so many bytes of shared memory: as many columns as that allows."""
-        narrow = schedule == SPLIT_CHANNELS and dtype == BFLOAT16  # whose shared memory holds more
-        found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64 and not narrow], TILES[V > 64])
-        return found if found.shared_bytes <= shared else replace(found, BV=TILES[0])
+        """For a device whose blocks may have so many bytes of shared memory: as many columns as that allows, or where
+        one is not enough for all channels, as many of these."""
+        found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
+        if found.shared_bytes <= shared:
+            return found
+        return replace(found, BK=TILES[0]) if schedule == SPLIT_CHANNELS else replace(found, BV=TILES[0])
 
     @property
     def channels(self):
@@ -88,6 +90,8 @@ class GatedForward(Kernel):
 
     @property
     def resident(self):
+        if self.schedule == SPLIT_CHANNELS and self.CHUNK == 32 and self.BK + self.BV == 2 * TILES[-1]:
+            return 1
         return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
 
     @property
@@ -176,8 +180,10 @@ class GatedBackwardStates(GatedBackward):
         return 3 * (2 * tile_bytes(32, 64, self.dtype) + tile_bytes(32, 64, self.gate))
 
 
+@dataclass(frozen=True)
 class GatedBackwardChannels(GatedBackward):
-    """dq, dk, dg and the shares of du."""
+    """dq, dk, dg and the shares of du. `columns` says whether those have gates too: "Gated", or, with values for keys,
+    "GatedTurned"."""
 
     file = "gated/backward_channels"
     arguments = (
@@ -187,12 +193,14 @@ class GatedBackwardChannels(GatedBackward):
         *integers("first heads"),
         *reals("scale"),
         *integers("vectors"),
+        *pointers("pairs own decays"),
     )
-    shared = ("Shared<{dtype}, {gate}, {products}>",)
+    shared = ("Shared<{dtype}, {gate}, {products}, {columns}>",)
+    columns: str = "Ungated"
 
     @property
     def shared_bytes(self):
-        values = 4 * 64 * (32 + 8) * self.dtype.itemsize
+        values = 4 * 64 * (32 + 8) * (self.dtype if self.columns == "Ungated" else self.stored).itemsize
         pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * 64
         return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
@@ -223,13 +231,13 @@ class GatedBackwardValues(GatedBackward):
     def shared_bytes(self):
         tokens = 2 * tile_bytes(64, 32, self.dtype) + tile_bytes(64, 32, self.gate)
         columns, states = tile_bytes(64, self.BV, self.dtype), 32 * self.BV * self.stored.itemsize
-        return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64
+        return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64 + 16
 
 
 @dataclass(frozen=True)
 class ScanSegments(Kernel):
     file = "gated/scan_segments"
-    arguments = (*pointers("left decays initial starts final"), *integers("P R H K V"))
+    arguments = (*pointers("left decays column_decays initial starts final"), *integers("P R H K V"))
     threads = 256
     width: int  # values that a thread has, of one channel
 
@@ -241,7 +249,7 @@ class ScanSegments(Kernel):
 @dataclass(frozen=True)
 class ScanBothWays(Kernel):
     file = "gated/scan_both_ways"
-    arguments = (*pointers("states decays"), *integers("N P H K V"))
+    arguments = (*pointers("states decays"), *integers("N P H K V first"))
     threads = 256
 
 
@@ -412,7 +420,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         *pointers("initial dht states decays"),
         *shape,
         *reals("scale"),
-        *integers("P"),
+        *integers("P first"),
     )
 
     @property

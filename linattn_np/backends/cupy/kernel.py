@@ -15,7 +15,8 @@ from .plan import ceil_div
 CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: "bf16"}
 HALF = tuple(CTYPES)[1:]
 DOUBLE = np.dtype(np.float64)
-SPELLED = CTYPES | {DOUBLE: "double"}
+INT8 = np.dtype(np.int8)
+SPELLED = CTYPES | {DOUBLE: "double", INT8: "i8"}
 
 
 def spelled(value) -> str:

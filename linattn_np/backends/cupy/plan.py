@@ -169,11 +169,6 @@ def has_rows(x) -> bool:
     return x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1 or x.size == 0
 
 
-def is_plain(x) -> bool:
-    """Whether `x` is contiguous float32."""
-    return x.dtype == FLOAT32 and is_contiguous(x)
-
-
 def is_contiguous(x) -> bool:
     step = x.dtype.itemsize
     for size, stride in zip(reversed(x.shape), reversed(x.strides)):
@@ -405,13 +400,14 @@ class Draft:
         self.copy(x, found, reason)
         return found
 
-    def plain(self, x: Array | None, name: str) -> Array | None:
-        """`x` as contiguous float32."""
-        if x is None or is_plain(x):
+    def plain(self, x: Array | None, name: str, dtype=FLOAT32) -> Array | None:
+        """`x` as a contiguous array of `dtype`."""
+        if x is None or x.dtype == dtype and is_contiguous(x):
             return x
-        if x not in self.made_plain:
-            self.made_plain[x] = self.contiguous(x, FLOAT32, f"{name}: the kernels read it as contiguous float32")
-        return self.made_plain[x]
+        if (x, dtype) not in self.made_plain:
+            reason = f"{name}: the kernels read it as contiguous {dtype}"
+            self.made_plain[x, dtype] = self.contiguous(x, dtype, reason)
+        return self.made_plain[x, dtype]
 
     def in_rows(self, x: Array, name: str) -> Array:
         return x if has_rows(x) else self.contiguous(x, reason=f"{name}: its last axis is not contiguous")
@@ -435,17 +431,18 @@ class Draft:
         return tuple(self.mapped(x, name) for name, x in problem.arrays.items() if name != "u")
 
     def bonus(self, problem) -> Array | None:
-        """u as contiguous float32 [H, K]."""
-        return self.plain(problem.arrays.get("u"), "u")
+        """u as contiguous [H, K]."""
+        return self.plain(problem.arrays.get("u"), "u", problem.compute_dtype)
 
     def initial(self, problem) -> Array | None:
-        return self.plain(problem.initial_state and problem.initial_state[0], "initial_state")
+        given = problem.initial_state and problem.initial_state[0]
+        return self.plain(given, "initial_state", problem.compute_dtype)
 
     def final(self, problem) -> Array | None:
         """The final state, in the memory that a model has for it, or new."""
         if "final_state" in problem.options:
             return problem.options["final_state"]
-        return self.empty(problem.shape("N H K V"), FLOAT32) if problem.output_final_state else None
+        return self.empty(problem.shape("N H K V"), problem.compute_dtype) if problem.output_final_state else None
 
     def stored(self, problem, final):
         """The final state as the caller wants it."""

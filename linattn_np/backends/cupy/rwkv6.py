@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, pointers, reals, structs
-from .kernel import Kernel
+from .kernel import HALF, INT8, Kernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
@@ -45,16 +45,44 @@ class TimeMixStep(ModelKernel):
     shared_bytes = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
     dtype: np.dtype
     X: np.dtype
+    state: np.dtype
+
+
+@dataclass(frozen=True)
+class TimeMixBatch(ModelKernel):
+    """The same for many sequences: blocks go from state to state."""
+
+    file = "rwkv6/time_mix_batch"
+    arguments = TimeMixStep.arguments
+    shared = ("Shared",)
+    threads = 256
+    shared_bytes = 4 * (5 * 64 + 4 * 256 + 2 * 8)
+    resident = 4
+    WIDEST: ClassVar[int] = 64
+    dtype: np.dtype
+    X: np.dtype
+    state: np.dtype
+
+    @classmethod
+    def fitting(cls, dtype, X, state, N, W, device) -> tuple[TimeMixBatch, int] | None:
+        """The kernel, and the bytes of shared memory behind its own; None where it does not serve."""
+        kernel = cls(dtype, X, state)
+        stage = N * N * state.itemsize + 4 * (4 * N + padded(W, 4))
+        more = 2 * stage + W * (N + 8) * dtype.itemsize
+        room = device.shared_per_multiprocessor // kernel.resident - 1024
+        return (kernel, more) if N <= cls.WIDEST and kernel.shared_bytes + more <= room else None
+
+
+PRODUCTS = 5  # in one launch
+PRODUCT = (*pointers("w x y"), *integers("M finish"))
 
 
 @dataclass(frozen=True)
 class Matvec(ModelKernel):
     file = "rwkv6/matvec"
-    PRODUCTS: ClassVar[int] = 5  # in one launch
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
-    PRODUCT: ClassVar[tuple] = (*pointers("w x y"), *integers("M finish"))
     arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
     shared = ("Shared<{THREADS_A_BLOCK}>",)
     dtype: np.dtype
@@ -77,39 +105,109 @@ class Matvec(ModelKernel):
 
 
 @dataclass(frozen=True)
+class SkinnyProduct(ModelKernel):
+    """Half-precision weights by up to 64 vectors. `SPLIT` blocks share a tile, each with a part of K."""
+
+    file = "rwkv6/skinny_product"
+    ROWS: ClassVar[int] = 128  # of a weight
+    DEPTH: ClassVar[int] = 64  # of K a step
+    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32, 64)  # vectors
+    EXACT: ClassVar[int] = 32  # columns, three of which are a float32 vector; one of four stays empty
+    SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    STAGES_OF: ClassVar[tuple[int, ...]] = (3, 6)  # where two blocks share a multiprocessor, and where they do not
+    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
+    shared = ("Shared<{COLUMNS}, {STAGES}>",)
+    arch, threads = "sm_90a", 256
+    dtype: np.dtype
+    COLUMNS: int
+    PARTS: int
+    SPLIT: int
+    STAGES: int
+    BY_INPUTS: bool  # whether weights are [K, M]
+
+    @classmethod
+    def fitting(cls, dtype, X, B, K, tiles, by_inputs, device) -> tuple[SkinnyProduct, int] | None:
+        """The kernel and the vectors' bytes of shared memory; None where it does not serve."""
+        exact = X == FLOAT32
+        most = cls.EXACT // 4 if exact else cls.WIDTHS[-1]
+        if device.capability != 90 or B > most or dtype not in ((BFLOAT16,) if exact else HALF):
+            return None
+        columns = cls.EXACT if exact else next(width for width in cls.WIDTHS if B <= width)
+        for split in cls.SPLITS:
+            for stages in cls.STAGES_OF:
+                kernel = cls(dtype, columns, 3 if exact else 1, split, stages, by_inputs)
+                room = (
+                    device.shared_per_multiprocessor // 2 - 1024
+                    if stages == cls.STAGES_OF[0]
+                    else device.shared_per_block
+                )
+                bytes_ = kernel.vector_bytes(K)
+                if kernel.shared_bytes + bytes_ <= room and (split == 8 or tiles * split >= device.multiprocessors):
+                    return kernel, bytes_
+        return None
+
+    def vector_bytes(self, K) -> int:
+        return 2 * self.COLUMNS * ceil_div(K, self.DEPTH * self.SPLIT) * self.DEPTH
+
+    @property
+    def cluster(self):
+        return self.SPLIT
+
+    @property
+    def shared_bytes(self):
+        """Without the vectors."""
+        return max(self.STAGES * self.ROWS * 2 * self.DEPTH, 4 * self.COLUMNS * (self.ROWS + 4))
+
+
+ROWS = Matvec.ROWS, SkinnyProduct.ROWS  # of a weight that a block takes
+
+
+@dataclass(frozen=True)
 class DecodeStep(ModelKernel):
     """All layers in one launch."""
 
     file = "rwkv6/decode_step"
     arguments = (
-        *pointers("maa_down maa_up decay_down decay_up kvrg output ffn_key ffn_receptance ffn_value head"),
-        *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift wkv ffn_shift slots"),
-        *pointers("x xx low mixed kvrg_out decay_low y activated gate logits arrived"),
-        *integers("L B P D H N A W F V staged first last"),
+        *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_up decay_up"),
+        *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
+        *pointers("ffn_value_scales head_scales"),
+        *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
+        *pointers("x xx low mixed kvrg_out decay_low y activated gate value_parts logits arrived"),
+        *integers("L B P D H N A W F V first last"),
         *reals("eps group_eps"),
     )
     shared = ("Shared<{stages}>",)
     arch, threads = "sm_90a", 384
+    COMPUTING: ClassVar[int] = 256  # of the threads; the others copy weights
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
     # room for the vectors
     dtype: np.dtype
+    state: np.dtype
     stages: int
     paired: bool
+    flight: int = 2
+    ahead: int = 0
 
     @classmethod
-    def fitting(cls, dtype, B, D, F, device) -> tuple[DecodeStep, int] | None:
-        """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages."""
+    def fitting(cls, dtype, state, B, D, device) -> tuple[DecodeStep, int] | None:
+        """The kernel, and the vectors' bytes of shared memory."""
         if B > cls.COLUMNS:
             return None
-        parts = 3 if dtype == BFLOAT16 else 2
-        for K, least in ((F, 8), (D, cls.STAGES[-1])):
-            for stages in cls.STAGES:
-                kernel = cls(dtype, stages, parts * B <= cls.COLUMNS)
-                if stages >= least and kernel.shared_bytes + 4 * B * K <= device.shared_per_block:
-                    return kernel, 4 * B * K
-        return None
+        parts = 3 if dtype in (BFLOAT16, INT8) else 2
+        kernels = (cls(dtype, state, stages, parts * B <= cls.COLUMNS) for stages in cls.STAGES)
+        sized = ((kernel, B * D * (4 + kernel.bytes_of_parts)) for kernel in kernels)
+        return next((found for found in sized if found[0].shared_bytes + found[1] <= device.shared_per_block), None)
+
+    @property
+    def bytes_of_parts(self) -> int:
+        """Of a number that products take as three in bfloat16, split by who made it; 0 where products split it."""
+        return 6 if self.paired and self.dtype in (BFLOAT16, INT8) else 0
+
+    def parts_of_value(self, blocks, D) -> int:
+        """Rows of parts of the channel mix's sum that `blocks` blocks leave at most."""
+        return blocks * (self.COMPUTING // min(self.COMPUTING, D // 8))
 
     @property
     def shared_bytes(self):
@@ -191,6 +289,19 @@ class ReluSquared(ModelKernel):
     threads = 256
     X: np.dtype
     Y: np.dtype
+
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
+
+
+@dataclass(frozen=True)
+class Widen(ModelKernel):
+    file = "rwkv6/widen"
+    arguments = (*pointers("q scales w"), *integers("count across"))
+    EACH: ClassVar[int] = 16  # elements a thread
+    threads = 256
+    dtype: np.dtype
+    BY_INPUTS: bool
 
     def blocks(self, count) -> int:
         return ceil_div(count, self.EACH * self.threads)

@@ -157,8 +157,9 @@ def reason_to_spread(problem) -> str:
 
 def spread(draft, gla, reason):
     """The problem with a gate for every channel."""
-    B, H, T, K = gla.shape("B H T K")
-    return gla.replace(arrays=gla.arrays | {"g": beside(draft, [(gla["g"], K)], (B, H, T, K), FLOAT32, None, reason)})
+    wide = gla.shape("B H T K")
+    g = beside(draft, [(gla["g"], wide[-1])], wide, gla.compute_dtype, None, reason)
+    return gla.replace(arrays=gla.arrays | {"g": g})
 
 
 def in_float32(draft, gla):
@@ -174,8 +175,7 @@ def in_float32(draft, gla):
 def joined_state(draft, problem, parts, name):
     """S | z."""
     N, H, K, V = problem.shape("N H K V")
-    plain = float64.plain if problem.dtype == DOUBLE else Draft.plain
-    S, z = (plain(draft, part, name) for part in parts)
+    S, z = (draft.plain(part, name, problem.compute_dtype) for part in parts)
     return with_last(draft, S, z[..., None], (N, H, K, ceil_div(V + 1, WHOLE) * WHOLE), "")
 
 
@@ -265,7 +265,7 @@ def fill(draft, y, x, phi, reason=""):
 # -- forward on Hopper -------------------------------------------------------------------------------------------------
 def plan_gla(draft, gla, device, reason, kept=()):
     """A plan of gla with a scalar decay: by Hopper's kernels where they can, else by `gated` with the gate spread."""
-    if gla.dtype == DOUBLE:
+    if gla.dtype == DOUBLE and gated.mode_of(gla) != "staged":
         return float64.plan(gla, device)
     if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
         return gated.plan(spread(draft, gla, reason), device)

@@ -9,8 +9,8 @@ import numpy as np
 from ...contract import SUB_CHUNK
 from .arguments import pointers, reals, rows, shape
 from .instances import CHANNELS, channels, read_order
-from .kernel import CTYPES, Kernel
-from .plan import FLOAT32, Array, Draft, ceil_div
+from .kernel import DOUBLE, SPELLED, Kernel
+from .plan import Array, Draft, ceil_div
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
 
@@ -68,12 +68,32 @@ class Combine(Kernel):
     dtype: np.dtype
 
 
+class Float64InterChunk(Kernel):
+    file = "float64/inter_chunk"
+    arguments = (*rows("kg b v"), *pointers("h initial final"), *shape)
+    threads = 128
+
+
+@dataclass(frozen=True)
+class Float64IntraChunk(Kernel):
+    file = "float64/intra_chunk"
+    arguments = (*rows("q k g"), *pointers("u"), *rows("A"), *shape)
+    threads = 128
+    read_order: str
+
+
+class Float64Combine(Kernel):
+    file = "float64/combine"
+    arguments = (*rows("qg h A v o"), *shape, *reals("scale"))
+    threads = 128
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.dtype not in CTYPES:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
-    if problem.op.name == "intra_chunk" and problem.sizes["K"] > CHANNELS[-1]:
+    if problem.dtype not in SPELLED:
+        return f"no {problem.dtype} kernels; it has {', '.join(map(str, SPELLED))}"
+    if problem.op.name == "intra_chunk" and problem.dtype != DOUBLE and problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     return None
 
@@ -82,7 +102,8 @@ def plan(problem, device):
     draft = Draft()
     shape = draft.shape(problem)
     results = STAGES[problem.op.name](draft, problem, shape)
-    BK = {"BK": channels(problem.sizes["K"])} if problem.op.name == "intra_chunk" else {}
+    tiled = problem.op.name == "intra_chunk" and problem.dtype != DOUBLE
+    BK = {"BK": channels(problem.sizes["K"])} if tiled else {}
     return draft.plan(results, tiles=BK | {"chunk": problem.chunk_size})
 
 
@@ -93,14 +114,14 @@ def plan_vjp(problem, device, do, dht, saved):
 # -- each as its public function has it --------------------------------------------------------------------------------
 def chunk_cumsum(draft, problem, shape):
     (g,) = draft.inputs(problem)
-    b, e = (draft.like(g, FLOAT32) for _ in range(2))
+    b, e = (draft.like(g, problem.compute_dtype) for _ in range(2))
     launch_chunk_cumsum(draft, shape, g, b, e)
     return b, e
 
 
 def gated_qk(draft, problem, shape):
     q, k, b, e = draft.inputs(problem)
-    qg, kg = (draft.like(x, FLOAT32) for x in (q, k))
+    qg, kg = (draft.like(x, problem.compute_dtype) for x in (q, k))
     order = "BeforeWrite" if problem.options["exclusive"] else "AfterWrite"
     launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg)
     return qg, kg
@@ -108,7 +129,7 @@ def gated_qk(draft, problem, shape):
 
 def inter_chunk(draft, problem, shape):
     kg, v, b = draft.inputs(problem)
-    h = draft.empty(problem.shape("B H NC K V"), FLOAT32)
+    h = draft.empty(problem.shape("B H NC K V"), problem.compute_dtype)
     final = draft.final(problem)
     launch_inter_chunk(draft, shape, kg, v, b, h, draft.initial(problem), final)
     return h, draft.stored(problem, final)
@@ -116,7 +137,7 @@ def inter_chunk(draft, problem, shape):
 
 def intra_chunk(draft, problem, shape):
     q, k, g = draft.inputs(problem)
-    A = draft.like(q, FLOAT32, problem.shape("B H T C"))
+    A = draft.like(q, problem.compute_dtype, problem.shape("B H T C"))
     launch_intra_chunk(draft, shape, read_order(problem.op), q, k, g, draft.bonus(problem), A)
     return A
 
@@ -147,23 +168,21 @@ def launch_gated_qk(draft, shape, order, q, k, b, e, qg, kg):
 
 
 def launch_inter_chunk(draft, shape, kg, v, b, h, initial, final):
+    given = {"kg": kg, "b": b, "v": v, "h": h, "initial": initial, "final": final, "shape": shape}
+    heads = shape.B * shape.count * shape.H
+    if v.dtype == DOUBLE:
+        kernel = Float64InterChunk()
+        return draft.launch(kernel, heads * ceil_div(shape.K * shape.V, kernel.threads), **given)
     tiles = ceil_div(kg.shape[-1], STAGE_COLUMNS) * ceil_div(v.shape[-1], STAGE_COLUMNS)
-    draft.launch(
-        InterChunk(v.dtype),
-        shape.B * shape.count * shape.H * tiles,
-        kg=kg,
-        b=b,
-        v=v,
-        h=h,
-        initial=initial,
-        final=final,
-        shape=shape,
-    )
+    return draft.launch(InterChunk(v.dtype), heads * tiles, **given)
 
 
 def launch_intra_chunk(draft, shape, order, q, k, g, u, A):
+    given = {"q": q, "k": k, "g": g, "u": u, "A": A, "shape": shape}
+    if q.dtype == DOUBLE:
+        return draft.launch(Float64IntraChunk(order), shape.all_chunks, **given)
     kernel = IntraChunk(order, q.dtype, g.dtype, channels(shape.K))
-    draft.launch(kernel, shape.all_chunks * (shape.chunk // SUB_CHUNK), q=q, k=k, g=g, u=u, A=A, shape=shape)
+    return draft.launch(kernel, shape.all_chunks * (shape.chunk // SUB_CHUNK), **given)
 
 
 def launch_combine(draft, shape, qg, h, A, v, o, scale):
@@ -172,5 +191,8 @@ def launch_combine(draft, shape, qg, h, A, v, o, scale):
     if h.strides[2] != K * h.strides[3]:  # rows of all chunks are to be one axis
         h = draft.contiguous(h, reason="h: its chunks are not side by side")
     states = Array(h.memory, (B, H, NC * K, V), (*h.strides[:2], *h.strides[3:]), h.dtype, h.offset)
+    given = {"qg": qg, "h": states, "A": A, "v": v, "o": o, "shape": shape, "scale": scale}
+    if v.dtype == DOUBLE:
+        return draft.launch(Float64Combine(), shape.all_chunks, **given)
     blocks = shape.all_chunks * ceil_div(shape.chunk, STAGE_COLUMNS) * ceil_div(shape.V, STAGE_COLUMNS)
-    draft.launch(Combine(v.dtype), blocks, qg=qg, h=states, A=A, v=v, o=o, shape=shape, scale=scale)
+    return draft.launch(Combine(v.dtype), blocks, **given)

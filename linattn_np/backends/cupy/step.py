@@ -9,7 +9,7 @@ import numpy as np
 
 from .arguments import integers, pointers, reals, rows
 from .instances import read_order
-from .kernel import CTYPES, Kernel
+from .kernel import DOUBLE, SPELLED, Kernel
 from .plan import Draft, ceil_div, has_rows
 
 
@@ -41,14 +41,35 @@ class Step(Kernel):
         return 4 * self.BV * self.threads // 32
 
 
+@dataclass(frozen=True)
+class Float64Step(Kernel):
+    """Where the inputs or the state are float64."""
+
+    file = "float64/step"
+    arguments = (
+        *rows("q k v g o"),
+        *pointers("u"),
+        *rows("state"),
+        *pointers("slots"),
+        *integers("H K V"),
+        *reals("scale"),
+    )
+    threads = 128
+    BV: ClassVar[int] = threads  # columns of V a block
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+    state: np.dtype
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
-    """Why the kernel cannot compute a problem; None when it can."""
-    if problem.dtype not in CTYPES:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
+    """Why the kernels cannot compute a problem; None when they can."""
+    if problem.dtype not in SPELLED:
+        return f"no {problem.dtype} kernels; it has {', '.join(map(str, SPELLED))}"
     state = problem.options["state"]
-    if state.dtype not in CTYPES:
-        return f"the state is {state.dtype}; it takes {', '.join(map(str, CTYPES))}"
+    if state.dtype not in SPELLED:
+        return f"the state is {state.dtype}; it takes {', '.join(map(str, SPELLED))}"
     if not has_rows(state):
         return "the state's last axis is not contiguous, so it cannot be updated in place"
     return None
@@ -61,26 +82,16 @@ def plan(problem, device):
     B, H, K, V = problem.shape("B H K V")
     if isinstance(slots, np.ndarray):
         slots = draft.table(slots)
-    o = draft.output(problem)
-    kernel = Step(read_order(problem.op), problem.dtype, g.dtype, state.dtype)
-    pieces = not any(x % 16 for x in (V * state.dtype.itemsize, state.start, *state.strides[:-1]))
-    draft.launch(
-        kernel,
-        B * H * ceil_div(V, kernel.BV),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        o=o,
-        u=draft.bonus(problem),
-        state=state,
-        slots=slots,
-        H=H,
-        K=K,
-        V=V,
-        scale=problem.scale,
-        pieces=pieces,
-    )
+    o, instance = draft.output(problem), (read_order(problem.op), problem.dtype, g.dtype, state.dtype)
+    both = {"q": q, "k": k, "v": v, "g": g, "o": o, "state": state, "slots": slots, "H": H, "K": K, "V": V}
+    if DOUBLE in instance:
+        kernel = Float64Step(*instance)
+        more = {"u": draft.plain(problem.arrays.get("u"), "u", DOUBLE)}
+    else:
+        kernel = Step(*instance)
+        pieces = not any(x % 16 for x in (V * state.dtype.itemsize, state.start, *state.strides[:-1]))
+        more = {"u": draft.bonus(problem), "pieces": pieces}
+    draft.launch(kernel, B * H * ceil_div(V, kernel.BV), **both, **more, scale=problem.scale)
     return draft.plan(draft.give_back(problem, o), tiles={"BV": kernel.BV})
 
 

@@ -1,41 +1,116 @@
-"""gla with a gate on either side of the state: one kernel, token by token, forwards and for the gradients.
+"""gla with a gate on either side of the state, in chunks, and forwards also token by token.
 
-`linattn_np.two_gates` says what the gradients are.
+Turned over, a state with its gates is one of values for keys. So the gradients come from kernels that run twice, once
+for either side: queries, keys and g; and do, values and gv.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
-from ... import two_gates
-from . import float64, gated_vjp
+from . import float64, gated, gated_vjp, tuning
 from .arguments import integers, pointers, reals, rows, shape
-from .instances import CHANNELS, channels
+from .instances import (
+    CHANNELS,
+    SINGLE_PASS,
+    SPLIT_CHANNELS,
+    TILES,
+    GatedBackwardChannels,
+    GatedForward,
+    channels,
+    tile_bytes,
+)
 from .kernel import CTYPES, DOUBLE, Kernel
-from .plan import FLOAT32, Draft, ceil_div
+from .plan import FLOAT32, Draft, aligned16, ceil_div, common_bytes
 
 
 @dataclass(frozen=True)
-class ValueGate(Kernel):
-    """`direction` is "Forwards", or "ForwardsApart" and "Backwards" for the gradients."""
+class ValueGateForward(Kernel):
+    """Forward in chunks: BK channels a launch, tiles and schedules as `GatedForward` has them."""
+
+    file = "value_gate/forward"
+    arguments = (
+        *rows("q k v g gv o"),
+        *pointers("initial final"),
+        *shape,
+        *reals("scale"),
+        *pointers("sums channel_decays column_decays"),
+        *integers("channel of needed bytes"),
+    )
+    shared = ("ValueShared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    ALIKE: ClassVar[type] = GatedForward  # whose tiles, schedules and operands these are
+    cluster = 1
+    MOST_OF_TWO: ClassVar[int] = 113 * 1024  # bytes of shared memory: of blocks with more no card has two at once
+    constants = (("MOST_OF_TWO", "MOST_OF_TWO"),)
+    schedule: str
+    dtype: np.dtype
+    gate: np.dtype
+    products: int  # as `GatedForward` has them
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, schedule, dtype, gate, products, K, V, shared):
+        """For a device whose blocks may have so many bytes of shared memory: as many columns, then channels, as that
+        allows. Fewer channels than there are make it `SplitChannels`."""
+        wide, columns = TILES[K > TILES[0]], TILES[V > TILES[0]]
+        tiles = [(schedule, wide, columns), (schedule, wide, TILES[0]), (SPLIT_CHANNELS, TILES[0], columns)]
+        if schedule == SPLIT_CHANNELS:
+            del tiles[1]
+        kernels = [cls(schedule, dtype, gate, products, BK, BV) for schedule, BK, BV in tiles]
+        return next(kernel for kernel in kernels if kernel.shared_bytes <= shared)
+
+    @property
+    def ungated(self):
+        """The same without gates of columns."""
+        return self.ALIKE("AfterWrite", self.schedule, self.dtype, self.gate, self.products, self.BK, self.BV)
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
+    def CHUNK(self):
+        return self.ungated.CHUNK
+
+    @property
+    def threads(self):
+        return self.ungated.threads
+
+    @property
+    def resident(self):
+        return 1 if self.shared_bytes > self.MOST_OF_TWO else self.ungated.resident
+
+    @property
+    def shared_bytes(self):
+        return self.ungated.shared_bytes + self.CHUNK * self.BV * self.gate.itemsize
+
+    @property
+    def tiles(self):
+        return self.ungated.tiles
+
+
+@dataclass(frozen=True)
+class ValueGateRecurrent(Kernel):
+    """Forward token by token."""
 
     file = "value_gate/recurrent"
-    arguments = (*rows("q k v g gv o apart"), *pointers("initial final"), *shape, *reals("scale"))
-    shared = ("Shared<{direction}, {BK}>",)
+    arguments = (*rows("q k v g gv o"), *pointers("initial final"), *shape, *reals("scale"))
+    shared = ("Shared<{BK}>",)
     threads = 128
     BV: ClassVar[int] = 32
-    direction: str
     dtype: np.dtype
     gate: np.dtype
     BK: int
 
     @property
     def shared_bytes(self):
-        results = 1 if self.direction == "Forwards" else 2
-        return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + results * 4 * 16 * 32)
+        return 4 * (3 * 16 * self.BK + 2 * 16 * 32 + 4 * 16 * 32)
 
     @property
     def tiles(self):
@@ -43,51 +118,241 @@ class ValueGate(Kernel):
 
 
 @dataclass(frozen=True)
-class ValueGateGradient(Kernel):
-    file = "value_gate/gate_gradient"
-    arguments = (*rows("x y dx dy gate dgate"), *pointers("last dlast"), *integers("C D last_c last_d"), *shape)
+class ValueGateBackwardScores(Kernel):
+    """Backward, of one side: scores, and tokens decayed to the ends of chunks."""
+
+    file = "value_gate/backward_scores"
+    arguments = (
+        *rows("q k g starts ends"),
+        *pointers("pairs own decays"),
+        *shape,
+        *integers("first heads"),
+        *reals("scale"),
+        *integers("vectors"),
+    )
+    shared = ("Shared<{dtype}, {gate}, {products}>",)
     threads = 128
     dtype: np.dtype
     gate: np.dtype
+    products: int
+
+    @property
+    def shared_bytes(self):
+        channels = GatedBackwardChannels("AfterWrite", self.dtype, self.gate, self.products)
+        tokens = 2 * tile_bytes(64, 32, self.dtype) + tile_bytes(64, 32, self.gate)
+        left = 5 * tile_bytes(32, 64, channels.stored) + 2 * tile_bytes(64, 32, channels.stored)
+        return tokens + left + 4 * 4 * 64
+
+
+@dataclass(frozen=True)
+class ValueGateBackwardStates(Kernel):
+    file = "value_gate/backward_states"
+    arguments = (
+        *rows("q k v do_"),
+        *pointers("channel_decays column_decays initial dht kept dh0"),
+        *shape,
+        *integers("first heads"),
+        *reals("scale"),
+    )
+    shared = ("Shared<{dtype}, {products}>",)
+    threads = 128
+    dtype: np.dtype
+    products: int
+
+    @property
+    def shared_bytes(self):
+        stored = GatedBackwardChannels("AfterWrite", self.dtype, self.dtype, self.products).stored
+        return 3 * (2 * tile_bytes(32, 64, stored) + 4 * 2 * 64)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.mode == "chunk":
-        return "no mode 'chunk' with gv, which goes token by token; it has 'auto', 'recurrent'"
     if problem.dtype == DOUBLE:
         return float64.unsupported(problem)
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
-    if problem.sizes["K"] > CHANNELS[-1]:
+    if problem.mode == "recurrent" and problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
-    if problem.gradient and problem.sizes["V"] > CHANNELS[-1]:
-        return f"V={problem.sizes['V']} is over {CHANNELS[-1]}, the columns its gradients hold at once"
     return None
 
 
 def plan(problem, device):
     if problem.dtype == DOUBLE:
         return float64.plan(problem, device)
-    draft = Draft()
-    o, final = draft.output(problem), draft.final(problem)
-    kernel = launch(draft, problem, "Forwards", operands(draft, problem), draft.initial(problem), final, o=o)
-    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode="recurrent", tiles=kernel.tiles)
+    draft, mode = Draft(), "recurrent" if problem.mode == "recurrent" else "chunk"
+    o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
+    tiles = (recurrent if mode == "recurrent" else in_chunks)(draft, problem, device, arrays, o, final)
+    return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
+
+
+def in_chunks(draft, problem, device, arrays, o, final):
+    return InChunks(draft, problem, device, arrays, o).run(final)
+
+
+class InChunks(gated.OnePass):
+    """By one kernel. More channels than it has are more launches, whose outputs add up."""
+
+    def __init__(self, draft, problem, device, arrays, o):
+        *ungated, self.gv = arrays
+        super().__init__(draft, problem, device, ungated, o)
+
+    @property
+    def schedule(self):
+        return SPLIT_CHANNELS if self.problem.sizes["K"] > TILES[-1] else SINGLE_PASS
+
+    def kernel(self, schedule):
+        instance = self.problem.dtype, self.g.dtype, tuning.tf32_products(self.problem), *self.problem.shape("K V")
+        return ValueGateForward.fitting(schedule, *instance, self.device.shared_per_block)
+
+    @cached_property
+    def sums(self):
+        """What outputs are of the channels so far."""
+        split = self.kernel(self.schedule).schedule == SPLIT_CHANNELS
+        return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+        B, H, V = self.problem.shape("B H V")
+        if decays is not None and self.column_decays is None:
+            self.column_decays = self.draft.empty((decays.shape[0], H, V), FLOAT32)
+        self.draft.launch(
+            kernel,
+            B * H * shape.count * tuning.grid(kernel, V),
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            g=self.g,
+            gv=self.gv,
+            o=self.o,
+            initial=initial,
+            final=final,
+            shape=shape,
+            scale=self.problem.scale,
+            sums=self.sums,
+            channel_decays=decays,
+            column_decays=None if decays is None else self.column_decays,
+            channel=channel,
+            of=of,
+            needed=needed,
+            bytes=common_bytes(self.q, self.k, self.v, self.g, self.gv, self.o),
+        )
 
 
 def plan_vjp(problem, device, do, dht, saved=()):
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht, saved)
     draft = Draft()
-    do = draft.in_rows(draft.cast(do, problem.dtype, "do: in the dtype of the inputs"), "do")
-    arrays, initial, dht = operands(draft, problem), draft.initial(problem), gated_vjp.cotangent(draft, dht)
-    last = None if dht is None else draft.empty(problem.shape("N H K V"), FLOAT32)
-    o = draft.empty(problem.shape("B H T V"), FLOAT32)
-    kernel = launch(draft, problem, "ForwardsApart", arrays, initial, last, apart=o)
-    found, dh0 = two_gates.gradients(Passes(draft, problem), arrays, o, last, initial, do, dht)
-    found = tuple(draft.cast(x, given.dtype) for x, given in zip(found, problem.arrays.values()))
-    return draft.plan((found, None if initial is None else gated_vjp.stored(draft, problem, dh0)), tiles=kernel.tiles)
+    arrays, do = operands(draft, problem), gated_vjp.as_inputs(draft, problem, do)
+    dht, dh0 = gated_vjp.cotangent(draft, dht), gated_vjp.gradient_of_state(draft, problem)
+    gradients = Backward(draft, problem, arrays, do, draft.initial(problem), dht, dh0)
+    found = tuple(draft.cast(x, given.dtype) for x, given in zip(gradients.launched(), problem.arrays.values()))
+    return draft.plan((found, gated_vjp.stored(draft, problem, dh0)), tiles=gradients.channels.tiles)
+
+
+class Side:
+    """The keys' side of the state, or the values': what takes the place of queries, keys and their gates there, their
+    gradients, and what kernels leave for one another. `turned`: with values for keys."""
+
+    def __init__(self, draft, problem, instance, heads, arrays, turned):
+        self.draft, self.problem, self.turned, (self.q, self.k, self.g) = draft, problem, turned, arrays
+        B, T, K, V = problem.shape("B T K V")
+        self.K, self.V = (V, K) if turned else (K, V)
+        self.shape = draft.shape(problem, None, instance.CHUNK, K=self.K, V=self.V)
+        self.dq = None if turned else draft.like(self.q)
+        self.dk, self.dg = draft.like(self.k), draft.like(self.g)
+        stored, chunks, width = instance.stored, (B, heads, self.shape.NC), ceil_div(self.K, 8) * 8
+        self.starts, self.ends = (draft.empty((B, heads, T, width), stored) for _ in range(2))
+        self.pairs, self.own = draft.empty((*chunks, 64, 64), stored), draft.empty((*chunks, 64), FLOAT32)
+        self.decays = draft.empty((*chunks, width), FLOAT32)
+        self.instance = replace(instance, columns="GatedTurned" if turned else "Gated")
+        given = [self.q, self.k, self.g, self.dk, self.dg, *([] if turned else [self.dq])]
+        self.more = {"shape": self.shape, "scale": problem.scale, "vectors": aligned16(*given)}
+
+    def launch_scores(self, blocks, **here):
+        instance = self.instance
+        self.draft.launch(
+            ValueGateBackwardScores(instance.dtype, instance.gate, instance.products),
+            blocks,
+            q=self.q,
+            k=self.k,
+            g=self.g,
+            starts=self.starts,
+            ends=self.ends,
+            pairs=self.pairs,
+            own=self.own,
+            decays=self.decays,
+            **self.more,
+            **here,
+        )
+
+    def launch_channels(self, blocks, other, kept, **here):
+        """`other`: the other side."""
+        self.draft.launch(
+            self.instance,
+            blocks * ceil_div(self.K, self.instance.TILE),
+            q=self.q,
+            k=self.k,
+            v=other.ends,
+            do_=other.starts,
+            g=self.g,
+            dq=self.dq,
+            dk=self.dk,
+            dg=self.dg,
+            u=None,
+            kept=kept,
+            shares=None,
+            pairs=other.pairs,
+            own=other.own,
+            decays=other.decays,
+            **self.more,
+            **here,
+        )
+
+
+class Backward:
+    """The gradients, some heads at a time: scores of either side, states between chunks, then all chunks at once, the
+    keys' side and the values'."""
+
+    def __init__(self, draft, problem, arrays, do, initial, dht, dh0):
+        (q, k, v, g, gv), (B, H, K, V) = arrays, problem.shape("B H K V")
+        self.draft, self.problem = draft, problem
+        self.given = {"initial": initial, "dht": dht, "dh0": dh0}
+        self.channels = GatedBackwardChannels("AfterWrite", problem.dtype, g.dtype, tuning.tf32_products(problem))
+        shape = draft.shape(problem, None, self.channels.CHUNK)
+        self.tiles = ceil_div(K, self.channels.TILE) * ceil_div(V, self.channels.TILE)
+        of_a_head = 2 * B * shape.NC * self.tiles * self.channels.TILE**2
+        inputs = sum(x.nbytes for x in arrays)
+        self.heads = tuning.heads_at_once(H, of_a_head * self.channels.stored.itemsize, inputs)
+        self.kept = draft.empty((max(1, self.heads * of_a_head),), self.channels.stored)
+        self.keys = Side(draft, problem, self.channels, self.heads, (q, k, g), False)
+        self.values = Side(draft, problem, self.channels, self.heads, (do, v, gv), True)
+
+    def launched(self):
+        """The gradients in the order of the arrays."""
+        (B, N, H), keys, values = self.problem.shape("B N H"), self.keys, self.values
+        for first in range(0, H, self.heads):
+            here = {"first": first, "heads": min(self.heads, H - first)}
+            blocks = B * keys.shape.NC * here["heads"]
+            keys.launch_scores(blocks, **here)
+            values.launch_scores(blocks, **here)
+            self.draft.launch(
+                ValueGateBackwardStates(self.channels.dtype, self.channels.products),
+                2 * N * here["heads"] * self.tiles,
+                q=keys.starts,
+                k=keys.ends,
+                v=values.ends,
+                do_=values.starts,
+                channel_decays=keys.decays,
+                column_decays=values.decays,
+                kept=self.kept,
+                shape=keys.shape,
+                scale=self.problem.scale,
+                **self.given,
+                **here,
+            )
+            keys.launch_channels(blocks, values, self.kept, **here)
+            values.launch_channels(blocks, keys, self.kept, **here)
+        return keys.dq, keys.dk, values.dk, keys.dg, values.dg
 
 
 def operands(draft, problem):
@@ -102,61 +367,11 @@ def operands(draft, problem):
     )
 
 
-class Passes:
-    """What `linattn_np.two_gates` computes with: each of its steps is a launch."""
-
-    def __init__(self, draft, problem):
-        self.draft, self.problem = draft, problem
-
-    def forwards(self, *arrays):
-        return self.swept("ForwardsApart", arrays, None)
-
-    def backwards(self, q, k, v, *gates_and_last):
-        final = None
-        if self.problem.initial_state:
-            final = self.draft.empty((*self.problem.shape("N H"), k.shape[-1], v.shape[-1]), FLOAT32)
-        return self.swept("Backwards", (q, k, v, *gates_and_last), final)
-
-    def swept(self, direction, arrays, final):
-        *arrays, initial = arrays
-        v, initial = arrays[2], self.draft.plain(initial, "the state")
-        o, apart = self.draft.like(v), self.draft.empty(v.shape, FLOAT32)
-        launch(self.draft, self.problem, direction, arrays, initial, final, o=o, apart=apart)
-        return o, apart, final
-
-    def gate_gradient(self, gate, x, y, last, dht):
-        (x, dx), (y, dy) = x, y
-        dgate, kernel, C = self.draft.like(gate), ValueGateGradient(x.dtype, gate.dtype), gate.shape[-1]
-        D, last_c, last_d = 0, 0, 0
-        if dht is not None:
-            D = last.shape[-1]
-            last_c, last_d = (stride // last.dtype.itemsize for stride in last.strides[2:])
-        N, H = self.problem.shape("N H")
-        self.draft.launch(
-            kernel,
-            N * H * ceil_div(C, kernel.threads),
-            x=x,
-            y=y,
-            dx=dx,
-            dy=dy,
-            gate=gate,
-            dgate=dgate,
-            last=last,
-            dlast=dht,
-            C=C,
-            D=D,
-            last_c=last_c,
-            last_d=last_d,
-            shape=self.draft.shape(self.problem),
-        )
-        return dgate
-
-
-def launch(draft, problem, direction, arrays, initial, final, o=None, apart=None):
+def recurrent(draft, problem, _device, arrays, o, final):
+    """Token by token."""
     q, k, v, g, gv = arrays
-    K, V = q.shape[-1], v.shape[-1]
-    kernel = ValueGate(direction, problem.dtype, g.dtype, channels(K))
-    N, H = problem.shape("N H")
+    N, H, K, V = problem.shape("N H K V")
+    kernel = ValueGateRecurrent(problem.dtype, g.dtype, channels(K))
     draft.launch(
         kernel,
         N * H * ceil_div(V, kernel.BV),
@@ -166,10 +381,9 @@ def launch(draft, problem, direction, arrays, initial, final, o=None, apart=None
         g=g,
         gv=gv,
         o=o,
-        apart=apart,
-        initial=initial,
+        initial=draft.initial(problem),
         final=final,
-        shape=draft.shape(problem, K=K, V=V),
+        shape=draft.shape(problem),
         scale=problem.scale,
     )
-    return kernel
+    return kernel.tiles

@@ -18,6 +18,7 @@ from .scores import LEAST, Gates, blas_ready, diagonal, gated_keys, gated_scores
 
 SEGMENT_ELEMENTS = 1 << 18  # of one of a segment's arrays: long calls for the threads, short ones for the cache
 MATERIALIZED_BYTES = 1 << 30  # above this, keeping every chunk's state must be asked for
+SCORES_BYTES = 1 << 25  # of all chunks' scores: more are made again for the gradients, which costs less than memory
 
 
 def run(member, o, states=None):
@@ -89,6 +90,20 @@ class Sweep:
         if self.materialize is None:  # rows alone do not keep the cores busy, and the states fit
             kept = B * H * chunking.count * self.K * self.V * self.dtype.itemsize
             self.materialize = len(self.blocks) < min(workers(), len(self.segments)) and kept < MATERIALIZED_BYTES
+        self.least = None if member.constant_gate else LEAST
+        self.scores = None  # those that a pullback finds again, by their place
+
+    def keep_scores(self):
+        """Has the forward pass leave the chunks' scores where gradients ask for them, if they are few."""
+        B, H = self.member.k.shape[:2]
+        tokens = B * H * self.chunking.count * self.chunking.size
+        if tokens * (8 * self.K + self.V + self.chunking.size) * self.dtype.itemsize <= SCORES_BYTES:
+            self.scores = {}
+
+    def scores_before(self, rows, first, segment, scratch):
+        """A segment's scores for its gradients: those of the forward pass, or made again."""
+        found = self.scores and self.scores.get(place(rows, first))
+        return found or Scores(self, rows, segment, None, scratch, backward=True)
 
     @property
     def single_chunks(self):
@@ -117,14 +132,14 @@ def streamed(sweep, rows, o, final, states):
     for first, segment in sweep.segments:
         n = segment.count
         h, decay = sweep.states(block, n, scratch)
-        inside = within_chunks(sweep, rows, segment, h, decay, scratch)
+        inside = within_chunks(sweep, rows, first, segment, h, decay, scratch)
         if carried is not None:
             h[:, :, 0] = carried
         sweep.chunking.scan(rows, first, decay, h, final)
         carried = h[:, :, n].copy()
         if states is not None:
             states[rows][:, :, first : first + n] = h[:, :, :n]
-        finite &= read_out(sweep, rows, segment, *inside, h, o, scratch)
+        finite &= read_out(sweep, rows, segment, inside, h, o, scratch)
     return finite
 
 
@@ -137,14 +152,19 @@ def materialized(sweep, o, final, states):
 
     def part(rows, first, segment):
         chunks, after = slice(first, first + segment.count), slice(first, first + segment.count + 1)
-        return rows, segment, h[rows][:, :, after], decay[rows][:, :, chunks], Scratch(sweep.dtype)
+        return rows, first, segment, h[rows][:, :, after], decay[rows][:, :, chunks], Scratch(sweep.dtype)
 
     parts = [part(rows, *segment) for rows, segment in product(sweep.blocks, sweep.segments)]
     inside = in_parallel(lambda part: within_chunks(sweep, *part), parts)
     in_parallel(lambda rows: sweep.chunking.scan(rows, 0, decay[rows], h[rows], final), sweep.blocks)
     if states is not None:
         states[:] = h[:, :, :-1]
-    finite = in_parallel(lambda part, inside: read_out(sweep, *part[:2], *inside, part[2], o, part[4]), parts, inside)
+
+    def out_of(part, inside):
+        rows, _, segment, states, _, scratch = part
+        return read_out(sweep, rows, segment, inside, states, o, scratch)
+
+    finite = in_parallel(out_of, parts, inside)
     return [all(finite[at : at + len(sweep.segments)]) for at in range(0, len(parts), len(sweep.segments))]
 
 
@@ -154,7 +174,9 @@ def carefully(sweep, rows, o, initial, final, states):
     for c, segment in sweep.single_chunks:
         inputs = [segment.pack(x[rows], sweep.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
         h, decay = sweep.states(o[rows].shape[:2], 1, Scratch(sweep.dtype))
-        qg, A, v = (x[:, :, 0] for x in within_chunks(sweep, rows, segment, h, decay, thread_scratch(sweep.dtype)))
+        scores = Scores(sweep, rows, segment, decay, thread_scratch(sweep.dtype))
+        scores.store(h)
+        qg, A, v = (x[:, :, 0] for x in (scores.qg, scores.A, scores.v))
         if (s := sweep.chunking.begins.get(c)) is not None:
             carried = sweep.of_rows(initial, rows)[:, s]
         if states is not None:
@@ -176,24 +198,49 @@ def rows_of_bonus(member, rows, at):
     return None if member.u is None else member.bonus(rows)[at[1], 0, 0]
 
 
-def within_chunks(sweep, rows, segment, h, decay, scratch):
-    """What chunks need nobody else for: (qg, A, v); fills the decays, and kg^T v one place on from its chunk in h."""
-    member = sweep.member
-    q, k, v, g = (segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g))
-    qg, kg, A = gated_scores(q, k, Gates(g, scratch), member.exclusive, decay, scratch)
-    if member.u is not None:
-        put_bonus(A, q, k, member.bonus(rows))
-    v = blas_ready(v)
-    np.matmul(kg.swapaxes(-1, -2), v, out=h[:, :, 1:])
-    return qg, A, v
+def place(rows, first):
+    """What tells a segment's scores from others of a sweep: the first row and chunk."""
+    return rows[0].start, rows[1].start, first
 
 
-def read_out(sweep, rows, segment, qg, A, v, h, o, scratch):
+def within_chunks(sweep, rows, first, segment, h, decay, scratch):
+    """What chunks need nobody else for: their scores, and what they add to the state, in h; fills the decays."""
+    scores = Scores(sweep, rows, segment, decay, scratch if sweep.scores is None else Scratch(sweep.dtype))
+    if scores.lasting:
+        scores.decay = decay.copy()
+        sweep.scores[place(rows, first)] = scores
+    scores.store(h)
+    return scores
+
+
+class Scores:
+    """Chunks [B, H, n, C, .] of a block of rows, their gated queries and keys and A, in the room of `scratch`.
+
+    `decay` receives their whole decays. Gradients ask for those made `backward`, or for `lasting` ones.
+    """
+
+    def __init__(self, sweep, rows, segment, decay, scratch, backward=False):
+        member = sweep.member
+        q, k, v, g = (segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g))
+        self.q, self.k, self.v, self.u = q, k, blas_ready(v), member.bonus(rows)
+        self.gates = gates = Gates(g, scratch, sweep.least if backward else None)
+        self.lasting = backward or (sweep.scores is not None and gates.serve_gradients(sweep.least))
+        self.decay = scratch("decay", (*g.shape[:-2], g.shape[-1])) if decay is None else decay
+        self.qg, self.kg, self.A = gated_scores(q, k, gates, member.exclusive, self.decay, scratch, self.lasting)
+        if self.u is not None:
+            put_bonus(self.A, q, k, self.u)
+
+    def store(self, h):
+        """kg^T v of each chunk, one place on from it in h."""
+        np.matmul(self.kg.swapaxes(-1, -2), self.v, out=h[:, :, 1:])
+
+
+def read_out(sweep, rows, segment, scores, h, o, scratch):
     """o = scale (qg h + A v), in the room of kg and b, which have served; whether it is finite."""
-    within = np.matmul(A, v, out=scratch("kg", v.shape))
+    within = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], sweep.dtype)
-    part = scratch("b", v.shape) if in_place is None else in_place
-    np.matmul(qg, h[:, :, :-1], out=part)
+    part = scratch("b", within.shape) if in_place is None else in_place
+    np.matmul(scores.qg, h[:, :, :-1], out=part)
     part += within
     part *= sweep.member.scale
     if in_place is None:
@@ -212,6 +259,7 @@ def put_bonus(A, q, k, u):
 def vjp(member, o):
     """(final state, pull), o filled; pull(do, dht) gives ((dq, dk, dv, dg, du), gradient of the initial state)."""
     sweep = Sweep(member)
+    sweep.keep_scores()
     B, H = member.k.shape[:2]
     states = np.empty((B, H, sweep.chunking.count, sweep.K, sweep.V), sweep.dtype)
     final = forward(sweep, o, states)
@@ -238,9 +286,18 @@ class Gradients:
         if member.u is not None:  # one a chunk, so that no cut changes the order of the sum
             self.du = np.empty((*member.k.shape[:2], sweep.chunking.count, sweep.K), sweep.dtype)
 
-    def put(self, rows, segment, first, du, *parts):
+    def room(self, rows, segment, scratch):
+        """Where to write a segment's dq, dk, dv and dg: at their places, or in scratch where tokens have to move."""
+        for name in ("dq", "dk", "dv", "dg"):
+            x = getattr(self, name)[rows]
+            in_place = segment.view(x, x.dtype)
+            packed = (*x.shape[:2], segment.count, segment.chunk, x.shape[-1])
+            yield scratch(name, packed) if in_place is None else in_place
+
+    def put(self, rows, segment, first, du, parts):
         for gradient, part in zip((self.dq, self.dk, self.dv, self.dg), parts, strict=True):
-            segment.unpack_into(gradient[rows], part)
+            if not np.may_share_memory(gradient, part):
+                segment.unpack_into(gradient[rows], part)
         if du is not None:
             self.du[rows][:, :, first : first + segment.count] = du
 
@@ -250,68 +307,56 @@ def backward(sweep, rows, do, states, dstates, gradients):
     carried, finite = None, True
     for first, segment in reversed(sweep.segments):
         scratch = thread_scratch(sweep.dtype)
-        arrays, h = inputs_of(sweep, rows, first, segment, do, states, scratch)
-        products = ChunkProducts(sweep.member, rows, *arrays, scratch)
+        scores = sweep.scores_before(rows, first, segment, scratch)
+        products = ChunkProducts(sweep.member, scores, segment.pack(do[rows], sweep.dtype), scratch)
         dh = products.dh()
         if carried is not None:
             dh[:, :, -1] = carried
-        sweep.chunking.scan_back(rows, first, products.decay, dh, dstates)
-        found = products.vjp(h, dh)
-        gradients.put(rows, segment, first, *found)
-        finite &= by_token.is_finite(*found[1:])
+        sweep.chunking.scan_back(rows, first, scores.decay, dh, dstates)
+        found = list(gradients.room(rows, segment, scratch))
+        du = products.vjp(states[rows][:, :, first : first + segment.count], dh, found)
+        gradients.put(rows, segment, first, du, found)
+        finite &= by_token.is_finite(*found)
         carried = dh[:, :, 0].copy()
     return finite
-
-
-def inputs_of(sweep, rows, first, segment, do, states, scratch):
-    """((q, k, v, g, do scaled) of a segment's chunks, the states before them)."""
-    member = sweep.member
-    arrays = [segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g)]
-    do = segment.pack(do[rows], sweep.dtype)
-    arrays.append(np.multiply(do, member.scale, out=scratch("do", do.shape)))
-    return arrays, states[rows][:, :, first : first + segment.count]
 
 
 class ChunkProducts:
     """The backward pass within chunks [B, H, n, C, .], as products."""
 
-    def __init__(self, member, rows, q, k, v, g, do, scratch):
-        self.exclusive, self.constant, self.u = member.exclusive, member.constant_gate, member.bonus(rows)
-        self.q, self.k, self.v, self.do, self.scratch = q, k, v, do, scratch
-        self.gates = Gates(g, scratch, None if self.constant else LEAST)
-        self.decay = scratch("decay", (*g.shape[:-2], g.shape[-1]))
-        self.qg, self.kg, self.A = gated_scores(q, k, self.gates, self.exclusive, self.decay, scratch, keep=True)
-        if self.u is not None:
-            put_bonus(self.A, q, k, self.u)
+    def __init__(self, member, scores, do, scratch):
+        self.exclusive, self.scores, self.scratch = member.exclusive, scores, scratch
+        self.do = np.multiply(do, member.scale, out=scratch("do", do.shape))
 
     def dh(self):
         """Gradients of the states [B, H, n + 1, K, V]: of each chunk's, what it adds; the last one's is to be set."""
-        *rows, n, _, K = self.q.shape
-        dh = self.scratch("dh", (*rows, n + 1, K, self.v.shape[-1]))
-        np.matmul(self.qg.swapaxes(-1, -2), self.do, out=dh[:, :, :-1])
+        *rows, n, _, K = self.scores.q.shape
+        dh = self.scratch("dh", (*rows, n + 1, K, self.do.shape[-1]))
+        np.matmul(self.scores.qg.swapaxes(-1, -2), self.do, out=dh[:, :, :-1])
         return dh
 
-    def vjp(self, h, dh):
-        """(du a chunk, dq, dk, dv, dg) from the states before the chunks and the gradients of all states."""
-        q, k, v, u, do, after = self.q, self.k, self.v, self.u, self.do, dh[:, :, 1:]
-        scratch, product = self.scratch, self.scratch.product
-        dv = product("dv", self.A.swapaxes(-1, -2), do)
-        dv += product("dkg", self.kg, after)
+    def vjp(self, h, dh, out):
+        """du a chunk, from the states before the chunks and the gradients of all states; fills dq, dk, dv, dg."""
+        scores, do, after, (dq, dk, dv, dg) = self.scores, self.do, dh[:, :, 1:], out
+        q, k, v, u, scratch, product = scores.q, scores.k, scores.v, scores.u, self.scratch, self.scratch.product
+        np.matmul(scores.A.swapaxes(-1, -2), do, out=dv)
+        dv += product("dkg", scores.kg, after)
         dA = product("dA", do, v.swapaxes(-1, -2))
         own = diagonal(dA).copy()[..., None]  # of A_ii: the token's own weight, which no gate touches
         mask_future(dA, exclusive=True)
         dqg, dkg = product("dqg", do, h.swapaxes(-1, -2)), product("dkg", v, after.swapaxes(-1, -2))
-        dq, dk, dg = gated_scores_vjp(q, k, self.gates, self.exclusive, dA, dqg, dkg, self.flow(h, after), scratch)
+        through = self.flow(h, after)
+        gated_scores_vjp(scores.gates, self.exclusive, dA, dqg, dkg, through, (dq, dk, dg), scratch)
         for gradient, other in ((dq, k), (dk, q)):
             weighted = np.multiply(own, other, out=scratch("dqg", other.shape))
             gradient += weighted if u is None else np.multiply(u, weighted, out=weighted)
-        du = None if u is None else (own * q * k).sum(-2)
-        return du, dq, dk, dv, dg
+        return None if u is None else (own.swapaxes(-1, -2) @ np.multiply(q, k, out=scratch("dqg", q.shape)))[..., 0, :]
 
     def flow(self, h, after):
         """What flows across whole chunks: of the states before them to those behind them, [B, H, n, K or 1]."""
-        flow = self.decay * np.vecdot(h, after)
-        return flow.sum(-1, keepdims=True) if self.decay.shape[-1] == 1 else flow
+        decay = self.scores.decay
+        flow = decay * np.vecdot(h, after)
+        return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
 def backward_carefully(sweep, rows, do, states, of_final, of_initial, gradients):
@@ -319,16 +364,18 @@ def backward_carefully(sweep, rows, do, states, of_final, of_initial, gradients)
     member, chunking, carried = sweep.member, sweep.chunking, None
     for c, segment in reversed(sweep.single_chunks):
         scratch = thread_scratch(sweep.dtype)
-        (q, k, v, g, do_scaled), h = inputs_of(sweep, rows, c, segment, do, states, scratch)
-        products = ChunkProducts(member, rows, q, k, v, g, do_scaled, scratch)
+        scores = Scores(sweep, rows, segment, None, scratch, backward=True)
+        products = ChunkProducts(member, scores, segment.pack(do[rows], sweep.dtype), scratch)
+        h = states[rows][:, :, c : c + 1]
         if (s := chunking.ends.get(c)) is not None:
             carried = sweep.of_rows(of_final, rows)[:, s]
         dh = products.dh()
         dh[:, :, 1] = carried
-        dh[:, :, 0] += products.decay[:, :, 0, :, None] * carried
-        du, *found = products.vjp(h, dh)
+        dh[:, :, 0] += scores.decay[:, :, 0, :, None] * carried
+        found = [np.empty_like(x) for x in (scores.q, scores.k, scores.v, scores.gates.g)]
+        du = products.vjp(h, dh, found)
         found = [dh[:, :, 0], *(x[:, :, 0] for x in found)]
-        inputs = [x[:, :, 0] for x in (q, k, v, g, do_scaled)]
+        inputs = [x[:, :, 0] for x in (scores.q, scores.k, scores.v, scores.gates.g, products.do)]
         at = np.nonzero(by_token.to_redo(found, inputs, (h, carried)))
         if at[0].size:
             u = rows_of_bonus(member, rows, at)
@@ -338,6 +385,6 @@ def backward_carefully(sweep, rows, do, states, of_final, of_initial, gradients)
             for x, new in zip(found, (redone[0], *redone[2:]), strict=True):
                 x[at] = new
         carried = found[0].copy()
-        gradients.put(rows, segment, c, du, *(x[:, :, None] for x in found[1:]))
+        gradients.put(rows, segment, c, du, [x[:, :, None] for x in found[1:]])
         if (s := chunking.begins.get(c)) is not None:
             sweep.of_rows(of_initial, rows)[:, s] = carried

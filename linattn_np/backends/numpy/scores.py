@@ -37,7 +37,7 @@ class Gates:
     def __init__(self, g, scratch, least=None):
         self.g = g = blas_ready(g)
         c = np.matmul(from_middle(g.shape[-2], g.dtype), g, out=scratch("b", g.shape))  # NaN, so not weak, of -inf
-        self.strong, self.halves = None, None
+        self.strong, self.halves, self.queries, self.keys = None, None, None, None
         if not is_weak(c, g, least, None).all():
             flat = [x.reshape(*x.shape[:-2], -1) for x in (c, g)]
             self.strong = np.nonzero(~is_weak(*flat, least, -1))
@@ -45,6 +45,10 @@ class Gates:
         if self.any_weak:
             self.start = np.exp(g[..., :1, :] - c[..., :1, :])  # of the chunk's tokens up to its middle
             self.decay = np.exp(c, out=c)
+
+    def serve_gradients(self, least):
+        """Whether gates told of `least` would be these: then theirs of the forward pass will do for the backward."""
+        return self.strong is None and (least is None or bool(self.g.min(initial=0) >= least))
 
 
 def is_weak(c, g, least, axis):
@@ -102,6 +106,7 @@ def gated_scores(q, k, gates, exclusive, decay, scratch, keep=False):
     """(qg, kg [..., C, K], A [..., C, C]); fills the chunk's whole decay [..., K or 1]. `keep` for the gradients."""
     qg, kg, A = scratch("qg", q.shape), scratch("kg", k.shape), scratch("A", (*q.shape[:-1], q.shape[-2]))
     if gates.any_weak:
+        gates.queries, gates.keys = (scratch("queries", q.shape), scratch("keys", k.shape)) if keep else (qg, kg)
         factored(q, k, gates, exclusive, qg, kg, A, decay)
     if gates.strong is not None:
         at = gates.strong
@@ -126,15 +131,17 @@ def gated_keys(k, gates, decay, scratch):
 
 
 def factored(q, k, gates, exclusive, qg, kg, A, decay):
-    """Right for weak gates."""
-    E = gates.decay
-    decay_query(q, E, exclusive, out=qg)
-    np.divide(k, E, out=kg)
-    np.matmul(qg, kg.swapaxes(-1, -2), out=A)
+    """Right for weak gates. Fills their `queries` and `keys` too, as seen from the middle; they may be qg and kg."""
+    E, queries, keys = gates.decay, gates.queries, gates.keys
+    decay_query(q, E, exclusive, out=queries)
+    np.divide(k, E, out=keys)
+    np.matmul(queries, keys.swapaxes(-1, -2), out=A)
     mask_future(A, exclusive)
     after = slice(exclusive, None)  # reading before the write, the first query is as it was
-    qg[..., after, :] *= gates.start
-    kg *= E[..., -1:, :]
+    np.multiply(queries[..., after, :], gates.start, out=qg[..., after, :])
+    if exclusive:
+        qg[..., :1, :] = queries[..., :1, :]
+    np.multiply(keys, E[..., -1:, :], out=kg)
     np.multiply(gates.start, E[..., -1:, :], out=decay[..., None, :])
 
 
@@ -160,33 +167,30 @@ def prefix_suffix_sums(g):
 # -- backward ---------------------------------------------------------------------------------------------------------
 
 
-def gated_scores_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch):
-    """Gradients (dq, dk, dg) of A, qg and kg [..., C, .]; dA [..., C, C] is 0 on and above the diagonal.
+def gated_scores_vjp(gates, exclusive, dA, dqg, dkg, through, out, scratch):
+    """Gradients `out` = (dq, dk, dg) of A, qg and kg [..., C, .]; dA [..., C, C] is 0 on and above the diagonal.
 
     `through` [..., K or 1] is what flows across the whole chunk, of the state before it to the one behind it.
     Needs `gates` as `gated_scores` has left them, told to keep; overwrites dqg and dkg.
     """
-    dq, dk, dg = scratch("dq", q.shape), scratch("dk", k.shape), scratch("dg", gates.g.shape)
+    dq, dk, dg = out
     at = gates.strong
     if at is not None:
         found = gates.halves.vjp(dA[at], dqg[at], dkg[at], through[at])
     if gates.any_weak:
-        factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg)
+        factored_vjp(gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg)
     if at is not None:
         dq[at], dk[at], dg[at] = found
-    return dq, dk, dg
 
 
-def factored_vjp(q, k, gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
+def factored_vjp(gates, exclusive, dA, dqg, dkg, through, scratch, dq, dk, dg):
     """dg_t = sum_{i >= t} (q dq - k dk) of A, or what comes to the same, sum_{i < t} (k dk - q dq)
     + sum_{i >= t} qg dqg + sum_{j < t} kg dkg + through      (i > t where the read comes before the write)
     """
-    E = gates.decay
-    keys, queries = np.divide(k, E, out=scratch("keys", k.shape)), scratch("queries", q.shape)
-    decay_query(q, E, exclusive, out=queries)
+    E, queries, keys = gates.decay, gates.queries, gates.keys
     after = slice(int(exclusive), None)  # the queries that come after the first token's gate
     dqg[..., after, :] *= gates.start
-    read = np.multiply(queries, dqg, out=scratch("read", q.shape))
+    read = np.multiply(queries, dqg, out=scratch("read", dqg.shape))
     of_query = scratch.product("of_query", dA, keys)
     dqg += of_query
     decay_query(dqg, E, exclusive, out=dq)
@@ -211,7 +215,7 @@ def gate_sums(of_query, of_key, read, stored, exclusive, scratch, dg):
     half = C // 2
     first, second = (..., slice(0, half), slice(None)), (..., slice(half, C), slice(None))
     of_first, of_second = half_sums(C, dg.dtype, exclusive)
-    terms = scratch("queries", (*of_query.shape[:-2], half + C, of_query.shape[-1]))
+    terms = scratch("terms", (*of_query.shape[:-2], half + C, of_query.shape[-1]))
     before, behind = terms[..., :half, :], terms[..., half:, :]
     np.subtract(of_key[first], of_query[first], out=before)
     before += stored[first]

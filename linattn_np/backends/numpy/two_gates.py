@@ -8,12 +8,24 @@ Over tokens whose gv sum up to little, c_t in all, it is gla on other values:
 
 The first token's gv is none of them, since it can be taken to the state at once; so whatever it is, this is exact.
 Where strong gates leave few such tokens, they go one by one.
+
+The same recurrence computes the gradients:
+
+    S_t = (exp g_t exp gv_t^T) * S_{t-1} + k_t v_t^T                    o_t = scale q_t^T S_t
+    C_t = (exp g_{t+1} exp gv_{t+1}^T) * C_{t+1} + scale q_t do_t^T     the gradient of S_t; dht comes in behind the end
+
+    dq_t = scale S_t do_t       dk_t = C_t v_t      dv_t = C_t^T k_t        dh0 = (exp g_1 exp gv_1^T) * C_1
+    dg_t = sum_{i >= t} (q_i dq_i - k_i dk_i) + sum_v S_T dht
+    dgv_t = sum_{i >= t} (o_i do_i - v_i dv_i) + sum_k S_T dht          (Yang et al., 2024, section 4.4, on both sides)
+
+The first line turned over is the operator itself, of (do, v, k, gv, g); the second one runs backwards in time. What no
+gate touches stands on both sides of these differences: a token's own q k v do, and the last one's k v dht. There the
+results are taken *apart* from it, or strong gates, of which little but rounding would be left, lost their gradients.
 """
 
 import numpy as np
 
 from ...contract import SUB_CHUNK
-from ...two_gates import gradients
 from ...varlen import dense
 from . import chunked, chunking
 from .by_token import is_finite
@@ -93,8 +105,30 @@ def by_token(problem, arrays, start, do, dht):
     return found, dh0
 
 
+def gradients(machine, arrays, o, last, initial, do, dht):
+    """([dq, dk, dv, dg, dgv], dh0), from o and S_T of the forward pass, both apart; `initial` and `dht` may be None.
+
+    `machine` computes, on arrays [B, H, T, ...] and states [N, H, K, V]:
+    forwards(q, k, v, g, gv, initial): o, o apart, S_T apart from the last token's k v;
+    backwards(q, k, v, g, gv, last): o, o apart (0 at the last token), the state before the first token;
+    gate_gradient(gate, (x, dx apart), (y, dy apart), S_T apart, dht): the sums above.
+    """
+    q, k, v, g, gv = arrays
+    dq, dq_apart, _ = machine.forwards(do, v, k, gv, g, turned(initial))
+    dv, dv_apart, dh0 = machine.backwards(k, q, do, g, gv, dht)
+    dk, dk_apart, _ = machine.backwards(v, do, q, gv, g, turned(dht))
+    dg = machine.gate_gradient(g, (q, dq_apart), (k, dk_apart), last, dht)
+    dgv = machine.gate_gradient(gv, (do, o), (v, dv_apart), turned(last), turned(dht))
+    return [dq, dk, dv, dg, dgv], dh0
+
+
+def turned(states):
+    """[N, H, K, V] <-> [N, H, V, K], a view."""
+    return None if states is None else states.swapaxes(2, 3)
+
+
 class Machine:
-    """What `linattn_np.two_gates` computes with."""
+    """What `gradients` computes with."""
 
     def __init__(self, problem):
         self.problem, self.scale, self.count = problem, problem.scale, problem.spans.count
@@ -147,7 +181,8 @@ class Machine:
 
 
 def walk(problem, q, k, v, g, gv, start, scale, apart=False):
-    """(o [B, H, T, V], final states [N, H, K, V]) in the computing dtype; `apart` as `linattn_np.two_gates` has it."""
+    """(o [B, H, T, V], final states [N, H, K, V]) in the computing dtype; `apart`: o without the
+    token's own k v, the state without the last one's."""
     o, final, count = np.empty(v.shape, v.dtype), start.copy(), problem.spans.count
     for s, (first, stop) in enumerate(problem.spans):
         S = final[s::count].copy()

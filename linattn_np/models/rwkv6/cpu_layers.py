@@ -7,11 +7,12 @@ import numpy as np
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import FORMATS, loops
 from ..quantised import Stored
-from .checks import refuse
-from .numpy_layers import NumpyLayers
+from .checks import one_of, refuse
+from .numpy_layers import FLOAT32, NumpyLayers
 
 
-def cpu_layers(weights, sizes, dtype, loaded):
+def cpu_layers(weights, sizes, dtype, state_dtype, loaded):
+    one_of(state_dtype, (FLOAT32,), " for the state on the CPU")
     dtype = format_of(weights, dtype)
     if dtype == "float32":
         return NumpyLayers(weights, sizes, dtype, loaded)

@@ -17,17 +17,22 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
-from ...backends.cupy.plan import Draft, Plan, ceil_div, contiguous, describe_parts
-from ...errors import ContractTypeError
+from ...backends.cupy.kernel import INT8
+from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
+from ...errors import ContractTypeError, NotSupported
+from ..matrices import quantised
+from ..quantised import Stored
 from . import weights as table
-from .checks import refuse
+from .checks import one_of, refuse
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 from .names import parameters
+from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state
 
 FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
-DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16)
+DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
+SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
 WRITE, ADD, RELU_SQUARED = range(3)  # matvec's `Finish`
 PHASES = 7  # of a layer in decode_step
@@ -37,13 +42,15 @@ PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
-    Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. State, sums and all that passes
-    between kernels are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`.
+    Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
+    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`. int8 has a scale for every
+    row of a matrix; beyond eight sequences scaled rows and inputs are rounded to bfloat16. The embedding and the second
+    matrices of low rank are bfloat16 then.
 
     Parameters
     ----------
     weights : mapping from official names to arrays, on the host or on the device
-    dtype : float32, float16 or bfloat16
+    dtype : float32, float16, bfloat16 or int8
         Of the weights on the device.
     batch : int
         B, the sequences that every step advances.
@@ -51,11 +58,16 @@ class CudaDecoder:
         What allocates and launches; the current CUDA device by default.
     loaded : function of an array of `weights`
         Called with each that is on the device.
+    state_dtype : float32, bfloat16 or float16
+        Of the recurrent state, which is rounded after every token.
 
     Raises
     ------
     ContractError
-        A parameter that `RWKV6` refuses; D or F that is no multiple of 8; sizes beyond the kernels' limits.
+        A parameter that `RWKV6` refuses; D or F that is no multiple of 8, or of 16 with int8; sizes beyond the
+        kernels' limits.
+    NotSupported
+        int8 on a card other than Hopper.
 
     Example
     -------
@@ -66,20 +78,41 @@ class CudaDecoder:
     ...     decoder.replay()
     """
 
-    def __init__(self, weights: Mapping, dtype, batch: int = 1, device=None, loaded=lambda array: None):
+    def __init__(
+        self,
+        weights: Mapping,
+        dtype,
+        batch: int = 1,
+        device=None,
+        loaded=lambda array: None,
+        state_dtype=FLOAT32,
+    ):
         self.device = device = device or current_device()
         weights, sizes = parameters(weights)
-        self.sizes, self.dtype = fitting(sizes), np.dtype(dtype)
-        if self.dtype not in DTYPES:
-            refuse(f"dtype is {self.dtype}, expected {', '.join(map(str, DTYPES))}", ContractTypeError)
+        self.matrices, self.state_dtype = one_of(dtype, DTYPES), one_of(state_dtype, STATE_DTYPES, " for the state")
+        self.dtype = BFLOAT16 if self.matrices == INT8 else self.matrices  # of what meets them
+        if self.matrices == INT8 and device.capability != 90:
+            raise NotSupported("RWKV6: dtype int8 on the GPU needs a Hopper card (compute capability 9.0)")
+        self.sizes = fitting(sizes, self.matrices)
         load = partial(stacked, device, weights, loaded)
-        self.whole = table.whole(lambda *weight: array_of(load, self.dtype, *weight)[0])
-        self.all_layers = table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.dtype))
+        self.whole = apart(table.whole(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
+        self.all_layers = apart(table.layer("", partial(self.of_layers, partial(load, blocks=sizes["L"]))))
         self.layers = [
             SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
             for i in range(sizes["L"])
         ]
         self.make_room(batch)
+
+    def of_layers(self, load, field, weight, names):
+        """A weight of all layers."""
+        if field == "ffn_value" and self.values_by_inputs:
+            return by_inputs(load(self.matrices, names, inputs_first=True))
+        return array_of(load, self.matrices, field, weight, names)
+
+    @property
+    def values_by_inputs(self) -> bool:
+        """Whether the channel mix's value matrices lie by inputs, so that those that are zero need not be read."""
+        return self.device.capability == 90
 
     def resized(self, batch: int) -> CudaDecoder:
         """A decoder of `batch` sequences with the same weights."""
@@ -96,7 +129,9 @@ class CudaDecoder:
         self.batch, self.few = batch, batch <= kernels.Matvec.COLUMNS
         self.kernel = None
         if self.device.capability == 90:
-            self.kernel = kernels.DecodeStep.fitting(self.dtype, batch, self.sizes["D"], self.sizes["F"], self.device)
+            self.kernel = kernels.DecodeStep.fitting(
+                self.matrices, self.state_dtype, batch, self.sizes["D"], self.device
+            )
         X = FLOAT32 if self.few else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.room = SimpleNamespace(
@@ -112,13 +147,22 @@ class CudaDecoder:
             ffn_mixed=room(2, B, D, dtype=X),
             activated=room(1, B, F, dtype=X),
             hidden=None if self.few else room(1, B, F),
+            wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
             value=room(1, B, D),
+            value_parts=room(self.kernel[0].parts_of_value(self.step_blocks, D), B, D) if self.kernel else None,
             normed=room(1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
         )
+        if self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what launches beyond it take
+            self.room.mixed, self.room.y = room(5, B, D * size // 4), room(1, B, D * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
+
+    @property
+    def step_blocks(self) -> int:
+        """Of a launch of `DecodeStep`."""
+        return self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS
 
     @property
     def logits(self):
@@ -128,20 +172,22 @@ class CudaDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes that a step must read of the weights: all but the embedding, of which it reads B rows."""
-        arrays = self.whole.head, self.whole.ln0, self.whole.ln_out, *vars(self.all_layers).values()
-        return sum(array.nbytes for array in arrays) + self.batch * self.whole.embedding[0, 0].nbytes
+        arrays = [*vars(self.whole).values(), *vars(self.all_layers).values()]
+        return (
+            sum(array.nbytes for array in arrays) - (self.sizes["V"] - self.batch) * self.whole.embedding[0, 0].nbytes
+        )
 
     def initial_state(self, rows: int | None = None) -> State:
         """The state before the first token: `rows` for a pool, otherwise one a sequence."""
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         P, zeros = self.batch if rows is None else rows, self.device.zeros
-        return State(*(zeros((L, P, *shape), FLOAT32) for shape in ((D,), (H, N, N), (D,))))
+        return State(zeros((L, P, D), FLOAT32), zeros((L, P, H, N, N), self.state_dtype), zeros((L, P, D), FLOAT32))
 
     def step(self, tokens, state: State, slots=None, greedy: bool = False):
         """``logits`` [B, V] after `tokens`, enqueued on the current stream; `state` is updated in place.
 
         tokens : int64 [B] on the device, each below V; with `greedy` the likeliest next take their place.
-        state : P rows on the device, contiguous float32.
+        state : P rows on the device, contiguous, float32 but for `wkv` in the state's dtype.
         slots : int64 [B] on the device, all different, or None
             The row of the state that each sequence has; without them P = B and sequence b has row b.
 
@@ -160,7 +206,7 @@ class CudaDecoder:
         import cupy
 
         zeros = self.device.zeros
-        small = State(*(zeros((1, self.batch, *array.shape[2:]), FLOAT32) for array in state.arrays))
+        small = State(*(zeros((1, self.batch, *array.shape[2:]), array.dtype) for array in state.arrays))
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
         with stream:  # what products need is loaded before the graph: one layer has them all
@@ -208,14 +254,15 @@ class CudaDecoder:
         """Has what a step launches compiled, while the caller does something else."""
         D, H, N = (self.sizes[axis] for axis in "DHN")
         shapes = dict(zip(STATE, ((1, 1, D), (1, 1, H, N, N), (1, 1, D))))
-        state = State(**{name: contiguous(name, shape, FLOAT32) for name, shape in shapes.items()})
+        dtypes = {"wkv": self.state_dtype}
+        state = State(**{name: contiguous(name, shape, dtypes.get(name, FLOAT32)) for name, shape in shapes.items()})
         plan, _ = self.plan_of(contiguous("tokens", (self.batch,), INT64), state, None, False, 1)
         self.device.compile(plan.kernels)
 
     def check(self, tokens, state, slots):
         B = self.batch
         rows = {} if slots is not None else {"B": B}
-        check_state(state, {axis: self.sizes[axis] for axis in "LDHN"} | rows)
+        check_state(state, {axis: self.sizes[axis] for axis in "LDHN"} | rows, wkv=self.state_dtype)
         for name, array in (("tokens", tokens), ("slots", slots)):
             if array is not None and array.dtype != INT64:
                 refuse(f"{name} has dtype {array.dtype}, expected {INT64}", ContractTypeError)
@@ -262,13 +309,14 @@ class Step:
         kernel, more_shared = self.my.kernel
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         room = vars(self.room) | {"kvrg_out": self.room.kvrg} | vars(self.layers) | vars(self.state)
-        found = room | {"head": self.model.head, "ln_out": self.model.ln_out, "slots": self.slots}
-        fields = {member.name: found[member.name] for member in kernel.arguments if member.kind == "pointer"}
+        found = room | vars(self.model) | {"slots": self.slots}
+        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
+        fields = {name: found.get(name) if name.endswith("_scales") else found[name] for name in names}
         count = layers * PHASES + 1
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
                 kernel,
-                self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS,
+                self.my.step_blocks,
                 more_shared=more_shared,
                 together=self.device.cooperative,
                 **fields,
@@ -276,7 +324,6 @@ class Step:
                 L=layers,
                 B=self.my.batch,
                 P=self.state.wkv.shape[1],
-                staged=more_shared >= 4 * self.my.batch * sizes["F"],
                 first=first,
                 last=last,
                 eps=LAYER_NORM_EPS,
@@ -291,13 +338,13 @@ class Step:
             self.channel_mix(layer, self.state.ffn_shift[i])
             value = room.value
         self.norm_shift(self.model.ln_out, room.normed, value=value)
-        self.matmul((self.model.head, room.normed, room.logits, WRITE))
+        self.matmul(self.model, ("head", room.normed, room.logits, WRITE))
 
     def time_mix(self, layer, shift, wkv, value):
         my, room, B = self.my, self.room, self.my.batch
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
         self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, value, xx=room.xx)
-        self.matmul((layer.maa_down, room.mixed_x, room.low, WRITE))
+        self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
         mix = kernels.DataMix.of_step(T, X)
         self.draft.launch(
             mix,
@@ -313,12 +360,17 @@ class Step:
             A=A,
         )
         self.matmul(
-            (layer.kvrg, room.mixed[1:], room.kvrg, WRITE), (layer.decay_down, room.mixed[:1], room.decay_low, WRITE)
+            layer,
+            ("kvrg", room.mixed[1:], room.kvrg, WRITE),
+            ("decay_down", room.mixed[:1], room.decay_low, WRITE),
         )
         (k, v, r, gate), (weight, bias) = room.kvrg, layer.ln_x
+        many = None if my.few else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, N, W, my.device)
+        kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype), 0)
         self.draft.launch(
-            kernels.TimeMixStep(T, X),
-            B * H,
+            kernel,
+            min(B * H, kernel.resident * my.device.multiprocessors) if many else B * H,
+            more_shared=more_shared,
             k=k,
             v=v,
             r=r,
@@ -338,16 +390,17 @@ class Step:
             W=W,
             eps=GROUP_NORM_EPS,
         )
-        self.matmul((layer.output, room.y, room.x, ADD))
+        self.matmul(layer, ("output", room.y, room.x, ADD))
 
     def channel_mix(self, layer, shift):
         room = self.room
         self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift)
         self.matmul(
-            (layer.ffn_key, room.ffn_mixed[:1], room.activated, RELU_SQUARED),
-            (layer.ffn_receptance, room.ffn_mixed[1:], room.gate, WRITE),
+            layer,
+            ("ffn_key", room.ffn_mixed[:1], room.activated, RELU_SQUARED),
+            ("ffn_receptance", room.ffn_mixed[1:], room.gate, WRITE),
         )
-        self.matmul((layer.ffn_value, room.activated, room.value, WRITE))
+        self.matmul(layer, ("ffn_value", room.activated, room.value, WRITE))
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
         room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
@@ -371,64 +424,136 @@ class Step:
             eps=LAYER_NORM_EPS,
         )
 
-    def matmul(self, *products):
-        """Products (w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
-        my = self.my
-        if not my.few:
-            for w, x, y, finish in products:
-                to = self.room.hidden if finish == RELU_SQUARED else y
-                self.draft.product(w, x, to, finish == ADD)
-                if finish == RELU_SQUARED:
-                    kernel = kernels.ReluSquared(to.dtype, y.dtype)
-                    self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
-            return
+    def matmul(self, weights, *products):
+        """Products (name of w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
+        my, matrices = self.my, [getattr(weights, name) for name, *_ in products]
+        products = [product[1:] for product in products]
+        _, B, K = products[0][0].shape
+        X, tiles = products[0][0].dtype, row_tiles(matrices, kernels.SkinnyProduct.ROWS)
+        by_inputs = matrices[0].strides[-1] > matrices[0].strides[-2]
+        skinny = kernels.SkinnyProduct.fitting(my.matrices, X, B, K, tiles, by_inputs, my.device)
+        if not (skinny or my.few):
+            return self.by_library(weights, matrices, products)
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
-            for *stacks, finish in products
-            for w, x, y in zip(*stacks)
+            for stack, (*vectors, finish) in zip(matrices, products)
+            for w, x, y in zip(stack, *vectors)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
-        listed += [none] * (kernels.Matvec.PRODUCTS - len(listed))
-        blocks = sum(ceil_div(product["M"], kernels.Matvec.ROWS) for product in listed)
-        _, B, K = products[0][1].shape
-        kernel = kernels.Matvec.fitting(my.dtype, blocks, my.device)
-        self.draft.launch(kernel, blocks, products=listed, B=B, K=K)
+        args = {"products": listed + [none] * (kernels.PRODUCTS - len(listed)), "B": B, "K": K}
+        if skinny:
+            kernel, more_shared = skinny
+            self.draft.launch(kernel, row_tiles(matrices, kernel.ROWS) * kernel.SPLIT, more_shared=more_shared, **args)
+        else:
+            blocks = row_tiles(matrices, kernels.Matvec.ROWS)
+            self.draft.launch(kernels.Matvec.fitting(my.dtype, blocks, my.device), blocks, **args)
+
+    def by_library(self, weights, matrices, products):
+        for w, (x, y, finish) in zip(matrices, products):
+            if w.dtype == INT8:
+                w = widened(self.draft, w, scales_of(weights, w), self.room.wide, self.my.dtype)
+            to = self.room.hidden if finish == RELU_SQUARED else y
+            self.draft.product(w, x, to, finish == ADD)
+            if finish == RELU_SQUARED:
+                kernel = kernels.ReluSquared(to.dtype, y.dtype)
+                self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
+
+
+def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
+    """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
+    strides = tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
+    w = Array(room.memory, q.shape, strides, dtype, room.offset)
+    by_inputs = q.strides[-1] > q.strides[-2]
+    kernel, across = kernels.Widen(dtype, by_inputs), q.shape[-2 if by_inputs else -1]
+    draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, across=across)
+    return w
+
+
+def row_tiles(matrices, rows) -> int:
+    """Tiles of so many rows in stacks of matrices [C, M, K]."""
+    return sum(stack.shape[0] * ceil_div(stack.shape[1], rows) for stack in matrices)
+
+
+def scales_of(weights, q):
+    """Those of an int8 matrix among `weights`."""
+    (name,) = (name for name, array in vars(weights).items() if array is q)
+    return getattr(weights, f"{name}{SCALES}")
 
 
 def array_of(load, dtype, field, weight, names):
-    """A weight on the device; matrices that products take are (out, in), with rows to spare."""
+    """A weight on the device; matrices that products take are (out, in) with rows to spare, and scales in int8."""
     if not weight.matrix:
         return load(FLOAT32, names)
     if field in AS_STORED:
-        return load(dtype, names)
+        return load(BFLOAT16 if dtype == INT8 else dtype, names)
     return load(dtype, names, weight.inputs_first, kernels.DecodeStep.ROWS)
 
 
-def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
+def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None, inputs_first=False):
     """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
 
     The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read
-    tiles of so many.
+    tiles of so many. With int8 a pair: the numbers, and the rows' scales, of which there are `rows` more as well.
+    `inputs_first`, on the device alone, swaps the numbers' axes.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shape = weights[prefixes[0] + names[0]].shape
     first, *others = shape[::-1] if transposed else shape
-    room = device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)
-    stack = room[:, :, :first]
-    for layer, prefix in zip(stack, prefixes):
-        for slot, name in zip(layer, names):
+
+    def room(first, *others, dtype):
+        return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
+
+    stacks = [room(*others, first, dtype=dtype) if inputs_first else room(first, *others, dtype=dtype)]
+    if dtype == INT8:
+        stacks.append(room(first, dtype=FLOAT32))
+    for layer, prefix in enumerate(prefixes):
+        for slot, name in enumerate(names):
             array = weights[prefix + name]
-            host = np.ascontiguousarray(array.T if transposed else array, dtype)
-            device.copy(device.upload(host), slot)  # bytes: no kernel is compiled for it
+            for stack, host in zip(stacks, hosts(array, dtype, transposed, inputs_first)):
+                device.copy(device.upload(host), stack[layer, slot])  # bytes: no kernel is compiled for it
             loaded(array)
-    return stack
+    return tuple(stacks) if dtype == INT8 else stacks[0]
 
 
-def fitting(sizes):
+def hosts(array, dtype, transposed, inputs_first) -> tuple:
+    """A parameter as the device has it; in int8 its numbers and scales, those of the CPU's layers."""
+    if dtype != INT8:
+        return (np.ascontiguousarray(array.T if transposed or inputs_first else array, dtype),)
+    if isinstance(array, Stored) and array.format == "int8":
+        q, scales = array.q, array.scales
+    else:
+        array = np.asarray(array)
+        (q,), (scales,) = quantised((array.T if transposed else array)[None], "int8")
+    return np.ascontiguousarray(q.T if inputs_first else q), scales
+
+
+def by_inputs(stack):
+    """The numbers of a stack [..., in, out], or of a pair of such and scales, as (out, in)."""
+    if not isinstance(stack, tuple):
+        return stack.swapaxes(-1, -2)
+    numbers, scales = stack
+    return numbers.swapaxes(-1, -2), scales
+
+
+def first_of(stack):
+    """Of a stack of one layer, or of a pair of such, that layer."""
+    return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
+
+
+def apart(weights) -> SimpleNamespace:
+    """Scales beside their matrices, under names of their own."""
+    found = {}
+    for name, array in vars(weights).items():
+        found |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
+    return SimpleNamespace(**found)
+
+
+def fitting(sizes, dtype):
     """`sizes`, once the kernels can take them."""
+    each = 16 if dtype == INT8 else 8
     for axis in "DF":
-        if sizes[axis] % 8:
-            refuse(f"{axis} is {sizes[axis]}, expected a multiple of 8 on the GPU")
+        if sizes[axis] % each:
+            refuse(f"{axis} is {sizes[axis]}, expected a multiple of {each} on the GPU" + " with int8" * (each == 16))
     if sizes["N"] % 4:
         refuse(f"N is {sizes['N']}, expected a multiple of 4 on the GPU")
     for axis, most in MOST.items():

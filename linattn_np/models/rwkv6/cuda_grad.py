@@ -6,14 +6,14 @@ decays and all sums are float32. Nothing waits for the device, so that a CUDA gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...autodiff import vjp
 from ...backends.cupy import training as kernels
 from ...backends.cupy.plan import FLOAT32, ceil_div
 from ...ops import rwkv6
 from ..fused import of
+from ..ranks import WHOLE
 from .checks import refuse
 from .grad import layer_norm
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
@@ -22,14 +22,15 @@ THREADS_AT_WORK = 1024  # of a multiprocessor, in kernels that add up over token
 # there are blocks to hide each other's waits, and each leaves a row of sums
 
 
-def loss(weights, tokens, products, drop, recompute=False):
+def loss(weights, tokens, products, drop, recompute=False, cut=WHOLE):
     """``(value, pull)``, as `grad.loss` has them, for arrays on a device.
 
     products : `CudaProducts`
     drop : `dropout.Dropout`, or None to keep all
     recompute : whether a layer's activations but its residuals are computed again when it is pulled back, and not kept
+    cut : of tokens that are a part of sequences, as `ranks` has it
     """
-    do = Step(weights, tokens, products, drop)
+    do = Step(weights, tokens, products, drop, cut)
     table, pull_table = layer_norm(weights.embedding[None].astype(FLOAT32, copy=False), weights.ln0)
     x, change = None, Change("Embedded", table)
     blocks: list[Block] = []
@@ -44,23 +45,26 @@ def loss(weights, tokens, products, drop, recompute=False):
     logits = do.product(xx, weights.head)
     value = do.cross_entropy(logits)
 
-    def pull(gradients):
+    def pull(gradients, done=lambda part: None):
         do.gradient(xx, logits, gradients.head)
         last = Pulled(dxx=do.product(logits, transposed(weights.head)))
         dx, dchange = do.norm_backward(x, moments, None, last, None, change, weights.ln_out, gradients.ln_out)
         while blocks:  # what a block keeps is free once it has been pulled back
             block = blocks.pop()
             to = gradients.layers[block.layer]
-            pulled = block.mix.pull(dchange, to)
+            pulled = do.with_behind(block.mix.pull(dchange, to))
             if recompute and blocks:
                 blocks[-1].forward_again()
             before = blocks[-1].change if blocks else Change("Embedded")
             dx, dchange = do.norm_backward(
                 block.x, block.moments, block.xx, pulled, dx, before, block.norm, getattr(to, block.mix.NORM)
             )
+            if blocks and blocks[-1].layer < block.layer:
+                done(block.layer)
         hot = (tokens[:, :-1].reshape(-1, 1) == of(tokens).arange(do.V)).astype(do.T)  # in one order, without atomics
         dtable = products.matmul(hot.T, dchange[0])
         gradients.embedding[...] = pull_table(dtable[None], gradients.ln0)[0]
+        done(0)
 
     return value, pull
 
@@ -86,6 +90,7 @@ class Pulled:
     dmixed: Any = None
     maa: Any = None
     to: Any = None  # where the gradient of maa goes
+    before: Any = None  # of the first tokens, where other ranks have it
 
 
 class Block:
@@ -97,10 +102,11 @@ class Block:
 
     def forward(self, x, change):
         self.x, self.moments, self.xx = self.do.add_norm(x, change, self.norm)
+        self.before = self.do.before(self.xx)
         return self.x, self.changed()
 
     def changed(self):
-        self.change = self.mix.forward(self.xx, self.site)
+        self.change = self.mix.forward(self.xx, self.before, self.site)
         return self.change
 
     def forget(self):
@@ -121,18 +127,18 @@ class TimeMix:
     def __init__(self, do, layer):
         self.do, self.layer = do, layer
 
-    def forward(self, xx, site):
+    def forward(self, xx, before, site):
         do, layer = self.do, self.layer
-        self.xx, self.mixed_x = xx, do.mix(xx, layer.maa_x)
+        self.xx, self.before, self.mixed_x = xx, before, do.mix(xx, before, layer.maa_x)
         self.low = do.activated("Tanh", do.product(self.mixed_x, layer.maa_down))
         self.m = do.product(five(self.low), layer.maa_up)
-        self.mixed = do.mix(xx, layer.maa, self.m)
+        self.mixed = do.mix(xx, before, layer.maa, self.m)
         self.decay_low = do.activated("Tanh", do.product(self.mixed[0], layer.decay_down))
         self.w = do.log_decay(do.product(self.decay_low, layer.decay_up), layer.decay)
         k, v, r, self.gate = do.product(self.mixed[1:], layer.kvrg)
         heads = (-1, do.context, *layer.bonus.shape)
         r, k, v, w = (array.reshape(heads) for array in (r, k, v, self.w))
-        o, self.pull_recurrence = vjp(rwkv6, r, k, v, w, layer.bonus, scale=1.0, layout="bthd")
+        o, self.pull_recurrence = do.cut.vjp_of(rwkv6, r, k, v, w, layer.bonus, scale=1.0, layout="bthd")
         self.o = o.reshape(do.tokens, -1)
         self.y = do.gated_norm(self.o, self.gate, layer.ln_x, layer.bonus.shape[1])
         return Change("Added", do.product(self.y, layer.output), site=site)
@@ -157,13 +163,13 @@ class TimeMix:
             do.gradient(self.mixed[1 + n], d, to.kvrg[n])
             do.product(d, transposed(layer.kvrg[n]), dmixed[1 + n])
 
-        dm, dxx, dd = do.mix_backward(dmixed, self.m, layer.maa, self.xx, to.maa)
+        dm, dxx, dd = do.mix_backward(dmixed, self.m, layer.maa, self.xx, self.before, to.maa)
         do.gradient(five(self.low), dm, to.maa_up)
         dlow = do.empty(*self.low.shape)
         do.product(dm, transposed(layer.maa_up), five(dlow))
         do.activation_backward("Tanh", dlow, self.low)
         do.gradient(self.mixed_x, dlow, to.maa_down)
-        return Pulled(dxx, dd, do.product(dlow, transposed(layer.maa_down)), layer.maa_x, to.maa_x)
+        return Pulled(dxx, dd, do.product(dlow, transposed(layer.maa_down)), layer.maa_x, to.maa_x, self.before)
 
 
 class ChannelMix:
@@ -172,9 +178,10 @@ class ChannelMix:
     def __init__(self, do, layer):
         self.do, self.layer = do, layer
 
-    def forward(self, xx, site):
+    def forward(self, xx, before, site):
         do, layer = self.do, self.layer
-        self.mixed = do.mix(xx, layer.ffn_maa)
+        self.mixed = do.mix(xx, before, layer.ffn_maa)
+        self.before = before
         self.hidden = do.activated("ReluSquared", do.product(self.mixed[0], layer.ffn_key))
         gate = do.product(self.mixed[1], layer.ffn_receptance)
         return Change("Gated", gate, do.product(self.hidden, layer.ffn_value), site)
@@ -190,7 +197,7 @@ class ChannelMix:
         dmixed = do.empty(2, do.tokens, do.D)
         do.product(dhidden, transposed(layer.ffn_key), dmixed[0])
         do.product(dgate, transposed(layer.ffn_receptance), dmixed[1])
-        return Pulled(dmixed=dmixed, maa=layer.ffn_maa, to=to.ffn_maa)
+        return Pulled(dmixed=dmixed, maa=layer.ffn_maa, to=to.ffn_maa, before=self.before)
 
 
 def five(low):
@@ -209,8 +216,9 @@ class Step:
     Arrays are [tokens, D], those of n mixes [n, tokens, D].
     """
 
-    def __init__(self, weights, tokens, products, drop):
+    def __init__(self, weights, tokens, products, drop, cut):
         self.products, self.device, self.T, self.drop = products, products.device, products.dtype, drop
+        self.cut = cut
         self.V, self.D = weights.embedding.shape
         self.read, (batch, length) = tokens, tokens.shape
         self.context, self.tokens = length - 1, batch * (length - 1)
@@ -256,8 +264,8 @@ class Step:
         )
         return y, moments, xx
 
-    def mix(self, xx, maa, m=None):
-        """xx + d (maa + m), [n, tokens, D] for maa [n, D]."""
+    def mix(self, xx, before, maa, m=None):
+        """xx + d (maa + m), [n, tokens, D] for maa [n, D]; `before` is what comes before the first tokens."""
         mixed = self.empty(*maa.shape[:-1], self.tokens, self.D)
         kernel = kernels.MixForward(self.T, maa.size // self.D)
         self.launch(
@@ -271,6 +279,9 @@ class Step:
             T_=self.context,
             D=self.D,
         )
+        if before is not None:
+            x, share = self.first(xx), maa[..., None, :] + (0 if m is None else self.first(m))
+            self.tokens_at(0, mixed)[...] = x + (before - x) * share
         return mixed
 
     def activated(self, kind, x):
@@ -350,9 +361,11 @@ class Step:
             drop=self.dropped(change),
         )
         self.sum(parts, to, pulled.to)
+        if pulled.before is not None:
+            pulled.to[...] += (self.first(pulled.dmixed) * pulled.before).sum(-2)
         return dx, dchange
 
-    def mix_backward(self, dmixed, m, maa, xx, to):
+    def mix_backward(self, dmixed, m, maa, xx, before, to):
         """The gradients of m, in its place, of xx and of d; `to` gets that of maa."""
         dxx, dd, parts = self.empty(*xx.shape), self.empty(*xx.shape), self.parts(5)
         self.launch(
@@ -371,6 +384,9 @@ class Step:
             each=self.each,
         )
         self.sum(parts, to)
+        if before is not None:
+            self.tokens_at(0, m)[...] = self.first(dmixed) * (before - self.first(xx))
+            to += (self.first(dmixed) * before).sum(1)
         return m, dxx, dd
 
     def activation_backward(self, kind, dy, y):
@@ -410,6 +426,37 @@ class Step:
         )
         self.sum(parts, to)
         return dout, dgate
+
+    # -- where sequences are cut --
+    def tokens_at(self, place, x):
+        """Those of every sequence, a view [..., batch, D] of [..., tokens, D]."""
+        return x.reshape(*x.shape[:-2], -1, self.context, x.shape[-1])[..., place, :]
+
+    def first(self, x):
+        return self.tokens_at(0, x).astype(FLOAT32)
+
+    def before(self, xx):
+        """The last tokens [batch, D] of the rank before, or None."""
+        return self.cut.from_before(self.tokens_at(-1, xx).astype(FLOAT32))
+
+    def with_behind(self, pulled):
+        """`pulled` with the gradient that the rank behind has for the last tokens, by its token shift."""
+        if self.cut is WHOLE:
+            return pulled
+        shifted = 0 if pulled.dd is None else self.first(pulled.dd)
+        if pulled.dmixed is not None:
+            plain = self.first(pulled.dmixed) * pulled.maa[..., None, :]
+            shifted = shifted + (plain if plain.ndim == 2 else plain.sum(0))
+        behind = self.cut.from_behind(shifted)
+        if behind is None:
+            return pulled
+        dxx = pulled.dxx
+        if dxx is None:
+            dxx = self.empty(self.tokens, self.D)
+            dxx[...] = 0
+        last = self.tokens_at(-1, dxx)
+        last[...] = last.astype(FLOAT32) + behind
+        return replace(pulled, dxx=dxx)
 
     # -- arrays and launches --
     def parts(self, n):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...backends.cupy.kernel import HALF
 from . import weights as table
 from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
@@ -11,11 +12,14 @@ KEPT = 8  # batch sizes whose buffers and graph are kept, and packings of prompt
 
 
 class CudaLayers:
-    """With float32, float16 or bfloat16 matrices, everything else in float32."""
+    """With matrices in float32, float16, bfloat16 or int8, and everything else but the state in float32."""
 
-    def __init__(self, weights, sizes, dtype, loaded):
+    def __init__(self, weights, sizes, dtype, state_dtype, loaded):
         self.dtype = dtype_of(weights, dtype)
-        self.decoder = CudaDecoder(weights, self.dtype, loaded=loaded)  # of one sequence; others share its weights
+        self.decoder = CudaDecoder(
+            weights, self.dtype, loaded=loaded, state_dtype=state_dtype
+        )  # of one sequence; others share it
+        self.state_dtype = self.decoder.state_dtype
         self.device, self.steps, self.prompts = self.decoder.device, {1: Steps(self.decoder)}, {}
         self.decoder.compile()  # which takes longest; a prompt mostly comes first
         self.zeros, self.asarray = self.device.zeros, self.device.upload
@@ -89,4 +93,4 @@ def dtype_of(weights, dtype):
     if dtype is not None:
         return one_of(dtype, DTYPES)
     own = weights["head.weight"].dtype
-    return own if own in DTYPES else FLOAT32
+    return own if own in HALF else FLOAT32

@@ -2,7 +2,8 @@
 
 Prompts that are packed alike share their plans: of the embeddings, of a layer, of the head. All that the layers read
 and write is one piece of memory, and a state is copied into it and back, so that one address decides all the others:
-where it comes back, the launches of all layers stand ready, and the host needs a third of the device's time.
+where it comes back, the launches of all layers stand ready; the second time they become a CUDA graph, and the host
+needs next to nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import numpy as np
 
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled, allocated
+from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
 from ...varlen import Spans
 from . import math
-from .cuda_decode import FLOAT32
+from .cuda_decode import FLOAT32, SCALES, widened
 from .state import STATE, State
 
-PLACES = 4  # of that memory for which launches are kept
+PLACES = 4  # of that memory for which launches, then a graph, are kept
 
 
 class Prompts:
@@ -49,12 +51,15 @@ class Prompts:
         logits = device.empty((len(self.wanted), my.sizes["V"]), FLOAT32)
 
         for array, copy in zip(state.arrays, before):
-            device.copy(gathered(array, slots), copy)
+            if array.dtype == FLOAT32:
+                device.copy(gathered(array, slots), copy)
+            else:
+                copy[...] = gathered(array, slots)
         self.run(self.draw_start, {"tokens": device.upload(tokens), "x": x, **vars(my.whole)})
         self.run_layers(x, states, room)
         self.run(self.draw_head, {"x": x, "logits": logits, **vars(my.whole)})
         for array, new in zip(state.arrays, after):
-            if slots is None and array.flags.c_contiguous:
+            if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
                 device.copy(new, array)
             else:
                 array[:, slice(None) if slots is None else slots] = new
@@ -64,8 +69,9 @@ class Prompts:
         """All layers on this memory; their launches are kept, and hold none of it."""
         address = self.device.pointer(x)
         if address in self.launches:
-            for launch in self.launches[address]:
-                launch(None)
+            if len(self.launches[address]) > 1:  # not yet a graph, whose launch is one
+                self.launches[address] = [self.device.captured(self.launches[address])]
+            self.launches[address][0](None)
             return
         made = []
         for i, layer in enumerate(self.my.layers):  # the device has a layer to do while the next one's are made
@@ -106,7 +112,10 @@ class Prompts:
     def draw_head(self, draft: Draft, seen):
         normed = draft.empty((1, len(self.wanted), self.my.sizes["D"]), self.my.dtype)
         self.norm(draft, draft.table(self.wanted), seen.x, seen.ln_out, normed)
-        draft.product(seen.head, normed, seen.logits[None])
+        head = seen.head
+        if head.dtype == INT8:
+            head = widened(draft, head, seen.head_scales, draft.empty(head.shape, self.my.dtype), self.my.dtype)
+        draft.product(head, normed, seen.logits[None])
 
     def norm(self, draft, chosen, x, norm, y):
         weight, bias = norm
@@ -150,6 +159,7 @@ class Pieces:
     def __init__(self, decoder, draft: Draft, bounds):
         self.draft, self.device, self.dtype, self.sizes = draft, decoder.device, decoder.dtype, decoder.sizes
         self.spans, self.T, empty = Spans(bounds), int(bounds[-1]), draft.empty
+        self.wide = None  # where int8 matrices become ones of `dtype`
         lengths = np.diff(bounds)
         starts, ends = np.full((2, self.T), -1)
         starts[bounds[:-1]] = ends[bounds[1:] - 1] = np.arange(len(lengths))
@@ -197,9 +207,19 @@ class Pieces:
         )
         return mixed, xx, d
 
+    def matrix(self, layer, name):
+        """The matrix as the library takes it."""
+        w = getattr(layer, name)
+        if w.dtype != INT8:
+            return w
+        if self.wide is None:
+            D, F = (self.sizes[axis] for axis in "DF")
+            self.wide = self.draft.empty((max(4 * D, F) * D,), self.dtype)
+        return widened(self.draft, w, getattr(layer, f"{name}{SCALES}"), self.wide, self.dtype)
+
     def product(self, layer, name, x):
         y, several = self.results[name], x.ndim == 3
-        self.draft.product(getattr(layer, name), x if several else x[None], y)
+        self.draft.product(self.matrix(layer, name), x if several else x[None], y)
         return y if several else y[0]
 
     def data_mix(self, layer, low, xx, d):
@@ -263,7 +283,7 @@ class Pieces:
         return x
 
     def add_product(self, layer, name, x, y):
-        self.draft.product(getattr(layer, name), y[None], x[None], add=True)
+        self.draft.product(self.matrix(layer, name), y[None], x[None], add=True)
         return x
 
     def add_gated(self, x, gate, value):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...autodiff import vjp
 from ...ops import rwkv6
 from ..fused import fused, of
+from ..ranks import WHOLE
 from . import math
 from .math import (
     GROUP_NORM_EPS,
@@ -28,13 +28,15 @@ from .math import (
 )
 
 
-def loss(weights, tokens, products, drop):
+def loss(weights, tokens, products, drop, cut=WHOLE):
     """``(value, pull)``: the mean cross entropy, in nats, of every token but the first, given those before it.
 
-    weights : a `Layout.tree` of the model's parameters; ``pull(gradients)``, to be called once, fills another one
+    weights : a `Layout.tree` of the model's parameters; ``pull(gradients, done)``, to be called once, fills another,
+        and calls done(i) as soon as one of `Layout.parts` is filled
     tokens : integers [B, T + 1], where the weights are
     products : what multiplies matrices, `HostProducts`
     drop : ``drop(x)`` is x without some of its elements, and its pullback
+    cut : of tokens that are a part of sequences, as `ranks` has it
     """
     read, wanted = tokens[:, :-1], tokens[:, 1:]
     pulls = []
@@ -42,18 +44,21 @@ def loss(weights, tokens, products, drop):
     x, pull_drop = drop(x)
     for i, layer in enumerate(weights.layers):
         for mix in (time_mix, channel_mix):
-            x, pull = mix(layer, x, products, drop)
+            x, pull = mix(layer, x, products, drop, cut)
             pulls.append((pull, i))
     normed, pull_norm = layer_norm(x, weights.ln_out)
     logits, pull_head = linear(normed, weights.head, products)
     value, pull_value = cross_entropy(logits, wanted)
 
-    def pull(gradients):
+    def pull(gradients, done=lambda part: None):
         dx = pull_norm(pull_head(pull_value(), gradients.head), gradients.ln_out)
         while pulls:  # what a layer keeps is free once it has been pulled back
             pull_layer, i = pulls.pop()
             dx = pull_layer(dx, gradients.layers[i])
+            if i and pulls[-1][1] < i:
+                done(i)
         pull_embedding(pull_drop(dx), gradients)
+        done(0)
 
     return value, pull
 
@@ -62,12 +67,12 @@ def loss(weights, tokens, products, drop):
 class Recorded:
     """`math.Pieces` that keep their pullbacks; one object a mix."""
 
-    def __init__(self, products, drop):
-        self.products, self.drop, self.pulls = products, drop, {}
+    def __init__(self, products, drop, cut):
+        self.products, self.drop, self.cut, self.pulls = products, drop, cut, {}
 
     def shift_mix(self, layer, norm, maa, x, shift):
         xx, self.pull_norm = layer_norm(x, getattr(layer, norm))
-        self.d, self.pull_shift = token_shift(xx)
+        self.d, self.pull_shift = token_shift(xx, self.cut)
         return lerp(xx, self.d, beside(getattr(layer, maa), x)), xx, self.d
 
     def product(self, layer, name, x):
@@ -88,7 +93,8 @@ class Recorded:
     def recurrence(self, layer, kvr, w, wkv):
         heads, cast = (*w.shape[:2], *layer.bonus.shape), self.products.cast
         k, v, r = cast(kvr).reshape(3, *heads)
-        o, self.pull_recurrence = vjp(rwkv6, r, k, v, w.reshape(heads), cast(layer.bonus), scale=1.0, layout="bthd")
+        arrays = r, k, v, w.reshape(heads), cast(layer.bonus)
+        o, self.pull_recurrence = self.cut.vjp_of(rwkv6, *arrays, scale=1.0, layout="bthd")
         return o
 
     def gated_norm(self, layer, o, gate):
@@ -113,8 +119,8 @@ class Recorded:
         return x + change
 
 
-def time_mix(layer, x, products, drop):
-    do = Recorded(products, drop)
+def time_mix(layer, x, products, drop, cut):
+    do = Recorded(products, drop, cut)
 
     def pull(dy, to):
         """The gradient of x; those of the layer's weights go to `to`."""
@@ -146,8 +152,8 @@ def time_mix(layer, x, products, drop):
     return math.time_mix(do, layer, x, None, None), pull
 
 
-def channel_mix(layer, x, products, drop):
-    do = Recorded(products, drop)
+def channel_mix(layer, x, products, drop, cut):
+    do = Recorded(products, drop, cut)
 
     def pull(dy, to):
         pulls, d = do.pulls, do.d
@@ -211,14 +217,18 @@ def normalize(x, eps):
     return normed, pull
 
 
-def token_shift(x):
-    """x_{t-1} - x_t, with zero before the first."""
+def token_shift(x, cut):
+    """x_{t-1} - x_t, with zero before a sequence's first."""
     d = -x
     d[:, 1:] += x[:, :-1]
+    if (before := cut.from_before(x[:, -1])) is not None:
+        d[:, 0] += before
 
     def pull(dd):
         dx = -dd
         dx[:, :-1] += dd[:, 1:]
+        if (behind := cut.from_behind(dd[:, 0])) is not None:
+            dx[:, -1] += behind
         return dx
 
     return d, pull

@@ -48,16 +48,19 @@ class RWKV6:
         Any float dtype. All sizes come from names and shapes. A tuned `time_state` is where sequences start.
     device : "cpu" or "cuda"
         Where the weights, and with them every array of the model, live: NumPy or CuPy.
-    dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16 or bfloat16 on CUDA
-        Of the matrices there; norms, mixes and decays are float32, and so are the state and every sum. By default
+    dtype : "float32", "bfloat16", "int8" or "int4" on the CPU; float32, float16, bfloat16 or int8 on CUDA
+        Of the matrices there; norms, mixes and decays are float32, and so is every sum. By default
         that of `weights` if they are in fewer bits than 32, as decoding takes as long as the matrices take to be read
         and a wider copy holds nothing more; else float32, as rounding them is the caller's to decide. float16 is
         float32 on the CPU, and so is bfloat16 where there is no Numba, which all but float32 need there.
         int8 has a scale for every row of a matrix, int4 one for 32 neighbours in a row; int4 keeps the matrices of
         low rank in int8. On CUDA what meets a half-precision matrix is rounded to its dtype, but not in steps of up
-        to eight sequences; on the CPU nothing is.
+        to eight sequences; on the CPU nothing is. int8 on CUDA needs a Hopper card. It has the CPU's numbers; but
+        the second matrices of low rank are bfloat16, and for more than eight tokens scaled rows are rounded to that.
     progress : function of (bytes of the weights that are on the device, bytes in all)
         Called while they are loaded.
+    state_dtype : float32, on CUDA also bfloat16 or float16
+        Of the recurrent state, which is rounded to it after every token of a step, and after every prompt.
 
     Raises
     ------
@@ -85,10 +88,12 @@ class RWKV6:
         device: Device = "cpu",
         dtype: DTypeLike | None = None,
         progress: Callable[[int, int], object] | None = None,
+        state_dtype: DTypeLike = np.float32,
     ):
         weights, self.sizes = parameters(collected(weights))
         self.device = device
-        self.layers = layers_on(device)(weights, self.sizes, dtype, counted(weights, progress or (lambda *_: None)))
+        loaded = counted(weights, progress or (lambda *_: None))
+        self.layers = layers_on(device)(weights, self.sizes, dtype, state_dtype, loaded)
 
     def __repr__(self):
         return "RWKV6({L} layers, {D} channels, {H} heads of {N}, {V:,} tokens, ".format(**self.sizes) + (
@@ -117,6 +122,7 @@ class RWKV6:
         device: Device = "cpu",
         dtype: DTypeLike | None = None,
         progress: Callable[[int, int], object] | None = None,
+        state_dtype: DTypeLike = np.float32,
     ) -> RWKV6:
         """The model in a checkpoint; OSError when the file cannot be read, CheckpointError when it is refused.
 
@@ -126,7 +132,7 @@ class RWKV6:
         """
         weights = checkpoint.read(path)
         try:
-            return cls(weights, device, dtype, progress)
+            return cls(weights, device, dtype, progress, state_dtype)
         except NotSupported:
             raise
         except ContractError as error:
@@ -152,7 +158,8 @@ class RWKV6:
         """The state before the first token of `batch` sequences: zeros, or the tuned one that the weights bring."""
         L, D, H, N = (self.sizes[axis] for axis in "LDHN")
         zeros = self.layers.zeros
-        state = State(*(zeros((L, batch, *axes), np.float32) for axes in ((D,), (H, N, N), (D,))))
+        wkv = zeros((L, batch, H, N, N), self.layers.state_dtype)
+        state = State(zeros((L, batch, D), np.float32), wkv, zeros((L, batch, D), np.float32))
         for wkv, start in zip(state.wkv, self.layers.tuned):  # [H, N, N] of each layer, or none
             wkv[...] = start
         return state
@@ -247,9 +254,13 @@ class RWKV6:
         return on_host(array)
 
     def on_device(self, state: State, rows: int | None = None) -> State:
-        """`state` where this model computes; it must be one of this model's, with `rows` rows (None: any number)."""
-        check_state(state, self.state_sizes(rows))
-        return State(*(self.layers.asarray(getattr(state, name)) for name in STATE))
+        """`state` where this model computes, in its `state_dtype`.
+
+        It must be one of this model's, with `rows` rows (None: any number).
+        """
+        check_state(state, self.state_sizes(rows), wkv=None)
+        wkv = state.wkv.astype(self.layers.state_dtype, copy=False)
+        return State(*map(self.layers.asarray, (state.att_shift, wkv, state.ffn_shift)))
 
     # -- checks ------------------------------------------------------------------------------------------------------
     def checked(self, tokens):
@@ -291,7 +302,12 @@ class RWKV6:
 
     def updatable(self, state, rows):
         """`state`, once it is one of this model's, on its device, with a row for each of the call's sequences."""
-        check_state(state, self.state_sizes(len(rows.first) if rows.slots is None else None), (self.layers.Array,))
+        check_state(
+            state,
+            self.state_sizes(len(rows.first) if rows.slots is None else None),
+            (self.layers.Array,),
+            self.layers.state_dtype,
+        )
         for name in STATE:
             if not getattr(getattr(state, name).flags, "writeable", True):
                 refuse(f"state.{name} is read-only, expected an array to update: `copy` gives one")

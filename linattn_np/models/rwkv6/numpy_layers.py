@@ -20,6 +20,7 @@ class NumpyLayers:
     """Weights and what computes with them."""
 
     device, Array, asarray, zeros = "cpu", np.ndarray, staticmethod(on_host), staticmethod(np.zeros)
+    state_dtype = FLOAT32
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype

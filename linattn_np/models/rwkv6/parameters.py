@@ -75,6 +75,8 @@ class Layout:
         self.spans = dict(zip(self.shapes, zip([0, *ends], ends)))
         self.size = ends[-1]
         self.matrices = max(end for name, (_, end) in self.spans.items() if is_matrix(name))  # up to here
+        ends = [max(end for name, (_, end) in self.spans.items() if of_layer(name, i)) for i in range(sizes["L"])]
+        self.parts = list(zip([0, *ends], ends))  # of each layer's matrices; the first has the whole model's too
 
     def named(self, vector) -> dict:
         """Views of `vector` by official name, in the official shapes and order."""
@@ -109,6 +111,10 @@ class Layout:
 
 def is_matrix(name):
     return in_block(name) in MATRICES
+
+
+def of_layer(name, layer):
+    return is_matrix(name) and name.startswith(f"blocks.{layer}.")
 
 
 def place(name):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...arrays import BFLOAT16
 from ...errors import ContractError, ContractTypeError
 from .. import stored_zip
 from ..checks import shown
@@ -32,7 +33,7 @@ class State:
     """
 
     att_shift: np.ndarray  # [L, B, D], the last input of each time mix
-    wkv: np.ndarray  # [L, B, H, N, N], the recurrent state, key by value
+    wkv: np.ndarray  # [L, B, H, N, N], the recurrent state, key by value, in the model's `state_dtype`
     ffn_shift: np.ndarray  # [L, B, D], the last input of each channel mix
 
     @property
@@ -53,9 +54,9 @@ class State:
             array[:, slot] = new[:, 0]
 
     def save(self, path):
-        """Writes a `.npz` file, whole or not at all, in host memory's bits: `load` gives the same numbers back."""
-        check_state(self, {})
-        arrays = {name: on_host(getattr(self, name)) for name in STATE}
+        """Writes a `.npz` file, whole or not at all, in float32: `load` gives the same numbers back."""
+        check_state(self, {}, wkv=None)
+        arrays = {name: on_host(getattr(self, name)).astype(FLOAT32, copy=False) for name in STATE}
         with replaced(path) as file:
             np.savez(file, **arrays)
 
@@ -81,14 +82,18 @@ class State:
             raise ContractError(f"RWKV6: {path} is no saved state, or a damaged one: {why}") from None
 
 
+FLOAT32 = np.dtype(np.float32)
+DTYPES = (FLOAT32, BFLOAT16, np.dtype(np.float16))  # that the recurrent state may have
+
 # The axes of a state's parts: L layers, B sequences (or rows of a pool), D channels, H heads of N.
 STATE = {"att_shift": "L B D", "wkv": "L B H N N", "ffn_shift": "L B D"}
 
 
-def check_state(state, sizes, kinds=None):
+def check_state(state, sizes, kinds=None, wkv=FLOAT32):
     """Wherever a state enters: float32 arrays whose axes fit each other and `sizes`, of one of `kinds` (None: any).
 
-    An axis that `sizes` lacks gets its size where it is first met. ContractError names what does not fit.
+    The recurrent state is in the dtype `wkv` (None: any of DTYPES). An axis that `sizes` lacks gets its size where it
+    is first met. ContractError names what does not fit.
     """
     if not isinstance(state, State):
         refuse(f"state is a {type(state).__qualname__}, expected a State", ContractTypeError)
@@ -107,14 +112,16 @@ def check_state(state, sizes, kinds=None):
                 "model's device: `on_device` moves it",
                 ContractTypeError,
             )
-        if found.dtype != np.float32:
-            refuse(f"state.{name} has dtype {found.dtype}, expected float32", ContractTypeError)
+        wanted = (FLOAT32,) if name != "wkv" else DTYPES if wkv is None else (wkv,)
+        if found.dtype not in wanted:
+            expected = ", ".join(map(str, wanted))
+            refuse(f"state.{name} has dtype {found.dtype}, expected {expected}", ContractTypeError)
         if len(found.shape) == len(axes):
             for axis, size in zip(axes, found.shape):
                 sizes.setdefault(axis, size)
-        wanted = tuple(sizes.get(axis, axis) for axis in axes)
-        if tuple(found.shape) != wanted:
-            refuse(f"state.{name} is {tuple(found.shape)}, expected {wanted}")
+        shape = tuple(sizes.get(axis, axis) for axis in axes)
+        if tuple(found.shape) != shape:
+            refuse(f"state.{name} is {tuple(found.shape)}, expected {shape}")
     if sizes["H"] * sizes["N"] != sizes["D"]:
         refuse(f"state.wkv has H={sizes['H']} heads of N={sizes['N']}, expected H x N = D = {sizes['D']}")
 

@@ -1,0 +1,151 @@
+"""Writes the figures of docs/cards.md and of README's "More than one card", and draws them, out of
+benchmarks/results/cards.
+
+    torchrun --nproc-per-node 2 benchmarks/cards.py --device cuda --out benchmarks/results/cards/nvidia-h200.json
+    torchrun --nproc-per-node 2 benchmarks/cards_training.py --out benchmarks/results/cards/nvidia-h200.json
+    python benchmarks/cards_texts.py --out benchmarks/results/cards/nvidia-h200.json
+    python benchmarks/cards_table.py
+"""
+
+import json
+from textwrap import fill
+
+from rwkv6_table import README, ROOT, WIDTH, between, count, table
+
+PAGE, RESULTS = ROOT / "docs" / "cards.md", ROOT / "benchmarks" / "results" / "cards"
+PICTURE = ROOT / "docs" / "pictures" / "cards.png"
+BEGIN, END = "<!-- written by benchmarks/cards_table.py -->\n", "<!-- end of what it writes -->\n"
+IN_README = "<!-- cards_table.py -->\n", "<!-- end -->\n"
+
+
+def main():
+    results = read()
+    PAGE.write_text(between(PAGE.read_text(), BEGIN, END, "\n".join(map(speeds, results))))
+    README.write_text(between(README.read_text(), *IN_README, summary(results[0])))
+    draw(results[0])
+
+
+def read():
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+
+
+def of_kind(result, key):
+    return [row for row in result["rows"] if key in row]
+
+
+def place(row):
+    return row["scaling"] != "weak", row["op"], row["pass"] != "forward", row["ranks"]
+
+
+def operators(result):
+    return sorted(of_kind(result, "op"), key=place)
+
+
+def summary(result) -> str:
+    """A sentence."""
+    weak = [row for row in operators(result) if row["scaling"] == "weak"]
+    parts = [f"`{row['op']}` {row['pass']} {row['efficiency']:.0%}" for row in weak if row["op"] == "gla"]
+    if shared := [row["efficiency"] for row in of_kind(result, "training") if row["training"] != "more context"]:
+        low, high = (f"{bound:.0%}" for bound in bounds(shared))
+        parts += [f"training {low}" if low == high else f"training {low} to {high}"]
+    text = f"Efficiency on {result['rows'][0]['ranks']} {result['meta']['card']}: {', '.join(parts)}."
+    return fill(text, WIDTH) + "\n"
+
+
+def speeds(result) -> str:
+    card, blocks = result["meta"]["card"], []
+    if rows := operators(result):
+        shape = {(row["H"], row["D"], row["dtype"]) for row in rows}
+        ((H, D, dtype),) = shape
+        text = (
+            f"{card}, one process a card, {H} heads of {D}, {dtype}, gates of trained models: milliseconds of a call, "
+            "four in a row, and of one card in the same run. Weak scaling gives one card what each of the others has, "
+            "strong scaling all of it. Efficiency is one card's time over all cards' (weak), shared by the cards "
+            f"(strong). A call sends {least(row['sent'] for row in rows)} MB to each other card. The largest error "
+            f"against float64 is {max(row['error'] for row in rows):.1e}."
+        )
+        cells = [
+            [
+                f"`{row['op']}` {row['pass']}",
+                row["scaling"],
+                f"{row['ranks']} x {row['tokens']:,}",
+                f"{row['ms']:.2f}",
+                f"{row['one_ms']:.2f}",
+                f"{row['efficiency']:.0%}",
+            ]
+            for row in rows
+        ]
+        head = ["", "scaling", "tokens", "all cards, ms", "one card, ms", "efficiency"]
+        blocks += [fill(text, WIDTH), "", *table(head, cells), ""]
+    if rows := of_kind(result, "training"):
+        text = (
+            "Training of RWKV-6, layers x channels, sequences x bytes a step on one card: bytes/s of all cards with "
+            "the same batch, with a batch for each card, and with contexts as many times as long, which they cut."
+        )
+        cells = [
+            [
+                row["size"].replace("@", ", "),
+                row["training"],
+                count(row["tokens_s"]),
+                count(row["one_tokens_s"]),
+                f"{row['efficiency']:.0%}",
+            ]
+            for row in rows
+        ]
+        head = ["", "", f"{rows[0]['ranks']} cards", "one card", "efficiency"]
+        blocks += [fill(text, WIDTH), "", *table(head, cells), ""]
+    for row in of_kind(result, "texts"):
+        text = (
+            f"{row['texts']:,} texts of {row['tokens_each']} tokens by `--batch-file`, {row['slots']} slots a card, "
+            f"the package's own model: {row['seconds']:.1f} s on {row['ranks']} cards, {row['one_seconds']:.1f} s on "
+            "one, the start of all processes included; the same lines "
+            + ("to the byte." if row["same_lines"] else "up to rounding.")
+        )
+        blocks += [fill(text, WIDTH), ""]
+    return "\n".join([*blocks, "![Efficiency by operator, pass and scaling](pictures/cards.png)", ""])
+
+
+def least(counts):
+    low, high = (f"{bound / 1e6:.2f}" for bound in bounds(counts))
+    return low if low == high else f"{low} to {high}"
+
+
+def bounds(numbers):
+    numbers = list(numbers)
+    return min(numbers), max(numbers)
+
+
+def draw(result, picture=PICTURE):
+    """Efficiency of operators and trainings, a bar each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = {
+        f"{row['op']} {row['pass']}, {row['scaling']}\n{row['ranks']} x {row['tokens']:,} tokens": row
+        for row in operators(result)
+    }
+    bars |= {
+        f"training {row['size'].split('@')[0]}\n{row['ranks']} cards, {row['training']}": row
+        for row in of_kind(result, "training")
+    }
+    colours = {"weak": "#31688e", "strong": "#35b779"}
+    image, axis = plt.subplots(figsize=(8, 1 + 0.5 * len(bars)), layout="constrained")
+    shown = axis.barh(
+        range(len(bars)),
+        [100 * row["efficiency"] for row in bars.values()],
+        color=[colours.get(row.get("scaling"), "#b5853c") for row in bars.values()],
+    )
+    axis.bar_label(shown, fmt="%.0f %%", label_type="center", color="white")
+    axis.axvline(100, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(bars)), bars)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 105)
+    axis.set_xlabel(f"efficiency against one {result['meta']['card']}, %")
+    image.savefig(picture, dpi=120)
+    plt.close(image)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+// what      Tiles of the forward kernel of every card in shared memory, and what a warp's tensor cores take of them.
+// numerics  bfloat16: one product. float32 and float16 data: tf32, PRODUCTS of them for float32 (fragments.cuh)
+//
+// A contraction goes over 16 values at a time. In tf32 it takes those two by two: 2t comes where the instruction has t,
+// and 2t + 1 where it has t + 4. So accumulators are operands as they are, and float tiles are read without bank
+// conflicts; both operands of a product must agree.
+#include "fragments.cuh"
+#include "ptx.cuh"
+
+// Rows of COLS values; 16-byte piece p of row r lies where p ^ r % 8 would: eight rows of a piece are in all banks.
+template <int COLS, typename X> __device__ __forceinline__ X* place(X* tile, int row, int col) {
+  constexpr int PIECE = 16 / sizeof(X);
+  return tile + row * COLS + ((col / PIECE ^ row & 7) * PIECE | col % PIECE);
+}
+
+// What products read of data of type T: itself, or float.
+template <typename T> struct OperandOf {
+  using Type = typename Math<T, 1>::Stored;
+};
+
+// What a tile of operands holds of x: rounded where it is not once more when it is read.
+template <typename T, int PRODUCTS> __device__ __forceinline__ float operand_value(float x) {
+  if constexpr (sizeof(typename OperandOf<T>::Type) == 2 || PRODUCTS == 3) return x;
+  else return __uint_as_float(to_tf32(x));
+}
+
+using LeftBf16 = Pairs<false, bf16, 4>;
+using RightBf16 = Pairs<false, bf16, 2>;
+template <bool SPLIT> using LeftTf32 = Pairs<SPLIT, float, 4>;
+template <bool SPLIT> using RightTf32 = Pairs<SPLIT, float, 2>;
+
+// ---- operands from tiles --------------------------------------------------------------------------------------------
+
+// Where a lane reads of tiles with rows of COLS: the row and the piece it begins with, from which constant rows, of
+// whole eights, and columns are a sum and an XOR away. Made where it is used: to hold all addresses takes too many
+// registers.
+template <int COLS, typename X> struct Reader {
+  static constexpr int PIECE = 16, ROUND = 8 * PIECE, SIZE = sizeof(X);
+  int first;  // in bytes
+
+  __device__ __forceinline__ Reader(int row, int piece, int rest = 0)
+      : first(row * COLS * SIZE + (row & 7 ^ piece) * PIECE + rest * SIZE) {}
+  __device__ __forceinline__ const X* at(const X* tile, int row, int col) const {
+    const int bytes = col * SIZE;
+    return reinterpret_cast<const X*>(reinterpret_cast<const char*>(tile) + (first ^ bytes % ROUND) +
+                                      (row * COLS * SIZE + bytes / ROUND * ROUND));
+  }
+};
+__device__ __forceinline__ int own_lane() { return opaque(threadIdx.x & 31); }
+
+// Rows row + 0...15, columns col + 0...15, for products over columns. Of a float tile the columns must lie as
+// `put_paired` puts them, or the right operand as `RowsReader` takes it.
+template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
+  __device__ __forceinline__ LeftReader(int lane = own_lane()) : Reader<COLS, X>(lane & 15, lane >> 4) {}
+
+  __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row, int col) const {
+    ldmatrix_x4(a.both, this->at(tile, row, col));
+  }
+  template <bool SPLIT>
+  __device__ __forceinline__ void load(LeftTf32<SPLIT>& a, const float* tile, int row, int col) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 r[4];
+      ldmatrix_x4(r, this->at(tile, row, col + 8 * half));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a.take(left_register(half, i), __uint_as_float(r[i]));
+    }
+  }
+};
+
+// The transpose of rows row + 0...7, for products over columns: 32 of bfloat16, 16 of floats.
+template <int COLS, typename X> struct RowsReader : Reader<COLS, X> {
+  __device__ __forceinline__ RowsReader(int lane = own_lane()) : Reader<COLS, X>(lane & 7, lane >> 3) {}
+
+  __device__ __forceinline__ void load(RightBf16 (&b)[2], const bf16* tile, int row, int col) const {
+    u32 r[4];
+    ldmatrix_x4(r, this->at(tile, row, col));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i / 2].both[i % 2] = r[i];
+  }
+  template <bool SPLIT>
+  __device__ __forceinline__ void load(RightTf32<SPLIT> (&b)[1], const float* tile, int row, int col) const {
+    u32 r[4];
+    ldmatrix_x4(r, this->at(tile, row, col));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[0].take(i, __uint_as_float(r[i]));
+  }
+};
+
+// Rows row + 0...15 and 16 columns from `column` on, for products over rows: the transpose as the left operand.
+template <int COLS, typename X> struct TransposedReader : Reader<COLS, X> {  // 2 bytes
+  __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
+      : Reader<COLS, X>((lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)) {}
+
+  __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row) const {
+    ldmatrix_x4_trans(a.both, this->at(tile, row, 0));
+  }
+  __device__ __forceinline__ void load(LeftTf32<false>& a, const f16* tile, int row) const {
+    u32 r[4];
+    ldmatrix_x4_trans(r, this->at(tile, row, 0));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.set(i, r[i], f16{});
+  }
+};
+template <int COLS> struct TransposedReader<COLS, float> : Reader<COLS, float> {
+  __device__ __forceinline__ TransposedReader(int column, int lane = own_lane())
+      : Reader<COLS, float>((lane & 3) * 2, column / 4 + (lane >> 4), lane >> 2 & 3) {}
+
+  template <bool SPLIT> __device__ __forceinline__ void load(LeftTf32<SPLIT>& a, const float* tile, int row) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // one row down, and with it the piece
+        a.set(left_register(half, i), *this->at(tile, row + 8 * half + (i >> 1), 8 * (i & 1) ^ 4 * (i >> 1)));
+  }
+};
+
+// Rows row + 0...15, columns col + 0...7 and col + 8...15 from `column` on, for products over rows. Of operands, or of
+// INPUTS as they came.
+template <int COLS, typename X, bool INPUTS = false> struct RightReader : Reader<COLS, X> {
+  __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
+      : Reader<COLS, X>(lane & 15, column * int(sizeof(X)) / 16 + (lane >> 4)) {}
+
+  __device__ __forceinline__ void load(RightBf16 (&b)[2], const bf16* tile, int row, int col) const {
+    u32 r[4];
+    ldmatrix_x4_trans(r, this->at(tile, row, col));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i / 2].both[i % 2] = r[i];
+  }
+  __device__ __forceinline__ void load(RightTf32<false> (&b)[2], const f16* tile, int row, int col) const {
+    u32 r[4];
+    ldmatrix_x4_trans(r, this->at(tile, row, col));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, r[i], f16{});
+  }
+};
+template <int COLS, bool INPUTS> struct RightReader<COLS, float, INPUTS> : Reader<COLS, float> {
+  __device__ __forceinline__ RightReader(int column = 0, int lane = own_lane())
+      : Reader<COLS, float>((lane & 3) * 2, column / 4 + (lane >> 4), lane >> 2 & 3) {}
+
+  template <bool SPLIT>
+  __device__ __forceinline__ void load(RightTf32<SPLIT> (&b)[2], const float* tile, int row, int col) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = *this->at(tile, row + 8 * (i / 2) + i % 2, (col + 8 * n) ^ 4 * (i % 2));
+        if (INPUTS) b[n].set(i, x);
+        else b[n].take(i, x);
+      }
+  }
+};
+
+// Accumulators [16, 8] of two tiles side by side, rows 8n + 0...7 of them transposed, as the right operand.
+template <class R> __device__ __forceinline__ void pack_right(R& b, const float (&x)[4], const float (&y)[4], int n) {
+  b.set(0, float2{x[2 * n], x[2 * n + 1]});
+  b.set(1, float2{y[2 * n], y[2 * n + 1]});
+}
+
+// ---- values of a row ------------------------------------------------------------------------------------------------
+
+// W neighbours of a row, as 32-bit words.
+template <int W, typename X> struct Piece {
+  static constexpr int WORDS = W * sizeof(X) / 4;
+  u32 words[WORDS];
+
+  __device__ __forceinline__ float get(int i) const {
+    if constexpr (sizeof(X) == 4) return __uint_as_float(words[i]);
+    else return to_float(X{u16(words[i / 2] >> 16 * (i % 2))});
+  }
+  __device__ __forceinline__ void set(const float (&x)[W]) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      if constexpr (sizeof(X) == 4) words[i] = __float_as_uint(x[i]);
+      else words[i] = pack<X>(x[2 * i], x[2 * i + 1]);
+    }
+  }
+  __device__ __forceinline__ void load(const void* from) {
+    if constexpr (WORDS == 4) {
+      const uint4 x = *static_cast<const uint4*>(from);
+      words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+    } else if constexpr (WORDS == 2) {
+      const uint2 x = *static_cast<const uint2*>(from);
+      words[0] = x.x, words[1] = x.y;
+    } else {
+      words[0] = *static_cast<const u32*>(from);
+    }
+  }
+  __device__ __forceinline__ void store(void* to) const {
+    if constexpr (WORDS == 4) *static_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+    else if constexpr (WORDS == 2) *static_cast<uint2*>(to) = {words[0], words[1]};
+    else *static_cast<u32*>(to) = words[0];
+  }
+};
+
+// Where a lane has W neighbours in some rows of tiles with rows of COLS: those from `row` on, fewer than 8 down, column
+// `col`. Eights of rows and constant rows from there are a sum and an XOR away.
+template <int COLS, int W, typename X> struct Spot {
+  static constexpr int PIECE = 16, SIZE = sizeof(X);
+  int first;  // in bytes
+
+  __device__ __forceinline__ Spot(int row, int col)
+      : first((row & 7) * COLS * SIZE + ((col * SIZE / PIECE ^ row & 7) * PIECE | col * SIZE % PIECE)) {}
+  // `row` down from the spot's own row in the eight, with which it shares no bit.
+  __device__ __forceinline__ X* at(const X* tile, int eight, int row) const {
+    return reinterpret_cast<X*>(const_cast<char*>(reinterpret_cast<const char*>(tile + eight * 8 * COLS)) +
+                                (first ^ row * PIECE) + row * COLS * SIZE);
+  }
+  __device__ __forceinline__ void get(Piece<W, X>& x, const X* tile, int eight, int row) const {
+    x.load(at(tile, eight, row));
+  }
+  __device__ __forceinline__ void put(X* tile, int eight, int row, const float (&x)[W]) const {
+    Piece<W, X> piece;
+    piece.set(x);
+    piece.store(at(tile, eight, row));
+  }
+};
+
+// The same for `LeftReader` beside accumulators as right operands: of 8 floats in the order 0 2 4 6 1 3 5 7.
+template <int COLS, int W, typename X> struct PairedSpot : Spot<COLS, W, X> {
+  __device__ __forceinline__ PairedSpot(int row, int col) : Spot<COLS, W, X>(row, col) {}
+};
+template <int COLS, int W> struct PairedSpot<COLS, W, float> {
+  Spot<COLS, W / 2, float> even;
+  __device__ __forceinline__ PairedSpot(int row, int col) : even(row, (col & ~7) + (col & 7) / 2) {}
+  __device__ __forceinline__ void put(float* tile, int eight, int row, const float (&x)[W]) const {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      Piece<W / 2, float> half;
+      float values[W / 2];
+#pragma unroll
+      for (int i = 0; i < W / 2; ++i) values[i] = x[2 * i + odd];
+      half.set(values);
+      Spot<COLS, W / 2, float> spot = even;
+      spot.first ^= 16 * odd;
+      half.store(spot.at(tile, eight, row));
+    }
+  }
+};

@@ -1,0 +1,337 @@
+// what      Chunks in which a gate lets the state grow, for the Hopper backward of GLA and RWKV-6: token by token in
+//           float32, as the recurrence.
+// math      S_t = e^g_t S_{t-1} + k_t v_t^T; C_{t-1} = e^g_t C_t + scale q_t do_t^T its gradient (GLA: C_{t-1} = e^g_t
+//           (C_t + scale q_t do_t^T)); pairs of tokens each by itself, from the sum of the gates between them
+// numerics  Tensor cores need decays as two factors, which growth takes out of range: within a sub-chunk, where no gate
+//           counts as less than LEAST, e^(LEAST + growth) of what lies before a reset would pass, and float16 ends at
+//           e^11. Here everything overflows only where the recurrence does, and meets nothing else.
+#include "gated/sm90/states.cuh"
+#include "backward_tokens.cuh"
+
+// The least gate, in nats, that is growth. Of less, 8 tokens let e^-13 pass a reset, and float16's 32 stay below e^8.
+template <typename T> constexpr float GROWTH = 1.f;
+template <> constexpr float GROWTH<f16> = 0.25f;
+
+template <typename G> __device__ __forceinline__ float2 two_gates(u32 two) { return unpack<G>(two); }
+template <> __device__ __forceinline__ float2 two_gates<float>(u32 one) { return {__uint_as_float(one), NOTHING}; }
+
+// The larger ones of two times two gates, or of two float32 ones.
+template <typename G> __device__ __forceinline__ u32 larger_gates(u32 x, u32 y) { return at_least<G>(x, y); }
+template <> __device__ __forceinline__ u32 larger_gates<float>(u32 x, u32 y) {
+  return __float_as_uint(at_least(__uint_as_float(x), __uint_as_float(y)));
+}
+
+// Whether one of the largest gates is, of two or of one; true for NaN too.
+template <typename T, typename G> __device__ __forceinline__ bool grows(u32 largest) {
+  const float2 two = two_gates<G>(largest);
+  return !(two.x < GROWTH<T> && two.y < GROWTH<T>);
+}
+template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
+
+// Whether one of the gates that this lane holds does.
+template <typename T, typename G> __device__ __forceinline__ bool any_grows(const Gates<G>& gates) {
+  u32 largest = gates.x[0][0];
+  each_pair([&](int n, int h) { largest = at_least<G>(largest, pair_of(gates.x, n, h)); });
+  return grows<T, G>(largest);
+}
+template <typename T> __device__ __forceinline__ bool any_grows(const Gates<float>& gates) {
+  float largest = gates.x[0][0];
+  each_pair([&](int n, int h) { largest = at_least(at_least(largest, gates.x[n][2 * h]), gates.x[n][2 * h + 1]); });
+  return grows<T>(largest / LOG2E);
+}
+
+// Whether one of a chunk's gates does, of the pieces of warp `warp` of WARPS; for the whole warp.
+template <typename T, int WARPS, typename G, int PANELS>
+__device__ __forceinline__ bool any_grows(G (&gates)[PANELS][CHUNK][PANEL<G>], int warp, int lane) {
+  const uint4* const pieces = reinterpret_cast<const uint4*>(&gates);
+  uint4 largest = pieces[32 * warp + lane];
+#pragma unroll
+  for (int first = 32 * WARPS; first < PANELS * CHUNK * 8; first += 32 * WARPS)
+    if (const int at = first + 32 * warp; at < PANELS * CHUNK * 8) {
+      const uint4 x = pieces[at + lane];
+      largest = {larger_gates<G>(largest.x, x.x), larger_gates<G>(largest.y, x.y), larger_gates<G>(largest.z, x.z),
+                 larger_gates<G>(largest.w, x.w)};
+    }
+  const u32 one = larger_gates<G>(larger_gates<G>(largest.x, largest.y), larger_gates<G>(largest.z, largest.w));
+  return __any_sync(0xffffffffu, grows<T, G>(one));
+}
+
+// ---- a token --------------------------------------------------------------------------------------------------------
+
+// This lane's first channel, the other 8 on; and where it is among the four lanes of a channel. Made anew, since registers
+// are scarce where nothing grows.
+__device__ __forceinline__ int own_channel() {
+  const int thread = opaque(threadIdx.x);
+  return thread / 32 * 16 + (thread >> 2 & 7);
+}
+__device__ __forceinline__ int own_quarter() { return opaque(threadIdx.x) & 3; }
+
+// Channel or column `column` of token `row` of a tile.
+template <typename X, int PANELS>
+__device__ __forceinline__ X& value_at(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int column) {
+  constexpr int PIECE = 16 / sizeof(X);
+  return swizzled(tile[column / PANEL<X>][0], row, column % PANEL<X> / PIECE)[column % PIECE];
+}
+
+// Calls f(n, two columns 8n + 2t, + 1 of a token).
+template <typename T, int PANELS, class F>
+__device__ __forceinline__ void each_column(T (&tile)[PANELS][CHUNK][64], int row, F f) {
+  const int first = swizzled_offset(row, 0) + own_quarter() * 4;
+#pragma unroll
+  for (int n = 0; n < PANELS * 8; ++n)
+    f(n, unpack<T>(*reinterpret_cast<const u32*>(at_offset(tile[n / 8], first ^ n % 8 * 16))));
+}
+
+// x[h] = sum_v S token, of this lane's two channels.
+template <typename T, int BV>
+__device__ __forceinline__ void read_token(float (&x)[2], const float (&S)[BV / 2], T (&tile)[BV / 64][CHUNK][64],
+                                           int row) {
+  x[0] = x[1] = 0.f;
+  each_column(tile, row, [&](int n, float2 two) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) x[h] = fmaf(S[4 * n + 2 * h], two.x, fmaf(S[4 * n + 2 * h + 1], two.y, x[h]));
+  });
+#pragma unroll
+  for (int h = 0; h < 2; ++h) x[h] = channel_sum(x[h]);
+}
+
+// S <- diag(by) S + x token^T.
+template <typename T, int BV>
+__device__ __forceinline__ void write_token(float (&S)[BV / 2], float by0, float by1, float x0, float x1,
+                                            T (&tile)[BV / 64][CHUNK][64], int row) {
+  each_column(tile, row, [&](int n, float2 two) {
+    S[4 * n] = fmaf(x0, two.x, by0 * S[4 * n]), S[4 * n + 1] = fmaf(x0, two.y, by0 * S[4 * n + 1]);
+    S[4 * n + 2] = fmaf(x1, two.x, by1 * S[4 * n + 2]), S[4 * n + 3] = fmaf(x1, two.y, by1 * S[4 * n + 3]);
+  });
+}
+
+// Two values of a token, of this lane's channels.
+template <typename X, int PANELS>
+__device__ __forceinline__ float2 channels_of(X (&tile)[PANELS][CHUNK][PANEL<X>], int row, int channel) {
+  return {to_float(value_at(tile, row, channel)), to_float(value_at(tile, row, channel + 8))};
+}
+template <typename G, int PANELS>
+__device__ __forceinline__ float2 decays_of(G (&gates)[PANELS][CHUNK][PANEL<G>], int row, int channel) {
+  const float2 g = channels_of(gates, row, channel);
+  return {exp2_approx(LOG2E * g.x), exp2_approx(LOG2E * g.y)};
+}
+
+// S behind a chunk from that before it; sum: of its gates.
+template <typename T, typename G, int BV, int PANELS, int GATES>
+__device__ __forceinline__ void grow_forwards(float (&S)[BV / 2], T (&k)[PANELS][CHUNK][64],
+                                              G (&g)[GATES][CHUNK][PANEL<G>], T (&v)[BV / 64][CHUNK][64], int channel) {
+#pragma unroll 1
+  for (int row = 0; row < CHUNK; ++row) {
+    const float2 decay = decays_of(g, row, channel), key = channels_of(k, row, channel);
+    write_token<T, BV>(S, decay.x, decay.y, key.x, key.y, v, row);
+  }
+}
+
+// From C behind a chunk to that before it. f(row) sees what has read the state behind token `row`.
+template <class ReadOrder, typename T, typename G, int BV, int PANELS, int GATES, class F>
+__device__ __forceinline__ void grow_backwards(float (&C)[BV / 2], T (&q)[PANELS][CHUNK][64],
+                                               G (&g)[GATES][CHUNK][PANEL<G>], T (&do_)[BV / 64][CHUNK][64],
+                                               float scale, int channel, F f) {
+#pragma unroll 1
+  for (int row = CHUNK - 1; row >= 0; --row) {
+    const float2 decay = decays_of(g, row, channel), query = channels_of(q, row, channel);
+    const float x = scale * query.x, y = scale * query.y;
+    if (ReadOrder::reads_before_write) {
+      f(row);
+      write_token<T, BV>(C, decay.x, decay.y, x, y, do_, row);
+    } else {
+      write_token<T, BV>(C, 1.f, 1.f, x, y, do_, row);
+      f(row);
+#pragma unroll
+      for (int i = 0; i < BV / 2; ++i) C[i] *= i >> 1 & 1 ? decay.y : decay.x;
+    }
+  }
+}
+
+// ---- what a chunk's tokens and pairs give ---------------------------------------------------------------------------
+
+// x e^sum, in two steps: a factor may leave the range where the result does not.
+__device__ __forceinline__ float grown(float x, float sum) {
+  const float half = exp2_approx(fminf(sum * (0.5f * LOG2E), 127.f));
+  return x * half * half;
+}
+
+// A value of every token, of one channel: this lane has tokens 4m + t.
+using Tokens = float[CHUNK / 4];
+__device__ __forceinline__ float token_of(const Tokens& x, int token) {
+  return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
+}
+template <typename X, int PANELS>
+__device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
+  for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + own_quarter(), channel) = from_float<X>(x[m]);
+}
+
+// The first sweep's chunk: its results in place of q and g, and `sums` of this lane's channels where they are INSIDE.
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float (&du)[2], float* sums, const bool (&inside)[2],
+                                             Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v,
+                                             Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale) {
+  constexpr bool BEFORE = ReadOrder::reads_before_write;
+  int channel = own_channel();
+  const int t = own_quarter();
+  Tokens from_state[2];
+#pragma unroll 1
+  for (int row = 0; row < CHUNK; ++row) {
+    float x[2];
+    read_token<T, BV>(x, S, do_, row);
+    if (row % 4 == t) from_state[0][row / 4] = x[0], from_state[1][row / 4] = x[1];
+  }
+  grow_forwards<T, G, BV>(S, k, g, v, channel);
+#pragma unroll 1
+  for (int h = 0; h < 2; ++h, channel += 8) {
+    const auto gate = [&](int row) { return to_float(value_at(g, row, channel)); };
+    const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
+    const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
+    Tokens dq, share, met, weight;  // share: of q dq, the state's; met: of tokens' q dq, that of the keys so far
+    float sum = 0.f, own_bonus = 0.f;
+#pragma unroll 1
+    for (int m = 0; m < CHUNK / 4; ++m) {
+      float up_to_own = 0.f;
+      for (int n = 0; n < 4; ++n) {
+        const float before = sum;
+        sum += gate(4 * m + n);
+        if (n == t) up_to_own = BEFORE ? before : sum;
+      }
+      const int row = 4 * m + t;
+      dq[m] = scale * grown(from_state[h][m], up_to_own);
+      share[m] = query(row) * dq[m], met[m] = weight[m] = 0.f;
+      if (BEFORE) {
+        const float x = own_at(dA, row) * key(row);
+        dq[m] = fmaf(h ? u[1] : u[0], x, dq[m]), own_bonus = fmaf(query(row), x, own_bonus);
+      }
+    }
+    if (h) du[1] += own_bonus;
+    else du[0] += own_bonus;
+#pragma unroll 1
+    for (int j = 0; j < CHUNK; ++j) {
+      float between = 0.f, passing = 0.f;  // sum of gates; what passes the next gate
+#pragma unroll 1
+      for (int m = j / 4; m < CHUNK / 4; ++m) {
+        const int i = 4 * m + t;
+        float to_own = 0.f;
+        for (int n = 0; n < 4; ++n) {
+          const float before = between;
+          if (4 * m + n > j) between += gate(4 * m + n);
+          if (n == t) to_own = BEFORE ? before : between;
+        }
+        if (i < j + BEFORE) continue;
+        const float x = grown(pair_at(dA, i, j) * (key(j) / CUT), to_own);
+        dq[m] += x;
+        if (i > j) met[m] = fmaf(query(i), x, met[m]);
+        if (i > j + BEFORE) passing += met[m];
+      }
+      __syncwarp();
+      passing = channel_sum(passing);
+      if (j + 1 < CHUNK && (j + 1) % 4 == t) weight[(j + 1) / 4] = passing;
+    }
+    float behind = 0.f;
+#pragma unroll 1
+    for (int row = CHUNK - 1; row >= 0; --row) {
+      const float here = token_of(share, row);
+      if (row % 4 == t) weight[row / 4] += BEFORE ? behind : behind + here;
+      behind += here;
+    }
+    if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = behind;
+    store_tokens(q, dq, channel);  // all four lanes have read it
+    store_tokens(g, weight, channel);
+  }
+}
+
+// Of the second sweep's dv what a warp's channels add to a token's row, for row `row` of `shares`: sum_v keys C, and
+// `present` do.
+template <typename T, int BV>
+__device__ __forceinline__ void put_value_share(float* shares, const float (&C)[BV / 2], float2 key, float present,
+                                                T (&do_)[BV / 64][CHUNK][64], int row) {
+  constexpr int N = BV / 4;
+  const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+  float x[N];
+  each_column(do_, row, [&](int n, float2 two) {
+    x[2 * n] = fmaf(key.x, C[4 * n], fmaf(key.y, C[4 * n + 2], present * two.x));
+    x[2 * n + 1] = fmaf(key.x, C[4 * n + 1], fmaf(key.y, C[4 * n + 3], present * two.y));
+  });
+#pragma unroll
+  for (int lanes = 16, n = N / 2; lanes >= 4; lanes /= 2, n /= 2) {  // lane g ends with N / 8 from N / 8 g on
+    const bool upper = lane & lanes;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + n], lanes);
+      x[i] = (upper ? x[i + n] : x[i]) + other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N / 8; i += 2)
+    *reinterpret_cast<float2*>(shares + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
+}
+
+// The second sweep's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK threads.
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* shares,
+                                          Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
+                                          Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale,
+                                          float forgotten, int barrier) {
+  constexpr bool BEFORE = ReadOrder::reads_before_write;
+  constexpr int WARPS = BK / 16, THREADS = 2 * BK;
+  int channel = own_channel();
+  const int t = own_quarter(), warp = opaque(threadIdx.x) / 32;
+  Tokens from_state[2], dk[2];
+#pragma unroll 1
+  for (int row = 0; row < CHUNK; ++row) {
+    float x[2];
+    read_token<T, BV>(x, C, v, row);
+    if (row % 4 == t) from_state[0][row / 4] = x[0], from_state[1][row / 4] = x[1];
+  }
+  grow_backwards<ReadOrder, T, G, BV>(C, q, g, do_, scale, channel, [&](int row) {
+    const float2 key = channels_of(k, row, channel);
+    float x[2], present = 0.f;
+    read_token<T, BV>(x, C, v, row);
+    if (BEFORE) {
+      const float2 query = channels_of(q, row, channel);
+      const float own = own_at(dA, row), first = u[0] * query.x, second = u[1] * query.y;
+      x[0] = fmaf(own, first, x[0]), x[1] = fmaf(own, second, x[1]);
+      present = scale * (first * key.x + second * key.y);
+    }
+    if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
+    put_value_share<T, BV>(shares + (row % BC * WARPS + warp) * BV, C, key, present, do_, row);
+    if (row % BC) return;
+    barrier_sync(barrier, THREADS);  // all shares of a sub-chunk stand, and its v has been read
+    for (int at = opaque(threadIdx.x); at < BC * BV; at += THREADS) {
+      const float* from = shares + at / BV * (WARPS * BV) + at % BV;
+      float dv = 0.f;
+      for (int other = 0; other < WARPS; ++other) dv += from[other * BV];
+      value_at(v, row + at / BV, at % BV) = from_float<T>(dv);
+    }
+    barrier_sync(barrier, THREADS);  // they have been read
+  });
+#pragma unroll 1
+  for (int h = 0; h < 2; ++h, channel += 8) {
+    Tokens written, dg;  // written: k times what the gradient behind the chunk has of its dk
+    float sum = 0.f, all = 0.f;
+#pragma unroll 1
+    for (int m = CHUNK / 4 - 1; m >= 0; --m) {
+      float behind_own = 0.f;
+      for (int n = 3; n >= 0; --n) {
+        if (n == t) behind_own = sum;
+        sum += to_float(value_at(g, 4 * m + n, channel));
+      }
+      written[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], behind_own);
+      all += written[m];
+    }
+    all = channel_sum(all);
+    const float before = exp2_approx(LOG2E * sum) < forgotten ? 0.f : (h ? end[1] : end[0]) - all;
+    if (h) end[1] = before + sums[channel];
+    else end[0] = before + sums[channel];
+    float passing = before;
+#pragma unroll 1
+    for (int row = 0; row < CHUNK; ++row) {
+      if (row % 4 == t) dg[row / 4] = to_float(value_at(weight, row, channel)) + passing;
+      passing += token_of(written, row);
+    }
+    store_tokens(q, dk[h], channel);  // all four lanes have read it
+    store_tokens(g, dg, channel);
+  }
+}

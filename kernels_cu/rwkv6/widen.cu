@@ -1,0 +1,40 @@
+// what      A matrix in int8 as a product of the library takes it.
+// math      w = scale q
+// shapes    q w [M, K], or BY_INPUTS [K, M], scales [M]
+// grid      a thread 16 neighbours; 256 threads
+// smem      none
+// barriers  none
+// numerics  rounded once
+// source    none
+// limits    K, or BY_INPUTS M, is a multiple of 16; q and w start on 16 bytes
+#include "decode.cuh"
+
+constexpr int THREADS = 256;
+
+template <typename T> struct Args {
+  const i8* q;
+  const float* scales;
+  T* w;
+  i64 count, across;  // numbers in all, and of a line
+};
+
+template <typename T, bool BY_INPUTS> __global__ void __launch_bounds__(THREADS) rwkv6_widen(const Args<T> args) {
+  launch_next();
+  const i64 at = 16 * (i64(blockIdx.x) * THREADS + threadIdx.x);
+  const bool inside = at < args.count;
+  const uint4 four = inside ? *reinterpret_cast<const uint4*>(args.q + at) : uint4{};
+  const float* scales = args.scales + (!inside ? 0 : BY_INPUTS ? at % args.across : at / args.across);
+  wait_for_previous();  // which reads what was here before
+  if (!inside) return;
+  const u32 words[4] = {four.x, four.y, four.z, four.w};
+  float x[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = scales[BY_INPUTS ? i : 0] * float(i8(words[i / 4] >> 8 * (i % 4)));
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float eight[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) eight[i] = x[8 * half + i];
+    store8(args.w + at + 8 * half, eight);
+  }
+}

@@ -1,0 +1,200 @@
+// what      GLA with a value gate, backward: what the tokens of a chunk have to do with each other and with the states,
+//           on either side. Queries, keys and gates of channels; or of columns outputs' gradients, values and theirs.
+// math      A_ij = scale sum_k q_ik decay_ijk k_jk for j < i, A_ii = scale q_i . k_i apart;
+//           q decayed from the chunk's start, k decayed to its end, and the chunk's decay
+// shapes    q k g [B, H, T, K]; starts, ends [B, heads, T, K], decays [B, heads, NC, K] float32, all three with K
+//           padded to eights; pairs [B, heads, NC, 64, 64], of which blocks above the diagonal are left alone, own
+//           [B, heads, NC, 64] float32; pairs, starts and ends are in T, or float32 where T is not bfloat16
+// grid      a block for every (batch, head, chunk)
+// smem      32 channels at a time: q, k, g, what products take of them, starts and ends
+// barriers  two for every 32 channels: they have arrived | operands stand; then: the diagonal stands
+// numerics  products as fragments.cuh has it; pairs of tokens meet as in gated/backward_channels.cu, q_i . k_i is
+//           float32; where gates grow, pairs of a sub-chunk are scored one by one (growth.cuh). Scores of one sub-chunk
+//           are times NEAR
+// source    Yang et al., 2024, sections 4.1 and 4.4
+// limits    none
+#include "backward.cuh"
+#include "growth.cuh"
+
+constexpr int CHANNELS = 32;  // that are there at once, a warp's 8 side by side
+
+template <typename T, typename G, typename Stored> struct Args {
+  Rows<const T> q, k;
+  Rows<const G> g;
+  Rows<Stored> starts, ends;
+  Stored* pairs;
+  float *own, *decays;
+  Shape shape;
+  i64 first, heads;  // the heads at hand
+  double scale;
+  i64 vectors;  // whether all rows are whole pieces of 16 bytes
+};
+
+template <typename Stored> using Across = Stored[CHANNELS * LD<Stored, CHUNK>];  // [32, 64]: channel, token
+
+template <typename T, typename G, int PRODUCTS> struct alignas(16) Shared {
+  using Stored = typename Math<T, PRODUCTS>::Stored;
+  T q[CHUNK * LD<T, CHANNELS>];  // [64, 32]
+  T k[CHUNK * LD<T, CHANNELS>];
+  G g[CHUNK * LD<G, CHANNELS>];
+  Across<Stored> queries, keys;                 // about the middle of their sub-chunks
+  Across<Stored> eights, quarters, halves;      // as they meet at borders of 8, 16 and 32 tokens
+  Stored starts[CHUNK * LD<Stored, CHANNELS>];  // [64, 32]
+  Stored ends[CHUNK * LD<Stored, CHANNELS>];
+  float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
+};
+
+// D += queries^T keys of 16 x 16 tokens over the channels from c on.
+template <class M, typename Stored>
+__device__ __forceinline__ void score(float (&d)[2][4], const Stored* queries, const Stored* keys, int c) {
+  constexpr int LDT = LD<Stored, CHUNK>;
+  Left<M> a;
+  Right<M> b[2];
+  load_left<true>(a, queries + c * LDT, LDT);
+  load_right<false>(b, keys + c * LDT, LDT);
+  multiply(d, a, b);
+}
+
+template <typename T, typename G, int PRODUCTS>
+__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
+    value_gate_backward_scores(const Args<T, G, typename Math<T, PRODUCTS>::Stored> args) {
+  using M = Math<T, PRODUCTS>;
+  using Stored = typename M::Stored;
+  constexpr int LDT = LD<Stored, CHUNK>, LDC = LD<Stored, CHANNELS>;
+  auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 8 * warp;
+  const u32 NC = u32(shape.NC), heads = u32(args.heads);
+  const int c = blockIdx.x % NC, here = blockIdx.x / NC % heads, b = blockIdx.x / NC / heads;
+  const i64 h = args.first + here, chunk = blockIdx.x, width = padded_width(shape.K);
+  const Span span = chunk_tokens(shape, c);
+  const bool vectors = args.vectors;
+
+  const auto fetch = [&](int n) {
+    const i64 channel = n * CHANNELS, start = span.start, stop = span.stop;
+    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.q, args.q, b, h, start, stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS, LD<T, CHANNELS>>(s.k, args.k, b, h, start, stop, channel, shape.K, vectors);
+    fetch_rows<CHUNK, CHANNELS, LD<G, CHANNELS>>(s.g, args.g, b, h, start, stop, channel, shape.K, vectors);
+  };
+  const auto put_tokens = [&](Stored* tile, int m, float2 x) {
+    Stored* to = tile + (8 * m + 2 * t) * LDC + strip + g;
+    to[0] = from_float<Stored>(x.x), to[LDC] = from_float<Stored>(x.y);
+  };
+
+  // the blocks of the lower triangle that a warp scores: on the diagonal, in the lower left quarter, and beside the
+  // diagonal; of that on the diagonal only its own sub-chunks' pairs come from `diagonal`
+  float diagonal[2][4] = {}, eights[4] = {}, quarters[2][4] = {}, halves[2][4] = {};
+  float2 own[SUBS] = {};  // of this lane's channels
+  const int half_row = 2 + (warp >> 1), half_column = warp & 1, quarter = 2 * warp;
+  const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
+  float most = 0.f;  // of the gates
+  fetch(0);
+  cp_async_commit();
+#pragma unroll 1
+  for (int n = 0; n < parts; ++n) {
+    cp_async_wait<0>();
+    __syncthreads();  // these channels have arrived; the operands of the last ones, and what goes to memory, are read
+    {
+      const auto load = [&](float2(&x)[4], const auto* from, int m, int ld) {
+        load_column(x, from + 8 * m * ld + strip, ld);
+      };
+      float all[SUBS];
+      float2 q[4], k[4], a[4];
+#pragma unroll
+      for (int m = 0; m < SUBS; ++m) {
+        if (m % 4 == 0) load(a, s.g, m, LD<G, CHANNELS>);
+        all[m] = whole_decay(a[m % 4]);
+        most = at_least(a[m % 4].x, at_least(a[m % 4].y, most));
+      }
+      const i64 channel = n * CHANNELS + strip + g;
+      if (t == 0 && channel < width) args.decays[chunk * width + channel] = product_of(all, 0, SUBS);
+#pragma unroll
+      for (int m = 0; m < SUBS; ++m) {
+        if (m % 4 == 0) {
+          load(a, s.g, m, LD<G, CHANNELS>);
+          load(q, s.q, m, LD<T, CHANNELS>);
+          load(k, s.k, m, LD<T, CHANNELS>);
+        }
+        const float2 gates = decays_of(a[m % 4]), query = q[m % 4], key = k[m % 4];
+        own[m] = own[m] + query * key;
+        const Decays<AfterWrite> decays(gates);
+        const Middle<AfterWrite> middle(gates);
+        const float2 start = decays.start * query, end = decays.end * key;
+        const int at = (strip + g) * LDT + 8 * m + 2 * t, quarter_end = m / 4 * 4 + 2, half_end = SUBS / 2;
+        put_pair(s.queries + at, middle.queries * query);
+        put_pair(s.keys + at, middle.keys * key);
+        put_pair(s.eights + at, m % 2 ? start : end);
+        put_pair(s.quarters + at,
+                 m < quarter_end ? product_of(all, m + 1, quarter_end) * end : product_of(all, quarter_end, m) * start);
+        put_pair(s.halves + at,
+                 m < half_end ? product_of(all, m + 1, half_end) * end : product_of(all, half_end, m) * start);
+        put_tokens(s.starts, m, product_of(all, 0, m) * start);
+        put_tokens(s.ends, m, product_of(all, m + 1, SUBS) * end);
+      }
+    }
+    __syncthreads();  // the operands stand, and what goes to memory; the tokens are read
+    if (n + 1 < parts) fetch(n + 1);
+    cp_async_commit();
+    store_rows<CHUNK, CHANNELS, LDC>(args.starts, s.starts, b, here, span.start, span.stop, n * CHANNELS, width, true);
+    store_rows<CHUNK, CHANNELS, LDC>(args.ends, s.ends, b, here, span.start, span.stop, n * CHANNELS, width, true);
+#pragma unroll 1
+    for (int c = 0; c < CHANNELS; c += 16) {
+      score<M>(diagonal, s.queries + 16 * warp, s.keys + 16 * warp, c);
+      score<M>(halves, s.halves + 16 * half_row, s.halves + 16 * half_column, c);
+      if (warp < 2) score<M>(quarters, s.quarters + 16 * (quarter + 1), s.quarters + 16 * quarter, c);
+      Left<M> a;
+      Right<M> b[2];
+      load_left<true>(a, s.eights + c * LDT + 16 * warp, LDT);
+      load_right<false>(b, s.eights + c * LDT + 16 * warp, LDT);
+      multiply(eights, a, b[0]);
+    }
+  }
+  const float scale = float(args.scale);
+#pragma unroll
+  for (int m = 0; m < SUBS; ++m) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2)
+      own[m] =
+          own[m] + float2{__shfl_xor_sync(0xffffffffu, own[m].x, lanes), __shfl_xor_sync(0xffffffffu, own[m].y, lanes)};
+    if (g == m) *reinterpret_cast<float2*>(s.own[warp] + 8 * m + 2 * t) = own[m];
+  }
+  const auto put = [&](const float (&d)[2][4], int row, int column) {
+    Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + 16 * row * CHUNK + 16 * column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower)
+        put_pair(to + (g + 8 * lower) * CHUNK + 8 * half + 2 * t,
+                 scale * float2{d[half][2 * lower], d[half][2 * lower + 1]});
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int i = g + 8 * (x >> 1), j = 8 * half + 2 * t + (x & 1);
+      if (half == 0 && x >= 2) diagonal[half][x] = eights[x];
+      else diagonal[half][x] *= NEAR;
+      if (j >= i) diagonal[half][x] = 0.f;
+    }
+  put(diagonal, warp, warp);
+  put(halves, half_row, half_column);
+  if (warp < 2) put(quarters, quarter + 1, quarter);
+  const bool grows = __syncthreads_or(!(most <= GROWTH));  // the diagonal stands, in parts
+  if (grows) {  // scores of sub-chunks that others replace; this warp's own ones stand
+#pragma unroll 1
+    for (int n = 2 * warp; n < 2 * warp + 2; ++n) {
+      const i64 at = span.start + SUB * n, rows = min(i64(SUB), span.stop - at);
+      const float score = score_of_pair<AfterWrite>(args.q.row(b, h, at), args.k.row(b, h, at), args.g.row(b, h, at),
+                                                    args.q.t, args.k.t, args.g.t, int(rows), int(shape.K));
+      const TokenPair pair = pair_of(lane);
+      Stored* to = args.pairs + chunk * (CHUNK * CHUNK) + (SUB * n + pair.query) * CHUNK + SUB * n + pair.key;
+      if (lane < PAIRS) *to = from_float<Stored>(NEAR * scale * score);
+    }
+  }
+  if (threadIdx.x < CHUNK) {
+    float sum = 0.f;
+#pragma unroll
+    for (int other = 0; other < WARPS; ++other) sum += s.own[other][threadIdx.x];
+    args.own[chunk * CHUNK + threadIdx.x] = scale * sum;
+  }
+}

@@ -1,0 +1,140 @@
+// what      GLA with a value gate, backward: the state at every chunk's start, and its gradient at every chunk's end.
+// math      per chunk of 64 tokens, D their decay on either side:
+//           S <- D S D + (k decayed to their end)^T (v decayed to their end);   backwards
+//           C <- D C D + scale (q decayed from their start)^T (do decayed from their start)
+// shapes    q k [B, heads, T, K] and v do [B, heads, T, V] decayed, channel_decays [B, heads, NC, K] and column_decays
+//           [B, heads, NC, V] float32, as backward_scores leaves them; kept: as backward.cuh has it;
+//           initial, dht, dh0 [N, H, K, V] float32
+// grid      a block for every (direction, sequence, head, tile of 64 channels, tile of 64 columns), directions slowest;
+//           a warp for every 16 channels
+// smem      STAGES times 32 tokens
+// barriers  one every 32 tokens: they have arrived, and those before the last are read
+// numerics  S and C in float32 accumulators; products as fragments.cuh has it
+// source    Yang et al., 2024, sections 4.1 and 4.4
+// limits    none
+#include "backward.cuh"
+
+constexpr int STEP = 32, STEPS = CHUNK / STEP;  // tokens that are there at once
+
+template <typename Stored> struct Args {
+  Rows<const Stored> q, k, v, do_;
+  const float *channel_decays, *column_decays, *initial, *dht;  // the last two null where there is none
+  void* kept;
+  float* dh0;  // or null
+  Shape shape;
+  i64 first, heads;  // the heads at hand
+  double scale;
+};
+
+constexpr int STAGES = 3;
+template <typename Stored> struct alignas(16) Stage {
+  Stored x[STEP * LD<Stored, TILE>];  // [32, 64], k or q
+  Stored y[STEP * LD<Stored, TILE>];  // [32, 64], v or do
+  float decays[2][TILE];              // of the chunk's channels, of its columns
+};
+
+template <typename T, int PRODUCTS> struct Shared {
+  Stage<typename Math<T, PRODUCTS>::Stored> stages[STAGES];
+};
+
+template <typename T, int PRODUCTS>
+__global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::Stored) == 2 ? 4 : 2)
+    value_gate_backward_states(const Args<typename Math<T, PRODUCTS>::Stored> args) {
+  using M = Math<T, PRODUCTS>;
+  using Stored = typename M::Stored;
+  auto& s = *reinterpret_cast<Shared<T, PRODUCTS>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const int v_tiles = int((shape.V + TILE - 1) / TILE), k_tiles = int((shape.K + TILE - 1) / TILE);
+  const bool backwards = blockIdx.x >= gridDim.x / 2;
+  const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
+  const int v_tile = block % v_tiles, k_tile = block / v_tiles % k_tiles, here = block / tiles % heads;
+  const int n = block / tiles / heads, b = n / int(shape.count);
+  const Span span = tokens_of(shape, n % shape.count);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int K = int(shape.K), V = int(shape.V);
+  const int channel = k_tile * TILE + 16 * warp + g, column = v_tile * TILE + 2 * t;
+
+  // f(value, offset in a state) for the lane's part of it
+  float S[TILE / 16][2][4] = {};
+  const i64 state = ((n * shape.H) + args.first + here) * i64(K) * V;
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const int row = channel + 8 * (x >> 1), across = column + 8 * n + (x & 1);
+        if (row < K && across < V) f(S[n / 2][n % 2][x], state + i64(row) * V + across);
+      }
+  };
+  if (const float* given = backwards ? args.dht : args.initial) each([&](float& x, i64 at) { x = given[at]; });
+
+  const int chunks = int((span.stop - span.start + CHUNK - 1) / CHUNK), steps = STEPS * chunks;
+  const i64 first_chunk = chunks_of(shape, n % shape.count).start;
+  const auto chunk_of = [&](int step) { return first_chunk + (backwards ? chunks - 1 - step / STEPS : step / STEPS); };
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      Stage<Stored>& in = s.stages[step % STAGES];
+      const i64 token = span.start + STEP * (backwards ? steps - 1 - step : step), stop = span.stop;
+      const i64 wide[2] = {padded_width(K), padded_width(V)};
+      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.x, backwards ? args.q : args.k, b, here, token, stop, k_tile * TILE,
+                                               wide[0], true);
+      fetch_rows<STEP, TILE, LD<Stored, TILE>>(in.y, backwards ? args.do_ : args.v, b, here, token, stop, v_tile * TILE,
+                                               wide[1], true);
+      if (step % STEPS == STEPS - 1 && threadIdx.x < 2 * TILE / 4) {
+        const int side = threadIdx.x / (TILE / 4), at = threadIdx.x % (TILE / 4) * 4;
+        const i64 first = (side ? v_tile : k_tile) * TILE + at,
+                  chunk = (i64(b) * heads + here) * shape.NC + chunk_of(step);
+        const bool there = first < wide[side];
+        const float* from =
+            (side ? args.column_decays : args.channel_decays) + (there ? chunk * wide[side] + first : 0);
+        cp_async<16>(in.decays[side] + at, from, there);
+      }
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int step = 0; step < STAGES - 1; ++step) fetch(step);
+  float added[TILE / 16][2][4] = {};  // by the chunk at hand
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    fetch(step + STAGES - 1);
+    if (step % STEPS == 0) {
+      Stored* to =
+          static_cast<Stored*>(args.kept) + tile_at(shape, heads, backwards, b, here, chunk_of(step), k_tile, v_tile);
+#pragma unroll
+      for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+        for (int x = 0; x < 2; ++x)
+          put_pair(to + matrix_at(2 * warp + x, n) + 2 * lane,
+                   float2{S[n / 2][n % 2][2 * x], S[n / 2][n % 2][2 * x + 1]});
+    }
+    const Stage<Stored>& in = s.stages[step % STAGES];
+#pragma unroll
+    for (int m = 0; m < STEP / 16; ++m) {
+      LeftData<M, Stored> a;
+      load_left<true>(a, in.x + 16 * m * LD<Stored, TILE> + 16 * warp, LD<Stored, TILE>);
+#pragma unroll
+      for (int n = 0; n < TILE / 8; n += 2) {
+        RightData<M, Stored> b[2];
+        load_right<false>(b, in.y + 16 * m * LD<Stored, TILE> + 8 * n, LD<Stored, TILE>);
+        multiply(added[n / 2], a, b);
+      }
+    }
+    if (step % STEPS == STEPS - 1) {
+      const float by = backwards ? float(args.scale) : 1.f;
+#pragma unroll
+      for (int n = 0; n < TILE / 8; ++n)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          const float decay = in.decays[0][16 * warp + g + 8 * (x >> 1)] * in.decays[1][8 * n + 2 * t + (x & 1)];
+          float &sum = S[n / 2][n % 2][x], &more = added[n / 2][n % 2][x];
+          sum = fmaf(decay, sum, by * more);
+          more = 0.f;
+        }
+    }
+  }
+  cp_async_wait<0>();
+  if (backwards && args.dh0) each([&](float& x, i64 at) { args.dh0[at] = x; });
+}
