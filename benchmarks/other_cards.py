@@ -52,12 +52,12 @@ def of(path, dtypes, sources) -> str:
     result = json.loads(path.read_text())
     measured = MEASURED[result["meta"]["card"]]
     said = (
-        f"`{OPERATOR}` with the kernels of every card and trained gates, milliseconds forward / backward: measured on "
-        f"an {measured.name} that was made to take them, **estimated** (~) for cards that were not measured: the "
-        "longer of the time scaled by published bandwidth and by the published dense rate of tensor cores."
+        f"`{OPERATOR}` with the kernels of every card, trained gates, milliseconds forward / backward: measured on an "
+        f"{measured.name} made to take them, **estimated** (~) for the others: the longer of that time scaled by "
+        "bandwidth and by tensor cores' rate, as published."
     )
     if sources:
-        said += " Bandwidth, and rates of half and tf32 products: " + "; ".join(
+        said += " No other card was measured. Bandwidths, dense rates of half and tf32 products: " + "; ".join(
             f"{card.name} {card.bandwidth:,.0f} GB/s, {card.halves:g} and {card.tf32:g} TFLOP/s ({card.source})"
             for card in (measured, *CARDS)
         )

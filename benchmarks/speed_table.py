@@ -105,8 +105,7 @@ def summary() -> str:
         found += [
             fill(
                 f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours "
-                "with their multiple of the floor, "
-                "flash-linear-attention's (fla) with their multiple of ours.",
+                "with multiples of the floor, flash-linear-attention's (fla) with multiples of ours.",
                 WIDTH,
             ),
             "",
@@ -176,7 +175,7 @@ def of_card(path) -> str:
                 errors_by_name(rows),
             ),
             *titled(
-                f"{worst_of_sweep(path)} Its slowest calls, one for each thing that was changed:",
+                f"{worst_of_sweep(path)} It changes one thing at a time; the slowest calls, one for each of these:",
                 ["", "B, T, H, K, V", "", "times the floor", "of the usual", "of fla"],
                 slowest_of_sweep(path),
             ),
@@ -241,15 +240,11 @@ def worst_of_sweep(path) -> str:
     rows = swept(path)
     if not rows:
         return ""
-    said = [
-        f"{pass_of(row)} {place(row)}, {changed(row)}, {row['multiple']:.1f} times the floor"
-        for kind in ("forward", "backward")
-        for row in [row for row in rows if row["pass"] == kind][:1]
-    ]
-    return (
-        f"Of {len(rows)} calls in which benchmarks/sweep.py changes one thing at a time the worst are "
-        f"{' and '.join(said)}."
-    )
+    worst = [[row for row in rows if row["pass"] == kind][:1] for kind in ("forward", "backward")]
+    said = [f"{row['multiple']:.1f} times the floor ({pass_of(row)}, {changed(row)})" for row in sum(worst, [])]
+    beside = [row["of_peer"] for row in rows if row["of_peer"]]
+    its = f", and {max(beside):.2f} times as long as fla" if beside else ""
+    return f"Of {len(rows)} calls of benchmarks/sweep.py the worst take {' and '.join(said)}{its}."
 
 
 def slowest_of_sweep(path):
@@ -370,7 +365,7 @@ def pass_of(row):
 
 
 def faster(rows):
-    """Peers that take less time on the device, or in eager calls, with how many times less."""
+    """Peers that take less time on the device, or else in eager calls, with how many times less."""
     found = []
     for row in rows:
         times = [
@@ -378,8 +373,7 @@ def faster(rows):
             for ours, its, how in (("ours_ms", "peer_ms", ""), ("wall_ms", "peer_wall_ms", " eager"))
             if row[ours] and row[its] and row[its] < row[ours]
         ]
-        if times:
-            found.append(f"{row['peer']} ({name(row)}, {', '.join(times)})")
+        found += [f"{row['peer']} ({name(row)}, {said})" for said in times[:1]]
     return found
 
 

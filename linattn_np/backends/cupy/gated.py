@@ -93,7 +93,7 @@ def plan_wider(problem, device):
     o = draft.output(problem, fits=lambda out: True)
     draft.copy(pieces.narrow(found_o, o.shape), o)
     if final is not None:
-        final = (draft.contiguous(pieces.narrow(final[0], problem.shape("N H K V"))),)
+        final = (pieces.cut(draft, final[0], problem.shape("N H K V")),)
     return draft.plan((o, final), mode=found.mode, tiles=found.tiles)
 
 

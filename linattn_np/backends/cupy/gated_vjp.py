@@ -56,8 +56,8 @@ def plan_wider_vjp(problem, device, do, dht, exact):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
     draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, exact=exact), do, dht)
     gradients, dh0 = draft.include(plan)
-    gradients = tuple(pieces.cut(draft, x, like) for x, like in zip(gradients, problem.arrays.values(), strict=True))
-    dh0 = dh0 and (pieces.cut(draft, dh0[0], problem.initial_state[0]),)
+    gradients = tuple(pieces.cut(draft, x, of.shape) for x, of in zip(gradients, problem.arrays.values(), strict=True))
+    dh0 = dh0 and (pieces.cut(draft, dh0[0], problem.initial_state[0].shape),)
     return draft.plan((gradients, dh0), tiles=plan.tiles)
 
 

@@ -41,7 +41,11 @@ def widened(problem, plan, do=None, dht=None):
 
     def wide(name, x, axes):
         shape = tuple(sizes[axis] for axis in axes.split())
-        copied = draft.empty(shape, x.dtype) if shape == x.shape else draft.zeros(shape, x.dtype)
+        if shape == x.shape and aligned16(x):
+            return x
+        copied = draft.like(x, shape=shape)
+        if shape != x.shape:
+            draft.fill(copied)
         draft.copy(x, narrow(copied, x.shape), f"{name}: its rows are not whole pieces of {PIECE} bytes")
         return copied
 
@@ -63,8 +67,10 @@ def narrow(x, shape):
     return x[tuple(slice(size) for size in shape)]
 
 
-def cut(draft, x, prototype):
-    """What of `x` a caller asked for, as `prototype` lies."""
-    found = draft.like(prototype, x.dtype)
+def cut(draft, x, shape):
+    """`x`, or a copy of what a caller asked for, in the same memory order."""
+    if x.shape == shape:
+        return x
+    found = draft.like(x, shape=shape)
     draft.copy(narrow(x, found.shape), found)
     return found
