@@ -7,8 +7,9 @@ What grows hides all else, so each number is held to the size of what it is a su
 import numpy as np
 import planned
 import pytest
-from reference import double
+from reference import assert_close, double, exact
 
+from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import tuning
 from linattn_np.declarations import GLA, RWKV6
@@ -159,3 +160,16 @@ def test_a_scale_of_zero_under_growth(device, rng, op, dtype):
     arrays, do, start, dht, _, bounds = call(op, rng, 64, 64, dtype, "bursts")
     given = arrays, do, start, dht, 0.0, bounds
     assert_right(op, computed(device, op, *given), *given, dtype)
+
+
+@pytest.mark.parametrize("dtype", (SINGLE, HALF, BFLOAT16), ids=str)
+@pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
+def test_what_overflows_leaves_the_past_alone(device, rng, op, dtype):
+    """120 nats within two tokens, which no float32 holds."""
+    arrays, *_, bounds = call(op, rng, 64, 40, dtype, "bursts")
+    g, at = arrays[3], 43
+    g[...] = -0.1
+    g[:, :, at : at + 2] = 60
+    o, _ = planned.run(op.bind([device.upload(x) for x in arrays]), device)
+    wanted = exact(OPS[op], [x[:, :, :at] if x.ndim == 4 else x for x in arrays])[0]
+    assert_close("o", (o.get() if hasattr(o, "get") else o)[:, :, :at], wanted, dtype)

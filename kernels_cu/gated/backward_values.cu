@@ -51,6 +51,7 @@ template <typename T, typename G, int PRODUCTS, int BV> struct alignas(16) Share
   };
   Stored C[CHANNELS * BV];  // [32, BV] in matrices of 8 x 8
   float own[WARPS][CHUNK];  // the diagonal, over each warp's channels
+  u32 grows;                // whether any gate does
 };
 
 // D += queries^T keys of 16 x 16 tokens over the channels at hand.
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   *reinterpret_cast<float2*>(s.own[warp] + 2 * lane) = {0.f, 0.f};
   __syncwarp();  // the diagonal is zero
   const int parts = int((shape.K + CHANNELS - 1) / CHANNELS);
-  float most = 0.f;  // of the gates
+  if (threadIdx.x == 0) s.grows = false;
   fetch(0);
   cp_async_commit();
 #pragma unroll 1
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
       const int channel = n * CHANNELS + strip + g;
       const float u =
           ReadOrder::reads_before_write ? channel < shape.K ? args.u[h * int(shape.K) + channel] : 0.f : 1.f;
-      float all[SUBS];
+      float all[SUBS], most = 0.f;
       float2 q[4], k[4], a[4], weights[4];
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
@@ -147,6 +148,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
         all[m] = whole_decay(a[m % 4]);
         most = at_least(a[m % 4].x, at_least(a[m % 4].y, most));
       }
+      if (!(most <= GROWTH)) s.grows = true;
 #pragma unroll
       for (int m = 0; m < SUBS; ++m) {
         if (m % 4 == 0) {
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
     }
   }
   cp_async_wait<0>();
-  const bool grows = __syncthreads_or(!(most <= GROWTH));  // the operands are read; do and the diagonal stand
+  __syncthreads();  // the operands are read; do and the diagonal stand
   const float scale = float(args.scale);
   const auto put = [&](const float (&d)[2][4], int row, int column) {
 #pragma unroll
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   put(diagonal, warp, warp);
   put(halves, half_row, half_column);
   if (warp < 2) put(quarters, quarter + 1, quarter);
-  if (grows) {
+  if (s.grows) {
     __syncwarp();  // the diagonal's scores stand, which others replace
 #pragma unroll 1
     for (int n = 2 * warp; n < 2 * warp + 2; ++n) {

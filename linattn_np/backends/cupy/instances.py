@@ -231,7 +231,7 @@ class GatedBackwardValues(GatedBackward):
     def shared_bytes(self):
         tokens = 2 * tile_bytes(64, 32, self.dtype) + tile_bytes(64, 32, self.gate)
         columns, states = tile_bytes(64, self.BV, self.dtype), 32 * self.BV * self.stored.itemsize
-        return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64
+        return max(tokens, columns) + 6 * tile_bytes(32, 64, self.stored) + states + 4 * 4 * 64 + 16
 
 
 @dataclass(frozen=True)
