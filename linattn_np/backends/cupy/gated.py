@@ -264,7 +264,8 @@ class OnEveryCard(OnePass):
         return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
-        B, H, V = self.problem.shape("B H V")
+        B, H, K, V = self.problem.shape("B H K V")
+        kernel = kernel.with_channels(K - channel) if kernel.schedule == SPLIT_CHANNELS else kernel
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
