@@ -104,7 +104,12 @@ SPILLED = {
     ("softmax/backward_queries", "sm_120"): 92,
     ("softmax/backward_keys", "sm_100"): 104,
     ("softmax/backward_keys", "sm_120"): 84,
-    ("value_gate/recurrent", "sm_120"): 64,
+    ("value_gate/forward", "sm_80"): 152,
+    ("value_gate/forward", "sm_86"): 152,
+    ("value_gate/forward", "sm_89"): 152,
+    ("value_gate/forward", "sm_90"): 96,
+    ("value_gate/forward", "sm_100"): 100,
+    ("value_gate/forward", "sm_120"): 80,
 }
 
 
