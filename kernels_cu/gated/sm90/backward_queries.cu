@@ -6,9 +6,9 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
 //           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32; weight: in the type of g; sums [chunk, K + FLAGS] float32: the state's share over a whole chunk, and
-//           a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H, T / KEPT + 1, BK,
-//           BV] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
+//           float32; weight: in the type of g; sums [chunk, K + FLAGS] float32: the state's share over a whole chunk,
+//           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H, T / KEPT +
+//           1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them

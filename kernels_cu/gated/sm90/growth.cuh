@@ -8,8 +8,8 @@
 #include "gated/sm90/states.cuh"
 #include "backward_tokens.cuh"
 
-// Behind the sums of a chunk, in float32 numbers: a byte of every warp of the first sweep, whether gates of its channels
-// grow.
+// Behind the sums of a chunk, in float32 numbers: a byte of every warp of the first sweep, whether gates of its
+// channels grow.
 constexpr int FLAGS = 2;
 
 // The least gate, in nats, that is growth. Of less, 8 tokens let e^-13 pass a reset, and float16's 32 stay below e^8.
@@ -34,8 +34,8 @@ template <typename T> __device__ __forceinline__ bool any_grows(const Gates<floa
 
 // ---- a token --------------------------------------------------------------------------------------------------------
 
-// This lane's first channel, the other 8 on; and where it is among the four lanes of a channel. Made anew, since registers
-// are scarce where nothing grows.
+// This lane's first channel, the other 8 on; and where it is among the four lanes of a channel. Made anew, since
+// registers are scarce where nothing grows.
 __device__ __forceinline__ int own_channel() {
   const int thread = opaque(threadIdx.x);
   return thread / 32 * 16 + (thread >> 2 & 7);
@@ -239,7 +239,8 @@ __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[
     *reinterpret_cast<float2*>(shares + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// The second sweep's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK threads.
+// The second sweep's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK
+// threads.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* shares,
                                           Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
