@@ -362,7 +362,8 @@ class GatedBackwardSm90(Kernel):
     CHUNK: ClassVar[int] = 32
     CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between the states that are kept: what is cut off of those that are
     # read adds up in the gates' gradient from one to the next
-    constants = (("KEPT", "CHECKPOINT_EVERY"),)
+    FLAGS: ClassVar[int] = 2  # float32 numbers behind the sums of a chunk: 8 bytes, of as many warps
+    constants = (("KEPT", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     read_order: str
     dtype: np.dtype
     gate: np.dtype
