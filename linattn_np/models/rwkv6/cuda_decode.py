@@ -517,13 +517,14 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
 
 def hosts(array, dtype, transposed, inputs_first) -> tuple:
     """A parameter as the device has it; in int8 its numbers and scales, those of the CPU's layers."""
+    if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
+        return np.ascontiguousarray(array.q.T if inputs_first else array.q), array.scales
+    array = np.asarray(array)
+    if transposed:
+        array = array.T
     if dtype != INT8:
-        return (np.ascontiguousarray(array.T if transposed or inputs_first else array, dtype),)
-    if isinstance(array, Stored) and array.format == "int8":
-        q, scales = array.q, array.scales
-    else:
-        array = np.asarray(array)
-        (q,), (scales,) = quantised((array.T if transposed else array)[None], "int8")
+        return (np.ascontiguousarray(array.T if inputs_first else array, dtype),)
+    (q,), (scales,) = quantised(np.ascontiguousarray(array)[None], "int8")
     return np.ascontiguousarray(q.T if inputs_first else q), scales
 
 
