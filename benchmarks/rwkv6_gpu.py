@@ -118,9 +118,7 @@ def measure(weights, exact, args, bandwidth, twins):
     model = RWKV6(weights, "cuda", BFLOAT16)
     free()
     decoder = model.layers.steps_of(1).decoder
-    print(
-        "matrices    state batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB  zeros"
-    )
+    print("matrices    state batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB")
     rows = [row(decoder.resized(batch), args, bandwidth) for batch in args.batch]
     for found, error in zip(rows, twins):
         found["twin_error"] = error
