@@ -516,7 +516,7 @@ def first_of(stack):
 
 def apart(weights) -> SimpleNamespace:
     """Scales beside their matrices, under names of their own."""
-    found = {}
+    found: dict = {}
     for name, array in vars(weights).items():
         found |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
     return SimpleNamespace(**found)
