@@ -193,13 +193,9 @@ def of_models():
     for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
         yield rwkv6.DecodeStep(T, S, depth, paired)
     skinny = rwkv6.SkinnyProduct
-    for split, depth in product(skinny.SPLITS, skinny.STAGES_OF):
-        for by_inputs in (False, True):
-            yield skinny(BFLOAT16, skinny.EXACT, 3, split, depth, by_inputs)
-            for T, width in product(HALF, skinny.WIDTHS):
-                yield skinny(T, width, 1, split, depth, by_inputs)
-    yield rwkv6.Widen(BFLOAT16, False)
-    yield rwkv6.Widen(BFLOAT16, True)
+    for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
+        yield skinny(T, width, split, depth)
+    yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
 
