@@ -72,7 +72,9 @@ def test_which_calls_are_copied(device, K, V, T, copied, gradient):
 
     def plan(V):
         shapes = ((1, 2, T, K), (1, 2, T, K), (1, 2, T, V), (1, 2, T, K))
-        return planned.plan_of(GLA.bind([np.zeros(shape, BFLOAT16) for shape in shapes], gradient=gradient), device)
+        return planned.plan_of(
+            GLA.bind([device.upload(np.zeros(shape, BFLOAT16)) for shape in shapes], gradient=gradient), device
+        )
 
     found = plan(V)
     assert any("whole pieces of 16 bytes" in reason for reason in found.copies) == copied
