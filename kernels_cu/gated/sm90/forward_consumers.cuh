@@ -107,6 +107,20 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
   }
 }
 
+// One row of o to its place in a tile.
+template <typename T> __device__ __forceinline__ void put_row(T* tile, const float (&o)[16], int row, int thread) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float x = 0.f;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int p = 0; p < 2; ++p) x = row == 8 * n + thread % 4 * 2 + p ? o[4 * n + 2 * h + p] : x;
+    T* const to = swizzled(tile, row, thread / 32 * 2 + h) + thread / 4 % 8;
+    if (row % 8 / 2 == thread % 4) *to = from_float<T>(x);
+  }
+}
+
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
   using Storage = Shared<Schedule, T, G, BK, BV>;
@@ -115,12 +129,12 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   const int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const WorkTile& at = s.work;
-  const i32 first = at.column + warpgroup * PANEL;
+  const auto first = [&] { return at.column + warpgroup * PANEL; };
   const int tokens = at.tokens;
 
-  float S[K_RANKS * BK / 2] = {};
+  float S[K_RANKS * BK / 2] = {}, total = 1.f;  // the decay of channel thread % BK over all tokens so far
   if (args.initial)
-    each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first,
+    each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first(),
                        [](float& x, const float* from) { x = *from; });
 
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
@@ -132,7 +146,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     const int slot = chunk % AHEAD;
     Barrier& loaded = s.values[warpgroup][slot];
     barrier_expect(loaded, sizeof s.v[0][0]);
-    tensor_load(s.v[warpgroup][slot], args.v, loaded, first, at.start + chunk * CHUNK, at.head, at.batch);
+    tensor_load(s.v[warpgroup][slot], args.v, loaded, first(), at.start + chunk * CHUNK, at.head, at.batch);
   };
   // Where this lane's row begins of the four 8x8 matrices that are 16 tokens of this warp's 16 columns.
   const auto matrix_row = [&](T* tile, int token) {
@@ -159,59 +173,88 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     }
     ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
     ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
-    barrier_wait(s.full[stage], chunk / STAGES & 1);
-    forget(thread);
-
-    if constexpr (Schedule::reads) read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
-    else decay_state<W>(S, in.decay[0]);
-    wgmma_keep(S);
-    wgmma_fence();
-    const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
-    wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
-    wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
-    wgmma_commit();
-
-    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
-    if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {     // meanwhile v takes the place of the last o
-      tensor_store_wait();
-      fetch(chunk + AHEAD - 1);
-    }
-    __syncwarp();
-    if constexpr (Schedule::reads) {  // o takes the place of v
-      wgmma_wait<1>();
-      wgmma_keep(o);
-      forget(thread);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* x = o + 8 * half;
-        const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
-        stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
-      }
-    }
-    wgmma_wait<0>();
-    wgmma_keep(S);
-    if (thread % 32 == 0) {
+    const auto release = [&] {  // by one thread of a warp
       const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();  // made
       if (here) barrier_arrive(s.empty[stage]);
       if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
+    };
+    const auto fetch_ahead = [&] {                                            // v takes the place of the last o
+      if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+      if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {
+        tensor_store_wait();
+        fetch(chunk + AHEAD - 1);
+      }
+      __syncwarp();
+    };
+    for (u32 parity = chunk / STAGES & 1;;) {  // once, but where a chunk's gates grow too much for its factors
+      barrier_wait(s.full[stage], parity);
+      const bool whole = !__any_sync(0xffffffffu, in.row[0] != ALL);  // uniform
+      forget(thread);
+      if constexpr (Schedule::reads) read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
+      else decay_state<W>(S, in.decay[0]), total *= in.decay[0][thread % BK];
+      wgmma_keep(S);
+      wgmma_fence();
+      const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
+      wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
+      wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
+      wgmma_commit();
+      if (__builtin_expect(whole, true)) {
+        fetch_ahead();                    // meanwhile
+        if constexpr (Schedule::reads) {  // o takes the place of v
+          wgmma_wait<1>();
+          wgmma_keep(o);
+          forget(thread);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float* x = o + 8 * half;
+            const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
+            stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
+          }
+        }
+        break;
+      }
+      const int row = in.row[0];
+      wgmma_wait<0>();
+      wgmma_keep(S);
+      if constexpr (Schedule::reads) {
+        wgmma_keep(o);
+        put_row(tile, o, row % MORE, thread);
+      }
+      if (!(row & MORE)) {
+        fetch_ahead();
+        break;
+      }
+      if (thread % 32 == 0) release();
+      __syncwarp();
+      parity = chunk / STAGES + !(row & ODD) & 1;
     }
+
+    wgmma_wait<0>();
+    wgmma_keep(S);
+    if (thread % 32 == 0) release();
     if constexpr (Schedule::reads) {
       fence_async();
       barrier_sync(VALUES + warpgroup, 128);  // o stands
       if (partial) {
-        T* const to = args.o.row(at.batch, at.head, at.start + token) + first;
-        const i64 columns = args.shape.V - first;
+        T* const to = args.o.row(at.batch, at.head, at.start + token) + first();
+        const i64 columns = args.shape.V - first();
         each_piece([&](int row, int piece) {
           if (token + row < tokens && 8 * piece < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
                 *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
         });
       } else if (thread == 0) {
-        tensor_store(args.o_boxes, tile, first, at.start + token, at.head, at.batch);
+        tensor_store(args.o_boxes, tile, first(), at.start + token, at.head, at.batch);
       }
     }
   }
   tensor_store_wait();
+  if constexpr (!Schedule::reads) {
+    const int channel = int(args.channel) + thread;
+    float* const decays = args.decays + (i64(at.sequence) * args.shape.H + at.head) * 2 * args.shape.K + channel;
+    if (first() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
+  }
   if (args.final)
-    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
+    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first(),
+                       [](float& x, float* to) { *to = x; });
 }
