@@ -126,7 +126,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   using Storage = Shared<Schedule, T, G, BK, BV>;
   constexpr int K_RANKS = Schedule::K_RANKS, AHEAD = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
   constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // where registers are plenty, few parts
-  const int warpgroup = threadIdx.x / 128;
+  int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const WorkTile& at = s.work;
   const auto first = [&] { return at.column + warpgroup * PANEL; };
@@ -161,6 +161,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     const bool partial = token + CHUNK > tokens;
     auto& in = s.stages[stage];
     forget(thread);  // addresses are cheaper made anew than held in registers
+    if constexpr (K_RANKS > 1) forget(warpgroup);
     float o[16];
     barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
     u32 v[2][4];

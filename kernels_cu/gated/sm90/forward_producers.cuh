@@ -295,7 +295,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
   const WorkTile& at = s.work;
-  const int tokens = at.tokens, group = thread / P::THREADS, K = int(args.shape.K - args.channel);
+  const int tokens = at.tokens, group = GROUPS > 1 ? thread / P::THREADS : 0, K = int(args.shape.K - args.channel);
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
   const int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
   // One: the gate of a token of the sub-chunk, which its lanes share out; none beyond the end.
