@@ -4,6 +4,7 @@
 // barriers  of a warpgroup, a chunk: o stands; where the chunk is the last, also: rows behind the sequence's end are 0
 // numerics  S in float32; read in bfloat16, or tf32 beside float16
 // limits    sm_90a
+#include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 
 // Calls f(value, pointer to it) for every value of the transposed state that this lane holds and that exists.
@@ -23,13 +24,24 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
   }
 }
 
-template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays) {
+// S: N / 4 eights of channels, the first of which is `first`.
+template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int first = 0) {
   const float one = decays[0];  // of all channels, where W is 1
+  const int t = threadIdx.x & 3;
 #pragma unroll
-  for (int n = 0; n < N / 4; ++n) {
-    float2 decay = {one, one};
-    if (W > 1) decay = *reinterpret_cast<const float2*>(&decays[8 * n + 2 * (threadIdx.x & 3)]);
-    S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+  for (int n = 0; n < N / 4; n += 2) {
+    float x[4] = {one, one, one, one};
+    const float* const from = decays + (first + 8 * n) / 16 * 16 + 4 * t;
+    if (W > 1 && N / 4 > 1) unpack(x, from);
+    if (W > 1 && N / 4 == 1) {
+      const float2 two = *reinterpret_cast<const float2*>(from + first % 16 / 8 * 2);
+      x[0] = two.x, x[1] = two.y;
+    }
+#pragma unroll
+    for (int m = 0; m < 2 && n + m < N / 4; ++m) {
+      float* const y = S + 4 * (n + m);
+      y[0] *= x[2 * m], y[1] *= x[2 * m + 1], y[2] *= x[2 * m], y[3] *= x[2 * m + 1];
+    }
   }
 }
 
@@ -80,7 +92,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
       const int tile = part * PART + n;
       float (&mine)[DEPTH / 2] = *reinterpret_cast<float (*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
       Copy::copy(a[part & 1][n], mine, tile);
-      decay_state<W>(mine, in.decay[0] + tile * DEPTH);
+      decay_state<W>(mine, in.decay[0], tile * DEPTH);
     }
   };
   const auto multiply = [&](int part) {
@@ -179,18 +191,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       if (here) barrier_arrive(s.empty[stage]);
       if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
     };
-    const auto fetch_ahead = [&] {                                            // v takes the place of the last o
-      if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
-      if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {
-        tensor_store_wait();
-        fetch(chunk + AHEAD - 1);
-      }
-      __syncwarp();
-    };
-    for (u32 parity = chunk / STAGES & 1;;) {  // once, but where a chunk's gates grow too much for its factors
-      barrier_wait(s.full[stage], parity);
-      const bool whole = !__any_sync(0xffffffffu, in.row[0] != ALL);  // uniform
-      forget(thread);
+    const auto multiply = [&](const auto& in) {
       if constexpr (Schedule::reads) read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
       else decay_state<W>(S, in.decay[0]), total *= in.decay[0][thread % BK];
       wgmma_keep(S);
@@ -199,59 +200,75 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
       wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
       wgmma_commit();
-      if (__builtin_expect(whole, true)) {
-        fetch_ahead();                    // meanwhile
-        if constexpr (Schedule::reads) {  // o takes the place of v
-          wgmma_wait<1>();
-          wgmma_keep(o);
-          forget(thread);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float* x = o + 8 * half;
-            const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
-            stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
-          }
-        }
-        break;
-      }
-      const int row = in.row[0];
-      wgmma_wait<0>();
-      wgmma_keep(S);
-      if constexpr (Schedule::reads) {
-        wgmma_keep(o);
-        put_row(tile, o, row % MORE, thread);
-      }
-      if (!(row & MORE)) {
-        fetch_ahead();
-        break;
-      }
-      if (thread % 32 == 0) release();
-      __syncwarp();
-      parity = chunk / STAGES + !(row & ODD) & 1;
-    }
+    };
+    barrier_wait(s.full[stage], chunk / STAGES & 1);
+    const bool one_by_one = __any_sync(0xffffffffu, in.row[0] != ALL);
+    forget(thread);
+    multiply(in);
 
+    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+    if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {     // meanwhile v takes the place of the last o
+      tensor_store_wait();
+      fetch(chunk + AHEAD - 1);
+    }
+    __syncwarp();
+    if constexpr (Schedule::reads) {  // o takes the place of v
+      wgmma_wait<1>();
+      wgmma_keep(o);
+      forget(thread);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* x = o + 8 * half;
+        const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
+        stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
+      }
+    }
     wgmma_wait<0>();
     wgmma_keep(S);
     if (thread % 32 == 0) release();
+    // Where a chunk's gates grow too much for its factors, that was nothing, and its tokens follow. Addresses are made
+    // anew here, and for the store: held in registers, others would be spilled.
+    if (__builtin_expect(one_by_one, false)) {
+      int row = MORE;
+#pragma unroll 1
+      for (int step = 1; row & MORE; ++step) {
+        auto& in = s.stages[__shfl_sync(0xffffffffu, chunk % STAGES, 0)];
+        barrier_wait(s.full[stage], chunk / STAGES + step & 1);
+        forget(thread);
+        multiply(in);
+        wgmma_wait<0>();
+        wgmma_keep(S);
+        row = in.row[0];
+        forget(thread);
+        if constexpr (Schedule::reads) {
+          wgmma_keep(o);
+          put_row(tile, o, row % MORE, thread);
+        }
+        __syncwarp();  // all lanes know the row
+        if (thread % 32 == 0) release();
+      }
+    }
     if constexpr (Schedule::reads) {
       fence_async();
       barrier_sync(VALUES + warpgroup, 128);  // o stands
+      T* const from = s.v[opaque(threadIdx.x) / 128][chunk % AHEAD][0];
       if (partial) {
         T* const to = args.o.row(at.batch, at.head, at.start + token) + first();
         const i64 columns = args.shape.V - first();
         each_piece([&](int row, int piece) {
           if (token + row < tokens && 8 * piece < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
-                *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
+                *reinterpret_cast<const uint4*>(swizzled(from, row, piece));
         });
       } else if (thread == 0) {
-        tensor_store(args.o_boxes, tile, first(), at.start + token, at.head, at.batch);
+        tensor_store(args.o_boxes, from, first(), at.start + token, at.head, at.batch);
       }
     }
   }
   tensor_store_wait();
   if constexpr (!Schedule::reads) {
-    const int channel = int(args.channel) + thread;
+    // Of the place, see `put_decays`.
+    const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
     float* const decays = args.decays + (i64(at.sequence) * args.shape.H + at.head) * 2 * args.shape.K + channel;
     if (first() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
   }

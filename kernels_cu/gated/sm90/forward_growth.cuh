@@ -1,7 +1,7 @@
 // what      A chunk whose gates grow too much for its factors, in Hopper's forward kernel: token by token, through the
 //           same products.
-// math      a token in two steps:  S <- diag(a_t) S;   o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T
-//           or in one, RWKV-6 and without queries:  o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
+// math      a token in two steps:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
+//           RWKV-6, in one:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
 // barriers  one a step of a group: its operands stand
 // numerics  a gate of every token alone and no inverse: what stays in float32's range token by token, does so here
 // limits    sm_90a. 33 or 65 times a chunk's products: for gates that hardly any model has
@@ -74,10 +74,11 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       put_state_query(out.q[rank], me.first, me.channel, i, q);
       const int t = i / 2;
       if (me.channel == 0)
-        put_scores<Schedule>(out.A[rank], me.first + i, me.subchunk, t, i & 1 ? 0.f : score, i & 1 ? score : 0.f);
+        put_scores<Schedule, T>(reinterpret_cast<char*>(out.A[rank]) + (me.first + i) * 128 + t * 4,
+                                (me.subchunk ^ i) * 16, i & 1 ? 0.f : score, i & 1 ? score : 0.f);
     }
   };
-  const float zeros[4] = {};
+  const float zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
   barrier_wait(s.rows[me.group], parity);
   for (int step = 0; step <= STEPS * CHUNK; ++step) {
     if (used + step) barrier_wait(s.empty[stage], used + step - 1 & 1);
@@ -88,7 +89,7 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
         for (int at = me.thread; at < CHUNK * PANEL / 2; at += THREADS) reinterpret_cast<u32*>(out.A[rank])[at] = 0;
       barrier_sync(PRODUCERS + me.group, THREADS);  // A is zero
       for (int row = 0; row < BC; ++row) put(row, zeros, zeros, 0.f);
-      for (int c = 0; c < 4; ++c) out.decay[rank][me.channel + c] = 1.f;
+      put_decays(out.decay[rank], me.channel, ones);
     } else {
       float g[W], q[4] = {}, k[4] = {}, score = 0.f;
       gates_of(g, in, me, one, i);
@@ -106,10 +107,11 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
         score += __shfl_xor_sync(0xffffffffu, score, distance);
       if (decays && token % CHUNK > 0 && me.subchunk == (token - 1) / BC) put((token - 1) % BC, zeros, zeros, 0.f);
       if (acts && me.subchunk == token / BC) put(i, q, k, score);
-      if (me.subchunk == token / BC)
-        for (int c = 0; c < 4; ++c) out.decay[rank][me.channel + c] = decays ? decay_of(g[c % W]) : 1.f;
+      float by[4];
+      for (int c = 0; c < 4; ++c) by[c] = decays ? decay_of(g[c % W]) : 1.f;
+      if (me.subchunk == token / BC) put_decays(out.decay[rank], me.channel, by);
     }
-    if (me.thread == 0) out.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE : 0) + (step & 1 ? ODD : 0);
+    if (me.thread == 0) out.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE : 0);
     fence_async();
     barrier_sync(PRODUCERS + me.group, THREADS);  // the row stands
     if constexpr (READS && Schedule::CLUSTER_SIZE > 1)

@@ -99,6 +99,13 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
                                          const ProducerCoord<BK>& me, const float (&near)[W], const float (&after)[W]) {
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
   uint2 next = load(BC - 1);
+  // Sub-chunk 0 has two borders to come. A vote, so that the compiler knows that all lanes of a warp go one way.
+  bool two_borders = false;
+  int border = 0;
+  if constexpr (READS) {
+    two_borders = __any_sync(0xffffffffu, me.subchunk == 0);
+    border = me.subchunk == 1 ? s.HALF + me.first : s.NEAR + 4 * me.subchunk;
+  }
   float to_end[W], to_middle[W];
 #pragma unroll
   for (int c = 0; c < W; ++c) to_end[c] = to_middle[c] = 1.f;
@@ -109,10 +116,12 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
     if (i > 0) next = load(i - 1);
     times(x, k, to_end);
     if constexpr (READS) {
-      float y[4];
-      times(y, x, near);
-      put_four_if(!(me.subchunk & 1), &s.border_k[s.NEAR + 4 * me.subchunk + i][me.channel], x);
-      put_four_if(me.subchunk < 2, &s.border_k[s.HALF + me.first + i][me.channel], y);
+      put_four_if(me.subchunk < 3, &s.border_k[border + i][me.channel], x);
+      if (two_borders) {
+        float y[4];
+        times(y, x, near);
+        put_four(&s.border_k[s.HALF + me.first + i][me.channel], y);
+      }
     }
     times(x, x, after);
     put_four(in_tile(keys, me.first, me.channel, i), x);
@@ -152,11 +161,13 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
     return *reinterpret_cast<const uint2*>(rows[me.first + i] + me.channel);
   };
   uint2 next = load(loaded, 0), next_key = load(keys, 0);
+  const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // behind it, likewise
+  const int border = me.subchunk == 2 ? s.HALF : s.NEAR + 4 * (me.subchunk - 1);
   float before_k[4] = {};  // the last token's key
   if (!INCLUSIVE && has_last) unpack<T>(before_k, load(keys, -1));
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
-    float q[4], k[4], x[4], y[4];
+    float q[4], k[4], x[4];
     unpack<T>(q, next);
     unpack<T>(k, next_key);
     if (i + 1 < BC) next = load(loaded, i + 1), next_key = load(keys, i + 1);
@@ -164,9 +175,12 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 #pragma unroll
     for (int c = 0; c < W; ++c) from_start[c] *= a[i][c];
     if (INCLUSIVE) times(x, q, from_start);
-    times(y, x, near);
-    put_four_if(me.subchunk & 1, &s.border_q[s.NEAR + 4 * (me.subchunk - 1) + i][me.channel], x);
-    put_four_if(me.subchunk >= 2, &s.border_q[s.HALF + me.first - 16 + i][me.channel], y);
+    put_four_if(me.subchunk > 0, &s.border_q[border + i][me.channel], x);
+    if (two_borders) {
+      float y[4];
+      times(y, x, near);
+      put_four(&s.border_q[s.HALF + me.first - 16 + i][me.channel], y);
+    }
     times(x, x, before);
     put_state_query(queries, me.first, me.channel, i, x);
     if (i > 0) {
@@ -253,7 +267,7 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
     get_decay(own, decays, me, me.subchunk);
     times(whole, whole, across);
     times(whole, whole, own);
-    put_four(&out.decay[rank][me.channel], whole);
+    put_decays(out.decay[rank], me.channel, whole);
     out.row[0] = ALL;
   }
   if constexpr (READS) {

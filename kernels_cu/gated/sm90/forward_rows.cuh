@@ -1,5 +1,5 @@
-// what      What a producer of Hopper's forward kernel has of a chunk: 4 channels of a sub-chunk's 8 rows, where they lie in
-//           tiles of operands, and how these go to the cluster's other block.
+// what      What a producer of Hopper's forward kernel has of a chunk: 4 channels of 8 rows, how they come, where they lie
+//           in tiles of operands, and how these go to the cluster's other block.
 // limits    sm_90a; half data
 #include "gated/sm90/forward_storage.cuh"
 
@@ -44,6 +44,13 @@ __device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
 }
 template <typename T> __device__ __forceinline__ void put_four(T* to, const float (&x)[4]) {
   *reinterpret_cast<uint2*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
+}
+
+// Stores decays of 4 neighbouring channels. Of 16 channels those lie side by side that a lane of consumers has: 2t,
+// 2t + 1, 8 + 2t, 9 + 2t.
+__device__ __forceinline__ void put_decays(float* decays, u32 channel, const float (&x)[4]) {
+  float* const to = decays + channel / 16 * 16 + channel % 8 * 2 + channel % 16 / 8 * 2;
+  *reinterpret_cast<float2*>(to) = {x[0], x[1]}, *reinterpret_cast<float2*>(to + 4) = {x[2], x[3]};
 }
 
 // Where row i of 8, from row `first` on, has this lane's channels in a swizzled tile.

@@ -56,7 +56,7 @@ template <typename T, typename G> struct Args {
 // ROWS tokens of BK channels: panels of 128 bytes a row, in the tensor cores' 128-byte swizzle.
 template <typename X, int ROWS, int BK> using Tile = X[BK * sizeof(X) / 128][ROWS][128 / sizeof(X)];
 
-constexpr int ALL = -1, MORE = CHUNK, ODD = 2 * CHUNK;  // rows of a stage; the chunk comes again; an odd time of it
+constexpr int ALL = -1, MORE = CHUNK;  // rows of a stage; the chunk comes again
 
 // What producers hand to the consumers of a chunk: of K_RANKS blocks BK channels each.
 template <bool READS, typename T, int BK, int K_RANKS> struct alignas(1024) OperandStage {
