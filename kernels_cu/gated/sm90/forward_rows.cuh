@@ -1,5 +1,5 @@
-// what      What a producer of Hopper's forward kernel has of a chunk: 4 channels of 8 rows, how they come, where they lie
-//           in tiles of operands, and how these go to the cluster's other block.
+// what      What a producer of Hopper's forward kernel has of a chunk: 4 channels of 8 rows; how they come, where they
+//           lie in tiles of operands, and how these go to the cluster's other block.
 // limits    sm_90a; half data
 #include "gated/sm90/forward_storage.cuh"
 
