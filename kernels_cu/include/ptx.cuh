@@ -223,6 +223,18 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; whether any of the threads has `some`.
+__device__ __forceinline__ bool barrier_any(int id, int threads, bool some) {
+  u32 any;
+  asm volatile(
+      "{\n.reg .pred some, any;\nsetp.ne.b32 some, %3, 0;\n"
+      "barrier.cta.red.or.pred any, %1, %2, some;\nselp.u32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(u32(some))
+      : "memory");
+  return any;
+}
+
 // ---- kernels that overlap: from sm_90 on, nothing before ----------------------------------------------------
 
 // Ask for `bytes` (a multiple of 16, as is the address) to come to L2; nobody waits for them.
@@ -410,6 +422,13 @@ template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {
   u32 y;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+// Of two pairs of signed 16-bit numbers the larger ones.
+__device__ __forceinline__ u32 larger_signed(u32 a, u32 b) {
+  u32 y;
+  asm("max.s16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 

@@ -93,7 +93,8 @@ def gla(
         The log of the decay, natural base, usually <= 0: ``0`` keeps, ``-inf`` forgets. The dtype of q, or float32
         beside half-precision inputs. Values above 0 are computed as given; the state overflows float32 once a
         channel's gates since the last strong decay sum to more than about 88. On CuPy, but in mode "recurrent", growth
-        of x nats and a decay below -20 within the same 8 tokens let e^(x - 20) of the tokens before them pass.
+        of x nats and a decay below -20 within the same 8 tokens let e^(x - 20) of the tokens before them pass, unless
+        a Hopper card computes half-precision o.
     gv : [B, H, T, V], optional
         The same for the value channels, with the heads of v: what g is to the keys. With it there is no `materialize`
         and of the modes "recurrent" and "chunk".

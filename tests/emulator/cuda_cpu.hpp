@@ -197,8 +197,8 @@ static bool in_shared(const void* pointer, size_t bytes) {
 
 // ---- barriers of some warps -------------------------------------------------------------------------------
 
-// threads: of the wait under way; times: how often it was over
-struct NamedBarrier { int threads, arrived, times; };
+// threads: of the wait under way; times: how often it was over; some, any: what barrier_any has gathered, and had last
+struct NamedBarrier { int threads, arrived, times; bool some, any; };
 struct Arrival { int id, threads, times; };
 static NamedBarrier named_barriers[MAX_CLUSTER][16], cluster_barrier;
 
@@ -218,6 +218,8 @@ static void arrive(void* const* operands) {
   if (barrier.arrived < barrier.threads) return;
   barrier.arrived = 0;
   ++barrier.times;
+  barrier.any = barrier.some;
+  barrier.some = false;
 }
 
 static bool all_arrived(const void* operand) {

@@ -58,6 +58,11 @@ inline u32 larger(u32 a, u32 b) {
   return of(a, b) | of(a >> 16, b >> 16) << 16;
 }
 
+inline u32 larger_signed(u32 a, u32 b) {
+  const auto of = [](short a, short b) { return u32(u16(a > b ? a : b)); };
+  return of(short(a), short(b)) | of(short(a >> 16), short(b >> 16)) << 16;
+}
+
 inline float inverse(float x) { return 1.f / x; }
 inline float inverse_root(float x) { return 1.f / sqrtf(x); }
 
@@ -243,6 +248,13 @@ inline void barrier_sync(int id, int threads, emulator::Where where = emulator::
   emulator::Arrival operand{id, threads};
   emulator::collective("barrier_sync", where, emulator::arrive, &operand);
   emulator::wait_until("barrier_sync", where, emulator::all_arrived, &operand);
+}
+
+inline bool barrier_any(int id, int threads, bool some, emulator::Where where = emulator::here()) {
+  emulator::NamedBarrier& barrier = emulator::named_barriers[emulator::rank][id];
+  barrier.some |= some;
+  barrier_sync(id, threads, where);
+  return barrier.any;
 }
 
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------

@@ -4,6 +4,7 @@
 // barriers  of a warpgroup, a chunk: o stands; where the chunk is the last, also: rows behind the sequence's end are 0
 // numerics  S in float32; read in bfloat16, or tf32 beside float16
 // limits    sm_90a
+#include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 
 // Calls f(value, pointer to it) for every value of the transposed state that this lane holds and that exists.
@@ -23,13 +24,24 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
   }
 }
 
-template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays) {
+// S: N / 4 eights of channels, the first of which is `first`.
+template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int first = 0) {
   const float one = decays[0];  // of all channels, where W is 1
+  const int t = threadIdx.x & 3;
 #pragma unroll
-  for (int n = 0; n < N / 4; ++n) {
-    float2 decay = {one, one};
-    if (W > 1) decay = *reinterpret_cast<const float2*>(&decays[8 * n + 2 * (threadIdx.x & 3)]);
-    S[4 * n] *= decay.x, S[4 * n + 1] *= decay.y, S[4 * n + 2] *= decay.x, S[4 * n + 3] *= decay.y;
+  for (int n = 0; n < N / 4; n += 2) {
+    float x[4] = {one, one, one, one};
+    const float* const from = decays + (first + 8 * n) / 16 * 16 + 4 * t;
+    if (W > 1 && N / 4 > 1) unpack(x, from);
+    if (W > 1 && N / 4 == 1) {
+      const float2 two = *reinterpret_cast<const float2*>(from + first % 16 / 8 * 2);
+      x[0] = two.x, x[1] = two.y;
+    }
+#pragma unroll
+    for (int m = 0; m < 2 && n + m < N / 4; ++m) {
+      float* const y = S + 4 * (n + m);
+      y[0] *= x[2 * m], y[1] *= x[2 * m + 1], y[2] *= x[2 * m], y[3] *= x[2 * m + 1];
+    }
   }
 }
 
@@ -80,7 +92,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
       const int tile = part * PART + n;
       float (&mine)[DEPTH / 2] = *reinterpret_cast<float (*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
       Copy::copy(a[part & 1][n], mine, tile);
-      decay_state<W>(mine, in.decay[0] + tile * DEPTH);
+      decay_state<W>(mine, in.decay[0], tile * DEPTH);
     }
   };
   const auto multiply = [&](int part) {
@@ -107,20 +119,34 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
   }
 }
 
+// One row of o to its place in a tile.
+template <typename T> __device__ __forceinline__ void put_row(T* tile, const float (&o)[16], int row, int thread) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float x = 0.f;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int p = 0; p < 2; ++p) x = row == 8 * n + thread % 4 * 2 + p ? o[4 * n + 2 * h + p] : x;
+    T* const to = swizzled(tile, row, thread / 32 * 2 + h) + thread / 4 % 8;
+    if (row % 8 / 2 == thread % 4) *to = from_float<T>(x);
+  }
+}
+
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args) {
   using Storage = Shared<Schedule, T, G, BK, BV>;
   constexpr int K_RANKS = Schedule::K_RANKS, AHEAD = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
   constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // where registers are plenty, few parts
-  const int warpgroup = threadIdx.x / 128;
+  int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const WorkTile& at = s.work;
-  const i32 first = at.column + warpgroup * PANEL;
+  const auto first = [&] { return at.column + warpgroup * PANEL; };
   const int tokens = at.tokens;
 
-  float S[K_RANKS * BK / 2] = {};
+  float S[K_RANKS * BK / 2] = {}, total = 1.f;  // the decay of channel thread % BK over all tokens so far
   if (args.initial)
-    each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first,
+    each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first(),
                        [](float& x, const float* from) { x = *from; });
 
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
@@ -132,7 +158,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     const int slot = chunk % AHEAD;
     Barrier& loaded = s.values[warpgroup][slot];
     barrier_expect(loaded, sizeof s.v[0][0]);
-    tensor_load(s.v[warpgroup][slot], args.v, loaded, first, at.start + chunk * CHUNK, at.head, at.batch);
+    tensor_load(s.v[warpgroup][slot], args.v, loaded, first(), at.start + chunk * CHUNK, at.head, at.batch);
   };
   // Where this lane's row begins of the four 8x8 matrices that are 16 tokens of this warp's 16 columns.
   const auto matrix_row = [&](T* tile, int token) {
@@ -147,6 +173,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     const bool partial = token + CHUNK > tokens;
     auto& in = s.stages[stage];
     forget(thread);  // addresses are cheaper made anew than held in registers
+    if constexpr (K_RANKS > 1) forget(warpgroup);
     float o[16];
     barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
     u32 v[2][4];
@@ -159,17 +186,25 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     }
     ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
     ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
+    const auto release = [&] {  // by one thread of a warp
+      const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();  // made
+      if (here) barrier_arrive(s.empty[stage]);
+      if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
+    };
+    const auto multiply = [&](const auto& in) {
+      if constexpr (Schedule::reads) read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
+      else decay_state<W>(S, in.decay[0]), total *= in.decay[0][thread % BK];
+      wgmma_keep(S);
+      wgmma_fence();
+      const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
+      wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
+      wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
+      wgmma_commit();
+    };
     barrier_wait(s.full[stage], chunk / STAGES & 1);
+    const bool one_by_one = __any_sync(0xffffffffu, in.row[0] != ALL);
     forget(thread);
-
-    if constexpr (Schedule::reads) read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
-    else decay_state<W>(S, in.decay[0]);
-    wgmma_keep(S);
-    wgmma_fence();
-    const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
-    wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
-    wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
-    wgmma_commit();
+    multiply(in);
 
     if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
     if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {     // meanwhile v takes the place of the last o
@@ -190,28 +225,54 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    if (thread % 32 == 0) {
-      const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();  // made
-      if (here) barrier_arrive(s.empty[stage]);
-      if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
+    if (thread % 32 == 0) release();
+    // Where a chunk's gates grow too much for its factors, that was nothing, and its tokens follow. Addresses are made
+    // anew here, and for the store: held in registers, others would be spilled.
+    if (__builtin_expect(one_by_one, false)) {
+      int row = MORE;
+#pragma unroll 1
+      for (int step = 1; row & MORE; ++step) {
+        auto& in = s.stages[__shfl_sync(0xffffffffu, chunk % STAGES, 0)];
+        barrier_wait(s.full[stage], chunk / STAGES + step & 1);
+        forget(thread);
+        multiply(in);
+        wgmma_wait<0>();
+        wgmma_keep(S);
+        row = in.row[0];
+        forget(thread);
+        if constexpr (Schedule::reads) {
+          wgmma_keep(o);
+          put_row(tile, o, row % MORE, thread);
+        }
+        __syncwarp();  // all lanes know the row
+        if (thread % 32 == 0) release();
+      }
     }
     if constexpr (Schedule::reads) {
       fence_async();
       barrier_sync(VALUES + warpgroup, 128);  // o stands
+      T* const from = s.v[opaque(threadIdx.x) / 128][chunk % AHEAD][0];
       if (partial) {
-        T* const to = args.o.row(at.batch, at.head, at.start + token) + first;
-        const i64 columns = args.shape.V - first;
+        T* const to = args.o.row(at.batch, at.head, at.start + token) + first();
+        const i64 columns = args.shape.V - first();
         each_piece([&](int row, int piece) {
           if (token + row < tokens && 8 * piece < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + 8 * piece) =
-                *reinterpret_cast<const uint4*>(swizzled(tile, row, piece));
+                *reinterpret_cast<const uint4*>(swizzled(from, row, piece));
         });
       } else if (thread == 0) {
-        tensor_store(args.o_boxes, tile, first, at.start + token, at.head, at.batch);
+        tensor_store(args.o_boxes, from, first(), at.start + token, at.head, at.batch);
       }
     }
   }
   tensor_store_wait();
+  if constexpr (!Schedule::reads) {
+    // Of the place, see `put_decays`.
+    const int channel = int(args.channel) + thread / 16 * 16 + thread / 2 % 2 * 8 + thread / 4 % 4 * 2 + thread % 2;
+    float* const decays = args.decays + (i64(at.sequence) * args.shape.H + at.head) * 2 * args.shape.K + channel;
+    if (first() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
+  }
   if (args.final)
-    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first, [](float& x, float* to) { *to = x; });
+    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first(),
+                       [](float& x, float* to) { *to = x; });
 }

@@ -17,27 +17,12 @@
 //   a token with the last one             likewise in RWKV-6, within a chunk: rows of few scores keep their digits
 // A clamped decay lets e^-20 of a token through, to its own sub-chunk alone.
 #include "read_order.cuh"
+#include "gated/sm90/forward_growth.cuh"
+#include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_scores.cuh"
 
 constexpr float LEAST = 2.0611536e-9f;  // e^-20
 constexpr int MIDDLE = BC / 2;          // of a sub-chunk: before this token
-
-// 4 neighbours.
-__device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
-  const float4 four = *reinterpret_cast<const float4*>(from);
-  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-}
-template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], uint2 four) {
-  x[0] = to_float(T{u16(four.x)}), x[1] = to_float(T{u16(four.x >> 16)});
-  x[2] = to_float(T{u16(four.y)}), x[3] = to_float(T{u16(four.y >> 16)});
-}
-template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], const T* from) {
-  unpack<T>(x, *reinterpret_cast<const uint2*>(from));
-}
-
-__device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
-  return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
-}
 
 // Each of 8 values summed over LANES lanes; lane l gets the sum of value l % 8.
 template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[8], int lane) {
@@ -56,70 +41,8 @@ template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[8], in
   return sum;
 }
 
-// Where a producer works: its group, its sub-chunk and its 4 channels.
-template <int BK> struct ProducerCoord {
-  static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
-  int group, thread, subchunk, first, channel;
-  __device__ __forceinline__ ProducerCoord(u32 producer)
-      : group(producer / THREADS),
-        thread(producer % THREADS),
-        subchunk(producer % THREADS / LANES),
-        first(subchunk * BC),
-        channel(producer % LANES * 4) {}
-};
-
-// x times factors of W channels.
-template <int W> __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[W]) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) y[c] = x[c] * by[c % W];
-}
-
-// Stores 4 neighbours.
-__device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
-  *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
-}
-template <typename T> __device__ __forceinline__ void put_four(T* to, const float (&x)[4]) {
-  *reinterpret_cast<uint2*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
-}
 template <typename T> __device__ __forceinline__ void put_four_if(bool wanted, T* to, const float (&x)[4]) {
   store_if(wanted, to, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
-}
-
-// Where row i of 8, from row `first` on, has this lane's channels in a swizzled tile.
-template <typename T, int PANELS>
-__device__ __forceinline__ T* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel, int i) {
-  const u32 place = channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
-  return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + (place ^ i * 16) + i * 128);
-}
-
-// Stores queries of the state. In tf32 8 channels are in the order 0 2 4 6 1 3 5 7, as the state's registers lie, in
-// every second panel 1 3 5 7 0 2 4 6: so stores to two panels lie in all banks.
-template <int PANELS>
-__device__ __forceinline__ void put_state_query(bf16 (&tile)[PANELS][CHUNK][64], int first, u32 channel, int i,
-                                                const float (&x)[4]) {
-  put_four(in_tile(tile, first, channel, i), x);
-}
-template <int PANELS>
-__device__ __forceinline__ void put_state_query(float (&tile)[PANELS][CHUNK][32], int first, u32 channel, int i,
-                                                const float (&x)[4]) {
-  const u32 place = channel / 32 * (CHUNK * 128) + first * 128 + channel % 32 / 8 * 32 + channel % 8 * 2;
-  const u32 even = place ^ (i ^ (channel / 32 & 1)) * 16;
-  char* const row = reinterpret_cast<char*>(tile) + i * 128;
-  *reinterpret_cast<float2*>(row + even) = {x[0], x[2]};
-  *reinterpret_cast<float2*>(row + (even ^ 16)) = {x[1], x[3]};
-}
-
-// The gates of a sub-chunk's token i: those of a producer's channels, or the one, which the sub-chunk's lane i has.
-template <bool READS, typename T, int BK>
-__device__ __forceinline__ void gates_of(float (&g)[1], const InputStage<READS, T, One, BK>&, const ProducerCoord<BK>&,
-                                         float one, int i) {
-  constexpr int LANES = ProducerCoord<BK>::LANES;
-  g[0] = __shfl_sync(0xffffffffu, one, (threadIdx.x & 31) / LANES * LANES + i);
-}
-template <bool READS, typename T, typename G, int BK>
-__device__ __forceinline__ void gates_of(float (&g)[4], const InputStage<READS, T, G, BK>& in,
-                                         const ProducerCoord<BK>& me, float, int i) {
-  unpack(g, in.g[me.first + i] + me.channel);
 }
 
 // The sub-chunks' decays, each put by its own warp for the group's others.
@@ -169,17 +92,6 @@ template <int W> __device__ __forceinline__ void invert(float (&y)[W], const flo
   for (int c = 0; c < W; ++c) y[c] = inverse(x[c]);
 }
 
-// Sends what this block has made to the cluster's other one; by one thread, after a barrier of those who made it.
-constexpr int SENT = 4;  // copies a chunk
-template <class Stage> __device__ __forceinline__ void send_operands(const Stage& made, int rank, Barrier& full) {
-  copy_to_peer(made.q[rank], sizeof made.q[0], full);
-  copy_to_peer(made.k[rank], sizeof made.k[0], full);
-  copy_to_peer(made.decay[rank], sizeof made.decay[0], full);
-}
-template <class Stage> __device__ __forceinline__ void send_scores(const Stage& made, int rank, Barrier& full) {
-  copy_to_peer(made.A[rank], sizeof made.A[0], full);
-}
-
 // Keys, from the last token to the first: decayed to the sub-chunk's end, to the half's by `near`, to the chunk's by
 // `after`; and about the middle.
 template <bool READS, typename T, int W, int BK, class Keys, class Scores>
@@ -187,6 +99,13 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
                                          const ProducerCoord<BK>& me, const float (&near)[W], const float (&after)[W]) {
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
   uint2 next = load(BC - 1);
+  // Sub-chunk 0 has two borders to come. A vote, so that the compiler knows that all lanes of a warp go one way.
+  bool two_borders = false;
+  int border = 0;
+  if constexpr (READS) {
+    two_borders = __any_sync(0xffffffffu, me.subchunk == 0);
+    border = me.subchunk == 1 ? s.HALF + me.first : s.NEAR + 4 * me.subchunk;
+  }
   float to_end[W], to_middle[W];
 #pragma unroll
   for (int c = 0; c < W; ++c) to_end[c] = to_middle[c] = 1.f;
@@ -197,10 +116,12 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
     if (i > 0) next = load(i - 1);
     times(x, k, to_end);
     if constexpr (READS) {
-      float y[4];
-      times(y, x, near);
-      put_four_if(!(me.subchunk & 1), &s.border_k[s.NEAR + 4 * me.subchunk + i][me.channel], x);
-      put_four_if(me.subchunk < 2, &s.border_k[s.HALF + me.first + i][me.channel], y);
+      put_four_if(me.subchunk < 3, &s.border_k[border + i][me.channel], x);
+      if (two_borders) {
+        float y[4];
+        times(y, x, near);
+        put_four(&s.border_k[s.HALF + me.first + i][me.channel], y);
+      }
     }
     times(x, x, after);
     put_four(in_tile(keys, me.first, me.channel, i), x);
@@ -240,11 +161,13 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
     return *reinterpret_cast<const uint2*>(rows[me.first + i] + me.channel);
   };
   uint2 next = load(loaded, 0), next_key = load(keys, 0);
+  const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // behind it, likewise
+  const int border = me.subchunk == 2 ? s.HALF : s.NEAR + 4 * (me.subchunk - 1);
   float before_k[4] = {};  // the last token's key
   if (!INCLUSIVE && has_last) unpack<T>(before_k, load(keys, -1));
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
-    float q[4], k[4], x[4], y[4];
+    float q[4], k[4], x[4];
     unpack<T>(q, next);
     unpack<T>(k, next_key);
     if (i + 1 < BC) next = load(loaded, i + 1), next_key = load(keys, i + 1);
@@ -252,9 +175,12 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 #pragma unroll
     for (int c = 0; c < W; ++c) from_start[c] *= a[i][c];
     if (INCLUSIVE) times(x, q, from_start);
-    times(y, x, near);
-    put_four_if(me.subchunk & 1, &s.border_q[s.NEAR + 4 * (me.subchunk - 1) + i][me.channel], x);
-    put_four_if(me.subchunk >= 2, &s.border_q[s.HALF + me.first - 16 + i][me.channel], y);
+    put_four_if(me.subchunk > 0, &s.border_q[border + i][me.channel], x);
+    if (two_borders) {
+      float y[4];
+      times(y, x, near);
+      put_four(&s.border_q[s.HALF + me.first - 16 + i][me.channel], y);
+    }
     times(x, x, before);
     put_state_query(queries, me.first, me.channel, i, x);
     if (i > 0) {
@@ -281,12 +207,13 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 
 // What the consumers need of a chunk. `refill` is called when its gates have been read, `refill_rows` when its queries
 // and keys have, `room` before anything is handed over. parity: of rows[group]; partial: how many of its tokens there
-// are, 0 for all; total: SegmentState: the decay over all chunks so far.
+// are, 0 for all. by_tokens: does all this where gates grow too much, which K_RANKS blocks tell each other.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV, class Stage, class Refill,
-          class RefillRows, class Room>
+          class RefillRows, class Room, class Tell, class Either, class ByTokens>
 __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, Stage& out, int rank, Barrier& full,
                                            const ProducerCoord<BK>& me, float one, float scale, u32 parity, int partial,
-                                           float (&total)[4], Refill refill, RefillRows refill_rows, Room room) {
+                                           Refill refill, RefillRows refill_rows, Room room, Tell tell, Either either,
+                                           ByTokens by_tokens) {
   using P = ProducerCoord<BK>;
   constexpr int W = WIDTH<G>;
   constexpr bool READS = Schedule::reads;
@@ -294,20 +221,21 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
   auto& scores = s.scores[me.group];
   const auto& decays = s.decays[me.group];
   float a[BC][W], decay[W];
+  u32 most = LARGEST_GATE<T, G>;
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float g[W];
     gates_of(g, in, me, one, i);
+    note_growth<T>(most, in, me, one, i);
 #pragma unroll
     for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[me.group], me, decay);
-  barrier_sync(PRODUCERS + me.group, P::THREADS);  // decays stand; gates and the last operands of scores are read
-  refill();
-  room();
-
+  // Decays stand; gates and the last operands of scores are read.
+  bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST_GATE<T, G>);
+  if constexpr (Schedule::K_RANKS > 1) tell(grows);
   float near[W], across[W];  // decays: of the half's other sub-chunk if it lies outside, of the chunk's others
   const auto restart = [&](float (&x)[W]) {
 #pragma unroll
@@ -324,6 +252,10 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
   restart(across);
 #pragma unroll 1
   for (int after = me.subchunk + 1; after < NUM_SUBCHUNKS; ++after) include(across, after);
+  room();
+  if constexpr (Schedule::K_RANKS > 1) grows = either();
+  if (__builtin_expect(grows, false)) return by_tokens();
+  refill();
   barrier_wait(s.rows[me.group], parity);
   if (partial) clear_keys(s.inputs[me.group], me.first, partial, me.channel);
   put_keys<READS, T>(out.k[rank], scores, in.k, a, me, near, across);
@@ -335,8 +267,8 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
     get_decay(own, decays, me, me.subchunk);
     times(whole, whole, across);
     times(whole, whole, own);
-    put_four(&out.decay[rank][me.channel], whole);
-    if constexpr (!READS) times(total, total, whole);
+    put_decays(out.decay[rank], me.channel, whole);
+    out.row[0] = ALL;
   }
   if constexpr (READS) {
     float itself[BC], last[BC], u[4];
@@ -377,31 +309,9 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
   const WorkTile& at = s.work;
-  const int tokens = at.tokens, group = thread / P::THREADS, K = int(args.shape.K - args.channel);
+  const int tokens = at.tokens, group = GROUPS > 1 ? thread / P::THREADS : 0, K = int(args.shape.K - args.channel);
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
   const int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
-  const i32 channel = i32(args.channel) + rank * BK;
-  auto& in = s.inputs[group];
-  const auto fetch_gates = [&](int chunk) {  // by one thread of the group
-    if constexpr (WIDTH<G> == 4) {
-      if (chunk * CHUNK >= tokens || thread % P::THREADS) return;
-      barrier_expect(s.gates[group], sizeof in.g);
-      tensor_load(in.g, args.g, s.gates[group], channel, at.start + chunk * CHUNK, at.head, at.batch);
-    }
-  };
-  const auto fetch_rows = [&](int chunk) {  // likewise
-    if (chunk * CHUNK >= tokens || thread % P::THREADS) return;
-    const i32 row = at.start + chunk * CHUNK, h = at.head, b = at.batch;
-    Barrier& rows = s.rows[group];
-    if constexpr (Schedule::reads) {
-      barrier_expect(rows, sizeof in.k + sizeof in.q);
-      tensor_load(in.k, args.k, rows, channel, row, h, b);
-      tensor_load(in.q, args.q, rows, channel, row, h, b);
-    } else {
-      barrier_expect(rows, sizeof in.k);
-      tensor_load(in.k, args.k, rows, channel, row, h, b);
-    }
-  };
   // One: the gate of a token of the sub-chunk, which its lanes share out; none beyond the end.
   const auto gate_of = [&](int chunk) {
     const int row = chunk * CHUNK + P(thread).first + thread % BC;
@@ -409,39 +319,41 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   };
 
   const float scale = float(args.scale);
-  fetch_gates(maker);
-  fetch_rows(maker);
+  if (thread % P::THREADS == 0) fetch_gates(s, args, group, maker, tokens), fetch_rows(s, args, group, maker, tokens);
   float one = gate_of(maker);
-  float total[4] = {1.f, 1.f, 1.f, 1.f};  // SegmentState: the decay of this group's chunks
   u32 iteration = 0;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
     forget(thread);  // addresses are cheaper made anew than held in registers
     const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
     const float gate = one;
     const auto refill = [&] {
-      fetch_gates(chunk + S::MAKERS);
+      if (thread % P::THREADS == 0) fetch_gates(s, args, group, chunk + S::MAKERS, tokens);
       one = gate_of(chunk + S::MAKERS);
     };
-    const auto refill_rows = [&] { fetch_rows(chunk + S::MAKERS); };
+    const auto refill_rows = [&] {
+      if (thread % P::THREADS == 0) fetch_rows(s, args, group, chunk + S::MAKERS, tokens);
+    };
     const u32 stage = S::MAKERS == S::STAGES ? u32(maker) : u32(chunk) % S::STAGES;
     const u32 used = S::MAKERS == S::STAGES ? iteration : u32(chunk) / S::STAGES;
     const auto room = [&] {
       if (used) barrier_wait(s.empty[stage], used - 1 & 1);
     };
     const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
+    const auto tell = [&](bool grows) {
+      if constexpr (Schedule::K_RANKS > 1) tell_peer(s.votes, rank, stage, grows, me.thread == 0);
+    };
+    const auto either = [&] {
+      if constexpr (Schedule::K_RANKS > 1) return either_grows(s.votes, stage, used & 1);
+    };
+    const auto by_tokens = [&] {
+      make_tokens<Order>(s, args, thread, chunk, stage, used, iteration & 1, gate);
+      one = gate_of(chunk + S::MAKERS);
+    };
     if (WIDTH<G> == 4) barrier_wait(s.gates[group], iteration & 1);
-    if (WIDTH<G> == 4 && partial) clear_gates(in, me.first, partial, me.channel);
-    make_chunk<Order>(s, s.stages[stage], rank, s.full[stage], me, gate, scale, iteration & 1, partial, total, refill,
-                      refill_rows, room);
+    if (WIDTH<G> == 4 && partial) clear_gates(s.inputs[group], me.first, partial, me.channel);
+    make_chunk<Order>(s, s.stages[stage], rank, s.full[stage], me, gate, scale, iteration & 1, partial, refill,
+                      refill_rows, room, tell, either, by_tokens);
     fence_async();
     barrier_arrive(s.full[stage]);
-  }
-  if constexpr (!Schedule::reads) {
-    const P me{u32(thread)};
-    const i64 share = (i64(at.sequence) * args.shape.H + at.head) * GROUPS + group;
-    if (me.subchunk == NUM_SUBCHUNKS - 1 && at.column == 0)
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        if (me.channel + c < K) args.decays[share * args.shape.K + args.channel + me.channel + c] = total[c];
   }
 }

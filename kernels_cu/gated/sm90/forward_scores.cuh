@@ -38,15 +38,13 @@ __device__ __forceinline__ void score_tile(Sums (&d)[2], const X (&q)[CHUNK][LD]
   }
 }
 
-// Stores the scores of query i and two keys from 8n + 2t on.
+// Stores two scores in a row's piece, and 32 columns on, 64 bytes in the swizzle, what rounding left over.
 template <class Schedule, typename T>
-__device__ __forceinline__ void put_scores(T (&A)[CHUNK][PANEL], int i, int n, int t, float x, float y) {
+__device__ __forceinline__ void put_scores(char* row, int piece, float x, float y) {
   const u32 two = pack<T>(x, y);
-  reinterpret_cast<u32*>(swizzled(A[0], i, n))[t] = two;
-  if constexpr (TWO_NUMBERS<Schedule, T>) {
-    const u32 rest = pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)}));
-    reinterpret_cast<u32*>(swizzled(A[0], i, n + 4))[t] = rest;
-  }
+  *reinterpret_cast<u32*>(row + piece) = two;
+  if constexpr (TWO_NUMBERS<Schedule, T>)
+    *reinterpret_cast<u32*>(row + (piece ^ 64)) = pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)}));
 }
 
 // Of a chunk's scores: within the sub-chunks of either half, between them, between the halves.
@@ -70,25 +68,28 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   } else {
     score_tile(d, s.border_q, s.border_k, 16 * (task & 1), lane);
   }
-  // Where the four blocks of 8x8 belong; of all but the halves' those on the diagonal.
-  const int rows = task == 0 ? 0 : task == 2 ? 8 : 16, row_step = task == 2 ? 16 : 8;
-  const int columns = task == 1 ? 2 : 0, column_step = task == 2 ? 2 : 1;
+  // Where the blocks of 8x8 belong: sub-chunks of their queries and keys, two bits each, four for a task; of the halves
+  // those beside them too.
+  constexpr u32 QUERIES = 0xede4, KEYS = 0x48e4;
+  char* const first = reinterpret_cast<char*>(A) + g * 128 + t * 4;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const int i = rows + n * row_step + g;
+    const int queries = QUERIES >> 4 * task + 2 * n & 3, keys = KEYS >> 4 * task + 2 * n & 3;
     float x = d[n][2 * n], y = d[n][2 * n + 1];
     if (within) {
-      const float itself = direct[0][i];
+      const float itself = direct[0][BC * queries + g];
       x = 2 * t < g ? x : 2 * t == g ? itself : 0.f;
       y = 2 * t + 1 < g ? y : 2 * t + 1 == g ? itself : 0.f;
     }
     if (Order::reads_before_write) {  // the last token's key is not decayed yet
-      const float last = direct[1][i];
+      const float last = direct[1][BC * queries + g];
       if (within && 2 * t + 1 == g) x = last;
       if (within ? 2 * t + 2 == g : !halves && g == 0 && t == 3) y = last;
       if (halves && n == 0 && g == 0 && t == 3) d[1][1] = last;
     }
-    put_scores<Schedule>(A, i, columns + n * column_step, t, scale * x, scale * y);
-    if (halves) put_scores<Schedule>(A, i, 1 - n, t, scale * d[1 - n][2 * n], scale * d[1 - n][2 * n + 1]);
+    char* const row = first + queries * (BC * 128);
+    const int piece = (keys ^ g) * 16;
+    put_scores<Schedule, T>(row, piece, scale * x, scale * y);
+    if (halves) put_scores<Schedule, T>(row, piece ^ 16, scale * d[1 - n][2 * n], scale * d[1 - n][2 * n + 1]);
   }
 }

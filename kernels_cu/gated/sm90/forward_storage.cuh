@@ -48,7 +48,7 @@ template <typename T, typename G> struct Args {
   float* final;              // [N, H, K, V] or null
   Shape shape;
   double scale;
-  float* decays;   // SegmentState: [N, H, GROUPS, K], the decay over a part's chunks, every group's share
+  float* decays;   // SegmentState: [N, H, 2, K], whose product is the decay over a part's chunks
   i64 channel;     // the first of this launch
   i64 of, needed;  // SegmentState: of every so many parts the first so many; nobody needs the others' state
 };
@@ -56,18 +56,22 @@ template <typename T, typename G> struct Args {
 // ROWS tokens of BK channels: panels of 128 bytes a row, in the tensor cores' 128-byte swizzle.
 template <typename X, int ROWS, int BK> using Tile = X[BK * sizeof(X) / 128][ROWS][128 / sizeof(X)];
 
+constexpr int ALL = -1, MORE = CHUNK;  // rows of a stage; the chunk comes again
+
 // What producers hand to the consumers of a chunk: of K_RANKS blocks BK channels each.
 template <bool READS, typename T, int BK, int K_RANKS> struct alignas(1024) OperandStage {
   Tile<Wide<T>, CHUNK, BK> q[K_RANKS];  // decayed from the chunk's start; tf32 in the order of `put_state_query`
   Tile<T, CHUNK, BK> k[K_RANKS];        // decayed to the chunk's end
   T A[K_RANKS][CHUNK][PANEL];           // scores [query, key] in the first 32 columns; then what rounding left over
   float decay[K_RANKS][BK];             // the whole chunk's
+  i32 row[4];                           // [0]: ALL, or which row alone stands: see forward_growth.cuh
   float direct[2][CHUNK];               // for producers: scores that no gate touches, of tokens with themselves and, in
                                         // RWKV-6, with the last one
 };
 template <typename T, int BK, int K_RANKS> struct alignas(1024) OperandStage<false, T, BK, K_RANKS> {
   Tile<T, CHUNK, BK> k[K_RANKS];
   float decay[K_RANKS][BK];
+  i32 row[4];
 };
 
 // A chunk as it comes from memory.
@@ -95,6 +99,13 @@ template <bool READS, typename M, typename T, int BK> struct alignas(128) ScoreO
 };
 template <typename M, typename T, int BK> struct ScoreOperands<false, M, T, BK> {};
 
+// K_RANKS blocks: whether gates of either's channels grow too much, of the chunk of a stage.
+template <int K_RANKS> struct alignas(16) Votes {
+  i32 grows[K_RANKS][2][4];
+  Barrier told[2];  // the other block's is there
+};
+template <> struct Votes<1> {};
+
 template <class Schedule, typename T, typename G, int BK, int BV> struct Shared {
   static constexpr bool READS = Schedule::reads;
   static constexpr int K_RANKS = Schedule::K_RANKS;
@@ -112,6 +123,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   InputStage<READS, T, G, BK> inputs[GROUPS];
   float decays[GROUPS][NUM_SUBCHUNKS][BK];  // of every sub-chunk
   float u[BK];                              // the bonus
-  WorkTile work;                            // here, since registers are scarce
+  Votes<K_RANKS> votes;
+  WorkTile work;  // here, since registers are scarce
   Barrier gates[GROUPS], rows[GROUPS], values[BV / PANEL][AHEAD], full[STAGES], empty[STAGES];
 };

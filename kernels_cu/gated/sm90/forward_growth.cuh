@@ -1,0 +1,124 @@
+// what      A chunk whose gates grow too much for its factors, in Hopper's forward kernel: token by token, through the
+//           same products.
+// math      a token in two steps:  S <- diag(a_t) S;  o_t = scale (q_t S + (q_t . k_t) v_t),  S <- S + k_t v_t^T;
+//           RWKV-6, in one:        o_t = scale (q_t S + (q_t . u k_t) v_t),  S <- diag(a_t) S + k_t v_t^T
+// barriers  one a step of a group: its operands stand
+// numerics  a gate of every token alone and no inverse: what stays in float32's range token by token, does so here
+// limits    sm_90a. 33 or 65 times a chunk's products: for gates that hardly any model has
+//
+// A stage is handed over again and again, each time with one row. The first time it is empty: so the times are odd, and
+// parities of `full` and `empty` are afterwards what they are without it.
+#include "read_order.cuh"
+#include "gated/sm90/forward_rows.cuh"
+#include "gated/sm90/forward_scores.cuh"
+
+// The largest gate, in nats, of a chunk that is computed as a whole: what 32 such gates grow times an ordinary operand
+// stays in T's range; and of 7 such gates beside one that is clamped, e^-13 of a token passes.
+template <typename T> constexpr float LARGEST = COARSE<T> ? 1.f : .125f;
+
+// The same as gates come, two side by side where they are 16 bits wide. Of numbers above 0 the bits are in order, as
+// signed integers; those below are less.
+template <typename T, typename G> constexpr u32 LARGEST_GATE = COARSE<T> ? 0x3f800000 : 0x3e000000;
+template <typename T> constexpr u32 LARGEST_GATE<T, bf16> = COARSE<T> ? 0x3f803f80 : 0x3e003e00;
+template <typename T> constexpr u32 LARGEST_GATE<T, f16> = COARSE<T> ? 0x3c003c00 : 0x30003000;
+
+// most <- the larger of it and the gates of this lane's token i.
+template <typename T, bool READS, int BK>
+__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, One, BK>&, const ProducerCoord<BK>&,
+                                            float one, int i) {
+  if (i == 0) most = max(i32(most), i32(__float_as_uint(one)));  // its own token's
+}
+template <typename T, bool READS, int BK>
+__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, float, BK>& in,
+                                            const ProducerCoord<BK>& me, float, int i) {
+  const uint4 four = *reinterpret_cast<const uint4*>(in.g[me.first + i] + me.channel);
+  most = max(max(max(i32(most), i32(four.x)), max(i32(four.y), i32(four.z))), i32(four.w));
+}
+template <typename T, bool READS, typename G, int BK>
+__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, G, BK>& in,
+                                            const ProducerCoord<BK>& me, float, int i) {
+  const uint2 four = *reinterpret_cast<const uint2*>(in.g[me.first + i] + me.channel);
+  most = larger_signed(larger_signed(most, four.x), four.y);
+}
+
+// Two blocks have half of the channels each, and both make a chunk as a whole or token by token: tells the other block
+// whether gates grow here; whether they do here or there. Every thread writes what it reads later: a register less.
+template <int K_RANKS>
+__device__ __forceinline__ void tell_peer(Votes<K_RANKS>& votes, int rank, int stage, bool grows, bool sends) {
+  votes.grows[rank][stage][0] = grows;
+  if (!sends) return;
+  fence_async();
+  copy_to_peer(votes.grows[rank][stage], sizeof votes.grows[0][0], votes.told[stage]);
+}
+template <int K_RANKS> __device__ __forceinline__ bool either_grows(Votes<K_RANKS>& votes, int stage, u32 parity) {
+  barrier_wait(votes.told[stage], parity);
+  return votes.grows[0][stage][0] | votes.grows[1][stage][0];
+}
+
+// Makes the chunk of a stage, which was `used` so often before, and hands it over but for the last arrival; then starts
+// copying the group's next chunk. parity: of rows[group]; one: the gate of this lane's token where G is One.
+template <class Order, class Schedule, typename T, typename G, int BK, int BV>
+__device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
+                                         int chunk, int stage, u32 used, u32 parity, float one) {
+  constexpr bool READS = Schedule::reads;
+  constexpr int W = WIDTH<G>, LANES = ProducerCoord<BK>::LANES, THREADS = ProducerCoord<BK>::THREADS;
+  constexpr int STEPS = READS && !Order::reads_before_write ? 2 : 1;  // of a token
+  const ProducerCoord<BK> me(producer);
+  const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0, tokens = s.work.tokens - chunk * CHUNK;
+  const float scale = float(args.scale);
+  const auto& in = s.inputs[me.group];
+  auto& out = s.stages[stage];
+  const auto put = [&](int i, const float (&q)[4], const float (&k)[4], float score) {  // row i of the sub-chunk
+    put_four(in_tile(out.k[rank], me.first, me.channel, i), k);
+    if constexpr (READS) {
+      put_state_query(out.q[rank], me.first, me.channel, i, q);
+      const int t = i / 2;
+      if (me.channel == 0)
+        put_scores<Schedule, T>(reinterpret_cast<char*>(out.A[rank]) + (me.first + i) * 128 + t * 4,
+                                (me.subchunk ^ i) * 16, i & 1 ? 0.f : score, i & 1 ? score : 0.f);
+    }
+  };
+  const float zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
+  barrier_wait(s.rows[me.group], parity);
+  for (int step = 0; step <= STEPS * CHUNK; ++step) {
+    if (used + step) barrier_wait(s.empty[stage], used + step - 1 & 1);
+    const int token = (step - 1) / STEPS, i = token % BC;
+    const bool decays = STEPS == 1 || step % STEPS == 1, acts = STEPS == 1 || step % STEPS == 0;
+    if (step == 0) {
+      if constexpr (READS)
+        for (int at = me.thread; at < CHUNK * PANEL / 2; at += THREADS) reinterpret_cast<u32*>(out.A[rank])[at] = 0;
+      barrier_sync(PRODUCERS + me.group, THREADS);  // A is zero
+      for (int row = 0; row < BC; ++row) put(row, zeros, zeros, 0.f);
+      put_decays(out.decay[rank], me.channel, ones);
+    } else {
+      float g[W], q[4] = {}, k[4] = {}, score = 0.f;
+      gates_of(g, in, me, one, i);
+      if (token < tokens) {
+        unpack(k, in.k[me.first + i] + me.channel);
+        if constexpr (READS) {
+          float uk[4];
+          for (int c = 0; c < 4; ++c) uk[c] = Order::reads_before_write ? s.u[me.channel + c] * k[c] : k[c];
+          unpack(q, in.q[me.first + i] + me.channel);
+          score = scale * dot(q, uk);
+          for (float& x : q) x *= COARSE<T> ? scale : scale * TRUNCATED;
+        }
+      }
+      for (int distance = LANES / 2; distance > 0; distance /= 2)
+        score += __shfl_xor_sync(0xffffffffu, score, distance);
+      if (decays && token % CHUNK > 0 && me.subchunk == (token - 1) / BC) put((token - 1) % BC, zeros, zeros, 0.f);
+      if (acts && me.subchunk == token / BC) put(i, q, k, score);
+      float by[4];
+      for (int c = 0; c < 4; ++c) by[c] = decays ? decay_of(g[c % W]) : 1.f;
+      if (me.subchunk == token / BC) put_decays(out.decay[rank], me.channel, by);
+    }
+    if (me.thread == 0) out.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE : 0);
+    fence_async();
+    barrier_sync(PRODUCERS + me.group, THREADS);  // the row stands
+    if constexpr (READS && Schedule::CLUSTER_SIZE > 1)
+      if (me.thread == 0) send_operands(out, rank, s.full[stage]), send_scores(out, rank, s.full[stage]);
+    if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);
+  }
+  const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
+  if (me.thread == 0)
+    fetch_gates(s, args, me.group, next, s.work.tokens), fetch_rows(s, args, me.group, next, s.work.tokens);
+}

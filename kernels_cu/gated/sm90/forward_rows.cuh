@@ -1,0 +1,136 @@
+// what      What a producer of Hopper's forward kernel has of a chunk: 4 channels of 8 rows; how they come, where they
+//           lie in tiles of operands, and how these go to the cluster's other block.
+// limits    sm_90a; half data
+#include "gated/sm90/forward_storage.cuh"
+
+// 4 neighbours.
+__device__ __forceinline__ void unpack(float (&x)[4], const float* from) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], uint2 four) {
+  x[0] = to_float(T{u16(four.x)}), x[1] = to_float(T{u16(four.x >> 16)});
+  x[2] = to_float(T{u16(four.y)}), x[3] = to_float(T{u16(four.y >> 16)});
+}
+template <typename T> __device__ __forceinline__ void unpack(float (&x)[4], const T* from) {
+  unpack<T>(x, *reinterpret_cast<const uint2*>(from));
+}
+
+__device__ __forceinline__ float dot(const float (&x)[4], const float (&y)[4]) {
+  return fmaf(x[3], y[3], fmaf(x[2], y[2], fmaf(x[1], y[1], x[0] * y[0])));
+}
+
+// Where a producer works: its group, its sub-chunk and its 4 channels.
+template <int BK> struct ProducerCoord {
+  static constexpr int LANES = BK / 4, THREADS = NUM_SUBCHUNKS * LANES;
+  int group, thread, subchunk, first, channel;
+  __device__ __forceinline__ ProducerCoord(u32 producer)
+      : group(producer / THREADS),
+        thread(producer % THREADS),
+        subchunk(producer % THREADS / LANES),
+        first(subchunk * BC),
+        channel(producer % LANES * 4) {}
+};
+
+// x times factors of W channels.
+template <int W> __device__ __forceinline__ void times(float (&y)[4], const float (&x)[4], const float (&by)[W]) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) y[c] = x[c] * by[c % W];
+}
+
+// Stores 4 neighbours.
+__device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
+}
+template <typename T> __device__ __forceinline__ void put_four(T* to, const float (&x)[4]) {
+  *reinterpret_cast<uint2*>(to) = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
+}
+
+// Stores decays of 4 neighbouring channels. Of 16 channels those lie side by side that a lane of consumers has: 2t,
+// 2t + 1, 8 + 2t, 9 + 2t.
+__device__ __forceinline__ void put_decays(float* decays, u32 channel, const float (&x)[4]) {
+  float* const to = decays + channel / 16 * 16 + channel % 8 * 2 + channel % 16 / 8 * 2;
+  *reinterpret_cast<float2*>(to) = {x[0], x[1]}, *reinterpret_cast<float2*>(to + 4) = {x[2], x[3]};
+}
+
+// Where row i of 8, from row `first` on, has this lane's channels in a swizzled tile.
+template <typename T, int PANELS>
+__device__ __forceinline__ T* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel, int i) {
+  const u32 place = channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
+  return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + (place ^ i * 16) + i * 128);
+}
+
+// Stores queries of the state. In tf32 8 channels are in the order 0 2 4 6 1 3 5 7, as the state's registers lie, in
+// every second panel 1 3 5 7 0 2 4 6: so stores to two panels lie in all banks.
+template <int PANELS>
+__device__ __forceinline__ void put_state_query(bf16 (&tile)[PANELS][CHUNK][64], int first, u32 channel, int i,
+                                                const float (&x)[4]) {
+  put_four(in_tile(tile, first, channel, i), x);
+}
+template <int PANELS>
+__device__ __forceinline__ void put_state_query(float (&tile)[PANELS][CHUNK][32], int first, u32 channel, int i,
+                                                const float (&x)[4]) {
+  const u32 place = channel / 32 * (CHUNK * 128) + first * 128 + channel % 32 / 8 * 32 + channel % 8 * 2;
+  const u32 even = place ^ (i ^ (channel / 32 & 1)) * 16;
+  char* const row = reinterpret_cast<char*>(tile) + i * 128;
+  *reinterpret_cast<float2*>(row + even) = {x[0], x[2]};
+  *reinterpret_cast<float2*>(row + (even ^ 16)) = {x[1], x[3]};
+}
+
+// The gates of a sub-chunk's token i: those of a producer's channels, or the one, which the sub-chunk's lane i has.
+template <bool READS, typename T, int BK>
+__device__ __forceinline__ void gates_of(float (&g)[1], const InputStage<READS, T, One, BK>&, const ProducerCoord<BK>&,
+                                         float one, int i) {
+  constexpr int LANES = ProducerCoord<BK>::LANES;
+  g[0] = __shfl_sync(0xffffffffu, one, (threadIdx.x & 31) / LANES * LANES + i);
+}
+template <bool READS, typename T, typename G, int BK>
+__device__ __forceinline__ void gates_of(float (&g)[4], const InputStage<READS, T, G, BK>& in,
+                                         const ProducerCoord<BK>& me, float, int i) {
+  unpack(g, in.g[me.first + i] + me.channel);
+}
+
+// Starts copying the gates, or queries and keys, of a group's chunk; by one thread.
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int group,
+                                            int chunk, int tokens) {
+  if constexpr (WIDTH<G> == 4) {
+    if (chunk * CHUNK >= tokens) return;
+    const WorkTile& at = s.work;
+    auto& g = s.inputs[group].g;
+    const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+    barrier_expect(s.gates[group], sizeof g);
+    tensor_load(g, args.g, s.gates[group], channel, at.start + chunk * CHUNK, at.head, at.batch);
+  }
+}
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int group,
+                                           int chunk, int tokens) {
+  if (chunk * CHUNK >= tokens) return;
+  const WorkTile& at = s.work;
+  auto& in = s.inputs[group];
+  const i32 channel = i32(args.channel) + (Schedule::K_RANKS > 1 ? rank_of<Schedule>() * BK : 0);
+  const i32 row = at.start + chunk * CHUNK, h = at.head, b = at.batch;
+  Barrier& rows = s.rows[group];
+  if constexpr (Schedule::reads) {
+    barrier_expect(rows, sizeof in.k + sizeof in.q);
+    tensor_load(in.k, args.k, rows, channel, row, h, b);
+    tensor_load(in.q, args.q, rows, channel, row, h, b);
+  } else {
+    barrier_expect(rows, sizeof in.k);
+    tensor_load(in.k, args.k, rows, channel, row, h, b);
+  }
+}
+
+// Sends what this block has made to the cluster's other one; by one thread, after a barrier of those who made it.
+constexpr int SENT = 4;  // copies a chunk
+template <class Stage> __device__ __forceinline__ void send_operands(const Stage& made, int rank, Barrier& full) {
+  copy_to_peer(made.q[rank], sizeof made.q[0], full);
+  copy_to_peer(made.k[rank], sizeof made.k[0], full);
+  // K_RANKS blocks hand over the same rows, so that each knows of its own which.
+  const u32 row = sizeof made.decay == sizeof made.decay[0] ? sizeof made.row : 0;
+  copy_to_peer(made.decay[rank], sizeof made.decay[0] + row, full);
+}
+template <class Stage> __device__ __forceinline__ void send_scores(const Stage& made, int rank, Barrier& full) {
+  copy_to_peer(made.A[rank], sizeof made.A[0], full);
+}
