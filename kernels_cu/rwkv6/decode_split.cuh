@@ -1,6 +1,6 @@
 // what      Vectors as sums of numbers that tensor cores read exactly, and their products with 16 rows of weights.
-// numerics  three bfloat16 numbers hold a float beside bfloat16 weights, and int8 ones, which are bfloat16 numbers too, else two in tf32, where float32 weights are
-//           two as well
+// numerics  three bfloat16 numbers hold a float beside bfloat16 weights, and int8 ones, which are bfloat16 numbers too;
+//           else two in tf32, where float32 weights are two as well
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for the split
 #include "rwkv6/decode_weights.cuh"
 

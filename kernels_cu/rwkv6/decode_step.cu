@@ -13,11 +13,12 @@
 //           or all of the channel mix's activations, where `staged`
 // barriers  the grid's between two phases; the block's where a comment says what stands
 // numerics  tensor cores take x as a sum: of three bfloat16 numbers, or else two of tf32, as float32 weights; half
-//           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the numbers side by side as columns.
-//           float32 sums in a fixed order. A sequence does not depend on the others, so neither on B.
+//           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the
+//           numbers side by side as columns. float32 sums in a fixed order. A sequence does not depend on the others,
+//           so neither on B.
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split
-// limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to 16 bytes; at
-//           least two blocks; sm_90a
+// limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to
+//           16 bytes; at least two blocks; sm_90a
 #include "rwkv6/decode_split.cuh"
 
 template <typename T, typename S, int SLOTS, bool PAIRED>

@@ -70,7 +70,8 @@ struct ChannelOfHead {
   float decay, gate, gain, bias;
 };
 
-// y = GroupNorm(o) silu(gate), which `store` takes channel by channel, once k v r u and the parts of the decay are on their way to `s`.
+// y = GroupNorm(o) silu(gate), which `store` takes channel by channel, once k v r u and the parts of the decay are on
+// their way to `s`.
 template <typename S, typename Store>
 __device__ __forceinline__ void time_mix_head(TimeMixScratch& s, const StatePart& part, S* state, int N, int tid,
                                               const ChannelOfHead& channel, float eps, const Store& store) {
