@@ -106,7 +106,7 @@ SPILLED = {
     ("value_gate/forward", "sm_80"): 152,
     ("value_gate/forward", "sm_86"): 152,
     ("value_gate/forward", "sm_89"): 152,
-    ("value_gate/forward", "sm_90"): 96,
+    ("value_gate/forward", "sm_90"): 88,
     ("value_gate/forward", "sm_100"): 100,
     ("value_gate/forward", "sm_120"): 80,
 }
