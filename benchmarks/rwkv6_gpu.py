@@ -4,10 +4,9 @@
 
 The model is a synthetic one of 1.6 billion parameters in bfloat16. A smaller twin is first computed by NumPy in
 float32 too, and must agree. The floor of a step is every byte of the weights once, and of the states twice, over the
-copy bandwidth of the same run, though a step need not read what meets a zero of the channel mix's squared relu: how
-many of its activations are zero stands beside it, about half with random weights. Times are between GPU events,
-medians, a step's of `--runs` samples of ten. Memory is what the libraries had taken from the device at most. On Hopper
-there are rows of matrices in int8, and of a recurrent state in bfloat16, too.
+copy bandwidth of the same run; times are between GPU events, medians, a step's of `--runs` samples of ten. Memory
+is what the libraries had taken from the device at most. On Hopper there are rows of matrices in int8, and of a
+recurrent state in bfloat16, too.
 
 The peers have the same weights, and need torch: the `rwkv` package (one sequence; its own CUDA kernels where it can
 build them) and flash-linear-attention's RWKV-6 model. One that is absent, or fails, is left out with the reason.
@@ -119,9 +118,7 @@ def measure(weights, exact, args, bandwidth, twins):
     model = RWKV6(weights, "cuda", BFLOAT16)
     free()
     decoder = model.layers.steps_of(1).decoder
-    print(
-        "matrices    state batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB  zeros"
-    )
+    print("matrices    state batch  ms/token  tokens/s weights GB  states GB  floor ms  ratio  eager ms  memory GB")
     rows = [row(decoder.resized(batch), args, bandwidth) for batch in args.batch]
     for found, error in zip(rows, twins):
         found["twin_error"] = error
@@ -185,7 +182,7 @@ def row(decoder, args, bandwidth):
     }
     print(
         "{matrices:8s} {state:>8s} {batch:5d} {ms:9.3f} {tokens_per_s:9.0f} {weight_gb:10.3f} {state_gb:10.3f}"
-        " {floor_ms:9.3f} {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f} {zeros:6.3f}".format(**found),
+        " {floor_ms:9.3f} {ratio:6.2f} {eager_ms:9.3f} {memory_gb:10.2f}".format(**found),
         flush=True,
     )
     free()
@@ -210,7 +207,6 @@ def decode(decoder, runs, bandwidth):
         "ratio": ms / floor_ms,
         "eager_ms": eager_ms,
         "memory_gb": cupy.get_default_memory_pool().total_bytes() / 1e9,
-        "zeros": float((decoder.room.activated == 0).mean()),
     }
 
 

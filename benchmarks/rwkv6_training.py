@@ -38,7 +38,7 @@ def main():
     if rate is None:
         sys.exit(f"{card}: its matrix rate is not known here, expected one of {', '.join(RATES)}")
     print(f"{card}, CuPy {cupy.__version__}", flush=True)
-    result = {"device": card, "matrix_rate": rate, "rows": [], "curve": {}}
+    result = {"device": card, "matrix_rate": rate, "note": args.note, "rows": [], "curve": {}}
     if args.curve:  # before any row: what does not learn alike is not worth a time
         result["curve"]["size"] = CURVE
         for name, losses in curves(args.curve, not args.no_peer):
@@ -64,6 +64,7 @@ def arguments():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--curve", type=int, default=300, help="steps whose losses are kept, 0 for none")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--note", default="", help="a sentence for the table: what was unusual while this was measured")
     parser.add_argument("--out")
     return parser.parse_args()
 

@@ -84,8 +84,8 @@ class Kernels(Backend):
 
     @classmethod
     def takes(cls, op, mode, dtype):
-        """Softmax attention is for half data alone, and test_softmax_attention tests it."""
-        return op.name == "softmax_attention" and dtype.itemsize == 2 or super().takes(op, mode, dtype)
+        """test_softmax_attention tests that operator."""
+        return op.name == "softmax_attention" or super().takes(op, mode, dtype)
 
 
 class Emulated(Kernels):

@@ -153,10 +153,19 @@ def steps(rng, run):
             yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
 
 
+EIGHT_BITS = (np.dtype(np.int8), 1, True), (np.dtype(np.int8), 9, False)
+
+
 def decoding(rng, device):
-    """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies."""
+    """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies int8."""
     weights = synthetic(rng, SMALL, BFLOAT16)
-    for dtype, B, together in ((BFLOAT16, 3, True), (SINGLE, 8, True), (HALF, 3, False), (BFLOAT16, 9, False)):
+    for dtype, B, together in (
+        (BFLOAT16, 3, True),
+        (SINGLE, 8, True),
+        (HALF, 3, False),
+        (BFLOAT16, 9, False),
+        *EIGHT_BITS,
+    ):
         decoder = CudaDecoder(weights, dtype, B, device)
         decoder.kernel = decoder.kernel if together else None
         tokens, state = device.upload(rng.integers(0, SMALL["V"], B)), decoder.initial_state()

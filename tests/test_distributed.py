@@ -15,7 +15,7 @@ from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import execute
 from linattn_np.declarations import GLA_VALUE_GATE
-from linattn_np.distributed import Disagreement, RankLost, run_threads
+from linattn_np.distributed import Disagreement, RankLost, agreement, run_threads
 from linattn_np.errors import ContractError, ContractTypeError, NotSupported
 from linattn_np.ops import OPS
 
@@ -437,6 +437,22 @@ def test_a_call_like_the_last_but_for_another_ranks_meaning(rng):
         assert re.search(
             "gla: scale is .* on rank 0, but 0.5 on rank 1|scale is 0.5 on rank 1, but .* on rank 0", words
         )
+
+
+def test_calls_alike_say_once_what_they_mean(rng, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        agreement, "in_words", lambda *what, plain=agreement.in_words: said.append(what) or plain(*what)
+    )
+    call, other = Call("gla", rng, states=False), Call("gla", rng, states=False, total=100)
+
+    def on_rank(comm):
+        found = [call.on_rank([75, 75], False, comm) for _ in range(3)]
+        assert all(same_bits(x[0][0], found[0][0][0]) for x in found)
+        other.on_rank([50, 50], False, comm)
+
+    run_threads(on_rank, 2, limit_s=20)
+    assert sorted(tokens for tokens, _ in said) == [50, 50, 75, 75]
 
 
 def test_other_dtypes_and_sizes_are_named(rng):

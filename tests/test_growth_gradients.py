@@ -65,6 +65,7 @@ GATES = {
     "bursts": bursts,
     "gentle": gentle,
     "moderate": moderate,
+    "one channel": lambda rng, shape: np.where(np.arange(shape[3]) == 21, bursts(rng, shape), -0.1),
     "-25, then +24": first(-25, 24),
     "-60, then +50": first(-60, 50, at=5),
     "-inf, then +50": first(-np.inf, 50, at=2),

@@ -200,6 +200,7 @@ ROOMS = {
             "distributed",
             "arrays",
             "autodiff",
+            "call_cache",
             "dispatch",
             "errors",
             "grouped",

@@ -41,7 +41,7 @@ def test_an_instance_spells_its_fields():
     assert instances.ScanBothWays().expression == "gated_scan_both_ways"
     assert instances.ScanSegments(4).expression == "gated_scan_segments<4>"
     step = rwkv6.DecodeStep(BFLOAT16, np.dtype(np.float32), 8, True)
-    assert step.expression == "rwkv6_decode_step<bf16, float, 8, true, 2, 0>"
+    assert step.expression == "rwkv6_decode_step<bf16, float, 8, true>"
     assert stages.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
 
 

@@ -82,6 +82,7 @@ def trainings():
 def test_trainings_beside_their_peer(load):
     speeds = load("rwkv6_training_table").speeds
     found, text = trainings(), speeds(trainings())
+    assert speeds(trainings() | {"note": "Seen once."}).split("\n\n")[0].endswith("Seen once.")
     assert "| 4x256, 64x512 | fla | 6.6 | 2,500,000 | 15% | 2.5 | 0.50 |" in text and "not faster in any row" in text
     found["rows"][1]["tokens_per_s"] = 1e7
     assert "Faster than ours: fla (4x256, 64x512, 2.00 times)." in " ".join(speeds(found).split())

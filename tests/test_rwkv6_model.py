@@ -270,6 +270,11 @@ def test_progress_counts_the_bytes_of_the_weights(weights, tmp_path):
     assert [done for done, _ in seen] == sorted({done for done, _ in seen}) and len(seen) > 20
 
 
+def test_a_rounded_state_is_refused_on_the_cpu(weights):
+    with pytest.raises(TypeError, match="RWKV6: dtype is float16, expected float32 for the state on the CPU"):
+        RWKV6(weights, state_dtype=np.float16)
+
+
 def test_devices_that_are_refused(weights):
     with pytest.raises(ContractError, match="device is 'gpu', expected 'cpu' or 'cuda'"):
         RWKV6(weights, "gpu")

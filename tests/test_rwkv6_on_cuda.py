@@ -6,8 +6,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, synthetic
+from test_decode_kernels import DTYPES, SIZES, SMALL, close, host, in_eight_bits, synthetic
 
+from linattn_np import NotSupported
+from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.models import RWKV6, Batch, Sampling, State, checkpoint
 from linattn_np.models.rwkv6 import cuda_decode, cuda_layers, cuda_prefill, model
@@ -295,6 +297,43 @@ def test_a_quantised_checkpoint_is_widened(on_cuda, rng):
     found, _ = in_calls(on_cuda(few), tokens, [5, 1])
     wanted, _ = in_calls(RWKV6(few, dtype="float32"), tokens, [5, 1])
     close(found, wanted, 1e-5)
+
+
+def test_int8_matrices_serve_prompts_and_steps(on_cuda, device, rng):
+    weights = synthetic(rng, SMALL)
+    if device.capability != 90:
+        with pytest.raises(NotSupported, match="RWKV6: dtype int8 on the GPU needs a Hopper card"):
+            on_cuda(weights, "int8")
+        return
+    tokens, lengths = rng.integers(0, SMALL["V"], (2, 9)), [7, 1, 1]
+    reference = RWKV6(in_eight_bits(weights))
+    found, _ = in_calls(on_cuda(weights, "int8"), tokens, lengths)
+    close(found, in_calls(reference, tokens, lengths)[0], tolerance(BFLOAT16))
+    found, _ = in_calls(on_cuda(RWKV6.quantise(weights, "int8"), "int8"), tokens, lengths)
+    close(found, in_calls(reference, tokens, lengths)[0], tolerance(BFLOAT16))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+def test_a_rounded_state_goes_through_prompts_pools_and_files(on_cuda, dtype, rng, tmp_path):
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (2, 9))
+    model = on_cuda(weights, state_dtype=dtype)
+    _, state = model.forward(tokens[:, :7])
+    assert state.wkv.dtype == dtype and state.att_shift.dtype == np.float32
+    wanted, wanted_state = RWKV6(weights).forward(tokens[:, :7])
+    close(host(state.wkv).astype(np.float32), wanted_state.wkv, ml_dtypes.finfo(dtype).eps)
+    state.save(tmp_path / "state.npz")
+    loaded = model.on_device(State.load(tmp_path / "state.npz"))
+    pool = model.initial_state(3)
+    for slot in range(2):
+        pool.put(2 * slot, model.on_device(State(*(host(part)[:, slot : slot + 1] for part in state.arrays))))
+    for column in tokens[:, 7:].T:
+        found = host(model.forward(column[:, None], state)[0]).copy()
+        np.testing.assert_array_equal(host(model.forward(column[:, None], loaded)[0]), found)
+        np.testing.assert_array_equal(host(model.forward(column[:, None], pool, slots=[0, 2])[0]), found)
+        wanted, _ = RWKV6(weights).forward(column[:, None], wanted_state)
+        close(found, wanted, 8 * ml_dtypes.finfo(dtype).eps)
+    with pytest.raises(TypeError, match=f"state.wkv has dtype float32, expected {dtype}"):
+        model.forward(tokens, on_cuda(weights).initial_state(2))
 
 
 @pytest.mark.parametrize("D", [8, 2056, 4104])

@@ -25,6 +25,7 @@ from linattn_np.errors import ContractError
 from linattn_np.models import RWKV6, steps, training
 from linattn_np.models.checkpoint import CheckpointError
 from linattn_np.models.dropout import dropout, keep
+from linattn_np.models.feed import Feed
 from linattn_np.models.products import HostProducts
 from linattn_np.models.rwkv6 import grad
 from linattn_np.models.rwkv6.names import declared, in_block
@@ -443,3 +444,35 @@ def test_settings_are_refused_with_their_reason():
     ):
         with pytest.raises(ContractError, match=complaint):
             replace(SMALL, **change)
+
+
+def test_a_step_is_fed_by_one_copy(monkeypatch):
+    """With a stand-in for CuPy: tokens, seeds and schedule arrive as they are, through memory used in turns."""
+    fed, waited = [], []
+
+    class Event:
+        def __init__(self, block, disable_timing):
+            self.recorded = 0
+
+        def record(self):
+            self.recorded += 1
+
+        def synchronize(self):
+            waited.append(self.recorded)
+
+    def copy(address, size):
+        memory = np.frombuffer((ctypes.c_byte * size).from_address(address), np.int64)
+        target[...] = memory
+        fed.append(address)
+
+    cuda = SimpleNamespace(alloc_pinned_memory=bytearray, Event=Event)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(zeros=np.zeros, cuda=cuda))
+    feed = Feed(2, 3)
+    target = feed.device
+    feed.device = SimpleNamespace(data=SimpleNamespace(copy_from_host_async=copy))
+    for number in range(4):
+        tokens = np.arange(6).reshape(2, 3) + number
+        feed(tokens, [9, number], [0.5, 1, 2, number])
+        assert (feed.tokens == tokens).all() and feed.seeds.tolist() == [9, number]
+        assert feed.schedule.tolist() == [0.5, 1, 2, number]
+    assert waited == [0, 0, 1, 1] and fed[:2] == fed[2:] and fed[0] != fed[1]

@@ -46,13 +46,15 @@ def model(rng, tokens=(3, 20), **sizes):
     return layout, layout.initial(0) + 0.03 * rng.standard_normal(layout.size), rng.integers(0, V, tokens)
 
 
-def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, **how):
+def on_device(device, dtype, layout, vector, tokens, seeds=None, rate=0.0, recompute=False, **how):
     """The loss and the gradient, on the host."""
     products, weights = products_on(device, dtype), device.upload(vector.astype(np.float32))
     matrices = None if dtype == np.float32 else weights[: layout.matrices].astype(dtype)
     gradient = device.empty((layout.size,), np.float32)
     drop = None if seeds is None else Dropout(device.upload(np.array(seeds)), rate)
-    value, pull = cuda_grad.loss(layout.tree(weights, matrices), device.upload(tokens), products, drop, **how)
+    value, pull = cuda_grad.loss(
+        layout.tree(weights, matrices), device.upload(tokens), products, drop, recompute=recompute, **how
+    )
     pull(layout.tree(gradient))
     return float(value), host(gradient)
 
@@ -110,6 +112,17 @@ def test_recomputed_activations_are_the_same_bits(device, dtype, rng):
     again = on_device(device, dtype, layout, vector, tokens, SEEDS, RATE, recompute=True)
     assert kept[0] == again[0]
     np.testing.assert_array_equal(kept[1], again[1])
+
+
+def test_parts_are_whole_when_they_are_said_to_be_done(device, rng):
+    layout, vector, tokens = model(rng, layers=3)
+    gradient, then = device.empty((layout.size,), np.float32), {}
+    weights = layout.tree(device.upload(vector.astype(np.float32)))
+    _, pull = cuda_grad.loss(weights, device.upload(tokens), products_on(device, np.float32), None)
+    pull(layout.tree(gradient), lambda part: then.update({part: host(gradient[slice(*layout.parts[part])]).copy()}))
+    assert list(then) == [2, 1, 0] and sum(map(len, then.values())) == layout.matrices
+    for part, numbers in then.items():
+        np.testing.assert_array_equal(numbers, host(gradient)[slice(*layout.parts[part])])
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])

@@ -4,11 +4,12 @@
 //           [N, H, K, V] float32; SegmentState: decays [N, H, 2, K]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      Shared: two chunks of inputs, operands of the present one's scores, the scores
-// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
+// barriers  one, then three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
 // numerics  forward_operands.cuh says where tokens meet; S stays in float32 accumulators. bfloat16 data: products in
 //           bfloat16, scores as two numbers. Others: tf32, PRODUCTS of them for float32 (fragments.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
-// limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
+// limits    BK and BV of 64, 128, BV also of 256; more channels by SplitChannels, a launch for every BK, each adding to
+//           `sums`
 #include "read_order.cuh"
 #include "gated/forward_copies.cuh"
 #include "gated/forward_tiles.cuh"
@@ -88,6 +89,7 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
         s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
     for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+    if (threadIdx.x < STAGES) s.grows[threadIdx.x] = false;
     if (Mine::PARTS == 1)
       for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   }
@@ -143,13 +145,16 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     fetch(0, 0);
     fetch_next_gates(0);
   }
+  if constexpr (READS) __syncthreads();  // no gate has been looked at
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    bool grows = put_spans();
-    // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS) grows = __syncthreads_or(grows);
-    else __syncthreads();
+    const bool grows = put_spans();
+    if constexpr (READS)
+      if (grows) s.grows[stage] = true;
+    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS)
+      if (threadIdx.x == 0) s.grows[stage ^ 1] = false;
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
@@ -164,7 +169,7 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     if constexpr (READS) {
 #pragma unroll 1
       for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-        if (grows && task < C / BC) {
+        if (task < C / BC && s.grows[stage]) {
           const i64 at = span.start + token + BC * task;
           const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
           const G* g = args.g.row(b, h, at) + args.channel;

@@ -1,5 +1,5 @@
 // what      Shared memory of the forward kernel of every card, and what tells its schedules apart.
-// limits    BK and BV of 64, 128
+// limits    BK and BV of 64, 128, BV also of 256
 #include "gated/forward_tiles.cuh"
 #include "tensor.cuh"
 
@@ -54,6 +54,7 @@ template <class Schedule, typename T, int BK, bool READS = Schedule::reads> stru
   X A[NUMBERS * CHUNK<T> * LDA];  // scores, 0 above the diagonal
   float direct[2][2][CHUNK<T>];   // of a query with its own key, with the key before it; a part of the channels each
   float u[BK];                    // RWKV-6's bonus
+  u32 grows[STAGES];              // whether any gate does: of this chunk, and of the next one
 };
 template <class Schedule, typename T, int BK> struct ScoreStorage<Schedule, T, BK, false> {};
 

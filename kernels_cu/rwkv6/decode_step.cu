@@ -1,15 +1,16 @@
 // what      All layers of one token for up to 8 sequences, and its logits; every weight is read once.
 // math      phases of a layer: low = tanh(maa_down mix(LN x)) | mixed_c = xx + d (maa_c + up_c low_c) |
 //           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = time mix, group norm, gate |
-//           x += output y | activated = relu(key mix(LN x))^2, parts of value activated,
-//           gate = sigmoid(receptance mix(LN x)) | x += gate sum of the parts;   after the last layer: logits = head LN x
+//           x += output y | activated = relu(key mix(LN x))^2, gate = sigmoid(receptance mix(LN x)) |
+//           x += gate value activated;   after the last layer: logits = head LN x
 // shapes    x xx gate y [B, D], low [B, 5 A], mixed [5, B, D], kvrg [4, B, D], decay_low [B, W],
 //           activated [B, F], logits [B, V]; weights [L, n, rows, K], rows of a product padded to 16;
 //           states [L, P, ...], slots [B] or null
 // grid      as many blocks as multiprocessors, all at work at once unless phases [first, last) are a single one;
 //           256 threads: of 16 rows of a product a warp takes every 8th step of K, a lane its neighbours in two rows;
 //           and four warps that copy the weights
-// smem      Shared, then [B, D] and, where a float is three bfloat16 numbers, their [B, 3, D]: what a product takes
+// smem      Shared, then what a product takes: [B, D] and, where a float is three bfloat16 numbers, their [B, 3, D];
+//           or all of the channel mix's activations, where `staged`
 // barriers  the grid's between two phases; the block's where a comment says what stands
 // numerics  tensor cores take x as a sum: of three bfloat16 numbers, or else two of tf32, as float32 weights; half
 //           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the numbers side by side as columns.
@@ -91,26 +92,30 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   static __device__ __forceinline__ float without_upper(u32 x) {
     return __uint_as_float(x) - __uint_as_float(x & 0xffff0000u);
   }
-  // The same of one number, which stands as it is where there are no parts.
-  __device__ __forceinline__ void put(float* vectors, int b, int j, float y) const {
-    if constexpr (!IN_PARTS) vectors[b * D + j] = y;
+  // A number of some [B, K], by its parts where there are any.
+  __device__ __forceinline__ void put(float* vectors, int K, int b, int k, float y) const {
+    if constexpr (!IN_PARTS) vectors[b * K + k] = y;
     else
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const u32 x = __float_as_uint(y);
-        reinterpret_cast<u16*>(vectors)[(b * PARTS + part) * D + j] = u16(x >> 16);
+        reinterpret_cast<u16*>(vectors)[(b * PARTS + part) * K + k] = u16(x >> 16);
         y = without_upper(x);
       }
   }
-  // In floats, how far apart the five inputs of the time mix are.
-  __device__ __forceinline__ int apart() const { return IN_PARTS ? B * D * PARTS / 2 : B * D; }
+  // Floats that [B, K] takes.
+  __device__ __forceinline__ int floats(int K) const { return IN_PARTS ? B * K * PARTS / 2 : B * K; }
 
   static constexpr int PASS = PAIRED ? 16 : 8;
 
   // stage = `count` values, a multiple of four; all are on their way at once.
   __device__ __forceinline__ void fetch(const float* from, int count) {
+    const int rounds = (count + 4 * THREADS - 1) / (4 * THREADS);  // blocks begin at different ones
 #pragma unroll 1
-    for (int at = 4 * tid; at < count; at += 4 * THREADS) cp_async<16>(stage + at, from + at, true);
+    for (int n = 0; n < rounds; ++n) {
+      const int at = (n + int(blockIdx.x)) % rounds * (4 * THREADS) + 4 * tid;
+      if (at < count) cp_async<16>(stage + at, from + at, true);
+    }
     cp_async_commit();
     cp_async_wait<0>();
     sync();  // the stage stands
@@ -209,7 +214,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   }
 
   // Row m of a tile for sequence b: its sum, added to x where the phase adds.
-  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum) {
+  __device__ __forceinline__ void finish(i64 layer, int phase, int tile, int input, int b, int m, float sum, float xx) {
     switch (phase) {
       case MIX_DOWN:
         m += tile * ROWS;
@@ -227,15 +232,18 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
       case FFN_INPUTS:
         if (input == 0) {
           m += tile * ROWS;
-          if (m < args.F) args.activated[b * args.F + m] = sum > 0.f ? sum * sum : 0.f;
+          if (m < args.F) put(args.activated, int(args.F), b, m, sum > 0.f ? sum * sum : 0.f);
         } else {
           m += (tile - tiles_of(args.F)) * ROWS;
           if (m < D) args.gate[b * D + m] = sigmoid(sum);
         }
         break;
       case OUTPUT:
+      case FFN_VALUE:
         m += tile * ROWS;
-        if (m < D) args.x[b * D + m] = sum;
+        if (m >= D) break;
+        args.x[b * D + m] = sum;
+        if (phase == FFN_VALUE) args.ffn_shift[(layer * args.P + row_of(b)) * D + m] = xx;
         break;
       case HEAD:
         m += tile * ROWS;
@@ -247,9 +255,11 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   __device__ __forceinline__ const float* vectors_of(int phase, int input) const {
     switch (phase) {
       case INPUTS:
-        return args.mixed + input * apart();
+        return args.mixed + input * floats(D);
       case OUTPUT:
         return args.y;
+      case FFN_VALUE:
+        return args.activated;
     }
     return IN_PARTS ? stage + B * D : stage;
   }
@@ -289,21 +299,28 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
     else ready();
     if (!busy) return;
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
-    const int K = opaque(D), slots = (K + Lane<T>::SLOT - 1) / Lane<T>::SLOT;
+    const int K = opaque(depth_of(args, phase)), slots = (K + Lane<T>::SLOT - 1) / Lane<T>::SLOT;
     const int own = min(PAIRED ? g / PARTS : g, B - 1) * K;
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop;) {
       const int input = input_of(phase, tile), stop = min(tiles.stop, end_of(phase, input));
       const float* vectors = vectors_of(phase, input);
+      if (phase == FFN_VALUE && args.staged) {
+        fetch(vectors, floats(K));
+        vectors = stage;
+      }
       vectors += IN_PARTS ? min(g, PARTS * B - 1) * K / 2 : own;
       u32 x[GROUP][STEPS][WORDS] = {};
       bool fresh = true;
 #pragma unroll 1
       for (; tile < stop; ++tile, fresh = false) {
         Sums sums = {};
-        float before = 0.f, scale = 1.f;
+        float before = 0.f, gate = 1.f, xx = 0.f, scale = 1.f;
         const int me = opaque(tid), b = me / ROWS, m = me % ROWS, at = b * D + tile * ROWS + m;
-        if (phase == OUTPUT && b < B && tile * ROWS + m < D) before = args.x[at];
+        if ((phase == OUTPUT || phase == FFN_VALUE) && b < B && tile * ROWS + m < D) {
+          before = args.x[at];
+          if (phase == FFN_VALUE) gate = args.gate[at], xx = args.xx[at];
+        }
         if constexpr (sizeof(T) == 1)
           if (b < B) scale = rows_of(args, layer, phase, tile).scales[m];
 #pragma unroll 1
@@ -357,130 +374,9 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
               part += parts[n][PAIRED ? PARTS * b + which : b][m];
             sum += part;
           }
-          finish(layer, phase, tile, input, b, m, fmaf(scale, sum, before));
+          finish(layer, phase, tile, input, b, m, fmaf(gate, scale * sum, before), xx);
         }
       }
-    }
-  }
-
-  // Eight neighbours of a row as they lie.
-  struct Eight {
-    u32 words[EIGHT * sizeof(T) / 4];
-
-    __device__ __forceinline__ void read(const T* from) {
-      if constexpr (sizeof(T) == 1) *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(from);
-      else
-#pragma unroll
-        for (int i = 0; i < int(sizeof(words)) / 16; ++i)
-          reinterpret_cast<uint4*>(words)[i] = reinterpret_cast<const uint4*>(from)[i];
-    }
-    __device__ __forceinline__ float operator[](int i) const {
-      if constexpr (sizeof(T) == 1) return float(i8(words[i / 4] >> 8 * (i % 4)));
-      else if constexpr (sizeof(T) == 2) return to_float(T{u16(words[i / 2] >> 16 * (i % 2))});
-      else return __uint_as_float(words[i]);
-    }
-  };
-
-  // The block's activations by their rows of the channel mix's value matrix, (F, D), of which those that meet only
-  // zeros are not read. Where D is small several groups of threads have rows of their own, and parts of their own.
-  static constexpr int AT_ONCE = SEQUENCES > 2 ? 2 : 4;
-  __device__ __forceinline__ void value(i64 layer) {
-    const Tiles tiles = share_of(args, FFN_INPUTS);
-    if (blockIdx.x >= key_blocks(args)) return;
-    auto& list = s.value;
-    const int F = int(args.F), each = min(THREADS, D / EIGHT), groups = THREADS / each, group = tid / each;
-    const int first = tiles.first * ROWS, stop = min(F, tiles.stop * ROWS), warp = tid >> 5, lane = tid & 31;
-    const T* const matrix = args.ffn_value + layer * F * D;
-#pragma unroll 1
-    for (int column = 0; column < D; column += THREADS * EIGHT) {
-      const int j = column + tid % each * EIGHT;
-      float sums[SEQUENCES][EIGHT] = {};
-#pragma unroll 1
-      for (int start = first; start < stop; start += THREADS) {
-        sync();  // activations stand, the list before is free
-        float activated[SEQUENCES];
-        int wanted = 0;
-#pragma unroll
-        for (int b = 0; b < SEQUENCES; ++b) {
-          activated[b] = b < B && start + tid < stop ? args.activated[b * F + start + tid] : 0.f;
-          wanted |= activated[b] != 0.f;
-        }
-        if (wanted) prefetch_l2(matrix + i64(start + tid) * D, u32(D * sizeof(T)));
-        int before = wanted;  // rows up to this thread's
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-          const int other = __shfl_up_sync(0xffffffffu, before, distance);
-          if (lane >= distance) before += other;
-        }
-        if (lane == 31) list.counts[warp] = before;
-        sync();  // the warps' counts stand
-        int count = 0;
-#pragma unroll
-        for (int n = 0; n < WARPS; ++n) {
-          if (n == warp) before += count;
-          count += list.counts[n];
-        }
-        if (wanted) {
-          list.rows[before - 1] = start + tid;
-#pragma unroll
-          for (int b = 0; b < SEQUENCES; ++b) list.activated[b][before - 1] = activated[b];
-        }
-        sync();  // the list stands
-        if (group >= groups || j >= D) continue;
-#pragma unroll 1
-        for (int n = 0; n < count; n += AT_ONCE) {
-          Eight w[AT_ONCE];
-          const auto own = [&](int n) { return n < count && list.rows[n] % groups == group; };
-#pragma unroll
-          for (int i = 0; i < AT_ONCE; ++i)
-            if (own(n + i)) w[i].read(matrix + i64(list.rows[n + i]) * D + j);
-#pragma unroll
-          for (int i = 0; i < AT_ONCE; ++i) {
-            if (!own(n + i)) continue;
-#pragma unroll
-            for (int b = 0; b < SEQUENCES; ++b) {
-              const float by = list.activated[b][n + i];
-#pragma unroll
-              for (int e = 0; e < EIGHT; ++e) sums[b][e] = fmaf(by, w[i][e], sums[b][e]);
-            }
-          }
-        }
-      }
-      if (group >= groups || j >= D) continue;
-#pragma unroll
-      for (int b = 0; b < SEQUENCES; ++b) {
-        if (b >= B) break;
-        float* to = args.value_parts + (i64(blockIdx.x * groups + group) * B + b) * D + j;
-        store4(to, {sums[b][0], sums[b][1], sums[b][2], sums[b][3]});
-        store4(to + 4, {sums[b][4], sums[b][5], sums[b][6], sums[b][7]});
-      }
-    }
-  }
-
-  // x += gate scale (sum of the parts): a warp has four channels of a sequence.
-  __device__ __forceinline__ void add_value(i64 layer) {
-    const int each = min(THREADS, D / EIGHT), rows = int(key_blocks(args)) * (THREADS / each), lane = tid & 31;
-    const Tiles quads = share(D / 4, blockIdx.x, gridDim.x);
-    ready();
-#pragma unroll 1
-    for (int unit = tid >> 5; unit < B * (quads.stop - quads.first); unit += WARPS) {
-      const int b = unit % B, j = 4 * (quads.first + unit / B), at = b * D + j;
-      const float4 gate = load4(args.gate + at), x = load4(args.x + at), xx = load4(args.xx + at);
-      float4 sum = {};
-#pragma unroll 4
-      for (int row = lane; row < rows; row += 32) {
-        const float4 part = load4(args.value_parts + (i64(row) * B + b) * D + j);
-        sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
-      }
-      sum = {warp_sum(sum.x), warp_sum(sum.y), warp_sum(sum.z), warp_sum(sum.w)};
-      if constexpr (sizeof(T) == 1) {
-        const float4 scale = load4(args.ffn_value_scales + layer * tiles_of(D) * ROWS + j);
-        sum = {scale.x * sum.x, scale.y * sum.y, scale.z * sum.z, scale.w * sum.w};
-      }
-      if (lane > 0) continue;
-      store4(args.x + at,
-             {fmaf(gate.x, sum.x, x.x), fmaf(gate.y, sum.y, x.y), fmaf(gate.z, sum.z, x.z), fmaf(gate.w, sum.w, x.w)});
-      store4(args.ffn_shift + (layer * args.P + row_of(b)) * D + j, xx);
     }
   }
 
@@ -534,7 +430,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
 #pragma unroll
         for (int n = 0; n < SHARES; ++n) sum += s.mix[b][n][channel];
         if (b > share) vectors(b);
-        put(args.mixed + c * apart(), b, j, fmaf(old - xx, sum, xx));
+        put(args.mixed + c * floats(D), D, b, j, fmaf(old - xx, sum, xx));
       }
     }
   }
@@ -598,12 +494,12 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
         s.parts[share * N + channel] = sum;
       }
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
-                    [&](int n, float y) { put(args.y, b, of_head + n, y); });
+                    [&](int n, float y) { put(args.y, D, b, of_head + n, y); });
     }
   }
 };
 
-// Parts of phases, for which what goes on in a block need not be kept in registers.
+// What goes on in a block need not be kept in registers meanwhile.
 template <typename T, typename S, int SLOTS, bool PAIRED>
 __device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
                                        u32 sense, bool first) {
@@ -629,15 +525,6 @@ __device__ __forceinline__ void time_mix(const Args<T, S>& args, Shared<SLOTS>& 
 }
 
 template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __noinline__ void value(const Args<T, S>& args, Shared<SLOTS>& s, int layer) {
-  Decode<T, S, SLOTS, PAIRED>(args, s, NO_BARRIER, 0).value(layer);
-}
-template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void add_value(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
-  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).add_value(layer);
-}
-
-template <typename T, typename S, int SLOTS, bool PAIRED>
 __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
@@ -649,14 +536,12 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s)
     const u32 before = n > args.first ? sense : NO_BARRIER;
     if (phase == MIX) mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
     else if (phase == TIME_MIX) time_mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
-    else if (phase == FFN_VALUE) add_value<T, S, SLOTS, PAIRED>(args, s, layer, before);
     else turn = products<T, S, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
-    if (phase == FFN_INPUTS) value<T, S, SLOTS, PAIRED>(args, s, layer);
     if (n > args.first) sense = next_sense(sense);
   }
 }
 
-template <typename T, typename S, int SLOTS, bool PAIRED, int FLIGHT, int AHEAD>
+template <typename T, typename S, int SLOTS, bool PAIRED>
 __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
     rwkv6_decode_step(const __grid_constant__ Args<T, S> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
@@ -667,5 +552,5 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
   }
   __syncthreads();  // the barriers stand
   if (threadIdx.x < THREADS) decode<T, S, SLOTS, PAIRED>(args, s);
-  else copy_weights<T, S, SLOTS, FLIGHT, AHEAD>(args, s);
+  else copy_weights(args, s);
 }

@@ -10,10 +10,10 @@
 
 constexpr int ROWS = 16, COLUMNS = 8;
 constexpr int COPIERS = 4;                                           // warps that have the weights copied
+constexpr int FLIGHT = 2;                                            // slots asked for and not yet come
 constexpr int STEPS = 2;                                             // a slot
 constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a slot; no bank conflicts
 constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
-constexpr int EIGHT = 8;  // channels of a row of the channel mix's value matrix that a thread takes
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
@@ -37,9 +37,9 @@ template <typename T, typename S> struct Args {
   float *att_shift, *ffn_shift;
   S* wkv;
   const i64* slots;  // or null: sequence b has row b of the states
-  float *x, *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate, *value_parts, *logits;
+  float *x, *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate, *logits;
   u32* arrived;
-  i64 L, B, P, D, H, N, A, W, F, V, first, last;
+  i64 L, B, P, D, H, N, A, W, F, V, staged, first, last;
   double eps, group_eps;
 };
 
@@ -50,10 +50,6 @@ template <int SLOTS> struct Shared {
   union {
     float parts[2][WARPS][COLUMNS][ROWS + 1];
     float mix[COLUMNS][SHARES][CHANNELS];
-    struct {
-      float activated[COLUMNS][THREADS];
-      int rows[THREADS], counts[WARPS];
-    } value;
     TimeMixScratch time_mix;
   };
 };
@@ -69,11 +65,6 @@ __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
   return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
 }
 
-// Blocks that have tiles of the channel mix's keys, the first ones; the others have its receptance.
-template <typename T, typename S> __device__ __forceinline__ u32 key_blocks(const Args<T, S>& args) {
-  return max(1u, gridDim.x * tiles_of(args.F) / (tiles_of(args.F) + tiles_of(args.D)));
-}
-
 template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
@@ -83,9 +74,10 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
     case INPUTS:
       return share(tiles_of(args.W) + 4 * D, block, blocks);
     case OUTPUT:
+    case FFN_VALUE:
       return share(D, block, blocks);
     case FFN_INPUTS: {  // no block has tiles of both, and so two normed inputs
-      const u32 keys = key_blocks(args);
+      const u32 keys = max(1u, blocks * F / (F + D));
       if (block < keys) return share(F, block, keys);
       const Tiles tiles = share(D, block - keys, blocks - keys);
       return {F + tiles.first, F + tiles.stop};
@@ -94,6 +86,10 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
       return share(tiles_of(args.V), block, blocks);
   }
   return {0, 0};
+}
+
+template <typename T, typename S> __device__ __forceinline__ int depth_of(const Args<T, S>& args, int phase) {
+  return int(phase == FFN_VALUE ? args.F : args.D);
 }
 
 // The first row of a tile, and the scales of its rows.
@@ -122,8 +118,11 @@ __device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer
       if (tile < F) rows = {args.ffn_key, args.ffn_key_scales}, row += layer * F;
       else rows = {args.ffn_receptance, args.ffn_receptance_scales}, row += layer * D - F;
       break;
+    case FFN_VALUE:
+      rows = {args.ffn_value, args.ffn_value_scales}, row += layer * D;
+      break;
   }
-  return {rows.w + row * ROWS * args.D, rows.scales + row * ROWS};
+  return {rows.w + row * ROWS * depth_of(args, phase), rows.scales + row * ROWS};
 }
 
 // How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
@@ -177,59 +176,16 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 laye
   }
 }
 
-// The slots of this block's weights, one after the other, through all phases.
-template <typename T, typename S> struct Walk {
-  const Args<T, S>& args;
-  int n, tile, stop, k;
-  const int K;
-  const T* rows;
-
-  __device__ __forceinline__ Walk(const Args<T, S>& args) : args(args), n(int(args.first)), K(int(args.D)) { enter(); }
-
-  __device__ __forceinline__ bool over() const { return n >= int(args.last); }
-
-  __device__ __forceinline__ int layer() const { return n / PHASES; }
-  __device__ __forceinline__ int phase() const { return layer() == args.L ? int(HEAD) : n % PHASES; }
-
-  // The first slot of phase n, or of the next that has one.
-  __device__ __forceinline__ void enter() {
-#pragma unroll 1
-    for (; !over(); ++n) {
-      const Tiles tiles = share_of(args, phase());
-      tile = tiles.first, stop = tiles.stop, k = 0;
-      if (tile < stop) break;
-    }
-    if (!over()) rows = rows_of(args, layer(), phase(), tile).w;
-  }
-  __device__ __forceinline__ void next() {
-    k += Lane<T>::SLOT;
-    if (k < K) return;
-    k = 0;
-    if (++tile < stop) rows = rows_of(args, layer(), phase(), tile).w;
-    else ++n, enter();
-  }
-};
-
 // The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
-template <typename T, typename S, int SLOTS, int FLIGHT, int AHEAD>
+template <typename T, typename S, int SLOTS>
 __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<SLOTS>& s) {
   constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
   u32 parity = 1;
-  Walk<T, S> far(args);
-  const auto ask = [&] {
-    if (AHEAD == 0 || far.over()) return;
-    if (lane < EACH)
-      prefetch_l2(far.rows + i64(copier * EACH + lane) * far.K + far.k,
-                  u32(min(far.K - far.k, Lane<T>::SLOT) * sizeof(T)));
-    far.next();
-  };
-#pragma unroll 1
-  for (int n = 0; n < AHEAD; ++n) ask();
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
-    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = int(args.D);
+    const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES, K = depth_of(args, phase);
     const Tiles tiles = share_of(args, phase);
     if (n == args.first + 1) wait_for_previous();  // who may write states and slots
     if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
@@ -240,7 +196,6 @@ __device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<SLOT
       for (int k = 0; k < K; k += Lane<T>::SLOT) {
         barrier_wait(s.empty[slot], parity);
         barrier_wait(s.full[latest], parity ^ (latest < slot));
-        ask();
         const T* from = rows + k + lane * Lane<T>::EACH;
         unsigned char* to = s.ring[slot][copier * EACH] + 16 * lane;
         const bool whole = k + Lane<T>::SLOT <= K;

@@ -1,15 +1,14 @@
 // what      Up to five products of weights with up to 64 vectors each, every weight read once.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
-// shapes    each product: w [M, K], or BY_INPUTS [K, M], x [B, K], y [B, M]; x of type T, or with PARTS = 3 float32
+// shapes    each product: w [M, K], x [B, K], y [B, M]; x of type T
 // grid      SPLIT blocks, a cluster, for every 128 rows of a product, products in turn; a block has a part of K. 256
 //           threads: four warps side by side have 32 rows each, two behind each other every other 16 of K
 // smem      Shared: weights on their way, or the block's part of y; then all of the block's part of x
 // barriers  a step's: its weights stand, those of the step before are free; the warps' parts of y, the blocks' parts
-// numerics  tensor cores: x rounded to T, or with PARTS = 3 as a sum of three bfloat16 numbers, which hold a float32;
-//           weights as they are; float32 sums in a fixed order. A column does not depend on the others, so neither on B.
-// source    Peng et al., 2024, "Eagle and Finch", for the products; Ootomo and Yokota, 2022, for the split
-// limits    BY_INPUTS M a multiple of 8; PARTS B up to COLUMNS, which with PARTS = 3 are three for each vector side by side: 8 of the first, of the
-//           second, of the third; K a multiple of 8; all start on 16 bytes; sm_90
+// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on the
+//           others, so neither on B.
+// source    Peng et al., 2024, "Eagle and Finch", for the products
+// limits    B up to COLUMNS; K a multiple of 8; all start on 16 bytes; sm_90
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
 #include "decode.cuh"
@@ -20,29 +19,22 @@ constexpr int PITCH = ROWS + 4;                              // of a column of p
 
 enum class Finish : i64 { Write, Add, ReluSquared };
 
-template <typename X> struct Product {
-  const void* w;
-  const X* x;
+template <typename T> struct Product {
+  const T* w;
+  const T* x;
   void* y;
   i64 M;
   Finish finish;
 };
 
-template <typename T, int PARTS> struct Input {
-  typedef T Type;
-};
-template <typename T> struct Input<T, 3> {
-  typedef float Type;
-};
-
-template <typename X> struct Args {
-  Product<X> products[PRODUCTS];  // M = 0 where there are fewer
+template <typename T> struct Args {
+  Product<T> products[PRODUCTS];  // M = 0 where there are fewer
   i64 B, K;
 };
 
 template <int COLUMNS, int STAGES> struct Shared {
   union {
-    unsigned char ring[STAGES][ROWS * DEPTH * 2];
+    unsigned char ring[STAGES][ROWS][2 * DEPTH];
     float parts[COLUMNS][PITCH];
   };
 };
@@ -57,22 +49,8 @@ __device__ __forceinline__ void multiply_halves(float (&d)[4], const u32 (&a)[4]
 // Where 16 bytes of a row stand, whose neighbours are multiples of 8 of them: eight rows' meet in no bank.
 __device__ __forceinline__ int place(int row, int chunk, int chunks) { return row * chunks + (chunk ^ (row & 7)); }
 
-// Of eight numbers the first, second or third part.
-__device__ __forceinline__ uint4 part_of(float (&x)[8]) {
-  u32 words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 low = __float_as_uint(x[2 * i]), high = __float_as_uint(x[2 * i + 1]);
-    words[i] = low >> 16 | (high & 0xffff0000u);
-    x[2 * i] -= __uint_as_float(low & 0xffff0000u), x[2 * i + 1] -= __uint_as_float(high & 0xffff0000u);
-  }
-  return {words[0], words[1], words[2], words[3]};
-}
-
-template <typename T, int COLUMNS, int PARTS, int SPLIT, int STAGES, bool BY_INPUTS>
-__global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
-    rwkv6_skinny_product(const Args<typename Input<T, PARTS>::Type> args) {
-  typedef typename Input<T, PARTS>::Type X;
+template <typename T, int COLUMNS, int SPLIT, int STAGES>
+__global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1) rwkv6_skinny_product(const Args<T> args) {
   auto& s = *reinterpret_cast<Shared<COLUMNS, STAGES>*>(dynamic_smem());
   uint4* const s_x = reinterpret_cast<uint4*>(&s + 1);
   launch_next();
@@ -88,18 +66,15 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
   const int start = rank * steps_each * DEPTH, steps = min(steps_each, max(0, (K - start + DEPTH - 1) / DEPTH));
 
   const auto copy = [&](int step) {
-    constexpr int CHUNKS = BY_INPUTS ? ROWS / 8 : DEPTH / 8, EACH = THREADS / CHUNKS;  // lines at once
     if (step < steps) {
+      const int chunk = tid % 8, k = start + step * DEPTH + chunk * 8;
       uint4* ring = reinterpret_cast<uint4*>(s.ring[step % STAGES]);
-      const int chunk = tid % CHUNKS;
 #pragma unroll
-      for (int i = 0; i < ROWS * DEPTH / 8 / THREADS; ++i) {
-        const int line = tid / CHUNKS + i * EACH;
-        const int row = first_row + (BY_INPUTS ? chunk * 8 : line),
-                  k = start + step * DEPTH + (BY_INPUTS ? line : chunk * 8);
-        const bool inside = row < M && k < K;
-        const i64 at = BY_INPUTS ? i64(k) * M + row : i64(row) * K + k;
-        cp_async<16>(ring + place(line, chunk, CHUNKS), static_cast<const T*>(product.w) + (inside ? at : 0), inside);
+      for (int i = 0; i < ROWS * 8 / THREADS; ++i) {
+        const int row = tid / 8 + i * (THREADS / 8);
+        const bool inside = first_row + row < M && k < K;
+        const T* from = product.w + (inside ? i64(first_row + row) * K + k : 0);
+        cp_async<16>(ring + place(row, chunk, 8), from, inside);
       }
     }
     cp_async_commit();
@@ -108,22 +83,13 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
   for (int step = 0; step < STAGES - 1; ++step) copy(step);
   wait_for_previous();
 
-  // All of x.
-  if constexpr (PARTS == 1) {
-    for (int at = tid; at < COLUMNS * chunks; at += THREADS) {
-      const int column = at / chunks, chunk = at % chunks, k = start + chunk * 8;
-      const bool inside = column < B && k < K;
-      cp_async<16>(s_x + place(column, chunk, chunks), product.x + (inside ? i64(column) * K + k : 0), inside);
-    }
-  } else {
-#pragma unroll 4
-    for (int at = tid; at < COLUMNS / 4 * chunks; at += THREADS) {
-      const int column = at / chunks, chunk = at % chunks, k = start + chunk * 8;
-      float x[8] = {};
-      if (column < B && k < K) load8(x, product.x + i64(column) * K + k);
-#pragma unroll
-      for (int part = 0; part < 4; ++part) s_x[place(8 * part + column, chunk, chunks)] = part_of(x);
-    }
+  // All of x; blocks, which read the same, begin at different places.
+  const int all = COLUMNS * chunks, turn = int(blockIdx.x / SPLIT) * (THREADS / 2) % all;
+  for (int n = tid; n < all; n += THREADS) {
+    const int at = n + turn < all ? n + turn : n + turn - all;
+    const int column = at / chunks, chunk = at % chunks, k = start + chunk * 8;
+    const bool inside = column < B && k < K;
+    cp_async<16>(s_x + place(column, chunk, chunks), product.x + (inside ? i64(column) * K + k : 0), inside);
   }
   cp_async_commit();
   cp_async_wait<0>();
@@ -141,14 +107,7 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
       const int k = 2 * (2 * n + behind);  // of the step's 16-byte chunks
       u32 w[TILES][4];
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        if constexpr (BY_INPUTS) {
-          const int chunk = of_rows / 8 + 2 * i + lane / 8 % 2;
-          ldmatrix_x4_trans(w[i], ring + place(8 * k + lane / 16 * 8 + lane % 8, chunk, ROWS / 8));
-        } else {
-          ldmatrix_x4(w[i], ring + place(of_rows + i * 16 + lane % 16, k + lane / 16, DEPTH / 8));
-        }
-      }
+      for (int i = 0; i < TILES; ++i) ldmatrix_x4(w[i], ring + place(of_rows + i * 16 + lane % 16, k + lane / 16, 8));
 #pragma unroll
       for (int j = 0; j < COLUMNS / 16; ++j) {
         u32 x[4];
@@ -187,12 +146,10 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     const int b = at / QUADS, m = rank * (ROWS / SPLIT) + at % QUADS * 4, row = first_row + m;
     float sum[4] = {};
 #pragma unroll
-    for (int part = PARTS - 1; part >= 0; --part)
-#pragma unroll
-      for (int block = 0; block < SPLIT; ++block) {
-        const float4 four = load4_of_block(&s.parts[8 * part + b][m], block);
-        sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
-      }
+    for (int block = 0; block < SPLIT; ++block) {
+      const float4 four = load4_of_block(&s.parts[b][m], block);
+      sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (row + i >= M) break;
@@ -205,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
           static_cast<float*>(product.y)[to] += sum[i];
           break;
         case Finish::ReluSquared:
-          static_cast<X*>(product.y)[to] = from_float<X>(sum[i] > 0.f ? sum[i] * sum[i] : 0.f);
+          static_cast<T*>(product.y)[to] = from_float<T>(sum[i] > 0.f ? sum[i] * sum[i] : 0.f);
           break;
       }
     }

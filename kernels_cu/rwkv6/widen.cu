@@ -1,12 +1,12 @@
 // what      A matrix in int8 as a product of the library takes it.
 // math      w = scale q
-// shapes    q w [M, K], or BY_INPUTS [K, M], scales [M]
-// grid      a thread 16 neighbours; 256 threads
+// shapes    q w [M, K], scales [M]
+// grid      a thread 16 neighbours of a row; 256 threads
 // smem      none
 // barriers  none
 // numerics  rounded once
 // source    none
-// limits    K, or BY_INPUTS M, is a multiple of 16; q and w start on 16 bytes
+// limits    K a multiple of 16; q and w start on 16 bytes
 #include "decode.cuh"
 
 constexpr int THREADS = 256;
@@ -15,21 +15,21 @@ template <typename T> struct Args {
   const i8* q;
   const float* scales;
   T* w;
-  i64 count, across;  // numbers in all, and of a line
+  i64 count, K;
 };
 
-template <typename T, bool BY_INPUTS> __global__ void __launch_bounds__(THREADS) rwkv6_widen(const Args<T> args) {
+template <typename T> __global__ void __launch_bounds__(THREADS) rwkv6_widen(const Args<T> args) {
   launch_next();
   const i64 at = 16 * (i64(blockIdx.x) * THREADS + threadIdx.x);
   const bool inside = at < args.count;
   const uint4 four = inside ? *reinterpret_cast<const uint4*>(args.q + at) : uint4{};
-  const float* scales = args.scales + (!inside ? 0 : BY_INPUTS ? at % args.across : at / args.across);
+  const float scale = inside ? args.scales[at / args.K] : 0.f;
   wait_for_previous();  // which reads what was here before
   if (!inside) return;
   const u32 words[4] = {four.x, four.y, four.z, four.w};
   float x[16];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = scales[BY_INPUTS ? i : 0] * float(i8(words[i / 4] >> 8 * (i % 4)));
+  for (int i = 0; i < 16; ++i) x[i] = scale * float(i8(words[i / 4] >> 8 * (i % 4)));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float eight[8];

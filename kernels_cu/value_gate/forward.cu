@@ -5,8 +5,8 @@
 //           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: as gated/forward.cu has it, and a chunk of gates of values
-// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have arrived |
-//           its scores stand
+// barriers  one, then three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have
+//           arrived | its scores stand
 // numerics  Scores as gated/forward.cu makes them. Where two tokens meet, values are decayed to and outputs from there:
 //           at the border of two sub-chunks or of the chunk's halves, so that both decays are at most 1, or in the
 //           middle of their sub-chunk (columns.cuh). Products have o transposed, as decays of columns lie
@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
   if constexpr (READS) {
     for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+    if (threadIdx.x < STAGES) s.grows[threadIdx.x] = false;
     if (Mine::PARTS == 1)
       for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   }
@@ -141,13 +142,16 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     fetch_next_gates(0);
   }
   cp_async_commit();
+  if constexpr (READS) __syncthreads();  // no gate has been looked at
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    bool grows = put_spans();
-    // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS) grows = __syncthreads_or(grows);
-    else __syncthreads();
+    const bool grows = put_spans();
+    if constexpr (READS)
+      if (grows) s.grows[stage] = true;
+    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS)
+      if (threadIdx.x == 0) s.grows[stage ^ 1] = false;
     const bool more = token + C < tokens;
     fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
                                columns, bytes);
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     if constexpr (READS)
 #pragma unroll 1
       for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-        if (grows && task < SUBS) {
+        if (task < SUBS && s.grows[stage]) {
           const i64 at = span.start + token + BC * task;
           const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
           const G* g = args.g.row(b, h, at) + args.channel;

@@ -100,12 +100,17 @@ __device__ __forceinline__ void write_state_by_columns(State<BK>& S, ValueShared
   }
 }
 
-// Where gates grow: what outputs of 16 tokens have of their own sub-chunks, each value by the decays between.
+// Where gates grow: what outputs of 16 tokens have of their own sub-chunks, each value by the decays between. As a
+// value, so that callers have no array in memory.
+struct Within {
+  float x[2][4];
+};
 template <int BV, class Schedule, typename T, typename G, int BK>
-__device__ __noinline__ void sum_one_by_one(float (&within)[2][4], ValueShared<Schedule, T, G, BK, BV>& s, int stage,
-                                            int first, int column) {
+__device__ __noinline__ Within sum_one_by_one(ValueShared<Schedule, T, G, BK, BV>& s, int stage, int first,
+                                              int column) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  Within within;
 #pragma unroll 1
   for (int at = 0; at < 8; ++at) {
     const int sub = at / 4, x = at % 4, i = first + BC * sub + 2 * t + (x & 1), col = column + g + 8 * (x >> 1);
@@ -118,8 +123,9 @@ __device__ __noinline__ void sum_one_by_one(float (&within)[2][4], ValueShared<S
       sum = fmaf(weight, decay * to_float(*place<BV>(s.v[stage], j, col)), sum);
       decay *= decay_of(to_float(*place<BV>(s.value_gates, j, col)));
     }
-    within[sub][x] = sum;
+    within.x[sub][x] = sum;
   }
+  return within;
 }
 
 // From what outputs read at the chunk's start, still to be decayed, to o: at every border on the way to a token, what
@@ -169,7 +175,9 @@ __device__ __forceinline__ void read_scores_by_columns(Output<T>& o, ValueShared
     }
     float within[2][4] = {};
     if (grows) {
-      sum_one_by_one<BV>(within, s, stage, 16 * m, threadIdx.x >> 5 << 4);
+      const Within sums = sum_one_by_one(s, stage, 16 * m, threadIdx.x >> 5 << 4);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) within[n / 4][n % 4] = sums.x[n / 4][n % 4];
     } else {
       Left<Math<T, PRODUCTS>> middle;
 #pragma unroll

@@ -11,8 +11,9 @@ import numpy as np
 from ..errors import ContractError
 
 DIGEST = 16  # bytes
-REMEMBERED = 64  # answers of an engine's ranks
-ANSWERS: WeakKeyDictionary = WeakKeyDictionary()
+REMEMBERED = 256  # calls of an engine
+MEANT: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {key of a call: (header, text)}
+ANSWERS: WeakKeyDictionary = WeakKeyDictionary()  # by engine: {header: the last answer to it}
 
 
 class Disagreement(ContractError):
@@ -21,7 +22,7 @@ class Disagreement(ContractError):
 
 def agree(comm, name, check):
     """(what this rank's check() returned, [the tokens of every rank]), once all ranks mean the same: see `Question`."""
-    question = Question(comm, name, check)
+    question = Question(comm, name, lambda _: check())
     return question.checked, question.answer()
 
 
@@ -29,27 +30,31 @@ class Question:
     """Asks the others whether they mean the same call. Until they have answered nothing else is sent to them.
 
     `check` returns (anything, its tokens, {what must be the same on all ranks: its value}), or raises ContractError,
-    which then ends the call on all ranks. What goes out at first is a digest, 32 bytes.
+    which then ends the call on all ranks. What goes out at first is a digest, 32 bytes. Calls of one `key` mean the
+    same: `check(False)` need not say it again.
     """
 
-    def __init__(self, comm, name, check):
+    def __init__(self, comm, name, check, key=None):
         self.comm, self.name = comm, name
-        self.checked, self.error, self.lengths, tokens = None, None, None, 0
+        self.checked, self.error, self.lengths = None, None, None
+        known = remembered(MEANT, comm)
+        self.header, self.text = known.get(key, (None, None))
         try:
-            self.checked, tokens, meaning = check()
-            meaning = {key: str(value) for key, value in meaning.items()}
+            self.checked, tokens, meaning = check(self.header is None)
+            if self.header is None:
+                self.header, self.text = in_words(tokens, {name: str(value) for name, value in meaning.items()})
+                if key is not None:
+                    keep(known, key, (self.header, self.text))
         except ContractError as refusal:
-            self.error, meaning = refusal, {"refused": f"{type(refusal).__name__}: {refusal}"}
-        self.text = json.dumps(meaning).encode()
-        digest = hashlib.blake2b(self.text, digest_size=DIGEST).digest()
-        self.header = digest + np.array([tokens, len(self.text)], np.int64).tobytes()
+            self.error = refusal
+            self.header, self.text = in_words(0, {"refused": f"{type(refusal).__name__}: {refusal}"})
         self.headers = comm.all_gather(np.frombuffer(self.header, np.uint8).copy())
         if self.error is not None:
             self.answer()
 
     def expected(self):
         """[The tokens of every rank] as they were when this rank meant the same before, or None."""
-        return answers_of(self.comm).get(self.header)
+        return remembered(ANSWERS, self.comm).get(self.header)
 
     def answer(self):
         """[The tokens of every rank]; raises on all of them where one means another call."""
@@ -58,21 +63,32 @@ class Question:
         headers = self.headers()
         counts = headers[:, DIGEST:].copy().view(np.int64)
         if self.error is None and (headers[:, :DIGEST] == headers[0, :DIGEST]).all():
-            known, self.lengths = answers_of(self.comm), counts[:, 0].tolist()
-            if len(known) >= REMEMBERED:
-                known.clear()
-            known[self.header] = self.lengths
+            self.lengths = counts[:, 0].tolist()
+            keep(remembered(ANSWERS, self.comm), self.header, self.lengths)
             return self.lengths
         meanings = all_texts(self.comm, self.text, counts[:, 1])
         raise self.error or Disagreement(f"{self.name}: " + "; ".join(differences(meanings)))
 
 
-def answers_of(comm) -> dict:
-    """{header: the last answer to it} on an engine."""
+def in_words(tokens, meaning):
+    """(what goes out at first, all of it)."""
+    text = json.dumps(meaning).encode()
+    digest = hashlib.blake2b(text, digest_size=DIGEST).digest()
+    return digest + np.array([tokens, len(text)], np.int64).tobytes(), text
+
+
+def remembered(what, comm) -> dict:
+    """Of an engine, by keys."""
     try:
-        return ANSWERS.setdefault(comm, {})
+        return what.setdefault(comm, {})
     except TypeError:  # an engine without hash or weak references
         return {}
+
+
+def keep(known, key, value):
+    if len(known) >= REMEMBERED:
+        known.clear()
+    known[key] = value
 
 
 def all_texts(comm, text, lengths):

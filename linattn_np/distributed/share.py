@@ -9,6 +9,7 @@ other direction.
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import lru_cache
 from weakref import WeakSet
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from .. import varlen
 from ..arrays import contents, from_native, host_array
 from ..autodiff import resumed
+from ..call_cache import call_key
 from ..dispatch import call, choose, split_to_fit, summarise
 from ..errors import ContractTypeError
 from ..grouped import callers
@@ -33,6 +35,9 @@ Bound = namedtuple("Bound", "problem arrays state mask out bounds")
 COMPUTED = ("mode", "chunk_size", "materialize", "precision", "backend")  # said to every call of the operator as it is
 OWN = ("gamma", "feature_map", "normalize")  # some operators' own
 OTHERS = ("scale", "layout", "reverse", "out", "state_v_first", "output_final_state", "state_dtype")
+
+
+cut_of = lru_cache(64)(Cut)
 
 
 def is_engine(comm) -> bool:
@@ -54,7 +59,8 @@ class Share:
             self.declared.refuse(
                 "comm", f"is a {type(comm).__name__}, expected an engine, such as connect() gives", ContractTypeError
             )
-        self.question = Question(comm, self.declared.name, lambda: self.check(inputs))
+        key, _ = call_key(self.declared, inputs, self.given | {"gradient": gradient, "segment_size": segment_size})
+        self.question = Question(comm, self.declared.name, lambda anew: self.check(inputs, anew), key)
         self.problem, self.arrays, self.state, self.mask, self.out, self.bounds = self.question.checked
         self.packed = self.bounds is not None
         self.cut_into(self.question.expected() or self.question.answer())
@@ -72,16 +78,17 @@ class Share:
         """The segments of ranks with so many tokens each."""
         self.check_lengths(lengths, self.bounds)
         bounds = self.bounds.tolist() if self.packed else [0, sum(lengths)]
-        self.lengths, self.cut = lengths, Cut(lengths, bounds, self.reverse, self.size)
+        self.lengths, self.cut = lengths, cut_of(tuple(lengths), tuple(bounds), self.reverse, self.size)
         self.own, self.kept = self.cut.of(self.comm.rank), {}
 
     # -- checks -------------------------------------------------------------------------------------------------------
-    def check(self, inputs):
-        """(Bound, this rank's tokens, what all ranks must agree on)."""
+    def check(self, inputs, anew):
+        """(Bound, this rank's tokens, what all ranks must agree on: None but of a call that is `anew`)."""
         declared, given = self.declared, self.given
         options = {name: given[name] for name in (*COMPUTED[:4], *OWN, *OTHERS) if name in given}
         problem = declared.bind(inputs, gradient=self.gradient, **options)
-        (split_to_fit if self.gradient else choose)(problem, given["backend"])  # no backend: no rank begins
+        if anew:
+            (split_to_fit if self.gradient else choose)(problem, given["backend"])  # no backend: no rank begins
         declared, sizes = problem.op, callers_sizes(problem)
         if problem.home.split(":")[0] not in self.comm.homes:
             declared.refuse(
@@ -103,6 +110,10 @@ class Share:
             problem.state_v_first,
             problem.groups,
         )
+        out = None if out is None else swap_heads(out, declared.out, problem.layout)
+        bound = Bound(problem, arrays, state, mask, out, bounds)
+        if not anew:
+            return bound, sizes["T"], None
         meaning = {"the operator": declared.name, "a gradient": self.gradient, "the size of segments": self.size}
         meaning |= {f"the size of {axis}": sizes[axis] for axis in "BHKV"} | {"the heads of v": arrays[2].shape[1]}
         meaning |= {f"the dtype of {name}": x.dtype for name, x in zip(declared.arrays, arrays)}
@@ -117,8 +128,7 @@ class Share:
         meaning |= {name: given[name] for name in (*COMPUTED, "feature_map", "normalize") if name in given}
         if "gamma" in problem.options:
             meaning["gamma"] = problem.options["gamma"].tolist()
-        out = None if out is None else swap_heads(out, declared.out, problem.layout)
-        return Bound(problem, arrays, state, mask, out, bounds), sizes["T"], meaning
+        return bound, sizes["T"], meaning
 
     def check_sequences(self, declared, sizes):
         """The checked cu_seqlens [N + 1], or None. Their end is checked once all lengths are known."""
@@ -381,7 +391,7 @@ class Share:
 
     def gradients(self, do, dht):
         op = self.problem.op
-        self.question = Question(self.comm, op.name, lambda: self.check_gradients(do, dht))
+        self.question = Question(self.comm, op.name, lambda _: self.check_gradients(do, dht))
         do, self.dht = self.question.checked
         wait = self.crossing(
             True, lambda *place: self.gradient_summary(do, *place), lambda segment: self.gradient_ahead(do, segment)

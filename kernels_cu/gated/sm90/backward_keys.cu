@@ -40,6 +40,15 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
   Pairs dA;               // RWKV-6: that of a token with itself is its own_at
 };
 
+// A byte of every warp.
+template <int BK> struct WarpFlagsOf {
+  using Type = u64;
+};
+template <> struct WarpFlagsOf<64> {
+  using Type = u32;
+};
+template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
+
 template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int STAGES = 2;
   Stage<T, G, BK, BV> stages[STAGES];
@@ -51,7 +60,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
-  u64 growth[2];                // whether gates of the chunk grow, a byte of every warp; likewise
+  WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
   Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
@@ -200,9 +209,13 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
   };
   const auto sum_of = [&](int iteration) {  // what the first sweep leaves for a lane's channel
     const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
-    return 32 * warp + lane < K ? args.sums[chunk * K + 32 * warp + lane] : 0.f;
+    return 32 * warp + lane < K ? args.sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
-  const auto gradients = [&](int iteration, float sum) {  // of the scores: dA
+  const auto growth_of = [&](int iteration) {  // likewise
+    const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
+    return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
+  };
+  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
     float d[CHUNK / 2];
@@ -222,6 +235,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     }
     put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
+    if (channel == 0) s.growth[iteration & 1] = growth;
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
@@ -257,13 +271,14 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
   };
   for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (tokens) gradients(0, sum_of(0));
+  if (tokens) gradients(0, sum_of(0), growth_of(0));
   each_chunk(tokens, [&](int iteration, int token) {
     forget(lane);                                           // addresses are cheaper made anew than held in registers
     const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
-    barrier_wait(s.operands, iteration & 1);                // the decayed queries and keys stand
+    const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
     scores(s.stages[iteration % STAGES], iteration);
-    if (token) gradients(iteration + 1, sum);
+    if (token) gradients(iteration + 1, sum, growth);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
@@ -359,8 +374,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    reinterpret_cast<bool*>(&s.growth[iteration & 1])[warp] = __any_sync(0xffffffffu, any_grows<T>(gates));
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read; all shares of largest and growth stand
+    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares of the largest value stand
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
     if (goes_by_token<T>(s, iteration)) {
@@ -534,7 +548,6 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
     s.place = place_of(args.shape, blockIdx.x);
-    s.growth[0] = s.growth[1] = 0;
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 128);
       barrier_init(s.pairs[stage], 128);

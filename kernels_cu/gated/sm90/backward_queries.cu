@@ -6,9 +6,9 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
 //           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32; weight: in the type of g; sums [chunk, K] float32: the state's share over a whole chunk; ends:
-//           sum_v S_T dht; kept [B, H, T / KEPT + 1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a
-//           sequence (kept_at)
+//           float32; weight: in the type of g; sums [chunk, K + FLAGS] float32: the state's share over a whole chunk,
+//           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H, T / KEPT +
+//           1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
@@ -44,7 +44,6 @@ constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
-  bool growth[STAGES][3];  // whether a gate of a chunk grows, of the share that each token warp has looked at
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
@@ -103,7 +102,6 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
       }
     }
     put_read_tile<3, T, BV>(in.read, in.do_, block, lane);
-    s.growth[iteration % STAGES][block] = any_grows<T, 3>(in.g, block, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   }
@@ -158,10 +156,11 @@ template <class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                             T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
-                                            float scale, QueryScale& range, int at) {
+                                            float scale, QueryScale& range, bool& growth, int at) {
   Gates<G> gates;
   Across read, met;
   gates.load(g, at);
+  growth = __any_sync(0xffffffffu, any_grows<T>(gates));
   decays_of(decays, gates);
   load_operand(keys, k, at);
   decays_to_end(far, gates, counts);
@@ -214,55 +213,48 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
 
-  float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * K + channel;
+  float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
   if (ReadOrder::reads_before_write)
     for (int h = 0; h < 2; ++h)
       if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
 
-  const auto keep = [&](int next) {
-    if (next % KEPT || next >= tokens) return;
-    float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
-#pragma unroll
-    for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
-  };
-  int iteration = 0;
-  const auto comes = [&] {  // whether there is a chunk, which then stands, in which nothing grows
-    if (iteration * CHUNK >= tokens) return false;
+#pragma unroll 1
+  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const u32 phase = iteration / STAGES & 1;
     barrier_wait(s.full[iteration % STAGES], phase);   // the tokens are there
     barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
-    const bool (&growth)[3] = s.growth[iteration % STAGES];
-    return !__any_sync(0xffffffffu, growth[0] | growth[1] | growth[2]);
-  };
-#pragma unroll 1
-  for (;; ++iteration, sums += K) {
-#pragma unroll 1
-    for (; comes(); ++iteration, sums += K) {
-      Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-      Values from_state;
-      u32 columns[BV / 8 / SUBCHUNKS][4];
-      const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
+    Values from_state;
+    u32 columns[BV / 8 / SUBCHUNKS][4];
+    const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
 
-      Operand queries, keys;
-      Chunk far;
-      Gradients found;
-      SubChunkDecays decays;
-      QueryScale range;
-      const auto g_panels = own_panels(in.g, warpgroup);
-      T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
-      const PairReader dA(in.dA);
-      meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
-      wgmma_wait<0>();
-      wgmma_keep(from_state);
-      meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
-                             offset);
+    Operand queries, keys;
+    Chunk far;
+    Gradients found;
+    SubChunkDecays decays;
+    QueryScale range;
+    bool growth;
+    const auto g_panels = own_panels(in.g, warpgroup);
+    T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
+    const PairReader dA(in.dA);
+    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
+    wgmma_wait<0>();
+    wgmma_keep(from_state);
+    meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
+                           growth, offset);
 
-      decay_state<BV>(S, decays);
-      wgmma_fence();
-      start_write<T, BV>(S, keys, in.v);
-      wgmma_commit();
+    if (growth) {  // what has been computed may be anything
+      grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
+      each_pair([&](int n, int h) { pair_of(keys, n, h) = 0, decays.own[n][h] = 1.f; });
+    }
+    if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = growth;
+    decay_state<BV>(S, decays);
+    wgmma_fence();
+    start_write<T, BV>(S, keys, in.v);
+    wgmma_commit();
 
+    if (!growth) {
       each_pair([&](int n, int h) {
         const float2 query = unpack<T>(pair_of(queries, n, h));
         const float by = scale * decays.before(n, h);
@@ -287,18 +279,17 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         if (t == 0 && inside[h]) sums[8 * h] = sum[h];
-      wgmma_wait<0>();
-      wgmma_keep(S);
-      fence_async();
-      barrier_arrive(s.done[iteration % STAGES]);
-      keep((iteration + 1) * CHUNK);
     }
-    if (iteration * CHUNK >= tokens) break;
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    grow_queries<ReadOrder, T, G, BK, BV>(S, du, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
+    wgmma_wait<0>();
+    wgmma_keep(S);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
-    keep((iteration + 1) * CHUNK);
+    const int next = (iteration + 1) * CHUNK;
+    if (next % KEPT == 0 && next < tokens) {
+      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
+#pragma unroll
+      for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
+    }
   }
 
   float end[2] = {};

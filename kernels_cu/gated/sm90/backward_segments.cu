@@ -77,21 +77,23 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int h = 0; h < 2; ++h) all[h] *= decays.all(h);
     Across nowhere;
     QueryScale range = {{1.f, 1.f}, {1.f, 1.f}, true};
-    if (__any_sync(0xffffffffu, any_grows<T>(gates))) {  // then nothing is left to do
-      if (BACKWARDS)
-        grow_backwards<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), own_channel(), [](int) {});
-      else grow_forwards<T, G, BV>(S, in.x, in.g, in.y, own_channel());
-      each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
-    } else if (BACKWARDS) {
-      load_operand(x, in.x[warpgroup], offset);
+    const bool growth = __any_sync(0xffffffffu, any_grows<T>(gates));
+    load_operand(x, in.x[warpgroup], offset);
+    if (BACKWARDS) {
       decays_from_start(far, gates, counts);
       range = scale_of_queries<ReadOrder, T>(far);
       const float scale = float(args.scale);
       decay_queries<false, T>(nowhere, x, x, far, decays, {scale * range.up[0], scale * range.up[1]});
     } else {
-      load_operand(x, in.x[warpgroup], offset);
       decays_to_end(far, gates, counts);
       decay_keys<false, T>(nowhere, x, x, far, decays);
+    }
+    if (growth) {  // what has been computed may be anything, and nothing is left to do
+      if (BACKWARDS)
+        grow_backwards<ReadOrder, T, G, BV>(S, in.x, in.g, in.y, float(args.scale), own_channel(), [](int) {});
+      else grow_forwards<T, G, BV>(S, in.x, in.g, in.y, own_channel());
+      each_pair([&](int n, int h) { pair_of(x, n, h) = 0, decays.own[n][h] = 1.f; });
+      range = {{1.f, 1.f}, {1.f, 1.f}, true};
     }
     decay_state<BV>(S, decays, range.up[0], range.up[1]);
     wgmma_fence();

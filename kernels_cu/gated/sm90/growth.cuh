@@ -8,31 +8,23 @@
 #include "gated/sm90/states.cuh"
 #include "backward_tokens.cuh"
 
+// Behind the sums of a chunk, in float32 numbers: a byte of every warp of the first sweep, whether gates of its
+// channels grow.
+constexpr int FLAGS = 2;
+
 // The least gate, in nats, that is growth. Of less, 8 tokens let e^-13 pass a reset, and float16's 32 stay below e^8.
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
-template <typename G> __device__ __forceinline__ float2 two_gates(u32 two) { return unpack<G>(two); }
-template <> __device__ __forceinline__ float2 two_gates<float>(u32 one) { return {__uint_as_float(one), NOTHING}; }
-
-// The larger ones of two times two gates, or of two float32 ones.
-template <typename G> __device__ __forceinline__ u32 larger_gates(u32 x, u32 y) { return at_least<G>(x, y); }
-template <> __device__ __forceinline__ u32 larger_gates<float>(u32 x, u32 y) {
-  return __float_as_uint(at_least(__uint_as_float(x), __uint_as_float(y)));
-}
-
-// Whether one of the largest gates is, of two or of one; true for NaN too.
-template <typename T, typename G> __device__ __forceinline__ bool grows(u32 largest) {
-  const float2 two = two_gates<G>(largest);
-  return !(two.x < GROWTH<T> && two.y < GROWTH<T>);
-}
+// Whether the largest gate is; true for NaN too.
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
 // Whether one of the gates that this lane holds does.
 template <typename T, typename G> __device__ __forceinline__ bool any_grows(const Gates<G>& gates) {
   u32 largest = gates.x[0][0];
   each_pair([&](int n, int h) { largest = at_least<G>(largest, pair_of(gates.x, n, h)); });
-  return grows<T, G>(largest);
+  const float2 two = unpack<G>(largest);
+  return grows<T>(at_least(two.x, two.y));
 }
 template <typename T> __device__ __forceinline__ bool any_grows(const Gates<float>& gates) {
   float largest = gates.x[0][0];
@@ -40,26 +32,10 @@ template <typename T> __device__ __forceinline__ bool any_grows(const Gates<floa
   return grows<T>(largest / LOG2E);
 }
 
-// Whether one of a chunk's gates does, of the pieces of warp `warp` of WARPS; for the whole warp.
-template <typename T, int WARPS, typename G, int PANELS>
-__device__ __forceinline__ bool any_grows(G (&gates)[PANELS][CHUNK][PANEL<G>], int warp, int lane) {
-  const uint4* const pieces = reinterpret_cast<const uint4*>(&gates);
-  uint4 largest = pieces[32 * warp + lane];
-#pragma unroll
-  for (int first = 32 * WARPS; first < PANELS * CHUNK * 8; first += 32 * WARPS)
-    if (const int at = first + 32 * warp; at < PANELS * CHUNK * 8) {
-      const uint4 x = pieces[at + lane];
-      largest = {larger_gates<G>(largest.x, x.x), larger_gates<G>(largest.y, x.y), larger_gates<G>(largest.z, x.z),
-                 larger_gates<G>(largest.w, x.w)};
-    }
-  const u32 one = larger_gates<G>(larger_gates<G>(largest.x, largest.y), larger_gates<G>(largest.z, largest.w));
-  return __any_sync(0xffffffffu, grows<T, G>(one));
-}
-
 // ---- a token --------------------------------------------------------------------------------------------------------
 
-// This lane's first channel, the other 8 on; and where it is among the four lanes of a channel. Made anew, since registers
-// are scarce where nothing grows.
+// This lane's first channel, the other 8 on; and where it is among the four lanes of a channel. Made anew, since
+// registers are scarce where nothing grows.
 __device__ __forceinline__ int own_channel() {
   const int thread = opaque(threadIdx.x);
   return thread / 32 * 16 + (thread >> 2 & 7);
@@ -168,9 +144,9 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
 
 // The first sweep's chunk: its results in place of q and g, and `sums` of this lane's channels where they are INSIDE.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float (&du)[2], float* sums, const bool (&inside)[2],
-                                             Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v,
-                                             Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale) {
+__device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, const bool (&inside)[2], Tile<T, BK>& q,
+                                             Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v, Tile<T, BV>& do_,
+                                             Pairs& dA, const float (&u)[2], float scale) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   int channel = own_channel();
   const int t = own_quarter();
@@ -188,7 +164,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float (&du)[2],
     const auto query = [&](int row) { return to_float(value_at(q, row, channel)); };
     const auto key = [&](int row) { return to_float(value_at(k, row, channel)); };
     Tokens dq, share, met, weight;  // share: of q dq, the state's; met: of tokens' q dq, that of the keys so far
-    float sum = 0.f, own_bonus = 0.f;
+    float sum = 0.f;
 #pragma unroll 1
     for (int m = 0; m < CHUNK / 4; ++m) {
       float up_to_own = 0.f;
@@ -200,13 +176,8 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float (&du)[2],
       const int row = 4 * m + t;
       dq[m] = scale * grown(from_state[h][m], up_to_own);
       share[m] = query(row) * dq[m], met[m] = weight[m] = 0.f;
-      if (BEFORE) {
-        const float x = own_at(dA, row) * key(row);
-        dq[m] = fmaf(h ? u[1] : u[0], x, dq[m]), own_bonus = fmaf(query(row), x, own_bonus);
-      }
+      if (BEFORE) dq[m] = fmaf(h ? u[1] : u[0], own_at(dA, row) * key(row), dq[m]);
     }
-    if (h) du[1] += own_bonus;
-    else du[0] += own_bonus;
 #pragma unroll 1
     for (int j = 0; j < CHUNK; ++j) {
       float between = 0.f, passing = 0.f;  // sum of gates; what passes the next gate
@@ -268,7 +239,8 @@ __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[
     *reinterpret_cast<float2*>(shares + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// The second sweep's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK threads.
+// The second sweep's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK
+// threads.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* shares,
                                           Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -55,11 +54,10 @@ def on_every_card():
             instance = T, G, products, K, V
             for order in READ_ORDERS:
                 yield gated.GatedForward.fitting(order, gated.SINGLE_PASS, *instance, MOST_SHARED)
-                if K == gated.TILES[-1]:
-                    split = partial(gated.GatedForward.fitting, order, gated.SPLIT_CHANNELS, *instance)
-                    yield from dict.fromkeys(map(split, (MOST_SHARED, LEAST_SHARED)))
             yield gated.GatedForward.fitting("AfterWrite", gated.SEGMENT_STATE, *instance, MOST_SHARED)
     for (T, G), order in product(GATES, READ_ORDERS):
+        for products in (1, 3) if T == SINGLE else (1,):
+            yield from split_channels(order, T, G, products)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)
@@ -80,6 +78,15 @@ def on_every_card():
     for width in (1, 4):
         yield gated.ScanSegments(width)
     yield gated.ScanBothWays()
+
+
+def split_channels(order, T, G, products):
+    """Of K over 128: whole launches, and the last one of few channels."""
+    K, found = gated.TILES[-1] + 1, {}
+    for V, shared in product((*gated.TILES, 2 * gated.TILES[-1]), (MOST_SHARED, LEAST_SHARED)):
+        kernel = gated.GatedForward.fitting(order, gated.SPLIT_CHANNELS, T, G, products, K, V, shared)
+        found |= dict.fromkeys((kernel, kernel.with_channels(1)))
+    return found
 
 
 def gated_on_hopper():
@@ -186,13 +193,9 @@ def of_models():
     for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
         yield rwkv6.DecodeStep(T, S, depth, paired)
     skinny = rwkv6.SkinnyProduct
-    for split, depth in product(skinny.SPLITS, skinny.STAGES_OF):
-        for by_inputs in (False, True):
-            yield skinny(BFLOAT16, skinny.EXACT, 3, split, depth, by_inputs)
-            for T, width in product(HALF, skinny.WIDTHS):
-                yield skinny(T, width, 1, split, depth, by_inputs)
-    yield rwkv6.Widen(BFLOAT16, False)
-    yield rwkv6.Widen(BFLOAT16, True)
+    for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
+        yield skinny(T, width, split, depth)
+    yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
 

@@ -58,7 +58,12 @@ def mode_of(problem) -> str:
 def plan_vjp(problem, device, do, dht, saved=(), kept=()):
     if problem.dtype == DOUBLE:
         return float64.plan_vjp(problem, device, do, dht)
-    return gated_vjp.plan_vjp(problem, device, do, dht, saved, kept)
+
+    def starts(draft, arrays):
+        """As the forward pass of mode "chunk" has them, so that every mode's gradients have the same bits."""
+        return OnHopper(draft, problem, device, arrays, o=arrays[2]).starts_of(gated_vjp.segments(problem, device))
+
+    return gated_vjp.plan_vjp(problem, device, do, dht, saved, kept, starts=starts)
 
 
 plan_summary_vjp = gated_vjp.plan_summary_vjp
@@ -280,7 +285,8 @@ class OnEveryCard(OnePass):
         return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
-        B, H, V = self.problem.shape("B H V")
+        B, H, K, V = self.problem.shape("B H K V")
+        kernel = kernel.with_channels(K - channel) if kernel.schedule == SPLIT_CHANNELS else kernel
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
@@ -338,6 +344,13 @@ class OnHopper(OnePass):
             return ()
         alike = self.starts.shape[0] == self.problem.sizes["N"] * gated_vjp.segments(self.problem, self.device)
         return (self.starts,) if alike else ()
+
+    def starts_of(self, P):
+        """The states that P segments start from, by themselves; None where `run` cuts otherwise."""
+        if self.segments(self.kernel(self.schedule)) != P:
+            return None
+        left = self.left_by_segments(P, self.problem.output_final_state)
+        return self.between_segments(P, *left, self.draft.initial(self.problem), None)
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""

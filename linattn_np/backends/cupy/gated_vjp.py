@@ -24,12 +24,13 @@ from .instances import (
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
-def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False):
+def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=None):
     """(gradients in the order of the arrays, that of the initial state or None).
 
     `saved`: the states at its segments' starts, where the forward pass cuts as this one does. `kept`: what
     `plan_summary_vjp` of the same `do` has left. `exact`: half-precision data too are multiplied in
-    float32, for a gate that many channels share, whose gradient is a sum of theirs.
+    float32, for a gate that many channels share, whose gradient is a sum of theirs. `starts`: a function of a draft and
+    the inputs that gives what would be saved, or None.
     """
     P, bonus = segments(problem, device), problem.arrays.get("u")
     if not P and pieces.backward_gains(problem, do):
@@ -40,6 +41,8 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False):
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
     if P:
+        if P > 1 and starts and not saved and not kept:
+            saved = (starts(draft, arrays[:4]),)
         tiles, shares = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, kept, *saved)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
@@ -180,7 +183,7 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = (), 
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
     queries, keys = GatedBackwardQueriesSm90.fitting(*instance), GatedBackwardKeysSm90.fitting(*instance)
     ends = draft.empty((N * P, H, K), FLOAT32)
-    sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K), FLOAT32)
+    sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
     read = {"q": q, "k": k, "v": v, "do_": do, "g": g}
     if left:

@@ -67,9 +67,17 @@ class GatedForward(Kernel):
         """For a device whose blocks may have so many bytes of shared memory: as many columns as that allows, or where
         one is not enough for all channels, as many of these."""
         found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
+        split = schedule == SPLIT_CHANNELS
+        wide = replace(found, BV=2 * TILES[-1])
+        if split and dtype == BFLOAT16 and V > TILES[-1] and wide.shared_bytes <= shared:
+            return wide
         if found.shared_bytes <= shared:
             return found
-        return replace(found, BK=TILES[0]) if schedule == SPLIT_CHANNELS else replace(found, BV=TILES[0])
+        return replace(found, BK=TILES[0]) if split else replace(found, BV=TILES[0])
+
+    def with_channels(self, left) -> GatedForward:
+        """The instance for the last launch, when so many channels are left."""
+        return replace(self, BK=TILES[0]) if left <= TILES[0] else self
 
     @property
     def channels(self):
@@ -100,7 +108,7 @@ class GatedForward(Kernel):
         stages, spans = 2 * C * (BK + self.BV) * size, 4 * BK * (C // 4 + 1) + C * BK * self.gate.itemsize
         border, numbers = 32 if C == 32 else 8, 2 if X == 2 else 1
         middle = 4 if self.schedule == SPLIT_CHANNELS else X
-        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK)
+        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK + 4)
         state = 0 if X == size else 2 * X * C * BK
         return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
@@ -354,7 +362,8 @@ class GatedBackwardSm90(Kernel):
     CHUNK: ClassVar[int] = 32
     CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between the states that are kept: what is cut off of those that are
     # read adds up in the gates' gradient from one to the next
-    constants = (("KEPT", "CHECKPOINT_EVERY"),)
+    FLAGS: ClassVar[int] = 2  # float32 numbers behind the sums of a chunk: 8 bytes, of as many warps
+    constants = (("KEPT", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     read_order: str
     dtype: np.dtype
     gate: np.dtype

@@ -112,38 +112,38 @@ class SkinnyProduct(ModelKernel):
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
     WIDTHS: ClassVar[tuple[int, ...]] = (16, 32, 64)  # vectors
-    EXACT: ClassVar[int] = 32  # columns, three of which are a float32 vector; one of four stays empty
+    FEW: ClassVar[int] = 32  # up to which it is faster than the library, whatever the weights are
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
-    STAGES_OF: ClassVar[tuple[int, ...]] = (3, 6)  # where two blocks share a multiprocessor, and where they do not
+    DEPTHS: ClassVar[tuple[int, ...]] = (3, 6)  # stages where two blocks share a multiprocessor, and where one has it
     arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
     shared = ("Shared<{COLUMNS}, {STAGES}>",)
     arch, threads = "sm_90a", 256
     dtype: np.dtype
     COLUMNS: int
-    PARTS: int
     SPLIT: int
     STAGES: int
-    BY_INPUTS: bool  # whether weights are [K, M]
 
     @classmethod
-    def fitting(cls, dtype, X, B, K, tiles, by_inputs, device) -> tuple[SkinnyProduct, int] | None:
-        """The kernel and the vectors' bytes of shared memory; None where it does not serve."""
-        exact = X == FLOAT32
-        most = cls.EXACT // 4 if exact else cls.WIDTHS[-1]
-        if device.capability != 90 or B > most or dtype not in ((BFLOAT16,) if exact else HALF):
+    def fitting(cls, dtype, B, K, tiles, device) -> tuple[SkinnyProduct, int] | None:
+        """The kernel and the vectors' bytes of shared memory; None where the library is faster, or it does not serve.
+
+        Blocks are to fill nine tenths of the multiprocessors. Of clusters of two, one has a multiprocessor where that
+        is enough; larger ones wait for each other's unless two share one.
+        """
+        if device.capability != 90 or B > cls.WIDTHS[-1] or dtype not in HALF:
             return None
-        columns = cls.EXACT if exact else next(width for width in cls.WIDTHS if B <= width)
-        for split in cls.SPLITS:
-            for stages in cls.STAGES_OF:
-                kernel = cls(dtype, columns, 3 if exact else 1, split, stages, by_inputs)
-                room = (
-                    device.shared_per_multiprocessor // 2 - 1024
-                    if stages == cls.STAGES_OF[0]
-                    else device.shared_per_block
-                )
-                bytes_ = kernel.vector_bytes(K)
-                if kernel.shared_bytes + bytes_ <= room and (split == 8 or tiles * split >= device.multiprocessors):
-                    return kernel, bytes_
+        columns = next(width for width in cls.WIDTHS if B <= width)
+        filled = 0.9 * device.multiprocessors
+        split = next((split for split in cls.SPLITS if tiles * split >= filled), cls.SPLITS[-1])
+        one_wave = split <= 2 and filled <= tiles * split <= device.multiprocessors
+        if B > cls.FEW and not one_wave:
+            return None
+        for stages in reversed(cls.DEPTHS) if one_wave else cls.DEPTHS:
+            kernel = cls(dtype, columns, split, stages)
+            shared = stages == cls.DEPTHS[0]
+            room = device.shared_per_multiprocessor // 2 - 1024 if shared else device.shared_per_block
+            if kernel.shared_bytes + kernel.vector_bytes(K) <= room:
+                return kernel, kernel.vector_bytes(K)
         return None
 
     def vector_bytes(self, K) -> int:
@@ -159,9 +159,6 @@ class SkinnyProduct(ModelKernel):
         return max(self.STAGES * self.ROWS * 2 * self.DEPTH, 4 * self.COLUMNS * (self.ROWS + 4))
 
 
-ROWS = Matvec.ROWS, SkinnyProduct.ROWS  # of a weight that a block takes
-
-
 @dataclass(frozen=True)
 class DecodeStep(ModelKernel):
     """All layers in one launch."""
@@ -172,13 +169,12 @@ class DecodeStep(ModelKernel):
         *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
         *pointers("ffn_value_scales head_scales"),
         *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
-        *pointers("x xx low mixed kvrg_out decay_low y activated gate value_parts logits arrived"),
-        *integers("L B P D H N A W F V first last"),
+        *pointers("x xx low mixed kvrg_out decay_low y activated gate logits arrived"),
+        *integers("L B P D H N A W F V staged first last"),
         *reals("eps group_eps"),
     )
     shared = ("Shared<{stages}>",)
     arch, threads = "sm_90a", 384
-    COMPUTING: ClassVar[int] = 256  # of the threads; the others copy weights
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
     STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
@@ -187,27 +183,33 @@ class DecodeStep(ModelKernel):
     state: np.dtype
     stages: int
     paired: bool
-    flight: int = 2
-    ahead: int = 0
 
     @classmethod
-    def fitting(cls, dtype, state, B, D, device) -> tuple[DecodeStep, int] | None:
-        """The kernel, and the vectors' bytes of shared memory."""
+    def fitting(cls, dtype, state, B, D, F, device) -> tuple[DecodeStep, int] | None:
+        """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages."""
         if B > cls.COLUMNS:
             return None
         parts = 3 if dtype in (BFLOAT16, INT8) else 2
-        kernels = (cls(dtype, state, stages, parts * B <= cls.COLUMNS) for stages in cls.STAGES)
-        sized = ((kernel, B * D * (4 + kernel.bytes_of_parts)) for kernel in kernels)
-        return next((found for found in sized if found[0].shared_bytes + found[1] <= device.shared_per_block), None)
+        for widest, least in ((True, 8), (False, cls.STAGES[-1])):
+            for stages in cls.STAGES:
+                kernel = cls(dtype, state, stages, parts * B <= cls.COLUMNS)
+                room = max(kernel.vector_bytes(B, D), kernel.staged_bytes(B, F) * widest)
+                if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
+                    return kernel, room
+        return None
+
+    def vector_bytes(self, B, D) -> int:
+        """Of a norm's result, beside what products take where that stands in parts."""
+        return B * D * (4 + self.bytes_of_parts)
+
+    def staged_bytes(self, B, F) -> int:
+        """Of the channel mix's activations."""
+        return B * F * (self.bytes_of_parts or 4)
 
     @property
     def bytes_of_parts(self) -> int:
         """Of a number that products take as three in bfloat16, split by who made it; 0 where products split it."""
         return 6 if self.paired and self.dtype in (BFLOAT16, INT8) else 0
-
-    def parts_of_value(self, blocks, D) -> int:
-        """Rows of parts of the channel mix's sum that `blocks` blocks leave at most."""
-        return blocks * (self.COMPUTING // min(self.COMPUTING, D // 8))
 
     @property
     def shared_bytes(self):
@@ -297,11 +299,10 @@ class ReluSquared(ModelKernel):
 @dataclass(frozen=True)
 class Widen(ModelKernel):
     file = "rwkv6/widen"
-    arguments = (*pointers("q scales w"), *integers("count across"))
+    arguments = (*pointers("q scales w"), *integers("count K"))
     EACH: ClassVar[int] = 16  # elements a thread
     threads = 256
     dtype: np.dtype
-    BY_INPUTS: bool
 
     def blocks(self, count) -> int:
         return ceil_div(count, self.EACH * self.threads)

@@ -96,23 +96,12 @@ class CudaDecoder:
         self.sizes = fitting(sizes, self.matrices)
         load = partial(stacked, device, weights, loaded)
         self.whole = apart(table.whole(lambda *weight: first_of(array_of(load, self.matrices, *weight))))
-        self.all_layers = apart(table.layer("", partial(self.of_layers, partial(load, blocks=sizes["L"]))))
+        self.all_layers = apart(table.layer("", partial(array_of, partial(load, blocks=sizes["L"]), self.matrices)))
         self.layers = [
             SimpleNamespace(**{name: array[i] for name, array in vars(self.all_layers).items()})
             for i in range(sizes["L"])
         ]
         self.make_room(batch)
-
-    def of_layers(self, load, field, weight, names):
-        """A weight of all layers."""
-        if field == "ffn_value" and self.values_by_inputs:
-            return by_inputs(load(self.matrices, names, inputs_first=True))
-        return array_of(load, self.matrices, field, weight, names)
-
-    @property
-    def values_by_inputs(self) -> bool:
-        """Whether the channel mix's value matrices lie by inputs, so that those that are zero need not be read."""
-        return self.device.capability == 90
 
     def resized(self, batch: int) -> CudaDecoder:
         """A decoder of `batch` sequences with the same weights."""
@@ -130,7 +119,7 @@ class CudaDecoder:
         self.kernel = None
         if self.device.capability == 90:
             self.kernel = kernels.DecodeStep.fitting(
-                self.matrices, self.state_dtype, batch, self.sizes["D"], self.device
+                self.matrices, self.state_dtype, batch, self.sizes["D"], self.sizes["F"], self.device
             )
         X = FLOAT32 if self.few else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
@@ -150,19 +139,14 @@ class CudaDecoder:
             wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
             value=room(1, B, D),
-            value_parts=room(self.kernel[0].parts_of_value(self.step_blocks, D), B, D) if self.kernel else None,
             normed=room(1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
         )
-        if self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what launches beyond it take
+        if self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what other kernels take
             self.room.mixed, self.room.y = room(5, B, D * size // 4), room(1, B, D * size // 4)
+            self.room.activated = room(1, B, F * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
-
-    @property
-    def step_blocks(self) -> int:
-        """Of a launch of `DecodeStep`."""
-        return self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS
 
     @property
     def logits(self):
@@ -316,7 +300,7 @@ class Step:
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
                 kernel,
-                self.my.step_blocks,
+                self.device.multiprocessors if self.device.cooperative else PHASE_BLOCKS,
                 more_shared=more_shared,
                 together=self.device.cooperative,
                 **fields,
@@ -324,6 +308,7 @@ class Step:
                 L=layers,
                 B=self.my.batch,
                 P=self.state.wkv.shape[1],
+                staged=more_shared >= kernel.staged_bytes(self.my.batch, sizes["F"]),
                 first=first,
                 last=last,
                 eps=LAYER_NORM_EPS,
@@ -429,9 +414,8 @@ class Step:
         my, matrices = self.my, [getattr(weights, name) for name, *_ in products]
         products = [product[1:] for product in products]
         _, B, K = products[0][0].shape
-        X, tiles = products[0][0].dtype, row_tiles(matrices, kernels.SkinnyProduct.ROWS)
-        by_inputs = matrices[0].strides[-1] > matrices[0].strides[-2]
-        skinny = kernels.SkinnyProduct.fitting(my.matrices, X, B, K, tiles, by_inputs, my.device)
+        tiles = row_tiles(matrices, kernels.SkinnyProduct.ROWS)
+        skinny = None if my.few else kernels.SkinnyProduct.fitting(my.matrices, B, K, tiles, my.device)
         if not (skinny or my.few):
             return self.by_library(weights, matrices, products)
         listed = [
@@ -443,7 +427,7 @@ class Step:
         args = {"products": listed + [none] * (kernels.PRODUCTS - len(listed)), "B": B, "K": K}
         if skinny:
             kernel, more_shared = skinny
-            self.draft.launch(kernel, row_tiles(matrices, kernel.ROWS) * kernel.SPLIT, more_shared=more_shared, **args)
+            self.draft.launch(kernel, tiles * kernel.SPLIT, more_shared=more_shared, **args)
         else:
             blocks = row_tiles(matrices, kernels.Matvec.ROWS)
             self.draft.launch(kernels.Matvec.fitting(my.dtype, blocks, my.device), blocks, **args)
@@ -463,9 +447,8 @@ def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
     """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
     strides = tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
     w = Array(room.memory, q.shape, strides, dtype, room.offset)
-    by_inputs = q.strides[-1] > q.strides[-2]
-    kernel, across = kernels.Widen(dtype, by_inputs), q.shape[-2 if by_inputs else -1]
-    draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, across=across)
+    kernel = kernels.Widen(dtype)
+    draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
     return w
 
 
@@ -489,12 +472,11 @@ def array_of(load, dtype, field, weight, names):
     return load(dtype, names, weight.inputs_first, kernels.DecodeStep.ROWS)
 
 
-def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None, inputs_first=False):
+def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
     """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
 
     The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read
     tiles of so many. With int8 a pair: the numbers, and the rows' scales, of which there are `rows` more as well.
-    `inputs_first`, on the device alone, swaps the numbers' axes.
     """
     prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
     shape = weights[prefixes[0] + names[0]].shape
@@ -503,36 +485,28 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
     def room(first, *others, dtype):
         return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
 
-    stacks = [room(*others, first, dtype=dtype) if inputs_first else room(first, *others, dtype=dtype)]
+    stacks = [room(first, *others, dtype=dtype)]
     if dtype == INT8:
         stacks.append(room(first, dtype=FLOAT32))
     for layer, prefix in enumerate(prefixes):
         for slot, name in enumerate(names):
             array = weights[prefix + name]
-            for stack, host in zip(stacks, hosts(array, dtype, transposed, inputs_first)):
+            for stack, host in zip(stacks, hosts(array, dtype, transposed)):
                 device.copy(device.upload(host), stack[layer, slot])  # bytes: no kernel is compiled for it
             loaded(array)
     return tuple(stacks) if dtype == INT8 else stacks[0]
 
 
-def hosts(array, dtype, transposed, inputs_first) -> tuple:
+def hosts(array, dtype, transposed) -> tuple:
     """A parameter as the device has it; in int8 its numbers and scales, those of the CPU's layers."""
+    if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
+        return array.q, array.scales
+    array = np.asarray(array)
+    if transposed:
+        array = array.T
     if dtype != INT8:
-        return (np.ascontiguousarray(array.T if transposed or inputs_first else array, dtype),)
-    if isinstance(array, Stored) and array.format == "int8":
-        q, scales = array.q, array.scales
-    else:
-        array = np.asarray(array)
-        (q,), (scales,) = quantised((array.T if transposed else array)[None], "int8")
-    return np.ascontiguousarray(q.T if inputs_first else q), scales
-
-
-def by_inputs(stack):
-    """The numbers of a stack [..., in, out], or of a pair of such and scales, as (out, in)."""
-    if not isinstance(stack, tuple):
-        return stack.swapaxes(-1, -2)
-    numbers, scales = stack
-    return numbers.swapaxes(-1, -2), scales
+        return (np.ascontiguousarray(array, dtype),)
+    return tuple(part[0] for part in quantised(np.ascontiguousarray(array)[None], "int8"))
 
 
 def first_of(stack):
@@ -542,7 +516,7 @@ def first_of(stack):
 
 def apart(weights) -> SimpleNamespace:
     """Scales beside their matrices, under names of their own."""
-    found = {}
+    found: dict = {}
     for name, array in vars(weights).items():
         found |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
     return SimpleNamespace(**found)

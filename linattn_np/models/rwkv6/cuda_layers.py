@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...backends.cupy.kernel import HALF
 from . import weights as table
 from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
@@ -16,9 +15,8 @@ class CudaLayers:
 
     def __init__(self, weights, sizes, dtype, state_dtype, loaded):
         self.dtype = dtype_of(weights, dtype)
-        self.decoder = CudaDecoder(
-            weights, self.dtype, loaded=loaded, state_dtype=state_dtype
-        )  # of one sequence; others share it
+        # Of one sequence; others share its weights.
+        self.decoder = CudaDecoder(weights, self.dtype, loaded=loaded, state_dtype=state_dtype)
         self.state_dtype = self.decoder.state_dtype
         self.device, self.steps, self.prompts = self.decoder.device, {1: Steps(self.decoder)}, {}
         self.decoder.compile()  # which takes longest; a prompt mostly comes first
@@ -93,4 +91,4 @@ def dtype_of(weights, dtype):
     if dtype is not None:
         return one_of(dtype, DTYPES)
     own = weights["head.weight"].dtype
-    return own if own in HALF else FLOAT32
+    return own if own in DTYPES else FLOAT32
