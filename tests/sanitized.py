@@ -11,7 +11,7 @@ import sys
 from itertools import chain
 
 import numpy as np
-from reference import draw, draw_states
+from reference import DECAYS, draw, draw_states
 from test_decode_kernels import SMALL, synthetic
 from test_training_kernels import SEEDS, adamw, model, on_device
 
@@ -36,6 +36,7 @@ from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 DOUBLE, HALF, SINGLE = (np.dtype(t) for t in (np.float64, np.float16, np.float32))
 DECLARED = ((gla, GLA), (rwkv6, RWKV6_OP))
 PACKED = [0, 5, 5, 70, 133]
+GROWS = "grows"  # logsigmoid's gates, and growth that chunks compute another way
 OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
     ((2, 2, 100, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 2, 70, 128, 136), HALF, "logsigmoid", SINGLE, {}),
@@ -56,6 +57,11 @@ OPERATORS = (  # B H T K V, dtype, gates, the gates' dtype, keywords
     ((1, 1, 133, 20, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 20, 24), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "staged"}),
     ((1, 2, 100, 64, 64), BFLOAT16, "logsigmoid", None, {"mode": "staged"}),
+    ((1, 1, 133, 20, 24), DOUBLE, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "staged"}),
+    ((1, 1, 1100, 64, 64), BFLOAT16, GROWS, None, {}),
+    ((1, 2, 70, 128, 136), HALF, GROWS, SINGLE, {}),
+    ((1, 1, 70, 200, 64), BFLOAT16, GROWS, None, {}),
+    ((1, 2, 70, 64, 64), SINGLE, GROWS, None, {}),
     ((1, 2, 40, 20, 9), SINGLE, "logsigmoid", None, {"mode": "recurrent"}),
     ((1, 1, 133, 64, 64), BFLOAT16, "logsigmoid", None, {"cu_seqlens": PACKED, "mode": "recurrent"}),
 )
@@ -63,6 +69,9 @@ GRADIENTS = (  # as for OPERATORS, all with gradients of the final state
     ((1, 2, 70, 64, 64), BFLOAT16, "some-inf", None, {}),
     ((1, 1, 530, 20, 24), HALF, "logsigmoid", SINGLE, {}),
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),
+    ((1, 1, 1100, 64, 64), BFLOAT16, GROWS, None, {}),
+    ((1, 2, 70, 128, 72), HALF, GROWS, SINGLE, {}),
+    ((1, 1, 133, 70, 100), SINGLE, GROWS, None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
 )
 GATED_VALUES = (  # as for OPERATORS, and with gradients
@@ -71,12 +80,15 @@ GATED_VALUES = (  # as for OPERATORS, and with gradients
     ((1, 1, 133, 20, 9), SINGLE, "some-1e30", None, {"cu_seqlens": PACKED}),
     ((1, 2, 70, 200, 130), BFLOAT16, "trained", SINGLE, {}),  # more channels than a launch has
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),  # in segments
+    ((1, 2, 70, 64, 64), BFLOAT16, GROWS, None, {}),
     ((1, 2, 37, 20, 24), SINGLE, "logsigmoid", None, {"mode": "recurrent"}),
 )
 ATTENTION = (  # B H T K V, dtype, keywords
     ((1, 2, 150, 64, 64), BFLOAT16, {}),
     ((1, 1, 133, 100, 60), HALF, {"cu_seqlens": PACKED}),
     ((1, 1, 70, 20, 9), BFLOAT16, {"causal": False}),
+    ((1, 1, 133, 20, 9), SINGLE, {"cu_seqlens": PACKED}),
+    ((1, 2, 37, 136, 20), BFLOAT16, {}),
 )
 FAMILY = (  # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 2, 133, 64, 128), BFLOAT16, {"cu_seqlens": PACKED}),
@@ -94,13 +106,19 @@ STEPS = (  # B H K V, dtype, the state's dtype, slots or None
     ((2, 2, 100, 60), SINGLE, BFLOAT16, None),
     ((2, 1, 20, 9), HALF, HALF, [3, 0]),
     ((2, 1, 300, 136), SINGLE, SINGLE, [1, 2]),
+    ((2, 1, 20, 9), DOUBLE, DOUBLE, None),
 )
 
 
 def drawn(declared, rng, sizes, dtype, gate="logsigmoid", gate_dtype=None, cu_seqlens=()):
     """(the arrays of a call, an initial state or none)."""
     sizes = dict(zip("BHTKV", sizes), N=len(cu_seqlens) - 1 if cu_seqlens else sizes[0])
-    return draw(declared, rng, sizes, dtype, gate, gate_dtype), draw_states(declared, rng, sizes, SINGLE)
+    arrays = draw(declared, rng, sizes, dtype, "logsigmoid" if gate == GROWS else gate, gate_dtype)
+    if gate == GROWS:
+        for name, x in zip(declared.arrays, arrays):
+            if name in DECAYS:
+                x[:, :, 5::16] = 1.5
+    return arrays, draw_states(declared, rng, sizes, SINGLE)
 
 
 def operators(rng, run):
