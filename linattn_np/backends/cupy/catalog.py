@@ -10,7 +10,7 @@ from ...arrays import BFLOAT16
 from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from .kernel import CTYPES, DOUBLE, HALF, INT8, SPELLED
+from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -42,7 +42,7 @@ def kernels():
         softmax.PlainSoftmaxBackwardQueries,
         softmax.PlainSoftmaxBackwardKeys,
     ):
-        for T in SPELLED:
+        for T in FLOATS:
             yield cls(T)
     yield from of_models()
     yield from of_training()
@@ -153,7 +153,7 @@ def element_by_element():
 def in_float64():
     for cls, order, columns in product((float64.Forwards, float64.Backwards), READ_ORDERS, float64.COLUMNS):
         yield cls(order, columns)
-    for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], SPELLED):
+    for order, (T, G), S in product(READ_ORDERS, [*GATES, (DOUBLE, DOUBLE)], FLOATS):
         if DOUBLE in (T, S):
             yield step.Float64Step(order, T, G, S)
     yield stages.ChunkCumsum(DOUBLE)

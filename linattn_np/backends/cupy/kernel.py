@@ -16,7 +16,8 @@ CTYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "f16", BFLOAT16: 
 HALF = tuple(CTYPES)[1:]
 DOUBLE = np.dtype(np.float64)
 INT8 = np.dtype(np.int8)
-SPELLED = CTYPES | {DOUBLE: "double", INT8: "i8"}
+FLOATS = CTYPES | {DOUBLE: "double"}
+SPELLED = FLOATS | {INT8: "i8"}
 
 
 def spelled(value) -> str:

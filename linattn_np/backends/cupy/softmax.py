@@ -14,7 +14,7 @@ import numpy as np
 
 from .arguments import integers, pointers, reals, rows, shape
 from .instances import SM90
-from .kernel import HALF, SPELLED, Kernel
+from .kernel import FLOATS, HALF, Kernel
 from .plan import Draft, aligned16, ceil_div
 
 COLUMNS = (64, 128)  # D: the whole of K and of V in one tile, padded up
@@ -103,7 +103,7 @@ class PlainSoftmaxBackwardKeys(PlainSoftmax):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    return None if problem.dtype in SPELLED else f"no {problem.dtype} kernels; it has {', '.join(map(str, SPELLED))}"
+    return None if problem.dtype in FLOATS else f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
 
 
 def is_plain(problem) -> bool:

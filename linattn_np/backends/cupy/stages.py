@@ -9,7 +9,7 @@ import numpy as np
 from ...contract import SUB_CHUNK
 from .arguments import pointers, reals, rows, shape
 from .instances import CHANNELS, channels, read_order
-from .kernel import DOUBLE, SPELLED, Kernel
+from .kernel import DOUBLE, FLOATS, Kernel
 from .plan import Array, Draft, ceil_div
 
 STAGE_COLUMNS = 64  # columns a block of the tiled stages
@@ -91,8 +91,8 @@ class Float64Combine(Kernel):
 # -- plans -------------------------------------------------------------------------------------------------------------
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
-    if problem.dtype not in SPELLED:
-        return f"no {problem.dtype} kernels; it has {', '.join(map(str, SPELLED))}"
+    if problem.dtype not in FLOATS:
+        return f"no {problem.dtype} kernels; it has {', '.join(map(str, FLOATS))}"
     if problem.op.name == "intra_chunk" and problem.dtype != DOUBLE and problem.sizes["K"] > CHANNELS[-1]:
         return f"K={problem.sizes['K']} is over {CHANNELS[-1]}"
     return None
