@@ -29,6 +29,8 @@ from attack.harness import Refused, holds_for, require
 from linattn_np import NotSupported, vjp
 from linattn_np.layouts import swap_heads
 
+MOST_GROWTH = 80.0  # nats that a chunk may grow by, and its gradients hold: docs/gates.md
+
 
 def run(machine, call, arrays, arguments, function=None):
     """A result's parts on the host; NotSupported is a refusal."""
@@ -467,11 +469,20 @@ def reached_by_plants(call, block):
     return reached
 
 
+def growth(call):
+    """The most nats by which a channel's gates above 0 let a state grow, on either side."""
+    gates = (x for name, x in call.arrays().items() if name in ("g", "gv", "w"))
+    return sum(np.maximum(np.nan_to_num(double(x)), 0).sum(2).max(initial=0) for x in gates)
+
+
 def excused(call, machine, gradient=False):
     """[B, HV, T, 1]: where the docstrings let kernels that multiply whole blocks have a NaN of the block's future.
 
-    A gate's gradient, which is summed up from the end, may have it in the whole sequence.
+    A gate's gradient, which is summed up from the end, may have it in the whole sequence. Growth of a chunk beyond
+    float32 may leave NaN in the gradients of its earlier tokens.
     """
     if not isinstance(machine, Kernels) or call.mode == "recurrent" and not gradient:
         return np.zeros((1, 1, 1, 1), bool)
+    if gradient and growth(call) > MOST_GROWTH:
+        return np.ones((1, 1, 1, 1), bool)
     return reached_by_plants(call, max(call.T, 1) if gradient else max(128, call.chunk_size or 0))
