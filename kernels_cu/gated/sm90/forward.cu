@@ -43,7 +43,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     for (int slot = 0; slot < BV / PANEL * S::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.stages[stage].row[0] = ALL;
     if constexpr (Schedule::K_RANKS > 1)
-      for (Barrier& told : s.votes.told) barrier_init(told, 1);
+      for (Barrier& told : s.votes.told) barrier_init(told, Schedule::K_RANKS);
   }
   if constexpr (Schedule::reads) {
     if (Order::reads_before_write)

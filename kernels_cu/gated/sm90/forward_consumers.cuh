@@ -238,13 +238,14 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
         multiply(in);
         wgmma_wait<0>();
         wgmma_keep(S);
-        row = in.row[0];
+        // Read by the lane that releases the stage, from which others get it.
+        row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? in.row[0] : 0, 0);
         forget(thread);
         if constexpr (Schedule::reads) {
           wgmma_keep(o);
           put_row(tile, o, row % MORE, thread);
         }
-        __syncwarp();  // all lanes know the row
+        __syncwarp();  // all lanes have read decays
         if (thread % 32 == 0) release();
       }
     }

@@ -41,14 +41,15 @@ __device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T
   most = larger_signed(larger_signed(most, four.x), four.y);
 }
 
-// Two blocks have half of the channels each, and both make a chunk as a whole or token by token: tells the other block
-// whether gates grow here; whether they do here or there. Every thread writes what it reads later: a register less.
+// Two blocks have half of the channels each, and both make a chunk as a whole or token by token: tells both, by one
+// thread, whether gates grow here; whether they do here or there. This block's threads read both votes: a register less
+// than if they kept their own.
 template <int K_RANKS>
-__device__ __forceinline__ void tell_peer(Votes<K_RANKS>& votes, int rank, int stage, bool grows, bool sends) {
+__device__ __forceinline__ void tell_both(Votes<K_RANKS>& votes, int rank, int stage, bool grows) {
   votes.grows[rank][stage][0] = grows;
-  if (!sends) return;
   fence_async();
   copy_to_peer(votes.grows[rank][stage], sizeof votes.grows[0][0], votes.told[stage]);
+  barrier_arrive(votes.told[stage]);
 }
 template <int K_RANKS> __device__ __forceinline__ bool either_grows(Votes<K_RANKS>& votes, int stage, u32 parity) {
   barrier_wait(votes.told[stage], parity);

@@ -340,7 +340,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     };
     const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
     const auto tell = [&](bool grows) {
-      if constexpr (Schedule::K_RANKS > 1) tell_peer(s.votes, rank, stage, grows, me.thread == 0);
+      if constexpr (Schedule::K_RANKS > 1)
+        if (me.thread == 0) tell_both(s.votes, rank, stage, grows);
     };
     const auto either = [&] {
       if constexpr (Schedule::K_RANKS > 1) return either_grows(s.votes, stage, used & 1);

@@ -102,7 +102,7 @@ template <typename M, typename T, int BK> struct ScoreOperands<false, M, T, BK> 
 // K_RANKS blocks: whether gates of either's channels grow too much, of the chunk of a stage.
 template <int K_RANKS> struct alignas(16) Votes {
   i32 grows[K_RANKS][2][4];
-  Barrier told[2];  // the other block's is there
+  Barrier told[2];  // both blocks' are there
 };
 template <> struct Votes<1> {};
 
