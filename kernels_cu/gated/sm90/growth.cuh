@@ -137,8 +137,10 @@ using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
+// In place of what all four lanes of a channel read: shuffles alone keep no lane's stores behind another's loads.
 template <typename X, int PANELS>
 __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
+  __syncwarp();
   for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + own_quarter(), channel) = from_float<X>(x[m]);
 }
 
@@ -208,7 +210,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
       behind += here;
     }
     if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = behind;
-    store_tokens(q, dq, channel);  // all four lanes have read it
+    store_tokens(q, dq, channel);
     store_tokens(g, weight, channel);
   }
 }
@@ -303,7 +305,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
       if (row % 4 == t) dg[row / 4] = to_float(value_at(weight, row, channel)) + passing;
       passing += token_of(written, row);
     }
-    store_tokens(q, dk[h], channel);  // all four lanes have read it
+    store_tokens(q, dk[h], channel);
     store_tokens(g, dg, channel);
   }
 }
