@@ -16,6 +16,9 @@ constexpr int FLAGS = 2;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
+// What the second sweep's sums over V may be off by, of their size: their factors are rounded to T.
+constexpr float ROUNDING = 0x1p-7f;
+
 // Whether the largest gate is; true for NaN too.
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
@@ -283,8 +286,8 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    Tokens written, dg;  // written: k times what the gradient behind the chunk has of its dk
-    float sum = 0.f, all = 0.f;
+    Tokens written, dg;                      // written: k times what the gradient behind the chunk has of its dk
+    float sum = 0.f, all = 0.f, size = 0.f;  // size: of what adds up to all
 #pragma unroll 1
     for (int m = CHUNK / 4 - 1; m >= 0; --m) {
       float behind_own = 0.f;
@@ -293,10 +296,13 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
         sum += to_float(value_at(g, 4 * m + n, channel));
       }
       written[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], behind_own);
-      all += written[m];
+      all += written[m], size += fabsf(written[m]);
     }
-    all = channel_sum(all);
-    const float before = exp2_approx(LOG2E * sum) < forgotten ? 0.f : (h ? end[1] : end[0]) - all;
+    all = channel_sum(all), size = channel_sum(size);
+    const float behind = h ? end[1] : end[0], rest = behind - all, decay = exp2_approx(LOG2E * sum);
+    // What grew before a strong decay may outweigh what follows it: forgotten is what may be rounding alone.
+    const bool forgets = decay == 0.f || (decay < forgotten && !(fabsf(rest) > ROUNDING * (fabsf(behind) + size)));
+    const float before = forgets ? 0.f : rest;
     if (h) end[1] = before + sums[channel];
     else end[0] = before + sums[channel];
     float passing = before;
