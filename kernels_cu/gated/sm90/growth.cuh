@@ -16,8 +16,15 @@ constexpr int FLAGS = 2;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
-// What the second sweep's sums over V may be off by, of their size: their factors are rounded to T.
-constexpr float ROUNDING = 0x1p-7f;
+// A decay over a chunk, about what rounding leaves of the second sweep's sums over V; and what they may be off by at
+// most.
+constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
+
+// Whether the rest, from before a chunk, of such a sum of this size is rounding alone. What grew before a strong decay
+// and grows behind it may outweigh all between.
+__device__ __forceinline__ bool forgets(float decay, float rest, float size, bool grown) {
+  return decay == 0.f || (decay < FORGOTTEN && !(grown && fabsf(rest) > ROUNDING * fabsf(size)));
+}
 
 // Whether the largest gate is; true for NaN too.
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
@@ -250,7 +257,7 @@ template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* shares,
                                           Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
                                           Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale,
-                                          float forgotten, int barrier) {
+                                          int barrier) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   constexpr int WARPS = BK / 16, THREADS = 2 * BK;
   int channel = own_channel();
@@ -300,9 +307,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     }
     all = channel_sum(all), size = channel_sum(size);
     const float behind = h ? end[1] : end[0], rest = behind - all, decay = exp2_approx(LOG2E * sum);
-    // What grew before a strong decay may outweigh what follows it: forgotten is what may be rounding alone.
-    const bool forgets = decay == 0.f || (decay < forgotten && !(fabsf(rest) > ROUNDING * (fabsf(behind) + size)));
-    const float before = forgets ? 0.f : rest;
+    const float before = forgets(decay, rest, fabsf(behind) + size, true) ? 0.f : rest;
     if (h) end[1] = before + sums[channel];
     else end[0] = before + sums[channel];
     float passing = before;
