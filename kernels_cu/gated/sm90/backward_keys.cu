@@ -13,7 +13,8 @@
 // barriers  full, done: as backward_queries; pairs: dA stands, and v for C; operands: so do the decayed queries and
 //           keys, and C has read v; within: the queries within have been read; scores: A stands
 // numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
-//           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding
+//           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding.
+//           What had grown before and grows behind may outweigh what is between: there 0 is what may be rounding alone
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
 #include "gated/sm90/growth.cuh"
@@ -61,12 +62,12 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
+  bool grown;                   // whether a later chunk of the sequence does
   Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
-constexpr float FORGOTTEN = 0x1p-20f;  // a decay over a chunk, about what rounding leaves of the sums
-constexpr float TOO_LARGE = 0x1p29f;   // for values of size 1 beside it to be normal numbers of float16
+constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
 // Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
 // token, lie in different banks.
@@ -101,6 +102,21 @@ __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
 // Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range.
 template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
   return s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE;
+}
+
+// Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks.
+template <int BK, int COUNT, typename T, typename G>
+__device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread) {
+  const int own = place_of(args.shape, blockIdx.x).sequence;
+  bool found = false;
+  for (i64 n = 1; own % args.P + n < args.P; ++n) {
+    const Place at = place_of(args.shape, blockIdx.x + u32(n * args.shape.H));
+    for (int chunk = thread; chunk * CHUNK < at.tokens; chunk += COUNT) {
+      const float* sums = args.sums + (at.chunk + chunk) * (args.shape.K + FLAGS);
+      found |= *reinterpret_cast<const WarpFlags<BK>*>(sums + args.shape.K) != 0;
+    }
+  }
+  return found;
 }
 
 // Calls f(iteration, first token of the chunk) for the chunks from the last to the first.
@@ -379,8 +395,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
     if (goes_by_token<T>(s, iteration)) {
       barrier_arrive(s.operands);
+      if (threadIdx.x == 0) s.grown = true;  // nobody reads it in this chunk
       grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                         in.weight, in.v, in.do_, in.dA, u, scale, FORGOTTEN, CONSUMERS_BARRIER);
+                                         in.weight, in.v, in.do_, in.dA, u, scale, CONSUMERS_BARRIER);
       barrier_wait(s.within, iteration & 1);  // as after any chunk
       barrier_wait(s.scores, iteration & 1);
       fence_async();
@@ -484,7 +501,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     sum_tokens<false, false>(dg, before);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      before[h] = decays.all(h) < FORGOTTEN ? 0.f : end[h] - before[h];
+      const float rest = end[h] - before[h];
+      before[h] = forgets(decays.all(h), rest, end[h], s.grown) ? 0.f : rest;
       end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
     }
     Chunk weight;
@@ -559,6 +577,9 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   }
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128)
     s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
+  bool grown = false;
+  if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, CONSUMERS + 128>(args, threadIdx.x));
+  if (threadIdx.x == 0) s.grown = grown;
   fence_async();
   __syncthreads();                               // the barriers and zeros stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers

@@ -16,6 +16,16 @@ constexpr int FLAGS = 2;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
+// A decay over a chunk, about what rounding leaves of the second sweep's sums over V; and what they may be off by at
+// most.
+constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
+
+// Whether the rest, from before a chunk, of such a sum of this size is rounding alone. What grew before a strong decay
+// and grows behind it may outweigh all between.
+__device__ __forceinline__ bool forgets(float decay, float rest, float size, bool grown) {
+  return decay == 0.f || (decay < FORGOTTEN && !(grown && fabsf(rest) > ROUNDING * fabsf(size)));
+}
+
 // Whether the largest gate is; true for NaN too.
 template <typename T> __device__ __forceinline__ bool grows(float largest) { return !(largest < GROWTH<T>); }
 
@@ -137,8 +147,10 @@ using Tokens = float[CHUNK / 4];
 __device__ __forceinline__ float token_of(const Tokens& x, int token) {
   return __shfl_sync(0xffffffffu, x[token / 4], (opaque(threadIdx.x) & 28) + token % 4);
 }
+// In place of what all four lanes of a channel read: shuffles alone keep no lane's stores behind another's loads.
 template <typename X, int PANELS>
 __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>], const Tokens& x, int channel) {
+  __syncwarp();
   for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + own_quarter(), channel) = from_float<X>(x[m]);
 }
 
@@ -208,7 +220,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
       behind += here;
     }
     if (t == 0 && (h ? inside[1] : inside[0])) sums[8 * h] = behind;
-    store_tokens(q, dq, channel);  // all four lanes have read it
+    store_tokens(q, dq, channel);
     store_tokens(g, weight, channel);
   }
 }
@@ -245,7 +257,7 @@ template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* shares,
                                           Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
                                           Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale,
-                                          float forgotten, int barrier) {
+                                          int barrier) {
   constexpr bool BEFORE = ReadOrder::reads_before_write;
   constexpr int WARPS = BK / 16, THREADS = 2 * BK;
   int channel = own_channel();
@@ -281,8 +293,8 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
   });
 #pragma unroll 1
   for (int h = 0; h < 2; ++h, channel += 8) {
-    Tokens written, dg;  // written: k times what the gradient behind the chunk has of its dk
-    float sum = 0.f, all = 0.f;
+    Tokens written, dg;                      // written: k times what the gradient behind the chunk has of its dk
+    float sum = 0.f, all = 0.f, size = 0.f;  // size: of what adds up to all
 #pragma unroll 1
     for (int m = CHUNK / 4 - 1; m >= 0; --m) {
       float behind_own = 0.f;
@@ -291,10 +303,11 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
         sum += to_float(value_at(g, 4 * m + n, channel));
       }
       written[m] = to_float(value_at(k, 4 * m + t, channel)) * grown(from_state[h][m], behind_own);
-      all += written[m];
+      all += written[m], size += fabsf(written[m]);
     }
-    all = channel_sum(all);
-    const float before = exp2_approx(LOG2E * sum) < forgotten ? 0.f : (h ? end[1] : end[0]) - all;
+    all = channel_sum(all), size = channel_sum(size);
+    const float behind = h ? end[1] : end[0], rest = behind - all, decay = exp2_approx(LOG2E * sum);
+    const float before = forgets(decay, rest, fabsf(behind) + size, true) ? 0.f : rest;
     if (h) end[1] = before + sums[channel];
     else end[0] = before + sums[channel];
     float passing = before;
@@ -303,7 +316,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
       if (row % 4 == t) dg[row / 4] = to_float(value_at(weight, row, channel)) + passing;
       passing += token_of(written, row);
     }
-    store_tokens(q, dk[h], channel);  // all four lanes have read it
+    store_tokens(q, dk[h], channel);
     store_tokens(g, dg, channel);
   }
 }
