@@ -411,5 +411,6 @@ def test_the_normaliser_is_one_more_column(backend, rng):
     )
     o_exact, exact = vjp(linear_attention, *map(double, arrays), normalize=True, backend="numpy")
     assert errors(backend.tohost(o), o_exact)[0] < 2e-5
-    for x, y in zip(pull(o), exact(double(backend.tohost(o))), strict=True):
-        assert errors(backend.tohost(x), y)[0] < 2e-5
+    do = rng.standard_normal(o.shape).astype(np.float32)  # o itself would cancel: it is a mean of v
+    for x, y in zip(pull(backend.asarray(do)), exact(double(do)), strict=True):
+        assert errors(backend.tohost(x), y)[0] < 4e-5  # as other gradients: twice the result's

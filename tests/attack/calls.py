@@ -303,6 +303,9 @@ def magnitudes(call, arrays, arguments):
     return arrays, arguments
 
 
+UNDERFLOWS = {"float16": 16}  # sums of products on tensor cores: each operand has come to a subnormal number
+
+
 def judge(law, found, wanted, bound, must, dtype, factor=1.0, least=0.0):
     """Every element within its bound where `must`; `bound` is what the sum's terms come to without their signs."""
     require(found.shape == wanted.shape, f"{law}: shape", f"{found.shape}, expected {wanted.shape}")
@@ -313,7 +316,8 @@ def judge(law, found, wanted, bound, must, dtype, factor=1.0, least=0.0):
         if lost.any():
             at = tuple(int(i) for i in np.argwhere(lost)[0])
             raise Fault(f"{law}: not finite", f"{found[at]} for {wanted[at]!r} at {at}, {int(lost.sum())} in all")
-        allowed = factor * TOLERANCES[np.dtype(dtype).name] * abs(bound) + least + float(limits.smallest_subnormal)
+        underflow = UNDERFLOWS.get(found.dtype.name, 1) * float(limits.smallest_subnormal)
+        allowed = factor * TOLERANCES[np.dtype(dtype).name] * abs(bound) + least + underflow
         error = np.where(must, abs(double(found) - wanted), 0)
         bad = must & (error > allowed)
     if bad.any():
