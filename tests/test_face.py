@@ -90,7 +90,7 @@ class Frequencies:
         p = xp.exp(weights - weights.max())
         p /= p.sum()
 
-        def pull(gradients):
+        def pull(gradients, leaves):
             gradients[...] = p - xp.bincount(wanted.ravel(), minlength=256) / wanted.size
 
         return -xp.log(p[wanted]).mean(), pull

@@ -115,6 +115,7 @@ def assert_right(device, op, found, arrays, do, start, dht, scale, bounds, dtype
     assert not wrong, wrong
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", (SINGLE, HALF, BFLOAT16), ids=str)
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
@@ -149,6 +150,7 @@ def test_growth_in_segments(device, rng, monkeypatch, op):
     assert_right(device, op, computed(device, op, *given), *given, BFLOAT16)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("beside", (0.0, 2.0), ids=("", "in a chunk that grows"))
 @pytest.mark.parametrize("segments", (1, 3))
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
@@ -177,6 +179,7 @@ def test_growth_with_one_product(device, rng, monkeypatch, op):
     assert_right(device, op, computed(device, op, *given), *given, SINGLE)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_a_scale_of_zero_under_growth(device, rng, op, dtype):
@@ -188,6 +191,7 @@ def test_a_scale_of_zero_under_growth(device, rng, op, dtype):
         assert_right(device, op, found, *given, dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", (SINGLE, HALF, BFLOAT16), ids=str)
 @pytest.mark.parametrize("op", (GLA, RWKV6), ids=lambda op: op.name)
 def test_what_overflows_leaves_the_past_alone(device, rng, op, dtype):

@@ -261,6 +261,7 @@ def cancelling(q, k, v, g, gv, do):
     ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
 @pytest.mark.parametrize("side", ("g", "gv"))
 @pytest.mark.parametrize("kind", KINDS)
