@@ -27,6 +27,10 @@ from linattn_np.ops import OPS
 
 DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+if SIMULATOR:
+    from turns import take_turns
+
+    take_turns()
 
 
 class Backend:
