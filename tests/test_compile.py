@@ -40,16 +40,10 @@ except Exception as error:
     pytest.skip(f"no CUDA compiler: {error}", allow_module_level=True)
 
 
-def covering(kernels, together):
-    """Instances that have between them every value of every argument, or every pair of values."""
-    together = min(together, len(kernels[0].template))
-    return pairs.choose(kernels, lambda kernel: enumerate(kernel.template), together) if together else kernels
-
-
 def chosen(kernels, exhaustive):
     """What is measured: instances by target, the only one of a file that has kernels for one card alone."""
-    most = covering(kernels, 2)
-    few = covering(most, 1)
+    most = pairs.instances(kernels, 2)
+    few = pairs.instances(most, 1)
     if kernels[0].arch:
         return {kernels[0].arch: kernels if exhaustive else most}
     if exhaustive:
