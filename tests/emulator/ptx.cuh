@@ -403,6 +403,8 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
 
 }  // namespace emulator
 
+inline void prefetch_map(const TensorMap&) {}
+
 inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head, i32 batch,
                         emulator::Where where = emulator::here()) {
   emulator::phases("tensor_load", b, where);
@@ -503,7 +505,7 @@ static void start(void* const* operands) {
   if (own.count == MAX_PRODUCTS)
     return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
   Started& product = own.started[own.count++];
-  product = {first.multiply, {}, {}, first.a_tile, int(index() / WARP % 4 * 16), first.b, first.accumulate, own.groups,
+  product = {first.multiply, {}, {}, first.a_tile, int(threadIdx.x / WARP % 4 * 16), first.b, first.accumulate, own.groups,
              first.where};
   for (int lane = 0; lane < WARP; ++lane) {
     const TileProduct& operand = *static_cast<TileProduct*>(operands[lane]);
@@ -560,7 +562,7 @@ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
 }
 template <class T, int N, bool TRANSPOSED>
 void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate, emulator::Where where = emulator::here()) {
-  static_assert(N == 32 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
+  static_assert(N >= 32 && N <= 256 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
   emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, nullptr, a, b, accumulate, where};
   emulator::collective("wgmma", where, emulator::start, &operand);
 }

@@ -195,6 +195,9 @@ def of_models():
     skinny = rwkv6.SkinnyProduct
     for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
         yield skinny(T, width, split, depth)
+    many = rwkv6.BatchProduct
+    for T, (width, depth), split in product(HALF, many.DEPTHS.items(), many.SPLITS):
+        yield many(T, width, split, depth)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

@@ -16,7 +16,7 @@ from ...declarations import RWKV6
 from ...problem import Problem
 from ...varlen import Spans
 from . import gated
-from .arguments import integers, pointers, reals, structs
+from .arguments import integers, maps, pointers, reals, structs
 from .kernel import HALF, INT8, Kernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
@@ -157,6 +157,48 @@ class SkinnyProduct(ModelKernel):
     def shared_bytes(self):
         """Without the vectors."""
         return max(self.STAGES * self.ROWS * 2 * self.DEPTH, 4 * self.COLUMNS * (self.ROWS + 4))
+
+
+STACKS = 2  # in one launch
+STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
+
+
+@dataclass(frozen=True)
+class BatchProduct(ModelKernel):
+    """Half-precision weights by up to 256 vectors. `SPLIT` blocks share a tile, each with a part of K."""
+
+    file = "rwkv6/batch_product"
+    ROWS: ClassVar[int] = 128  # of a weight
+    DEPTH: ClassVar[int] = 64  # of K a step
+    DEPTHS: ClassVar[dict[int, int]] = {64: 4, 128: 3, 256: 4}  # stages by vectors: two blocks share a multiprocessor
+    # where registers let them
+    SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
+    shared = ("Shared<{dtype}, {COLUMNS}, {STAGES}>",)
+    arch, threads = "sm_90a", 288
+    dtype: np.dtype
+    COLUMNS: int
+    SPLIT: int
+    STAGES: int
+
+    @classmethod
+    def fitting(cls, dtype, B, tiles, device) -> BatchProduct | None:
+        """With blocks for nine tenths of the multiprocessors; None where it does not serve."""
+        columns = next((width for width in cls.DEPTHS if B <= width), None)
+        if device.capability != 90 or dtype not in HALF or columns is None:
+            return None
+        enough = 0.9 * device.multiprocessors
+        split = next((split for split in cls.SPLITS if tiles * split >= enough), cls.SPLITS[-1])
+        return cls(dtype, columns, split, cls.DEPTHS[columns])
+
+    @property
+    def cluster(self):
+        return self.SPLIT
+
+    @property
+    def shared_bytes(self):
+        ring = self.STAGES * (self.ROWS + self.COLUMNS) * 2 * self.DEPTH
+        return padded(max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 2 * 8 * self.STAGES, 1024)
 
 
 @dataclass(frozen=True)

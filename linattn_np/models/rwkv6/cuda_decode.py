@@ -18,7 +18,7 @@ from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
 from ...backends.cupy.kernel import INT8
-from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
+from ...backends.cupy.plan import Array, Draft, Plan, TensorMap, ceil_div, contiguous, describe_parts
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import quantised
 from ..quantised import Stored
@@ -415,6 +415,21 @@ class Step:
         products = [product[1:] for product in products]
         _, B, K = products[0][0].shape
         tiles = row_tiles(matrices, kernels.SkinnyProduct.ROWS)
+        if B > kernels.SkinnyProduct.FEW and (many := kernels.BatchProduct.fitting(my.matrices, B, tiles, my.device)):
+            stacks = [
+                {
+                    "w": TensorMap(w[None], many.DEPTH, many.ROWS, True),
+                    "x": TensorMap(x[None], many.DEPTH, many.COLUMNS, True),
+                    "y": y,
+                    "C": w.shape[0],
+                    "M": w.shape[1],
+                    "finish": finish,
+                }
+                for w, (x, y, finish) in zip(matrices, products)
+            ]
+            stacks += [stacks[0] | {"C": 0}] * (kernels.STACKS - len(stacks))
+            self.draft.launch(many, tiles * many.SPLIT, stacks=stacks, B=B, K=K)
+            return
         skinny = None if my.few else kernels.SkinnyProduct.fitting(my.matrices, B, K, tiles, my.device)
         if not (skinny or my.few):
             return self.by_library(weights, matrices, products)
