@@ -50,15 +50,15 @@ class TimeMixStep(ModelKernel):
 
 @dataclass(frozen=True)
 class TimeMixBatch(ModelKernel):
-    """The same for many sequences: blocks go from state to state."""
+    """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
     arguments = TimeMixStep.arguments
     shared = ("Shared",)
     threads = 256
-    shared_bytes = 4 * (5 * 64 + 4 * 256 + 2 * 8)
-    resident = 4
-    WIDEST: ClassVar[int] = 64
+    shared_bytes = 4 * 8 * 4 * 64
+    N: ClassVar[int] = 64
+    SEQUENCES: ClassVar[int] = 8  # of a block
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
@@ -66,11 +66,12 @@ class TimeMixBatch(ModelKernel):
     @classmethod
     def fitting(cls, dtype, X, state, N, W, device) -> tuple[TimeMixBatch, int] | None:
         """The kernel, and the bytes of shared memory behind its own; None where it does not serve."""
-        kernel = cls(dtype, X, state)
-        stage = N * N * state.itemsize + 4 * (4 * N + padded(W, 4))
-        more = 2 * stage + W * (N + 8) * dtype.itemsize
-        room = device.shared_per_multiprocessor // kernel.resident - 1024
-        return (kernel, more) if N <= cls.WIDEST and kernel.shared_bytes + more <= room else None
+        kernel, more = cls(dtype, X, state), W * (4 * cls.SEQUENCES + N * dtype.itemsize)
+        room = device.shared_per_multiprocessor // 2 - 1024
+        return (kernel, more) if N == cls.N and kernel.shared_bytes + more <= room else None
+
+    def blocks(self, B, H) -> int:
+        return ceil_div(B, self.SEQUENCES) * H
 
 
 PRODUCTS = 5  # in one launch

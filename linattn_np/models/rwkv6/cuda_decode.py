@@ -354,7 +354,7 @@ class Step:
         kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype), 0)
         self.draft.launch(
             kernel,
-            min(B * H, kernel.resident * my.device.multiprocessors) if many else B * H,
+            kernel.blocks(B, H) if many else B * H,
             more_shared=more_shared,
             k=k,
             v=v,
