@@ -41,6 +41,14 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_norm_shif
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const i64 b = blockIdx.x, D = args.D, row = b * D;
+  float* const shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
+  if (threadIdx.x == 0) {  // what the kernel before this one leaves as it is
+    if (shift) prefetch_l2(shift, u32(4 * D));
+    if (b == 0) {
+      prefetch_l2(args.weight, u32(4 * D)), prefetch_l2(args.bias, u32(4 * D));
+      if (args.maa) prefetch_l2(args.maa, u32(4 * args.C * D));
+    }
+  }
   wait_for_previous();
 
   float4 x[EACH];
@@ -68,7 +76,6 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_norm_shif
   }
   const float scale = 1.f / sqrtf(block_sum<WARPS>(squares, s.squares) / D + float(args.eps));
 
-  float* shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
     const i64 j = 4 * (n * THREADS + threadIdx.x);

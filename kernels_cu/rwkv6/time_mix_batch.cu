@@ -84,6 +84,10 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
   if (state)
 #pragma unroll
     for (int n = 0; n < HELD; ++n) held[n] = load_four(place(n));
+  const int own = 2 * lane;  // and its neighbour: the lane's channels of the decay
+  float2 z = load2(args.decay + head + own);
+  const float2 u = load2(args.u + head + own);
+  if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
   cp_async_wait<0>();
   __syncthreads();  // `up` stands
   wait_for_previous();
@@ -91,9 +95,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
 
   for (int w = lane; w < W; w += 32) s_low[w] = tanhf(args.low[i64(b) * W + w]);
   __syncwarp();
-  const int own = 2 * lane;  // and its neighbour: the lane's channels of the decay
-  float2 z = load2(args.decay + head + own);
-  const float2 k = load2(args.k + at + own), r = load2(args.r + at + own), u = load2(args.u + head + own);
+  const float2 k = load2(args.k + at + own), r = load2(args.r + at + own);
   const float4 v = load4(args.v + at + column), open = load4(args.gate + at + column);
 #pragma unroll 8
   for (int w = 0; w < W; ++w) {
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
       o = {fmaf(c.r, fmaf(c.ku, v.x, old.x), o.x), fmaf(c.r, fmaf(c.ku, v.y, old.y), o.y),
            fmaf(c.r, fmaf(c.ku, v.z, old.z), o.z), fmaf(c.r, fmaf(c.ku, v.w, old.w), o.w)};
       store4(place(first + n), {fmaf(c.decay, old.x, c.k * v.x), fmaf(c.decay, old.y, c.k * v.y),
-                               fmaf(c.decay, old.z, c.k * v.z), fmaf(c.decay, old.w, c.k * v.w)});
+                                fmaf(c.decay, old.z, c.k * v.z), fmaf(c.decay, old.w, c.k * v.w)});
     }
   // All groups' channels: every lane has the sum of its columns.
 #pragma unroll
