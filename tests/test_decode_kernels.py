@@ -7,6 +7,8 @@ import pytest
 from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import rwkv6 as kernels
+from linattn_np.backends.cupy.execute import Compiled
+from linattn_np.backends.cupy.plan import Draft, Plan, describe_array, whole
 from linattn_np.models import RWKV6
 from linattn_np.models.matrices import quantised
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
@@ -156,16 +158,40 @@ def test_a_rounded_state_is_the_float32_one_rounded_after_every_token(device, B,
         CudaDecoder(weights, np.float32, B, device, state_dtype=np.float64)
 
 
-def test_few_multiprocessors_take_many_states_in_turn(device, rng, monkeypatch):
-    """A block has several heads then, and several sequences of each."""
-    if not isinstance(device.zeros((1,), np.float32), np.ndarray):
-        pytest.skip("a card has as many as it has")
-    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (11, 2))
-    decoder = CudaDecoder(weights, np.float32, 11, device)
-    wanted = decoded(decoder, device, tokens, decoder.initial_state())
-    monkeypatch.setattr(type(device), "multiprocessors", 2)
-    decoder = decoder.resized(11)
-    np.testing.assert_array_equal(decoded(decoder, device, tokens, decoder.initial_state()), wanted)
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("columns", kernels.BatchProduct.DEPTHS)
+@pytest.mark.parametrize("split", kernels.BatchProduct.SPLITS)
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("K", [40, 648])
+def test_products_with_many_vectors(hopper, rng, dtype, columns, split, sides, add, K):
+    """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
+    if split * sides > 8:
+        pytest.skip("a cluster has eight blocks at most")
+    kernel, B = kernels.BatchProduct(dtype, columns, split, sides), columns - 3
+    found, given, wanted = [], [], []
+    for (C, M), finish in zip(((2, 150), (1, 33)), (kernels.ADD if add else kernels.WRITE, kernels.RELU_SQUARED)):
+        w, x = (rng.standard_normal(shape).astype(dtype) for shape in ((C, M, K), (C, B, K)))
+        y = rng.standard_normal((C, B, M)).astype(dtype if finish == kernels.RELU_SQUARED else np.float32)
+        product = x.astype(np.float32) @ w.astype(np.float32).swapaxes(1, 2)
+        wanted.append(np.maximum(product, 0) ** 2 if finish == kernels.RELU_SQUARED else product + add * y)
+        found.append(hopper.upload(y))
+        given.append(((hopper.upload(w), hopper.upload(x), found[-1]), finish))
+    run_products(hopper, kernel, given, B, K)
+    for y, product in zip(found, wanted):
+        error = relative_error(host(y).astype(np.float32), product)
+        assert error <= (ml_dtypes.finfo(dtype).eps if y.dtype == dtype else 1e-6)
+
+
+def run_products(device, kernel, given, B, K):
+    draft = Draft()
+    seen = [[whole(describe_array("array", array, device)) for array in arrays] for arrays, _ in given]
+    stacks = [(*arrays, finish) for arrays, (_, finish) in zip(seen, given)]
+    kernel.launch(draft, stacks, B, K)
+    plan = Plan((), tuple(draft.steps), None, given=tuple(array.memory for arrays in seen for array in arrays))
+    for command in Compiled(plan, device).commands([array for arrays, _ in given for array in arrays]):
+        command(None)
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours(device, rng):

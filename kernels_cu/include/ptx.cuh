@@ -296,7 +296,7 @@ __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
                : "memory");
 }
 
-// ---- blocks of a cluster, whose shared memory is laid out alike; the peer is the other one of two -----------
+// ---- blocks of a cluster, whose shared memory is laid out alike; the peer is the other one of a pair --------
 
 // Where a place of this block's shared memory is in the other block's.
 __device__ __forceinline__ u32 place_at_peer(const void* p) {
@@ -363,6 +363,18 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Bar
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(u32(__cvta_generic_to_shared(box))),
+      "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// The same to both blocks of a pair, each of which counts the bytes at its own `b`: one read for two.
+__device__ __forceinline__ void tensor_load_to_both(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
+                                                    i32 head, i32 batch) {
+  asm volatile(
+      "{\n.reg .u32 rank, mask;\n.reg .u16 both;\nmov.u32 rank, %%cluster_ctarank;\nand.b32 rank, rank, 14;\n"
+      "shl.b32 mask, 3, rank;\ncvt.u16.u32 both, mask;\n"
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], both;\n}" ::"r"(u32(__cvta_generic_to_shared(box))),
       "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }

@@ -196,8 +196,9 @@ def of_models():
     for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
         yield skinny(T, width, split, depth)
     many = rwkv6.BatchProduct
-    for T, (width, depth), split in product(HALF, many.DEPTHS.items(), many.SPLITS):
-        yield many(T, width, split, depth)
+    for T, width, split, sides in product(HALF, many.DEPTHS, many.SPLITS, (1, 2)):
+        if split * sides <= many.SPLITS[-1]:
+            yield many(T, width, split, sides)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

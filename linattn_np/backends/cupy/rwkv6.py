@@ -6,6 +6,7 @@ X is the dtype of what a kernel hands to the next product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from ...varlen import Spans
 from . import gated
 from .arguments import integers, maps, pointers, reals, structs
 from .kernel import HALF, INT8, Kernel, padded
-from .plan import FLOAT32, Array, Draft, ceil_div
+from .plan import FLOAT32, Array, Draft, TensorMap, ceil_div
 
 
 class ModelKernel(Kernel):
@@ -74,6 +75,7 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
+WRITE, ADD, RELU_SQUARED = range(3)  # the products' `Finish`
 PRODUCTS = 5  # in one launch
 PRODUCT = (*pointers("w x y"), *integers("M finish"))
 
@@ -166,40 +168,67 @@ STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
 
 @dataclass(frozen=True)
 class BatchProduct(ModelKernel):
-    """Half-precision weights by up to 256 vectors. `SPLIT` blocks share a tile, each with a part of K."""
+    """Half-precision weights by up to 256 vectors. `SPLIT` blocks share a tile, each with a part of K; on `SIDES` tiles
+    blocks share vectors."""
 
     file = "rwkv6/batch_product"
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
-    DEPTHS: ClassVar[dict[int, int]] = {64: 4, 128: 3, 256: 4}  # stages by vectors: two blocks share a multiprocessor
-    # where registers let them
+    DEPTHS: ClassVar[dict[int, int]] = {64: 4, 128: 3, 256: 4}  # stages by vectors
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
-    shared = ("Shared<{dtype}, {COLUMNS}, {STAGES}>",)
+    shared = ("Shared<{dtype}, {COLUMNS}>",)
     arch, threads = "sm_90a", 288
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
-    STAGES: int
+    SIDES: int
 
     @classmethod
-    def fitting(cls, dtype, B, tiles, device) -> BatchProduct | None:
-        """With blocks for nine tenths of the multiprocessors; None where it does not serve."""
+    def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
+        """The fastest kernel for stacks (C, M) of products; None where none serves."""
         columns = next((width for width in cls.DEPTHS if B <= width), None)
         if device.capability != 90 or dtype not in HALF or columns is None:
             return None
-        enough = 0.9 * device.multiprocessors
-        split = next((split for split in cls.SPLITS if tiles * split >= enough), cls.SPLITS[-1])
-        return cls(dtype, columns, split, cls.DEPTHS[columns])
+        kernels = [cls(dtype, columns, split, sides) for sides in (2, 1) for split in cls.SPLITS]
+        return min((kernel for kernel in kernels if kernel.cluster <= 8), key=lambda one: one.steps(K, rows, device))
+
+    def steps(self, K, rows, device) -> float:
+        """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Where it has two blocks at
+        once they share the memory's rate, so that only what there is in all counts."""
+        waves = self.blocks(rows) / device.multiprocessors
+        waves = ceil(waves) if self.COLUMNS == 256 else max(1.0, waves)
+        return waves * (ceil_div(K, self.DEPTH * self.SPLIT) + 4)
+
+    def blocks(self, rows) -> int:
+        return sum(C * ceil_div(M, self.SIDES * self.ROWS) for C, M in rows) * self.cluster
+
+    def launch(self, draft: Draft, products, B, K):
+        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M], finish)."""
+        stacks = [
+            {
+                "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
+                "x": TensorMap(x[None], self.DEPTH, self.COLUMNS // self.SIDES, True),
+                "y": y,
+                "C": w.shape[0],
+                "M": w.shape[1],
+                "finish": finish,
+            }
+            for w, x, y, finish in products
+        ]
+        none = stacks[0] | {"C": 0}
+        blocks = self.blocks([w.shape[:2] for w, *_ in products])
+        draft.launch(self, blocks, stacks=stacks + [none] * (STACKS - len(stacks)), B=B, K=K)
 
     @property
     def cluster(self):
-        return self.SPLIT
+        return self.SPLIT * self.SIDES
 
     @property
     def shared_bytes(self):
-        ring = self.STAGES * (self.ROWS + self.COLUMNS) * 2 * self.DEPTH
-        return padded(max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 2 * 8 * self.STAGES, 1024)
+        stages = self.DEPTHS[self.COLUMNS]
+        ring = stages * (self.ROWS + self.COLUMNS) * 2 * self.DEPTH
+        return padded(max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 2 * 8 * stages, 1024)
 
 
 @dataclass(frozen=True)

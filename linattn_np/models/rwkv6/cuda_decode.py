@@ -18,7 +18,8 @@ from ...arrays import BFLOAT16
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
 from ...backends.cupy.kernel import INT8
-from ...backends.cupy.plan import Array, Draft, Plan, TensorMap, ceil_div, contiguous, describe_parts
+from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
+from ...backends.cupy.rwkv6 import ADD, RELU_SQUARED, WRITE
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import quantised
 from ..quantised import Stored
@@ -34,7 +35,6 @@ DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
 SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
-WRITE, ADD, RELU_SQUARED = range(3)  # matvec's `Finish`
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -415,20 +415,7 @@ class Step:
         products = [product[1:] for product in products]
         _, B, K = products[0][0].shape
         tiles = row_tiles(matrices, kernels.SkinnyProduct.ROWS)
-        if B > kernels.SkinnyProduct.FEW and (many := kernels.BatchProduct.fitting(my.matrices, B, tiles, my.device)):
-            stacks = [
-                {
-                    "w": TensorMap(w[None], many.DEPTH, many.ROWS, True),
-                    "x": TensorMap(x[None], many.DEPTH, many.COLUMNS, True),
-                    "y": y,
-                    "C": w.shape[0],
-                    "M": w.shape[1],
-                    "finish": finish,
-                }
-                for w, (x, y, finish) in zip(matrices, products)
-            ]
-            stacks += [stacks[0] | {"C": 0}] * (kernels.STACKS - len(stacks))
-            self.draft.launch(many, tiles * many.SPLIT, stacks=stacks, B=B, K=K)
+        if B > kernels.SkinnyProduct.FEW and self.by_stacks(matrices, products, B, K):
             return
         skinny = None if my.few else kernels.SkinnyProduct.fitting(my.matrices, B, K, tiles, my.device)
         if not (skinny or my.few):
@@ -446,6 +433,22 @@ class Step:
         else:
             blocks = row_tiles(matrices, kernels.Matvec.ROWS)
             self.draft.launch(kernels.Matvec.fitting(my.dtype, blocks, my.device), blocks, **args)
+
+    def by_stacks(self, matrices, products, B, K) -> bool:
+        """All at once, or one by one where that is faster; False where the kernel does not serve."""
+        stacks = [(w, *product) for w, product in zip(matrices, products)]
+
+        def fitting(stacks):
+            rows = [w.shape[:2] for w, *_ in stacks]
+            kernel = kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.device)
+            return kernel, stacks, kernel and kernel.steps(K, rows, self.device)
+
+        together, apart = fitting(stacks), [fitting([stack]) for stack in stacks]
+        if together[0] is None:
+            return False
+        for kernel, stacks, _ in [together] if together[2] <= sum(steps for *_, steps in apart) else apart:
+            kernel.launch(self.draft, stacks, B, K)
+        return True
 
     def by_library(self, weights, matrices, products):
         for w, (x, y, finish) in zip(matrices, products):
