@@ -85,10 +85,11 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("B", [1, 8, 9, 17, 33, 70, 130])
-def test_batches(device, B, dtype, rng):
+@pytest.mark.parametrize("sizes", ["small", "wide heads"])
+def test_batches(device, sizes, B, dtype, rng):
     """Above eight sequences products take their inputs rounded. Now and then a head's output nearly vanishes,
     and its norm makes much of the rounding: hence the median sequence, and little asked of the others."""
-    weights = synthetic(rng, SMALL, dtype)
+    weights = synthetic(rng, SIZES[sizes], dtype)
     decoder, model = CudaDecoder(weights, dtype, B, device), RWKV6(weights)
     tokens = rng.integers(0, SMALL["V"], (B, 2))
     found = decoded(decoder, device, tokens, decoder.initial_state())

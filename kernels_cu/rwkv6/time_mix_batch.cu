@@ -114,10 +114,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
       const float4 old = float4(held[n]);
       if (first + HELD < ROWS) held[n] = load_four(place(first + HELD + n));
       const Channel c = s.channels[warp][(first + n) * GROUPS + group];
-      o = {fmaf(c.r, fmaf(c.ku, v.x, old.x), o.x), fmaf(c.r, fmaf(c.ku, v.y, old.y), o.y),
-           fmaf(c.r, fmaf(c.ku, v.z, old.z), o.z), fmaf(c.r, fmaf(c.ku, v.w, old.w), o.w)};
-      store4(place(first + n), {fmaf(c.decay, old.x, c.k * v.x), fmaf(c.decay, old.y, c.k * v.y),
-                                fmaf(c.decay, old.z, c.k * v.z), fmaf(c.decay, old.w, c.k * v.w)});
+      store4(place(first + n), step_channel(o, old, v, c.k, c.r, c.decay, c.ku));
     }
   // All groups' channels: every lane has the sum of its columns.
 #pragma unroll
