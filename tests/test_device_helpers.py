@@ -271,6 +271,8 @@ def test_emulator_runs_what_is_right():
     ("NoSuchBarrier", r"thread 0: barrier_sync\(16, 64\): no such barrier"),
     ("DivergentNamedBarrier", r"thread 0 waits in barrier_sync .*, but thread 16 waits in __syncthreads"),
     ("MissingArrival", r"nobody can go on: thread 0 waits in barrier_wait .*, thread 32 waits in __syncthreads"),
+    ("MissingBytes", r"nobody can go on: thread 0 waits in barrier_wait .*, thread 1 has returned"),
+    ("SurplusArrival", "thread 0: one arrival too many"),
     ("UninitialisedBarrier", "thread 0: barrier_arrive of a Barrier that was not initialised"),
     ("TilePastEnd", r"wgmma reads byte \d+ of 256 bytes"),
     ("DivergentTile", "the lanes of a warp give wgmma different tiles"),
