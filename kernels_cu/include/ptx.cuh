@@ -296,7 +296,7 @@ __device__ __forceinline__ void barrier_expect(Barrier& b, u32 bytes) {
                : "memory");
 }
 
-// ---- blocks of a cluster, whose shared memory is laid out alike; the peer is the other one of a pair --------
+// ---- blocks of a cluster, whose shared memory is laid out alike; the peer is the other one of two -----------
 
 // Where a place of this block's shared memory is in the other block's.
 __device__ __forceinline__ u32 place_at_peer(const void* p) {
@@ -344,6 +344,12 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same where they only have to have read what they need of each other's shared memory: nobody's writes are waited
+// for.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.
@@ -363,18 +369,6 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Bar
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(u32(__cvta_generic_to_shared(box))),
-      "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch)
-      : "memory");
-}
-
-// The same to both blocks of a pair, each of which counts the bytes at its own `b`: one read for two.
-__device__ __forceinline__ void tensor_load_to_both(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
-                                                    i32 head, i32 batch) {
-  asm volatile(
-      "{\n.reg .u32 rank, mask;\n.reg .u16 both;\nmov.u32 rank, %%cluster_ctarank;\nand.b32 rank, rank, 14;\n"
-      "shl.b32 mask, 3, rank;\ncvt.u16.u32 both, mask;\n"
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5, %6}], [%2], both;\n}" ::"r"(u32(__cvta_generic_to_shared(box))),
       "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
@@ -533,7 +527,7 @@ WGMMA_FORMATS(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8)
 #undef WGMMA
 
 // The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. In half precision, N from 32 on.
+// on. In half precision.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -551,6 +545,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accu
   WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
   WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)
 
+WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
 WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
 WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
 WGMMA_TILES(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))

@@ -342,7 +342,7 @@ template <class X> X* at_peer(X* p) {
 }  // namespace emulator
 
 inline void arrive_at_peer(Barrier& b, emulator::Where where = emulator::here()) {
-  EMULATOR_CHECK(emulator::cluster % 2 == 0, "arrive_at_peer without a cluster (%s:%d)", where.file, where.line);
+  EMULATOR_CHECK(emulator::cluster == 2, "arrive_at_peer without a cluster (%s:%d)", where.file, where.line);
   emulator::phases("arrive_at_peer", b, where);
   Barrier& there = *emulator::at_peer(&b);
   const int here = emulator::rank;
@@ -378,6 +378,8 @@ inline void cluster_sync(emulator::Where where = emulator::here()) {
     emulator::wait_until("cluster_sync", where, emulator::cluster_arrived, &times);
   }
 }
+
+inline void cluster_leave(emulator::Where where = emulator::here()) { cluster_sync(where); }
 
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
@@ -427,17 +429,6 @@ inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column,
                        });
   phases->coming -= map.columns * map.bytes / 16 * map.tokens;
   emulator::end_phase(phases);
-}
-
-inline void tensor_load_to_both(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head, i32 batch,
-                                emulator::Where where = emulator::here()) {
-  tensor_load(box, map, b, column, token, head, batch, where);
-  void* const box_there = emulator::at_peer(static_cast<unsigned char*>(box));
-  Barrier& there = *emulator::at_peer(&b);
-  const int here = emulator::rank;
-  emulator::enter(here ^ 1);
-  tensor_load(box_there, map, there, column, token, head, batch, where);
-  emulator::enter(here);
 }
 
 inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
@@ -585,7 +576,7 @@ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
 }
 template <class T, int N, bool TRANSPOSED>
 void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate, emulator::Where where = emulator::here()) {
-  static_assert(N >= 32 && N <= 256 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
+  static_assert(N >= 16 && N <= 256 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
   emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, nullptr, a, b, accumulate, where};
   emulator::collective("wgmma", where, emulator::start, &operand);
 }

@@ -6,7 +6,6 @@ X is the dtype of what a kernel hands to the next product.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, maps, pointers, reals, structs
-from .kernel import HALF, INT8, Kernel, padded
+from .kernel import HALF, INT8, Kernel
 from .plan import FLOAT32, Array, Draft, TensorMap, ceil_div
 
 
@@ -32,9 +31,15 @@ class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
     arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C"), *reals("eps"))
     shared = ("Shared",)
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
     X: np.dtype
+    EACH: int
+
+    @classmethod
+    def fitting(cls, X, D):
+        return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
 @dataclass(frozen=True)
@@ -168,13 +173,18 @@ STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
 
 @dataclass(frozen=True)
 class BatchProduct(ModelKernel):
-    """Half-precision weights by up to 256 vectors. `SPLIT` blocks share a tile, each with a part of K; on `SIDES` tiles
-    blocks share vectors."""
+    """Half-precision weights by up to 128 vectors. `SPLIT` blocks share a tile, each with a part of K."""
 
     file = "rwkv6/batch_product"
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
-    DEPTHS: ClassVar[dict[int, int]] = {64: 4, 128: 3, 256: 4}  # stages by vectors
+    STAGES: ClassVar[dict[int, tuple[int, int]]] = {
+        16: (6, 4),
+        32: (6, 4),
+        64: (5, 4),
+        128: (4, 3),
+    }  # of weights, and of so many
+    # vectors
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
     shared = ("Shared<{dtype}, {COLUMNS}>",)
@@ -182,33 +192,30 @@ class BatchProduct(ModelKernel):
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
-    SIDES: int
 
     @classmethod
     def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
         """The fastest kernel for stacks (C, M) of products; None where none serves."""
-        columns = next((width for width in cls.DEPTHS if B <= width), None)
+        columns = next((width for width in cls.STAGES if B <= width), None)
         if device.capability != 90 or dtype not in HALF or columns is None:
             return None
-        kernels = [cls(dtype, columns, split, sides) for sides in (2, 1) for split in cls.SPLITS]
-        return min((kernel for kernel in kernels if kernel.cluster <= 8), key=lambda one: one.steps(K, rows, device))
+        return min((cls(dtype, columns, split) for split in cls.SPLITS), key=lambda one: one.steps(K, rows, device))
 
     def steps(self, K, rows, device) -> float:
-        """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Where it has two blocks at
-        once they share the memory's rate, so that only what there is in all counts."""
-        waves = self.blocks(rows) / device.multiprocessors
-        waves = ceil(waves) if self.COLUMNS == 256 else max(1.0, waves)
+        """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
+        the memory's rate, so that it counts how many there are in all."""
+        waves = max(1.0, self.blocks(rows) / device.multiprocessors)
         return waves * (ceil_div(K, self.DEPTH * self.SPLIT) + 4)
 
     def blocks(self, rows) -> int:
-        return sum(C * ceil_div(M, self.SIDES * self.ROWS) for C, M in rows) * self.cluster
+        return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * self.cluster
 
     def launch(self, draft: Draft, products, B, K):
         """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M], finish)."""
         stacks = [
             {
                 "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
-                "x": TensorMap(x[None], self.DEPTH, self.COLUMNS // self.SIDES, True),
+                "x": TensorMap(x[None], self.DEPTH, self.COLUMNS, True),
                 "y": y,
                 "C": w.shape[0],
                 "M": w.shape[1],
@@ -222,13 +229,13 @@ class BatchProduct(ModelKernel):
 
     @property
     def cluster(self):
-        return self.SPLIT * self.SIDES
+        return self.SPLIT
 
     @property
     def shared_bytes(self):
-        stages = self.DEPTHS[self.COLUMNS]
-        ring = stages * (self.ROWS + self.COLUMNS) * 2 * self.DEPTH
-        return padded(max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 2 * 8 * stages, 1024)
+        of_w, of_x = self.STAGES[self.COLUMNS]
+        ring = (of_w * self.ROWS + of_x * self.COLUMNS) * 2 * self.DEPTH
+        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x)
 
 
 @dataclass(frozen=True)

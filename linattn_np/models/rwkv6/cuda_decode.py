@@ -390,7 +390,7 @@ class Step:
     def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
         room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
         self.draft.launch(
-            kernels.NormShift(mixed.dtype),
+            kernels.NormShift.fitting(mixed.dtype, D),
             B,
             x=room.x,
             value=value,
@@ -415,7 +415,7 @@ class Step:
         products = [product[1:] for product in products]
         _, B, K = products[0][0].shape
         tiles = row_tiles(matrices, kernels.SkinnyProduct.ROWS)
-        if B > kernels.SkinnyProduct.FEW and self.by_stacks(matrices, products, B, K):
+        if not my.few and self.by_stacks(matrices, products, B, K):
             return
         skinny = None if my.few else kernels.SkinnyProduct.fitting(my.matrices, B, K, tiles, my.device)
         if not (skinny or my.few):
