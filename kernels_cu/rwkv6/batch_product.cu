@@ -1,14 +1,14 @@
-// what      Products of weights with up to 128 vectors each, every weight read once, at the rate of the memory.
+// what      Products of weights with a batch's vectors, at the rate of the memory.
 // math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
 // shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M]; x of type T
-// grid      SPLIT blocks, a cluster, for every 128 rows of a product, products in turn; a block has a part of K. Two
-//           warpgroups with 64 rows each, and a warp that copies
+// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a block
+//           has a part of K. Two warpgroups with 64 rows each, and a warp that copies
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
 // numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on the
 //           others, so neither on B.
 // source    Peng et al., 2024, "Eagle and Finch", for the products
-// limits    B up to COLUMNS; K a multiple of 8; all start on 16 bytes; sm_90a
+// limits    K a multiple of 8; all start on 16 bytes; sm_90a
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
 #include "decode.cuh"
@@ -44,17 +44,19 @@ template <typename T, int COLUMNS> struct Shared {
   Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
 };
 
-// 128 rows of a product, and this block's part of K.
+// 128 rows of a product, some vectors, and this block's part of K.
 struct Tile {
-  int stack, which, row, k, steps;
+  int stack, which, row, column, k, steps;
 };
 
-template <int SPLIT> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
+template <int COLUMNS, int SPLIT> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   const int all = int(args.K + DEPTH - 1) / DEPTH, each = (all + SPLIT - 1) / SPLIT, rank = blockIdx.x % SPLIT;
   const auto tiles_of = [&](int stack) { return int(args.stacks[stack].M + ROWS - 1) / ROWS; };
-  int tile = blockIdx.x / SPLIT, stack = 0, tiles = tiles_of(0);
+  const int across = int(args.B + COLUMNS - 1) / COLUMNS, column = blockIdx.x / SPLIT % across * COLUMNS;
+  int tile = blockIdx.x / SPLIT / across, stack = 0, tiles = tiles_of(0);
   if (const int before = tiles * int(args.stacks[0].C); tile >= before) tile -= before, stack = 1, tiles = tiles_of(1);
-  return {stack, tile / tiles, tile % tiles * ROWS, rank * each * DEPTH, min(each, max(0, all - rank * each))};
+  const int steps = min(each, max(0, all - rank * each));
+  return {stack, tile / tiles, tile % tiles * ROWS, column, rank * each * DEPTH, steps};
 }
 
 // One thread copies for all.
@@ -72,7 +74,7 @@ __device__ __forceinline__ void copy(Shared<T, COLUMNS>& s, const Stack& stack, 
     auto& x = s.x[step % X_STAGES];
     Barrier& full = s.x_full[step % X_STAGES];
     barrier_expect(full, sizeof x);
-    tensor_load(x, stack.x, full, tile.k + step * DEPTH, 0, tile.which, 0);
+    tensor_load(x, stack.x, full, tile.k + step * DEPTH, tile.column, tile.which, 0);
   };
   prefetch_map(stack.x);
   for (int step = 0; step < STAGES; ++step) weights(step);
@@ -136,7 +138,7 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
   if (tid < s.STAGES) barrier_init(s.w_full[tid], 1), barrier_init(s.empty[tid], WARPS);
   if (tid < s.X_STAGES) barrier_init(s.x_full[tid], 1);
   __syncthreads();  // the barriers stand
-  const Tile tile = tile_of_block<SPLIT>(args);
+  const Tile tile = tile_of_block<COLUMNS, SPLIT>(args);
   const Stack& stack = args.stacks[tile.stack];
   if (warp == WARPS) {
     if (lane == 0) copy(s, stack, tile);
@@ -159,12 +161,12 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
   constexpr int QUADS = ROWS / 4, EACH = COLUMNS / SPLIT;  // columns that this block finishes
   const int rank = blockIdx.x % SPLIT, M = int(stack.M), B = int(args.B);
   for (int at = tid; at < EACH * QUADS; at += THREADS) {
-    const int b = rank * EACH + at / QUADS, m = at % QUADS * 4, row = tile.row + m;
+    const int n = rank * EACH + at / QUADS, m = at % QUADS * 4, b = tile.column + n, row = tile.row + m;
     if (b >= B || row >= M) continue;
     float4 sum = {};
 #pragma unroll
     for (int block = 0; block < SPLIT; ++block)
-      sum = plus(sum, SPLIT > 1 ? load4_of_block(&s.parts[b][m], block) : load4(&s.parts[b][m]));
+      sum = plus(sum, SPLIT > 1 ? load4_of_block(&s.parts[n][m], block) : load4(&s.parts[n][m]));
     const i64 to = (i64(tile.which) * B + b) * M + row;
     float* const y = static_cast<float*>(stack.y) + to;
     switch (stack.finish) {

@@ -193,9 +193,6 @@ def of_models():
             yield rwkv6.ChosenNorm(T, SINGLE)
     for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
         yield rwkv6.DecodeStep(T, S, depth, paired)
-    skinny = rwkv6.SkinnyProduct
-    for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
-        yield skinny(T, width, split, depth)
     many = rwkv6.BatchProduct
     for T, width, split in product(HALF, many.STAGES, many.SPLITS):
         yield many(T, width, split)

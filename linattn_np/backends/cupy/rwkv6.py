@@ -112,68 +112,13 @@ class Matvec(ModelKernel):
         return self.threads * (2 * 4 * 16 + 4 * 8 * 16 // 32)
 
 
-@dataclass(frozen=True)
-class SkinnyProduct(ModelKernel):
-    """Half-precision weights by up to 64 vectors. `SPLIT` blocks share a tile, each with a part of K."""
-
-    file = "rwkv6/skinny_product"
-    ROWS: ClassVar[int] = 128  # of a weight
-    DEPTH: ClassVar[int] = 64  # of K a step
-    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32, 64)  # vectors
-    FEW: ClassVar[int] = 32  # up to which it is faster than the library, whatever the weights are
-    SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
-    DEPTHS: ClassVar[tuple[int, ...]] = (3, 6)  # stages where two blocks share a multiprocessor, and where one has it
-    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
-    shared = ("Shared<{COLUMNS}, {STAGES}>",)
-    arch, threads = "sm_90a", 256
-    dtype: np.dtype
-    COLUMNS: int
-    SPLIT: int
-    STAGES: int
-
-    @classmethod
-    def fitting(cls, dtype, B, K, tiles, device) -> tuple[SkinnyProduct, int] | None:
-        """The kernel and the vectors' bytes of shared memory; None where the library is faster, or it does not serve.
-
-        Blocks are to fill nine tenths of the multiprocessors. Of clusters of two, one has a multiprocessor where that
-        is enough; larger ones wait for each other's unless two share one.
-        """
-        if device.capability != 90 or B > cls.WIDTHS[-1] or dtype not in HALF:
-            return None
-        columns = next(width for width in cls.WIDTHS if B <= width)
-        filled = 0.9 * device.multiprocessors
-        split = next((split for split in cls.SPLITS if tiles * split >= filled), cls.SPLITS[-1])
-        one_wave = split <= 2 and filled <= tiles * split <= device.multiprocessors
-        if B > cls.FEW and not one_wave:
-            return None
-        for stages in reversed(cls.DEPTHS) if one_wave else cls.DEPTHS:
-            kernel = cls(dtype, columns, split, stages)
-            shared = stages == cls.DEPTHS[0]
-            room = device.shared_per_multiprocessor // 2 - 1024 if shared else device.shared_per_block
-            if kernel.shared_bytes + kernel.vector_bytes(K) <= room:
-                return kernel, kernel.vector_bytes(K)
-        return None
-
-    def vector_bytes(self, K) -> int:
-        return 2 * self.COLUMNS * ceil_div(K, self.DEPTH * self.SPLIT) * self.DEPTH
-
-    @property
-    def cluster(self):
-        return self.SPLIT
-
-    @property
-    def shared_bytes(self):
-        """Without the vectors."""
-        return max(self.STAGES * self.ROWS * 2 * self.DEPTH, 4 * self.COLUMNS * (self.ROWS + 4))
-
-
 STACKS = 2  # in one launch
 STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
 
 
 @dataclass(frozen=True)
 class BatchProduct(ModelKernel):
-    """Half-precision weights by up to 128 vectors. `SPLIT` blocks share a tile, each with a part of K."""
+    """Half-precision weights by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of K."""
 
     file = "rwkv6/batch_product"
     ROWS: ClassVar[int] = 128  # of a weight
@@ -186,6 +131,7 @@ class BatchProduct(ModelKernel):
     }  # of weights, and of so many
     # vectors
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
     shared = ("Shared<{dtype}, {COLUMNS}>",)
     arch, threads = "sm_90a", 288
@@ -195,20 +141,22 @@ class BatchProduct(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
-        """The fastest kernel for stacks (C, M) of products; None where none serves."""
-        columns = next((width for width in cls.STAGES if B <= width), None)
-        if device.capability != 90 or dtype not in HALF or columns is None:
+        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster."""
+        few_rows = sum(C * M for C, M in rows) <= 2 * cls.ROWS
+        if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
-        return min((cls(dtype, columns, split) for split in cls.SPLITS), key=lambda one: one.steps(K, rows, device))
+        columns = next((width for width in cls.STAGES if B <= width), 64)
+        kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
+        return min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
 
-    def steps(self, K, rows, device) -> float:
+    def steps(self, B, K, rows, device) -> float:
         """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
         the memory's rate, so that it counts how many there are in all."""
-        waves = max(1.0, self.blocks(rows) / device.multiprocessors)
+        waves = max(1.0, self.blocks(B, rows) / device.multiprocessors)
         return waves * (ceil_div(K, self.DEPTH * self.SPLIT) + 4)
 
-    def blocks(self, rows) -> int:
-        return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * self.cluster
+    def blocks(self, B, rows) -> int:
+        return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
     def launch(self, draft: Draft, products, B, K):
         """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M], finish)."""
@@ -224,7 +172,7 @@ class BatchProduct(ModelKernel):
             for w, x, y, finish in products
         ]
         none = stacks[0] | {"C": 0}
-        blocks = self.blocks([w.shape[:2] for w, *_ in products])
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
         draft.launch(self, blocks, stacks=stacks + [none] * (STACKS - len(stacks)), B=B, K=K)
 
     @property

@@ -409,46 +409,40 @@ class Step:
             eps=LAYER_NORM_EPS,
         )
 
-    def matmul(self, weights, *products):
+    def matmul(self, weights, *named):
         """Products (name of w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
-        my, matrices = self.my, [getattr(weights, name) for name, *_ in products]
-        products = [product[1:] for product in products]
+        my, matrices = self.my, [getattr(weights, name) for name, *_ in named]
+        products = [product for _, *product in named]
         _, B, K = products[0][0].shape
-        tiles = row_tiles(matrices, kernels.SkinnyProduct.ROWS)
-        if not my.few and self.by_stacks(matrices, products, B, K):
-            return
-        skinny = None if my.few else kernels.SkinnyProduct.fitting(my.matrices, B, K, tiles, my.device)
-        if not (skinny or my.few):
-            return self.by_library(weights, matrices, products)
+        if my.few:
+            self.by_rows(matrices, products, B, K)
+        elif kernel := self.batch_product(matrices, B, K):
+            kernel.launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
+        elif len(named) > 1:
+            for product in named:
+                self.matmul(weights, product)
+        else:
+            self.by_library(weights, matrices, products)
+
+    def batch_product(self, matrices, B, K):
+        rows = [w.shape[:2] for w in matrices]
+        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
+
+    def by_rows(self, matrices, products, B, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for stack, (*vectors, finish) in zip(matrices, products)
             for w, x, y in zip(stack, *vectors)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
-        args = {"products": listed + [none] * (kernels.PRODUCTS - len(listed)), "B": B, "K": K}
-        if skinny:
-            kernel, more_shared = skinny
-            self.draft.launch(kernel, tiles * kernel.SPLIT, more_shared=more_shared, **args)
-        else:
-            blocks = row_tiles(matrices, kernels.Matvec.ROWS)
-            self.draft.launch(kernels.Matvec.fitting(my.dtype, blocks, my.device), blocks, **args)
-
-    def by_stacks(self, matrices, products, B, K) -> bool:
-        """All at once, or one by one where that is faster; False where the kernel does not serve."""
-        stacks = [(w, *product) for w, product in zip(matrices, products)]
-
-        def fitting(stacks):
-            rows = [w.shape[:2] for w, *_ in stacks]
-            kernel = kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.device)
-            return kernel, stacks, kernel and kernel.steps(K, rows, self.device)
-
-        together, apart = fitting(stacks), [fitting([stack]) for stack in stacks]
-        if together[0] is None:
-            return False
-        for kernel, stacks, _ in [together] if together[2] <= sum(steps for *_, steps in apart) else apart:
-            kernel.launch(self.draft, stacks, B, K)
-        return True
+        blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], kernels.Matvec.ROWS) for stack in matrices)
+        self.draft.launch(
+            kernels.Matvec.fitting(self.my.dtype, blocks, self.my.device),
+            blocks,
+            products=listed + [none] * (kernels.PRODUCTS - len(listed)),
+            B=B,
+            K=K,
+        )
 
     def by_library(self, weights, matrices, products):
         for w, (x, y, finish) in zip(matrices, products):
@@ -468,11 +462,6 @@ def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
     kernel = kernels.Widen(dtype)
     draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
     return w
-
-
-def row_tiles(matrices, rows) -> int:
-    """Tiles of so many rows in stacks of matrices [C, M, K]."""
-    return sum(stack.shape[0] * ceil_div(stack.shape[1], rows) for stack in matrices)
 
 
 def scales_of(weights, q):
