@@ -172,8 +172,9 @@ def in_float64():
 
 def of_models():
     for T in CTYPES:
-        for cls in (rwkv6.NormShift, rwkv6.LogDecay):
-            yield cls(T)
+        yield rwkv6.LogDecay(T)
+        for width in rwkv6.NormShift.WIDTHS:
+            yield rwkv6.NormShift(T, width)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width in rwkv6.GatedNorm.WIDTHS:
@@ -192,9 +193,9 @@ def of_models():
             yield rwkv6.ChosenNorm(T, SINGLE)
     for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
         yield rwkv6.DecodeStep(T, S, depth, paired)
-    skinny = rwkv6.SkinnyProduct
-    for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
-        yield skinny(T, width, split, depth)
+    many = rwkv6.BatchProduct
+    for T, width, split in product(HALF, many.STAGES, many.SPLITS):
+        yield many(T, width, split)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()
