@@ -43,13 +43,21 @@ def operators(result):
 
 def summary(result) -> str:
     """A sentence."""
-    weak = [row for row in operators(result) if row["scaling"] == "weak"]
-    parts = [f"`{row['op']}` {row['pass']} {row['efficiency']:.0%}" for row in weak if row["op"] == "gla"]
-    if shared := [row["efficiency"] for row in of_kind(result, "training") if row["training"] != "more context"]:
-        low, high = (f"{bound:.0%}" for bound in bounds(shared))
-        parts += [f"training {low}" if low == high else f"training {low} to {high}"]
-    text = f"Efficiency on {result['rows'][0]['ranks']} {result['meta']['card']}: {', '.join(parts)}."
-    return fill(text, WIDTH) + "\n"
+    found = []
+    for ranks in sorted({row["ranks"] for row in result["rows"]}):
+        parts = [
+            f"`{row['op']}` {row['pass']} {row['efficiency']:.0%}"
+            for row in operators(result)
+            if (row["scaling"], row["op"], row["ranks"]) == ("weak", "gla", ranks)
+        ]
+        parts += [
+            f"training with a batch each {row['efficiency']:.0%}"
+            for row in of_kind(result, "training")
+            if (row["training"], row["ranks"]) == ("more batch", ranks)
+        ]
+        if parts:
+            found.append(f"on {ranks}{'' if found else ' ' + result['meta']['card']}: {', '.join(parts)}")
+    return fill(f"Efficiency {'; '.join(found)}.", WIDTH) + "\n"
 
 
 def speeds(result) -> str:
@@ -86,13 +94,14 @@ def speeds(result) -> str:
             [
                 row["size"].replace("@", ", "),
                 row["training"],
+                str(row["ranks"]),
                 count(row["tokens_s"]),
                 count(row["one_tokens_s"]),
                 f"{row['efficiency']:.0%}",
             ]
-            for row in rows
+            for row in sorted(rows, key=lambda row: row["ranks"])
         ]
-        head = ["", "", f"{rows[0]['ranks']} cards", "one card", "efficiency"]
+        head = ["", "", "cards", "all cards", "one card", "efficiency"]
         blocks += [fill(text, WIDTH), "", *table(head, cells), ""]
     for row in of_kind(result, "texts"):
         text = (
@@ -128,7 +137,7 @@ def draw(result, picture=PICTURE):
     }
     bars |= {
         f"training {row['size'].split('@')[0]}\n{row['ranks']} cards, {row['training']}": row
-        for row in of_kind(result, "training")
+        for row in sorted(of_kind(result, "training"), key=lambda row: row["ranks"])
     }
     colours = {"weak": "#31688e", "strong": "#35b779"}
     image, axis = plt.subplots(figsize=(8, 1 + 0.5 * len(bars)), layout="constrained")
