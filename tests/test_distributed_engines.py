@@ -355,9 +355,20 @@ def test_the_benchmark_runs_on_threads(tmp_path):
 def test_shard_map():
     """Results and gradients of arrays that are cut over four devices; JAX makes these of a host when it starts."""
     pytest.importorskip("jax", reason="jax is not installed")
-    done = subprocess.run(
-        [sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=200, env=ENVIRONMENT
-    )
+    check_shard_map()
+
+
+def test_shard_map_on_cards(card, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    if card.name != "cupy" or jax.default_backend() != "gpu" or len(jax.devices()) < 2:
+        pytest.skip("jax does not see two cards")
+    check_shard_map("2")
+
+
+def check_shard_map(*cards):
+    command = [sys.executable, "sharded_jax.py", *cards]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     names = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
     wanted = [*(f"{name} over heads" for name in names), "gla over batch", "rwkv6 over batch"]
