@@ -80,12 +80,15 @@ def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, r
         assert_close(f"gradient {number}", x, y, dtype)
 
 
+@pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("operator", ["gla", "rwkv6"])
-def test_a_gradients_summary_goes_one_way_where_the_states_are_known(hopper, operator, batch, rng, monkeypatch):
-    """The forward pass has left them; the gradients are those of a whole pass."""
-    monkeypatch.setattr(tuning, "segments", lambda *sizes: 3)
-    monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: 3)
+def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
+    hopper, operator, batch, segments, rng, monkeypatch
+):
+    """The forward pass has left them, or there is one segment; the gradients are those of a whole pass."""
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: segments)
+    monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: segments)
     op, _ = VARIANTS[operator]
     arrays = draw(op, rng, SIZES | {"T": TOKENS, "B": batch, "N": batch}, BFLOAT16, "by_channel")
     do = rng.standard_normal((batch, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)

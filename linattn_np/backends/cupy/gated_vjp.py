@@ -79,7 +79,8 @@ def plan_summary_vjp(problem, device, do, saved=()):
     N, H, K, V = problem.shape("N H K V")
     summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
     launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
-    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=len(saved))
+    known = bool(saved) or P == 1
+    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=int(known))
 
 
 def as_inputs(draft, problem, do):
@@ -247,7 +248,7 @@ class OnHopper:
 
     def resumed(self, states, decays, dht, starts=None):
         """As `between_segments`, from what `summary` saved; `starts` has no empty segments."""
-        draft, known = self.draft, starts is not None
+        draft, known = self.draft, starts is not None or self.P == 3
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         if dht is not None:
@@ -255,10 +256,13 @@ class OnHopper:
                 draft.copy(dht, joined[1][:, segment])
         if known:
             draft.fill(joined[0])  # what empty segments start from is read, and matters to nobody
+        if starts is not None:
             for n, own in enumerate(range(0, starts.shape[0], self.P - 2)):
                 draft.copy(starts[own : own + self.P - 2], joined[0][n, 1:-1])
-        else:
+        elif not known:
             draft.copy(states[0], joined[0])
+        elif self.initial is not None:  # the one segment's that is not empty
+            draft.copy(self.initial, joined[0][:, 1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(known))
         return joined[0], joined[1]
 
