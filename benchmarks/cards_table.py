@@ -50,10 +50,11 @@ def summary(result) -> str:
             for row in operators(result)
             if (row["scaling"], row["op"], row["ranks"]) == ("weak", "gla", ranks)
         ]
+        said = {"same batch": "with one card's batch", "more batch": "with a batch each"}
         parts += [
-            f"training with a batch each {row['efficiency']:.0%}"
+            f"training {row['efficiency']:.0%} {said[row['training']]}"
             for row in of_kind(result, "training")
-            if (row["training"], row["ranks"]) == ("more batch", ranks)
+            if row["training"] in said and row["ranks"] == ranks
         ]
         if parts:
             found.append(f"on {ranks}{'' if found else ' ' + result['meta']['card']}: {', '.join(parts)}")
