@@ -42,23 +42,26 @@ def operators(result):
 
 
 def summary(result) -> str:
-    """A sentence."""
-    found = []
-    for ranks in sorted({row["ranks"] for row in result["rows"]}):
-        parts = [
-            f"`{row['op']}` {row['pass']} {row['efficiency']:.0%}"
-            for row in operators(result)
-            if (row["scaling"], row["op"], row["ranks"]) == ("weak", "gla", ranks)
-        ]
-        said = {"same batch": "with one card's batch", "more batch": "with a batch each"}
-        parts += [
-            f"training {row['efficiency']:.0%} {said[row['training']]}"
-            for row in of_kind(result, "training")
-            if row["training"] in said and row["ranks"] == ranks
-        ]
-        if parts:
-            found.append(f"on {ranks}{'' if found else ' ' + result['meta']['card']}: {', '.join(parts)}")
-    return fill(f"Efficiency {'; '.join(found)}.", WIDTH) + "\n"
+    """A sentence: of the fewest cards, and of more in brackets."""
+    weak = [row for row in operators(result) if (row["scaling"], row["op"]) == ("weak", "gla")]
+    said: dict[str, dict] = {}
+    for row in weak:
+        said.setdefault(row["pass"], {})[row["ranks"]] = f"{row['efficiency']:.0%}"
+    trained: dict[int, list] = {}
+    for row in of_kind(result, "training"):
+        if row["training"] != "more context":
+            trained.setdefault(row["ranks"], []).append(row["efficiency"])
+    for ranks, found in trained.items():
+        of_ranks = dict.fromkeys(f"{bound:.0%}" for bound in bounds(found))
+        said.setdefault("training", {})[ranks] = " to ".join(of_ranks)
+
+    def in_order(values):
+        fewest, *more = (values[ranks] for ranks in sorted(values))
+        return " ".join([fewest, *(f"({other})" for other in more)])
+
+    counts = in_order({row["ranks"]: str(row["ranks"]) for row in weak})
+    parts = ", ".join(f"{what} {in_order(values)}" for what, values in said.items())
+    return fill(f"Efficiency on {counts} {result['meta']['card']}: `gla` {parts}.", WIDTH) + "\n"
 
 
 def speeds(result) -> str:
