@@ -66,7 +66,10 @@ def plan_wider_vjp(problem, device, do, dht, exact):
 
 def plan_summary_vjp(problem, device, do, saved=()):
     """A plan of (the initial state's gradient for a dht of zero, decays [N, parts, H, 1, K] that multiply any other,
-    part by part) alone; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that."""
+    part by part) alone; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that.
+
+    `saved` is as `plan_vjp` has it, which then needs none of the states that the pass would find forwards in time.
+    """
     P = segments(problem, device)
     if not P:
         return None
@@ -76,7 +79,8 @@ def plan_summary_vjp(problem, device, do, saved=()):
     N, H, K, V = problem.shape("N H K V")
     summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
     launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
-    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=0)
+    known = bool(saved) or P == 1
+    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=int(known))
 
 
 def as_inputs(draft, problem, do):
@@ -188,7 +192,7 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = (), 
     read = {"q": q, "k": k, "v": v, "do_": do, "g": g}
     if left:
         states, decays = left
-        initial, dht = launches.resumed(states, decays, dht)
+        initial, dht = launches.resumed(states, decays, dht, starts)
     elif P > 1:
         summary = GatedBackwardSegmentsSm90.fitting(*instance)
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, first=int(starts is not None))
@@ -235,19 +239,32 @@ class OnHopper:
 
     def summary(self, kernel, mapped, **more):
         """The plan of `plan_summary_vjp`."""
+        draft = self.draft
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
-        joined = self.draft.contiguous(states)
-        scan_both_ways(self.draft, self.problem, joined, decays, self.P)
-        return self.draft.plan(((joined[1][:, 0],), decays[1][:, 1:]), saved=(states, decays))
+        joined = draft.empty(states.shape, states.dtype)
+        draft.copy(states[1], joined[1])
+        scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
+        return draft.plan(((joined[1][:, 0],), decays[1][:, 1:]), saved=(states, decays))
 
-    def resumed(self, states, decays, dht):
-        """As `between_segments`, from what `summary` saved."""
-        states = self.draft.contiguous(states)
+    def resumed(self, states, decays, dht, starts=None):
+        """As `between_segments`, from what `summary` saved; `starts` has no empty segments."""
+        draft, known = self.draft, starts is not None or self.P == 3
+        joined = draft.empty(states.shape, states.dtype)
+        draft.copy(states[1], joined[1])
         if dht is not None:
             for segment in (self.P - 2, self.P - 1):
-                self.draft.copy(dht, states[1][:, segment])
-        scan_both_ways(self.draft, self.problem, states, decays, self.P)
-        return states[0], states[1]
+                draft.copy(dht, joined[1][:, segment])
+        if known:
+            draft.fill(joined[0])  # what empty segments start from is read, and matters to nobody
+        if starts is not None:
+            for n, own in enumerate(range(0, starts.shape[0], self.P - 2)):
+                draft.copy(starts[own : own + self.P - 2], joined[0][n, 1:-1])
+        elif not known:
+            draft.copy(states[0], joined[0])
+        elif self.initial is not None:  # the one segment's that is not empty
+            draft.copy(self.initial, joined[0][:, 1])
+        scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(known))
+        return joined[0], joined[1]
 
     def left_by_segments(self, summary, mapped, initial, dht, **more):
         """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]), as gated/sm90/backward_segments.cu has them."""
