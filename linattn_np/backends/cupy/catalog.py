@@ -140,6 +140,7 @@ def value_gates():
 
 
 def element_by_element():
+    yield passes.CopyRows()
     for T in HALF:
         yield passes.FeatureMap("Identity", SINGLE, T)
     for (T, Y), phi in product(GATES, passes.FEATURE_MAPS.values()):

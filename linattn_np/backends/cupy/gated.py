@@ -96,10 +96,9 @@ def plan_wider(problem, device):
     draft, found = pieces.widened(problem, lambda wide: plan(wide, device))
     found_o, final = draft.include(found)
     o = draft.output(problem, fits=lambda out: True)
-    draft.copy(pieces.narrow(found_o, o.shape), o)
-    if final is not None:
-        final = (pieces.cut(draft, final[0], problem.shape("N H K V")),)
-    return draft.plan((o, final), mode=found.mode, tiles=found.tiles)
+    end = final and (pieces.narrower(draft, final[0], problem.shape("N H K V")),)
+    pieces.copy_rows(draft, [(found_o, o), *zip(final or (), end or ())])
+    return draft.plan((o, end), mode=found.mode, tiles=found.tiles)
 
 
 def plan_summary(problem, device):
