@@ -34,9 +34,7 @@ MODES = ("auto", "recurrent", "chunk", "staged")
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype == DOUBLE:
-        if mode_of(problem) != "staged":
-            return float64.unsupported(problem)
-        return float64.too_large(problem) if problem.gradient else None
+        return None if mode_of(problem) == "staged" else float64.unsupported(problem)
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
