@@ -187,6 +187,10 @@ class OnePass:
         """On the sequences or segments that `shape` names, from `channel` on."""
         raise NotImplementedError
 
+    def shape(self, spans=None):
+        """Where the tokens are, to the kernel that gives o."""
+        return self.draft.shape(self.problem, spans)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
@@ -197,11 +201,11 @@ class OnePass:
         problem, whole = self.problem, self.kernel(self.schedule)
         initial, P = self.draft.initial(problem), self.segments(whole)
         if P == 1:
-            self.launches(whole, self.draft.shape(problem), initial, final)
+            self.launches(whole, self.shape(), initial, final)
             return whole.tiles
         left, decays = kept or self.left_by_segments(P, final is not None)
         self.starts = self.between_segments(P, left, decays, initial, final)
-        self.launches(whole, self.draft.shape(problem, self.cut(P)), self.starts, None)
+        self.launches(whole, self.shape(self.cut(P)), self.starts, None)
         return whole.tiles | {"segments": P}
 
     def summary(self):
@@ -278,31 +282,34 @@ class OnEveryCard(OnePass):
     @cached_property
     def sums(self):
         """What outputs are of the channels so far."""
-        split = self.schedule == SPLIT_CHANNELS
+        split = self.kernel(self.schedule).schedule == SPLIT_CHANNELS
         return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
 
+    def rows(self) -> dict:
+        """The arrays with a row for every token."""
+        return {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o}
+
+    def more(self, decays) -> dict:
+        """What else a launch takes, of which `decays` are to be written if there are any."""
+        return {"u": self.u, "decays": decays}
+
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
-        B, H, K, V = self.problem.shape("B H K V")
-        kernel = kernel.with_channels(K - channel) if kernel.schedule == SPLIT_CHANNELS else kernel
+        (B, H, K, V), arrays = self.problem.shape("B H K V"), self.rows()
+        kernel = kernel.with_channels(K - channel)
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
-            q=self.q,
-            k=self.k,
-            v=self.v,
-            g=self.g,
-            o=self.o,
-            u=self.u,
+            **arrays,
+            **self.more(decays),
             initial=initial,
             final=final,
             shape=shape,
             scale=self.problem.scale,
             sums=self.sums,
-            decays=decays,
             channel=channel,
             of=of,
             needed=needed,
-            bytes=common_bytes(self.q, self.k, self.v, self.g, self.o),
+            bytes=common_bytes(*arrays.values()),
         )
 
 
