@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from ...arrays import BFLOAT16
 from ...contract import SUB_CHUNK
 from . import float64, gated_vjp, pieces, stages, tuning
 from .instances import (
@@ -27,6 +28,7 @@ from .instances import (
 )
 from .kernel import CTYPES, DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
+from .wide_heads import GatedWideForward, GatedWideOperands
 
 MODES = ("auto", "recurrent", "chunk", "staged")
 
@@ -84,7 +86,8 @@ def plan(problem, device, kept=()):
         launches = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o)
         tiles, saved = launches.run(final, kept), launches.saved()
     else:
-        tiles = OnEveryCard(draft, problem, device, draft.inputs(problem), o).run(final)
+        chosen = WideHeads if has_wide_heads(problem, device) else OnEveryCard
+        tiles = chosen(draft, problem, device, draft.inputs(problem), o).run(final)
     results = draft.give_back(problem, o), draft.stored(problem, final)
     return draft.plan(results, mode=mode, tiles=tiles, saved=saved)
 
@@ -310,6 +313,57 @@ class OnEveryCard(OnePass):
             of=of,
             needed=needed,
             bytes=common_bytes(*arrays.values()),
+        )
+
+
+def has_wide_heads(problem, device) -> bool:
+    """Whether the kernels of wide heads compute a problem: of more channels than one launch has, if a block holds all
+    of them, and has room for their operands."""
+    kernel = GatedWideForward.fitting(problem.dtype, problem.sizes["K"])
+    fits = kernel.channel_tiles <= kernel.MOST_TILES and kernel.shared_bytes <= device.shared_per_block
+    return fits and problem.dtype == BFLOAT16 and problem.sizes["K"] > TILES[-1]
+
+
+class WideHeads(OnEveryCard):
+    """By two kernels: one makes operands and scores, of all chunks at once, and one multiplies."""
+
+    schedule = SINGLE_PASS
+    sums = None
+
+    def kernel(self, schedule):
+        if schedule == SEGMENT_STATE:
+            return super().kernel(schedule)
+        return GatedWideForward.fitting(self.problem.dtype, self.problem.sizes["K"])
+
+    def shape(self, spans=None):
+        return self.draft.shape(self.problem, spans, GatedWideForward.CHUNK)
+
+    def launch(self, kernel, shape, initial, final, **more):
+        if not isinstance(kernel, GatedWideForward):
+            super().launch(kernel, shape, initial, final, **more)
+            return
+        draft, problem, dtype = self.draft, self.problem, self.problem.dtype
+        B, N, H, V = problem.shape("B N H V")
+        chunks, tiles, size = (B, H, shape.NC), kernel.channel_tiles, kernel.CHUNK * kernel.TILE
+        left = {
+            "operands": draft.empty((*chunks, tiles, 2, size), dtype),
+            "scores": draft.empty((*chunks, kernel.SCORES), dtype),
+            "decays": draft.empty((*chunks, kernel.channels), FLOAT32),
+        }
+        first, read = GatedWideOperands(read_order(problem.op), dtype, self.g.dtype), (self.q, self.k, self.g)
+        q, k, g = read
+        draft.launch(first, shape.all_chunks, q=q, k=k, g=g, u=self.u, **left, shape=shape, bytes=common_bytes(*read))
+        draft.launch(
+            kernel,
+            B * H * shape.count * tuning.grid(kernel, V),
+            v=self.v,
+            o=self.o,
+            **left,
+            initial=initial,
+            final=final,
+            shape=shape,
+            scale=problem.scale,
+            bytes=common_bytes(self.v, self.o),
         )
 
 
