@@ -8,7 +8,6 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, pointers, reals, rows, shape
-from .instances import SINGLE_PASS, GatedForward
 from .kernel import Kernel
 from .plan import ceil_div
 
@@ -28,7 +27,10 @@ class GatedWideOperands(Kernel):
 
     @property
     def shared_bytes(self):
-        return GatedForward(self.read_order, SINGLE_PASS, self.dtype, self.gate, 1, 128, 16).shared_bytes
+        tokens, tile, size = 32, 128, self.dtype.itemsize
+        tiles = 2 * size * tokens * (2 * tile + 16) + self.gate.itemsize * tokens * tile  # of q, k, nothing of v, and g
+        scored = size * (4 * tokens * tile + 2 * tokens * (tokens + 8))
+        return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile + 4)
 
 
 @dataclass(frozen=True)
