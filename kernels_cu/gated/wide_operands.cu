@@ -7,7 +7,7 @@
 // smem      Shared: two tiles of 128 channels of the inputs, operands of the present one's scores, the scores
 // barriers  two for every 128 channels: a tile has arrived, its decays stand | its operands stand; then: scores and
 //           the vote on growth stand, all of it stands
-// numerics  as gated/forward.cu; scores of tiles add up in float32
+// numerics  as gated/forward.cu; scores of tiles add up in float32, and may cancel there: in sub-chunks they are tf32
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    bfloat16
 #include "read_order.cuh"
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
   constexpr int THREADS = 256, C = CHUNK<T>, PRODUCTS = 1;
   using Mine = Share<T, WIDE, THREADS / 32>;
   static_assert(Mine::PER == 1 && Mine::PARTS == 1 && TASKS<T> == THREADS / 32);
-  auto& s = *reinterpret_cast<Shared<SinglePass, T, G, WIDE, 16>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<SplitChannels, T, G, WIDE, 16>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 NC = u32(shape.NC), chunk = blockIdx.x, c = chunk % NC, h = chunk / NC % u32(shape.H);
   const u32 b = chunk / NC / u32(shape.H), tiles = u32(shape.K + WIDE - 1) / WIDE;

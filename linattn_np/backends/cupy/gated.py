@@ -320,7 +320,8 @@ def has_wide_heads(problem, device) -> bool:
     """Whether the kernels of wide heads compute a problem: of more channels than one launch has, if a block holds all
     of them, and has room for their operands."""
     kernel = GatedWideForward.fitting(problem.dtype, problem.sizes["K"])
-    fits = kernel.channel_tiles <= kernel.MOST_TILES and kernel.shared_bytes <= device.shared_per_block
+    most = max(kernel.shared_bytes, GatedWideOperands(read_order(problem.op), problem.dtype, FLOAT32).shared_bytes)
+    fits = kernel.channel_tiles <= kernel.MOST_TILES and most <= device.shared_per_block
     return fits and problem.dtype == BFLOAT16 and problem.sizes["K"] > TILES[-1]
 
 

@@ -19,7 +19,7 @@ class GatedWideOperands(Kernel):
 
     file = "gated/wide_operands"
     arguments = (*rows("q k g"), *pointers("u operands scores decays"), *shape, *integers("bytes"))
-    shared = ("Shared<SinglePass, {dtype}, {gate}, 128, 16>",)
+    shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
     threads = 256
     read_order: str
     dtype: np.dtype
@@ -29,7 +29,7 @@ class GatedWideOperands(Kernel):
     def shared_bytes(self):
         tokens, tile, size = 32, 128, self.dtype.itemsize
         tiles = 2 * size * tokens * (2 * tile + 16) + self.gate.itemsize * tokens * tile  # of q, k, nothing of v, and g
-        scored = size * (4 * tokens * tile + 2 * tokens * (tokens + 8))
+        scored = 2 * (size + 4) * tokens * tile + size * 2 * tokens * (tokens + 8)
         return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile + 4)
 
 
