@@ -7,7 +7,7 @@
 // smem      none
 // barriers  none
 // numerics  numbers are moved as they are, of 2, 4, 8 or 16 bytes: neighbours that always move together count as one
-// source    ours
+// source    none
 // limits    as many arrays as COPIES; `to` starts on 16 bytes
 #include "ptx.cuh"
 

@@ -123,7 +123,7 @@ class Sides:
         K, V = self.problem.shape("K V")
         sides = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]
         (x, a, R, row), (y, b, C, column) = reversed(sides) if turned else sides
-        kernel, N, H = kind.fitting(self.problem.op, C), *self.problem.shape("N H")
+        kernel, (N, H) = kind.fitting(self.problem.op, C), self.problem.shape("N H")
         shape, gated = self.draft.shape(self.problem, chunk=CHUNK), b.shape[-1] > 1
         for first in range(0, C, kernel.columns) or (0,):
             here = (..., slice(first, None))
