@@ -73,6 +73,7 @@ GRADIENTS = (  # as for OPERATORS, all with gradients of the final state
     ((1, 2, 70, 128, 72), HALF, GROWS, SINGLE, {}),
     ((1, 1, 133, 70, 100), SINGLE, GROWS, None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
+    ((1, 2, 1100, 60, 65), BFLOAT16, "logsigmoid", None, {}),  # by copies with longer rows
 )
 GATED_VALUES = (  # as for OPERATORS, and with gradients
     ((1, 2, 40, 64, 64), BFLOAT16, "some-inf", None, {}),

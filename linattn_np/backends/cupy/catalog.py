@@ -11,6 +11,7 @@ from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
+from .wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -58,6 +59,8 @@ def on_every_card():
     for (T, G), order in product(GATES, READ_ORDERS):
         for products in (1, 3) if T == SINGLE else (1,):
             yield from split_channels(order, T, G, products)
+        if T == BFLOAT16:
+            yield GatedWideOperands(order, T, G)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)
@@ -75,6 +78,8 @@ def on_every_card():
         yield stages.Combine(T)
         for order in READ_ORDERS:
             yield stages.GatedQk(order, T)
+    for tiles in range(2, GatedWideForward.MOST_TILES + 1):
+        yield GatedWideForward(BFLOAT16, tiles)
     for width in (1, 4):
         yield gated.ScanSegments(width)
     yield gated.ScanBothWays()
@@ -140,6 +145,7 @@ def value_gates():
 
 
 def element_by_element():
+    yield passes.CopyRows()
     for T in HALF:
         yield passes.FeatureMap("Identity", SINGLE, T)
     for (T, Y), phi in product(GATES, passes.FEATURE_MAPS.values()):

@@ -58,10 +58,12 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
 def plan_wider_vjp(problem, device, do, dht, exact):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
     draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, exact=exact), do, dht)
-    gradients, dh0 = draft.include(plan)
-    gradients = tuple(pieces.cut(draft, x, of.shape) for x, of in zip(gradients, problem.arrays.values(), strict=True))
-    dh0 = dh0 and (pieces.cut(draft, dh0[0], problem.initial_state[0].shape),)
-    return draft.plan((gradients, dh0), tiles=plan.tiles)
+    found, dh0 = draft.include(plan)
+    arrays = problem.arrays.values()
+    gradients = tuple(pieces.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
+    start = dh0 and (pieces.narrower(draft, dh0[0], problem.initial_state[0].shape),)
+    pieces.copy_rows(draft, [*zip(found, gradients), *zip(dh0 or (), start or ())])
+    return draft.plan((gradients, start), tiles=plan.tiles)
 
 
 def plan_summary_vjp(problem, device, do, saved=()):

@@ -152,6 +152,10 @@ class Array:
 
         return Array(self.memory, swapped(self.shape), swapped(self.strides), self.dtype, self.offset)
 
+    def transpose(self, axes) -> Array:
+        shape, strides = (tuple(values[axis] for axis in axes) for values in (self.shape, self.strides))
+        return Array(self.memory, shape, strides, self.dtype, self.offset)
+
     def in_heads(self, heads: int) -> Array:
         """[..., heads, D / heads] for [..., D]."""
         size, step = self.shape[-1] // heads, self.strides[-1]
@@ -356,12 +360,8 @@ class Draft:
 
     def zeros(self, shape, dtype) -> Array:
         x = self.empty(shape, dtype)
-        self.fill(x)
-        return x
-
-    def fill(self, x: Array):
-        """Zeros for all of a new array."""
         self.steps.append(Fill(x))
+        return x
 
     def like(self, prototype: Array, dtype=None, shape=None) -> Array:
         """New memory with the axes in the memory order of `prototype`, where that leaves rows."""
