@@ -415,6 +415,7 @@ __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Value
   });
   halve<8>(x, g & 4), halve<4>(x, g & 2), halve<2>(x, g & 1);  // lane g ends with those of 8g
   if (lane == 31) x[1] += more;
+  __syncwarp();  // the partner has been read
   *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
 }
 
@@ -495,6 +496,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
           o[i] = fmaf(decay[i / 4 * 2], low(two), o[i]), o[i + 1] = fmaf(decay[i / 4 * 2 + 1], high(two), o[i + 1]);
         });
       }
+      __syncwarp();
       store_values(&in.v[warpgroup], o);
       fence_async();
     }
