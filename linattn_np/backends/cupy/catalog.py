@@ -121,10 +121,11 @@ def scalar_decays():
     for K in gated.TILES:
         yield gated.WeightedSums("Queries", SINGLE, K, gated.PANEL)
     yield gated.WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
-    for cls, (K, V) in product(
-        (gated.ScalarBackwardSegments, gated.ScalarBackwardQueries, gated.ScalarBackwardKeys), WIDTHS
-    ):
-        yield cls(K, V)
+    for what, (K, V) in product(("GatedQueries", "GatedKeys"), WIDTHS):
+        if V <= K:
+            yield gated.WeightedSums(what, SINGLE, K, V)
+    for K, V in WIDTHS:
+        yield gated.ScalarBackwardSegments(K, V)
 
 
 def value_gates():

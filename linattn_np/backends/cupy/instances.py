@@ -450,27 +450,29 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
 
 # -- scalar decays: a gate that all channels share, on Hopper ----------------------------------------------------------
 SWEEP = (
-    *maps("q k v o"),
-    *rows("q_rows k_rows v_rows o_rows"),
+    *maps("q k v o partner"),
+    *rows("q_rows k_rows v_rows partner_rows o_rows"),
     *pointers("initial final"),
     *integers("K V state_k state_v"),
     *reals("read write"),
     *integers("backwards"),
 )
-SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2}
+SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
 @dataclass(frozen=True)
 class WeightedSums(Kernel):
     """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
 
-    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others.
+    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
+    "GatedQueries" and "GatedKeys" give the gate's gradient as well.
     """
 
     file = "scalar_decay/sm90/weighted_sums"
-    shared = ("Shared<{BK}, {BV}>",)
+    shared = ("Shared<{what}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 64
+    STRETCH: ClassVar[int] = 256  # tokens, of which the last state is kept for the gate's gradient
     what: str
     gate: np.dtype
     BK: int
@@ -488,6 +490,8 @@ class WeightedSums(Kernel):
             *shape,
             *pointers("decays"),
             *integers("of needed"),
+            *pointers("kept token_sums dg"),
+            *integers("parts"),
         )
 
     @property
@@ -505,9 +509,10 @@ class WeightedSums(Kernel):
 
     @property
     def shared_bytes(self):
-        stages, gates = 3 if self.BK == self.BV else 4, 4 * 64 * (2 * 6 + 2)
-        stage = padded(64 * 2 * (2 * self.BK + self.BV + 64) + gates, 1024)
-        return padded(stages * stage + 8 * 3 * stages, 1024)
+        gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2)
+        stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
+        stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
+        return padded(stages * (stage + gates + 8 * 4), 1024)
 
     @property
     def tiles(self):
@@ -515,11 +520,20 @@ class WeightedSums(Kernel):
 
 
 @dataclass(frozen=True)
-class ScalarBackward(Kernel):
-    """Hopper's backward kernels under a scalar decay."""
+class ScalarBackwardSegments(Kernel):
+    """What segments leave behind in the states and in their gradients, on Hopper under a scalar decay."""
 
-    arch = SM90
+    file = "scalar_decay/sm90/backward_segments"
+    arguments = (
+        *tensor_rows("q k v do_"),
+        *rows("g"),
+        *pointers("initial dht states decays"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
     shared = ("Shared<{BK}, {BV}>",)
+    arch = SM90
     CHUNK: ClassVar[int] = 32
     BK: int
     BV: int
@@ -530,70 +544,13 @@ class ScalarBackward(Kernel):
 
     @property
     def threads(self):
-        return 2 * self.BK + 128
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-
-    def ring(self, stages, arrays, more, rest):
-        stage = padded(32 * 2 * arrays * (self.BK + self.BV) + more, 1024)
-        return padded(stages * stage + rest + 8 * 3 * stages, 1024)
-
-    @property
-    def decays(self):
-        """Bytes of a stage: the decays of its tokens, and what each warp has of a sum over the channels."""
-        return 4 * 32 * (1 + 32 + 8) + 4 * 32 * self.BK // 16
-
-
-class ScalarBackwardSegments(ScalarBackward):
-    file = "scalar_decay/sm90/backward_segments"
-    arguments = (
-        *tensor_rows("q k v do_"),
-        *rows("g"),
-        *pointers("initial dht states decays"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
-
-    @property
-    def threads(self):
         return 2 * self.BK + 32
 
     @property
     def shared_bytes(self):
-        return self.ring(4, 1, 4 * 33, 0)
-
-
-class ScalarBackwardQueries(ScalarBackward):
-    file = "scalar_decay/sm90/backward_queries"
-    arguments = (
-        *tensor_rows("q k v do_ dq"),
-        *rows("g"),
-        *pointers("initial dht ends weights"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
+        stages, stage = 4, padded(32 * 2 * (self.BK + self.BV) + 4 * 33, 1024)
+        return padded(stages * stage + 8 * 2 * stages, 1024)
 
     @property
-    def shared_bytes(self):
-        return self.ring(3 if self.BK + self.BV == 128 else 4, 2, 32 * 128 + self.decays, 4 * self.BK // 16)
-
-
-class ScalarBackwardKeys(ScalarBackward):
-    file = "scalar_decay/sm90/backward_keys"
-    arguments = (
-        *tensor_rows("q k v do_ dk dv"),
-        *rows("g"),
-        *pointers("dht ends dg dh0"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
-
-    @property
-    def shared_bytes(self):
-        stages = 4 if self.BK + self.BV == 192 else 3
-        return self.ring(stages, 2, 2 * 32 * 128 + self.decays + 2 * 4 * 32, 4 * self.BK * self.BV)
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
