@@ -62,7 +62,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
-  bool grown;                   // whether a later chunk of the sequence does
+  float keep;                   // for `forgets`
   Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
@@ -365,7 +365,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     if (args.dht && inside[h]) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
-  each_chunk(at.tokens, [&](int iteration, int token) {
+  const auto by_chunk = [&](int iteration, int token) {  // false: nothing but the waits at its start has been done
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int next = token + CHUNK;
     if (next % KEPT == 0 && next < at.tokens) {  // begin anew
@@ -393,17 +393,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares of the largest value stand
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
-    if (goes_by_token<T>(s, iteration)) {
-      barrier_arrive(s.operands);
-      if (threadIdx.x == 0) s.grown = true;  // nobody reads it in this chunk
-      grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                         in.weight, in.v, in.do_, in.dA, u, scale, CONSUMERS_BARRIER);
-      barrier_wait(s.within, iteration & 1);  // as after any chunk
-      barrier_wait(s.scores, iteration & 1);
-      fence_async();
-      barrier_arrive(s.done[iteration % STAGES]);
-      return;
-    }
+    if (goes_by_token<T>(s, iteration)) return false;
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
@@ -502,7 +492,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
-      before[h] = forgets(decays.all(h), rest, end[h], s.grown) ? 0.f : rest;
+      before[h] = forgets(decays.all(h), rest, end[h], s.keep) ? 0.f : rest;
       end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
     }
     Chunk weight;
@@ -551,7 +541,26 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     scale_down<ReadOrder, T, BV>(C, reach);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
-  });
+    return true;
+  };
+  const auto by_token = [&](int iteration) {
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    barrier_arrive(s.operands);
+    if (threadIdx.x == 0) s.keep = ROUNDING;  // nobody reads it in this chunk
+    grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
+                                       in.weight, in.v, in.do_, in.dA, u, scale, CONSUMERS_BARRIER);
+    barrier_wait(s.within, iteration & 1);  // as after any chunk
+    barrier_wait(s.scores, iteration & 1);
+    fence_async();
+    barrier_arrive(s.done[iteration % STAGES]);
+  };
+  int iteration = 0, token = (at.tokens - 1) / CHUNK * CHUNK;
+#pragma unroll 1
+  while (at.tokens && token >= 0) {  // what is rare is outside of the loop in which registers are scarce
+#pragma unroll 1
+    while (token >= 0 && by_chunk(iteration, token)) ++iteration, token -= CHUNK;
+    if (token >= 0) by_token(iteration), ++iteration, token -= CHUNK;
+  }
   if (args.dh0 && at.sequence % args.P == 0) {
     float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
     each_of_state<BV>(C, first, args.shape, channel,
@@ -579,7 +588,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
   bool grown = false;
   if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, CONSUMERS + 128>(args, threadIdx.x));
-  if (threadIdx.x == 0) s.grown = grown;
+  if (threadIdx.x == 0) s.keep = grown ? ROUNDING : __uint_as_float(0x7f800000u);
   fence_async();
   __syncthreads();                               // the barriers and zeros stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers

@@ -20,10 +20,11 @@ template <> constexpr float GROWTH<f16> = 0.25f;
 // most.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether the rest, from before a chunk, of such a sum of this size is rounding alone. What grew before a strong decay
-// and grows behind it may outweigh all between.
-__device__ __forceinline__ bool forgets(float decay, float rest, float size, bool grown) {
-  return decay == 0.f || (decay < FORGOTTEN && !(grown && fabsf(rest) > ROUNDING * fabsf(size)));
+// Whether the rest, from before a chunk, of such a sum of this size is rounding alone: more than `keep` times its size
+// is not. What grew before a strong decay and grows behind it may outweigh all between: then `keep` is ROUNDING,
+// otherwise infinite. No branches, since a warp's channels differ.
+__device__ __forceinline__ bool forgets(float decay, float rest, float size, float keep) {
+  return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > keep * fabsf(size)));
 }
 
 // Whether the largest gate is; true for NaN too.
@@ -307,7 +308,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     }
     all = channel_sum(all), size = channel_sum(size);
     const float behind = h ? end[1] : end[0], rest = behind - all, decay = exp2_approx(LOG2E * sum);
-    const float before = forgets(decay, rest, fabsf(behind) + size, true) ? 0.f : rest;
+    const float before = forgets(decay, rest, fabsf(behind) + size, ROUNDING) ? 0.f : rest;
     if (h) end[1] = before + sums[channel];
     else end[0] = before + sums[channel];
     float passing = before;
