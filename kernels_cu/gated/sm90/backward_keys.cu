@@ -69,10 +69,10 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
-// Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
-// token, lie in different banks.
-__device__ __forceinline__ float* within_at(float (&panel)[CHUNK][32], int row, int c) {
-  return &panel[row][(c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 4 + c % 4];
+// Where channel c of token `row` is in a panel of 32 channels, in bytes. Eight tokens of 4 channels, and 8 channels of
+// every second token, lie in different banks.
+__device__ __forceinline__ int within_offset(int row, int c) {
+  return row * 128 + (c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 16 + c % 4 * 4;
 }
 // Where A has a lane's first pair of a block of scores, queries and keys multiples of 8, in bytes: query g, key 2t. Key
 // 2t + 1 is 16 XOR that and a row on; 8 queries on are 32 XOR that. A product in tf32 takes the operand that has 2t at
@@ -83,25 +83,24 @@ __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
 
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
-// The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any
-// more.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, int panel)) [CHUNK][32] {
-  void* const place = panel % 2 ? (void*)own_panels(stage.g, panel / 2) : (void*)&stage.q[panel / 2];
-  return *reinterpret_cast<float (*)[CHUNK][32]>(place);
+// Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and g
+// of its 64 any more.
+template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
+  return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
 
 // The largest magnitude of all of C, from every warp's share.
-template <int WARPS>
-__device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
+template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
   float x = shares[0];
   for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
   return x;
 }
 
-// Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range.
+// Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range. All threads
+// find the same; the vote tells the compiler so.
 template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
-  return s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE;
+  return __any_sync(0xffffffffu,
+                    s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);
 }
 
 // Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks.
@@ -154,15 +153,15 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANE
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
                                                 int warp, int lane) {
-  const int offset = int(within_at(s.keys_within[0], 8 * warp + (lane >> 2), 4 * (lane & 3)) - s.keys_within[0][0]);
+  const int offset = within_offset(8 * warp + (lane >> 2), 4 * (lane & 3));
   float other[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
-    const int at = offset ^ c % 2 * 16;
-    const float4 q = *reinterpret_cast<const float4*>(&queries_within(in, c / 2)[0][at]);
-    const float4 k = *reinterpret_cast<const float4*>(&s.keys_within[c / 2][0][at]);
+    const int at = offset ^ c % 2 * 64;
+    const float4 q = *reinterpret_cast<const float4*>(at_offset(in, queries_within<T, G, BK>(c / 2) + at));
+    const float4 k = *reinterpret_cast<const float4*>(at_offset(s.keys_within[c / 2], at));
     const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
     const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
               more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
@@ -303,11 +302,13 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A warp's 16 channels of what meets in sub-chunk n; `at`: where this lane's first value of sub-chunk 0 is. Its others
-// are an XOR away, and the next token a row further.
-__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const SubChunk& x, int at, int n) {
-  float* to = &panel[8 * n][0];
-  to[at] = x[0], to[(at ^ 16) + 32] = x[1], to[at ^ 8] = x[2], to[(at ^ 24) + 32] = x[3];
+// A warp's 16 channels of what meets in sub-chunk n; `at`: where in `place` this lane's first value of sub-chunk 0 is,
+// in bytes. Its others are an XOR away, and the next token a row further.
+template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int at, int n) {
+  const auto put = [&](int turn, float value) {
+    *reinterpret_cast<float*>(at_offset(place, (at ^ turn) + (turn / 64 + 8 * n) * 128)) = value;
+  };
+  put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
 }
 
 // Queries and keys that meet across sub-chunks, each where it has rows.
@@ -357,6 +358,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
+  const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
+  const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // channels 1 and 2 of four change places
+  const int queries_at = queries_within<T, G, BK>(warp / 2) + within;
+  const int keys_at = warp / 2 * CHUNK * 128 + (within ^ key_order);
 
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
   load_state<BV>(C, args.dht ? args.dht + state : nullptr, args.shape, channel);
@@ -401,9 +406,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     SubChunkDecays decays;
     Across read, met;
     const PairReader dA(in.dA);
-    float (&first)[CHUNK][32] = s.keys_within[0];
-    const int within_offset = int(within_at(first, 2 * t, warp % 2 * 16 + (lane >> 2)) - &first[0][0]);
-    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 3 : 0;  // channels 1 and 2 of four change places
     float scores[8] = {};  // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
@@ -419,8 +421,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         present[i] = own[i % 2] * x;
       };
       decay_within<false, ReadOrder, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, meet_itself);
-      put_within(queries_within(in, warp / 2), within, within_offset, n);
-      put_within(s.keys_within[warp / 2], keys_within, within_offset ^ key_order, n);
+      put_within(in, within, queries_at, n);
+      put_within(s.keys_within, keys_within, keys_at, n);
       dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
@@ -444,17 +446,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     fence_async();
     barrier_arrive(s.operands);  // and v for C has been read
 
+    Across over = {};  // sums of queries, for keys
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      SubChunk by8 = {}, by16 = {};
-      dA.add_queries(by8, read.by8[x], 2 * x + 1, 2 * x);
-      dA.add_queries(by16, read.by16[0], 2, x);
-      dA.add_queries(by16, read.by16[1], 3, x);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        dk[2 * x][i] = fmaf(far[2 * x][i], by8[i], dk[2 * x][i]);
-        dk[x][i] = fmaf(far[x][i], x ? by16[i] : decays.own[1][i / 2] * by16[i], dk[x][i]);
-      }
+      dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
+      dA.add_queries(over.by16[x], read.by16[0], 2, x);
+      dA.add_queries(over.by16[x], read.by16[1], 3, x);
     }
     decay_state<BV>(C, decays, reach.up[0], reach.up[1]);
     wgmma_fence();
@@ -482,9 +479,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       const float2 key = unpack<T>(pair_of(keys, n, h));
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        const float x = from_state[4 * n + 2 * h + p];
-        dk[n][2 * h + p] = fmaf(far[n][2 * h + p] * decays.behind(n, h), x, dk[n][2 * h + p]);
-        dg[n][2 * h + p] = (p ? key.y : key.x) * x;
+        const int i = 2 * h + p;
+        const float x = from_state[4 * n + i];
+        float at_end = n == 3 ? x : decays.behind(n, h) * x;  // of its sub-chunk
+        if (n == 1) at_end += over.by16[1][i];
+        if (n == 2) at_end += over.by8[1][i];
+        if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
+        dk[n][i] = fmaf(far[n][i], at_end, dk[n][i]);
+        dg[n][i] = (p ? key.y : key.x) * x;
       }
     });
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
@@ -495,12 +497,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       before[h] = forgets(decays.all(h), rest, end[h], s.keep) ? 0.f : rest;
       end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
     }
-    Chunk weight;
-    load_chunk(weight, own_panels(in.weight, warpgroup), offset);
+    add_chunk(dg, own_panels(in.weight, warpgroup), offset);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dg[n][i] += weight[n][i] + before[i / 2];
+      for (int i = 0; i < 4; ++i) dg[n][i] += before[i / 2];
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);

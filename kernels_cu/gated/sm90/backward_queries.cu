@@ -151,14 +151,16 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
   __syncwarp();  // else all is made at once: there are no registers for that
 }
 
-// far: decays of queries from the start of a sub-chunk; `queries` and `keys`: what the states have of them.
+// from_state: S do. `keys`: what the state has of them.
 template <class ReadOrder, typename T, typename G>
-__device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys,
+__device__ __forceinline__ void meet_across(Gradients& d, const Values& from_state, Operand& keys,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                             T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
-                                            float scale, QueryScale& range, bool& growth, int at) {
+                                            float scale, bool& growth, int at) {
   Gates<G> gates;
-  Across read, met;
+  Across read, met, over = {};
+  Chunk far;
+  Operand queries;
   gates.load(g, at);
   growth = __any_sync(0xffffffffu, any_grows<T>(gates));
   decays_of(decays, gates);
@@ -168,26 +170,38 @@ __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& q
   __syncwarp();
   load_operand(queries, q, at);
   decays_from_start(far, gates, counts);
-  range = scale_of_queries<ReadOrder, T>(far);
+  const QueryScale range = scale_of_queries<ReadOrder, T>(far);
   decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    dA.add_keys(over.by8[x], met.by8[x], 2 * x + 1, 2 * x);
+    dA.add_keys(over.by16[x], met.by16[0], 2 + x, 0);
+    dA.add_keys(over.by16[x], met.by16[1], 2 + x, 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d.weight[2 * x + 1][i] = fmaf(read.by8[x][i], over.by8[x][i], d.weight[2 * x + 1][i]);
+      d.weight[2 + x][i] = fmaf(read.by16[x][i], over.by16[x][i], d.weight[2 + x][i]);
+    }
+  }
+  each_pair([&](int n, int h) {
+    const float2 query = unpack<T>(pair_of(queries, n, h));
+    const float by = scale * decays.before(n, h);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int i = 2 * h + p;
+      const float x = from_state[4 * n + i];
+      float at_start = by * x;  // of its sub-chunk
+      if (n % 2) at_start += over.by8[n / 2][i];
+      if (n == 2) at_start += over.by16[0][i];
+      if (n == 3) at_start += decays.own[2][h] * over.by16[1][i];
+      d.dq[n][i] = fmaf(far[n][i], at_start, d.dq[n][i]);
+      d.weight[n][i] = fmaf(range.down[h] * (p ? query.y : query.x), x, d.weight[n][i]);
+    }
+  });
   const auto take = [&](int n, int i, float key, float over_queries) {
     if (ReadOrder::reads_before_write) d.writing[n][i] = fmaf(key, over_queries, d.writing[n][i]);
     d.weight[n][i] = fmaf(-key, over_queries, d.weight[n][i]);
   };
-#pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    SubChunk by8 = {}, by16 = {};
-    dA.add_keys(by8, met.by8[x], 2 * x + 1, 2 * x);
-    dA.add_keys(by16, met.by16[0], 2 + x, 0);
-    dA.add_keys(by16, met.by16[1], 2 + x, 1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      d.weight[2 * x + 1][i] = fmaf(read.by8[x][i], by8[i], d.weight[2 * x + 1][i]);
-      d.weight[2 + x][i] = fmaf(read.by16[x][i], by16[i], d.weight[2 + x][i]);
-      d.dq[2 * x + 1][i] = fmaf(far[2 * x + 1][i], by8[i], d.dq[2 * x + 1][i]);
-      d.dq[2 + x][i] = fmaf(far[2 + x][i], x ? decays.own[2][i / 2] * by16[i] : by16[i], d.dq[2 + x][i]);
-    }
-  }
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     SubChunk by8 = {}, by16 = {};
@@ -229,11 +243,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     u32 columns[BV / 8 / SUBCHUNKS][4];
     const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
 
-    Operand queries, keys;
-    Chunk far;
+    Operand keys;
     Gradients found;
     SubChunkDecays decays;
-    QueryScale range;
     bool growth;
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
@@ -241,8 +253,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
     wgmma_wait<0>();
     wgmma_keep(from_state);
-    meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
-                           growth, offset);
+    meet_across<ReadOrder>(found, from_state, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, growth,
+                           offset);
 
     if (growth) {  // what has been computed may be anything
       grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
@@ -255,17 +267,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_commit();
 
     if (!growth) {
-      each_pair([&](int n, int h) {
-        const float2 query = unpack<T>(pair_of(queries, n, h));
-        const float by = scale * decays.before(n, h);
-#pragma unroll
-        for (int p = 0; p < 2; ++p) {
-          const int i = 2 * h + p;
-          const float x = from_state[4 * n + i], q = range.down[h] * (p ? query.y : query.x);
-          found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
-          found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
-        }
-      });
       float sum[2];
       sum_tokens<true, !ReadOrder::reads_before_write>(found.weight, sum);
       if (ReadOrder::reads_before_write)

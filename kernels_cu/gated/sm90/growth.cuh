@@ -238,15 +238,7 @@ __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[
     x[2 * n] = fmaf(key.x, C[4 * n], fmaf(key.y, C[4 * n + 2], present * two.x));
     x[2 * n + 1] = fmaf(key.x, C[4 * n + 1], fmaf(key.y, C[4 * n + 3], present * two.y));
   });
-#pragma unroll
-  for (int lanes = 16, n = N / 2; lanes >= 4; lanes /= 2, n /= 2) {  // lane g ends with N / 8 from N / 8 g on
-    const bool upper = lane & lanes;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + n], lanes);
-      x[i] = (upper ? x[i + n] : x[i]) + other;
-    }
-  }
+  share_sums<N>(x);
 #pragma unroll
   for (int i = 0; i < N / 8; i += 2)
     *reinterpret_cast<float2*>(shares + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
