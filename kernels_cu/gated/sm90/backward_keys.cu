@@ -31,7 +31,7 @@ template <typename T, typename G> struct Args {
   float* dh0;  // or null
   Shape shape;
   double scale;
-  i64 P;  // segments a sequence
+  i64 P, joined;  // as backward_queries
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -106,10 +106,10 @@ template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_t
 // Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread) {
-  const int own = place_of(args.shape, blockIdx.x).sequence;
+  const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
   bool found = false;
-  for (i64 n = 1; own % args.P + n < args.P; ++n) {
-    const Place at = place_of(args.shape, blockIdx.x + u32(n * args.shape.H));
+  for (i64 n = 1; last / H % args.P + n < args.P; ++n) {
+    const Place at = segment_at(args.shape, u32(last + n * H), args.P);
     for (int chunk = thread; chunk * CHUNK < at.tokens; chunk += COUNT) {
       const float* sums = args.sums + (at.chunk + chunk) * (args.shape.K + FLAGS);
       found |= *reinterpret_cast<const WarpFlags<BK>*>(sums + args.shape.K) != 0;
@@ -198,7 +198,8 @@ template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const Place& at = s.place;
-  const int tokens = place_of(args.shape, blockIdx.x).tokens;  // known to be the same for all threads, unlike `at`
+  // Known to be the same for all threads, unlike `at`.
+  const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
@@ -351,10 +352,10 @@ template <bool POSSIBLY, int N> __device__ __forceinline__ void multiply_unless_
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
-  const Place at = place_of(args.shape, blockIdx.x);
+  const Segment at = segment_of<true>(args.shape, args.P, args.joined);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
-  const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
+  const i64 K = args.shape.K;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
@@ -363,18 +364,19 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const int queries_at = queries_within<T, G, BK>(warp / 2) + within;
   const int keys_at = warp / 2 * CHUNK * 128 + (within ^ key_order);
 
+  const bool joins = at.last != at.pair;    // then it ends where a state is kept
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
-  load_state<BV>(C, args.dht ? args.dht + state : nullptr, args.shape, channel);
+  load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
     if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
-    if (args.dht && inside[h]) end[h] = args.ends[at.pair * K + channel + 8 * h];
+    if (args.dht && inside[h] && !joins) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
   const auto by_chunk = [&](int iteration, int token) {  // false: nothing but the waits at its start has been done
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int next = token + CHUNK;
-    if (next % KEPT == 0 && next < at.tokens) {  // begin anew
-      const float4* from = kept_at<BK, BV>(args.kept, args.shape, at, next);
+    if (next % KEPT == 0 && (next < at.tokens || joins)) {  // begin anew
+      const float4* from = kept_at<BK, BV>(args.kept, first_kept(args.shape, at) + next / KEPT);
       end[0] = end[1] = 0.f;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) {
@@ -575,7 +577,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
-    s.place = place_of(args.shape, blockIdx.x);
+    s.place = segment_of<true>(args.shape, args.P, args.joined);
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 128);
       barrier_init(s.pairs[stage], 128);

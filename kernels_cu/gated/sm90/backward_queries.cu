@@ -30,6 +30,8 @@ template <typename T, typename G> struct Args {
   float *ends, *sums, *du, *kept;
   Shape shape;
   double scale;
+  i64 P;       // segments a sequence
+  i64 joined;  // whether all but the first are one here, and in the second sweep all but the last
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -50,7 +52,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Place at = place_of(args.shape, blockIdx.x);
+  const Place at = segment_of<false>(args.shape, args.P, args.joined);
   const i64 K = args.shape.K, V = args.shape.V;
 #pragma unroll 1
   for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
@@ -219,8 +221,9 @@ __device__ __forceinline__ void meet_across(Gradients& d, const Values& from_sta
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Place at = place_of(args.shape, blockIdx.x);
+  const Segment at = segment_of<false>(args.shape, args.P, args.joined);
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
+  const int kept = first_kept(args.shape, at);
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
@@ -286,25 +289,29 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     const int next = (iteration + 1) * CHUNK;
-    if (next % KEPT == 0 && next < tokens) {
-      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
+    if (next % KEPT == 0 && (next < tokens || args.joined)) {
+      float4* to = kept_at<BK, BV>(args.kept, kept + next / KEPT);
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
     }
   }
 
   float end[2] = {};
-  if (args.dht)
-    each_of_state<BV>(S, args.dht + state, args.shape, channel, [&](float& x, float& y, const float* from) {
-      const float2 two = *reinterpret_cast<const float2*>(from);
-      end[&x - S >> 1 & 1] += x * two.x + y * two.y;
-    });
+  const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second sweep is not cut here
+  if (ends)
+    each_of_state<BV>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
+                      [&](float& x, float& y, const float* from) {
+                        const float2 two = *reinterpret_cast<const float2*>(from);
+                        end[&x - S >> 1 & 1] += x * two.x + y * two.y;
+                      });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float whole = channel_sum(end[h]), all = channel_sum(du[h]);
     if (t || !inside[h]) continue;
-    if (args.dht) args.ends[at.pair * K + channel + 8 * h] = whole;
-    if (ReadOrder::reads_before_write) args.du[at.pair * K + channel + 8 * h] = all;
+    if (ends) args.ends[at.last * K + channel + 8 * h] = whole;
+    if (!ReadOrder::reads_before_write) continue;
+    if (at.last != at.pair) args.du[at.last * K + channel + 8 * h] = 0.f;
+    args.du[at.pair * K + channel + 8 * h] = all;
   }
 }
 
@@ -328,7 +335,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     return;
   }
   if constexpr (TIGHT) registers_down<40>();
-  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = place_of(args.shape, blockIdx.x).tokens;
+  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = segment_of<false>(args.shape, args.P, args.joined).tokens;
   if (warp < 3) multiply_tokens<ReadOrder>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
   else move(s, args);
 }
