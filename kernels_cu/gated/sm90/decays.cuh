@@ -172,9 +172,10 @@ template <class ReadOrder, typename G> struct Counts {
 #pragma unroll
     for (int half = 0; half < 2; ++half) b[half] = of(GateFormat<G>::ONE[half] * 0x10001u);
   }
-  __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask) const {
+  __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask, bool negative = false) const {
     mask = opaque(mask);
-    make(b, [&](u32 one) { return (mask ^ early) & (one ^ (early & 0x80008000u)); });
+    const u32 minus = (negative ? ~early : early) & 0x80008000u;
+    make(b, [&](u32 one) { return (mask ^ early) & (one ^ minus); });
   }
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
     const int mask = opaque(read);
@@ -258,13 +259,13 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
                                              SubChunk& near_keys, const Operand& q, const Operand& k,
                                              const Gates<G>& gates, const Counts<ReadOrder, G>& counts, int n, F f) {
   u32 a[4], b[2];
-  SubChunk read = {}, written = {};
+  SubChunk read = {}, minus_written = {};
   gates.template operand<true>(a, n);
-  counts.from_middle(b, counts.written);
-  multiply_gates(written, a, b, typename GateFormat<G>::Type{});
+  counts.from_middle(b, counts.read);
+  multiply_gates(read, a, b, typename GateFormat<G>::Type{});
   if (ReadOrder::reads_before_write) {
-    counts.from_middle(b, counts.read);
-    multiply_gates(read, a, b, typename GateFormat<G>::Type{});
+    counts.from_middle(b, counts.written, true);
+    multiply_gates(minus_written, a, b, typename GateFormat<G>::Type{});
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -273,8 +274,8 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       f(i, p ? query.y : query.x, p ? key.y : key.x);
-      near_queries[i] = exp2_approx(ReadOrder::reads_before_write ? read[i] : written[i]);
-      near_keys[i] = exp2_approx(-written[i]);
+      near_queries[i] = exp2_approx(read[i]);
+      near_keys[i] = ReadOrder::reads_before_write ? exp2_approx(minus_written[i]) : inverse(near_queries[i]);
       queries[i] = operand_value<EXACT>((p ? query.y : query.x) * near_queries[i]);
       keys[i] = operand_value<EXACT>((p ? key.y : key.x) * near_keys[i]);
     }
