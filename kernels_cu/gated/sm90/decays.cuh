@@ -334,7 +334,7 @@ __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return
 // A value of a pair, times CUT, for products with what was cut off.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
 // A value of every token besides, in float32, where no pair is.
-__device__ __forceinline__ float& own_at(Pairs& x, int token) { return pair_at(x, token % 8, 24 + token / 8); }
+__device__ __forceinline__ float& own_at(Pairs& x, int token) { return (&pair_at(x, token % 8, 24))[token / 8]; }
 
 // d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t and 2t + 1 at t + 4.
 __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {
