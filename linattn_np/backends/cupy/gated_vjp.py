@@ -78,7 +78,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     N, H, K, V = problem.shape("N H K V")
     summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
     launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
-    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=0)
+    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=0, ends=0)
 
 
 def as_inputs(draft, problem, do):
@@ -202,7 +202,8 @@ def on_hopper(draft, problem, P, short, arrays, gradients, dht, dh0, left: tuple
         initial, dht = launches.resumed(states, decays, dht)
     elif P > 1:
         summary = GatedBackwardSegmentsSm90.fitting(*instance)
-        initial, dht = launches.between_segments(summary, read, initial, dht, starts, first=int(starts is not None))
+        which = {"first": int(starts is not None), "ends": int(short > 0)}
+        initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
     sweeps = 2 if short else P
     launches.launch(queries, read | {"dq": dq, "weight": dg}, sweeps, initial=initial, du=du, **both)
@@ -225,14 +226,14 @@ class OnHopper:
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch(self, kernel, mapped, segments, **more):
-        """A block for every (segment, sequence, head); tensor maps and rows of `mapped`."""
+    def launch(self, kernel, mapped, segments=None, **more):
+        """A block for every head of so many segments a sequence, or all; tensor maps and rows of `mapped`."""
         N, H = self.problem.shape("N H")
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
             kernel,
-            segments * N * H,
+            (segments or self.P) * N * H,
             **maps,
             **rows,
             **more,
@@ -268,6 +269,5 @@ class OnHopper:
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
-        more |= {"P": P, "ends": int(self.short > 0)}
-        self.launch(summary, mapped, 2 * P, initial=initial, dht=dht, states=states, decays=decays, **more)
+        self.launch(summary, mapped, 2 * P, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
         return states, decays
