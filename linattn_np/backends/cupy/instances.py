@@ -405,6 +405,7 @@ class GatedBackwardQueriesSm90(GatedBackwardSm90):
         *pointers("u initial dht ends sums du kept"),
         *shape,
         *reals("scale"),
+        *integers("P joined"),
     )
 
     @property
@@ -419,7 +420,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
         *pointers("u dht ends sums kept dh0"),
         *shape,
         *reals("scale"),
-        *integers("P"),
+        *integers("P joined"),
     )
 
     @property
@@ -436,7 +437,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         *pointers("initial dht states decays"),
         *shape,
         *reals("scale"),
-        *integers("P first"),
+        *integers("P first ends"),
     )
 
     @property

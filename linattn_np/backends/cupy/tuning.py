@@ -53,12 +53,33 @@ def backward_segments(blocks, longest, most) -> int:
     summarises all segments but a sequence's last, which memory bounds. At 1,8192,96,128, 4 fill three waves: 1.56 for
     1.64 ms."""
 
-    def time(P):
-        waves = ceil_div(blocks * P, most) * (longest / P + SWEEP_START)
-        return waves + SUMMARY * longest * blocks / most * (P - 1) / P
-
-    times = [time(P) for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)]
+    times = [
+        equal_segments_time(P, blocks, longest, most)
+        for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)
+    ]
     return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
+
+
+def equal_segments_time(P, blocks, longest, most) -> float:
+    """Of the backward sweeps and their summaries, in tokens of a sweep."""
+    waves = ceil_div(blocks * P, most) * (longest / P + SWEEP_START)
+    return waves + SUMMARY * longest * blocks / most * (P - 1) / P
+
+
+def short_segment(P, blocks, T, most, aligned) -> int:
+    """Of how many tokens, a multiple of `aligned`, the segment is that each backward sweep begins a sequence of T with,
+    where the rest is another; 0 where P of equal size are faster. More than half of the card is busy with the long
+    ones, and the others make the short ones meanwhile. Only those are summarised, each in one direction."""
+    others = most - blocks
+    if not others > 0 or T % aligned:
+        return 0
+
+    def time(length):
+        sweeps = max(T - length + SWEEP_START, ceil_div(blocks, others) * (length + SWEEP_START))
+        return sweeps + SUMMARY * blocks / most * length
+
+    length = min(range(aligned, T // 2 + 1, aligned), key=time, default=0)
+    return length if length and HARDLY_MORE * time(length) < equal_segments_time(P, blocks, T, most) else 0
 
 
 def split_columns(heads, V, longest, device, alone, split) -> bool:
