@@ -360,8 +360,12 @@ class Draft:
 
     def zeros(self, shape, dtype) -> Array:
         x = self.empty(shape, dtype)
-        self.steps.append(Fill(x))
+        self.fill(x)
         return x
+
+    def fill(self, x: Array):
+        """Zeros for all of a new array."""
+        self.steps.append(Fill(x))
 
     def like(self, prototype: Array, dtype=None, shape=None) -> Array:
         """New memory with the axes in the memory order of `prototype`, where that leaves rows."""
