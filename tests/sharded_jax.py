@@ -1,13 +1,19 @@
 """The JAX functions under `shard_map`, on four devices: JAX makes four of a host when it starts, so this is a process.
+Or, as `python sharded_jax.py 2`, on so many cards.
 
 Prints the name of each case that holds; tests/test_distributed_engines.py runs it.
 """
 
 import os
+import sys
 from functools import partial
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-os.environ["JAX_PLATFORMS"] = "cpu"
+COUNT = int((*sys.argv, 4)[1])
+if sys.argv[1:]:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+else:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={COUNT}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
@@ -20,7 +26,7 @@ from linattn_np.interop import jax as interop
 
 jax.config.update("jax_enable_x64", True)
 MESH, EXPLICIT = (
-    jax.make_mesh((4,), ("devices",), axis_types=(kind,))
+    jax.make_mesh((COUNT,), ("devices",), axis_types=(kind,), devices=jax.devices()[:COUNT])
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 )
 B, H, T, K, V = 4, 4, 24, 5, 3

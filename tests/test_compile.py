@@ -83,6 +83,7 @@ SPILLED = {
     ("gated/sm90/backward_keys", "sm_90a"): 224,
     ("float64/backwards", "sm_86"): 12,
     ("float64/backwards", "sm_89"): 12,
+    ("float64/forwards", "sm_100"): 16,  # of 64 columns, in 40 registers, as the assembler chooses
     ("gated/backward_channels", "sm_100"): 140,
     ("gated/forward", "sm_80"): 180,
     ("gated/forward", "sm_90"): 180,
@@ -167,7 +168,7 @@ def test_every_product_of_a_warpgroup_assembles():
     expressions = [
         f"warpgroup<Product<{kind}, {columns}, {way}>>" for kind, way in products for columns in (16, 32, 64, 128, 256)
     ]
-    expressions += ["warpgroup<TilesProduct<bf16>>", "warpgroup<TilesProduct<f16>>"]
+    expressions += [f"warpgroup<TilesProduct<{kind}, {n}>>" for kind in ("bf16", "f16") for n in (16, 32, 64, 128, 256)]
     text = source.text(Path(__file__).parent / "kernels" / "warpgroup")
     usage = nvrtc.compile_text(text, [*expressions, "warpgroup<Groups>", "warpgroup<Stages>"], "sm_90a")
     assert all(used.spilled == 0 for used in usage.values())

@@ -169,9 +169,9 @@ __device__ __forceinline__ void put_span(const Where& spot, X* tile, int eight, 
 }
 
 // About the middle of a sub-chunk, whose UPPER or lower half the span is.
-template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
+template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES,
           class Share>
-__device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV>& s, const Share& me,
+__device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV, SHARES>& s, const Share& me,
                                                const Piece<Share::W, T> (&q)[SPAN], const Piece<Share::W, T> (&k)[SPAN],
                                                const float (&a)[SPAN][Share::W]) {
   constexpr int W = Share::W;
@@ -240,8 +240,9 @@ __device__ __forceinline__ void score_directly(Shared& s, const Share& me, const
 }
 
 // Queries decayed from where they meet keys of other sub-chunks and the state.
-template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
-__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES,
+          class Share>
+__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage, const Share& me,
                                               const float (&a)[SPAN][Share::W]) {
   constexpr int W = Share::W;
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
@@ -268,8 +269,8 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
 }
 
 // Keys decayed to where they meet queries of other sub-chunks and the state; the chunk's decay.
-template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
-__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
+template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES, class Share>
+__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage, const Share& me,
                                            const float (&a)[SPAN][Share::W]) {
   constexpr int W = Share::W;
   const int sub = me.span / 2;
@@ -299,8 +300,9 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
 }
 
 // The operands of one warp's share, from queries, keys and gates that have arrived.
-template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
-__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me) {
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES,
+          class Share>
+__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage, const Share& me) {
   constexpr int W = Share::W;
   float a[SPAN][W];
   const auto make_decays = [&] {

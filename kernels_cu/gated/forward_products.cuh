@@ -1,5 +1,6 @@
 // what      Products of the forward kernel of every card: scores, what they and the state read, what the state takes.
-// shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels]
+// shapes    a warp has 16 columns of V and all or some channels of the state, transposed: S[n] is [16 columns, 8
+//           channels]
 // numerics  sums in float32; S is rounded where it is read
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
@@ -46,44 +47,75 @@ __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 // the first tasks are a sub-chunk each.
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
+// Which queries and keys a task is about: of a lane, a query of either half and a pair of keys.
+template <typename T> struct ScoreTask {
+  int kind, n, first;
+  bool within, across;
+
+  __device__ __forceinline__ explicit ScoreTask(int task)
+      : kind(CHUNK<T> == 16 && task == 2 ? 2 : task / 2),
+        n(task & 1),
+        first(16 * (kind & 1)),
+        within(kind < 2),
+        across(kind == 3) {}
+  __device__ __forceinline__ bool has(int half) const { return half == n || across; }  // or the other sub-chunk's
+  __device__ __forceinline__ int row(int half) const {
+    const int g = (threadIdx.x & 31) >> 2;
+    return within ? 16 * kind + 8 * n + g : across ? 16 + 8 * half + g : 16 * n + 8 + g;
+  }
+  __device__ __forceinline__ int column() const {
+    return (within ? 16 * kind + 8 * n : across ? 8 * n : 16 * n) + 2 * (threadIdx.x & 3);
+  }
+};
+
+// A lane's pairs of scores of a task, of either half of its queries.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
-__device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, int task) {
+__device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Schedule, T, BK>& s,
+                                           const ScoreTask<T>& task) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   using Middle = MiddleOf<Schedule, T>;
-  constexpr int LDA = Storage::LDA;
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  const int kind = CHUNK<T> == 16 && task == 2 ? 2 : task / 2, n = task & 1;
-  const bool within = kind < 2, across = kind == 3;
-  const int first = 16 * (kind & 1);
-  float d[4];
+  const int first = task.first, key = first + 8 * task.n;
   if constexpr (sizeof(typename Storage::Middle) == sizeof(typename Storage::X)) {  // one place in the program
-    const auto* queries = within ? s.middle_q : s.border;
-    const auto* keys = within ? s.middle_k : s.border + Storage::BORDER * BK;
-    score_tile<T, PRODUCTS, BK>(d, queries, keys, first, first + 8 * n);
-  } else if (within) {
+    const auto* queries = task.within ? s.middle_q : s.border;
+    const auto* keys = task.within ? s.middle_k : s.border + Storage::BORDER * BK;
+    score_tile<T, PRODUCTS, BK>(d, queries, keys, first, key);
+  } else if (task.within) {
     score_tile<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>, BK>(d, s.middle_q, s.middle_k, first,
-                                                                                  first + 8 * n);
+                                                                                  key);
   } else {
-    score_tile<T, PRODUCTS, BK>(d, s.border, s.border + Storage::BORDER * BK, first, first + 8 * n);
+    score_tile<T, PRODUCTS, BK>(d, s.border, s.border + Storage::BORDER * BK, first, key);
   }
+  if (!task.within) return;
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    if (x != n && !across) continue;  // the other sub-chunk's queries
-    const int i = within ? 16 * kind + 8 * n + g : across ? 16 + 8 * x + g : 16 * n + 8 + g;
-    const int j = (within ? 16 * kind + 8 * n : across ? 8 * n : 16 * n) + 2 * t;
-    float two[2] = {d[2 * x], d[2 * x + 1]};
-    if (within) {
+    if (!task.has(x)) continue;
+    const int i = task.row(x), j = task.column();
 #pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // as it is
-        if (j + p >= i || before) {
-          const auto& direct = s.direct[j + p != i];
-          two[p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];
-        }
+    for (int p = 0; p < 2; ++p) {
+      const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // as it is
+      if (j + p >= i || before) {
+        const auto& direct = s.direct[j + p != i];
+        d[2 * x + p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];
       }
     }
-    put_two(s.A + i * LDA + j, operand_value<T, PRODUCTS>(two[0]), operand_value<T, PRODUCTS>(two[1]), CHUNK<T> * LDA);
   }
+}
+template <int PRODUCTS, class Schedule, typename T, int BK>
+__device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task,
+                                           const float (&d)[4]) {
+  constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
+#pragma unroll
+  for (int x = 0; x < 2; ++x)
+    if (task.has(x))
+      put_two(s.A + task.row(x) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * x]),
+              operand_value<T, PRODUCTS>(d[2 * x + 1]), CHUNK<T> * LDA);
+}
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
+__device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, int number) {
+  const ScoreTask<T> task(number);
+  float d[4];
+  score_task<ReadOrder, PRODUCTS>(d, s, task);
+  put_scores<PRODUCTS>(s, task, d);
 }
 
 // The scores of a sub-chunk where gates grow, from its rows in memory, of which there are `rows`.
@@ -121,15 +153,43 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
     }
 }
 
-template <int BK> using State = float[BK / 8][4];                 // of a warp, [16 columns, BK], transposed
-template <typename T> using Output = float[CHUNK<T> / 16][2][4];  // of a warp, [CHUNK, 16 columns]
+template <int BK> using State = float[BK / 8][4];  // of a warp, [16 columns, BK], transposed
+// Of a warp, [CHUNK, 16 columns]; where SHARES warps have these, all of them some of the tokens.
+template <typename T, int SHARES = 1> using Output = float[CHUNK<T> / 16 / SHARES][2][4];
 
-// o += (q decayed) S.
-template <int PRODUCTS, typename T, int BK>
-__device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, const typename OperandOf<T>::Type* q) {
-  const LeftReader<BK, typename OperandOf<T>::Type> queries;
+template <int M> __device__ __forceinline__ void copy_outputs(float (&to)[M][2][4], const float (&from)[M][2][4]) {
 #pragma unroll
-  for (int c = 0; c < BK / 16; ++c) {
+  for (int n = 0; n < M * 8; ++n) to[n / 8][n / 4 % 2][n % 4] = from[n / 8][n / 4 % 2][n % 4];
+}
+// Where two warps share columns: what this one has made of its own outputs, and to memory what of the other's.
+template <typename T>
+__device__ __forceinline__ void hand_over(Output<T, 2>& own, const Output<T>& all, float (&to)[2][32][4], int share) {
+#pragma unroll
+  for (int across = 0; across < 2; ++across) {
+    float other[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      own[0][across][x] = share ? all[1][across][x] : all[0][across][x];
+      other[x] = share ? all[0][across][x] : all[1][across][x];
+    }
+    *reinterpret_cast<float4*>(to[across][threadIdx.x & 31]) = {other[0], other[1], other[2], other[3]};
+  }
+}
+template <typename T> __device__ __forceinline__ void take_over(Output<T, 2>& own, const float (&from)[2][32][4]) {
+#pragma unroll
+  for (int across = 0; across < 2; ++across) {
+    const float4 x = *reinterpret_cast<const float4*>(from[across][threadIdx.x & 31]);
+    own[0][across][0] += x.x, own[0][across][1] += x.y, own[0][across][2] += x.z, own[0][across][3] += x.w;
+  }
+}
+
+// o += (q decayed) S, of the state's channels from `channel` on.
+template <int PRODUCTS, typename T, int BK, int CHANNELS>
+__device__ __forceinline__ void read_state(Output<T>& o, const float (&S)[CHANNELS][4],
+                                           const typename OperandOf<T>::Type* q, int channel) {
+  const LeftReader<BK, typename OperandOf<T>::Type> queries(channel);
+#pragma unroll
+  for (int c = 0; c < CHANNELS / 2; ++c) {
     Right<Math<T, PRODUCTS>> b[2];
     pack_right(b[0], S[2 * c], S[2 * c + 1], 0);
     pack_right(b[1], S[2 * c], S[2 * c + 1], 1);
@@ -143,26 +203,26 @@ __device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, con
   }
 }
 
-// S <- diag(decay) S + (k decayed)^T v.
-template <int PRODUCTS, typename T, int BK, int BV>
-__device__ __forceinline__ void write_state(State<BK>& S, const typename OperandOf<T>::Type* k, const T* v,
-                                            const float* decay) {
+// S <- diag(decay) S + (k decayed)^T v, of the channels from `channel` and the columns from `column` on.
+template <int PRODUCTS, typename T, int BK, int BV, int CHANNELS>
+__device__ __forceinline__ void write_state(float (&S)[CHANNELS][4], const typename OperandOf<T>::Type* k, const T* v,
+                                            const float* decay, int channel, int column) {
   const int t = opaque(threadIdx.x & 3);
-  const TransposedReader<BV, T> values(16 * (threadIdx.x >> 5));
-  const RightReader<BK, typename OperandOf<T>::Type> keys;
+  const TransposedReader<BV, T> values(column);
+  const RightReader<BK, typename OperandOf<T>::Type> keys(channel);
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
     Left<Math<T, PRODUCTS>> a;
     values.load(a, v, 16 * n);
 #pragma unroll
-    for (int c = 0; c < BK / 16; ++c) {
+    for (int c = 0; c < CHANNELS / 2; ++c) {
       Right<Math<T, PRODUCTS>> b[2];
       keys.load(b, k, 16 * n, 16 * c);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float (&x)[4] = S[2 * c + half];
         if (n == 0) {
-          const float2 by = *reinterpret_cast<const float2*>(decay + 16 * c + 8 * half + 2 * t);
+          const float2 by = *reinterpret_cast<const float2*>(decay + channel + 16 * c + 8 * half + 2 * t);
           x[0] *= by.x, x[1] *= by.y, x[2] *= by.x, x[3] *= by.y;
         }
         multiply(x, a, b[half]);
@@ -171,21 +231,22 @@ __device__ __forceinline__ void write_state(State<BK>& S, const typename Operand
   }
 }
 
-// o += A v.
-template <int PRODUCTS, int BV, class Schedule, typename T, int BK>
-__device__ __forceinline__ void read_scores(Output<T>& o, const ScoreStorage<Schedule, T, BK>& s, const T* v) {
-  using Storage = ScoreStorage<Schedule, T, BK>;
-  const RightReader<BV, T, true> values(16 * (threadIdx.x >> 5));
+// o += A v, of the columns from `column` on. Where warps share these, of the `share`-th 16 tokens.
+template <class Storage, int PRODUCTS, int BV, int SHARES, typename T>
+__device__ __forceinline__ void read_scores(Output<T, SHARES>& o, const typename Storage::X* A, const T* v, int column,
+                                            int share) {
+  const RightReader<BV, T, true> values(column);
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
+    if (SHARES > 1 && n > share) break;
     Left<Math<T, PRODUCTS>> a;
     Right<Math<T, PRODUCTS>> b[2];
     values.load(b, v, 16 * n, 0);
 #pragma unroll
-    for (int m = n; m < CHUNK<T> / 16; ++m)
+    for (int m = SHARES > 1 ? 0 : n; m < CHUNK<T> / 16 / SHARES; ++m)
 #pragma unroll
       for (int number = 0; number < Storage::NUMBERS; ++number) {
-        load_scores<Storage::LDA>(a, s.A + number * CHUNK<T> * Storage::LDA, 16 * m, 16 * n);
+        load_scores<Storage::LDA>(a, A + number * CHUNK<T> * Storage::LDA, 16 * (SHARES > 1 ? share : m), 16 * n);
         multiply(o[m][0], a, b[0]);
         multiply(o[m][1], a, b[1]);
       }

@@ -344,12 +344,23 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same where they only have to have read what they need of each other's shared memory: nobody's writes are waited
+// for.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.
 struct alignas(64) TensorMap {
   char bytes[128];
 };
+
+// Ask for what the card has to know of the map before it copies a box; nobody waits for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 
 // Start copying the box at (batch, head, token, column) to shared memory, zeros where it leaves the array; `b` counts
 // the bytes. One thread does it for all. It may leave the array at the far end alone.
@@ -516,7 +527,7 @@ WGMMA_FORMATS(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8)
 #undef WGMMA
 
 // The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. N is 32.
+// on. In half precision.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -530,9 +541,18 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accu
                  : __VA_ARGS__                                                                                      \
                  : "l"(a), "l"(b), "r"(int(accumulate)));                                                           \
   }
-WGMMA(bf16, 32, false, "k16.f32.bf16.bf16", ", 0", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
-WGMMA(f16, 32, false, "k16.f32.f16.f16", ", 0", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
+#define WGMMA_TILES(n, ...)                                      \
+  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
+  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)
+
+WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
+WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
+WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
+WGMMA_TILES(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
+WGMMA_TILES(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), "%128",
+            "%129", "%130", D32(0), D32(32), D32(64), D32(96))
 #undef WGMMA
+#undef WGMMA_TILES
 #undef WGMMA_FORMATS
 #undef EIGHT
 #undef TEN

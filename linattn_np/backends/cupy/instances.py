@@ -52,7 +52,7 @@ class GatedForward(Kernel):
         *pointers("sums decays"),
         *integers("channel of needed bytes"),
     )
-    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
+    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}, {shares}>",)
     cluster = 1
     read_order: str
     schedule: str
@@ -61,6 +61,7 @@ class GatedForward(Kernel):
     products: int  # of tf32 numbers, where a product of float32 is the sum of so many
     BK: int
     BV: int
+    shares: int = 1  # warps that have the same columns, and some of the channels each
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
@@ -68,6 +69,8 @@ class GatedForward(Kernel):
         one is not enough for all channels, as many of these."""
         found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
         split = schedule == SPLIT_CHANNELS
+        if schedule == SINGLE_PASS and dtype == BFLOAT16 and found.BK == found.BV == TILES[0]:
+            return replace(found, shares=2)
         wide = replace(found, BV=2 * TILES[-1])
         if split and dtype == BFLOAT16 and V > TILES[-1] and wide.shared_bytes <= shared:
             return wide
@@ -76,8 +79,8 @@ class GatedForward(Kernel):
         return replace(found, BK=TILES[0]) if split else replace(found, BV=TILES[0])
 
     def with_channels(self, left) -> GatedForward:
-        """The instance for the last launch, when so many channels are left."""
-        return replace(self, BK=TILES[0]) if left <= TILES[0] else self
+        """The instance for a launch when so many channels are left."""
+        return replace(self, BK=TILES[0]) if self.schedule == SPLIT_CHANNELS and left <= TILES[0] else self
 
     @property
     def channels(self):
@@ -94,13 +97,13 @@ class GatedForward(Kernel):
 
     @property
     def threads(self):
-        return 2 * self.BV  # a warp for every 16 columns of V
+        return 2 * self.BV * self.shares  # a warp, or two, for every 16 columns of V
 
     @property
     def resident(self):
         if self.schedule == SPLIT_CHANNELS and self.CHUNK == 32 and self.BK + self.BV == 2 * TILES[-1]:
             return 1
-        return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
+        return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV // self.shares
 
     @property
     def shared_bytes(self):
@@ -110,7 +113,8 @@ class GatedForward(Kernel):
         middle = 4 if self.schedule == SPLIT_CHANNELS else X
         scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK + 4)
         state = 0 if X == size else 2 * X * C * BK
-        return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
+        sums = 64 * self.BV * self.shares if self.shares > 1 else 0
+        return stages + spans + state + scores * (self.schedule != SEGMENT_STATE) + sums
 
     @property
     def tiles(self):
@@ -401,6 +405,7 @@ class GatedBackwardQueriesSm90(GatedBackwardSm90):
         *pointers("u initial dht ends sums du kept"),
         *shape,
         *reals("scale"),
+        *integers("P joined"),
     )
 
     @property
@@ -415,7 +420,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
         *pointers("u dht ends sums kept dh0"),
         *shape,
         *reals("scale"),
-        *integers("P"),
+        *integers("P joined"),
     )
 
     @property
@@ -432,7 +437,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         *pointers("initial dht states decays"),
         *shape,
         *reals("scale"),
-        *integers("P first"),
+        *integers("P first ends"),
     )
 
     @property
@@ -446,27 +451,29 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
 
 # -- scalar decays: a gate that all channels share, on Hopper ----------------------------------------------------------
 SWEEP = (
-    *maps("q k v o"),
-    *rows("q_rows k_rows v_rows o_rows"),
+    *maps("q k v o partner"),
+    *rows("q_rows k_rows v_rows partner_rows o_rows"),
     *pointers("initial final"),
     *integers("K V state_k state_v"),
     *reals("read write"),
     *integers("backwards"),
 )
-SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2}
+SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
 @dataclass(frozen=True)
 class WeightedSums(Kernel):
     """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
 
-    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others.
+    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
+    "GatedQueries" and "GatedKeys" give the gate's gradient as well.
     """
 
     file = "scalar_decay/sm90/weighted_sums"
-    shared = ("Shared<{BK}, {BV}>",)
+    shared = ("Shared<{what}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 64
+    STRETCH: ClassVar[int] = 256  # tokens, of which the last state is kept for the gate's gradient
     what: str
     gate: np.dtype
     BK: int
@@ -484,6 +491,8 @@ class WeightedSums(Kernel):
             *shape,
             *pointers("decays"),
             *integers("of needed"),
+            *pointers("kept token_sums dg"),
+            *integers("parts"),
         )
 
     @property
@@ -501,9 +510,10 @@ class WeightedSums(Kernel):
 
     @property
     def shared_bytes(self):
-        stages, gates = 3 if self.BK == self.BV else 4, 4 * 64 * (2 * 6 + 2)
-        stage = padded(64 * 2 * (2 * self.BK + self.BV + 64) + gates, 1024)
-        return padded(stages * stage + 8 * 3 * stages, 1024)
+        gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2)
+        stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
+        stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
+        return padded(stages * (stage + gates + 8 * 4), 1024)
 
     @property
     def tiles(self):
@@ -511,11 +521,20 @@ class WeightedSums(Kernel):
 
 
 @dataclass(frozen=True)
-class ScalarBackward(Kernel):
-    """Hopper's backward kernels under a scalar decay."""
+class ScalarBackwardSegments(Kernel):
+    """What segments leave behind in the states and in their gradients, on Hopper under a scalar decay."""
 
-    arch = SM90
+    file = "scalar_decay/sm90/backward_segments"
+    arguments = (
+        *tensor_rows("q k v do_"),
+        *rows("g"),
+        *pointers("initial dht states decays"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
     shared = ("Shared<{BK}, {BV}>",)
+    arch = SM90
     CHUNK: ClassVar[int] = 32
     BK: int
     BV: int
@@ -526,70 +545,13 @@ class ScalarBackward(Kernel):
 
     @property
     def threads(self):
-        return 2 * self.BK + 128
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-
-    def ring(self, stages, arrays, more, rest):
-        stage = padded(32 * 2 * arrays * (self.BK + self.BV) + more, 1024)
-        return padded(stages * stage + rest + 8 * 3 * stages, 1024)
-
-    @property
-    def decays(self):
-        """Bytes of a stage: the decays of its tokens, and what each warp has of a sum over the channels."""
-        return 4 * 32 * (1 + 32 + 8) + 4 * 32 * self.BK // 16
-
-
-class ScalarBackwardSegments(ScalarBackward):
-    file = "scalar_decay/sm90/backward_segments"
-    arguments = (
-        *tensor_rows("q k v do_"),
-        *rows("g"),
-        *pointers("initial dht states decays"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
-
-    @property
-    def threads(self):
         return 2 * self.BK + 32
 
     @property
     def shared_bytes(self):
-        return self.ring(4, 1, 4 * 33, 0)
-
-
-class ScalarBackwardQueries(ScalarBackward):
-    file = "scalar_decay/sm90/backward_queries"
-    arguments = (
-        *tensor_rows("q k v do_ dq"),
-        *rows("g"),
-        *pointers("initial dht ends weights"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
+        stages, stage = 4, padded(32 * 2 * (self.BK + self.BV) + 4 * 33, 1024)
+        return padded(stages * stage + 8 * 2 * stages, 1024)
 
     @property
-    def shared_bytes(self):
-        return self.ring(3 if self.BK + self.BV == 128 else 4, 2, 32 * 128 + self.decays, 4 * self.BK // 16)
-
-
-class ScalarBackwardKeys(ScalarBackward):
-    file = "scalar_decay/sm90/backward_keys"
-    arguments = (
-        *tensor_rows("q k v do_ dk dv"),
-        *rows("g"),
-        *pointers("dht ends dg dh0"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
-
-    @property
-    def shared_bytes(self):
-        stages = 4 if self.BK + self.BV == 192 else 3
-        return self.ring(stages, 2, 2 * 32 * 128 + self.decays + 2 * 4 * 32, 4 * self.BK * self.BV)
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}

@@ -19,6 +19,7 @@ from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
+from ...backends.cupy.rwkv6 import ADD, RELU_SQUARED, WRITE
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import quantised
 from ..quantised import Stored
@@ -34,7 +35,6 @@ DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
 SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
-WRITE, ADD, RELU_SQUARED = range(3)  # matvec's `Finish`
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -354,7 +354,7 @@ class Step:
         kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype), 0)
         self.draft.launch(
             kernel,
-            min(B * H, kernel.resident * my.device.multiprocessors) if many else B * H,
+            kernel.blocks(B, H) if many else B * H,
             more_shared=more_shared,
             k=k,
             v=v,
@@ -390,7 +390,7 @@ class Step:
     def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
         room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
         self.draft.launch(
-            kernels.NormShift(mixed.dtype),
+            kernels.NormShift.fitting(mixed.dtype, D),
             B,
             x=room.x,
             value=value,
@@ -409,28 +409,40 @@ class Step:
             eps=LAYER_NORM_EPS,
         )
 
-    def matmul(self, weights, *products):
+    def matmul(self, weights, *named):
         """Products (name of w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
-        my, matrices = self.my, [getattr(weights, name) for name, *_ in products]
-        products = [product[1:] for product in products]
+        my, matrices = self.my, [getattr(weights, name) for name, *_ in named]
+        products = [product for _, *product in named]
         _, B, K = products[0][0].shape
-        tiles = row_tiles(matrices, kernels.SkinnyProduct.ROWS)
-        skinny = None if my.few else kernels.SkinnyProduct.fitting(my.matrices, B, K, tiles, my.device)
-        if not (skinny or my.few):
-            return self.by_library(weights, matrices, products)
+        if my.few:
+            self.by_rows(matrices, products, B, K)
+        elif kernel := self.batch_product(matrices, B, K):
+            kernel.launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
+        elif len(named) > 1:
+            for product in named:
+                self.matmul(weights, product)
+        else:
+            self.by_library(weights, matrices, products)
+
+    def batch_product(self, matrices, B, K):
+        rows = [w.shape[:2] for w in matrices]
+        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
+
+    def by_rows(self, matrices, products, B, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for stack, (*vectors, finish) in zip(matrices, products)
             for w, x, y in zip(stack, *vectors)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
-        args = {"products": listed + [none] * (kernels.PRODUCTS - len(listed)), "B": B, "K": K}
-        if skinny:
-            kernel, more_shared = skinny
-            self.draft.launch(kernel, tiles * kernel.SPLIT, more_shared=more_shared, **args)
-        else:
-            blocks = row_tiles(matrices, kernels.Matvec.ROWS)
-            self.draft.launch(kernels.Matvec.fitting(my.dtype, blocks, my.device), blocks, **args)
+        blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], kernels.Matvec.ROWS) for stack in matrices)
+        self.draft.launch(
+            kernels.Matvec.fitting(self.my.dtype, blocks, self.my.device),
+            blocks,
+            products=listed + [none] * (kernels.PRODUCTS - len(listed)),
+            B=B,
+            K=K,
+        )
 
     def by_library(self, weights, matrices, products):
         for w, (x, y, finish) in zip(matrices, products):
@@ -450,11 +462,6 @@ def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
     kernel = kernels.Widen(dtype)
     draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
     return w
-
-
-def row_tiles(matrices, rows) -> int:
-    """Tiles of so many rows in stacks of matrices [C, M, K]."""
-    return sum(stack.shape[0] * ceil_div(stack.shape[1], rows) for stack in matrices)
 
 
 def scales_of(weights, q):
