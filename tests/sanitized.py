@@ -100,6 +100,7 @@ FAMILY = (  # operator, B H T K V, dtype, keywords
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 20, 9), DOUBLE, {"feature_map": "elu", "normalize": True}),
     (simple_gla, SIMPLE_GLA, (1, 2, 133, 20, 300), DOUBLE, {"cu_seqlens": PACKED}),
     (rwkv6, RWKV6_OP, (2, 2, 70, 20, 300), DOUBLE, {}),
+    (simple_gla, SIMPLE_GLA, (1, 66, 70, 128, 128), BFLOAT16, {}),  # dk and dv in wide blocks
     (linear_attention, LINEAR_ATTENTION, (1, 66, 70, 128, 128), BFLOAT16, {"feature_map": "relu"}),
 )  # dq apart
 STEPS = (  # B H K V, dtype, the state's dtype, slots or None
