@@ -118,7 +118,7 @@ def with_all_options(rng):
     )
     assert_close("bfloat16", np.asarray(mapped(*half)), np.asarray(interop.gla(*half, layout="bthd")), "bfloat16")
     refused = jax.shard_map(
-        partial(interop.gla, cu_seqlens=(0, 6), axis_name="devices"),
+        partial(interop.gla, cu_seqlens=(0, T // COUNT), axis_name="devices"),
         mesh=MESH,
         in_specs=(P(None, None, "devices"),) * 4,
         out_specs=P(None, None, "devices"),
