@@ -20,8 +20,8 @@ from .engine import hosts
 IN_ORDER = ("x86_64",)  # machines on which nobody sees a number before what was written in front of it
 SLOTS, SLOT = 64, 128  # messages of a rank that may be under way, and bytes of each with its number and length
 ROOM = SLOT - 16  # bytes of the longest message
-SPINS, YIELDS = 100, 200  # looks in a row, then those between which other processes may run, before the first nap
-NAP_S, LOOK_S = 5e-5, 0.02  # a nap, and from one look at who has ended to another
+SPIN_S, YIELD_S = 5e-5, 1e-3  # how long to look without a break, and then so that other processes may run
+NAP_S, LOOK_S = 5e-5, 0.02  # afterwards a nap between two looks, and from one look at who has ended to another
 
 
 class Mailbox:
@@ -76,15 +76,16 @@ class Mailbox:
 
 def patiently(ready, ended, limit_s):
     """Waits until ready(), and gives None; or why not: what ended() says of the others, or "late"."""
-    for look in range(SPINS + YIELDS):
-        if ready():
-            return None
-        if look >= SPINS:
-            os.sched_yield()
-    start = looked = time.monotonic()
+    start = time.monotonic()
+    looked = start + YIELD_S
     while not ready():
-        time.sleep(NAP_S)
         now = time.monotonic()
+        if now - start < SPIN_S:
+            continue
+        if now - start < YIELD_S:
+            os.sched_yield()
+            continue
+        time.sleep(NAP_S)
         if now - looked > LOOK_S:
             looked = now
             if (why := ended()) and not ready():
