@@ -33,8 +33,7 @@ struct Args {
 };
 
 template <typename T, int COLUMNS> struct Shared {
-  static constexpr int STAGES = COLUMNS == 128 ? 4 : COLUMNS == 64 ? 5 : 6;  // two blocks share a multiprocessor
-  static constexpr int X_STAGES = COLUMNS == 128 ? 3 : 4;                    // vectors come faster
+  static constexpr int STAGES = COLUMNS == 64 ? 5 : 6, X_STAGES = 4;  // two blocks share a multiprocessor
   union {
     struct {
       T w[STAGES][ROWS][DEPTH], x[X_STAGES][COLUMNS][DEPTH];  // in the 128-byte swizzle
@@ -155,29 +154,39 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
   }
   wait_for_previous();
   // The blocks' parts stand.
-  if constexpr (SPLIT > 1) cluster_sync();
+  if constexpr (SPLIT > 1) cluster_sync_shared();
   else __syncthreads();
 
   constexpr int QUADS = ROWS / 4, EACH = COLUMNS / SPLIT;  // columns that this block finishes
-  const int rank = blockIdx.x % SPLIT, M = int(stack.M), B = int(args.B);
-  for (int at = tid; at < EACH * QUADS; at += THREADS) {
-    const int n = rank * EACH + at / QUADS, m = at % QUADS * 4, b = tile.column + n, row = tile.row + m;
-    if (b >= B || row >= M) continue;
-    float4 sum = {};
+  constexpr int TURNS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
+  const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.row + m, inside = int(stack.M) - row;
+  float4 sums[TURNS] = {};  // all loads at once: another block's memory is far
 #pragma unroll
-    for (int block = 0; block < SPLIT; ++block)
-      sum = plus(sum, SPLIT > 1 ? load4_of_block(&s.parts[n][m], block) : load4(&s.parts[n][m]));
-    const i64 to = (i64(tile.which) * B + b) * M + row;
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int n = tid / QUADS + turn * (CONSUMERS / QUADS);
+    if (tid >= CONSUMERS || n >= EACH) continue;
+#pragma unroll
+    for (int block = 0; block < SPLIT; ++block) {
+      const float* const part = &s.parts[first + n][m];
+      sums[turn] = plus(sums[turn], SPLIT > 1 ? load4_of_block(part, block) : load4(part));
+    }
+  }
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int n = tid / QUADS + turn * (CONSUMERS / QUADS), b = tile.column + first + n;
+    if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
+    const float4& sum = sums[turn];
+    const i64 to = (tile.which * args.B + b) * stack.M + row;
     float* const y = static_cast<float*>(stack.y) + to;
     switch (stack.finish) {
       case Finish::Write:
-        store(y, M - row, sum);
+        store(y, inside, sum);
         break;
       case Finish::Add:
-        store(y, M - row, plus(sum, old(y, M - row)));
+        store(y, inside, plus(sum, old(y, inside)));
         break;
       case Finish::ReluSquared:
-        store(static_cast<T*>(stack.y) + to, M - row,
+        store(static_cast<T*>(stack.y) + to, inside,
               {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
         break;
     }

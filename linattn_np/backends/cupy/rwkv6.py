@@ -123,13 +123,8 @@ class BatchProduct(ModelKernel):
     file = "rwkv6/batch_product"
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
-    STAGES: ClassVar[dict[int, tuple[int, int]]] = {
-        16: (6, 4),
-        32: (6, 4),
-        64: (5, 4),
-        128: (4, 3),
-    }  # of weights, and of so many
-    # vectors
+    # Of weights and of vectors, by how many of these a block has.
+    STAGES: ClassVar[dict[int, tuple[int, int]]] = {16: (6, 4), 32: (6, 4), 64: (5, 4)}
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
@@ -145,7 +140,7 @@ class BatchProduct(ModelKernel):
         few_rows = sum(C * M for C, M in rows) <= 2 * cls.ROWS
         if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
-        columns = next((width for width in cls.STAGES if B <= width), 64)
+        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
         kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
         return min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
 
@@ -286,8 +281,8 @@ def low_rank_blocks(tiles, tokens, D) -> int:
 
 @dataclass(frozen=True)
 class DataMix(ModelKernel):
-    """A step takes an input a block, so that few sequences keep many multiprocessors busy; a prompt all five, and
-    reads what they share once."""
+    """A step of many sequences takes all five inputs a block, and reads what they share once; others take one, so that
+    more multiprocessors are busy."""
 
     file = "rwkv6/data_mix"
     arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
@@ -300,8 +295,9 @@ class DataMix(ModelKernel):
     INPUTS: int
 
     @classmethod
-    def of_step(cls, dtype, X):
-        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, 1)
+    def of_step(cls, dtype, X, B):
+        inputs = 5 if B > 128 else 1
+        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, inputs)
 
     @classmethod
     def of_prompt(cls, dtype):

@@ -330,7 +330,7 @@ class Step:
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
         self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, value, xx=room.xx)
         self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
-        mix = kernels.DataMix.of_step(T, X)
+        mix = kernels.DataMix.of_step(T, X, B)
         self.draft.launch(
             mix,
             mix.blocks(B, D),
