@@ -1,6 +1,6 @@
 // what      Products of weights with a batch's vectors, at the rate of the memory.
-// math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
-// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M]; x of type T
+// math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2; or the sum over y's parts is W x_b
+// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [SPLIT, C, B, M] in parts; x of type T
 // grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a block
 //           has a part of K. Two warpgroups with 64 rows each, and a warp that copies
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
@@ -17,7 +17,7 @@ constexpr int ROWS = 128, DEPTH = 64, STACKS = 2;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 32;
 constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
 
-enum class Finish : i64 { Write, Add, ReluSquared };
+enum class Finish : i64 { Write, Add, ReluSquared, Parts };
 
 struct Stack {
   TensorMap w;  // boxes of DEPTH by ROWS
@@ -128,6 +128,20 @@ __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
 
 __device__ __forceinline__ float relu_squared(float x) { return x > 0.f ? x * x : 0.f; }
 
+// This block's part, as it is: who reads y adds all of them.
+template <int SPLIT, typename T, int COLUMNS>
+__device__ __forceinline__ void store_part(const Shared<T, COLUMNS>& s, const Args& args, const Tile& tile) {
+  const Stack& stack = args.stacks[tile.stack];
+  const int m = threadIdx.x % (ROWS / 4) * 4, row = tile.row + m, inside = int(stack.M) - row;
+  const i64 matrices = blockIdx.x % SPLIT * stack.C + tile.which;
+#pragma unroll 4
+  for (int n = threadIdx.x / (ROWS / 4); n < COLUMNS; n += THREADS / (ROWS / 4)) {
+    const int b = tile.column + n;
+    if (b >= args.B || inside <= 0) break;
+    store(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, inside, load4(&s.parts[n][m]));
+  }
+}
+
 template <typename T, int COLUMNS, int SPLIT>
 __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     rwkv6_batch_product(const __grid_constant__ Args args) {
@@ -153,6 +167,10 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
       for (int e = 0; e < 4; ++e) s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = sums[4 * n + e];
   }
   wait_for_previous();
+  if (stack.finish == Finish::Parts) {
+    __syncthreads();  // the block's part stands
+    return store_part<SPLIT>(s, args, tile);
+  }
   // The blocks' parts stand.
   if constexpr (SPLIT > 1) cluster_sync_shared();
   else __syncthreads();

@@ -29,8 +29,9 @@ class ModelKernel(Kernel):
 @dataclass(frozen=True)
 class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
-    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C"), *reals("eps"))
+    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
     shared = ("Shared",)
+    PARTS: ClassVar[int] = 8  # of value, at most
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
@@ -80,7 +81,7 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
-WRITE, ADD, RELU_SQUARED = range(3)  # the products' `Finish`
+WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`; only `BatchProduct` leaves parts
 PRODUCTS = 5  # in one launch
 PRODUCT = (*pointers("w x y"), *integers("M finish"))
 
@@ -154,7 +155,7 @@ class BatchProduct(ModelKernel):
         return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
     def launch(self, draft: Draft, products, B, K):
-        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M], finish)."""
+        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [SPLIT, C, B, M], finish)."""
         stacks = [
             {
                 "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
