@@ -1,12 +1,11 @@
 // what      Products of weights with a batch's vectors, at the rate of the memory.
-// math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2; or the sum over y's parts is W x_b
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
 // shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [SPLIT, C, B, M] in parts; x of type T
 // grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a block
 //           has a part of K. Two warpgroups with 64 rows each, and a warp that copies
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
-// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on the
-//           others, so neither on B.
+// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
 // limits    K a multiple of 8; all start on 16 bytes; sm_90a
 //
@@ -17,7 +16,7 @@ constexpr int ROWS = 128, DEPTH = 64, STACKS = 2;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 32;
 constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
 
-enum class Finish : i64 { Write, Add, ReluSquared, Parts };
+enum class Finish : i64 { Write, ReluSquared = 2, Parts };
 
 struct Stack {
   TensorMap w;  // boxes of DEPTH by ROWS
@@ -117,11 +116,6 @@ template <typename Y> __device__ __forceinline__ void store(Y* y, int inside, co
     if (i < inside) y[i] = from_float<Y>(each[i]);
 }
 
-__device__ __forceinline__ float4 old(const float* y, int inside) {
-  if (inside >= 4 && reinterpret_cast<u64>(y) % 16 == 0) return load4(y);
-  return {y[0], inside > 1 ? y[1] : 0.f, inside > 2 ? y[2] : 0.f, inside > 3 ? y[3] : 0.f};
-}
-
 __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
@@ -195,19 +189,10 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
     const float4& sum = sums[turn];
     const i64 to = (tile.which * args.B + b) * stack.M + row;
-    float* const y = static_cast<float*>(stack.y) + to;
-    switch (stack.finish) {
-      case Finish::Write:
-        store(y, inside, sum);
-        break;
-      case Finish::Add:
-        store(y, inside, plus(sum, old(y, inside)));
-        break;
-      case Finish::ReluSquared:
-        store(static_cast<T*>(stack.y) + to, inside,
-              {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
-        break;
-    }
+    if (stack.finish == Finish::ReluSquared)
+      store(static_cast<T*>(stack.y) + to, inside,
+            {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
+    else store(static_cast<float*>(stack.y) + to, inside, sum);
   }
   if constexpr (SPLIT > 1) cluster_leave();  // the others have read this block's part
 }

@@ -81,7 +81,8 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
-WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`; only `BatchProduct` leaves parts
+WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`: `Matvec` leaves no parts, `BatchProduct` adds to
+# nothing
 PRODUCTS = 5  # in one launch
 PRODUCT = (*pointers("w x y"), *integers("M finish"))
 
