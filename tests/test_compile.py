@@ -92,6 +92,8 @@ SPILLED = {
     ("recurrent/step", "sm_100"): 68,
     ("recurrent/step", "sm_120"): 44,
     ("rwkv6/norm_shift", "sm_100"): 96,
+    ("rwkv6/time_mix_batch", "sm_100"): 8,
+    ("rwkv6/time_mix_batch", "sm_120"): 24,
     ("rwkv6/time_mix_step", "sm_86"): 24,
     ("rwkv6/time_mix_step", "sm_89"): 24,
     ("softmax/backward_queries", "sm_100"): 84,

@@ -163,22 +163,25 @@ def test_a_rounded_state_is_the_float32_one_rounded_after_every_token(device, B,
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("columns", kernels.BatchProduct.STAGES)
 @pytest.mark.parametrize("split", kernels.BatchProduct.SPLITS)
-@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("first", [kernels.WRITE, kernels.PARTS])
 @pytest.mark.parametrize("K", [40, 648])
-def test_products_with_many_vectors(hopper, rng, dtype, columns, split, add, K):
+def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    kernel, B = kernels.BatchProduct(dtype, columns, split), columns + (5 if add else -3)
+    kernel, B = kernels.BatchProduct(dtype, columns, split), columns + (5 if first == kernels.WRITE else -3)
     found, given, wanted = [], [], []
-    for (C, M), finish in zip(((2, 150), (1, 33)), (kernels.ADD if add else kernels.WRITE, kernels.RELU_SQUARED)):
+    for (C, M), finish in zip(((2, 150), (1, 33)), (first, kernels.RELU_SQUARED)):
         w, x = (rng.standard_normal(shape).astype(dtype) for shape in ((C, M, K), (C, B, K)))
         y = rng.standard_normal((C, B, M)).astype(dtype if finish == kernels.RELU_SQUARED else np.float32)
         product = x.astype(np.float32) @ w.astype(np.float32).swapaxes(1, 2)
-        wanted.append(np.maximum(product, 0) ** 2 if finish == kernels.RELU_SQUARED else product + add * y)
+        if finish == kernels.PARTS:
+            y = np.stack([y] * split)
+        wanted.append(np.maximum(product, 0) ** 2 if finish == kernels.RELU_SQUARED else product)
         found.append(hopper.upload(y))
         given.append(((hopper.upload(w), hopper.upload(x), found[-1]), finish))
     run_products(hopper, kernel, given, B, K)
     for y, product in zip(found, wanted):
-        error = relative_error(host(y).astype(np.float32), product)
+        y = host(y).sum(0) if y.ndim == 4 else host(y)
+        error = relative_error(y.astype(np.float32), product)
         assert error <= (ml_dtypes.finfo(dtype).eps if y.dtype == dtype else 1e-6)
 
 
@@ -226,9 +229,11 @@ def test_greedy_tokens_are_the_argmax(device, rng):
         np.testing.assert_array_equal(host(tokens), host(logits).argmax(-1))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("D", [8, 2056, 4104])
-def test_norms_of_narrow_and_wide_rows(device, D, rng):
-    x, value, gate, shift, weight, bias, maa = rng.standard_normal((7, D), np.float32)
+def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
+    x, gate, shift, weight, bias, maa = rng.standard_normal((6, D), np.float32)
+    value = rng.standard_normal((parts, D), np.float32)
     arrays = {name: device.upload(array) for name, array in locals().items() if isinstance(array, np.ndarray)}
     arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
@@ -242,10 +247,11 @@ def test_norms_of_narrow_and_wide_rows(device, D, rng):
         B=1,
         D=D,
         C=1,
+        P=parts,
         eps=1e-5,
     )
     device.launch(kernel, 1, args)
-    x += value / (1 + np.exp(-gate))
+    x += value.sum(0) / (1 + np.exp(-gate))
     xx = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * weight + bias
     wanted = {"x": x, "xx": xx, "d": shift - xx, "shift": xx, "mixed": xx + (shift - xx) * maa}
     for name, array in wanted.items():

@@ -1,12 +1,11 @@
 // what      Products of weights with a batch's vectors, at the rate of the memory.
-// math      y_b = W x_b, or y_b += W x_b, or y_b = relu(W x_b)^2
-// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M]; x of type T
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
+// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [SPLIT, C, B, M] in parts; x of type T
 // grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a block
 //           has a part of K. Two warpgroups with 64 rows each, and a warp that copies
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
-// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on the
-//           others, so neither on B.
+// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
 // limits    K a multiple of 8; all start on 16 bytes; sm_90a
 //
@@ -17,7 +16,7 @@ constexpr int ROWS = 128, DEPTH = 64, STACKS = 2;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 32;
 constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
 
-enum class Finish : i64 { Write, Add, ReluSquared };
+enum class Finish : i64 { Write, ReluSquared = 2, Parts };
 
 struct Stack {
   TensorMap w;  // boxes of DEPTH by ROWS
@@ -33,8 +32,7 @@ struct Args {
 };
 
 template <typename T, int COLUMNS> struct Shared {
-  static constexpr int STAGES = COLUMNS == 128 ? 4 : COLUMNS == 64 ? 5 : 6;  // two blocks share a multiprocessor
-  static constexpr int X_STAGES = COLUMNS == 128 ? 3 : 4;                    // vectors come faster
+  static constexpr int STAGES = COLUMNS == 64 ? 5 : 6, X_STAGES = 4;  // two blocks share a multiprocessor
   union {
     struct {
       T w[STAGES][ROWS][DEPTH], x[X_STAGES][COLUMNS][DEPTH];  // in the 128-byte swizzle
@@ -118,16 +116,25 @@ template <typename Y> __device__ __forceinline__ void store(Y* y, int inside, co
     if (i < inside) y[i] = from_float<Y>(each[i]);
 }
 
-__device__ __forceinline__ float4 old(const float* y, int inside) {
-  if (inside >= 4 && reinterpret_cast<u64>(y) % 16 == 0) return load4(y);
-  return {y[0], inside > 1 ? y[1] : 0.f, inside > 2 ? y[2] : 0.f, inside > 3 ? y[3] : 0.f};
-}
-
 __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
 __device__ __forceinline__ float relu_squared(float x) { return x > 0.f ? x * x : 0.f; }
+
+// This block's part, as it is: who reads y adds all of them.
+template <int SPLIT, typename T, int COLUMNS>
+__device__ __forceinline__ void store_part(const Shared<T, COLUMNS>& s, const Args& args, const Tile& tile) {
+  const Stack& stack = args.stacks[tile.stack];
+  const int m = threadIdx.x % (ROWS / 4) * 4, row = tile.row + m, inside = int(stack.M) - row;
+  const i64 matrices = blockIdx.x % SPLIT * stack.C + tile.which;
+#pragma unroll 4
+  for (int n = threadIdx.x / (ROWS / 4); n < COLUMNS; n += THREADS / (ROWS / 4)) {
+    const int b = tile.column + n;
+    if (b >= args.B || inside <= 0) break;
+    store(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, inside, load4(&s.parts[n][m]));
+  }
+}
 
 template <typename T, int COLUMNS, int SPLIT>
 __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
@@ -154,33 +161,38 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
       for (int e = 0; e < 4; ++e) s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = sums[4 * n + e];
   }
   wait_for_previous();
+  if (stack.finish == Finish::Parts) {
+    __syncthreads();  // the block's part stands
+    return store_part<SPLIT>(s, args, tile);
+  }
   // The blocks' parts stand.
-  if constexpr (SPLIT > 1) cluster_sync();
+  if constexpr (SPLIT > 1) cluster_sync_shared();
   else __syncthreads();
 
   constexpr int QUADS = ROWS / 4, EACH = COLUMNS / SPLIT;  // columns that this block finishes
-  const int rank = blockIdx.x % SPLIT, M = int(stack.M), B = int(args.B);
-  for (int at = tid; at < EACH * QUADS; at += THREADS) {
-    const int n = rank * EACH + at / QUADS, m = at % QUADS * 4, b = tile.column + n, row = tile.row + m;
-    if (b >= B || row >= M) continue;
-    float4 sum = {};
+  constexpr int TURNS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
+  const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.row + m, inside = int(stack.M) - row;
+  float4 sums[TURNS] = {};  // all loads at once: another block's memory is far
 #pragma unroll
-    for (int block = 0; block < SPLIT; ++block)
-      sum = plus(sum, SPLIT > 1 ? load4_of_block(&s.parts[n][m], block) : load4(&s.parts[n][m]));
-    const i64 to = (i64(tile.which) * B + b) * M + row;
-    float* const y = static_cast<float*>(stack.y) + to;
-    switch (stack.finish) {
-      case Finish::Write:
-        store(y, M - row, sum);
-        break;
-      case Finish::Add:
-        store(y, M - row, plus(sum, old(y, M - row)));
-        break;
-      case Finish::ReluSquared:
-        store(static_cast<T*>(stack.y) + to, M - row,
-              {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
-        break;
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int n = tid / QUADS + turn * (CONSUMERS / QUADS);
+    if (tid >= CONSUMERS || n >= EACH) continue;
+#pragma unroll
+    for (int block = 0; block < SPLIT; ++block) {
+      const float* const part = &s.parts[first + n][m];
+      sums[turn] = plus(sums[turn], SPLIT > 1 ? load4_of_block(part, block) : load4(part));
     }
+  }
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int n = tid / QUADS + turn * (CONSUMERS / QUADS), b = tile.column + first + n;
+    if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
+    const float4& sum = sums[turn];
+    const i64 to = (tile.which * args.B + b) * stack.M + row;
+    if (stack.finish == Finish::ReluSquared)
+      store(static_cast<T*>(stack.y) + to, inside,
+            {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
+    else store(static_cast<float*>(stack.y) + to, inside, sum);
   }
   if constexpr (SPLIT > 1) cluster_leave();  // the others have read this block's part
 }

@@ -1,17 +1,17 @@
 // what      What stands between two products: the channel mix's gate, layer norm, token shift, static mixes.
-// math      x += sigmoid(gate) value;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
-// shapes    x value gate xx d [B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
-//           mixed [C, B, D]; value and gate, or xx and d, or maa and shift may be null, then d = 0
+// math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
+// shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
+//           mixed [C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or d = 0
 // grid      a block a sequence; 512 threads, EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to EACH 2048; C up to 2; as for shift, some launch between this one and the last that
+// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to 8; as for shift, some launch between this one and the last that
 //           wrote it has waited for the one before it before it let the next begin
 #include "decode.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2;
+constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2, PARTS = 8;
 
 template <typename X> struct Args {
   float* x;
@@ -25,7 +25,7 @@ template <typename X> struct Args {
   float* xx;
   float* d;
   X* mixed;
-  i64 B, D, C;
+  i64 B, D, C, P;
   double eps;
 };
 
@@ -72,9 +72,17 @@ template <typename X, int EACH> __global__ void __launch_bounds__(THREADS) rwkv6
     if (j >= D) continue;
     x[n] = load4(args.x + row + j);
     if (args.value) {
-      const float4 gate = load4(args.gate + row + j);
-      x[n] = add_scaled(x[n], {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)},
-                        load4(args.value + row + j));
+      float4 parts[PARTS] = {}, open = {1.f, 1.f, 1.f, 1.f};  // all on their way at once
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        if (p < args.P) parts[p] = load4(args.value + p * args.B * D + row + j);
+      if (args.gate) {
+        const float4 gate = load4(args.gate + row + j);
+        open = {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)};
+      }
+#pragma unroll
+      for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);
+      x[n] = add_scaled(x[n], open, parts[0]);
       store4(args.x + row + j, x[n]);
     }
     sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);

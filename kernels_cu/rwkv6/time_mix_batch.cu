@@ -1,5 +1,5 @@
 // what      The time mix of one token of many sequences: decay, state, group norm, gate; each state is read and written
-//           once, and its first quarter is on its way before the inputs stand.
+//           once, and its first part is on its way before the inputs stand.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
@@ -16,7 +16,7 @@
 
 constexpr int N = 64, THREADS = 256, WARPS = THREADS / 32;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
-constexpr int ROWS = N / GROUPS, HELD = ROWS / 4;  // of the state a lane, and those that it holds on their way
+constexpr int ROWS = N / GROUPS, HELD = 16;        // of the state a lane, and those that it holds on their way
 
 template <typename T, typename X, typename S> struct Args {
   const float* k;
@@ -57,8 +57,11 @@ template <> struct Four<float> {
   float4 bits;
   __device__ __forceinline__ explicit operator float4() const { return bits; }
 };
+// A row's registers take the next one as soon as they are free, and not before.
 template <typename S> __device__ __forceinline__ Four<S> load_four(const S* x) {
-  return *reinterpret_cast<const Four<S>*>(x);
+  Four<S> found;
+  load_in_turn(found.bits, x);
+  return found;
 }
 
 template <typename T, typename X, typename S>
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
   for (int w = lane; w < W; w += 32) s_low[w] = tanhf(args.low[i64(b) * W + w]);
   __syncwarp();
   const float2 k = load2(args.k + at + own), r = load2(args.r + at + own);
-  const float4 v = load4(args.v + at + column), open = load4(args.gate + at + column);
+  const float4 v = load4(args.v + at + column);
 #pragma unroll 8
   for (int w = 0; w < W; ++w) {
     const float2 up = load2(s_up + w * N + own);
@@ -107,15 +110,14 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
   __syncwarp();
 
   float4 o = {};
-#pragma unroll 1
-  for (int first = 0; first < ROWS; first += HELD)
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      const float4 old = float4(held[n]);
-      if (first + HELD < ROWS) held[n] = load_four(place(first + HELD + n));
-      const Channel c = s.channels[warp][(first + n) * GROUPS + group];
-      store4(place(first + n), step_channel(o, old, v, c.k, c.r, c.decay, c.ku));
-    }
+  for (int row = 0; row < ROWS; ++row) {
+    const float4 old = float4(held[row % HELD]);
+    if (row + HELD < ROWS) held[row % HELD] = load_four(place(row + HELD));
+    if (row % 4 == 0) __syncwarp();  // or all rows' channels are loaded first, and take registers
+    const Channel c = s.channels[warp][row * GROUPS + group];
+    store4(place(row), step_channel(o, old, v, c.k, c.r, c.decay, c.ku));
+  }
   // All groups' channels: every lane has the sum of its columns.
 #pragma unroll
   for (int by = QUADS; by < 32; by *= 2) {
@@ -128,6 +130,7 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
   const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
   const float scale = inverse_root(variance + float(args.eps));
   if (group > 0) return;
+  const float4 open = load4(args.gate + at + column);
   const float4 gain = load4(args.weight + head + column), bias = load4(args.bias + head + column);
   const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
   store4(args.y + at + column,

@@ -259,6 +259,8 @@ inline bool barrier_any(int id, int threads, bool some, emulator::Where where = 
 
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
+template <typename X> void load_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
+
 inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(reinterpret_cast<u64>(gmem) % 16 == 0 && bytes % 16 == 0,
                  "prefetch_l2 of %u bytes, or an address, that is no multiple of 16 (%s:%d)", bytes, where.file,
@@ -379,6 +381,7 @@ inline void cluster_sync(emulator::Where where = emulator::here()) {
   }
 }
 
+inline void cluster_sync_shared(emulator::Where where = emulator::here()) { cluster_sync(where); }
 inline void cluster_leave(emulator::Where where = emulator::here()) { cluster_sync(where); }
 
 // ---- boxes of tensors -------------------------------------------------------------------------------------

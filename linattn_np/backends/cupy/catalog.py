@@ -190,7 +190,8 @@ def of_models():
             yield rwkv6.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
         for X in dict.fromkeys((T, SINGLE)):
-            yield rwkv6.DataMix.of_step(T, X)
+            for B in (1, 256):
+                yield rwkv6.DataMix.of_step(T, X, B)
             for S in CTYPES:
                 yield rwkv6.TimeMixStep(T, X, S)
                 yield rwkv6.TimeMixBatch(T, X, S)

@@ -29,8 +29,9 @@ class ModelKernel(Kernel):
 @dataclass(frozen=True)
 class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
-    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C"), *reals("eps"))
+    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
     shared = ("Shared",)
+    PARTS: ClassVar[int] = 8  # of value, at most
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
@@ -80,7 +81,8 @@ class TimeMixBatch(ModelKernel):
         return ceil_div(B, self.SEQUENCES) * H
 
 
-WRITE, ADD, RELU_SQUARED = range(3)  # the products' `Finish`
+WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`: `Matvec` leaves no parts, `BatchProduct` adds to
+# nothing
 PRODUCTS = 5  # in one launch
 PRODUCT = (*pointers("w x y"), *integers("M finish"))
 
@@ -123,13 +125,8 @@ class BatchProduct(ModelKernel):
     file = "rwkv6/batch_product"
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
-    STAGES: ClassVar[dict[int, tuple[int, int]]] = {
-        16: (6, 4),
-        32: (6, 4),
-        64: (5, 4),
-        128: (4, 3),
-    }  # of weights, and of so many
-    # vectors
+    # Of weights and of vectors, by how many of these a block has.
+    STAGES: ClassVar[dict[int, tuple[int, int]]] = {16: (6, 4), 32: (6, 4), 64: (5, 4)}
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
@@ -145,7 +142,7 @@ class BatchProduct(ModelKernel):
         few_rows = sum(C * M for C, M in rows) <= 2 * cls.ROWS
         if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
-        columns = next((width for width in cls.STAGES if B <= width), 64)
+        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
         kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
         return min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
 
@@ -159,7 +156,7 @@ class BatchProduct(ModelKernel):
         return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
     def launch(self, draft: Draft, products, B, K):
-        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M], finish)."""
+        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [SPLIT, C, B, M], finish)."""
         stacks = [
             {
                 "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
@@ -286,8 +283,8 @@ def low_rank_blocks(tiles, tokens, D) -> int:
 
 @dataclass(frozen=True)
 class DataMix(ModelKernel):
-    """A step takes an input a block, so that few sequences keep many multiprocessors busy; a prompt all five, and
-    reads what they share once."""
+    """A step of many sequences takes all five inputs a block, and reads what they share once; others take one, so that
+    more multiprocessors are busy."""
 
     file = "rwkv6/data_mix"
     arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
@@ -300,8 +297,9 @@ class DataMix(ModelKernel):
     INPUTS: int
 
     @classmethod
-    def of_step(cls, dtype, X):
-        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, 1)
+    def of_step(cls, dtype, X, B):
+        inputs = 5 if B > 128 else 1
+        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, inputs)
 
     @classmethod
     def of_prompt(cls, dtype):

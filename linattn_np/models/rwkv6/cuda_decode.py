@@ -19,7 +19,7 @@ from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
-from ...backends.cupy.rwkv6 import ADD, RELU_SQUARED, WRITE
+from ...backends.cupy.rwkv6 import ADD, PARTS, RELU_SQUARED, WRITE
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import quantised
 from ..quantised import Stored
@@ -138,7 +138,7 @@ class CudaDecoder:
             hidden=None if self.few else room(1, B, F),
             wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
-            value=room(1, B, D),
+            added=room(1 if self.few else kernels.NormShift.PARTS, 1, B, D),
             normed=room(1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
@@ -316,21 +316,20 @@ class Step:
             )
 
     def every_product(self, layers):
-        room, value = self.room, None  # value: of the layer below, which the next norm adds to x
+        room, added = self.room, None  # what the channel mix below has for x, which the next norm adds
         for i in range(layers):
             layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
-            self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], value)
-            self.channel_mix(layer, self.state.ffn_shift[i])
-            value = room.value
-        self.norm_shift(self.model.ln_out, room.normed, value=value)
+            added = self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], added)
+            added = self.channel_mix(layer, self.state.ffn_shift[i], added)
+        self.norm_shift(self.model.ln_out, room.normed, added=added, gate=room.gate)
         self.matmul(self.model, ("head", room.normed, room.logits, WRITE))
 
-    def time_mix(self, layer, shift, wkv, value):
+    def time_mix(self, layer, shift, wkv, added):
         my, room, B = self.my, self.room, self.my.batch
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
-        self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, value, xx=room.xx)
+        self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, added, added and room.gate, xx=room.xx)
         self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
-        mix = kernels.DataMix.of_step(T, X)
+        mix = kernels.DataMix.of_step(T, X, B)
         self.draft.launch(
             mix,
             mix.blocks(B, D),
@@ -375,26 +374,38 @@ class Step:
             W=W,
             eps=GROUP_NORM_EPS,
         )
-        self.matmul(layer, ("output", room.y, room.x, ADD))
+        return self.addend(layer, "output", room.y, room.x)
 
-    def channel_mix(self, layer, shift):
+    def channel_mix(self, layer, shift, added):
         room = self.room
-        self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift)
+        self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift, added)
         self.matmul(
             layer,
             ("ffn_key", room.ffn_mixed[:1], room.activated, RELU_SQUARED),
             ("ffn_receptance", room.ffn_mixed[1:], room.gate, WRITE),
         )
-        self.matmul(layer, ("ffn_value", room.activated, room.value, WRITE))
+        return self.addend(layer, "ffn_value", room.activated)
 
-    def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
+    def addend(self, layer, name, vectors, x=None) -> Array | None:
+        """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
+        w, (_, B, K) = getattr(layer, name), vectors.shape
+        kernel = None if self.my.few else self.batch_product([w], B, K)
+        if kernel:
+            added = self.room.added[: kernel.SPLIT]
+            kernel.launch(self.draft, [(w, vectors, added, PARTS)], B, K)
+            return added[:, 0]
+        added = self.room.added[0]
+        self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
+        return added if x is None else None
+
+    def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, gate=None, xx=None):
         room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
         self.draft.launch(
             kernels.NormShift.fitting(mixed.dtype, D),
             B,
             x=room.x,
-            value=value,
-            gate=None if value is None else room.gate,
+            value=added,
+            gate=gate,
             weight=weight,
             bias=bias,
             maa=maa,
@@ -406,6 +417,7 @@ class Step:
             B=B,
             D=D,
             C=C,
+            P=0 if added is None else added.shape[0],
             eps=LAYER_NORM_EPS,
         )
 
