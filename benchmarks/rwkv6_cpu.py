@@ -71,9 +71,10 @@ def measure(np, sizes, threads, args):
     models = {dtype: RWKV6(weights, dtype=dtype) for dtype in DTYPES}
     model, peers = models["float32"], rwkv_package(weights, threads)
     if args.rwkv_cpp:
-        from rwkv_cpp import RwkvCpp
+        import rwkv_cpp
 
-        peers |= {f"rwkv.cpp {type}": RwkvCpp(args.rwkv_cpp, weights, threads, type) for type in TYPES}
+        in_cpp = rwkv_cpp.models(args.rwkv_cpp, weights, threads, TYPES)
+        peers |= {f"rwkv.cpp {type}": model for type, model in in_cpp.items()}
     del weights
     tokens = np.random.default_rng(1).integers(0, model.sizes["V"], PREFILL).tolist()
     print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token in float32")

@@ -37,9 +37,9 @@ NONE = np.zeros(1, np.float32)
 class Matrix:
     """W [M, K], or several of one shape, [S, M, K], in one of FORMATS.
 
-    bits : float32 [S, M, K]; of fewer bits [S, tiles, K, ...]: of TILE rows an input's numbers lie side by side, input
-        after input; bfloat16's bits or int8 [..., TILE]; int4 [..., TILE / 8] words of eight numbers, row r's in bits
-        4 (r // 8) of word r % 8
+    bits : float32 [S, M, K]. Of fewer bits [S, tiles, K, ...], where of TILE rows an input's numbers lie side by side,
+        input after input: bfloat16's bits or int8 [..., TILE]; int4 [..., TILE / 8] words of eight numbers, row r's in
+        bits 4 (r // 8) of word r % 8
     scales : int8's [S, tiles, TILE], int4's [S, tiles, blocks, TILE] as bfloat16's bits
     """
 

@@ -213,7 +213,7 @@ class GatedBackwardChannels(GatedBackward):
     @property
     def shared_bytes(self):
         values = 4 * 64 * (32 + 8) * (self.dtype if self.columns == "Ungated" else self.stored).itemsize
-        pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * 64
+        pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * (64 + 8 * 64 + 2 * 128)
         return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
 
