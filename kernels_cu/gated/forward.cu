@@ -4,14 +4,18 @@
 //           [N, H, K, V] float32; SegmentState: decays [N, H, 2, K]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      Shared: two chunks of inputs, operands of the present one's scores, the scores
-// barriers  one, then three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
+// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
 // numerics  forward_operands.cuh says where tokens meet; S stays in float32 accumulators. bfloat16 data: products in
 //           bfloat16, scores as two numbers. Others: tf32, PRODUCTS of them for float32 (fragments.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
 // limits    BK and BV of 64, 128, BV also of 256; more channels by SplitChannels, a launch for every BK, each adding to
 //           `sums`
 #include "read_order.cuh"
-#include "gated/forward_block.cuh"
+#include "gated/forward_copies.cuh"
+#include "gated/forward_tiles.cuh"
+#include "gated/forward_operands.cuh"
+#include "gated/forward_products.cuh"
+#include "gated/forward_storage.cuh"
 #include "ptx.cuh"
 #include "tensor.cuh"
 
@@ -32,11 +36,11 @@ template <typename T, typename G> struct Args {
 
 // A lane's outputs one by one, out of the way of pairs. sums: null, or where those of the channels before are unless
 // these are the `first`, and where these go unless they are the `last`.
-template <typename T, int SHARES>
-__device__ __noinline__ void store_slowly(const Output<T, SHARES>& o, T* to, i64 stride, float* sums, i64 sums_stride,
+template <typename T>
+__device__ __noinline__ void store_slowly(const Output<T>& o, T* to, i64 stride, float* sums, i64 sums_stride,
                                           float scale, int rows, int columns, bool first, bool last) {
 #pragma unroll 1
-  for (int n = 0; n < CHUNK<T> / 2 / SHARES; ++n) {
+  for (int n = 0; n < CHUNK<T> / 2; ++n) {
     const int row = n / 4 * 8, column = n % 4 / 2 * 8 + n % 2;
     if (row >= rows || column >= columns) continue;
     float x = o[row / 16][column / 8][row / 8 % 2 * 2 + n % 2];
@@ -47,85 +51,118 @@ __device__ __noinline__ void store_slowly(const Output<T, SHARES>& o, T* to, i64
   }
 }
 
-template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV, int SHARES>
-__global__ void __launch_bounds__(2 * BV * SHARES, RESIDENT<Schedule, T, BK, BV, SHARES>)
-    gated_forward(const Args<T, G> args) {
-  using Mine = Block<Args<T, G>, Schedule, T, G, BK, BV, SHARES>;
-  constexpr int C = Mine::C, CHANNELS = Mine::CHANNELS;
+template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS, int BK, int BV>
+__global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_forward(const Args<T, G> args) {
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
+  using Mine = Share<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
-  auto& s = *reinterpret_cast<typename Mine::Storage*>(dynamic_smem());
-  const Mine block(args, s);
+  auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
-  if (!READS && block.n % u32(args.of) >= u32(args.needed)) return;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = pair / H, h = pair % H, b = n / count;
+  if (!READS && n % u32(args.of) >= u32(args.needed)) return;
+  const Span span = tokens_of(shape, n % count);
+  const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
+  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
 
   // Whether outputs, and what they are the sum of, go to memory in pairs.
-  const bool in_pairs = block.bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
+  const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
   const float scale = float(args.scale);
 
-  State<CHANNELS> S;
-  block.start_state(S);
+  State<BK> S;
+  const auto each = [&](auto f) {
+    each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
+  };
+  each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
   if constexpr (READS) {
     if (ReadOrder::reads_before_write)
-      for (int c = threadIdx.x; c < BK; c += Mine::THREADS)
-        s.u[c] = c < block.channels ? args.u[block.h * shape.K + args.channel + c] : 0.f;
-    block.clear_scores();
+      for (int c = threadIdx.x; c < BK; c += THREADS)
+        s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
+    for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
+      s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+    if (Mine::PARTS == 1)
+      for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   }
 
-  float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
-  const int tokens = block.tokens;
-  if (tokens) {
-    block.fetch(0, 0);
-    block.fetch_gates_of(0);
+  const auto fetch = [&](int token, int stage) {
+    const int rows = tokens - token;
+    const i64 at = span.start + token;
+    const T *k = args.k.row(b, h, at) + args.channel, *v = args.v.row(b, h, at) + v_tile;
+    const T* q = READS ? args.q.row(b, h, at) + args.channel : nullptr;
+    if (bytes == 16) {
+      copy_rows<16, 8, C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
+      if constexpr (READS) copy_rows<16, 8, C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
+      copy_rows<16, 8, C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns);
+    } else {
+      copy_slowly<C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
+      if constexpr (READS) copy_slowly<C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
+      copy_slowly<C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
+    }
     cp_async_commit();
+  };
+  const auto fetch_next_gates = [&](int token) {
+    fetch_chunk_gates<Mine, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
+                                bytes);
+    cp_async_commit();
+  };
+
+  float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
+  if (tokens) {
+    fetch(0, 0);
+    fetch_next_gates(0);
   }
-  if constexpr (READS) __syncthreads();  // no gate has been looked at
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    const bool grows = block.put_spans();
-    if constexpr (READS)
-      if (grows) s.grows[stage] = true;
-    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS)
-      if (threadIdx.x == 0) s.grows[stage ^ 1] = false;
+    bool grows = put_spans<Mine, BK>(s);
+    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS) grows = __syncthreads_or(grows);
+    else __syncthreads();
     const bool more = token + C < tokens;
-    if (more) block.fetch(token + C, stage ^ 1);
-    block.template make_chunk_operands<ReadOrder, PRODUCTS>(stage);
-    if (more) block.fetch_gates_of(token + C);
-    cp_async_commit();
+    if (more) fetch(token + C, stage ^ 1);
+#pragma unroll
+    for (int x = 0; x < Mine::PER; ++x) {
+      const Mine me(x);
+      if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me);
+    }
+    if (more) fetch_next_gates(token + C);
     __syncthreads();  // the operands stand
 
-    const int warp = threadIdx.x >> 5, share = Mine::share_of(warp), strip = Mine::strip_of(warp);
-    Output<T, SHARES> o;
+    Output<T> o = {};
     if constexpr (READS) {
-      block.template score<ReadOrder, PRODUCTS>(token, stage);
-      Output<T> all = {};
-      read_state<PRODUCTS, T, BK>(all, S, state_q(s, stage), share * CHANNELS);
-      if constexpr (SHARES == 2) hand_over<T>(o, all, s.sums[share][strip], share);
-      else copy_outputs(o, all);
+#pragma unroll 1
+      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
+        if (grows && task < C / BC) {
+          const i64 at = span.start + token + BC * task;
+          const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
+          const G* g = args.g.row(b, h, at) + args.channel;
+          score_one_by_one<ReadOrder, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
+                                                tokens - token - BC * task, channels);
+        } else {
+          make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
+        }
+      }
+      read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     }
-    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, share * CHANNELS, 16 * strip);
+    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
     if (!READS && threadIdx.x < BK) total *= s.decay[threadIdx.x];
     if constexpr (READS) {
       __syncthreads();  // the scores stand
-      if constexpr (SHARES == 2) take_over<T>(o, s.sums[share ^ 1][strip]);
-      read_scores<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV, SHARES, T>(o, s.A, s.v[stage], 16 * strip, share);
-      const int thread = opaque(threadIdx.x), t = thread & 3, g = (thread >> 2 & 7) + (SHARES > 1 ? 16 * share : 0);
-      const int column = 16 * Mine::strip_of(thread >> 5) + 2 * t;
-      T* to = args.o.row(block.b, block.h, block.span.start + token + g) + block.v_tile + column;
+      read_scores<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
+      const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
+      T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
       const int rows = tokens - token - g;
       const bool first = Schedule::all_channels || args.channel == 0;
       const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
       float* sums = nullptr;
       if (!Schedule::all_channels)
-        sums = args.sums + ((i64(block.b) * shape.H + block.h) * shape.T + block.span.start + token + g) * shape.V +
-               block.v_tile + column;
+        sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
       if (in_pairs) {
 #pragma unroll
-        for (int n = 0; n < C / 8 / SHARES; ++n) {
+        for (int n = 0; n < C / 8; ++n) {
 #pragma unroll
           for (int across = 0; across < 2; ++across) {
-            if (8 * n >= rows || column + 8 * across >= block.columns) continue;
+            if (8 * n >= rows || column + 8 * across >= columns) continue;
             float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
             Piece<2, float> sum;
             if (!first) {
@@ -146,15 +183,19 @@ __global__ void __launch_bounds__(2 * BV * SHARES, RESIDENT<Schedule, T, BK, BV,
           if (!Schedule::all_channels) sums += 8 * shape.V;
         }
       } else {
-        Output<T, SHARES> copy;
-        copy_outputs(copy, o);
-        store_slowly<T, SHARES>(copy, to, args.o.t, sums, shape.V, scale, rows, block.columns - column, first, last);
+        Output<T> copy;
+#pragma unroll
+        for (int n = 0; n < C / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
+        store_slowly(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
       }
     }
   }
-  block.store_state(S);
-  if (!READS && blockIdx.x % block.tiles == 0 && threadIdx.x < block.channels) {
-    float* decays = args.decays + i64(block.pair) * 2 * shape.K + args.channel + threadIdx.x;
+  if (args.final)
+    each([&](float& x, i64 at, bool inside) {
+      if (inside) args.final[at] = x;
+    });
+  if (!READS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
+    float* decays = args.decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
     decays[0] = total, decays[shape.K] = 1.f;
   }
 }

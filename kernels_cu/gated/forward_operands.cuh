@@ -169,9 +169,9 @@ __device__ __forceinline__ void put_span(const Where& spot, X* tile, int eight, 
 }
 
 // About the middle of a sub-chunk, whose UPPER or lower half the span is.
-template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES,
+template <class ReadOrder, bool UPPER, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV,
           class Share>
-__device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV, SHARES>& s, const Share& me,
+__device__ __forceinline__ void meet_in_middle(Shared<Schedule, T, G, BK, BV>& s, const Share& me,
                                                const Piece<Share::W, T> (&q)[SPAN], const Piece<Share::W, T> (&k)[SPAN],
                                                const float (&a)[SPAN][Share::W]) {
   constexpr int W = Share::W;
@@ -240,9 +240,8 @@ __device__ __forceinline__ void score_directly(Shared& s, const Share& me, const
 }
 
 // Queries decayed from where they meet keys of other sub-chunks and the state.
-template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES,
-          class Share>
-__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage, const Share& me,
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
+__device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
                                               const float (&a)[SPAN][Share::W]) {
   constexpr int W = Share::W;
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
@@ -269,8 +268,8 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV, SHA
 }
 
 // Keys decayed to where they meet queries of other sub-chunks and the state; the chunk's decay.
-template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES, class Share>
-__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage, const Share& me,
+template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
+__device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
                                            const float (&a)[SPAN][Share::W]) {
   constexpr int W = Share::W;
   const int sub = me.span / 2;
@@ -300,9 +299,8 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV, SHARES
 }
 
 // The operands of one warp's share, from queries, keys and gates that have arrived.
-template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, int SHARES,
-          class Share>
-__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage, const Share& me) {
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
+__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me) {
   constexpr int W = Share::W;
   float a[SPAN][W];
   const auto make_decays = [&] {
@@ -327,4 +325,36 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV, SHA
     make_decays();
   }
   decay_keys<PRODUCTS>(s, stage, me, a);
+}
+
+// Decays of spans whose gates this thread has fetched; whether any grows.
+template <class Share, int BK, class Shared> __device__ __forceinline__ bool put_spans(Shared& s) {
+  bool grows = false;
+#pragma unroll
+  for (int n = 0; n < Share::PER; ++n) {
+    const Share me(n);
+    if (!me.any()) break;
+    Gates<Share::W, typename Shared::Gate> gates;
+    float decay[Share::W];
+    load_gates<BK>(gates, s.gates, me);
+    decay_of_span<Share::W>(decay, gates);
+    put_decay(s.spans[me.span], me, decay);
+    grows |= any_grows<Share::W>(gates);
+  }
+  return grows;
+}
+
+// Starts to copy this thread's gates of a chunk of so many rows.
+template <class Share, int BK, typename G>
+__device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>& g, i64 b, i64 h, i64 token, int rows,
+                                                  i64 channel, int channels, int bytes) {
+#pragma unroll
+  for (int n = 0; n < Share::PER; ++n) {
+    const Share me(n);
+    const G* from = g.row(b, h, token + me.row(0)) + channel + me.channel;
+    const int left = rows - me.row(0);
+    if (!me.any()) break;
+    if (bytes >= Share::W * int(sizeof(G))) fetch_gates<BK>(gates, me, from, g.t, left, channels - me.channel);
+    else fetch_gates_slowly<BK, Share::W>(gates + me.row(0) * BK + me.channel, from, g.t, left, channels - me.channel);
+  }
 }

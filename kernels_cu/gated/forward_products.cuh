@@ -1,6 +1,5 @@
 // what      Products of the forward kernel of every card: scores, what they and the state read, what the state takes.
-// shapes    a warp has 16 columns of V and all or some channels of the state, transposed: S[n] is [16 columns, 8
-//           channels]
+// shapes    a warp has 16 columns of V and BK channels of the state, transposed: S[n] is [16 columns, 8 channels]
 // numerics  sums in float32; S is rounded where it is read
 #include "read_order.cuh"
 #include "gated/forward_storage.cuh"
@@ -153,43 +152,31 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
     }
 }
 
-template <int BK> using State = float[BK / 8][4];  // of a warp, [16 columns, BK], transposed
-// Of a warp, [CHUNK, 16 columns]; where SHARES warps have these, all of them some of the tokens.
-template <typename T, int SHARES = 1> using Output = float[CHUNK<T> / 16 / SHARES][2][4];
+template <int BK> using State = float[BK / 8][4];                 // of a warp, [16 columns, BK], transposed
+template <typename T> using Output = float[CHUNK<T> / 16][2][4];  // of a warp, [CHUNK, 16 columns]
 
-template <int M> __device__ __forceinline__ void copy_outputs(float (&to)[M][2][4], const float (&from)[M][2][4]) {
+// f(value, its place in the array of states, whether it is in there), of a state whose channels begin at `row` of all
+// states' rows of V numbers. A block has so many channels, and so many columns from v_tile on.
+template <int BK, class F>
+__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
+  const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
+  i64 at = (row + 2 * t) * V + v_tile + 16 * warp + g;
 #pragma unroll
-  for (int n = 0; n < M * 8; ++n) to[n / 8][n / 4 % 2][n % 4] = from[n / 8][n / 4 % 2][n % 4];
-}
-// Where two warps share columns: what this one has made of its own outputs, and to memory what of the other's.
-template <typename T>
-__device__ __forceinline__ void hand_over(Output<T, 2>& own, const Output<T>& all, float (&to)[2][32][4], int share) {
+  for (int c = 0; c < BK / 8; ++c) {
 #pragma unroll
-  for (int across = 0; across < 2; ++across) {
-    float other[4];
-#pragma unroll
-    for (int x = 0; x < 4; ++x) {
-      own[0][across][x] = share ? all[1][across][x] : all[0][across][x];
-      other[x] = share ? all[0][across][x] : all[1][across][x];
-    }
-    *reinterpret_cast<float4*>(to[across][threadIdx.x & 31]) = {other[0], other[1], other[2], other[3]};
-  }
-}
-template <typename T> __device__ __forceinline__ void take_over(Output<T, 2>& own, const float (&from)[2][32][4]) {
-#pragma unroll
-  for (int across = 0; across < 2; ++across) {
-    const float4 x = *reinterpret_cast<const float4*>(from[across][threadIdx.x & 31]);
-    own[0][across][0] += x.x, own[0][across][1] += x.y, own[0][across][2] += x.z, own[0][across][3] += x.w;
+    for (int x = 0; x < 4; ++x)
+      f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
+        8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
+    at += 8 * opaque(int(V));  // else all addresses are made at once, and there are no registers for that
   }
 }
 
-// o += (q decayed) S, of the state's channels from `channel` on.
-template <int PRODUCTS, typename T, int BK, int CHANNELS>
-__device__ __forceinline__ void read_state(Output<T>& o, const float (&S)[CHANNELS][4],
-                                           const typename OperandOf<T>::Type* q, int channel) {
-  const LeftReader<BK, typename OperandOf<T>::Type> queries(channel);
+// o += (q decayed) S.
+template <int PRODUCTS, typename T, int BK>
+__device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, const typename OperandOf<T>::Type* q) {
+  const LeftReader<BK, typename OperandOf<T>::Type> queries;
 #pragma unroll
-  for (int c = 0; c < CHANNELS / 2; ++c) {
+  for (int c = 0; c < BK / 16; ++c) {
     Right<Math<T, PRODUCTS>> b[2];
     pack_right(b[0], S[2 * c], S[2 * c + 1], 0);
     pack_right(b[1], S[2 * c], S[2 * c + 1], 1);
@@ -203,26 +190,26 @@ __device__ __forceinline__ void read_state(Output<T>& o, const float (&S)[CHANNE
   }
 }
 
-// S <- diag(decay) S + (k decayed)^T v, of the channels from `channel` and the columns from `column` on.
-template <int PRODUCTS, typename T, int BK, int BV, int CHANNELS>
-__device__ __forceinline__ void write_state(float (&S)[CHANNELS][4], const typename OperandOf<T>::Type* k, const T* v,
-                                            const float* decay, int channel, int column) {
+// S <- diag(decay) S + (k decayed)^T v, of the columns from `column` on.
+template <int PRODUCTS, typename T, int BK, int BV>
+__device__ __forceinline__ void write_state(State<BK>& S, const typename OperandOf<T>::Type* k, const T* v,
+                                            const float* decay, int column) {
   const int t = opaque(threadIdx.x & 3);
   const TransposedReader<BV, T> values(column);
-  const RightReader<BK, typename OperandOf<T>::Type> keys(channel);
+  const RightReader<BK, typename OperandOf<T>::Type> keys;
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
     Left<Math<T, PRODUCTS>> a;
     values.load(a, v, 16 * n);
 #pragma unroll
-    for (int c = 0; c < CHANNELS / 2; ++c) {
+    for (int c = 0; c < BK / 16; ++c) {
       Right<Math<T, PRODUCTS>> b[2];
       keys.load(b, k, 16 * n, 16 * c);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float (&x)[4] = S[2 * c + half];
         if (n == 0) {
-          const float2 by = *reinterpret_cast<const float2*>(decay + channel + 16 * c + 8 * half + 2 * t);
+          const float2 by = *reinterpret_cast<const float2*>(decay + 16 * c + 8 * half + 2 * t);
           x[0] *= by.x, x[1] *= by.y, x[2] *= by.x, x[3] *= by.y;
         }
         multiply(x, a, b[half]);
@@ -231,22 +218,20 @@ __device__ __forceinline__ void write_state(float (&S)[CHANNELS][4], const typen
   }
 }
 
-// o += A v, of the columns from `column` on. Where warps share these, of the `share`-th 16 tokens.
-template <class Storage, int PRODUCTS, int BV, int SHARES, typename T>
-__device__ __forceinline__ void read_scores(Output<T, SHARES>& o, const typename Storage::X* A, const T* v, int column,
-                                            int share) {
+// o += A v, of the columns from `column` on; A as `Storage` has it.
+template <class Storage, int PRODUCTS, int BV, typename T>
+__device__ __forceinline__ void read_scores(Output<T>& o, const typename Storage::X* A, const T* v, int column) {
   const RightReader<BV, T, true> values(column);
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
-    if (SHARES > 1 && n > share) break;
     Left<Math<T, PRODUCTS>> a;
     Right<Math<T, PRODUCTS>> b[2];
     values.load(b, v, 16 * n, 0);
 #pragma unroll
-    for (int m = SHARES > 1 ? 0 : n; m < CHUNK<T> / 16 / SHARES; ++m)
+    for (int m = n; m < CHUNK<T> / 16; ++m)
 #pragma unroll
       for (int number = 0; number < Storage::NUMBERS; ++number) {
-        load_scores<Storage::LDA>(a, A + number * CHUNK<T> * Storage::LDA, 16 * (SHARES > 1 ? share : m), 16 * n);
+        load_scores<Storage::LDA>(a, A + number * CHUNK<T> * Storage::LDA, 16 * m, 16 * n);
         multiply(o[m][0], a, b[0]);
         multiply(o[m][1], a, b[1]);
       }

@@ -25,10 +25,10 @@ constexpr int CHUNK =  // tokens of a chunk: twice as many where operands are ha
 
 // Blocks that share a multiprocessor, as far as registers go. Where a block has more channels than columns, shared
 // memory has room for two. It has room for one of all channels and columns whose sub-chunks have the larger operands.
-template <class Schedule, typename T, int BK, int BV, int SHARES = 1>
+template <class Schedule, typename T, int BK, int BV>
 constexpr int RESIDENT = !Schedule::all_channels && CHUNK<T> == 32 && BK + BV == 256 ? 1
                          : Schedule::reads && BK > BV                                ? 2
-                                                                                     : 256 / BV / SHARES;
+                                                                                     : 256 / BV;
 
 // What scores in sub-chunks are made of, and the number of products.
 template <class Schedule, typename T> struct MiddleOf : OperandOf<T> {
@@ -54,15 +54,8 @@ template <class Schedule, typename T, int BK, bool READS = Schedule::reads> stru
   X A[NUMBERS * CHUNK<T> * LDA];  // scores, 0 above the diagonal
   float direct[2][2][CHUNK<T>];   // of a query with its own key, with the key before it; a part of the channels each
   float u[BK];                    // RWKV-6's bonus
-  u32 grows[STAGES];              // whether any gate does: of this chunk, and of the next one
 };
 template <class Schedule, typename T, int BK> struct ScoreStorage<Schedule, T, BK, false> {};
-
-// Where two warps share columns: what each makes of the other's outputs.
-template <int BV, int SHARES> struct alignas(16) SumStorage {
-  float sums[SHARES][BV / 16][2][32][4];  // a lane's 16 tokens and columns
-};
-template <int BV> struct SumStorage<BV, 1> {};
 
 // What meets the state, decayed to the chunk's ends: it takes the place of queries and keys where it is of their type.
 template <bool SAME, typename T, int BK> struct StateStorage {};
@@ -73,8 +66,9 @@ template <typename T, int BK> struct alignas(16) StateStorage<false, T, BK> {
 
 template <typename T> constexpr bool IN_PLACE = sizeof(typename OperandOf<T>::Type) == sizeof(T);
 
-template <class Schedule, typename T, typename G, int BK, int BV, int SHARES = 1>
-struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE<T>, T, BK>, SumStorage<BV, SHARES> {
+template <class Schedule, typename T, typename G, int BK, int BV>
+struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE<T>, T, BK> {
+  using Gate = G;
   T k[STAGES][CHUNK<T> * BK];
   T v[STAGES][CHUNK<T> * BV];
   G gates[CHUNK<T> * BK];            // of the present chunk until its operands are made, then of the next one
@@ -83,13 +77,13 @@ struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE
 };
 
 // Where the operands of the state stand.
-template <class Schedule, typename T, typename G, int BK, int BV, int SHARES>
-__device__ __forceinline__ auto* state_q(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage) {
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ auto* state_q(Shared<Schedule, T, G, BK, BV>& s, int stage) {
   if constexpr (IN_PLACE<T>) return s.q[stage];
   else return s.state_q;
 }
-template <class Schedule, typename T, typename G, int BK, int BV, int SHARES>
-__device__ __forceinline__ auto* state_k(Shared<Schedule, T, G, BK, BV, SHARES>& s, int stage) {
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ auto* state_k(Shared<Schedule, T, G, BK, BV>& s, int stage) {
   if constexpr (IN_PLACE<T>) return s.k[stage];
   else return s.state_k;
 }

@@ -48,11 +48,10 @@ template <int COLS, typename X> struct Reader {
 };
 __device__ __forceinline__ int own_lane() { return opaque(threadIdx.x & 31); }
 
-// Rows row + 0...15, columns col + 0...15 from `column` on, for products over columns. Of a float tile the columns must lie as
+// Rows row + 0...15, columns col + 0...15, for products over columns. Of a float tile the columns must lie as
 // `put_paired` puts them, or the right operand as `RowsReader` takes it.
 template <int COLS, typename X> struct LeftReader : Reader<COLS, X> {
-  __device__ __forceinline__ LeftReader(int column = 0, int lane = own_lane())
-      : Reader<COLS, X>(lane & 15, column * int(sizeof(X)) / 16 + (lane >> 4)) {}
+  __device__ __forceinline__ LeftReader(int lane = own_lane()) : Reader<COLS, X>(lane & 15, lane >> 4) {}
 
   __device__ __forceinline__ void load(LeftBf16& a, const bf16* tile, int row, int col) const {
     ldmatrix_x4(a.both, this->at(tile, row, col));

@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
     const T* operands = here.operands + tile * 2 * TILE_SIZE;
     {
       Output<T> o = {};
-      read_state<1, T, WIDE>(o, S, operands, 0);
-      if (tile == 0) read_scores<WideScores, 1, BV, 1, T>(o, here.scores, here.v, 16 * strip, 0);
+      read_state<1, T, WIDE>(o, S, operands);
+      if (tile == 0) read_scores<WideScores, 1, BV>(o, here.scores, here.v, 16 * strip);
       const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
 #pragma unroll
       for (int n = 0; n < C / 8; ++n)
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_
           *reinterpret_cast<float2*>(&s.sums[tile][8 * n + g][16 * strip + 8 * side + 2 * t]) = {
               o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
     }
-    write_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 0, 16 * strip);
+    write_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 16 * strip);
     __syncthreads();  // parts of the outputs stand
     const i64 token = span.start + C * chunk;
     const int rows = tokens - C * chunk;

@@ -5,7 +5,7 @@
 //           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: as gated/forward.cu has it, and a chunk of gates of values
-// barriers  one, then three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have
+// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have
 //           arrived | its scores stand
 // numerics  Scores as gated/forward.cu makes them. Where two tokens meet, values are decayed to and outputs from there:
 //           at the border of two sub-chunks or of the chunk's halves, so that both decays are at most 1, or in the
@@ -13,7 +13,11 @@
 // source    Yang et al., 2024, section 4.1
 // limits    BK and BV of 64, 128; more channels by SplitChannels, a launch for every BK, each adding to `sums`
 #include "read_order.cuh"
-#include "gated/forward_block.cuh"
+#include "gated/forward_copies.cuh"
+#include "gated/forward_operands.cuh"
+#include "gated/forward_products.cuh"
+#include "gated/forward_storage.cuh"
+#include "gated/forward_tiles.cuh"
 #include "value_gate/columns.cuh"
 #include "value_gate/forward_products.cuh"
 #include "ptx.cuh"
@@ -37,6 +41,13 @@ template <typename T, typename G> struct Args {
 
 constexpr u32 MOST_OF_TWO = 113 * 1024;  // bytes of shared memory: of blocks with more no card has two at once
 
+// Starts to copy a chunk's rows, of so many bytes at a time.
+template <int COLS, int THREADS, typename T, typename E>
+__device__ __forceinline__ void fetch_rows(E* tile, const E* from, i64 stride, int rows, int width, int bytes) {
+  if (bytes == 16) copy_rows<16, 8, CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width);
+  else copy_slowly<CHUNK<T>, COLS, THREADS>(tile, from, stride, rows, width, bytes);
+}
+
 // A warp's 16 columns of a chunk to rows that are no whole pieces of 16 bytes, out of the way of those that are.
 template <int ROWS, int COLS, typename T>
 __device__ __noinline__ void store_slowly(T* to, i64 stride, const T* tile, int column, int rows, int columns) {
@@ -53,47 +64,85 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
                                               ? 1
                                               : RESIDENT<Schedule, T, BK, BV>)
     value_gate_forward(const Args<T, G> args) {
-  using Mine = Block<Args<T, G>, Schedule, T, G, BK, BV>;
-  constexpr int C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
+  constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>, SUBS = C / BC, BLOCKS = C / 16;
+  using Mine = Share<T, BK, WARPS>;
   constexpr bool READS = Schedule::reads;
   auto& s = *reinterpret_cast<ValueShared<Schedule, T, G, BK, BV>*>(dynamic_smem());
-  const Mine block(args, s);
   const Shape& shape = args.shape;
-  if (!READS && block.n % u32(args.of) >= u32(args.needed)) return;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = pair / H, h = pair % H, b = n / count;
+  if (!READS && n % u32(args.of) >= u32(args.needed)) return;
+  const Span span = tokens_of(shape, n % count);
+  const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
+  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
   const float scale = float(args.scale);
-  const int tokens = block.tokens, bytes = block.bytes;
 
   State<BK> S;
-  block.start_state(S);
-  if constexpr (READS) block.clear_scores();
+  const auto each = [&](auto f) {
+    each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
+  };
+  each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
+  if constexpr (READS) {
+    for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
+      s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+    if (Mine::PARTS == 1)
+      for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
+  }
+
+  const auto fetch = [&](int token, int stage) {
+    const int rows = tokens - token;
+    const i64 at = span.start + token;
+    fetch_rows<BK, THREADS, T>(s.k[stage], args.k.row(b, h, at) + args.channel, args.k.t, rows, channels, bytes);
+    if constexpr (READS)
+      fetch_rows<BK, THREADS, T>(s.q[stage], args.q.row(b, h, at) + args.channel, args.q.t, rows, channels, bytes);
+    fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, at) + v_tile, args.v.t, rows, columns, bytes);
+  };
+  const auto fetch_next_gates = [&](int token) {
+    fetch_chunk_gates<Mine, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
+                                bytes);
+  };
 
   float total = 1.f, totals[2] = {1.f, 1.f};  // SegmentState: decays of channel threadIdx.x and of this lane's columns
   if (tokens) {
-    block.fetch(0, 0);
-    block.fetch_gates_of(0);
+    fetch(0, 0);
+    fetch_next_gates(0);
   }
   cp_async_commit();
-  if constexpr (READS) __syncthreads();  // no gate has been looked at
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    const bool grows = block.put_spans();
-    if constexpr (READS)
-      if (grows) s.grows[stage] = true;
-    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS)
-      if (threadIdx.x == 0) s.grows[stage ^ 1] = false;
+    bool grows = put_spans<Mine, BK>(s);
+    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS) grows = __syncthreads_or(grows);
+    else __syncthreads();
     const bool more = token + C < tokens;
-    block.fetch_columns(s.value_gates, args.gv, token);
+    fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
+                               columns, bytes);
     cp_async_commit();
-    if (more) block.fetch(token + C, stage ^ 1);
-    block.template make_chunk_operands<AfterWrite, PRODUCTS>(stage);
-    if (more) block.fetch_gates_of(token + C);
+    if (more) fetch(token + C, stage ^ 1);
+#pragma unroll
+    for (int x = 0; x < Mine::PER; ++x) {
+      const Mine me(x);
+      if (me.any()) make_operands<AfterWrite, PRODUCTS>(s, stage, me);
+    }
+    if (more) fetch_next_gates(token + C);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();  // the operands stand; the gates of values have arrived
 
-    if constexpr (READS) block.template score<AfterWrite, PRODUCTS>(token, stage);
+    if constexpr (READS)
+#pragma unroll 1
+      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
+        if (grows && task < SUBS) {
+          const i64 at = span.start + token + BC * task;
+          const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
+          const G* g = args.g.row(b, h, at) + args.channel;
+          score_one_by_one<AfterWrite, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
+                                                 tokens - token - BC * task, channels);
+        } else {
+          make_scores<AfterWrite, PRODUCTS, Schedule, T, BK>(s, task);
+        }
+      }
     const int column = threadIdx.x >> 5 << 4;
     const ColumnsReader<BV, G> gates(column);
     const ColumnsReader<BV, T> values(column);
@@ -118,15 +167,14 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
 
       const int rows = tokens - token, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
       if (!Schedule::all_channels) {
-        float* sums = args.sums +
-                      ((i64(block.b) * shape.H + block.h) * shape.T + block.span.start + token + 2 * t) * shape.V +
-                      block.v_tile + column + g;
+        float* sums =
+            args.sums + ((i64(b) * H + h) * shape.T + span.start + token + 2 * t) * shape.V + v_tile + column + g;
         const bool first = args.channel == 0, last = args.channel + BK >= shape.K;
 #pragma unroll
         for (int n = 0; n < SUBS; ++n) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= block.columns) continue;
+            if (8 * n + 2 * t + (x & 1) >= rows || column + g + 8 * (x >> 1) >= columns) continue;
             float& sum = sums[(x & 1) * shape.V + 8 * (x >> 1)];
             if (!first) o[n / 2][n % 2][x] += sum;
             if (!last) sum = o[n / 2][n % 2][x];
@@ -143,31 +191,34 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
           *place<BV>(s.v[stage], 8 * n + 2 * t + (x & 1), column + g + 8 * (x >> 1)) =
               from_float<T>(scale * o[n / 2][n % 2][x]);
       __syncwarp();  // the outputs stand
-      T* to = args.o.row(block.b, block.h, block.span.start + token) + block.v_tile + column;
+      T* to = args.o.row(b, h, span.start + token) + v_tile + column;
       if (bytes == 16) {
         constexpr int PIECE = 16 / sizeof(T), ACROSS = 16 / PIECE;
         const int lane = threadIdx.x & 31, across = lane % ACROSS * PIECE;
 #pragma unroll
         for (int n = 0; n < C * ACROSS / 32; ++n) {
           const int row = n * 32 / ACROSS + lane / ACROSS;
-          if (row < rows && column + across < block.columns)
+          if (row < rows && column + across < columns)
             *reinterpret_cast<uint4*>(to + row * args.o.t + across) =
                 *reinterpret_cast<const uint4*>(place<BV>(s.v[stage], row, column + across));
         }
       } else {
-        store_slowly<C, BV>(to, args.o.t, s.v[stage], column, rows, block.columns - column);
+        store_slowly<C, BV>(to, args.o.t, s.v[stage], column, rows, columns - column);
       }
     }
   }
-  block.store_state(S);
-  if (!READS && blockIdx.x % block.tiles == 0 && threadIdx.x < block.channels) {
-    float* decays = args.channel_decays + i64(block.pair) * 2 * shape.K + args.channel + threadIdx.x;
+  if (args.final)
+    each([&](float& x, i64 at, bool inside) {
+      if (inside) args.final[at] = x;
+    });
+  if (!READS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
+    float* decays = args.channel_decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
     decays[0] = total, decays[shape.K] = 1.f;
   }
   if (!READS && args.channel == 0 && (threadIdx.x & 3) == 0) {
     const int column = (threadIdx.x >> 5 << 4) + (threadIdx.x >> 2 & 7);
-    float* decays = args.column_decays + i64(block.pair) * shape.V + block.v_tile + column;
-    if (column < block.columns) decays[0] = totals[0];
-    if (column + 8 < block.columns) decays[8] = totals[1];
+    float* decays = args.column_decays + i64(pair) * shape.V + v_tile + column;
+    if (column < columns) decays[0] = totals[0];
+    if (column + 8 < columns) decays[8] = totals[1];
   }
 }

@@ -52,7 +52,7 @@ class GatedForward(Kernel):
         *pointers("sums decays"),
         *integers("channel of needed bytes"),
     )
-    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}, {shares}>",)
+    shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     cluster = 1
     read_order: str
     schedule: str
@@ -61,7 +61,6 @@ class GatedForward(Kernel):
     products: int  # of tf32 numbers, where a product of float32 is the sum of so many
     BK: int
     BV: int
-    shares: int = 1  # warps that have the same columns, and some of the channels each
 
     @classmethod
     def fitting(cls, read_order, schedule, dtype, gate, products, K, V, shared):
@@ -69,8 +68,6 @@ class GatedForward(Kernel):
         one is not enough for all channels, as many of these."""
         found = cls(read_order, schedule, dtype, gate, products, TILES[K > 64], TILES[V > 64])
         split = schedule == SPLIT_CHANNELS
-        if schedule == SINGLE_PASS and dtype == BFLOAT16 and found.BK == found.BV == TILES[0]:
-            return replace(found, shares=2)
         wide = replace(found, BV=2 * TILES[-1])
         if split and dtype == BFLOAT16 and V > TILES[-1] and wide.shared_bytes <= shared:
             return wide
@@ -97,13 +94,13 @@ class GatedForward(Kernel):
 
     @property
     def threads(self):
-        return 2 * self.BV * self.shares  # a warp, or two, for every 16 columns of V
+        return 2 * self.BV  # a warp for every 16 columns of V
 
     @property
     def resident(self):
         if self.schedule == SPLIT_CHANNELS and self.CHUNK == 32 and self.BK + self.BV == 2 * TILES[-1]:
             return 1
-        return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV // self.shares
+        return 2 if self.schedule != SEGMENT_STATE and self.BK > self.BV else 256 // self.BV
 
     @property
     def shared_bytes(self):
@@ -111,10 +108,9 @@ class GatedForward(Kernel):
         stages, spans = 2 * C * (BK + self.BV) * size, 4 * BK * (C // 4 + 1) + C * BK * self.gate.itemsize
         border, numbers = 32 if C == 32 else 8, 2 if X == 2 else 1
         middle = 4 if self.schedule == SPLIT_CHANNELS else X
-        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK + 4)
+        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK)
         state = 0 if X == size else 2 * X * C * BK
-        sums = 64 * self.BV * self.shares if self.shares > 1 else 0
-        return stages + spans + state + scores * (self.schedule != SEGMENT_STATE) + sums
+        return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
     @property
     def tiles(self):

@@ -30,7 +30,7 @@ class GatedWideOperands(Kernel):
         tokens, tile, size = 32, 128, self.dtype.itemsize
         tiles = 2 * size * tokens * (2 * tile + 16) + self.gate.itemsize * tokens * tile  # of q, k, nothing of v, and g
         scored = 2 * (size + 4) * tokens * tile + size * 2 * tokens * (tokens + 8)
-        return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile + 4)
+        return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile)
 
 
 @dataclass(frozen=True)
