@@ -231,9 +231,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
-  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
+  const auto gradients = [&](int iteration) {  // of the scores: dA; and what the first sweep leaves
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
+    const float sum = sum_of(iteration);  // early: nobody waits for it
+    const WarpFlags<BK> growth = growth_of(iteration);
     float d[CHUNK / 2];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     multiply_rows(d, in.do_, in.v, warp, lane);
@@ -249,9 +251,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
-    put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
     if (channel == 0) s.growth[iteration & 1] = growth;
+  };
+  const auto values = [&](int iteration) {  // v for C, once that has read the last
+    put_read_tile<4, T, BV>(s.read, s.stages[iteration % STAGES].v, warp, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
@@ -287,14 +291,13 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
   };
   for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (tokens) gradients(0, sum_of(0), growth_of(0));
+  if (tokens) gradients(0), values(0);
   each_chunk(tokens, [&](int iteration, int token) {
-    forget(lane);                                           // addresses are cheaper made anew than held in registers
-    const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
-    const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
+    forget(lane);                             // addresses are cheaper made anew than held in registers
+    if (token) gradients(iteration + 1);      // while the others make operands, which wait for this no longer
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C has read v
     scores(s.stages[iteration % STAGES], iteration);
-    if (token) gradients(iteration + 1, sum, growth);
+    if (token) values(iteration + 1);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
