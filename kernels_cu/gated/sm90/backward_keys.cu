@@ -18,6 +18,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
 #include "gated/sm90/growth.cuh"
+#include "gated/sm90/backward_scores.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -69,20 +70,6 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
-// Where channel c of token `row` is in a panel of 32 channels, in bytes. Eight tokens of 4 channels, and 8 channels of
-// every second token, lie in different banks.
-__device__ __forceinline__ int within_offset(int row, int c) {
-  return row * 128 + (c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 16 + c % 4 * 4;
-}
-// Where A has a lane's first pair of a block of scores, queries and keys multiples of 8, in bytes: query g, key 2t. Key
-// 2t + 1 is 16 XOR that and a row on; 8 queries on are 32 XOR that. A product in tf32 takes the operand that has 2t at
-// depth t of a sub-chunk, and 2t + 1 at t + 4; so have queries their columns.
-__device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
-  return swizzled_offset(keys + 2 * (lane & 3), queries / 4 + (lane >> 2 & 1)) + (lane >> 3) * 4;
-}
-
-__device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
-
 // Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and g
 // of its 64 any more.
 template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
@@ -127,26 +114,6 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
 
 // ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays --------
 
-// D[query, key] = a b^T for a warp's 8 queries, twice.
-template <typename T, int PANELS>
-__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
-                                              T (&b)[PANELS][CHUNK][64], int warp, int lane) {
-  const int first = swizzled_offset(8 * warp + (lane & 7), lane >> 4);
-#pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {  // one after the other: registers are scarce
-    u32 x[4][4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], at_offset(a[panel], first ^ 32 * c));
-    const u64 keys = wgmma_tile(b[panel], 16, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(d, x[c], keys + c * 32 / 16, panel || c);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_keep(d);
-  }
-}
-
 // D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and
 // t + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
 // other halves nobody needs; keys have them in the order in which these do.
@@ -169,29 +136,6 @@ __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, 
     mma_tf32(other, a, more_b);
   }
   for (int i = 0; i < 2; ++i) d[i] += other[2 + i];
-}
-
-// D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
-template <typename T, int PANELS>
-__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen,
-                                                int keys, int lane) {
-  float other[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] = 0.f;
-  const int key = swizzled_offset(keys + (lane & 7), lane >> 3);
-  const int query = swizzled_offset(queries + (lane & (sixteen ? 15 : 7)), lane >> 4);
-#pragma unroll
-  for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels
-    const int turn = c % 2 * 64;
-    u32 a[4], b[4];
-    ldmatrix_x4(b, at_offset(x[c / 2], key ^ turn));
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn));
-    const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-    multiply(d, a, first, T{});
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn ^ 32));
-    multiply(other, a, second, T{});
-  }
-  for (int i = 0; i < 4; ++i) d[i] += other[i];
 }
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
@@ -231,9 +175,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
-  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
+  const auto gradients = [&](int iteration) {  // of the scores: dA; and what the first sweep leaves
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
+    const float sum = sum_of(iteration);  // early: nobody waits for it
+    const WarpFlags<BK> growth = growth_of(iteration);
     float d[CHUNK / 2];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     multiply_rows(d, in.do_, in.v, warp, lane);
@@ -249,9 +195,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
-    put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
     if (channel == 0) s.growth[iteration & 1] = growth;
+  };
+  const auto values = [&](int iteration) {  // v for C, once that has read the last
+    put_read_tile<4, T, BV>(s.read, s.stages[iteration % STAGES].v, warp, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
@@ -287,14 +235,13 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
   };
   for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (tokens) gradients(0, sum_of(0), growth_of(0));
+  if (tokens) gradients(0), values(0);
   each_chunk(tokens, [&](int iteration, int token) {
-    forget(lane);                                           // addresses are cheaper made anew than held in registers
-    const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
-    const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
+    forget(lane);                             // addresses are cheaper made anew than held in registers
+    if (token) gradients(iteration + 1);      // while the others make operands, which wait for this no longer
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C has read v
     scores(s.stages[iteration % STAGES], iteration);
-    if (token) gradients(iteration + 1, sum, growth);
+    if (token) values(iteration + 1);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
