@@ -243,6 +243,25 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng):
     assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
 
 
+@pytest.mark.parametrize("lengths", [(), (450, 450)])
+@pytest.mark.parametrize("split, P", [(False, 1), (False, 2), (True, 1)])
+def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, monkeypatch):
+    """Where its own segments, or uncut sequences, are as many whole ones of the gradients' each."""
+    for name, given in (("segments", P), ("backward_segments", 4), ("split_columns", split)):
+        monkeypatch.setattr(tuning, name, lambda *_, given=given: given)
+    call = Call(op, Case(T=450, lengths=lengths, K=16, V=128, H=1, dtype="bfloat16"), rng)
+    options = {name: call.options[name] for name in ("initial_state", "cu_seqlens") if name in call.options}
+    problem = BY_NAME[op][0].bind(call.arrays, gradient=True, **options).replace(memo=None)
+    (_, saved), do, dht = execute.run(gated, problem, EmulatedDevice(90)), call.do, (call.dht,)
+    plan = execute.vjp_plan_of(gated, problem, EmulatedDevice(90), do, dht, saved)
+    assert next(step for step in plan.launches if step.kernel.name.endswith("segments")).args["first"] == 1
+    call.rows = Hopper.gradient_rows
+    pulled = [execute.pull(gated, problem, EmulatedDevice(90), do, dht, given) for given in (saved, ())]
+    (found, start), (again, _) = pulled
+    call.assert_close("saved", [*found, *start], call.exact[1])
+    assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
+
+
 @pytest.mark.parametrize("length", [1024, 1025, 2100])
 def test_states_are_kept_in_long_sequences(op, backend, length, rng, monkeypatch):
     """Uncut: the gate's gradient goes on from the states that the first sweep keeps, in packed sequences too."""
