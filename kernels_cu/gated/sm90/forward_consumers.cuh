@@ -227,7 +227,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.numbers[stage].row[0] : 0, 0);
       if constexpr (Schedule::reads) {
         wgmma_keep(o);
-        put_row(s.v[warpgroup][chunk % AHEAD][0], o, row % MORE, thread);
+        put_row(s.v[opaque(threadIdx.x) / 128][chunk % AHEAD][0], o, row % MORE, opaque(threadIdx.x) % 128);
       }
       __syncwarp();  // all lanes have read decays
       if (thread % 32 == 0) release(chunk, stage);

@@ -228,7 +228,9 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
                                            ByTokens by_tokens) {
   using P = ProducerCoord<BK>;
   constexpr int W = WIDTH<G>;
-  constexpr bool READS = Schedule::reads, LATE = COARSE<T> && Schedule::CHUNK_RANKS > 1;
+  // LATE: operands stay in registers until there is room for them, for which these producers would wait long, since it
+  // is a way to the other block and back.
+  constexpr bool READS = Schedule::reads, LATE = COARSE<T> && BK == 128 && Schedule::CHUNK_RANKS > 1;
   const auto& in = s.inputs[me.group];
   auto& scores = s.scores[me.group];
   auto& numbers = s.numbers[stage];
