@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 import planned
 import pytest
-from conftest import DOUBLE, SINGLE, Hopper, Kernels, OnCard
+from conftest import DOUBLE, SINGLE, Kernels, OnCard
 from emulator import EmulatedDevice
 from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_states, errors, rms, same_bits
 
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import execute, gated, tuning
+from linattn_np.backends.cupy import execute, tuning
 from linattn_np.declarations import GLA, RWKV6
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.layouts import swap_heads
@@ -225,46 +225,6 @@ def test_hopper_computes_a_head_once(op, dtype):
     plan = planned.plan_of(problem, EmulatedDevice(90))
     own = [f"gated_sm90_backward_{what}" for what in ("segments", "queries", "keys")]
     assert [name for name in planned.names(plan) if "backward" in name] == own
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng):
-    """Where both cut alike: then the pass that summarises segments has one direction alone."""
-    declared, device = BY_NAME[op][0], EmulatedDevice(90)
-    call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
-    initial = call.options["initial_state"]
-    problem = declared.bind(call.arrays, gradient=True, initial_state=initial).replace(memo=None)
-    _, saved = execute.run(gated, problem, device)
-    plan = execute.vjp_plan_of(gated, problem, device, call.do, (call.dht,), saved)
-    summary = next(step for step in plan.launches if step.kernel.name.endswith("segments"))
-    assert saved[0].shape == (plan.tiles["segments"], 1, 16, 16) and summary.args["first"] == 1
-    call.rows = Hopper.gradient_rows
-    pulled = [execute.pull(gated, problem, device, call.do, (call.dht,), given) for given in (saved, ())]
-    (found, start), (again, _) = pulled
-    call.assert_close("saved", [*found, *start], call.exact[1])
-    assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
-
-
-@pytest.mark.parametrize("dht, gate", [(True, "weak"), (False, "growth")])
-def test_each_sweep_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
-    """Where two heads leave a third of the card idle: only what the sweeps begin with is summarised."""
-    declared, device = BY_NAME[op][0], EmulatedDevice(90)
-    monkeypatch.setattr(type(device), "multiprocessors", 3, raising=False)
-    monkeypatch.setattr(
-        tuning, "backward_segments", lambda *_: 1
-    )  # else as many as the forward pass has, which it saves
-    call = Call(op, Case(T=3072, K=16, V=16, H=1, B=2, dtype="bfloat16", gate="weak", dht=dht), rng)
-    if gate == "growth":  # in a chunk of each segment, from which the second sweep is told
-        call.arrays[3][:, :, 40::1024, ::5] = 2
-        call.arrays[3][:, :, 41::1024, ::5] = -3
-    call.rows, initial = Hopper.gradient_rows, call.options["initial_state"]
-    problem = declared.bind(call.arrays, gradient=True, initial_state=initial)
-    final = (call.dht,) if dht else None
-    plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
-    sweeps = [step for step in plan.launches if "backward" in step.kernel.name]
-    assert [step.args.get("joined") for step in sweeps] == [None, 1, 1] and sweeps[0].args["ends"] == 1
-    found, start = planned.pull(problem, device, call.do, final)
-    call.assert_close(gate, [*found, *start], call.exact[1])
 
 
 @pytest.mark.parametrize("length", [1024, 1025, 2100])

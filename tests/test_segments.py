@@ -232,7 +232,7 @@ def test_two_blocks_of_the_smallest_share_a_multiprocessor():
     narrow, wide = (forward(D) for D in instances.TILES)
     finer = forward(64, dtype=HALF)
     assert tuning.resident_blocks(narrow, H200) == 2 * tuning.resident_blocks(wide, H200) == 264
-    assert tuning.resident_blocks(finer, H200) == 132
+    assert tuning.resident_blocks(finer, H200) == 264
 
 
 def test_tuning_asks_the_device():

@@ -111,6 +111,8 @@ template <> __device__ __forceinline__ u32 at_least<f16>(u32 x, u32 least) {
 
 // Lets the compiler forget where x comes from, so that it holds no register with what it could make of it.
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+// Of a tile's description: tiles further on are a sum away from it, where each would be made anew.
+__device__ __forceinline__ void forget(u64& x) { asm volatile("" : "+l"(x)); }
 
 // x in a register of its own, whatever becomes of x: for operands of products still under way. A sum, since CUDA 13.2's
 // assembler takes a move for x itself, and has products wait for one another where x is half of all registers.
@@ -196,6 +198,13 @@ __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
                    int(wanted)),
                "r"(u32(__cvta_generic_to_shared(to))), "r"(x.x), "r"(x.y)
                : "memory");
+}
+
+// Stores 8 bytes to shared memory, `offset` behind the address of `at` XOR `flip`: as swizzled tiles want it, without a
+// sum for every flip.
+__device__ __forceinline__ void store_flipped(void* at, int flip, int offset, uint2 x) {
+  const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");
 }
 
 // Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.

@@ -79,6 +79,7 @@ template <typename T> u32 at_least(u32 x, u32 least) {
 }
 
 inline void forget(int&) {}
+inline void forget(u64&) {}
 
 inline u32 copy_of(float x) { return __float_as_uint(x); }
 
@@ -207,6 +208,11 @@ inline void store_if(bool wanted, void* to, uint2 x, emulator::Where where = emu
   EMULATOR_CHECK(!wanted || emulator::in_shared(to, 8),
                  "store_if to a place not aligned or not in shared memory (%s:%d)", where.file, where.line);
   if (wanted) *static_cast<uint2*>(to) = x;
+}
+
+inline void store_flipped(void* at, int flip, int offset, uint2 x, emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
+  store_if(true, emulator::shared_memory + (place ^ flip) + offset, x, where);
 }
 
 template <int BYTES>

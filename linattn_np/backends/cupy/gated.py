@@ -84,6 +84,8 @@ def plan(problem, device, kept=()):
         tiles = recurrent(draft, problem, o, final)
     elif by_hopper:
         launches = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o)
+        if problem.gradient:
+            launches.leave_marks(gated_vjp.segments(problem, device))
         tiles, saved = launches.run(final, kept), launches.saved()
     else:
         chosen = WideHeads if has_wide_heads(problem, device) else OnEveryCard
@@ -397,28 +399,53 @@ class OnHopper(OnePass):
         kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
+    marks, every = None, 0  # states that the kernel leaves on its way, before every so many chunks: a power of two
+
+    def leave_marks(self, P):
+        """Has `run` leave them at the starts of the gradients' P segments, where each of its own is some of those.
+
+        Where these begin with a short segment they need none.
+        """
+        if not P or gated_vjp.short_segment(self.problem, self.device, P):
+            return
+        mine, (N, H, K, V) = self.segments(self.kernel(self.schedule)), self.problem.shape("N H K V")
+        shortest, longest = int(self.problem.spans.lengths.min()), self.longest
+        length, of_mine = (ceil_div(longest, n * GatedForwardSm90.CHUNK) * GatedForwardSm90.CHUNK for n in (P, mine))
+        every = length // GatedForwardSm90.CHUNK
+        nested = P > mine and P % mine == 0 and (mine == 1 or of_mine * mine == length * P)
+        if nested and every & every - 1 == 0 and shortest == longest > (P - 1) * length:
+            self.marks, self.every = self.draft.empty((N * P, H, K, V), FLOAT32), every
+
     def saved(self) -> tuple:
-        """What spares the pullback half of its summaries: the states at segments' starts, where it cuts alike."""
-        if self.starts is None or not self.problem.gradient:
-            return ()
+        """What spares the pullback half of its summaries: the states at its segments' starts, where `run` has them."""
+        if self.marks is not None or self.starts is None or not self.problem.gradient:
+            return () if self.marks is None else (self.marks,)
         alike = self.starts.shape[0] == self.problem.sizes["N"] * gated_vjp.segments(self.problem, self.device)
         return (self.starts,) if alike else ()
 
     def starts_of(self, P):
-        """The states that P segments start from, by themselves; None where `run` cuts otherwise."""
-        if self.segments(self.kernel(self.schedule)) != P:
-            return None
-        left = self.left_by_segments(P, self.problem.output_final_state)
-        return self.between_segments(P, *left, self.draft.initial(self.problem), None)
+        """The states that P segments start from, by themselves; None where `run` does not have them."""
+        final = self.problem.output_final_state
+        if self.segments(self.kernel(self.schedule)) == P:
+            return self.between_segments(P, *self.left_by_segments(P, final), self.draft.initial(self.problem), None)
+        self.leave_marks(P)
+        if self.marks is not None:
+            self.o = self.draft.empty(self.o.shape, self.o.dtype)
+            self.run(self.draft.empty(self.problem.shape("N H K V"), FLOAT32) if final else None)
+        return self.marks
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""
         B, H, V = self.problem.shape("B H V")
         arrays = self.inputs_of(kernel)
+        marked = self.marks is not None and kernel.reads
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
             **arrays,
+            marks=self.marks if marked else None,
+            every=self.every,
+            per=self.marks.shape[0] // (B * shape.count) if marked else 0,
             o=self.o,
             u=self.u,
             initial=initial,

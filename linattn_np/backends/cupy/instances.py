@@ -277,6 +277,8 @@ class GatedForwardSm90(Kernel):
         *reals("scale"),
         *pointers("decays"),
         *integers("channel of needed"),
+        *pointers("marks"),
+        *integers("every per"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
@@ -330,16 +332,14 @@ class GatedForwardSm90(Kernel):
         ranks, wide = 1 + (self.schedule == CLUSTER_SPLIT_K), 2 if coarse else 4
         middle = wide if ranks == 1 else 4
         stages = max(2, groups * (1 + (self.schedule == CLUSTER_SPLIT_V)))
-        direct = 2 * self.CHUNK * 4 if reads else 0
-        operands = 32 * BK * half + reads * (32 * BK * wide + 32 * PANEL * half) + 4 * BK
-        stage = padded(ranks * operands + direct + 16, 1024)
-        votes = 80 if ranks > 1 else 8
+        tiles = stages * ranks * 32 * BK * (half + reads * wide)
+        pairs = (stages if coarse or self.cluster > 1 else 1) * ranks * 32 * PANEL * half * reads
+        numbers, votes = stages * (4 * ranks * BK + 16), 80 if ranks > 1 else 8
         slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
-        scores = 2 * 32 * (BK * (middle + half) + 32) if reads else 128  # an empty struct takes what it is aligned to
+        scores = 32 * (2 * BK * (middle + half) + 16) + 256 if reads else 128  # what is empty takes its alignment
         group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
-        used = (
-            stages * stage + slots * 32 * PANEL * half + groups * group + 4 * BK + votes + 32 + 8 * (slots + 2 * stages)
-        )
+        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 32
+        used += 8 * (slots + 2 * stages)
         return padded(used, 1024)
 
     @property
