@@ -70,8 +70,8 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
-// Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and g
-// of its 64 any more.
+// Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and
+// g of its 64 any more.
 template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
   return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
