@@ -70,8 +70,8 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
-// Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and g
-// of its 64 any more.
+// Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and
+// g of its 64 any more.
 template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
   return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
@@ -118,12 +118,10 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
 // t + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
 // other halves nobody needs; keys have them in the order in which these do.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
+__device__ __forceinline__ void multiply_within(float (&d)[2], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
                                                 int warp, int lane) {
   const int offset = within_offset(8 * warp + (lane >> 2), 4 * (lane & 3));
-  float other[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] = 0.f;
+  float sums[2][2][4] = {};  // since products of one sum wait for each other
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
     const int at = offset ^ c % 2 * 64;
@@ -132,10 +130,10 @@ __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, 
     const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
     const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
               more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
-    mma_tf32(d, a, b);
-    mma_tf32(other, a, more_b);
+    mma_tf32(sums[c % 2][0], a, b);
+    mma_tf32(sums[c % 2][1], a, more_b);
   }
-  for (int i = 0; i < 2; ++i) d[i] += other[2 + i];
+  for (int i = 0; i < 2; ++i) d[i] = (sums[0][0][i] + sums[1][0][i]) + (sums[0][1][2 + i] + sums[1][1][2 + i]);
 }
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
@@ -175,11 +173,9 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
-  const auto gradients = [&](int iteration) {  // of the scores: dA; and what the first sweep leaves
+  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
-    const float sum = sum_of(iteration);  // early: nobody waits for it
-    const WarpFlags<BK> growth = growth_of(iteration);
     float d[CHUNK / 2];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     multiply_rows(d, in.do_, in.v, warp, lane);
@@ -195,11 +191,9 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
+    put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
     if (channel == 0) s.growth[iteration & 1] = growth;
-  };
-  const auto values = [&](int iteration) {  // v for C, once that has read the last
-    put_read_tile<4, T, BV>(s.read, s.stages[iteration % STAGES].v, warp, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
@@ -214,34 +208,35 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
     const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
     const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
-    float d[4], own = 0.f;
-    multiply_within(d, s, in, warp, lane);
+    float within[2], across[4], own = 0.f;
+    multiply_within(within, s, in, warp, lane);
+    multiply_across(across, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
     barrier_arrive(s.within);  // the queries within have been read
     if (ReadOrder::reads_before_write)
       for (int other = 0; other < BK / 16; ++other) own += s.own[other][8 * warp + g];
     int at = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const float present = ReadOrder::reads_before_write ? scale * own : to_scores * d[p];
-      put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * d[p] : 2 * t + p > g ? 0.f : present);
+      const float present = ReadOrder::reads_before_write ? scale * own : to_scores * within[p];
+      put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : present);
     }
-    multiply_across(d, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
     at = score_offset(queries, keys, lane);
 #pragma unroll
     for (int p = 0; p < 4; ++p)
-      if (p < 2 || sixteen) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * d[p]);
+      if (p < 2 || sixteen) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
     fence_async();
     barrier_arrive(s.scores);  // A stands
   };
   for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (tokens) gradients(0), values(0);
+  if (tokens) gradients(0, sum_of(0), growth_of(0));
   each_chunk(tokens, [&](int iteration, int token) {
-    forget(lane);                             // addresses are cheaper made anew than held in registers
-    if (token) gradients(iteration + 1);      // while the others make operands, which wait for this no longer
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C has read v
+    forget(lane);                                           // addresses are cheaper made anew than held in registers
+    const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
+    const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
     scores(s.stages[iteration % STAGES], iteration);
-    if (token) values(iteration + 1);
+    if (token) gradients(iteration + 1, sum, growth);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();

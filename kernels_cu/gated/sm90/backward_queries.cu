@@ -118,10 +118,14 @@ struct Gradients {
 };
 
 template <class ReadOrder, typename T, typename G, class F>
-__device__ __forceinline__ void meet_within(Gradients& d, const Operand& query, const Operand& key,
-                                            const Gates<G>& gates, const Counts<ReadOrder, G>& counts,
-                                            const PairReader& dA, Pairs& pairs, const float (&u)[2], float (&du)[2],
-                                            F read) {
+__device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
+                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
+                                            const float (&u)[2], float (&du)[2], int at, F read) {
+  Gates<G> gates;
+  Operand query, key;
+  gates.load(g, at);
+  load_operand(query, q, at);
+  load_operand(key, k, at);
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     read(n);
@@ -149,19 +153,24 @@ __device__ __forceinline__ void meet_within(Gradients& d, const Operand& query, 
   __syncwarp();  // else all is made at once: there are no registers for that
 }
 
-// from_state: S do. To `queries` and `keys` comes what the state has of them.
+// from_state: S do. `keys`: what the state has of them.
 template <class ReadOrder, typename T, typename G>
-__device__ __forceinline__ void meet_across(Gradients& d, const Values& from_state, Operand& queries, Operand& keys,
-                                            SubChunkDecays& decays, const Gates<G>& gates,
-                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, float scale,
-                                            bool& growth) {
+__device__ __forceinline__ void meet_across(Gradients& d, const Values& from_state, Operand& keys,
+                                            SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
+                                            T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
+                                            float scale, bool& growth, int at) {
+  Gates<G> gates;
   Across read, met, over = {};
   Chunk far;
+  Operand queries;
+  gates.load(g, at);
   growth = __any_sync(0xffffffffu, any_grows<T>(gates));
   decays_of(decays, gates);
+  load_operand(keys, k, at);
   decays_to_end(far, gates, counts);
   decay_keys<true, T>(met, keys, keys, far, decays);
   __syncwarp();
+  load_operand(queries, q, at);
   decays_from_start(far, gates, counts);
   const QueryScale range = scale_of_queries<ReadOrder, T>(far);
   decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
@@ -237,20 +246,18 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     u32 columns[BV / 8 / SUBCHUNKS][4];
     const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
 
-    Operand queries, keys;
-    Gates<G> gates;
+    Operand keys;
     Gradients found;
     SubChunkDecays decays;
     bool growth;
     const auto g_panels = own_panels(in.g, warpgroup);
+    T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
-    gates.load(g_panels, offset);
-    load_operand(queries, in.q[warpgroup], offset);
-    load_operand(keys, in.k[warpgroup], offset);
-    meet_within<ReadOrder, T>(found, queries, keys, gates, counts, dA, in.dA, u, du, read);
+    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
     wgmma_wait<0>();
     wgmma_keep(from_state);
-    meet_across<ReadOrder, T>(found, from_state, queries, keys, decays, gates, counts, dA, scale, growth);
+    meet_across<ReadOrder>(found, from_state, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, growth,
+                           offset);
 
     if (growth) {  // what has been computed may be anything
       grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
@@ -271,7 +278,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
           for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
       __syncwarp();  // all lanes have read the warp's channels of q and g
-      store_chunk_values(&in.q[warpgroup], found.dq, offset);
+      store_chunk_values(&q_panel, found.dq, offset);
       store_chunk_values(g_panels, found.weight, offset);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
