@@ -251,10 +251,10 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   // Decays stand; gates and the last operands of scores are read.
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST_GATE<T, G>);
   if constexpr (Schedule::K_RANKS > 1) tell(grows);
-  else if (!grows) refill();
-  // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before it,
-  // are products of one, both or none. outer: of the half's other sub-chunk if it is the outer one; where all of a warp
-  // are in one sub-chunk, nobody asks for it otherwise.
+  else if (!grows) refill();  // not after the wait for room: how long gates are on their way shows
+  // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before
+  // it, are products of one, both or none. outer: of the half's other sub-chunk if it is the outer one; where all of a
+  // warp are in one sub-chunk, nobody asks for it otherwise.
   float near[W], far[W], across[W], outer[W];
   get_decay(near, decays, me, me.subchunk ^ 1);
   get_decay(far, decays, me, me.subchunk ^ 2);
