@@ -26,9 +26,10 @@ __device__ __forceinline__ void each(float (&S)[BK / 2], P* state, const Shape& 
 }
 
 // S: N / 4 eights of channels, the first of which is `first`.
-template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int first = 0) {
+template <int W, int N>
+__device__ __forceinline__ void decay_state(float (&S)[N], const float* decays, int thread, int first = 0) {
   const float one = decays[0];  // of all channels, where W is 1
-  const int t = threadIdx.x & 3;
+  const int t = thread & 3;
 #pragma unroll
   for (int n = 0; n < N / 4; n += 2) {
     float x[4] = {one, one, one, one};
@@ -83,7 +84,7 @@ template <> struct StateOperand<bf16> {
 // copy is multiplied the next one is copied.
 template <bool TWO, int W, int PART, typename T, int N, class Operands>
 __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[N], const u32 (&v)[2][4],
-                                                      Operands& operands, const float* decays, int stage) {
+                                                      Operands& operands, const float* decays, int stage, int thread) {
   using Copy = StateOperand<T>;
   constexpr int DEPTH = Copy::DEPTH, PARTS = 2 * N / DEPTH / PART, ACROSS = 4;  // operands a panel
   u32 a[2][PART][4];
@@ -95,7 +96,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
       const int tile = part * PART + n;
       float (&mine)[DEPTH / 2] = *reinterpret_cast<float (*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
       Copy::copy(a[part & 1][n], mine, tile);
-      decay_state<W>(mine, decays, tile * DEPTH);
+      decay_state<W>(mine, decays, thread, tile * DEPTH);
     }
   };
   const auto multiply = [&](int part) {
@@ -177,9 +178,11 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   u32 v[2][4];
   const auto multiply = [&](u32 stage) {
     const float* const decays = s.numbers[stage].decay[0];
+    // Held in a register, or made anew where that was faster or registers are scarcer.
+    const int lane = COARSE<T> && sizeof(G) == 2 && K_RANKS == 1 ? thread : int(threadIdx.x);
     if constexpr (Schedule::reads)
-      read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART, T>(o, S, v, s.operands, decays, stage);
-    else decay_state<W>(S, decays), total *= decays[thread % BK];
+      read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART, T>(o, S, v, s.operands, decays, stage, lane);
+    else decay_state<W>(S, decays, thread), total *= decays[thread % BK];
     wgmma_keep(S);
     wgmma_fence();
     u64 k = wgmma_tile(s.operands.k[stage], CHUNK * 128, 1024);

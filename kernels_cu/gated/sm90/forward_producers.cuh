@@ -100,10 +100,11 @@ template <int W> __device__ __forceinline__ void invert(float (&y)[W], const flo
 
 // Keys, from the last token to the first: decayed to the sub-chunk's end, to the half's by `near`, to the chunk's by
 // `after`; and about the middle.
-template <bool READS, typename T, int W, int BK, class Put, class Scores>
-__device__ __forceinline__ void put_keys(Put put, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
+template <bool READS, typename T, int W, int BK, class Keys, class Scores>
+__device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
                                          const ProducerCoord<BK>& me, const float (&near)[W], const float (&after)[W]) {
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
+  char* const first = in_tile(keys, me.first, me.channel);
   uint2 next = load(BC - 1);
   // Sub-chunk 0 has two borders to come. A vote, so that the compiler knows that all lanes of a warp go one way.
   bool two_borders = false;
@@ -132,7 +133,7 @@ __device__ __forceinline__ void put_keys(Put put, Scores& s, const T (&loaded)[C
       }
     }
     times(x, x, after);
-    put(i, x);
+    put_key<T>(first, i, x);
 #pragma unroll
     for (int c = 0; c < W; ++c) to_end[c] *= a[i][c];
     if constexpr (READS)
@@ -148,8 +149,8 @@ __device__ __forceinline__ void put_keys(Put put, Scores& s, const T (&loaded)[C
 // Queries, from the first token to the last: decayed from the sub-chunk's start, from the half's by `near`, from the
 // chunk's by `before`, and about the middle; with their own keys (`itself`) and, where they meet it undecayed, the last
 // token's (`last`), which the sub-chunk's first query has where `has_last`. Then keys behind the middle.
-template <class Order, typename T, int W, int BK, class Put, class Scores>
-__device__ __forceinline__ void put_queries(Put put, Scores& s, const T (&loaded)[CHUNK][BK],
+template <class Order, typename T, int W, int BK, class Queries, class Scores>
+__device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T (&loaded)[CHUNK][BK],
                                             const T (&keys)[CHUNK][BK], const float (&a)[BC][W],
                                             const ProducerCoord<BK>& me, const float (&near)[W],
                                             const float (&before)[W], const float (&u)[4], bool has_last,
@@ -169,6 +170,7 @@ __device__ __forceinline__ void put_queries(Put put, Scores& s, const T (&loaded
   const auto load = [&](const T(&rows)[CHUNK][BK], int i) {
     return *reinterpret_cast<const uint2*>(rows[me.first + i] + me.channel);
   };
+  char* const first = in_tile(queries, me.first, me.channel);
   uint2 next = load(loaded, 0), next_key = load(keys, 0);
   const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // behind it, likewise
   const int border = me.subchunk == 2 ? s.HALF : s.NEAR + 4 * (me.subchunk - 1);
@@ -193,7 +195,7 @@ __device__ __forceinline__ void put_queries(Put put, Scores& s, const T (&loaded
       put_four(&s.rows[s.HALF + me.first - 16 + i].border_q[me.channel], y);
     }
     times(x, x, before);
-    put(i, x);
+    put_state_query<T>(first, i, x);
     if (i > 0) {
       if (!INCLUSIVE && i >= MIDDLE) times(x, q, from_middle);
       if (i >= MIDDLE) go_on(from_middle, a[i]);
@@ -228,9 +230,7 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
                                            ByTokens by_tokens) {
   using P = ProducerCoord<BK>;
   constexpr int W = WIDTH<G>;
-  // LATE: operands stay in registers until there is room for them, for which these producers would wait long, since it
-  // is a way to the other block and back.
-  constexpr bool READS = Schedule::reads, LATE = COARSE<T> && BK == 128 && Schedule::CHUNK_RANKS > 1;
+  constexpr bool READS = Schedule::reads;
   const auto& in = s.inputs[me.group];
   auto& scores = s.scores[me.group];
   auto& numbers = s.numbers[stage];
@@ -251,10 +251,10 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   // Decays stand; gates and the last operands of scores are read.
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST_GATE<T, G>);
   if constexpr (Schedule::K_RANKS > 1) tell(grows);
-  else if (!grows) refill();
-  // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before it,
-  // are products of one, both or none. outer: of the half's other sub-chunk if it is the outer one; where all of a warp
-  // are in one sub-chunk, nobody asks for it otherwise.
+  else if (!grows) refill();  // not after the wait for room: how long gates are on their way shows
+  // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before
+  // it, are products of one, both or none. outer: of the half's other sub-chunk if it is the outer one; where all of a
+  // warp are in one sub-chunk, nobody asks for it otherwise.
   float near[W], far[W], across[W], outer[W];
   get_decay(near, decays, me, me.subchunk ^ 1);
   get_decay(far, decays, me, me.subchunk ^ 2);
@@ -272,30 +272,22 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     }
   };
   join(me.subchunk % 2 == 0, me.subchunk < 2);  // behind
-  if constexpr (!LATE) room();
+  room();
   if constexpr (Schedule::K_RANKS > 1) grows = either();
   if (__builtin_expect(grows, false)) return by_tokens();
   if constexpr (Schedule::K_RANKS > 1) refill();
   barrier_wait(s.rows[me.group], parity);
   if (partial) clear_keys(s.inputs[me.group], me.first, partial, me.channel);
-  char* const keys = in_tile(s.operands.k[stage][rank], me.first, me.channel);
-  uint2 late[2][BC];
-  const auto put_now = [&](int i, const float (&x)[4]) { put_key<T>(keys, i, x); };
-  const auto keep_key = [&](int i, const float (&x)[4]) { late[0][i] = packed<T>(x); };
-  if constexpr (LATE) put_keys<READS, T>(keep_key, scores, in.k, a, me, outer, across);
-  else put_keys<READS, T>(put_now, scores, in.k, a, me, outer, across);
+  put_keys<READS, T>(s.operands.k[stage][rank], scores, in.k, a, me, outer, across);
   join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before
-  float whole[4] = {1.f, 1.f, 1.f, 1.f};
   if (me.subchunk == NUM_SUBCHUNKS - 1) {
-    float own[W];
+    float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[W];
     get_decay(own, decays, me, me.subchunk);
     times(whole, whole, across);
     times(whole, whole, own);
+    put_decays(numbers.decay[rank], me.channel, whole);
+    numbers.row[0] = ALL;
   }
-  const auto put_whole = [&] {
-    if (me.subchunk == NUM_SUBCHUNKS - 1) put_decays(numbers.decay[rank], me.channel, whole), numbers.row[0] = ALL;
-  };
-  if constexpr (!LATE) put_whole();
   if constexpr (READS) {
     float itself[BC], last[BC], u[4];
     // Not where its key is being cleared, by another warp.
@@ -303,12 +295,7 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
 #pragma unroll
     for (int c = 0; c < W; ++c) across[c] *= COARSE<T> ? scale : scale * TRUNCATED;
     if (Order::reads_before_write) unpack(u, &s.u[me.channel]);
-    char* const queries = in_tile(s.operands.q[stage][rank], me.first, me.channel);
-    const auto put_query = [&](int i, const float (&x)[4]) {
-      if constexpr (LATE) late[1][i] = packed<T>(x);
-      else put_state_query<T>(queries, i, x);
-    };
-    put_queries<Order>(put_query, scores, in.q, in.k, a, me, outer, across, u, has_last, itself, last);
+    put_queries<Order>(s.operands.q[stage][rank], scores, in.q, in.k, a, me, outer, across, u, has_last, itself, last);
     const int lane = me.thread % 32;
     const auto sum = [&](float (&x)[BC], float (&to)[CHUNK]) {
       const float sum = sum_each<P::LANES>(x, lane);
@@ -316,15 +303,6 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     };
     sum(itself, scores.direct[0]);
     if (Order::reads_before_write) sum(last, scores.direct[1]);
-    if constexpr (LATE) {
-      room();
-#pragma unroll
-      for (int i = 0; i < BC; ++i) {
-        store_flipped(keys, i * 16, i * 128, late[0][i]);
-        store_flipped(queries, i * 16, i * 128, late[1][i]);
-      }
-      put_whole();
-    }
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
     refill_rows();

@@ -67,11 +67,8 @@ __device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int f
 }
 
 // Stores row i of 8, of which row 0 is at `first`.
-template <typename T> __device__ __forceinline__ uint2 packed(const float (&x)[4]) {
-  return {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
-}
 template <typename T> __device__ __forceinline__ void put_key(char* first, int i, const float (&x)[4]) {
-  store_flipped(first, i * 16, i * 128, packed<T>(x));
+  store_flipped(first, i * 16, i * 128, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
 }
 template <typename T> __device__ __forceinline__ void put_state_query(char* first, int i, const float (&x)[4]) {
   if constexpr (COARSE<T>) return put_key<T>(first, i, x);
