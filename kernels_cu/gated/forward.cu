@@ -100,12 +100,20 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     }
     cp_async_commit();
   };
-  const auto fetch_next_gates = [&](int token) {
-    fetch_chunk_gates<Mine, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
-                                bytes);
+  const auto fetch_next_gates = [&](int token) {  // as fetch_chunk_gates, which here spills registers
+#pragma unroll
+    for (int x = 0; x < Mine::PER; ++x) {
+      const Mine me(x);
+      const G* from = args.g.row(b, h, span.start + token + me.row(0)) + args.channel + me.channel;
+      const int rows = tokens - token - me.row(0);
+      if (!me.any()) break;
+      if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<BK>(s.gates, me, from, args.g.t, rows, channels - me.channel);
+      else
+        fetch_gates_slowly<BK, Mine::W>(s.gates + me.row(0) * BK + me.channel, from, args.g.t, rows,
+                                        channels - me.channel);
+    }
     cp_async_commit();
   };
-
   float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
   if (tokens) {
     fetch(0, 0);
