@@ -237,7 +237,10 @@ def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
     arrays = {name: device.upload(array) for name, array in locals().items() if isinstance(array, np.ndarray)}
     arrays |= {name: device.empty(D, np.float32) for name in ("xx", "d", "mixed")}
     at = {name: device.pointer(array) for name, array in arrays.items()}
-    kernel, before = kernels.NormShift.fitting(np.dtype(np.float32), D), "x value gate weight bias maa shift".split()
+    kernel, before = (
+        kernels.NormShift.fitting(np.dtype(np.float32), D, parts),
+        "x value gate weight bias maa shift".split(),
+    )
     args = kernel.pack(
         **{name: at[name] for name in before},
         slots=None,

@@ -7,11 +7,11 @@
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to 8; as for shift, some launch between this one and the last that
+// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to PARTS; as for shift, some launch between this one and the last that
 //           wrote it has waited for the one before it before it let the next begin
 #include "decode.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2, PARTS = 8;
+constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2;
 
 template <typename X> struct Args {
   float* x;
@@ -43,7 +43,8 @@ struct Channels {
   float4 weight, bias, shift, maa[MIXES];
 };
 
-template <typename X, int EACH> __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
+template <typename X, int EACH, int PARTS>
+__global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const i64 b = blockIdx.x, D = args.D, row = b * D;

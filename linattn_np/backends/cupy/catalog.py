@@ -180,8 +180,8 @@ def in_float64():
 def of_models():
     for T in CTYPES:
         yield rwkv6.LogDecay(T)
-        for width in rwkv6.NormShift.WIDTHS:
-            yield rwkv6.NormShift(T, width)
+        for width, parts in product(rwkv6.NormShift.WIDTHS, (1, rwkv6.NormShift.MOST_PARTS)):
+            yield rwkv6.NormShift(T, width, parts)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width in rwkv6.GatedNorm.WIDTHS:

@@ -31,16 +31,19 @@ class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
     arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
     shared = ("Shared",)
-    PARTS: ClassVar[int] = 8  # of value, at most
+    MOST_PARTS: ClassVar[int] = 8  # of value
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
     X: np.dtype
     EACH: int
+    PARTS: int
 
     @classmethod
-    def fitting(cls, X, D):
-        return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
+    def fitting(cls, X, D, parts):
+        """One part takes so few registers that two blocks share a multiprocessor."""
+        each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
+        return cls(X, each, cls.MOST_PARTS if parts > 1 else 1)
 
 
 @dataclass(frozen=True)

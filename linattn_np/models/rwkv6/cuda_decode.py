@@ -138,7 +138,7 @@ class CudaDecoder:
             hidden=None if self.few else room(1, B, F),
             wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
-            added=room(1 if self.few else kernels.NormShift.PARTS, 1, B, D),
+            added=room(1 if self.few else kernels.NormShift.MOST_PARTS, 1, B, D),
             normed=room(1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
@@ -400,8 +400,9 @@ class Step:
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, gate=None, xx=None):
         room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
+        parts = 0 if added is None else added.shape[0]
         self.draft.launch(
-            kernels.NormShift.fitting(mixed.dtype, D),
+            kernels.NormShift.fitting(mixed.dtype, D, parts),
             B,
             x=room.x,
             value=added,
@@ -417,7 +418,7 @@ class Step:
             B=B,
             D=D,
             C=C,
-            P=0 if added is None else added.shape[0],
+            P=parts,
             eps=LAYER_NORM_EPS,
         )
 
