@@ -156,6 +156,15 @@ def test_a_rounded_state_is_the_float32_one_rounded_after_every_token(device, B,
         CudaDecoder(weights, np.float32, B, device, state_dtype=np.float64)
 
 
+def test_turns_of_words_begin_anew(hopper, rng):
+    """A word has the lower 16 bits of its turn's number."""
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (1, 4))
+    decoder = CudaDecoder(weights, BFLOAT16, 1, hopper)
+    wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
+    decoder.room.arrived[...] = 2**16 - 3 * decoder.sizes["L"]
+    np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
+
+
 def test_few_multiprocessors_take_many_states_in_turn(device, rng, monkeypatch):
     """A block has several heads then, and several sequences of each."""
     if not isinstance(device.zeros((1,), np.float32), np.ndarray):

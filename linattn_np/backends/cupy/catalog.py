@@ -192,6 +192,8 @@ def of_models():
             yield rwkv6.ChosenNorm(T, SINGLE)
     for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
         yield rwkv6.DecodeStep(T, S, depth, paired)
+        if paired:
+            yield rwkv6.DecodeFew(T, S, depth)
     skinny = rwkv6.SkinnyProduct
     for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
         yield skinny(T, width, split, depth)
