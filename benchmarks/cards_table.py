@@ -42,14 +42,26 @@ def operators(result):
 
 
 def summary(result) -> str:
-    """A sentence."""
-    weak = [row for row in operators(result) if row["scaling"] == "weak"]
-    parts = [f"`{row['op']}` {row['pass']} {row['efficiency']:.0%}" for row in weak if row["op"] == "gla"]
-    if shared := [row["efficiency"] for row in of_kind(result, "training") if row["training"] != "more context"]:
-        low, high = (f"{bound:.0%}" for bound in bounds(shared))
-        parts += [f"training {low}" if low == high else f"training {low} to {high}"]
-    text = f"Efficiency on {result['rows'][0]['ranks']} {result['meta']['card']}: {', '.join(parts)}."
-    return fill(text, WIDTH) + "\n"
+    """A sentence: of the fewest cards, and of more in brackets."""
+    weak = [row for row in operators(result) if (row["scaling"], row["op"]) == ("weak", "gla")]
+    said: dict[str, dict] = {}
+    for row in weak:
+        said.setdefault(row["pass"], {})[row["ranks"]] = f"{row['efficiency']:.0%}"
+    trained: dict[int, list] = {}
+    for row in of_kind(result, "training"):
+        if row["training"] != "more context":
+            trained.setdefault(row["ranks"], []).append(row["efficiency"])
+    for ranks, found in trained.items():
+        of_ranks = dict.fromkeys(f"{bound:.0%}" for bound in bounds(found))
+        said.setdefault("training", {})[ranks] = " to ".join(of_ranks)
+
+    def in_order(values):
+        fewest, *more = (values[ranks] for ranks in sorted(values))
+        return " ".join([fewest, *(f"({other})" for other in more)])
+
+    counts = in_order({row["ranks"]: str(row["ranks"]) for row in weak})
+    parts = ", ".join(f"{what} {in_order(values)}" for what, values in said.items())
+    return fill(f"Efficiency on {counts} {result['meta']['card']}: `gla` {parts}.", WIDTH) + "\n"
 
 
 def speeds(result) -> str:
@@ -86,13 +98,14 @@ def speeds(result) -> str:
             [
                 row["size"].replace("@", ", "),
                 row["training"],
+                str(row["ranks"]),
                 count(row["tokens_s"]),
                 count(row["one_tokens_s"]),
                 f"{row['efficiency']:.0%}",
             ]
-            for row in rows
+            for row in sorted(rows, key=lambda row: row["ranks"])
         ]
-        head = ["", "", f"{rows[0]['ranks']} cards", "one card", "efficiency"]
+        head = ["", "", "cards", "all cards", "one card", "efficiency"]
         blocks += [fill(text, WIDTH), "", *table(head, cells), ""]
     for row in of_kind(result, "texts"):
         text = (
@@ -116,33 +129,36 @@ def bounds(numbers):
 
 
 def draw(result, picture=PICTURE):
-    """Efficiency of operators and trainings, a bar each."""
+    """Efficiency of operators and trainings, a bar for each count of cards."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    bars = {
-        f"{row['op']} {row['pass']}, {row['scaling']}\n{row['ranks']} x {row['tokens']:,} tokens": row
-        for row in operators(result)
-    }
-    bars |= {
-        f"training {row['size'].split('@')[0]}\n{row['ranks']} cards, {row['training']}": row
-        for row in of_kind(result, "training")
-    }
-    colours = {"weak": "#31688e", "strong": "#35b779"}
-    image, axis = plt.subplots(figsize=(8, 1 + 0.5 * len(bars)), layout="constrained")
-    shown = axis.barh(
-        range(len(bars)),
-        [100 * row["efficiency"] for row in bars.values()],
-        color=[colours.get(row.get("scaling"), "#b5853c") for row in bars.values()],
-    )
-    axis.bar_label(shown, fmt="%.0f %%", label_type="center", color="white")
+    cases: dict[str, dict] = {}
+    for row in operators(result):
+        cases.setdefault(f"{row['op']} {row['pass']}, {row['scaling']}", {})[row["ranks"]] = row
+    for row in of_kind(result, "training"):
+        cases.setdefault(f"training, {row['training']}", {})[row["ranks"]] = row
+    counts = sorted({ranks for rows in cases.values() for ranks in rows})
+    colours = dict(zip(counts, ("#4c93c2", "#1f4e79", "#443983", "#35b779")))
+    image, axis = plt.subplots(figsize=(8, 1.2 + 0.28 * len(counts) * len(cases)), layout="constrained")
+    for n, ranks in enumerate(counts):
+        rows = {place: rows[ranks] for place, rows in enumerate(cases.values()) if ranks in rows}
+        shown = axis.barh(
+            [place + 0.8 * (n + 0.5) / len(counts) - 0.4 for place in rows],
+            [100 * row["efficiency"] for row in rows.values()],
+            0.76 / len(counts),
+            color=colours[ranks],
+            label=f"{ranks} cards",
+        )
+        axis.bar_label(shown, fmt="%.0f %%", label_type="center", color="white")
     axis.axvline(100, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(bars)), bars)
-    axis.invert_yaxis()
+    axis.set_yticks(range(len(cases)), cases)
+    axis.set_ylim(len(cases) - 0.4, -0.6)
     axis.set_xlim(0, 105)
     axis.set_xlabel(f"efficiency against one {result['meta']['card']}, %")
+    image.legend(loc="outside upper right", ncols=len(counts))
     image.savefig(picture, dpi=120)
     plt.close(image)
 

@@ -1,6 +1,6 @@
 """Times many texts on all cards of a host against one: `linattn-np generate --batch-file`, from its start to its end.
 
-    python benchmarks/cards_texts.py [--cards 2] [--texts 10000] [--tokens 32] [--slots 64] [--out ROWS.json]
+    python benchmarks/cards_texts.py [--cards 2 4] [--texts 10000] [--tokens 64] [--slots 64] [--out ROWS.json]
 
 The model is the package's own, in bfloat16 on cards. Seconds are those of the whole command, with the start of its
 processes; the rate is what it says itself.
@@ -30,37 +30,41 @@ def timed(source, target, cards, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--cards", type=int, default=2)
+    parser.add_argument("--cards", type=int, nargs="+", default=[2])
     parser.add_argument("--texts", type=int, default=10_000)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="a JSON file, in which a row of the same case is replaced")
+    parser.add_argument("--out", type=Path, help="a JSON file, in which rows of the same cases are replaced")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source, written = Path(folder, "in.jsonl"), []
+        source, written, times = Path(folder, "in.jsonl"), {}, {}
         lines = ({"prompt": f"Emma was number {number}", "seed": number} for number in range(options.texts))
         source.write_text("\n".join(map(json.dumps, lines)))
-        times = {}
-        for cards in (options.cards, 1):
+        for cards in (1, *options.cards):
             target = Path(folder, f"{cards}.jsonl")
             times[cards] = timed(source, target, cards, options)
-            written.append(target.read_bytes())
+            written[cards] = target.read_bytes()
             print(f"{cards} cards: {times[cards][0]:.1f} s, {times[cards][1]:,} tokens/s", flush=True)
-    (seconds, tokens_s), (one_seconds, one_tokens_s) = times[options.cards], times[1]
-    row = {
+    for cards in options.cards:
+        row = row_of(options, cards, times[cards], times[1], written[cards] == written[1])
+        if options.out:
+            devices.store(options.out, row, ("texts", "tokens_each", "slots", "ranks"))
+
+
+def row_of(options, cards, times, of_one, same_lines):
+    (seconds, tokens_s), (one_seconds, one_tokens_s) = times, of_one
+    return {
         "texts": options.texts,
         "tokens_each": options.tokens,
         "slots": options.slots,
-        "ranks": options.cards,
+        "ranks": cards,
         "seconds": seconds,
         "one_seconds": one_seconds,
         "tokens_s": tokens_s,
         "one_tokens_s": one_tokens_s,
-        "efficiency": one_seconds / seconds / options.cards,
-        "same_lines": written[0] == written[1],
+        "efficiency": one_seconds / seconds / cards,
+        "same_lines": same_lines,
     }
-    if options.out:
-        devices.store(options.out, row, ("texts", "tokens_each", "slots", "ranks"))
 
 
 if __name__ == "__main__":

@@ -269,7 +269,8 @@ def timed(device, case, calls, captured, samples):
 
 
 class Peers:
-    """The peers' figures, from `kept` where it has them, else measured until `limit_s` seconds have gone.
+    """The peers' figures, from `kept` where it has them, else measured until `limit_s` seconds have gone: of calls that
+    differ in their gates alone once.
 
     `absent` has the reason of each that cannot be measured.
     """
@@ -288,7 +289,10 @@ class Peers:
             say(f"  {peers.name(case.op)} is not measured: its time is up")
             return {}
         try:
-            return self.measure(case, arrays, keywords, wanted)
+            figures = self.measure(case, arrays, keywords, wanted)
+            if "peer_ms" in figures:
+                self.kept |= of_any_gate(case.fields, figures)
+            return figures
         except Exception as problem:  # whatever a peer fails with: ours is measured, and the reason is said
             reason = str(problem).partition("\n")[0][:150]
             say(f"  {peers.name(case.op)} fails: {type(problem).__name__}: {reason}")
@@ -317,10 +321,8 @@ def key(row):
 
 
 def kept_figures(paths, meta):
-    """The peers' figures by `key` out of those earlier files that speak of the same card and versions.
-
-    fla's kernels do the same work for every gate: by a key without one stand its times with logsigmoid's, without
-    an error.
+    """The peers' figures by `key` out of those earlier files that speak of the same card and versions; times of other
+    gates are those with logsigmoid's.
     """
     same, kept = ("card", "fla-core", "torch", "triton"), {}
     for path in paths:
@@ -333,8 +335,13 @@ def kept_figures(paths, meta):
                 figures = {name: row.get(name) for name in PEER_FIGURES}
                 kept[key(row)] = figures
                 if row["gate"] == "logsigmoid":
-                    kept[key(row | {"gate": None})] = figures | {"peer_error": None, "peer_errors": None}
+                    kept |= of_any_gate(row, figures)
     return kept
+
+
+def of_any_gate(row, figures):
+    """fla's kernels do the same work for every gate: by a key without one stand its times, without an error."""
+    return {key(row | {"gate": None}): figures | {"peer_error": None, "peer_errors": None}}
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
     python benchmarks/rwkv6_cpu.py [--threads 2] [--rounds 15] [--seconds 150] [--rwkv-cpp LIBRARY] [--out FILE]
 
-The models are synthetic ones. The floor is every weight but the embedding once, in float32, over the read bandwidth.
+The models are synthetic ones. The floor is every weight but the embedding once, in float32, at the speed at which a
+long vector is read.
 Everything takes turns, so that a busy machine is busy for all, and a ratio is the median of the ratios within a round.
 Times are medians, the best beside them. Logits are compared before anything is timed. No round of a model begins after
 `--seconds`. The `rwkv` package, which needs torch, and rwkv.cpp, which has to be built, are optional.
@@ -19,7 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 MODELS = ({"L": 12, "D": 768}, {"L": 24, "D": 1024})
-PREFILL = 512
+PREFILL = 256
+PROMPTS_EVERY = 6  # rounds: a prompt takes as long as many tokens
 SAMPLE = 8  # tokens decoded between two looks at the clock
 A_CALL = {"decode": SAMPLE, "prefill": PREFILL}
 WARM = 32  # tokens of a prompt that is not timed
@@ -69,9 +71,10 @@ def measure(np, sizes, threads, args):
     models = {dtype: RWKV6(weights, dtype=dtype) for dtype in DTYPES}
     model, peers = models["float32"], rwkv_package(weights, threads)
     if args.rwkv_cpp:
-        from rwkv_cpp import RwkvCpp
+        import rwkv_cpp
 
-        peers |= {f"rwkv.cpp {type}": RwkvCpp(args.rwkv_cpp, weights, threads, type) for type in TYPES}
+        in_cpp = rwkv_cpp.models(args.rwkv_cpp, weights, threads, TYPES)
+        peers |= {f"rwkv.cpp {type}": model for type, model in in_cpp.items()}
     del weights
     tokens = np.random.default_rng(1).integers(0, model.sizes["V"], PREFILL).tolist()
     print(f"\n{sizes['L']} x {sizes['D']}, {weight_bytes / 1e6:.0f} MB of weights a token in float32")
@@ -172,9 +175,9 @@ def difference(np, model, tokens, prompt, step):
 
 
 def reading(np):
-    """One pass over memory: a matrix-vector product whose vectors stay in cache."""
-    matrix, x = np.ones((BANDWIDTH_BYTES >> 12, 1024), np.float32), np.ones(1024, np.float32)
-    return lambda: matrix @ x
+    """One pass over memory: a product of a vector with itself, which BLAS's threads read in a stream each."""
+    vector = np.ones(BANDWIDTH_BYTES >> 2, np.float32)
+    return lambda: vector @ vector
 
 
 def decoding(step, tokens):
@@ -190,13 +193,13 @@ def decoding(step, tokens):
 
 
 def interleaved(calls, rounds, seconds):
-    """Seconds of every call in every round, prompts in every third, each after what warms it up."""
+    """Seconds of every call in every round, prompts in some, each after what warms it up."""
     times, begun = {name: [] for name in calls}, time.perf_counter()
     for n in range(rounds):
         if n and time.perf_counter() - begun > seconds:
             break
         for name, (warm, call) in calls.items():
-            if n % 3 and name[1] == "prefill":
+            if n % PROMPTS_EVERY and name[1] == "prefill":
                 continue
             time.sleep(REST)
             warm()

@@ -15,10 +15,23 @@ import numpy as np
 CHUNK = 64  # tokens of a prompt at once, the most that is recommended
 
 
-class RwkvCpp:
-    """`weights` by their official names, float32; `library` is librwkv's path, `type` FP32, FP16, Q8_0, Q4_0, ..."""
+def models(library, weights, threads, types) -> dict:
+    """RwkvCpp by type, FP32, FP16, Q8_0, Q4_0, ...; `weights` by their official names, float32."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for type in types:
+            path = f"{folder}/{'FP32' if type == 'FP32' else 'FP16'}.bin"
+            if not os.path.exists(path):
+                with open(path, "wb") as file:
+                    write(file, weights, type != "FP32")
+            found[type] = RwkvCpp(library, path, threads, type)
+    return found
 
-    def __init__(self, library, weights, threads, type="FP32"):
+
+class RwkvCpp:
+    """The model in a file in FP32 or FP16, which is quantised first for other types; `library` is librwkv's path."""
+
+    def __init__(self, library, path, threads, type):
         self.rwkv = ctypes.CDLL(library)
         for name, restype in (
             ("init_from_file", ctypes.c_void_p),
@@ -30,9 +43,6 @@ class RwkvCpp:
         ):
             getattr(self.rwkv, f"rwkv_{name}").restype = restype
         with tempfile.TemporaryDirectory() as folder:
-            path = f"{folder}/model.bin"
-            with open(path, "wb") as file:
-                write(file, weights, type != "FP32")
             if type not in ("FP32", "FP16"):
                 whole, path = path, f"{folder}/quantised.bin"
                 if not self.rwkv.rwkv_quantize_model_file(whole.encode(), path.encode(), type.encode()):

@@ -3,8 +3,9 @@
     python benchmarks/run.py --out benchmarks/results/<card>.json
     python benchmarks/speed_table.py
 
-docs/performance.md gets all of them, with errors, estimates for other cards and the worst of benchmarks/sweep.py, the
-README the rows of the gates that models have. The plot needs matplotlib; without it the one that is there stays.
+docs/performance.md gets all of them, card by card, with errors, estimates for other cards and the worst of
+benchmarks/sweep.py; the README the rows of CARD with the gates that models have. The plot needs matplotlib; without it
+the one that is there stays.
 """
 
 import json
@@ -16,6 +17,7 @@ from rwkv6_table import PAGE, README, RESULTS, WIDTH, between, losses, table
 BEGIN = "<!-- the operators' speed, written by benchmarks/speed_table.py -->\n"
 END = "<!-- end of the operators' speed -->\n"
 OTHERS = "<!-- other cards, written by benchmarks/speed_table.py -->\n", "<!-- end of other cards -->\n"
+CARD = "nvidia-h200"
 GATES = {
     None: "",
     "trained": "trained gates",
@@ -41,9 +43,10 @@ def main():
 
 
 def results():
-    """The files of benchmarks/run.py on a GPU."""
-    files = [path for path in sorted(RESULTS.glob("*.json")) if not path.stem.endswith("-rwkv6")]
-    return [path for path in files if json.loads(path.read_text())["meta"]["cuda"]]
+    """The files of benchmarks/run.py on a GPU, CARD's first."""
+    files = [path for path in RESULTS.glob("*.json") if not path.stem.endswith("-rwkv6")]
+    files = [path for path in files if json.loads(path.read_text())["meta"]["cuda"]]
+    return sorted(files, key=lambda path: (path.stem != CARD, path.stem))
 
 
 def pages():
@@ -66,7 +69,13 @@ def on_other_cards(dtypes, sources) -> str:
 
 def tables() -> str:
     portable = [*map(of_portable_kernels, forced()), on_other_cards(other_cards.DTYPES, sources=True)]
-    return "\n".join([*map(of_card, results()), *portable])
+    first, *others = results()
+    return "\n".join([of_card(first), *portable, *map(titled_card, others)])
+
+
+def titled_card(path) -> str:
+    """A card beside CARD."""
+    return f"## On the {json.loads(path.read_text())['meta']['card']}\n\n{of_card(path)}"
 
 
 def of_portable_kernels(path) -> str:
@@ -88,33 +97,31 @@ def of_portable_kernels(path) -> str:
 
 
 def summary() -> str:
-    """The README's: of each card the worst, then every shape once, with the gates of trained models where they were
-    timed.
-    """
-    found = []
-    for path in results():
-        result = json.loads(path.read_text())
-        rows, meta = result["rows"], result["meta"]
-        forward, backward = (by_label(rows, kind) for kind in ("forward", "backward"))
-        shapes = dict.fromkeys(shape for shape, _ in backward)
-        lines, what = [], "" if any(what == "" for _, what in backward) else GATES["logsigmoid"]
-        for shape in shapes:
-            its = [group.get((shape, what), {}) for group in (forward, backward)]
-            lines.append([shape, *(cell for pair in its for op in ("gla", "rwkv6") for cell in cells(pair, op))])
-        head = [f"{op}{kind}" for kind in ("", " backward") for op in ("`gla`", "`rwkv6`")]
-        found += [
-            fill(
-                f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours "
-                "with multiples of the floor, flash-linear-attention's (fla) with multiples of ours.",
-                WIDTH,
-            ),
+    """The README's: every shape once, with the gates of trained models where they were timed, then the worst."""
+    path = results()[0]
+    result = json.loads(path.read_text())
+    rows, meta = result["rows"], result["meta"]
+    forward, backward = (by_label(rows, kind) for kind in ("forward", "backward"))
+    shapes = dict.fromkeys(shape for shape, _ in backward)
+    lines, what = [], "" if any(what == "" for _, what in backward) else GATES["logsigmoid"]
+    for shape in shapes:
+        its = [group.get((shape, what), {}) for group in (forward, backward)]
+        lines.append([shape, *(cell for pair in its for op in ("gla", "rwkv6") for cell in cells(pair, op))])
+    head = [f"{op}{kind}" for kind in ("", " backward") for op in ("`gla`", "`rwkv6`")]
+    said = (
+        f"{meta['card']}, {meta['date']}; bfloat16, {what or 'gates of trained models'}; milliseconds, ours "
+        "with multiples of the floor, flash-linear-attention's (fla) with multiples of ours."
+    )
+    return "\n".join(
+        [
+            fill(said, WIDTH),
             "",
             *table(["B, T, H, D", *(cell for name in head for cell in (name, "fla"))], lines),
             "",
             fill(f"{worst(rows)} {losses(faster(rows))} {worst_of_sweep(path)}".rstrip(), WIDTH),
             "",
         ]
-    return "\n".join(found)
+    )
 
 
 def of_card(path) -> str:

@@ -58,6 +58,11 @@ class Spans:
         starts = np.minimum(starts, self.bounds[1:, None])
         return Spans(np.append(starts.ravel(), self.bounds[-1]))
 
+    def ends_apart(self, length: int) -> Spans:
+        """Every sequence as its first `length` tokens, what is between, and its last `length`."""
+        starts, stops = self.bounds[:-1], self.bounds[1:]
+        return Spans(np.append(np.column_stack([starts, starts + length, stops - length]).ravel(), self.bounds[-1]))
+
     def framed(self, count: int) -> Spans:
         """Every `count` ranges between two empty ones."""
         starts, ends = self.bounds[:-1].reshape(-1, count), self.bounds[count::count]

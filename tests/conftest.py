@@ -27,6 +27,10 @@ from linattn_np.ops import OPS
 
 DOUBLE, SINGLE, HALF = (np.dtype(t) for t in ("float64", "float32", "float16"))
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+if SIMULATOR:
+    from turns import take_turns
+
+    take_turns()
 
 
 class Backend:
@@ -77,7 +81,7 @@ class Kernels(Backend):
     """What the CUDA kernels can do, wherever they run."""
 
     modes = {op.name: ("recurrent", "chunk", "staged") if op.name != "softmax_attention" else () for op in OPS}
-    modes |= {GLA_VALUE_GATE.name: ("recurrent",)}
+    modes |= {GLA_VALUE_GATE.name: ("recurrent", "chunk")}
     gradients = True
     rows = KERNEL_ROWS
     tokens_that_share_bits = {"chunk": 8}  # which meet in their middle

@@ -30,3 +30,9 @@ def axes_of(item, joined=()):
         values = given[name] if isinstance(given[name], tuple) else (given[name],)
         for n, value in enumerate(values):
             yield (name, n), repr(value)
+
+
+def instances(kernels, together=2):
+    """Instances of one kernel that have between them every value of every template argument, or every pair of them."""
+    together = min(together, len(kernels[0].template))
+    return choose(kernels, lambda kernel: enumerate(kernel.template), together) if together else kernels

@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 from reference import DECAYS, draw, draw_states
-from test_decode_kernels import SMALL, synthetic
+from test_decode_kernels import SIZES, SMALL, synthetic
 from test_training_kernels import SEEDS, adamw, model, on_device
 
 from linattn_np import gla, gla_step, linear_attention, rwkv6, rwkv6_step, simple_gla, softmax_attention, vjp
@@ -73,6 +73,7 @@ GRADIENTS = (  # as for OPERATORS, all with gradients of the final state
     ((1, 2, 70, 128, 72), HALF, GROWS, SINGLE, {}),
     ((1, 1, 133, 70, 100), SINGLE, GROWS, None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
+    ((1, 2, 1100, 60, 65), BFLOAT16, "logsigmoid", None, {}),  # by copies with longer rows
 )
 GATED_VALUES = (  # as for OPERATORS, and with gradients
     ((1, 2, 40, 64, 64), BFLOAT16, "some-inf", None, {}),
@@ -99,6 +100,7 @@ FAMILY = (  # operator, B H T K V, dtype, keywords
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 20, 9), DOUBLE, {"feature_map": "elu", "normalize": True}),
     (simple_gla, SIMPLE_GLA, (1, 2, 133, 20, 300), DOUBLE, {"cu_seqlens": PACKED}),
     (rwkv6, RWKV6_OP, (2, 2, 70, 20, 300), DOUBLE, {}),
+    (simple_gla, SIMPLE_GLA, (1, 66, 70, 128, 128), BFLOAT16, {}),  # dk and dv in wide blocks
     (linear_attention, LINEAR_ATTENTION, (1, 66, 70, 128, 128), BFLOAT16, {"feature_map": "relu"}),
 )  # dq apart
 STEPS = (  # B H K V, dtype, the state's dtype, slots or None
@@ -176,13 +178,14 @@ EIGHT_BITS = (np.dtype(np.int8), 1, True), (np.dtype(np.int8), 9, False)
 
 def decoding(rng, device):
     """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies int8."""
-    weights = synthetic(rng, SMALL, BFLOAT16)
-    for dtype, B, together in (
-        (BFLOAT16, 3, True),
-        (SINGLE, 8, True),
-        (HALF, 3, False),
-        (BFLOAT16, 9, False),
-        *EIGHT_BITS,
+    few = synthetic(rng, SMALL, BFLOAT16)
+    for dtype, B, together, weights in (
+        (BFLOAT16, 3, True, few),
+        (SINGLE, 8, True, few),
+        (HALF, 3, False, few),
+        (BFLOAT16, 9, False, few),
+        (BFLOAT16, 33, False, synthetic(rng, SIZES["wide heads"], BFLOAT16)),
+        *((*call, few) for call in EIGHT_BITS),
     ):
         decoder = CudaDecoder(weights, dtype, B, device)
         decoder.kernel = decoder.kernel if together else None

@@ -1,13 +1,20 @@
 """The JAX functions under `shard_map`, on four devices: JAX makes four of a host when it starts, so this is a process.
+Or, as `python sharded_jax.py 2`, on so many cards, where XLA takes long to compile: fewer operators.
 
 Prints the name of each case that holds; tests/test_distributed_engines.py runs it.
 """
 
 import os
+import sys
 from functools import partial
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-os.environ["JAX_PLATFORMS"] = "cpu"
+COUNT = int((*sys.argv, 4)[1])
+NAMES = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")[: 2 if sys.argv[1:] else 5]
+if sys.argv[1:]:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+else:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={COUNT}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
@@ -20,7 +27,7 @@ from linattn_np.interop import jax as interop
 
 jax.config.update("jax_enable_x64", True)
 MESH, EXPLICIT = (
-    jax.make_mesh((4,), ("devices",), axis_types=(kind,))
+    jax.make_mesh((COUNT,), ("devices",), axis_types=(kind,), devices=jax.devices()[:COUNT])
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 )
 B, H, T, K, V = 4, 4, 24, 5, 3
@@ -111,7 +118,7 @@ def with_all_options(rng):
     )
     assert_close("bfloat16", np.asarray(mapped(*half)), np.asarray(interop.gla(*half, layout="bthd")), "bfloat16")
     refused = jax.shard_map(
-        partial(interop.gla, cu_seqlens=(0, 6), axis_name="devices"),
+        partial(interop.gla, cu_seqlens=(0, T // COUNT), axis_name="devices"),
         mesh=MESH,
         in_specs=(P(None, None, "devices"),) * 4,
         out_specs=P(None, None, "devices"),
@@ -182,17 +189,17 @@ def cut_as_they_are(rng):
 
 def main():
     rng = np.random.default_rng(0)
-    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+    for name in NAMES:
         over_batch_and_heads(name, rng, "heads", P(None, "devices"), True)
     for name in ("gla", "rwkv6"):
         over_batch_and_heads(name, rng, "batch", P("devices"), True)
     over_batch_and_heads("rwkv6", rng, "batch", P("devices"), False)
-    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+    for name in NAMES:
         over_the_sequence(name, rng)
     over_the_sequence("gla", rng, reverse=True)
     over_the_sequence("rwkv6", rng, check=False)
     with_all_options(rng)
-    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+    for name in NAMES:
         under_jit(name, rng, "batch", P("devices"))
         under_jit(name, rng, "heads", P(None, "devices"))
     cut_as_they_are(rng)

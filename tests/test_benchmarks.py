@@ -169,6 +169,21 @@ def test_what_an_earlier_file_lacks_is_measured(backward, monkeypatch):
     assert measured.items() <= row_beside(peer, replace(case, T=34)).items()
 
 
+def test_a_peer_is_measured_once_for_all_gates(monkeypatch):
+    """But for its errors: its kernels do the same work for every gate."""
+    measured = {"peer_ms": 5.0, "peer_wall_ms": 6.0, "peer_error": 1e-3, "peer_errors": {"o": [1e-3, 2e-3]}}
+    found = [measured, {"peer_error": 1.0}]
+    monkeypatch.setattr(run.Peers, "measure", lambda *_: found.pop(0))
+    peer, case = of_peer(), case_of("gla", gate="trained")
+    assert measured.items() <= row_beside(peer, case).items()
+    weak = row_beside(peer, replace(case, gate="weak"))
+    assert (weak["peer_ms"], weak["peer_error"], weak["peer_errors"]) == (5.0, None, None)
+    longer = replace(case, T=34)
+    assert row_beside(peer, longer)["peer_error"] == 1.0  # wrong, and so not timed
+    found.append(measured)
+    assert row_beside(peer, replace(longer, gate="weak"))["peer_ms"] == 5.0
+
+
 @pytest.mark.parametrize("reason", ["out of memory\nand more", ""])
 def test_a_peer_that_fails_leaves_our_row(reason, monkeypatch, capsys):
     def fails(*_):
@@ -289,6 +304,19 @@ def test_a_run_that_ended_early_is_completed():
     assert speed_table.older([row]) == ""
     with pytest.raises(SystemExit, match="differ in card"):
         complete.completed(new, old | {"meta": {"card": "another"}})
+
+
+def test_a_second_card_stands_on_the_page_alone(tmp_path, monkeypatch):
+    first = json.loads((speed_table.RESULTS / f"{speed_table.CARD}.json").read_text())
+    second = first | {"meta": first["meta"] | {"card": "NVIDIA H100 80GB HBM3"}}
+    for name, result in ((speed_table.CARD, first), ("nvidia-h100", second)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    monkeypatch.setattr(speed_table, "RESULTS", tmp_path)
+    assert [path.stem for path in speed_table.results()] == [speed_table.CARD, "nvidia-h100"]
+    page, readme = speed_table.tables(), speed_table.summary()
+    own, other = page.split("## On the NVIDIA H100 80GB HBM3\n")
+    assert "H100" not in readme and "H100" not in own
+    assert other.count("| 4, 4096, 64, 128 |") == own.count("| 4, 4096, 64, 128 |") > 0
 
 
 def test_the_peer_of_softmax_attention_is_named():

@@ -18,7 +18,8 @@ RESULT = {
     "rows": [
         ROW | {"pass": "backward", "efficiency": 0.95, "sent": 2 * 10**6, "error": 4e-3},
         ROW,
-        {"training": "same batch", "size": "2x64@8x64", "ranks": 2, "tokens_s": 3e6, "one_tokens_s": 1.6e6}
+        ROW | {"ranks": 4, "efficiency": 0.88},
+        {"training": "more batch", "size": "2x64@8x64", "ranks": 2, "tokens_s": 3e6, "one_tokens_s": 1.6e6}
         | {"efficiency": 0.9375, "apart": 1e-7},
         {"texts": 1000, "tokens_each": 32, "slots": 64, "ranks": 2, "seconds": 5.0, "one_seconds": 9.0}
         | {"tokens_s": 7000, "one_tokens_s": 4000, "efficiency": 0.9, "same_lines": True},
@@ -38,11 +39,13 @@ def test_what_is_said_of_measured_rows(load, tmp_path):
     lines = text.splitlines()
     assert "| `gla` forward | weak | 2 x 131,072 | 1.50 | 1.35 | 90% |" in lines
     assert lines.index("| `gla` backward | weak | 2 x 131,072 | 1.50 | 1.35 | 95% |") > 3
-    assert "| 2x64, 8x64 | same batch | 3,000,000 | 1,600,000 | 94% |" in lines
+    assert "| 2x64, 8x64 | more batch | 2 | 3,000,000 | 1,600,000 | 94% |" in lines
     said = " ".join(lines)
     assert "sends 1.00 to 2.00 MB" in said and "The largest error against float64 is 4.0e-03." in said
     assert "5.0 s on 2 cards, 9.0 s on one" in said and "to the byte" in said
-    assert page.summary(RESULT) == ("Efficiency on 2 a card: `gla` forward 90%, `gla` backward 95%, training 94%.\n")
+    assert page.summary(RESULT) == (
+        "Efficiency on 2 (4) a card: `gla` forward 90% (88%), backward 95%, training 94%.\n"
+    )
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     page.draw(RESULT, tmp_path / "cards.png")
     assert (tmp_path / "cards.png").read_bytes().startswith(b"\x89PNG")

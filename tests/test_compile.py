@@ -40,16 +40,10 @@ except Exception as error:
     pytest.skip(f"no CUDA compiler: {error}", allow_module_level=True)
 
 
-def covering(kernels, together):
-    """Instances that have between them every value of every argument, or every pair of values."""
-    together = min(together, len(kernels[0].template))
-    return pairs.choose(kernels, lambda kernel: enumerate(kernel.template), together) if together else kernels
-
-
 def chosen(kernels, exhaustive):
     """What is measured: instances by target, the only one of a file that has kernels for one card alone."""
-    most = covering(kernels, 2)
-    few = covering(most, 1)
+    most = pairs.instances(kernels, 2)
+    few = pairs.instances(most, 1)
     if kernels[0].arch:
         return {kernels[0].arch: kernels if exhaustive else most}
     if exhaustive:
@@ -89,14 +83,17 @@ SPILLED = {
     ("gated/sm90/backward_keys", "sm_90a"): 224,
     ("float64/backwards", "sm_86"): 12,
     ("float64/backwards", "sm_89"): 12,
+    ("float64/forwards", "sm_100"): 16,  # of 64 columns, in 40 registers, as the assembler chooses
     ("gated/backward_channels", "sm_100"): 140,
-    ("gated/forward", "sm_80"): 180,
-    ("gated/forward", "sm_90"): 180,
+    ("gated/forward", "sm_80"): 128,
+    ("gated/forward", "sm_90"): 132,
     ("gated/backward_channels", "sm_120"): 236,
     ("gated/backward_values", "sm_120"): 8,
     ("recurrent/step", "sm_100"): 68,
     ("recurrent/step", "sm_120"): 44,
     ("rwkv6/norm_shift", "sm_100"): 96,
+    ("rwkv6/time_mix_batch", "sm_100"): 8,
+    ("rwkv6/time_mix_batch", "sm_120"): 24,
     ("rwkv6/time_mix_step", "sm_86"): 24,
     ("rwkv6/time_mix_step", "sm_89"): 24,
     ("softmax/backward_queries", "sm_100"): 84,
@@ -140,7 +137,7 @@ ON_EVERY_CARD = [file for file, kernels in KERNELS.items() if not kernels[0].arc
 def test_one_translation_serves_a_generation(file, exhaustive):
     """Nor do kernels for every card use anything of sm_90a, the name that CuPy compiles for on Hopper."""
     instances = chosen(KERNELS[file], exhaustive)
-    assert alike(instances["sm_90"], "compute_80", "compute_90a")
+    assert alike(instances["sm_80"], "compute_80", "compute_90a")
     assert alike(instances["sm_100"], "compute_100", "compute_120")
 
 
@@ -173,7 +170,7 @@ def test_every_product_of_a_warpgroup_assembles():
     expressions = [
         f"warpgroup<Product<{kind}, {columns}, {way}>>" for kind, way in products for columns in (16, 32, 64, 128, 256)
     ]
-    expressions += ["warpgroup<TilesProduct<bf16>>", "warpgroup<TilesProduct<f16>>"]
+    expressions += [f"warpgroup<TilesProduct<{kind}, {n}>>" for kind in ("bf16", "f16") for n in (16, 32, 64, 128, 256)]
     text = source.text(Path(__file__).parent / "kernels" / "warpgroup")
     usage = nvrtc.compile_text(text, [*expressions, "warpgroup<Groups>", "warpgroup<Stages>"], "sm_90a")
     assert all(used.spilled == 0 for used in usage.values())

@@ -27,7 +27,7 @@ def run(device, case, values, shape, dtype, n=None):
 def run_warpgroup(device, case, values, shape, dtype, n=0):
     """Four warps of the test kernel `warpgroup` with template argument `case`."""
     kernel = TestKernel(f"{KERNELS}/warpgroup", (case,), threads=128, arch="sm_90a")
-    return launch(device, kernel, values, shape, dtype, n, smem=32 * 1024)
+    return launch(device, kernel, values, shape, dtype, n, smem=48 * 1024)
 
 
 def launch(device, kernel, values, shape, dtype, n, smem, blocks=1):
@@ -217,10 +217,12 @@ def test_wgmma_of_a_transposed_tile(hopper, rng, kind, columns):
     np.testing.assert_allclose(got, product(a, b), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_wgmma_of_two_tiles(hopper, rng, kind):
-    a, b = (rng.standard_normal((rows, 64)).astype(PRODUCTS[kind]) for rows in (64, 32))
-    got = run_warpgroup(hopper, f"TilesProduct<{kind}>", words(a, b), (64, 32), np.float32, n=b.nbytes // 4)
+def test_wgmma_of_two_tiles(hopper, rng, kind, columns):
+    a, b = (rng.standard_normal((rows, 64)).astype(PRODUCTS[kind]) for rows in (64, columns))
+    case = f"TilesProduct<{kind}, {columns}>"
+    got = run_warpgroup(hopper, case, words(a, b), (64, columns), np.float32, n=b.nbytes // 4)
     np.testing.assert_allclose(got, product(a, b.T), rtol=1e-5, atol=1e-4)
 
 
@@ -269,6 +271,8 @@ def test_emulator_runs_what_is_right():
     ("NoSuchBarrier", r"thread 0: barrier_sync\(16, 64\): no such barrier"),
     ("DivergentNamedBarrier", r"thread 0 waits in barrier_sync .*, but thread 16 waits in __syncthreads"),
     ("MissingArrival", r"nobody can go on: thread 0 waits in barrier_wait .*, thread 32 waits in __syncthreads"),
+    ("MissingBytes", r"nobody can go on: thread 0 waits in barrier_wait .*, thread 1 has returned"),
+    ("SurplusArrival", "thread 0: one arrival too many"),
     ("UninitialisedBarrier", "thread 0: barrier_arrive of a Barrier that was not initialised"),
     ("TilePastEnd", r"wgmma reads byte \d+ of 256 bytes"),
     ("DivergentTile", "the lanes of a warp give wgmma different tiles"),

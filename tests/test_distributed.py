@@ -239,6 +239,19 @@ def test_gates_of_every_strength(variant, gate, rng):
             assert error <= max(limit, 2 * ones), f"number {number}: {error:.1e}, one device's is {ones:.1e}"
 
 
+def test_the_gradient_of_what_has_no_tokens_may_be_left_in_parts(rng):
+    call = Call("rwkv6", rng, states=False)
+
+    def on_rank(comm):
+        own = [x[:, :, 50 * comm.rank :][:, :, :50] if x.ndim > 2 else x for x in call.arrays]
+        o, pullback = distributed.vjp(distributed.rwkv6, *own, comm=comm, segment_size=25)
+        return pullback(o, summed=False)[4], pullback(o)[4]
+
+    parts, whole = zip(*run_threads(on_rank, 3))
+    assert_close("du", sum(parts), whole[0], DOUBLE)
+    assert not np.allclose(parts[0], parts[1])
+
+
 @pytest.mark.parametrize("total", [0, 1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_few_tokens(variant, total, rng):
@@ -282,20 +295,16 @@ def test_segments_on_a_card(card, operator, packed, dtype, rng):
     call.compare(found, call.exactly(), dtype, factor=3)
 
 
+@pytest.mark.parametrize("lengths", [[75, 75], [50, 75, 25], [25, 50, 25, 50]], ids=["two", "three", "four"])
 @pytest.mark.parametrize("operator", VARIANTS)
-def test_two_cards(card, operator, rng):
-    if card.cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("there is one CUDA device")
-    call = Call(operator, rng, dtype=SINGLE, layout="bthd")
-    found = call.whole(
-        run_threads(
-            partial(call.on_rank, [75, 75], True, there=card.asarray, back=card.tohost, segment_size=25),
-            2,
-            device="cuda",
-            limit_s=60,
-        )
-    )
-    one = call.on_rank([150], True, distributed.Alone(), there=card.asarray, back=card.tohost, segment_size=25)
+def test_cards_have_the_bits_of_one(card, operator, lengths, rng):
+    if card.cupy.cuda.runtime.getDeviceCount() < len(lengths):
+        pytest.skip("there are too few CUDA devices")
+    call, more = Call(operator, rng, dtype=SINGLE, layout="bthd"), {"there": card.asarray, "back": card.tohost}
+    more["segment_size"] = 25
+    work = partial(call.on_rank, lengths, True, **more)
+    found = call.whole(run_threads(work, len(lengths), device="cuda", limit_s=60))
+    one = call.on_rank([150], True, distributed.Alone(), **more)
     assert all(same_bits(x, y) for x, y in zip(flat(found), flat(one), strict=True))
 
 

@@ -102,6 +102,14 @@ def test_operators_and_autograd_on_a_process_group_of_torch():
         assert {f"rank {rank} of 2: ProcessGroup", f"autograd on rank {rank}"} <= set(words.splitlines())
 
 
+def test_autograd_on_cards_of_torch(card):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if card.name != "cupy" or torch.cuda.device_count() < 2:
+        pytest.skip("there is one CUDA device")
+    codes, said = under_torchrun(2, "messages", "autograd_on_cards")
+    assert codes == [0, 0] and all(f"autograd on rank {rank}" in words for rank, words in enumerate(said)), said
+
+
 DIFFERENT = "gla: scale is 0.5 on rank 1, but 0.25 on ranks 0 and 2"
 
 
@@ -347,11 +355,21 @@ def test_the_benchmark_runs_on_threads(tmp_path):
 def test_shard_map():
     """Results and gradients of arrays that are cut over four devices; JAX makes these of a host when it starts."""
     pytest.importorskip("jax", reason="jax is not installed")
-    done = subprocess.run(
-        [sys.executable, "sharded_jax.py"], cwd=HERE, capture_output=True, text=True, timeout=200, env=ENVIRONMENT
-    )
+    check_shard_map()
+
+
+def test_shard_map_on_cards(card, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    if card.name != "cupy" or jax.default_backend() != "gpu" or len(jax.devices()) < 2:
+        pytest.skip("jax does not see two cards")
+    check_shard_map("2", names=("gla", "rwkv6"))
+
+
+def check_shard_map(*cards, names=("gla", "rwkv6", "simple_gla", "retention", "linear_attention")):
+    command = [sys.executable, "sharded_jax.py", *cards]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
-    names = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
     wanted = [*(f"{name} over heads" for name in names), "gla over batch", "rwkv6 over batch"]
     wanted += [
         "rwkv6 over batch unchecked",

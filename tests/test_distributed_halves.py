@@ -9,7 +9,7 @@ from test_distributed import VARIANTS
 import linattn_np
 from linattn_np import distributed
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import PLANNERS, execute
+from linattn_np.backends.cupy import PLANNERS, execute, tuning
 from linattn_np.backends.cupy.instances import SEGMENT_STATE
 from linattn_np.dispatch import call, summarise
 from linattn_np.distributed import run_threads
@@ -78,6 +78,34 @@ def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, r
     assert_close("the gradient", by * dht + own_part, wanted[-1], dtype)
     for number, (x, y) in enumerate(zip(pullback.resumed(do, dht, kept), wanted, strict=True)):
         assert_close(f"gradient {number}", x, y, dtype)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("operator", ["gla", "rwkv6"])
+def test_a_gradients_summary_goes_one_way_where_the_states_are_known(
+    hopper, operator, batch, segments, rng, monkeypatch
+):
+    """The forward pass has left them, or there is one segment; the gradients are those of a whole pass."""
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: segments)
+    monkeypatch.setattr(tuning, "backward_segments", lambda *sizes: segments)
+    op, _ = VARIANTS[operator]
+    arrays = draw(op, rng, SIZES | {"T": TOKENS, "B": batch, "N": batch}, BFLOAT16, "by_channel")
+    do = rng.standard_normal((batch, 1, TOKENS, SIZES["V"])).astype(BFLOAT16)
+    start, end = rng.standard_normal((2, batch, 1, SIZES["K"], SIZES["V"]), dtype=np.float32)
+    problem = op.bind(arrays, gradient=True, initial_state=start).replace(memo=None)
+    call = PLANNERS[problem.op], problem, hopper.device
+    _, saved = execute.run(*call)
+    plan = execute.summary_vjp_plan_of(*call, do, saved)
+    (summary,) = (step for step in plan.launches if step.kernel.name.endswith("segments"))
+    assert summary.args["first"] == 1
+    ((own,), _), kept = execute.summarise_vjp(*call, do, saved)
+    ((alike,), _), _ = execute.summarise_vjp(*call, do)
+    assert same_bits(own, alike)
+    gradients, initial = execute.pull(*call, do, (end,), saved, kept)
+    wanted, wanted_initial = execute.pull(*call, do, (end,), saved)
+    for number, (x, y) in enumerate(zip((*gradients, *initial), (*wanted, *wanted_initial), strict=True)):
+        assert_close(f"gradient {number}", x, y, BFLOAT16)
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 250, TOKENS]], ids=["dense", "packed"])

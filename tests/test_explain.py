@@ -9,6 +9,7 @@ from linattn_np import ContractError, explain, gla, rwkv6, warm_up
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends import cupy
 from linattn_np.backends.cupy import instances
+from linattn_np.backends.cupy.wide_heads import GatedWideForward, GatedWideOperands
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.ops import OPS
 
@@ -102,20 +103,22 @@ def test_the_kernels_of_a_mode_are_launched(capability, mode, dtype):
 
 def test_hopper_has_a_kernel_of_its_own(device):
     """For half data whose rows are whole pieces of 16 bytes; the other one takes what is left."""
-    every = instances.GatedForward
-    own = instances.GatedForwardSm90 if device.capability == 90 else every
-    for sizes, dtype, cls in (
-        (SIXTEEN, BFLOAT16, own),
-        (SIXTEEN, np.float16, own),
+    every, wide = {instances.GatedForward}, {GatedWideOperands, GatedWideForward}
+    hopper = {instances.GatedForwardSm90} if device.capability == 90 else None
+    for sizes, dtype, classes in (
+        (SIXTEEN, BFLOAT16, hopper or every),
+        (SIXTEEN, np.float16, hopper or every),
         (SIXTEEN, np.float32, every),
         ({**SIXTEEN, "V": 12}, BFLOAT16, every),
-        ({**SIXTEEN, "K": 136}, BFLOAT16, own),
-        ({**SIXTEEN, "K": 264}, BFLOAT16, every),
+        ({**SIXTEEN, "K": 136}, BFLOAT16, hopper or wide),
+        ({**SIXTEEN, "K": 264}, BFLOAT16, wide),
+        ({**SIXTEEN, "K": 264}, np.float16, every),
+        ({**SIXTEEN, "K": 600}, BFLOAT16, every),
     ):
         arrays = [device.upload(x) for x in draw(next(iter(OPS)), np.random.default_rng(0), sizes, dtype)]
         plan = planned.plan_of(next(iter(OPS)).bind(arrays), device)
-        kernel = plan.kernels[0]
-        assert {type(found) for found in plan.kernels} == {cls} and "segments" not in plan.tiles
+        kernel = plan.kernels[-1]
+        assert {type(found) for found in plan.kernels} == classes and "segments" not in plan.tiles
         assert plan.tiles["BV"] == kernel.BV
 
 

@@ -124,7 +124,6 @@ def test_training_of_another_model(tmp_path):
 def test_what_they_say_of_themselves(rng):
     model = RWKV6.from_file(AUSTEN, dtype="float32")
     assert repr(model) == "RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, float32 on cpu)"
-    assert repr(model.layers) == "NumpyLayers(4 layers, float32)"
     batch = Batch(model, 2)
     batch.join([b"a"], GREEDY)
     assert repr(batch) == f"Batch({model!r}, 1 of 2 slots in use)"

@@ -211,6 +211,7 @@ ONE_GATE = {
             ("all-inf", 40),
             ("all-1e30", 40),
             ("positive", 90),
+            ("positive", 300),
         )
     },
     "gate16": {"gate": "some-inf", "gate_dtype": BFLOAT16},
@@ -267,27 +268,46 @@ def under_one_gate(
     )
 
 
+SUMS = 2.8e-3  # of dq, dk, dv and dh0: scores, states and decayed values are bfloat16, and the result
+OF_ONE_GATE = 1.2e-2  # of dg: all tokens of a stretch share the error of the state at its end
+CANCELS = 4e-7  # of float32: what comes in with the gradient of a final state, before a strong decay
+
+
 @pytest.mark.parametrize("case", ONE_GATE)
 def test_gradients_under_one_gate(backend, rng, case):
-    """Of all gates with the digits of bfloat16, and the gate's own with float32's of the largest sum that cancels in
-    it.
-    """
+    """With the digits of bfloat16; the gate's own with those of q . dq and k . dk, whose sums it is."""
     gradients, wanted, (_, k, _, g) = under_one_gate(rng, **ONE_GATE[case])
     found = list(map(backend.tohost, gradients(backend.run, backend.asarray)))
     for name, x, y in zip(("dq", "dk", "dv", "dg", "dh0"), found, wanted):
         if name == "dg":
-            largest = np.abs((double(k) * wanted[1]).sum(-1)).max()
-            rounded = 5e-3 * rms(y) if g.dtype == BFLOAT16 else 0.0
-            assert x.dtype == g.dtype and x.shape == g.shape and rms(double(x) - y) <= 4e-5 * largest + rounded
+            terms = (double(k) * wanted[1]).sum(-1)
+            assert x.dtype == g.dtype and x.shape == g.shape
+            assert rms(double(x) - y) <= OF_ONE_GATE * max(rms(y), rms(terms))
         else:
-            assert errors(x, y)[0] <= (1e-4 if name == "dh0" else 2e-3), name
+            assert errors(x, y)[0] <= SUMS, name
 
 
-@pytest.mark.parametrize("gate", ["logsigmoid", "zero", "spikes-40", "some-inf", "all-20"])
-def test_the_one_gates_gradient_is_as_exact_as_the_others(backend, rng, gate):
-    """As test_gradient_kernels.py has it: nothing cancels where no gradient of a final state comes in."""
-    gradients, wanted, _ = under_one_gate(rng, gate=gate, T=300, K=16, V=16, H=1, dht=False)
-    assert errors(backend.tohost(gradients(backend.run, backend.asarray)[3]), wanted[3])[0] < 1e-4
+OWN_SIZE = {
+    **{f"{gate}-{T}": {"gate": gate, "T": T} for gate in ("weak", "logsigmoid", "zero", "all-20") for T in (300, 2048)},
+    **{f"{gate}-300": {"gate": gate, "T": 300} for gate in ("spikes-40", "some-inf")},
+    "all-20-wide": {"gate": "all-20", "T": 600, "K": 128, "V": 72},
+    "all-20-packed": {"gate": "all-20", "T": 700, "bounds": [0, 300, 301, 700]},
+    "all-20-segments": {"gate": "all-20", "T": 1100},
+    "reversed": {"gate": "spikes-40", "T": 300, "reverse": True},
+}
+
+
+@pytest.mark.parametrize("dht", [False, True], ids=["no-dht", "dht"])
+@pytest.mark.parametrize("case", OWN_SIZE)
+def test_no_gate_drowns_its_gradient(backend, rng, case, dht):
+    """dg is right to its own size, which strong gates make far smaller than what every token gives by itself: the own
+    weight of a token, which no gate touches, stays out of it; so does what the gradient of a final state gives tokens
+    that no gate follows, to float32."""
+    given = {"H": 1, "K": 64, "V": 64} | OWN_SIZE[case]
+    gradients, wanted, (_, k, *_) = under_one_gate(rng, dht=dht, **given)
+    found = double(backend.tohost(gradients(backend.run, backend.asarray)[3]))
+    largest = np.abs((double(k) * wanted[1]).sum(-1)).max() if dht else 0.0
+    assert rms(found - wanted[3]) <= OF_ONE_GATE * rms(wanted[3]) + CANCELS * largest
 
 
 FIXED = {
@@ -310,14 +330,12 @@ FIXED = {
 
 @pytest.mark.parametrize("case", FIXED)
 def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
-    """Without a gradient of the gate three sums at once: of each, scores or decayed values are bfloat16, and the
-    result.
-    """
+    """Without a gradient of the gate three sums at once."""
     sizes = FIXED[case].copy()
     monkeypatch.setattr(type(backend.device), "multiprocessors", sizes.pop("multiprocessors", 132))
     gradients, wanted, _ = under_one_gate(rng, function=retention, **sizes)
     for name, x, y in zip(("dq", "dk", "dv", "dh0"), gradients(backend.run, backend.asarray), wanted):
-        assert errors(backend.tohost(x), y)[0] <= 2.7e-3, name
+        assert errors(backend.tohost(x), y)[0] <= SUMS, name
 
 
 @pytest.mark.parametrize(
@@ -341,6 +359,24 @@ def test_which_sums_are_made_at_once(monkeypatch, multiprocessors, heads, K, ker
     assert [f"{kernel.what} {kernel.BV}" for kernel in found] == kernels
 
 
+@pytest.mark.parametrize(
+    "heads, T, K, kernels, segments",
+    [
+        (64, 2048, 128, ["GatedQueries 64", "GatedKeys 128"], 1),
+        (64, 2048, 64, ["GatedQueries 64", "GatedKeys 64"], 2),
+        (256, 4096, 128, ["GatedQueries 128", "GatedKeys 128"], 1),
+        (16, 32768, 128, ["GatedQueries 64", "GatedKeys 128"], 4),
+    ],
+)
+def test_how_the_gates_gradient_is_made(heads, T, K, kernels, segments):
+    arrays = [*[np.zeros((1, heads, T, K), BFLOAT16)] * 3, np.zeros((1, heads, T), np.float32)]
+    plan = planned.plan_of(DECLARED[simple_gla].bind(arrays, gradient=True), EmulatedDevice(90))
+    sums = [kernel for kernel in plan.kernels if kernel.name.endswith("weighted_sums")]
+    assert [f"{kernel.what} {kernel.BV}" for kernel in sums] == kernels
+    assert plan.tiles.get("segments", 1) == segments
+    assert plan.scratch <= 1.5 * sum(x.nbytes for x in arrays)
+
+
 @pytest.mark.parametrize("T", [70, 1100])
 def test_the_same_gradients_again_the_same_bits(backend, rng, T):
     gradients, *_ = under_one_gate(rng, T=T)
@@ -351,9 +387,8 @@ def test_the_same_gradients_again_the_same_bits(backend, rng, T):
 @pytest.mark.parametrize("gate_dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [70, 1100])
 def test_what_a_pullback_under_one_gate_takes(rng, T, gate_dtype):
-    """On Hopper two kernels, or all at once where no gradient of a gate is asked for, nothing as wide as the channels
-    but
-    what segments leave behind, and no gradient nobody asks for."""
+    """On Hopper two kernels, or all at once where no gradient of a gate is asked for, and no gradient nobody asks
+    for."""
     for op in SCALAR:
         device = planned.Noting(90)
         problem = op.bind(
@@ -364,13 +399,7 @@ def test_what_a_pullback_under_one_gate_takes(rng, T, gate_dtype):
         names = [name.removeprefix("scalar_decay_sm90_") for name in planned.names(plan)]
         converted = ["elementwise_feature_map"] * (bool(op.gates) and gate_dtype == BFLOAT16)
         segments = ["backward_segments", "gated_scan_both_ways"] * (T > 1000)
-        assert (
-            names
-            == converted
-            + segments
-            + (["backward_queries", "backward_keys"] if op.gates else ["weighted_sums"])
-            + converted
-        )
+        assert names == converted + segments + ["weighted_sums"] * (1 + bool(op.gates)) + converted
         assert tuple(device.launched) == plan.kernels
         assert len(gradients) == len(op.arrays)
         taken = sum(x.nbytes for x in device.made if not any(x is gradient for gradient in gradients))

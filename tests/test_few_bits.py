@@ -1,9 +1,10 @@
-"""Matrices in bfloat16, int8 and int4 on the CPU: products, whole models, files, threads, and what is refused."""
+"""Matrices in 32, 16, 8 and 4 bits on the CPU: products, whole models, files, threads, and what is refused."""
 
 import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import ml_dtypes
@@ -26,9 +27,9 @@ AUSTEN = ROOT / "examples" / "data" / "austen-x060"
 QUANTISE = ROOT / "examples" / "quantise.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(linattn_np.__file__).parents[1])}  # the package under test
 FEW_BITS = ("bfloat16", "int8", "int4")
-BITS = {"bfloat16": 16, "int8": 8, "int4": 4.5}
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4.5}
 # Of products, relative; int4's numbers come with an offset, which cancels.
-LIMIT = {"bfloat16": 1e-5, "int8": 1e-5, "int4": 1e-4}
+LIMIT = {"float32": 1e-6, "bfloat16": 1e-5, "int8": 1e-5, "int4": 1e-4}
 GREEDY = Sampling(temperature=0)
 
 
@@ -55,8 +56,8 @@ def close(found, wanted, limit):
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("format", FEW_BITS)
-@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("format", matrices.FORMATS)
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16, 17, 40])
 @pytest.mark.parametrize("shape", [(64, 32), (1, 1), (65, 33), (200, 96), (3, 130, 40)], ids=str)
 def test_a_product_is_float32s_with_the_numbers_that_are_stored(format, tokens, shape, rng):
     matrix = matrices.pack(rng.standard_normal(shape), format)
@@ -67,18 +68,30 @@ def test_a_product_is_float32s_with_the_numbers_that_are_stored(format, tokens, 
 
 
 @pytest.mark.parametrize("format", FEW_BITS)
-def test_inputs_of_zero_are_not_read(format, rng):
+def test_most_inputs_are_zero_and_are_not_read(format, rng):
     """What is not read may be anything: here a matrix without numbers for them."""
-    w, x = rng.standard_normal((100, 70)), rng.standard_normal((2, 70), np.float32)
-    x[:, ::3] = 0
-    x[0, 10:55] = 0
+    w, x = rng.standard_normal((100, 70)), rng.standard_normal((3, 70), np.float32)
+    few = [0, 5, 31, 32, 33, 64, 69]
+    zero = np.setdiff1d(np.arange(70), few)
+    x[:, zero] = 0
+    x[2, 32:] = 0
     matrix = matrices.pack(w, format)
     wanted = matrix(x, Board())
     close(wanted, x @ matrix.widened().T, LIMIT[format])
     if format == "bfloat16":
-        matrix.bits[:, :, ::3] = 0x7FC0  # NaN
+        matrix.bits[:, :, zero] = 0x7FC0  # NaN
         np.testing.assert_array_equal(matrix(x, Board()), wanted)
     assert not matrix(np.zeros((1, 70), np.float32), Board()).any()
+
+
+@pytest.mark.parametrize("format", matrices.FORMATS)
+def test_a_token_has_the_same_bits_whatever_is_beside_it(format, monkeypatch, rng):
+    matrix, x = matrices.pack(rng.standard_normal((100, 70)), format), rng.standard_normal((20, 70), np.float32)
+    x[rng.random(x.shape) < np.linspace(0, 1, 20)[:, None]] = 0
+    alone = [matrix(row[None], Board())[0] for row in x]
+    close(np.array(alone), x @ matrix.widened().T, LIMIT[format])
+    together = np.concatenate([matrix(part, Board()) for part in np.split(x, 4)])
+    np.testing.assert_array_equal(together, alone)
 
 
 def test_bfloat16_is_what_numpy_rounds_to(rng):
@@ -99,7 +112,7 @@ def test_int4_has_a_scale_for_every_block(rng):
     assert (np.abs(found - blocks).max(-1) <= np.abs(blocks).max(-1) / 8 * 1.4).all()
 
 
-@pytest.mark.parametrize("format", FEW_BITS)
+@pytest.mark.parametrize("format", matrices.FORMATS)
 def test_a_matrix_of_zeros(format):
     matrix = matrices.pack(np.zeros((70, 40)), format)
     assert not matrix.widened().any() and not matrix(np.ones((2, 40), np.float32), Board()).any()
@@ -117,7 +130,7 @@ def test_numbers_that_cannot_be_kept(format):
     w[1, 2] = np.inf
     with pytest.raises(ContractError, match=f"pack: w has numbers that are not finite, which {format} cannot hold"):
         matrices.pack(w, format)
-    with pytest.raises(ContractError, match="pack: format is 'int3', expected one of 'bfloat16', 'int8', 'int4'"):
+    with pytest.raises(ContractError, match="pack: format is 'int3', expected one of 'float32', 'bfloat16',"):
         matrices.pack(w, "int3")
 
 
@@ -187,8 +200,12 @@ def rounded(weights):
 
 @pytest.mark.parametrize("lengths", [[1] * 12, [12], [30, 1, 1, 9]], ids=str)
 def test_bfloat16_is_float32_arithmetic_on_the_rounded_weights(weights, lengths, rng):
-    tokens = rng.integers(0, 70, (2, sum(lengths)))
     models = [RWKV6(weights, dtype="bfloat16"), RWKV6(rounded(weights), dtype="float32")]
+    agree(models, rng.integers(0, 70, (2, sum(lengths))), lengths)
+
+
+def agree(models, tokens, lengths):
+    """Two models, on tokens in calls of these lengths."""
     states = [None, None]
     for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
         (found, states[0]), (wanted, states[1]) = (model.forward(part, state) for model, state in zip(models, states))
@@ -210,7 +227,7 @@ def test_loss_on_the_examples_text(austen, dtype, limit):
     assert loss(austen[dtype], tokens) == pytest.approx(loss(austen["float32"], tokens), rel=limit)
 
 
-@pytest.mark.parametrize("dtype", FEW_BITS)
+@pytest.mark.parametrize("dtype", matrices.FORMATS)
 def test_any_split_gives_the_same_logits_and_state(austen, dtype):
     tokens = [list(b"It is a truth universally acknowledged")]
     wanted, wanted_state = austen[dtype].forward(tokens)
@@ -223,8 +240,8 @@ def test_any_split_gives_the_same_logits_and_state(austen, dtype):
             close(part, its, 1e-4)
 
 
-@pytest.mark.parametrize("dtype", FEW_BITS)
-@pytest.mark.parametrize("slots", [2, 20])
+@pytest.mark.parametrize("dtype", matrices.FORMATS)
+@pytest.mark.parametrize("slots", [2, 6, 20])
 def test_join_and_leave(austen, dtype, slots):
     """Sequences write what each writes alone, whoever is beside it, in a step of few and of many."""
     prompts = [b"Miss Woodh", b"Captain Went", b"Mr. Knight", *[b"Lady Russ"] * 17][:slots]
@@ -251,7 +268,7 @@ def test_join_and_leave(austen, dtype, slots):
         assert written[slot][:6] == alone[prompt], prompt
 
 
-@pytest.mark.parametrize("dtype", FEW_BITS)
+@pytest.mark.parametrize("dtype", matrices.FORMATS)
 def test_what_is_said_of_it(austen, dtype):
     model = austen[dtype]
     assert repr(model) == f"RWKV6(4 layers, 256 channels, 4 heads of 64, 256 tokens, {dtype} on cpu)"
@@ -260,18 +277,39 @@ def test_what_is_said_of_it(austen, dtype):
 
 
 # -- which dtype ------------------------------------------------------------------------------------------------------
-def test_the_default_is_the_checkpoints(weights, tmp_path, monkeypatch):
+@contextmanager
+def no_numba():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "linattn_np.models.matrix_loops", None)
+        patch.delattr(linattn_np.models, "matrix_loops")
+        matrices.loops.cache_clear()
+        yield
+    matrices.loops.cache_clear()
+
+
+def test_the_default_is_the_checkpoints(weights):
     assert RWKV6(weights).layers.dtype == "float32"
     half = {name: array.astype(np.float16) for name, array in weights.items()}
     assert RWKV6(half).layers.dtype == "float32"
     assert RWKV6.from_file(AUSTEN / "model.safetensors").layers.dtype == "bfloat16"
-    monkeypatch.setitem(sys.modules, "linattn_np.models.matrix_loops", None)  # as if there were no Numba
-    monkeypatch.delattr(linattn_np.models, "matrix_loops")
-    matrices.loops.cache_clear()
-    assert RWKV6.from_file(AUSTEN / "model.safetensors").layers.dtype == "float32"
-    with pytest.raises(NotSupported, match="fewer than 32 bits need Numba on the CPU, pip install 'linattn-np"):
-        RWKV6(weights, dtype="int8")
-    matrices.loops.cache_clear()
+
+
+def test_without_numba_all_is_float32(weights):
+    with no_numba():
+        model = RWKV6.from_file(AUSTEN / "model.safetensors")
+        assert repr(model.layers) == "NumpyLayers(4 layers, float32)"
+        with pytest.raises(NotSupported, match="fewer than 32 bits need Numba on the CPU, pip install 'linattn-np"):
+            RWKV6(weights, dtype="int8")
+
+
+@pytest.mark.parametrize("lengths", [[1] * 12, [12], [30, 1, 1, 9]], ids=str)
+def test_float32_is_numpys(weights, lengths, rng):
+    """Up to float32's rounding."""
+    models = [RWKV6(weights, dtype="float32")]
+    with no_numba():
+        models.append(RWKV6(weights, dtype="float32"))
+    assert [type(model.layers).__name__ for model in models] == ["NumbaLayers", "NumpyLayers"]
+    agree(models, rng.integers(0, 70, (2, sum(lengths))), lengths)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

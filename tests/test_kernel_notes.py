@@ -43,18 +43,18 @@ def launchers(kernel) -> str:
 
 
 def speaks_of(module, kernel) -> bool:
-    functions = [x for x in ast.walk(syntax(module.__file__)) if isinstance(x, ast.FunctionDef)]
-    for node in (node for function in functions for node in ast.walk(function)):
-        if isinstance(node, ast.Name) and getattr(module, node.id, None) is kernel:
-            return True
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr == kernel.__name__:
-            return True
-    return False
+    names, members = spoken(module.__file__)
+    return kernel.__name__ in members or any(getattr(module, name, None) is kernel for name in names)
 
 
 @cache
-def syntax(path):
-    return ast.parse(Path(path).read_text())
+def spoken(path):
+    """The names, and the members of names, that the functions of a file speak of."""
+    tree = ast.parse(Path(path).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes = [node for function in functions for node in ast.walk(function)]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return names, {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
 
 
 def test_every_kernel_has_one_row():

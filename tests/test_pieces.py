@@ -4,11 +4,12 @@ import numpy as np
 import planned
 import pytest
 from conftest import Kernels
-from reference import assert_close, draw, draw_states, exact
+from reference import assert_close, draw, draw_states, exact, same_bits
 
 from linattn_np import gla, rwkv6, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
-from linattn_np.backends.cupy import pieces
+from linattn_np.backends.cupy import execute, pieces
+from linattn_np.backends.cupy.plan import Draft, describe_array, whole
 from linattn_np.declarations import GLA, RWKV6, SIMPLE_GLA
 
 SIZES = {"B": 1, "H": 2, "T": 75, "K": 12, "V": 9, "N": 1}
@@ -79,4 +80,56 @@ def test_which_calls_are_copied(device, K, V, T, copied, gradient):
     found = plan(V)
     assert any("whole pieces of 16 bytes" in reason for reason in found.copies) == copied
     if copied:
-        assert planned.names(found) == planned.names(plan(72))
+        first, *names, last = planned.names(found)
+        assert first == last == "elementwise_copy_rows" and names == planned.names(plan(72))
+
+
+def laid(rng, device, shape, dtype, order, steps, off):
+    """An array whose axes lie in memory in this order, every `steps`-th number of each axis, so many numbers into it;
+    negative steps run backwards."""
+    room = [size * abs(step) for size, step in zip(shape, steps)]
+    memory = rng.integers(0, 255, off + int(np.prod(room)) * dtype.itemsize, np.uint8)
+    memory = np.resize(memory, (off + int(np.prod(room))) * dtype.itemsize).view(dtype)
+    there = device.upload(memory)[off:].reshape([room[axis] for axis in order])
+    back = there.transpose([order.index(axis) for axis in range(len(shape))])
+    return back[tuple(slice(None, None, step) for step in steps)]
+
+
+@pytest.mark.parametrize(
+    "shape, to, order, steps, off",
+    [
+        ((2, 3, 5, 65), (2, 3, 5, 72), (0, 1, 2, 3), (1, 1, 1, 1), 0),
+        ((2, 3, 5, 60), (2, 3, 5, 64), (0, 2, 1, 3), (1, 1, 1, 1), 4),
+        ((2, 3, 50, 96), (2, 3, 50, 65), (1, 0, 2, 3), (1, 2, -1, 1), 0),
+        ((1, 2, 301, 72), (1, 2, 301, 60), (0, 1, 2, 3), (1, 1, 1, 1), 0),
+        ((2, 2, 9, 33), (2, 2, 16, 40), (0, 1, 2, 3), (1, 1, 3, 2), 1),
+        ((2, 1, 7, 3), (2, 1, 7, 8), (3, 2, 1, 0), (-1, 1, 1, 1), 3),
+        ((2, 5, 7, 8), (2, 5, 7, 3), (0, 1, 2, 3), (1, 1, 1, 1), 0),
+        ((3, 8), (3, 5), (0, 1), (1, 1), 8),
+        ((2, 2, 3, 16), (2, 2, 3, 16), (0, 1, 2, 3), (1, 1, 1, 1), 8),
+    ],
+)
+def test_copies_of_rows(device, rng, shape, to, order, steps, off):
+    """Longer and shorter rows of any strides; numbers as they were, and zeros behind them, as NumPy moves them."""
+    dtypes = [BFLOAT16, np.dtype(np.float32)]
+    given = [laid(rng, device, shape, dtype, order, steps, off) for dtype in dtypes] * 5  # two launches
+    draft, described = Draft(), [describe_array(f"x{n}", x, device) for n, x in enumerate(given)]
+    found = [draft.like(whole(x), shape=to) for x in described]
+    pieces.copy_rows(draft, zip(map(whole, described), found), "for a test")
+    plan = draft.plan(tuple(found), given=tuple(described))
+    assert len(plan.launches) == 2 and plan.copies == ("for a test",) * 2
+    results, _ = execute.compile_plan(plan, device)(given)
+    for x, y in zip(given, results):
+        x, y = (np.ascontiguousarray(z.get() if hasattr(z, "get") else z) for z in (x, y))
+        wanted = np.zeros(to, x.dtype)
+        inside = tuple(map(slice, np.minimum(shape, to)))
+        wanted[inside] = x[inside]
+        assert same_bits(y, wanted)
+
+
+def test_memory_with_gaps_is_copied_to_as_it_lies(device):
+    """As a caller's `out` may lie."""
+    draft, given = Draft(), np.zeros((1, 2, 5, 16), BFLOAT16)
+    x, out = (describe_array(name, device.upload(given), device) for name in ("x", "out"))
+    pieces.copy_rows(draft, [(whole(x), whole(out)[..., :9])])
+    assert [type(step).__name__ for step in draft.steps] == ["Copy"]

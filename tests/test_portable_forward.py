@@ -71,12 +71,38 @@ def test_more_channels_and_columns_than_a_block_has(portable, rng, op, K, V, dty
         assert_close(what, x, y, dtype)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("K, V, shared", [(136, 72, 227), (384, 70, 163), (500, 65, 227), (136, 130, 99)])
+@pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
+def test_wide_heads(portable, rng, op, K, V, shared, packed):
+    """One pass over operands that are made once, where a block has the memory; the same bits at every call."""
+    if isinstance(portable, CupyDevice):
+        if shared * 1024 != portable.shared_per_block:
+            pytest.skip("a card has the memory that it has")
+        device = portable
+    else:
+        device = EmulatedDevice()
+        device.shared_per_block = shared * 1024
+    sizes = {"B": 1, "H": 1, "T": 212, "K": K, "V": V, "N": 6 if packed else 1}
+    arguments = {"cu_seqlens": BOUNDS} if packed else {}
+    arrays = draw(op, rng, sizes, BFLOAT16, "trained")
+    start = rng.standard_normal((sizes["N"], 1, K, V)).astype(np.float32)
+    kernels = planned.names(planned.plan_of(op.bind([device.upload(x) for x in arrays], **arguments), device))
+    wide = ["gated_wide_operands", "gated_wide_forward"] if shared > 99 else ["gated_forward"] * 3
+    assert kernels == wide
+    found = computed(device, op, arrays, start, True, **arguments)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
+        assert_close(what, x, y, BFLOAT16)
+    assert all(map(same_bits, found, computed(device, op, arrays, start, True, **arguments)))
+
+
+@pytest.mark.parametrize("K", [72, 136])
 @pytest.mark.parametrize("off", [1, 2, 4, 8])
 @pytest.mark.parametrize("gate_dtype", [None, SINGLE], ids=["", "gate32"])
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
-def test_rows_begin_anywhere(portable, rng, dtype, gate_dtype, off):
+def test_rows_begin_anywhere(portable, rng, dtype, gate_dtype, off, K):
     """Slices so many elements into a buffer: the bits of aligned arrays."""
-    arrays = draw(GLA, rng, {"B": 1, "H": 2, "T": 45, "K": 72, "V": 64}, dtype, gate_dtype=gate_dtype)
+    arrays = draw(GLA, rng, {"B": 1, "H": 2, "T": 45, "K": K, "V": 64}, dtype, gate_dtype=gate_dtype)
 
     def shifted(x):
         memory = portable.upload(np.concatenate([np.zeros(off, x.dtype), x.ravel()]))

@@ -178,6 +178,22 @@ def test_segments_fill_the_waves_of_the_backward_sweeps(blocks, longest, P):
 
 
 @pytest.mark.parametrize(
+    "blocks, T, length",
+    [
+        (96, 8192, 2048),  # 36 multiprocessors make three each, while the others make what is left
+        (100, 8192, 1024),  # 32, four each
+        (64, 2048, 0),  # two equal ones
+        (32, 16384, 0),  # half of the card and more would wait for the long ones
+        (256, 4096, 0),  # no multiprocessor is idle
+        (96, 8193, 0),  # states are kept at other tokens
+    ],
+)
+def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
+    P, most = tuning.backward_segments(blocks, T, H200.multiprocessors), H200.multiprocessors
+    assert tuning.short_segment(P, blocks, T, most, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
+
+
+@pytest.mark.parametrize(
     "heads, V, longest, split",
     [
         (64, 128, 2048, True),
@@ -216,7 +232,7 @@ def test_two_blocks_of_the_smallest_share_a_multiprocessor():
     narrow, wide = (forward(D) for D in instances.TILES)
     finer = forward(64, dtype=HALF)
     assert tuning.resident_blocks(narrow, H200) == 2 * tuning.resident_blocks(wide, H200) == 264
-    assert tuning.resident_blocks(finer, H200) == 132
+    assert tuning.resident_blocks(finer, H200) == 264
 
 
 def test_tuning_asks_the_device():

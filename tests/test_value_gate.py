@@ -89,6 +89,7 @@ CASES = {
     "float16-hard": Case(dtype=HALF, regimes=("spikes-40", "some-1e30")),
     "state_dtype": Case(options={"state_dtype": HALF}),
     "float64": Case(dtype=DOUBLE, B=2),
+    "float64-wide": Case(dtype=DOUBLE, T=8, H=1, K=515, V=520),
     "float64-packed-grouped": Case(dtype=DOUBLE, bounds=(0, 3, 3, 70), groups=2, options={"reverse": True}),
 }
 COARSER = ["float64", "float32", "float16", "bfloat16"]

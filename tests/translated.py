@@ -1,8 +1,9 @@
-"""Translates every instance of a kernel with another NVRTC than the one that is installed: the oldest that is served.
+"""Translates every kernel with another NVRTC than the one that is installed: the oldest that is served.
 
 python tests/translated.py FOLDER 13.0      the folder holds its library, as pip puts it: pip install --target FOLDER
 
-The front end alone, which is what differs between releases, for Hopper, so that all code is read.
+The front end alone, which is what differs between releases, for Hopper, so that all code is read: of each kernel the
+instances that have between them every pair of template arguments.
 """
 
 import ctypes
@@ -42,15 +43,18 @@ def complaint(kernels):
 
 
 def main(folder, wanted):
+    import pairs
+
     from linattn_np.backends.cupy import catalog
 
-    kernels = defaultdict(list)
+    every = defaultdict(list)
     for kernel in catalog.kernels():
-        kernels[kernel.file].append(kernel)
+        every[kernel.file].append(kernel)
+    chosen = [pairs.instances(kernels) for kernels in every.values()]
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted)) as pool:
-        complaints = list(filter(None, pool.map(complaint, kernels.values())))
-    print("\n".join(complaints) or f"NVRTC {wanted} takes {sum(map(len, kernels.values()))} instances")
+        complaints = list(filter(None, pool.map(complaint, chosen)))
+    print("\n".join(complaints) or f"NVRTC {wanted} takes {sum(map(len, chosen))} instances of {len(chosen)} files")
     return bool(complaints)
 
 

@@ -4,14 +4,15 @@
 //           z_{t+1} instead), and dht at the end;   dx_t = y_t . D_t,   da_t = (b_t * X_{t-1}) . D_t, of a's logarithm
 //           read before the write: dx_t += scale p_t u_r sum_c u_c y_t z_t, and du_r = scale sum_t p_t x_t y_t . z_t
 // shapes    see state_row.cuh; p of the rows is what reads them: q, or do turned over; dx da [B, H, T, R],
-//           kept [B, H, NC, R, C], of which `before` [N, H, R, chunk, C] keeps all states of a chunk; du [N, H, R]
+//           kept [B, H, NC, R, C], of which `before` [N, H, R, chunk, a launch's columns] keeps all states of a chunk;
+//           du [N, H, R]
 // grid      a block for every (sequence, head, 4 rows), sequence slowest; a warp a row
 // smem      none
 // barriers  none: a lane reads what it has written itself
 // numerics  float64 throughout, sums over the columns in a fixed order; no difference of sums, so that strong gates
 //           keep their gradient's digits
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
-// limits    C <= COLUMNS
+// limits    COLUMNS columns a launch, which adds to what those before have left in dx, da and du
 #include "state_row.cuh"
 
 struct Args {
@@ -25,6 +26,7 @@ struct Args {
   double* before;
   Shape shape;
   i64 R, C;
+  i64 columns, adds;   // so many of C; whether columns before these have left sums
   i64 row, column;     // strides of a state
   i64 a_step, b_step;  // 0 where one decay serves all channels
   double scale;
@@ -36,20 +38,20 @@ __global__ void __launch_bounds__(32 * WARPS) float64_backwards(const Args args)
   if (at.r >= args.R) return;
   const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h, every = args.shape.chunk;
   const Span chunks = chunks_of(args.shape, at.n % args.shape.count);
-  double* before = args.before + (state * args.R + r) * every * args.C;
+  double* before = args.before + (state * args.R + r) * every * args.columns;
   double du = 0.;
   const auto at_column = [&](int c) { return state * args.R * args.C + r * args.row + c * args.column; };
   Row<COLUMNS> X, D;
-  D.each(int(args.C), [&](double& D, int c) { D = args.dht ? args.dht[at_column(c)] : 0.; });
+  D.each(int(args.columns), [&](double& D, int c) { D = args.dht ? args.dht[at_column(c)] : 0.; });
   for (i64 chunk = chunks.stop - 1; chunk >= chunks.start; --chunk) {
     const Span span = chunk_tokens(args.shape, chunk);
     const double* kept = args.kept + (((b * args.shape.H + h) * args.shape.NC + chunk) * args.R + r) * args.C;
-    X.each(int(args.C), [&](double& X, int c) { X = kept[c]; });
+    X.each(int(args.columns), [&](double& X, int c) { X = kept[c]; });
 #pragma unroll 1
     for (i64 t = span.start; t < span.stop; ++t) {
       const double x = args.x.row(b, h, t)[r], a = args.a.row(b, h, t)[r * args.a_step];
-      X.each(int(args.C), [&](double& X, int c) {
-        before[(t - span.start) * args.C + c] = X;
+      X.each(int(args.columns), [&](double& X, int c) {
+        before[(t - span.start) * args.columns + c] = X;
         X = fma(x, args.y.row(b, h, t)[c], a * (args.b.row(b, h, t)[c * int(args.b_step)] * X));
       });
     }
@@ -57,12 +59,12 @@ __global__ void __launch_bounds__(32 * WARPS) float64_backwards(const Args args)
     for (i64 t = span.stop - 1; t >= span.start; --t) {
       const double a = args.a.row(b, h, t)[r * args.a_step], read = args.scale * args.p.row(b, h, t)[r];
       double dx = 0., da = 0., own = 0.;
-      D.each(int(args.C), [&](double& D, int c) {
+      D.each(int(args.columns), [&](double& D, int c) {
         const double y = args.y.row(b, h, t)[c], z = args.z.row(b, h, t)[c],
                      ab = a * args.b.row(b, h, t)[c * int(args.b_step)];
         if (!ReadOrder::reads_before_write) D = fma(read, z, D);
         dx = fma(y, D, dx);
-        da = fma(ab * before[(t - span.start) * args.C + c], D, da);
+        da = fma(ab * before[(t - span.start) * args.columns + c], D, da);
         D *= ab;
         if (ReadOrder::reads_before_write) {
           D = fma(read, z, D);
@@ -77,10 +79,10 @@ __global__ void __launch_bounds__(32 * WARPS) float64_backwards(const Args args)
         du = fma(args.x.row(b, h, t)[r], own, du);
       }
       if (threadIdx.x % 32) continue;
-      args.dx.row(b, h, t)[r] = dx;
-      if (args.da.p) args.da.row(b, h, t)[r] = da;
+      put(args.dx.row(b, h, t)[r], dx, args.adds);
+      if (args.da.p) put(args.da.row(b, h, t)[r], da, args.adds);
     }
   }
-  if (args.dh0) D.each(int(args.C), [&](double& D, int c) { args.dh0[at_column(c)] = D; });
-  if (args.du && threadIdx.x % 32 == 0) args.du[state * args.R + r] = du;
+  if (args.dh0) D.each(int(args.columns), [&](double& D, int c) { args.dh0[at_column(c)] = D; });
+  if (args.du && threadIdx.x % 32 == 0) put(args.du[state * args.R + r], du, args.adds);
 }

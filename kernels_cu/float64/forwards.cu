@@ -7,7 +7,7 @@
 // barriers  none
 // numerics  float64 throughout, sums over the columns in a fixed order
 // source    Yang et al., 2024, eq. 3 and section 4.1; Peng et al., 2024, eq. 18-19
-// limits    C <= COLUMNS
+// limits    COLUMNS columns a launch, which adds to what those before have left in `result`
 #include "state_row.cuh"
 
 struct Args {
@@ -19,6 +19,7 @@ struct Args {
   double* kept;                      // the state at the start of every chunk, or null
   Shape shape;
   i64 R, C;
+  i64 columns, adds;   // so many of C; whether columns before these have left sums
   i64 row, column;     // strides of a state
   i64 a_step, b_step;  // 0 where one decay serves all channels
   double scale;
@@ -32,16 +33,16 @@ __global__ void __launch_bounds__(32 * WARPS) float64_forwards(const Args args) 
   i64 chunk = chunks_of(args.shape, at.n % args.shape.count).start;
   const auto at_column = [&](int c) { return state * args.R * args.C + r * args.row + c * args.column; };
   Row<COLUMNS> X;
-  X.each(int(args.C), [&](double& X, int c) { X = args.initial ? args.initial[at_column(c)] : 0.; });
+  X.each(int(args.columns), [&](double& X, int c) { X = args.initial ? args.initial[at_column(c)] : 0.; });
 #pragma unroll 1
   for (i64 t = at.span.start; t < at.span.stop; ++t) {
     if (args.kept && (t - at.span.start) % args.shape.chunk == 0) {
       double* kept = args.kept + (((b * args.shape.H + h) * args.shape.NC + chunk++) * args.R + r) * args.C;
-      X.each(int(args.C), [&](double& X, int c) { kept[c] = X; });
+      X.each(int(args.columns), [&](double& X, int c) { kept[c] = X; });
     }
     const double x = args.x.row(b, h, t)[r], a = args.a.row(b, h, t)[r * args.a_step];
     double seen = 0., own = 0.;
-    X.each(int(args.C), [&](double& X, int c) {
+    X.each(int(args.columns), [&](double& X, int c) {
       const double y = args.y.row(b, h, t)[c], z = args.z.row(b, h, t)[c], before = X;
       X = fma(x, y, a * (args.b.row(b, h, t)[c * int(args.b_step)] * X));
       seen = fma(z, ReadOrder::reads_before_write ? before : X, seen);
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(32 * WARPS) float64_forwards(const Args args) 
       own = over_the_warp(own);
       seen = fma(args.u_rows ? args.u_rows[h * args.R + r] * x : x, own, seen);
     }
-    if (threadIdx.x % 32 == 0) args.result.row(b, h, t)[r] = args.scale * seen;
+    if (threadIdx.x % 32 == 0) put(args.result.row(b, h, t)[r], args.scale * seen, args.adds);
   }
-  if (args.final) X.each(int(args.C), [&](double& X, int c) { args.final[at_column(c)] = X; });
+  if (args.final) X.each(int(args.columns), [&](double& X, int c) { args.final[at_column(c)] = X; });
 }

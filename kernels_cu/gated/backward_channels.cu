@@ -10,7 +10,7 @@
 // shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, shares of du [B, NC, H, K] float32
 //           kept: as backward_states leaves it
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
-// smem      q, k, g; two stages of v and do, where dA stands later
+// smem      q, k, g; two stages of v and do, where dA stands later, and what both halves of the chunk need
 // barriers  two for every 32 columns of V: they have arrived | they are read; then: dA stands | results stand
 // numerics  products as fragments.cuh has it, of sums in float32, which factors outside of products multiply.
 //           Columns may have gates of their own: then v and do come decayed to the chunk's end and from its start, and
@@ -69,6 +69,8 @@ template <class M> struct TokenPairs {
   typename M::Stored dA[CHUNK * LDA];  // [64, 64]: query, key before it
   float own[CHUNK];                    // the diagonal
   Held<M> halves[BLOCKS][THREADS];     // tokens as they meet those beyond the chunk's middle
+  float decays[SUBS][TILE];            // over sub-chunks
+  float all_pass[2][THREADS];          // what a lane has of S C
 };
 
 template <typename T, typename G, int PRODUCTS, class Columns> struct alignas(16) Shared {
@@ -118,10 +120,13 @@ template <typename E> struct Element<E*> {
   using type = E;
 };
 
-// What passes the gates of a lane's channel within a sub-chunk; and, from other sub-chunks, the lane's share of it.
+constexpr int HALF = SUBS / 2;  // sub-chunks of half a chunk
+
+// Of the gates of a lane's channel in half a chunk: what passes them within their sub-chunk, and the lane's share of what
+// does from other sub-chunks.
 struct Passing {
-  float2 dg[SUBS];
-  float share[SUBS];
+  float2 dg[HALF];
+  float share[HALF];
 };
 
 // Where gates grow: what a lane's tokens have of the pairs of their sub-chunks, in dq, dk and dg.
@@ -182,6 +187,9 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
   using E = typename Columns::template Type<T, Stored>;
   using Block = float[2][4];  // 16 channels by 16 tokens
   constexpr bool BEFORE = ReadOrder::reads_before_write;
+  // Products of split operands are so many instructions that unrolled loops take a second longer to compile, and run no
+  // faster.
+  constexpr int UNROLLED = M::SPLIT ? 1 : 2;
   auto& s = *reinterpret_cast<Shared<T, G, PRODUCTS, Columns>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, strip = 16 * warp;
@@ -210,14 +218,14 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       tile_at(kept, heads, false, b, h - args.first, c, Columns::turned ? 0 : tile, Columns::turned ? tile : 0);
   const Stored* C_kept = S_kept + tile_at(kept, heads, true, 0, 0, 0, 0, 0);
   const int next_tile = TILE * TILE * (Columns::turned ? tiles : 1);
-  const auto fetch_states = [&](int n, int m) {
+  const auto fetch_states = [&](int slot, int n, int m) {
     const int at = n * COLUMNS / TILE * next_tile, column = n * COLUMNS % TILE / 8 + 2 * m;
-    states.load(m, S_kept + at, C_kept + at, 2 * warp, column);
+    states.load(slot, S_kept + at, C_kept + at, 2 * warp, column);
   };
   fetch(0);
   cp_async_commit();
 #pragma unroll
-  for (int m = 0; m < STEPS; ++m) fetch_states(0, m);
+  for (int m = 0; m < STEPS; ++m) fetch_states(m, 0, m);
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.q, args.q, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<T, TILE>>(s.k, args.k, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
   fetch_rows<CHUNK, TILE, LD<G, TILE>>(s.g, args.g, b, h, span.start, span.stop, tile * TILE, shape.K, vectors);
@@ -233,18 +241,19 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     cp_async_wait<1>();
     __syncthreads();  // these columns have arrived
     const Values<E>& in = s.values[n & 1];
-#pragma unroll
+#pragma unroll UNROLLED
     for (int m = 0; m < STEPS; ++m) {
       Left<M> S, C;
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        const float2 x = {to_float(states.S[m][p].x), to_float(states.S[m][p].y)};
-        const float2 y = {to_float(states.C[m][p].x), to_float(states.C[m][p].y)};
+        const float2 x = {to_float(states.S[0][p].x), to_float(states.S[0][p].y)};
+        const float2 y = {to_float(states.C[0][p].x), to_float(states.C[0][p].y)};
+        states.S[0][p] = states.S[1][p], states.C[0][p] = states.C[1][p];
         const float2 by = decays_of_columns<Columns>(decays, n * COLUMNS + 16 * m + 8 * (p >> 1) + 2 * t, int(width));
         both[p & 1] = fmaf(by.x * x.x, y.x, fmaf(by.y * x.y, y.y, both[p & 1]));
         S.set(p, x), C.set(p, y);
       }
-      if (n + 1 < parts) fetch_states(n + 1, m);
+      if (n + 1 < parts) fetch_states(1, n + 1, m);
 #pragma unroll
       for (int x = 0; x < BLOCKS; ++x) {
         RightData<M, E> read[2], values[2];
@@ -319,11 +328,17 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     gates_of_block(m, [&](int p, float2 gates) {
       const Decays<ReadOrder> decays(decays_of(gates));
       const int n = 2 * m + (p >> 1);
-      const float far = m < BLOCKS / 2 ? product_of(all[p & 1], n + 1, SUBS / 2) : product_of(all[p & 1], SUBS / 2, n);
+      const float far = m < BLOCKS / 2 ? product_of(all[p & 1], n + 1, HALF) : product_of(all[p & 1], HALF, n);
       half.set(p, far * (m < BLOCKS / 2 ? decays.end : decays.start) * x[p]);
     });
     s.pairs.halves[m][threadIdx.x] = half;
   }
+  const auto decay_over = [&](int n, int row) -> float& { return s.pairs.decays[n][strip + g + 8 * row]; };
+  if (t == 0) {
+#pragma unroll
+    for (int n = 0; n < SUBS; ++n) decay_over(n, 0) = all[0][n], decay_over(n, 1) = all[1][n];
+  }
+  __syncwarp();  // decays stand
 
   const float2 whole = {product_of(all[0], 0, SUBS), product_of(all[1], 0, SUBS)};
   both[0] *= whole.x, both[1] *= whole.y;
@@ -332,12 +347,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         decayed_states<M, Columns>(S_kept, C_kept, 2 * warp, parts, whole, decays, int(width), next_tile);
     both[0] = sum.x, both[1] = sum.y;
   }
-  Passing passing[2];
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-#pragma unroll
-    for (int n = 0; n < SUBS; ++n) passing[row].share[n] = both[row];
-  }
+  s.pairs.all_pass[0][threadIdx.x] = both[0], s.pairs.all_pass[1][threadIdx.x] = both[1];
   // A lane's pair of a channel and sub-chunk: of a product, of the diagonal; to where results stand.
   const auto pair_of = [](const float (&d)[4], int row) { return float2{d[2 * row], d[2 * row + 1]}; };
   constexpr float one = Columns::gated ? 1 / NEAR : 1.f;  // by which sums of pairs of one sub-chunk become true
@@ -375,8 +385,22 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     }
   }
 
-#pragma unroll
+  // A half of the chunk after the other. What belongs to the half at hand stands first: dq and dk move up.
+  float before[2] = {1.f, 1.f};                  // decays from the chunk's start to this half
+  float beyond[2] = {};                          // the lane's share of what passes all gates of this half, but for S C
+  float2 low[2][HALF] = {}, high[2][HALF] = {};  // dg
+#pragma unroll UNROLLED
   for (int half = 0; half < 2; ++half) {
+    float decays_here[2][HALF];  // over the sub-chunks of this half
+#pragma unroll
+    for (int n = 0; n < 2 * HALF; ++n) decays_here[n & 1][n >> 1] = decay_over(HALF * half + n / 2, n & 1);
+    Passing passing[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+      for (int n = 0; n < HALF; ++n) passing[row].share[n] = s.pairs.all_pass[row][threadIdx.x] + beyond[row];
+      beyond[row] = 0.f;  // from here on of the other half
+    }
     Held<M> quarters[2];  // tokens as they meet those beyond the middle of this half
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
@@ -385,7 +409,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
       load_channels(y, (x ? s.q : s.k) + 16 * m * LD<T, TILE> + strip, LD<T, TILE>);
       gates_of_block(m, [&](int p, float2 gates) {
         const Decays<ReadOrder> decays(decays_of(gates));
-        const float far = x == 0 && p < 2 ? all[p & 1][2 * m + 1] : x == 1 && p >= 2 ? all[p & 1][2 * m] : 1.f;
+        const float far = x == 0 && p < 2 ? decays_here[p & 1][1] : x == 1 && p >= 2 ? decays_here[p & 1][2] : 1.f;
         quarters[x].set(p, far * (x ? decays.start : decays.end) * y[p]);
       });
     }
@@ -436,19 +460,25 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         __syncwarp();  // q is read, where dq comes
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
+          const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
           const float2 pairs = pair_of(P[lower], row), near = one * (queries.get(p) * pairs);
           float2 sum = one * (query[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of keys before the border
             const float2 part = by * pair_of(d, row), weight = q[p] * part;
             sum = sum + part, from = from + weight;
 #pragma unroll
-            for (int to = border; to < n; ++to) passing[row].share[to] += weight.x + weight.y;
+            for (int to = border; to < at; ++to) passing[row].share[to] += weight.x + weight.y;
+            return weight.x + weight.y;
           };
-          passes(scale * product_of(all[row], 0, n) * start[p], dq[m][lower], 0);
-          if (half) passes(product_of(all[row], SUBS / 2, n) * start[p], P32[lower], SUBS / 2);
-          if (x) passes(product_of(all[row], 2 * m, n) * start[p], P16[lower], 2 * m);
-          if (lower) passes(start[p], P8, n);
+          const float within = product_of(decays_here[row], 0, at);
+          const float passed =
+              passes(scale * product_of(decays_here[row], 0, at, before[row]) * start[p], dq[x][lower], 0);
+          if (half) {
+            beyond[row] += passed;
+            passes(within * start[p], P32[lower], 0);
+          }
+          if (x) passes(product_of(decays_here[row], 2, at) * start[p], P16[lower], 2);
+          if (lower) passes(start[p], P8, at);
           from_queries[p] = from + near;
           put_tokens(s.q, n, row, sum + u[row] * own_of(n) * k[p]);
         }
@@ -475,43 +505,65 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
         __syncwarp();  // k is read, where dk comes
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const int row = p & 1, lower = p >> 1, n = 2 * m + lower;
+          const int row = p & 1, lower = p >> 1, at = 2 * x + lower, n = HALF * half + at;
           const float2 pairs = pair_of(R[lower], row), near = one * (keys.get(p) * pairs);
           float2 sum = one * (key[p] * pairs), from = {0.f, 0.f};
           const auto passes = [&](float2 by, const float (&d)[4], int border) {  // of queries behind the border
             const float2 part = by * pair_of(d, row), weight = k[p] * part;
             sum = sum + part, from = from + weight;
 #pragma unroll
-            for (int to = n + 1; to < border; ++to) passing[row].share[to] += weight.x + weight.y;
+            for (int to = at + 1; to < border; ++to) passing[row].share[to] += weight.x + weight.y;
+            return weight.x + weight.y;
           };
-          passes(product_of(all[row], n + 1, SUBS) * end[p], dk[m][lower], SUBS);
-          if (!half) passes(product_of(all[row], n + 1, SUBS / 2) * end[p], R32[lower], SUBS / 2);
-          if (!x) passes(product_of(all[row], n + 1, 2 * m + 2) * end[p], R16[lower], 2 * m + 2);
-          if (!lower) passes(end[p], R8, n + 1);
+          float to_end = product_of(decays_here[row], at + 1, HALF);
+          if (!half) {
+#pragma unroll
+            for (int n = HALF; n < SUBS; ++n) to_end *= decay_over(n, row);
+          }
+          const float passed = passes(to_end * end[p], dk[x][lower], HALF);
+          if (!half) {
+            beyond[row] += passed;
+            passes(product_of(decays_here[row], at + 1, HALF) * end[p], R32[lower], HALF);
+          }
+          if (!x) passes(product_of(decays_here[row], at + 1, 2) * end[p], R16[lower], 2);
+          if (!lower) passes(end[p], R8, at + 1);
           put_tokens(s.k, n, row, sum + u[row] * own_of(n) * q[p]);
           const float2 later = from_queries[p] + -1.f * near;
           const float behind = sums(later.x + later.y).behind, before = sums(from.x + from.y).before;
-          if (BEFORE) passing[row].dg[n] = {later.y + behind - near.x, behind - near.y};
-          else passing[row].dg[n] = {later.x + later.y + behind, later.y + behind};
-          passing[row].dg[n] = passing[row].dg[n] + float2{before, from.x + before};
+          if (BEFORE) passing[row].dg[at] = {later.y + behind - near.x, behind - near.y};
+          else passing[row].dg[at] = {later.x + later.y + behind, later.y + behind};
+          passing[row].dg[at] = passing[row].dg[at] + float2{before, from.x + before};
         }
       }
     }
-  }
-  if (grows) {
 #pragma unroll
-    for (int p = 0; p < 4 * BLOCKS; ++p) {
-      float2& dg = passing[p & 1].dg[p >> 1];
-      dg = dg + one * pairs_of[p / 4].dg[p % 4];
+    for (int row = 0; row < 2; ++row) {
+#pragma unroll
+      for (int n = 0; n < HALF; ++n) {
+        float2 dg = passing[row].dg[n];
+        if (grows) dg = dg + one * pairs_of[2 * half + n / 2].dg[n % 2 * 2 + row];
+        const float others = sums(passing[row].share[n]).all;
+        low[row][n] = high[row][n], high[row][n] = dg + float2{others, others};
+      }
+      before[row] = product_of(decays_here[row], 0, HALF);
+    }
+#pragma unroll
+    for (int x = 0; x < BLOCKS / 2; ++x) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq[x][n][i] = dq[2 + x][n][i], dk[x][n][i] = dk[2 + x][n][i];
+      }
     }
   }
   __syncwarp();  // g is read, where dg comes
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
+    const float others = sums(beyond[row]).all;
 #pragma unroll
-    for (int n = 0; n < SUBS; ++n) {
-      const float others = sums(passing[row].share[n]).all;
-      put_tokens(s.g, n, row, passing[row].dg[n] + float2{others, others});
+    for (int n = 0; n < HALF; ++n) {
+      put_tokens(s.g, n, row, low[row][n] + float2{others, others});
+      put_tokens(s.g, HALF + n, row, high[row][n]);
     }
   }
   __syncthreads();  // the results stand

@@ -4,7 +4,7 @@
 //           [N, H, K, V] float32; SegmentState: decays [N, H, 2, K]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      Shared: two chunks of inputs, operands of the present one's scores, the scores
-// barriers  one, then three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
+// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
 // numerics  forward_operands.cuh says where tokens meet; S stays in float32 accumulators. bfloat16 data: products in
 //           bfloat16, scores as two numbers. Others: tf32, PRODUCTS of them for float32 (fragments.cuh)
 // source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
@@ -70,17 +70,8 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
   const float scale = float(args.scale);
 
   State<BK> S;
-  const auto each = [&](auto f) {  // f(value, its place in the array of states, whether it is in there)
-    const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
-    i64 at = (i64(pair) * shape.K + args.channel + 2 * t) * shape.V + v_tile + 16 * warp + g;
-#pragma unroll
-    for (int c = 0; c < BK / 8; ++c) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x)
-        f(S[c][x], at + (x & 1) * shape.V + 8 * (x >> 1),
-          8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
-      at += 8 * opaque(int(shape.V));  // else all addresses are made at once, and there are no registers for that
-    }
+  const auto each = [&](auto f) {
+    each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
   each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
   if constexpr (READS) {
@@ -89,7 +80,6 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
         s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
     for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (threadIdx.x < STAGES) s.grows[threadIdx.x] = false;
     if (Mine::PARTS == 1)
       for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   }
@@ -111,33 +101,9 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     cp_async_commit();
   };
   const auto fetch_next_gates = [&](int token) {
-#pragma unroll
-    for (int x = 0; x < Mine::PER; ++x) {
-      const Mine me(x);
-      const G* from = args.g.row(b, h, span.start + token + me.row(0)) + args.channel + me.channel;
-      const int rows = tokens - token - me.row(0);
-      if (!me.any()) break;
-      if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<BK>(s.gates, me, from, args.g.t, rows, channels - me.channel);
-      else
-        fetch_gates_slowly<BK, Mine::W>(s.gates + me.row(0) * BK + me.channel, from, args.g.t, rows,
-                                        channels - me.channel);
-    }
+    fetch_chunk_gates<Mine, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
+                                bytes);
     cp_async_commit();
-  };
-  const auto put_spans = [&] {  // of gates that this thread has fetched; whether any grows
-    bool grows = false;
-#pragma unroll
-    for (int x = 0; x < Mine::PER; ++x) {
-      const Mine me(x);
-      if (!me.any()) break;
-      Gates<Mine::W, G> gates;
-      float decay[Mine::W];
-      load_gates<BK>(gates, s.gates, me);
-      decay_of_span<Mine::W>(decay, gates);
-      put_decay(s.spans[me.span], me, decay);
-      grows |= any_grows<Mine::W>(gates);
-    }
-    return grows;
   };
 
   float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
@@ -145,16 +111,13 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     fetch(0, 0);
     fetch_next_gates(0);
   }
-  if constexpr (READS) __syncthreads();  // no gate has been looked at
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    const bool grows = put_spans();
-    if constexpr (READS)
-      if (grows) s.grows[stage] = true;
-    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS)
-      if (threadIdx.x == 0) s.grows[stage ^ 1] = false;
+    bool grows = put_spans<Mine, BK>(s);
+    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS) grows = __syncthreads_or(grows);
+    else __syncthreads();
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
@@ -169,7 +132,7 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     if constexpr (READS) {
 #pragma unroll 1
       for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-        if (task < C / BC && s.grows[stage]) {
+        if (grows && task < C / BC) {
           const i64 at = span.start + token + BC * task;
           const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
           const G* g = args.g.row(b, h, at) + args.channel;
@@ -181,11 +144,11 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
       }
       read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     }
-    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay);
+    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
     if (!READS && threadIdx.x < BK) total *= s.decay[threadIdx.x];
     if constexpr (READS) {
       __syncthreads();  // the scores stand
-      read_scores<PRODUCTS, BV, Schedule, T, BK>(o, s, s.v[stage]);
+      read_scores<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
       const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
       T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
       const int rows = tokens - token - g;

@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* from, i64 stride, in
   rows = int(col) < width ? rows - first : 0;
 #pragma unroll UNROLL
   for (int down = 0; down < ROWS; down += AT_ONCE) {
-    if (ROWS < AT_ONCE && first >= ROWS) break;
+    if (ROWS % AT_ONCE && first + down >= ROWS) break;
     T* const here = AT_ONCE % 8 ? place<COLS>(tile, first + down, col) : to + down * COLS;
     if constexpr (BYTES >= 4) cp_async<BYTES>(here, from, down < rows);
     else *here = down < rows ? *from : from_float<T>(0.f);

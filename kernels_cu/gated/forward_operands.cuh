@@ -326,3 +326,35 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
   }
   decay_keys<PRODUCTS>(s, stage, me, a);
 }
+
+// Decays of spans whose gates this thread has fetched; whether any grows.
+template <class Share, int BK, class Shared> __device__ __forceinline__ bool put_spans(Shared& s) {
+  bool grows = false;
+#pragma unroll
+  for (int n = 0; n < Share::PER; ++n) {
+    const Share me(n);
+    if (!me.any()) break;
+    Gates<Share::W, typename Shared::Gate> gates;
+    float decay[Share::W];
+    load_gates<BK>(gates, s.gates, me);
+    decay_of_span<Share::W>(decay, gates);
+    put_decay(s.spans[me.span], me, decay);
+    grows |= any_grows<Share::W>(gates);
+  }
+  return grows;
+}
+
+// Starts to copy this thread's gates of a chunk of so many rows.
+template <class Share, int BK, typename G>
+__device__ __forceinline__ void fetch_chunk_gates(G* gates, const Rows<const G>& g, i64 b, i64 h, i64 token, int rows,
+                                                  i64 channel, int channels, int bytes) {
+#pragma unroll
+  for (int n = 0; n < Share::PER; ++n) {
+    const Share me(n);
+    const G* from = g.row(b, h, token + me.row(0)) + channel + me.channel;
+    const int left = rows - me.row(0);
+    if (!me.any()) break;
+    if (bytes >= Share::W * int(sizeof(G))) fetch_gates<BK>(gates, me, from, g.t, left, channels - me.channel);
+    else fetch_gates_slowly<BK, Share::W>(gates + me.row(0) * BK + me.channel, from, g.t, left, channels - me.channel);
+  }
+}

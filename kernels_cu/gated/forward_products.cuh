@@ -46,44 +46,75 @@ __device__ __forceinline__ void put_score(float* to, float x, int) { *to = x; }
 // the first tasks are a sub-chunk each.
 template <typename T> constexpr int TASKS = CHUNK<T> == 32 ? 8 : 3;
 
+// Which queries and keys a task is about: of a lane, a query of either half and a pair of keys.
+template <typename T> struct ScoreTask {
+  int kind, n, first;
+  bool within, across;
+
+  __device__ __forceinline__ explicit ScoreTask(int task)
+      : kind(CHUNK<T> == 16 && task == 2 ? 2 : task / 2),
+        n(task & 1),
+        first(16 * (kind & 1)),
+        within(kind < 2),
+        across(kind == 3) {}
+  __device__ __forceinline__ bool has(int half) const { return half == n || across; }  // or the other sub-chunk's
+  __device__ __forceinline__ int row(int half) const {
+    const int g = (threadIdx.x & 31) >> 2;
+    return within ? 16 * kind + 8 * n + g : across ? 16 + 8 * half + g : 16 * n + 8 + g;
+  }
+  __device__ __forceinline__ int column() const {
+    return (within ? 16 * kind + 8 * n : across ? 8 * n : 16 * n) + 2 * (threadIdx.x & 3);
+  }
+};
+
+// A lane's pairs of scores of a task, of either half of its queries.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
-__device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, int task) {
+__device__ __forceinline__ void score_task(float (&d)[4], const ScoreStorage<Schedule, T, BK>& s,
+                                           const ScoreTask<T>& task) {
   using Storage = ScoreStorage<Schedule, T, BK>;
   using Middle = MiddleOf<Schedule, T>;
-  constexpr int LDA = Storage::LDA;
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  const int kind = CHUNK<T> == 16 && task == 2 ? 2 : task / 2, n = task & 1;
-  const bool within = kind < 2, across = kind == 3;
-  const int first = 16 * (kind & 1);
-  float d[4];
+  const int first = task.first, key = first + 8 * task.n;
   if constexpr (sizeof(typename Storage::Middle) == sizeof(typename Storage::X)) {  // one place in the program
-    const auto* queries = within ? s.middle_q : s.border;
-    const auto* keys = within ? s.middle_k : s.border + Storage::BORDER * BK;
-    score_tile<T, PRODUCTS, BK>(d, queries, keys, first, first + 8 * n);
-  } else if (within) {
+    const auto* queries = task.within ? s.middle_q : s.border;
+    const auto* keys = task.within ? s.middle_k : s.border + Storage::BORDER * BK;
+    score_tile<T, PRODUCTS, BK>(d, queries, keys, first, key);
+  } else if (task.within) {
     score_tile<typename Middle::Product, Middle::template PRODUCTS<PRODUCTS>, BK>(d, s.middle_q, s.middle_k, first,
-                                                                                  first + 8 * n);
+                                                                                  key);
   } else {
-    score_tile<T, PRODUCTS, BK>(d, s.border, s.border + Storage::BORDER * BK, first, first + 8 * n);
+    score_tile<T, PRODUCTS, BK>(d, s.border, s.border + Storage::BORDER * BK, first, key);
   }
+  if (!task.within) return;
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    if (x != n && !across) continue;  // the other sub-chunk's queries
-    const int i = within ? 16 * kind + 8 * n + g : across ? 16 + 8 * x + g : 16 * n + 8 + g;
-    const int j = (within ? 16 * kind + 8 * n : across ? 8 * n : 16 * n) + 2 * t;
-    float two[2] = {d[2 * x], d[2 * x + 1]};
-    if (within) {
+    if (!task.has(x)) continue;
+    const int i = task.row(x), j = task.column();
 #pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // as it is
-        if (j + p >= i || before) {
-          const auto& direct = s.direct[j + p != i];
-          two[p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];
-        }
+    for (int p = 0; p < 2; ++p) {
+      const bool before = ReadOrder::reads_before_write && j + p + 1 == i && i % SPAN;  // as it is
+      if (j + p >= i || before) {
+        const auto& direct = s.direct[j + p != i];
+        d[2 * x + p] = j + p > i ? 0.f : direct[0][i] + direct[1][i];
       }
     }
-    put_two(s.A + i * LDA + j, operand_value<T, PRODUCTS>(two[0]), operand_value<T, PRODUCTS>(two[1]), CHUNK<T> * LDA);
   }
+}
+template <int PRODUCTS, class Schedule, typename T, int BK>
+__device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task,
+                                           const float (&d)[4]) {
+  constexpr int LDA = ScoreStorage<Schedule, T, BK>::LDA;
+#pragma unroll
+  for (int x = 0; x < 2; ++x)
+    if (task.has(x))
+      put_two(s.A + task.row(x) * LDA + task.column(), operand_value<T, PRODUCTS>(d[2 * x]),
+              operand_value<T, PRODUCTS>(d[2 * x + 1]), CHUNK<T> * LDA);
+}
+template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
+__device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, int number) {
+  const ScoreTask<T> task(number);
+  float d[4];
+  score_task<ReadOrder, PRODUCTS>(d, s, task);
+  put_scores<PRODUCTS>(s, task, d);
 }
 
 // The scores of a sub-chunk where gates grow, from its rows in memory, of which there are `rows`.
@@ -124,6 +155,22 @@ __device__ __forceinline__ void load_scores(LeftTf32<SPLIT>& a, const float* A, 
 template <int BK> using State = float[BK / 8][4];                 // of a warp, [16 columns, BK], transposed
 template <typename T> using Output = float[CHUNK<T> / 16][2][4];  // of a warp, [CHUNK, 16 columns]
 
+// f(value, its place in the array of states, whether it is in there), of a state whose channels begin at `row` of all
+// states' rows of V numbers. A block has so many channels, and so many columns from v_tile on.
+template <int BK, class F>
+__device__ __forceinline__ void each_number(State<BK>& S, i64 row, i64 V, int v_tile, int channels, int columns, F f) {
+  const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
+  i64 at = (row + 2 * t) * V + v_tile + 16 * warp + g;
+#pragma unroll
+  for (int c = 0; c < BK / 8; ++c) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      f(S[c][x], at + (x & 1) * V + 8 * (x >> 1),
+        8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
+    at += 8 * opaque(int(V));  // else all addresses are made at once, and there are no registers for that
+  }
+}
+
 // o += (q decayed) S.
 template <int PRODUCTS, typename T, int BK>
 __device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, const typename OperandOf<T>::Type* q) {
@@ -143,12 +190,12 @@ __device__ __forceinline__ void read_state(Output<T>& o, const State<BK>& S, con
   }
 }
 
-// S <- diag(decay) S + (k decayed)^T v.
+// S <- diag(decay) S + (k decayed)^T v, of the columns from `column` on.
 template <int PRODUCTS, typename T, int BK, int BV>
 __device__ __forceinline__ void write_state(State<BK>& S, const typename OperandOf<T>::Type* k, const T* v,
-                                            const float* decay) {
+                                            const float* decay, int column) {
   const int t = opaque(threadIdx.x & 3);
-  const TransposedReader<BV, T> values(16 * (threadIdx.x >> 5));
+  const TransposedReader<BV, T> values(column);
   const RightReader<BK, typename OperandOf<T>::Type> keys;
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
@@ -171,11 +218,10 @@ __device__ __forceinline__ void write_state(State<BK>& S, const typename Operand
   }
 }
 
-// o += A v.
-template <int PRODUCTS, int BV, class Schedule, typename T, int BK>
-__device__ __forceinline__ void read_scores(Output<T>& o, const ScoreStorage<Schedule, T, BK>& s, const T* v) {
-  using Storage = ScoreStorage<Schedule, T, BK>;
-  const RightReader<BV, T, true> values(16 * (threadIdx.x >> 5));
+// o += A v, of the columns from `column` on; A as `Storage` has it.
+template <class Storage, int PRODUCTS, int BV, typename T>
+__device__ __forceinline__ void read_scores(Output<T>& o, const typename Storage::X* A, const T* v, int column) {
+  const RightReader<BV, T, true> values(column);
 #pragma unroll
   for (int n = 0; n < CHUNK<T> / 16; ++n) {
     Left<Math<T, PRODUCTS>> a;
@@ -185,7 +231,7 @@ __device__ __forceinline__ void read_scores(Output<T>& o, const ScoreStorage<Sch
     for (int m = n; m < CHUNK<T> / 16; ++m)
 #pragma unroll
       for (int number = 0; number < Storage::NUMBERS; ++number) {
-        load_scores<Storage::LDA>(a, s.A + number * CHUNK<T> * Storage::LDA, 16 * m, 16 * n);
+        load_scores<Storage::LDA>(a, A + number * CHUNK<T> * Storage::LDA, 16 * m, 16 * n);
         multiply(o[m][0], a, b[0]);
         multiply(o[m][1], a, b[1]);
       }

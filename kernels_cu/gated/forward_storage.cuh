@@ -54,7 +54,6 @@ template <class Schedule, typename T, int BK, bool READS = Schedule::reads> stru
   X A[NUMBERS * CHUNK<T> * LDA];  // scores, 0 above the diagonal
   float direct[2][2][CHUNK<T>];   // of a query with its own key, with the key before it; a part of the channels each
   float u[BK];                    // RWKV-6's bonus
-  u32 grows[STAGES];              // whether any gate does: of this chunk, and of the next one
 };
 template <class Schedule, typename T, int BK> struct ScoreStorage<Schedule, T, BK, false> {};
 
@@ -69,6 +68,7 @@ template <typename T> constexpr bool IN_PLACE = sizeof(typename OperandOf<T>::Ty
 
 template <class Schedule, typename T, typename G, int BK, int BV>
 struct alignas(16) Shared : ScoreStorage<Schedule, T, BK>, StateStorage<IN_PLACE<T>, T, BK> {
+  using Gate = G;
   T k[STAGES][CHUNK<T> * BK];
   T v[STAGES][CHUNK<T> * BV];
   G gates[CHUNK<T> * BK];            // of the present chunk until its operands are made, then of the next one

@@ -42,18 +42,22 @@ __device__ __forceinline__ float channel_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Sums of x over the eight lanes of a t = lane % 4: lane g = lane / 4 ends with COUNT / 8 of them, from g COUNT / 8 on.
+// Of lanes LANES apart each keeps a half. By recursion, since the compiler does not unroll such loops in time.
+template <int COUNT, int LANES = 16, int N> __device__ __forceinline__ void share_sums(float (&x)[N]) {
+  const bool upper = opaque(threadIdx.x) & LANES;
+#pragma unroll
+  for (int i = 0; i < COUNT / 2; ++i) {
+    const float first = x[i], second = x[i + COUNT / 2];
+    x[i] = (upper ? second : first) + __shfl_xor_sync(0xffffffffu, upper ? first : second, LANES);
+  }
+  if constexpr (LANES > 4) share_sums<COUNT / 2, LANES / 2>(x);
+}
+
 // Sums over the warp's channels of x[2n + p], which is this lane's share of token 8n + 2t + p.
 __device__ __forceinline__ void put_token_sums(float* to, float (&x)[8]) {
   const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
-#pragma unroll
-  for (int half = 4; half > 0; half /= 2) {  // lane g ends with value g
-    const bool upper = g & half;
-#pragma unroll
-    for (int n = 0; n < half; ++n) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], 4 * half);
-      x[n] = (upper ? x[n + half] : x[n]) + other;
-    }
-  }
+  share_sums<8>(x);
   to[g / 2 * 8 + 2 * t + g % 2] = x[0];
 }
 

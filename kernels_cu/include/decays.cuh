@@ -83,9 +83,8 @@ template <class ReadOrder> struct Middle {
   }
 };
 
-// The product of all[from...to-1].
-template <int N> __device__ __forceinline__ float product_of(const float (&all)[N], int from, int to) {
-  float x = 1.f;
+// The product of all[from...to-1], in this order, and of `x` before them.
+template <int N> __device__ __forceinline__ float product_of(const float (&all)[N], int from, int to, float x = 1.f) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
     if (n >= from && n < to) x *= all[n];

@@ -26,6 +26,15 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
+// Of a channel of the time mix four columns of the state behind a token, whose o they add to.
+__device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, float k, float r, float decay,
+                                               float ku) {
+  o = {fmaf(r, fmaf(ku, v.x, old.x), o.x), fmaf(r, fmaf(ku, v.y, old.y), o.y), fmaf(r, fmaf(ku, v.z, old.z), o.z),
+       fmaf(r, fmaf(ku, v.w, old.w), o.w)};
+  return {fmaf(decay, old.x, k * v.x), fmaf(decay, old.y, k * v.y), fmaf(decay, old.z, k * v.z),
+          fmaf(decay, old.w, k * v.w)};
+}
+
 // -- neighbours, which start on as many bytes as they take, or on 16 --------------------------------------------------
 template <typename X> __device__ __forceinline__ float2 load2(const X* x) {
   if constexpr (sizeof(X) == 4) return *reinterpret_cast<const float2*>(x);

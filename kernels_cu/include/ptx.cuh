@@ -111,6 +111,8 @@ template <> __device__ __forceinline__ u32 at_least<f16>(u32 x, u32 least) {
 
 // Lets the compiler forget where x comes from, so that it holds no register with what it could make of it.
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+// Of a tile's description: tiles further on are a sum away from it, where each would be made anew.
+__device__ __forceinline__ void forget(u64& x) { asm volatile("" : "+l"(x)); }
 
 // x in a register of its own, whatever becomes of x: for operands of products still under way. A sum, since CUDA 13.2's
 // assembler takes a move for x itself, and has products wait for one another where x is half of all registers.
@@ -198,6 +200,13 @@ __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
                : "memory");
 }
 
+// Stores 8 bytes to shared memory, `offset` behind the address of `at` XOR `flip`: as swizzled tiles want it, without a
+// sum for every flip.
+__device__ __forceinline__ void store_flipped(void* at, int flip, int offset, uint2 x) {
+  const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+
 // Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.
 template <int BYTES> __device__ __forceinline__ void cp_async(void* smem_dst, const void* gmem_src, bool valid) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -233,6 +242,17 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, bool some) {
       : "r"(id), "r"(threads), "r"(u32(some))
       : "memory");
   return any;
+}
+
+// Loads from global memory that neither compiler nor assembler takes before what stands above: registers decide when.
+__device__ __forceinline__ void load_in_turn(float4& x, const void* from) {
+  asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void load_in_turn(uint2& x, const void* from) {
+  asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
 }
 
 // ---- kernels that overlap: from sm_90 on, nothing before ----------------------------------------------------
@@ -344,12 +364,30 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same where what they wrote to shared memory is all that others need: one thread's fence, which comes after the
+// others' writes, is a quarter of the time of everyone's.
+__device__ __forceinline__ void cluster_sync_shared() {
+  __syncthreads();  // the block's writes are done
+  if (threadIdx.x == 0) asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The same where they have read what they need of each other's shared memory: nobody's writes are waited for.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.
 struct alignas(64) TensorMap {
   char bytes[128];
 };
+
+// Ask for what the card has to know of the map before it copies a box; nobody waits for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 
 // Start copying the box at (batch, head, token, column) to shared memory, zeros where it leaves the array; `b` counts
 // the bytes. One thread does it for all. It may leave the array at the far end alone.
@@ -560,7 +598,7 @@ WGMMA_FORMATS(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8)
 #undef WGMMA
 
 // The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. N is 32.
+// on. In half precision.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -574,9 +612,18 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accu
                  : __VA_ARGS__                                                                                      \
                  : "l"(a), "l"(b), "r"(int(accumulate)));                                                           \
   }
-WGMMA(bf16, 32, false, "k16.f32.bf16.bf16", ", 0", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
-WGMMA(f16, 32, false, "k16.f32.f16.f16", ", 0", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
+#define WGMMA_TILES(n, ...)                                      \
+  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
+  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)
+
+WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
+WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
+WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
+WGMMA_TILES(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
+WGMMA_TILES(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), "%128",
+            "%129", "%130", D32(0), D32(32), D32(64), D32(96))
 #undef WGMMA
+#undef WGMMA_TILES
 #undef WGMMA_FORMATS
 #undef EIGHT
 #undef TEN

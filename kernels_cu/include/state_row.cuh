@@ -41,3 +41,6 @@ __device__ __forceinline__ double over_the_warp(double sum) {
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   return sum;
 }
+
+// x, or with `adds` what is there and x.
+__device__ __forceinline__ void put(double& sum, double x, i64 adds) { sum = adds ? sum + x : x; }

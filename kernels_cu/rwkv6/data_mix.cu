@@ -31,9 +31,9 @@ __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args)
 
 #pragma unroll 1
   for (i64 c = input; c < input + INPUTS; ++c) {
+    const float4 maa = j < D ? load4(args.maa + c * D + j) : float4{};  // long before it is needed
     const auto sums = low_rank(s, args.low + (first * 5 + c) * A, 5 * A, tokens, args.up + c * A * D, A, D, column);
     if (j >= D) continue;
-    const float4 maa = load4(args.maa + c * D + j);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll

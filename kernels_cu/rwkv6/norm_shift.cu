@@ -1,16 +1,17 @@
 // what      What stands between two products: the channel mix's gate, layer norm, token shift, static mixes.
-// math      x += sigmoid(gate) value;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
-// shapes    x value gate xx d [B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
-//           mixed [C, B, D]; value and gate, or xx and d, or maa and shift may be null, then d = 0
-// grid      a block a sequence; 512 threads, up to 4 times 4 channels each
+// math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
+// shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
+//           mixed [C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or d = 0
+// grid      a block a sequence; 512 threads, EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to 8192
+// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to 8; as for shift, some launch between this one and the last that
+//           wrote it has waited for the one before it before it let the next begin
 #include "decode.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, EACH = 4;
+constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2, PARTS = 8;
 
 template <typename X> struct Args {
   float* x;
@@ -24,7 +25,7 @@ template <typename X> struct Args {
   float* xx;
   float* d;
   X* mixed;
-  i64 B, D, C;
+  i64 B, D, C, P;
   double eps;
 };
 
@@ -37,10 +38,29 @@ __device__ __forceinline__ float4 add_scaled(float4 a, float4 x, float4 b) {
   return {fmaf(x.x, b.x, a.x), fmaf(x.y, b.y, a.y), fmaf(x.z, b.z, a.z), fmaf(x.w, b.w, a.w)};
 }
 
-template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
+// What four channels meet, which the kernel before this one leaves as it is.
+struct Channels {
+  float4 weight, bias, shift, maa[MIXES];
+};
+
+template <typename X, int EACH> __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
   const i64 b = blockIdx.x, D = args.D, row = b * D;
+  float* const shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
+  const auto channels_at = [&](i64 j) {
+    Channels found = {load4(args.weight + j), load4(args.bias + j)};
+    if (shift) found.shift = load4(shift + j);
+#pragma unroll
+    for (int c = 0; c < MIXES; ++c)
+      if (args.maa && c < args.C) found.maa[c] = load4(args.maa + c * D + j);
+    return found;
+  };
+  constexpr bool EARLY = EACH <= 2;  // as far as there are registers
+  Channels channels[EACH];
+#pragma unroll
+  for (int n = 0; n < EACH; ++n)
+    if (const i64 j = 4 * (n * THREADS + threadIdx.x); EARLY && j < D) channels[n] = channels_at(j);
   wait_for_previous();
 
   float4 x[EACH];
@@ -52,9 +72,17 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_norm_shif
     if (j >= D) continue;
     x[n] = load4(args.x + row + j);
     if (args.value) {
-      const float4 gate = load4(args.gate + row + j);
-      x[n] = add_scaled(x[n], {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)},
-                        load4(args.value + row + j));
+      float4 parts[PARTS] = {}, open = {1.f, 1.f, 1.f, 1.f};  // all on their way at once
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        if (p < args.P) parts[p] = load4(args.value + p * args.B * D + row + j);
+      if (args.gate) {
+        const float4 gate = load4(args.gate + row + j);
+        open = {sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w)};
+      }
+#pragma unroll
+      for (int p = 1; p < PARTS; ++p) parts[0] = add_scaled(parts[0], {1.f, 1.f, 1.f, 1.f}, parts[p]);
+      x[n] = add_scaled(x[n], open, parts[0]);
       store4(args.x + row + j, x[n]);
     }
     sum += (x[n].x + x[n].y) + (x[n].z + x[n].w);
@@ -68,25 +96,27 @@ template <typename X> __global__ void __launch_bounds__(THREADS) rwkv6_norm_shif
   }
   const float scale = 1.f / sqrtf(block_sum<WARPS>(squares, s.squares) / D + float(args.eps));
 
-  float* shift = args.shift ? args.shift + (args.slots ? args.slots[b] : b) * D : nullptr;
 #pragma unroll
   for (int n = 0; n < EACH; ++n) {
     const i64 j = 4 * (n * THREADS + threadIdx.x);
     if (j >= D) continue;
+    if (!EARLY) channels[n] = channels_at(j);
+    const Channels& own = channels[n];
     const float4 scaled = {x[n].x * scale, x[n].y * scale, x[n].z * scale, x[n].w * scale};
-    const float4 xx = add_scaled(load4(args.bias + j), scaled, load4(args.weight + j));
+    const float4 xx = add_scaled(own.bias, scaled, own.weight);
     float4 d = {};
     if (shift) {
-      d = add_scaled(load4(shift + j), xx, {-1.f, -1.f, -1.f, -1.f});
+      d = add_scaled(own.shift, xx, {-1.f, -1.f, -1.f, -1.f});
       store4(shift + j, xx);
     }
     if (args.xx) {
       store4(args.xx + row + j, xx);
       store4(args.d + row + j, d);
     }
-    for (i64 c = 0; c < args.C; ++c) {
-      const float4 mixed = args.maa ? add_scaled(xx, d, load4(args.maa + c * D + j)) : xx;
-      store4(args.mixed + c * args.B * D + row + j, mixed);
+#pragma unroll
+    for (int c = 0; c < MIXES; ++c) {
+      const float4 mixed = args.maa ? add_scaled(xx, d, own.maa[c]) : xx;
+      if (c < args.C) store4(args.mixed + c * args.B * D + row + j, mixed);
     }
   }
 }

@@ -51,11 +51,7 @@ __device__ __forceinline__ void step_state(TimeMixScratch& s, const StatePart& p
   const float4 v = load4(s.v + column);
   float4 o = {};
   const auto row = [&](int c, float4 old) {
-    const float k = s.k[c], r = s.r[c], decay = s.decay[c], ku = k * s.u[c];
-    o = {fmaf(r, fmaf(ku, v.x, old.x), o.x), fmaf(r, fmaf(ku, v.y, old.y), o.y), fmaf(r, fmaf(ku, v.z, old.z), o.z),
-         fmaf(r, fmaf(ku, v.w, old.w), o.w)};
-    store4(state + c * N + column, {fmaf(decay, old.x, k * v.x), fmaf(decay, old.y, k * v.y),
-                                    fmaf(decay, old.z, k * v.z), fmaf(decay, old.w, k * v.w)});
+    store4(state + c * N + column, step_channel(o, old, v, s.k[c], s.r[c], s.decay[c], s.k[c] * s.u[c]));
   };
 #pragma unroll
   for (int n = 0; n < ROWS_HELD; ++n)

@@ -1,20 +1,22 @@
 // what      The time mix of one token of many sequences: decay, state, group norm, gate; each state is read and written
-//           once, and the next one is on its way while one is in work.
+//           once, and its first part is on its way before the inputs stand.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
 // shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
-//           slots [B] or null
-// grid      any number of blocks, each with its share of all (head, sequence), heads slowest; 256 threads: four columns
-//           of the state and every (1024 / N)-th channel each, or a quarter of a channel's sums
-// smem      Shared, then for two units N N of the state, k v r gate, low; then `up` of a head
-// barriers  a unit's: inputs, tanh(low), decay, parts of o, and the two sums of the group norm
+//           slots [B] or null; N = 64
+// grid      a block for every (head, 8 sequences), heads slowest; a warp a sequence: a lane has four columns of the
+//           state and every second channel
+// smem      Shared, then tanh(low) of each warp, then `up` of a head
+// barriers  one: `up` stands
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
-// limits    N a multiple of 4, up to 64
+// limits    N = 64; some launch between this one and the last that wrote the states has waited for the one before it
+//           before it let the next begin: states are read without waiting
 #include "decode.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, MAX_N = 64, QUARTERS = 4;
-constexpr int GAP = 8;  // behind a row of `up`: no bank conflicts
+constexpr int N = 64, THREADS = 256, WARPS = THREADS / 32;
+constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
+constexpr int ROWS = N / GROUPS, HELD = 16;        // of the state a lane, and those that it holds on their way
 
 template <typename T, typename X, typename S> struct Args {
   const float* k;
@@ -34,126 +36,104 @@ template <typename T, typename X, typename S> struct Args {
   double eps;
 };
 
-struct Shared {
-  float base[MAX_N], u[MAX_N], gain[MAX_N], bias[MAX_N];  // of a head
-  float decay[MAX_N];
-  float parts[4 * THREADS];  // of o: [4 THREADS / N, N]
-  float sum[WARPS], squares[WARPS];
+// What a channel's row of the state meets.
+struct alignas(16) Channel {
+  float k, r, decay, ku;
 };
 
-__device__ __forceinline__ float sum_of_quarters(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
+struct Shared {
+  Channel channels[WARPS][N];
+};
 
-// The sum over the channels, of which each has its value in four threads.
-__device__ __forceinline__ float sum_of_channels(float x, float (&parts)[WARPS]) {
-  x = warp_sum(x);
-  if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = x;
-  __syncthreads();  // the warps' sums stand
-  float sum = 0.f;
-#pragma unroll
-  for (int n = 0; n < WARPS; ++n) sum += parts[n];
-  return sum * (1.f / QUARTERS);
+// Four columns of a state of type S as they come.
+template <typename S> struct Four {
+  uint2 bits;
+  __device__ __forceinline__ explicit operator float4() const {
+    return {to_float(S{u16(bits.x)}), to_float(S{u16(bits.x >> 16)}), to_float(S{u16(bits.y)}),
+            to_float(S{u16(bits.y >> 16)})};
+  }
+};
+template <> struct Four<float> {
+  float4 bits;
+  __device__ __forceinline__ explicit operator float4() const { return bits; }
+};
+// A row's registers take the next one as soon as they are free, and not before.
+template <typename S> __device__ __forceinline__ Four<S> load_four(const S* x) {
+  Four<S> found;
+  load_in_turn(found.bits, x);
+  return found;
 }
 
 template <typename T, typename X, typename S>
-__global__ void __launch_bounds__(THREADS, 4) rwkv6_time_mix_batch(const Args<T, X, S> args) {
+__global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T, X, S> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
-  const int N = int(args.N), W = int(args.W), B = int(args.B), tid = threadIdx.x;
-  const i64 D = args.H * N, units = args.H * B;
-  const int first = int(units * blockIdx.x / gridDim.x), last = int(units * (blockIdx.x + 1) / gridDim.x);
-  const int state_bytes = N * N * int(sizeof(S)), stage_bytes = state_bytes + (4 * N + (W + 3) / 4 * 4) * 4;
-  unsigned char* const stages = reinterpret_cast<unsigned char*>(&s + 1);
-  T* const s_up = reinterpret_cast<T*>(stages + 2 * stage_bytes);
-  const auto state_of = [&](int unit) {
-    const i64 b = unit % B, h = unit / B;
-    return args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N;
-  };
-  const auto copy = [&](int unit) {
-    if (unit < last) {
-      unsigned char* const stage = stages + (unit - first) % 2 * stage_bytes;
-      const unsigned char* state = reinterpret_cast<const unsigned char*>(state_of(unit));
-      for (int at = 16 * tid; at < state_bytes; at += 16 * THREADS) cp_async<16>(stage + at, state + at, true);
-      const i64 b = unit % B, at = b * D + i64(unit / B) * N;
-      float* const vectors = reinterpret_cast<float*>(stage + state_bytes);
-      if (tid < N) {  // N / 4 threads a vector
-        const int which = tid / (N / 4), j = tid % (N / 4) * 4;
-        const float* from = which == 0 ? args.k : which == 1 ? args.v : which == 2 ? args.r : args.gate;
-        cp_async<16>(vectors + which * N + j, from + at + j, true);
-      }
-      for (int w = tid; w < W; w += THREADS) cp_async<4>(vectors + 4 * N + w, args.low + b * W + w, true);
-    }
-    cp_async_commit();
-  };
-  wait_for_previous();
-  copy(first);
+  const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int eights = (B + WARPS - 1) / WARPS, h = blockIdx.x / eights, b = blockIdx.x % eights * WARPS + warp;
+  const i64 D = args.H * N, head = i64(h) * N, at = b * D + head;
+  const int column = lane % QUADS * 4, group = lane / QUADS;
+  float* const s_low = reinterpret_cast<float*>(&s + 1) + warp * W;
+  T* const s_up = reinterpret_cast<T*>(reinterpret_cast<float*>(&s + 1) + WARPS * W);
 
-  const int quads = N / 4, groups = THREADS / quads, group = tid / quads, column = tid % quads * 4;
-  const int channel = tid / QUARTERS, quarter = tid % QUARTERS;
-  const float inverse_N = 1.f / N;
-  int before = -1;  // the head whose parameters stand
-#pragma unroll 1
-  for (int unit = first; unit < last; ++unit) {
-    const int h = unit / B, b = unit % B;
-    if (h != before) {  // whose readers have passed a barrier since
-      for (int at = tid; at < W * N; at += THREADS)
-        s_up[at / N * (N + GAP) + at % N] = args.up[at / N * D + h * N + at % N];
-      if (tid < N) {
-        s.base[tid] = args.decay[h * N + tid], s.u[tid] = args.u[h * N + tid];
-        s.gain[tid] = args.weight[h * N + tid], s.bias[tid] = args.bias[h * N + tid];
-      }
-      before = h;
-    }
-    cp_async_wait<0>();
-    __syncthreads();  // the inputs stand, the other stage is free
-    copy(unit + 1);
-    unsigned char* const stage = stages + (unit - first) % 2 * stage_bytes;
-    const S* old = reinterpret_cast<const S*>(stage);
-    const float* k = reinterpret_cast<const float*>(stage + state_bytes);
-    const float *v = k + N, *r = k + 2 * N, *gate = k + 3 * N;
-    float* const low = reinterpret_cast<float*>(stage + state_bytes) + 4 * N;
-    for (int w = tid; w < W; w += THREADS) low[w] = tanhf(low[w]);
-    __syncthreads();  // tanh(low) stands
-
-    float z = 0.f;
-    if (channel < N)
-#pragma unroll 4
-      for (int w = quarter; w < W; w += QUARTERS) z = fmaf(low[w], to_float(s_up[w * (N + GAP) + channel]), z);
-    z = sum_of_quarters(z);
-    if (channel < N && quarter == 0) s.decay[channel] = decay_of(-expf(z + s.base[channel]));
-    __syncthreads();  // the decay stands
-
-    if (group < groups) {
-      S* const state = state_of(unit);
-      const float4 values = load4(v + column);
-      float4 o = {};
-#pragma unroll 4
-      for (int c = group; c < N; c += groups) {
-        const float4 S_c = load4(old + c * N + column);
-        const float key = k[c], query = r[c], decay = s.decay[c], ku = key * s.u[c];
-        o = {fmaf(query, fmaf(ku, values.x, S_c.x), o.x), fmaf(query, fmaf(ku, values.y, S_c.y), o.y),
-             fmaf(query, fmaf(ku, values.z, S_c.z), o.z), fmaf(query, fmaf(ku, values.w, S_c.w), o.w)};
-        store4(state + c * N + column, {fmaf(decay, S_c.x, key * values.x), fmaf(decay, S_c.y, key * values.y),
-                                        fmaf(decay, S_c.z, key * values.z), fmaf(decay, S_c.w, key * values.w)});
-      }
-      store4(s.parts + group * N + column, o);
-    }
-    __syncthreads();  // the parts of o stand
-
-    float o = 0.f;
-    if (channel < N)
-      for (int n = quarter; n < groups; n += QUARTERS) o += s.parts[n * N + channel];
-    o = sum_of_quarters(o);
-    const float gain = channel < N ? s.gain[channel] : 0.f, bias = channel < N ? s.bias[channel] : 0.f;
-    const float mean = sum_of_channels(o, s.sum) * inverse_N;
-    const float centred = channel < N ? o - mean : 0.f;
-    const float variance = sum_of_channels(centred * centred, s.squares) * inverse_N;
-    if (channel < N && quarter == 0) {
-      const float normed = fmaf(centred * inverse_root(variance + float(args.eps)), gain, bias);
-      const float open = gate[channel];
-      args.y[b * D + h * N + channel] = from_float<X>(normed * open * sigmoid(open));
-    }
+  constexpr int EACH = 16 / sizeof(T);
+  for (int n = tid; n < W * (N / EACH); n += THREADS) {
+    const int w = n / (N / EACH), j = n % (N / EACH) * EACH;
+    cp_async<16>(s_up + w * N + j, args.up + w * D + head + j, true);
   }
+  cp_async_commit();
+  S* const state = b < B ? args.state + ((args.slots ? args.slots[b] : b) * args.H + h) * N * N : nullptr;
+  Four<S> held[HELD] = {};
+  const auto place = [&](int row) { return state + (row * GROUPS + group) * N + column; };
+  if (state)
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) held[n] = load_four(place(n));
+  const int own = 2 * lane;  // and its neighbour: the lane's channels of the decay
+  float2 z = load2(args.decay + head + own);
+  const float2 u = load2(args.u + head + own);
+  if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
+  cp_async_wait<0>();
+  __syncthreads();  // `up` stands
+  wait_for_previous();
+  if (!state) return;
+
+  for (int w = lane; w < W; w += 32) s_low[w] = tanhf(args.low[i64(b) * W + w]);
+  __syncwarp();
+  const float2 k = load2(args.k + at + own), r = load2(args.r + at + own);
+  const float4 v = load4(args.v + at + column);
+#pragma unroll 8
+  for (int w = 0; w < W; ++w) {
+    const float2 up = load2(s_up + w * N + own);
+    z = {fmaf(s_low[w], up.x, z.x), fmaf(s_low[w], up.y, z.y)};
+  }
+  s.channels[warp][own] = {k.x, r.x, decay_of(-expf(z.x)), k.x * u.x};
+  s.channels[warp][own + 1] = {k.y, r.y, decay_of(-expf(z.y)), k.y * u.y};
+  __syncwarp();
+
+  float4 o = {};
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    const float4 old = float4(held[row % HELD]);
+    if (row + HELD < ROWS) held[row % HELD] = load_four(place(row + HELD));
+    if (row % 4 == 0) __syncwarp();  // or all rows' channels are loaded first, and take registers
+    const Channel c = s.channels[warp][row * GROUPS + group];
+    store4(place(row), step_channel(o, old, v, c.k, c.r, c.decay, c.ku));
+  }
+  // All groups' channels: every lane has the sum of its columns.
+#pragma unroll
+  for (int by = QUADS; by < 32; by *= 2) {
+    o = {o.x + __shfl_xor_sync(0xffffffffu, o.x, by), o.y + __shfl_xor_sync(0xffffffffu, o.y, by),
+         o.z + __shfl_xor_sync(0xffffffffu, o.z, by), o.w + __shfl_xor_sync(0xffffffffu, o.w, by)};
+  }
+  constexpr float SHARE = 1.f / (N * GROUPS);  // each column is in GROUPS lanes
+  const float mean = warp_sum((o.x + o.y) + (o.z + o.w)) * SHARE;
+  o = {o.x - mean, o.y - mean, o.z - mean, o.w - mean};
+  const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
+  const float scale = inverse_root(variance + float(args.eps));
+  if (group > 0) return;
+  const float4 open = load4(args.gate + at + column);
+  const float4 gain = load4(args.weight + head + column), bias = load4(args.bias + head + column);
+  const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
+  store4(args.y + at + column,
+         {gated(fmaf(o.x * scale, gain.x, bias.x), open.x), gated(fmaf(o.y * scale, gain.y, bias.y), open.y),
+          gated(fmaf(o.z * scale, gain.z, bias.z), open.z), gated(fmaf(o.w * scale, gain.w, bias.w), open.w)});
 }

@@ -5,7 +5,7 @@
 //           float32; SegmentState: channel_decays [N, H, 2, K], column_decays [N, H, V]
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      ValueShared: as gated/forward.cu has it, and a chunk of gates of values
-// barriers  one, then three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have
+// barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand, gates of values have
 //           arrived | its scores stand
 // numerics  Scores as gated/forward.cu makes them. Where two tokens meet, values are decayed to and outputs from there:
 //           at the border of two sub-chunks or of the chunk's halves, so that both decays are at most 1, or in the
@@ -78,23 +78,13 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
   const float scale = float(args.scale);
 
   State<BK> S;
-  const auto each = [&](auto f) {  // f(value, its place in the array of states, whether it is in there)
-    const int thread = opaque(threadIdx.x), warp = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
-    i64 at = (i64(pair) * shape.K + args.channel + 2 * t) * shape.V + v_tile + 16 * warp + g;
-#pragma unroll
-    for (int c = 0; c < BK / 8; ++c) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x)
-        f(S[c][x], at + (x & 1) * shape.V + 8 * (x >> 1),
-          8 * c + 2 * t + (x & 1) < channels && 16 * warp + g + 8 * (x >> 1) < columns);
-      at += 8 * opaque(int(shape.V));  // else all addresses are made at once, and there are no registers for that
-    }
+  const auto each = [&](auto f) {
+    each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
   each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
   if constexpr (READS) {
     for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
       s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (threadIdx.x < STAGES) s.grows[threadIdx.x] = false;
     if (Mine::PARTS == 1)
       for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
   }
@@ -108,32 +98,8 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     fetch_rows<BV, THREADS, T>(s.v[stage], args.v.row(b, h, at) + v_tile, args.v.t, rows, columns, bytes);
   };
   const auto fetch_next_gates = [&](int token) {
-#pragma unroll
-    for (int x = 0; x < Mine::PER; ++x) {
-      const Mine me(x);
-      const G* from = args.g.row(b, h, span.start + token + me.row(0)) + args.channel + me.channel;
-      const int rows = tokens - token - me.row(0);
-      if (!me.any()) break;
-      if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<BK>(s.gates, me, from, args.g.t, rows, channels - me.channel);
-      else
-        fetch_gates_slowly<BK, Mine::W>(s.gates + me.row(0) * BK + me.channel, from, args.g.t, rows,
-                                        channels - me.channel);
-    }
-  };
-  const auto put_spans = [&] {  // of gates that this thread has fetched; whether any grows
-    bool grows = false;
-#pragma unroll
-    for (int x = 0; x < Mine::PER; ++x) {
-      const Mine me(x);
-      if (!me.any()) break;
-      Gates<Mine::W, G> gates;
-      float decay[Mine::W];
-      load_gates<BK>(gates, s.gates, me);
-      decay_of_span<Mine::W>(decay, gates);
-      put_decay(s.spans[me.span], me, decay);
-      grows |= any_grows<Mine::W>(gates);
-    }
-    return grows;
+    fetch_chunk_gates<Mine, BK>(s.gates, args.g, b, h, span.start + token, tokens - token, args.channel, channels,
+                                bytes);
   };
 
   float total = 1.f, totals[2] = {1.f, 1.f};  // SegmentState: decays of channel threadIdx.x and of this lane's columns
@@ -142,16 +108,13 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     fetch_next_gates(0);
   }
   cp_async_commit();
-  if constexpr (READS) __syncthreads();  // no gate has been looked at
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    const bool grows = put_spans();
-    if constexpr (READS)
-      if (grows) s.grows[stage] = true;
-    __syncthreads();  // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS)
-      if (threadIdx.x == 0) s.grows[stage ^ 1] = false;
+    bool grows = put_spans<Mine, BK>(s);
+    // a chunk has arrived and its spans' decays stand; the last one's place is free
+    if constexpr (READS) grows = __syncthreads_or(grows);
+    else __syncthreads();
     const bool more = token + C < tokens;
     fetch_rows<BV, THREADS, T>(s.value_gates, args.gv.row(b, h, span.start + token) + v_tile, args.gv.t, tokens - token,
                                columns, bytes);
@@ -170,7 +133,7 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     if constexpr (READS)
 #pragma unroll 1
       for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-        if (task < SUBS && s.grows[stage]) {
+        if (grows && task < SUBS) {
           const i64 at = span.start + token + BC * task;
           const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
           const G* g = args.g.row(b, h, at) + args.channel;

@@ -400,7 +400,8 @@ def vjp(op, *arrays, **arguments):
 
     (Yang et al., 2024, section 4.4.) ``pullback(do)`` or ``pullback(do, dht)`` is called on all ranks, each with the
     gradient of its own o, and with that of the whole final state, the same on every rank. It returns the gradients of
-    this rank's arrays, then that of the whole `initial_state`, the same on every rank, as is that of rwkv6's u.
+    this rank's arrays, then that of the whole `initial_state`, the same on every rank, as is that of rwkv6's u; with
+    ``summed=False`` u's is that of this rank's tokens, which spares a message.
 
     dF is one forward pass backwards in time (for the normaliser and two gates one backward pass). An all-gather of
     K * V + K floats a head follows, then the backward pass itself.

@@ -57,7 +57,9 @@ class Recurrence:
         if not gates:
             return None
         factor = gates[0] if gates[0].ndim == 3 else gates[0][..., None]
-        factor = factor.repeat(self.problem.groups, axis=1)[..., None]
+        if self.problem.groups > 1:
+            factor = factor.repeat(self.problem.groups, axis=1)
+        factor = factor[..., None]
         return factor if len(gates) < 2 else factor * gates[1][:, :, None]
 
     def carry(self, state, own, gates, tokens):

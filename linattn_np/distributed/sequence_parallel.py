@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from ..ops import declaration
 from . import operators
 from .data_parallel import DataParallel
 
@@ -46,12 +47,6 @@ class CutSequences:
         return everyones[source] if 0 <= source < self.comm.size else None
 
     def vjp_of(self, operator, *arrays, **options):
-        """The gradients of what has no tokens are the sum over all ranks, of which each takes an equal share."""
+        """A rank's gradients of what has no tokens are those of its own: the mean over all ranks puts them together."""
         result, pullback = operators.vjp(getattr(operators, operator.__name__), *arrays, comm=self.comm, **options)
-        axes = declaration(operator, "SequenceParallel").arrays.values()
-
-        def pull(do):
-            gradients = zip(pullback(do), axes, strict=True)
-            return tuple(x if "T" in of_x.split() else x / self.comm.size for x, of_x in gradients)
-
-        return result, pull
+        return result, partial(pullback, summed=False)

@@ -265,7 +265,10 @@ class Share:
         edge = self.dht if backwards else self.state
         count = len(self.problem.op.state)
         found, state = {}, None
+        awaited = sum((segment.outgoing if backwards else segment.incoming) is not None for segment in self.own)
         for segment in self.cut.running(backwards):
+            if len(found) == awaited:
+                break
             arrives, leaves = segment.incoming, segment.outgoing
             if backwards:
                 arrives, leaves = leaves, arrives
@@ -384,12 +387,12 @@ class Share:
         return np.empty_like(self.arrays[0], shape=(B, HV, T, V))
 
     # -- backward -----------------------------------------------------------------------------------------------------
-    def pullback(self, do, dht=None):
+    def pullback(self, do, dht=None, *, summed=True):
         """Gradients of this rank's arrays, then those of the whole initial state; see `vjp`."""
         with lasting_memory(self.problem.home):
-            return self.gradients(do, dht)
+            return self.gradients(do, dht, summed)
 
-    def gradients(self, do, dht):
+    def gradients(self, do, dht, summed):
         op = self.problem.op
         self.question = Question(self.comm, op.name, lambda _: self.check_gradients(do, dht))
         do, self.dht = self.question.checked
@@ -413,7 +416,7 @@ class Share:
         if came_in is None:
             wait()
         result = tuple(
-            self.as_caller(self.joined(number, name, gradients), axes)
+            self.as_caller(self.joined(number, name, gradients, summed), axes)
             for number, (name, axes) in enumerate(op.arrays.items())
         )
         if self.state is None:
@@ -454,10 +457,13 @@ class Share:
         if found := self.pulls[segment.index].summarise(do[:, :, segment.start : segment.stop]):
             self.kept[segment.index] = found[2]
 
-    def joined(self, number, name, gradients):
-        """An array's gradient from those of the own segments; of what all tokens share the sum over all ranks."""
+    def joined(self, number, name, gradients, summed):
+        """An array's gradient from those of the own segments; of what all tokens share the sum over all ranks, or over
+        the own segments where that is not to be `summed`."""
         x = self.arrays[number]
         if "T" not in self.problem.op.arrays[name].split():
+            if not summed:
+                return sum(gradients[segment.index][number] for segment in self.own).astype(x.dtype, copy=False)
             return self.summed(x, {segment.slot: [gradients[segment.index][number]] for segment in self.own})
         if len(self.own) == 1:
             return gradients[self.own[0].index][number]

@@ -2,14 +2,15 @@
 
     y = x W^T,    W [M, K]
 
-    float32     NumPy's BLAS
+    float32
     bfloat16    exact for a checkpoint in bfloat16
     int8        w = scale_m q,           q in -127..127, a scale for every row, float32
     int4        w = scale_mb (q - 8),    q in 0..15, a scale for every 32 neighbours of a row, bfloat16: 4.5 bits in all
 
 A token's product takes as long as the matrix takes to be read, so that half of the bits is half of the time. Loops of
-Numba's (`matrix_loops`) widen the numbers in registers; NumPy has none that do. A prompt's product widens some rows at
-a time and leaves them to BLAS, which reuses each for all tokens.
+Numba's (`matrix_loops`) widen the numbers in registers, and read float32 at up to twice the speed of BLAS, which reads
+several rows at once. Their sums are float32, in an order of their own: they differ from NumPy's by its rounding. A
+prompt's product widens some rows at a time and leaves them to BLAS, which reuses each for all tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .threads import Board
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 TILE, BLOCK = 64, 32  # rows that lie side by side; numbers of a row that share a scale in int4
 FEW = 16  # tokens: with more, widening the matrix once costs less than reading it for each
+FEW_OF_FLOAT32 = 8  # there is nothing to widen
 # Numbers that are widened at a time: few stay in a core's own cache, many save BLAS from arranging x again and again.
 WIDE = {"a token": 1 << 13, "least": 1 << 18, "most": 1 << 22}
 CANDIDATES = np.linspace(0.7, 1.1, 9, dtype=np.float32)  # of int4's scale, as parts of what the largest asks for
@@ -33,11 +35,11 @@ NONE = np.zeros(1, np.float32)
 
 
 class Matrix:
-    """W [M, K], or several of one shape, [S, M, K], in one of FORMATS but float32.
+    """W [M, K], or several of one shape, [S, M, K], in one of FORMATS.
 
-    bits : [S, tiles, K, ...]: of TILE rows an input's numbers lie side by side, input after input
-        bfloat16's bits or int8 [..., TILE]; int4 [..., TILE / 8] words of eight numbers, row r's in bits
-        4 (r // 8) of word r % 8
+    bits : float32 [S, M, K]. Of fewer bits [S, tiles, K, ...], where of TILE rows an input's numbers lie side by side,
+        input after input: bfloat16's bits or int8 [..., TILE]; int4 [..., TILE / 8] words of eight numbers, row r's in
+        bits 4 (r // 8) of word r % 8
     scales : int8's [S, tiles, TILE], int4's [S, tiles, blocks, TILE] as bfloat16's bits
     """
 
@@ -55,9 +57,11 @@ class Matrix:
         x = np.ascontiguousarray(x, np.float32)
         stack = x.reshape(-1, *x.shape[-2:])
         y = np.empty((*stack.shape[:2], self.shape[-2]), np.float32)
-        if stack.shape[1] <= FEW:
+        if stack.shape[1] <= (FEW_OF_FLOAT32 if self.format == "float32" else FEW):
             with board.helped(self.nbytes):
                 loops().multiply(board.array, self.code, *self.where, stack, y)
+        elif self.format == "float32":
+            np.matmul(stack, self.bits.swapaxes(1, 2), out=y)
         else:
             for n, (one, to) in enumerate(zip(stack, y)):
                 self.blas(one, n * self.bits.shape[1], to, board)
@@ -79,6 +83,8 @@ class Matrix:
 
     def widened(self) -> np.ndarray:
         """float32, of `shape`: the numbers that products are of."""
+        if self.format == "float32":
+            return self.bits.reshape(self.shape)
         M, K = self.shape[-2:]
         S, tiles = self.bits.shape[:2]
         if self.format == "bfloat16":
@@ -93,7 +99,7 @@ class Matrix:
 
 
 def pack(w, format: str) -> Matrix:
-    """`w` [M, K] or [S, M, K], floats, in one of FORMATS but float32."""
+    """`w` [M, K] or [S, M, K], floats, in one of FORMATS."""
     w = np.asarray(w)
     q, scales = quantised(w.reshape(-1, *w.shape[-2:]), format)
     return of_rows(format, q, scales, w.shape)
@@ -101,6 +107,8 @@ def pack(w, format: str) -> Matrix:
 
 def of_rows(format, q, scales, shape) -> Matrix:
     """A matrix of what `quantised` returns."""
+    if format == "float32":
+        return Matrix(format, shape, np.ascontiguousarray(q), None)
     if format == "bfloat16":
         return Matrix(format, shape, tiled(q), None)
     if format == "int8":
@@ -115,15 +123,18 @@ def of_rows(format, q, scales, shape) -> Matrix:
 def quantised(w, format):
     """(numbers [S, M, K], scales) of floats [S, M, K].
 
+    float32     float32, no scales
     bfloat16    its bits, no scales
     int8        int8 from -127 to 127, and float32 [S, M]
     int4        uint8 from 0 to 15, and bfloat16's bits [S, M, blocks]
     """
-    if format not in FORMATS[1:]:
-        raise ContractError(f"pack: format is {format!r}, expected one of {', '.join(map(repr, FORMATS[1:]))}")
+    if format not in FORMATS:
+        raise ContractError(f"pack: format is {format!r}, expected one of {', '.join(map(repr, FORMATS))}")
     if format == "bfloat16":
         return w.astype(BFLOAT16).view(np.uint16), None
     w = w.astype(np.float32, copy=False)
+    if format == "float32":
+        return w, None
     if not np.isfinite(w).all():
         raise ContractError(f"pack: w has numbers that are not finite, which {format} cannot hold")
     if format == "int4":

@@ -1,15 +1,19 @@
-"""Numba's loops over matrices of few bits, as `matrices` keeps them: tiles of TILE rows of W, input after input.
+"""Numba's loops over matrices as `matrices` keeps them: rows of float32, and tiles of TILE rows of fewer bits, in which
+input follows input.
 
-A tile's sums stay in registers while its inputs pass, so that there is nothing to add up across lanes, and inputs that
-are zero are passed over: their numbers are not read. Several threads share a product: the caller's publishes it in
-`board`, each thread claims tiles, and the caller goes on when all are done. Nobody waits for a thread that is late.
+A tile's sums stay in registers while its inputs pass, so that there is nothing to add up across lanes. A core reads one
+stream of neighbours at twice the speed of several, or of one with gaps. So rows of float32 are read one by one; and
+inputs that are zero are passed over, their numbers not read, only where most of them are.
+
+Several threads share a product: the caller's publishes it in `board`, each thread claims tiles, and the caller goes on
+when all are done. Nobody waits for a thread that is late.
 """
 
 import os
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -19,19 +23,23 @@ VECTORS = TILE // LANES
 WORDS_OF_INT4 = 8  # of an input in a tile
 OFFSETS = [264.0] * WORDS_OF_INT4 + [24.0] * WORDS_OF_INT4  # of int4: 256 + q and 16 + q, less the 8 of q - 8
 BLOCK = 32  # inputs that share a scale in int4
-CODES = {"bfloat16": 0, "int8": 1, "int4": 2}
+CODES = {"bfloat16": 0, "int8": 1, "int4": 2, "float32": 3}
+TILED = tuple(CODES)[:3]
 BYTES = {"bfloat16": 2 * TILE, "int8": TILE, "int4": TILE // 2}  # of an input's numbers in a tile
 CACHE_LINE = 64
-# How many inputs before its turn an input's numbers are asked for. Of the formats that take more instructions than
-# memory takes time: their loops come too late to what the processor would fetch by itself. bfloat16 is slower with it.
+# How many inputs before its turn an input's numbers are asked for. Where all are read, of the formats that take more
+# instructions than memory takes time: their loops come too late to what the processor would fetch by itself. bfloat16
+# is slower with it.
 AHEAD = {"int8": 48, "int4": 96}
+SOME_AHEAD = 16  # of inputs that are chosen, which the processor cannot guess
+FEW_INPUTS = 0.2  # the part of inputs that are not zero up to which it is faster to pass over the others
 
 # What the caller tells the others, int64 each, with the two that are contended in cache lines of their own. A claim has
 # the number of the job, its tiles, and how many of them have been claimed, in fields of FIELD bits.
 CLAIM, DONE, WORK = 0, 8, 16
 FIELD = 20
-(FORMAT, BITS, SCALES, X, Y, CHOSEN, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, NUMBER) = range(
-    WORK, WORK + 14
+(FORMAT, BITS, SCALES, X, Y, CHOSEN, COUNTS, STARTS, TOTALS, ROWS, COLUMNS, BLOCKS, TOKENS, TILES, NUMBER) = range(
+    WORK, WORK + 15
 )
 BOARD = WORK + 16
 WIDENING = 0  # instead of a number of tokens
@@ -89,6 +97,14 @@ def exchanged(typing, address, old, new):
         return builder.extract_value(builder.cmpxchg(pointer, old, new, "acq_rel", "acquire"), 1)
 
     return types.boolean(types.intp, types.int64, types.int64), generate
+
+
+@intrinsic
+def floats(typing, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], SINGLE.as_pointer())
+
+    return types.CPointer(types.float32)(types.intp), generate
 
 
 @intrinsic
@@ -160,21 +176,18 @@ def fused_multiply_add(builder, *vectors):
 
 
 def input_of(builder, n, chosen, tile, format):
-    """(the n-th chosen input k, the address of its numbers in a tile)."""
-    k = builder.load(at(builder, chosen, builder.mul(n, ir.Constant(n.type, 4)), WORD))
-    k = builder.sext(k, n.type)
+    """(the n-th input k, of those that are chosen or of all, the address of its numbers in a tile)."""
+    k = n
+    if chosen is not None:
+        k = builder.sext(builder.load(at(builder, chosen, builder.mul(n, ir.Constant(n.type, 4)), WORD)), n.type)
     return k, builder.add(tile, builder.mul(k, ir.Constant(k.type, BYTES[format])))
 
 
-def ahead(builder, n, last, chosen, tile, base, format):
-    """Where the numbers lie that will be wanted soon. int4's inputs are those of a block: of the next ones it asks for
-    all, also for those that are zero.
-    """
-    if format == "int4":
+def ahead(builder, n, chosen, tile, base, format):
+    """Where the numbers lie that will be wanted soon: of all inputs, or of those that are chosen."""
+    if chosen is None:
         return builder.add(base, ir.Constant(base.type, AHEAD[format] * BYTES[format]))
-    later = builder.add(n, ir.Constant(n.type, AHEAD[format]))
-    later = builder.select(builder.icmp_signed("<", later, last), later, n)
-    return input_of(builder, later, chosen, tile, format)[1]
+    return input_of(builder, builder.add(n, ir.Constant(n.type, SOME_AHEAD)), chosen, tile, format)[1]
 
 
 def prefetch(builder, address, format):
@@ -186,8 +199,9 @@ def prefetch(builder, address, format):
         builder.call(ask, [where, ir.Constant(WORD, 0), ir.Constant(WORD, 3), ir.Constant(WORD, 1)])
 
 
-def sums(format):
-    """The intrinsic (tile, scales, x, chosen, first, last, start, to) for the chosen inputs k.
+def sums(format, some):
+    """The intrinsic (tile, scales, x, chosen, first, last, start, to) for inputs from `first` up to `last`, of all or,
+    where `some` are read, of the chosen ones.
 
     to[TILE] = the sum of x[k] W[k]. For int4 these are the inputs of one block, `start` is minus the sum of x[k], which
     takes the OFFSETS away, and the sum is added to what is there.
@@ -197,14 +211,15 @@ def sums(format):
     def tile_sums(typing, tile, scales, x, chosen, first, last, start, to):
         def generate(context, builder, signature, arguments):
             tile, scales, x, chosen, first, last, start, to = arguments
+            chosen = chosen if some else None
             totals = [cgutils.alloca_once(builder, SINGLES) for _ in range(VECTORS)]
             offsets = ir.Constant(SINGLES, OFFSETS if format == "int4" else [0.0] * LANES)
             for total in totals:
                 builder.store(builder.fmul(everywhere(builder, start), offsets), total)
             with cgutils.for_range_slice(builder, first, last, ir.Constant(first.type, 1)) as (n, _):
                 k, base = input_of(builder, n, chosen, tile, format)
-                if format in AHEAD:
-                    prefetch(builder, ahead(builder, n, last, chosen, tile, base, format), format)
+                if some or format in AHEAD:
+                    prefetch(builder, ahead(builder, n, chosen, tile, base, format), format)
                 number = everywhere(
                     builder, builder.load(at(builder, x, builder.mul(k, ir.Constant(k.type, 4)), SINGLE))
                 )
@@ -248,8 +263,9 @@ def wide_row(format):
     return wide
 
 
-bfloat16_sums, int8_sums, int4_sums = map(sums, CODES)
-wide_bfloat16, wide_int8, wide_int4 = map(wide_row, CODES)
+bfloat16_sums, int8_sums, int4_sums = (sums(format, some=False) for format in TILED)
+bfloat16_some, int8_some, int4_some = (sums(format, some=True) for format in TILED)
+wide_bfloat16, wide_int8, wide_int4 = map(wide_row, TILED)
 
 
 # -- a tile of a product ----------------------------------------------------------------------------------------------
@@ -269,6 +285,32 @@ def widen_tile(board, tile):
 
 
 @njit(**LOOP)
+def tile_of_bfloat16(tile, x, columns, chosen, count, to):
+    if count < 0:
+        bfloat16_sums(tile, 0, x, 0, 0, columns, np.float32(0), to)
+    else:
+        bfloat16_some(tile, 0, x, chosen, 0, count, np.float32(0), to)
+
+
+@njit(**LOOP)
+def tile_of_int8(tile, scales, x, columns, chosen, count, to):
+    if count < 0:
+        int8_sums(tile, scales, x, 0, 0, columns, np.float32(0), to)
+    else:
+        int8_some(tile, scales, x, chosen, 0, count, np.float32(0), to)
+
+
+@njit(**LOOP)
+def tile_of_int4(tile, scales, x, columns, chosen, count, starts, totals, to):
+    for block in range((columns + BLOCK - 1) // BLOCK):
+        its, less = scales + 2 * TILE * block, -float_at(totals + 4 * block)
+        if count < 0:
+            int4_sums(tile, its, x, 0, BLOCK * block, min(columns, BLOCK * (block + 1)), less, to)
+        else:
+            int4_some(tile, its, x, chosen, int_at(starts + 4 * block), int_at(starts + 4 * block + 4), less, to)
+
+
+@njit(**LOOP)
 def multiply_tile(board, tile, sums):
     """A tile of a product, for all its tokens."""
     format, bits, scales = board[FORMAT], board[BITS], board[SCALES]
@@ -277,37 +319,37 @@ def multiply_tile(board, tile, sums):
     to, first = sums.ctypes.data, tile * columns
     for token in range(tokens):
         row = which * tokens + token
-        x, chosen = board[X] + 4 * row * columns, board[CHOSEN] + 4 * row * columns
+        x, chosen, count = (
+            board[X] + 4 * row * columns,
+            board[CHOSEN] + 4 * row * (columns + SOME_AHEAD),
+            int_at(board[COUNTS] + 4 * row),
+        )
         starts, totals = board[STARTS] + 4 * row * (blocks + 1), board[TOTALS] + 4 * row * blocks
         if format == 0:
-            bfloat16_sums(bits + 2 * TILE * first, 0, x, chosen, 0, int_at(starts + 4 * blocks), np.float32(0), to)
+            tile_of_bfloat16(bits + 2 * TILE * first, x, columns, chosen, count, to)
         elif format == 1:
-            int8_sums(
-                bits + TILE * first,
-                scales + 4 * TILE * tile,
-                x,
-                chosen,
-                0,
-                int_at(starts + 4 * blocks),
-                np.float32(0),
-                to,
-            )
+            tile_of_int8(bits + TILE * first, scales + 4 * TILE * tile, x, columns, chosen, count, to)
         else:
             sums[:] = 0
-            for block in range(blocks):
-                int4_sums(
-                    bits + TILE // 2 * first,
-                    scales + 2 * TILE * (tile * blocks + block),
-                    x,
-                    chosen,
-                    int_at(starts + 4 * block),
-                    int_at(starts + 4 * block + 4),
-                    -float_at(totals + 4 * block),
-                    to,
-                )
+            its = scales + 2 * TILE * tile * blocks
+            tile_of_int4(bits + TILE // 2 * first, its, x, columns, chosen, count, starts, totals, to)
         y = board[Y] + 4 * (row * rows + within * TILE)
         for m in range(min(TILE, rows - within * TILE)):
             store_float(y + 4 * m, sums[m])
+
+
+@njit(**LOOP)
+def multiply_rows(board, tile):
+    """TILE rows of a product of float32, for all its tokens."""
+    rows, columns, tokens, tiles = board[ROWS], board[COLUMNS], board[TOKENS], board[TILES]
+    which, within = tile // tiles, tile % tiles
+    for m in range(within * TILE, min(rows, within * TILE + TILE)):
+        w = carray(floats(board[BITS] + 4 * columns * (which * rows + m)), (columns,))
+        for row in range(which * tokens, (which + 1) * tokens):
+            x, total = carray(floats(board[X] + 4 * columns * row), (columns,)), np.float32(0)
+            for k in range(columns):
+                total += w[k] * x[k]
+            store_float(board[Y] + 4 * (row * rows + m), total)
 
 
 @njit(**LOOP)
@@ -315,6 +357,8 @@ def compute(board, tile, sums):
     """One tile of what is on the board: of a product, or of a matrix to widen. `sums` [TILE] is room to work in."""
     if board[TOKENS] == WIDENING:
         widen_tile(board, tile)
+    elif board[FORMAT] == 3:
+        multiply_rows(board, tile)
     else:
         multiply_tile(board, tile, sums)
 
@@ -387,21 +431,31 @@ def share(board, tiles):
 
 
 @njit(**LOOP)
-def choose(x, chosen, starts, totals):
-    """Of each row of x [S, T, K] the inputs that are not zero, where each block of them begins, and its sum."""
-    K = x.shape[2]
-    for s in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            n = 0
+def choose(x, chosen, counts, starts, totals):
+    """Of each row of x [S, T, K] each block's sum; and where few inputs are not zero, which and how many they are, and
+    where each block of them begins. Where they are not few, their number is -1.
+    """
+    S, T, K = x.shape
+    for s in range(S):
+        for t in range(T):
+            count = 0
             for block in range(totals.shape[2]):
-                starts[s, t, block] = n
                 total = np.float32(0)
                 for k in range(block * BLOCK, min(K, (block + 1) * BLOCK)):
-                    chosen[s, t, n] = k
-                    n += x[s, t, k] != 0
+                    count += x[s, t, k] != 0
                     total += x[s, t, k]
                 totals[s, t, block] = total
-            starts[s, t, -1] = n
+            counts[s, t] = -1
+            if count <= FEW_INPUTS * K:
+                counts[s, t] = count
+                n = 0
+                for block in range(totals.shape[2]):
+                    starts[s, t, block] = n
+                    for k in range(block * BLOCK, min(K, (block + 1) * BLOCK)):
+                        chosen[s, t, n] = k
+                        n += x[s, t, k] != 0
+                starts[s, t, -1] = n
+                chosen[s, t, n : n + SOME_AHEAD] = 0  # for those who ask ahead
 
 
 @njit(**LOOP)
@@ -409,17 +463,18 @@ def multiply(board, format, bits, scales, x, y):
     """y [S, T, M] = x [S, T, K] W^T, with all threads that look at the board; `bits` and `scales` are addresses."""
     S, T, K = x.shape
     blocks = (K + BLOCK - 1) // BLOCK
-    chosen, starts = np.empty((S, T, K), np.int32), np.empty((S, T, blocks + 1), np.int32)
-    totals = np.empty((S, T, blocks), np.float32)
-    choose(x, chosen, starts, totals)
+    chosen, counts = np.empty((S, T, K + SOME_AHEAD), np.int32), np.empty((S, T), np.int32)
+    starts, totals = np.empty((S, T, blocks + 1), np.int32), np.empty((S, T, blocks), np.float32)
+    if format != 3:
+        choose(x, chosen, counts, starts, totals)
     board[FORMAT], board[BITS], board[SCALES] = format, bits, scales
     board[X], board[Y], board[TOTALS] = x.ctypes.data, y.ctypes.data, totals.ctypes.data
-    board[CHOSEN], board[STARTS] = chosen.ctypes.data, starts.ctypes.data
+    board[CHOSEN], board[COUNTS], board[STARTS] = chosen.ctypes.data, counts.ctypes.data, starts.ctypes.data
     board[ROWS], board[COLUMNS], board[BLOCKS], board[TOKENS] = y.shape[2], K, blocks, T
     board[TILES] = (y.shape[2] + TILE - 1) // TILE
     share(board, S * board[TILES])
     # The arrays live until here, where nobody reads them any more.
-    return chosen.size + starts.size + totals.size
+    return chosen.size + counts.size + starts.size + totals.size
 
 
 @njit(**LOOP)

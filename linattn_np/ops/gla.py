@@ -91,10 +91,9 @@ def gla(
         costs no copy of v and o where the heads lie side by side, as with ``layout="bthd"``; states are copied.
     g : [B, H, T, K]
         The log of the decay, natural base, usually <= 0: ``0`` keeps, ``-inf`` forgets. The dtype of q, or float32
-        beside half-precision inputs. Values above 0 are computed as given; the state overflows float32 once a
-        channel's gates since the last strong decay sum to more than about 88. On CuPy, but in mode "recurrent", growth
-        of x nats and a decay below -20 within the same 8 tokens let e^(x - 20) of the tokens before them pass, unless
-        a Hopper card computes half-precision o.
+        beside half-precision inputs. Values above 0 are computed as given: the state overflows float32 once a
+        channel's gates since the last strong decay sum to more than about 88, and on CuPy chunks with a gate above 1
+        take up to a hundred times as long (docs, "Gates").
     gv : [B, H, T, V], optional
         The same for the value channels, with the heads of v: what g is to the keys. With it there is no `materialize`
         and of the modes "recurrent" and "chunk".

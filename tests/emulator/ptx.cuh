@@ -79,6 +79,7 @@ template <typename T> u32 at_least(u32 x, u32 least) {
 }
 
 inline void forget(int&) {}
+inline void forget(u64&) {}
 
 inline u32 copy_of(float x) { return __float_as_uint(x); }
 
@@ -209,6 +210,11 @@ inline void store_if(bool wanted, void* to, uint2 x, emulator::Where where = emu
   if (wanted) *static_cast<uint2*>(to) = x;
 }
 
+inline void store_flipped(void* at, int flip, int offset, uint2 x, emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
+  store_if(true, emulator::shared_memory + (place ^ flip) + offset, x, where);
+}
+
 template <int BYTES>
 void cp_async(void* smem_dst, const void* gmem_src, bool valid, emulator::Where where = emulator::here()) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -259,6 +265,8 @@ inline bool barrier_any(int id, int threads, bool some, emulator::Where where = 
 
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
+template <typename X> void load_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
+
 inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(reinterpret_cast<u64>(gmem) % 16 == 0 && bytes % 16 == 0,
                  "prefetch_l2 of %u bytes, or an address, that is no multiple of 16 (%s:%d)", bytes, where.file,
@@ -274,8 +282,12 @@ struct Barrier { u64 state; };
 namespace emulator {
 
 // How a Barrier lies in its memory.
-struct Phases { u16 arrivals, pending, parity, mark; };
-constexpr u16 MARK = 0x5ab1;  // of one that was initialised
+struct Phases {
+  u16 arrivals, pending;
+  short coming;  // of what was announced, in 16 bytes; below 0 where it came before it was announced
+  unsigned char parity, mark;
+};
+constexpr unsigned char MARK = 0x5a;  // of one that was initialised
 struct PhaseEnd { const Phases* phases; u32 parity; };
 
 static Phases* phases(const char* call, Barrier& b, Where where) {
@@ -285,6 +297,12 @@ static Phases* phases(const char* call, Barrier& b, Where where) {
   EMULATOR_CHECK(phases->mark == MARK, "%s of a Barrier that was not initialised (%s:%d)", call, where.file,
                  where.line);
   return phases;
+}
+
+static void end_phase(Phases* phases) {
+  if (phases->pending || phases->coming) return;
+  phases->pending = phases->arrivals;
+  phases->parity ^= 1;
 }
 
 static bool phase_over(const void* operand) {
@@ -298,14 +316,14 @@ inline void barrier_init(Barrier& b, u32 arrivals, emulator::Where where = emula
   EMULATOR_CHECK(emulator::in_shared(&b, sizeof b) && arrivals > 0 && arrivals < 65536,
                  "barrier_init(%u), or of a Barrier not aligned or not in shared memory (%s:%d)", arrivals,
                  where.file, where.line);
-  *reinterpret_cast<emulator::Phases*>(&b) = {u16(arrivals), u16(arrivals), 0, emulator::MARK};
+  *reinterpret_cast<emulator::Phases*>(&b) = {u16(arrivals), u16(arrivals), 0, 0, emulator::MARK};
 }
 
 inline void barrier_arrive(Barrier& b, emulator::Where where = emulator::here()) {
   emulator::Phases* phases = emulator::phases("barrier_arrive", b, where);
-  if (--phases->pending) return;
-  phases->pending = phases->arrivals;
-  phases->parity ^= 1;
+  EMULATOR_CHECK(phases->pending > 0, "one arrival too many (%s:%d)", where.file, where.line);
+  --phases->pending;
+  emulator::end_phase(phases);
 }
 
 inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulator::here()) {
@@ -315,8 +333,8 @@ inline void barrier_wait(Barrier& b, u32 parity, emulator::Where where = emulato
     emulator::wait_until("barrier_wait", where, emulator::phase_over, &operand);
 }
 
-// Loads are done at once, so that what they announce need not be counted.
 inline void barrier_expect(Barrier& b, u32 bytes, emulator::Where where = emulator::here()) {
+  emulator::phases("barrier_expect", b, where)->coming += bytes / 16;
   barrier_arrive(b, where);
 }
 
@@ -369,6 +387,9 @@ inline void cluster_sync(emulator::Where where = emulator::here()) {
   }
 }
 
+inline void cluster_sync_shared(emulator::Where where = emulator::here()) { cluster_sync(where); }
+inline void cluster_leave(emulator::Where where = emulator::here()) { cluster_sync(where); }
+
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 struct alignas(64) TensorMap {
@@ -403,9 +424,11 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
 
 }  // namespace emulator
 
+inline void prefetch_map(const TensorMap&) {}
+
 inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token, i32 head, i32 batch,
                         emulator::Where where = emulator::here()) {
-  emulator::phases("tensor_load", b, where);
+  emulator::Phases* phases = emulator::phases("tensor_load", b, where);
   emulator::each_piece("tensor_load", box, map, {column, token, head, batch}, where,
                        [](unsigned char* to, const unsigned char* from) {
                          if (from)
@@ -413,6 +436,8 @@ inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column,
                          else
                            memset(to, 0, 16);
                        });
+  phases->coming -= map.columns * map.bytes / 16 * map.tokens;
+  emulator::end_phase(phases);
 }
 
 inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
@@ -533,7 +558,7 @@ static void start(void* const* operands) {
   if (own.count == MAX_PRODUCTS)
     return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
   Started& product = own.started[own.count++];
-  product = {first.multiply, {}, {}, first.a_tile, int(index() / WARP % 4 * 16), first.b, first.accumulate, own.groups,
+  product = {first.multiply, {}, {}, first.a_tile, int(threadIdx.x / WARP % 4 * 16), first.b, first.accumulate, own.groups,
              first.where};
   for (int lane = 0; lane < WARP; ++lane) {
     const TileProduct& operand = *static_cast<TileProduct*>(operands[lane]);
@@ -590,7 +615,7 @@ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
 }
 template <class T, int N, bool TRANSPOSED>
 void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate, emulator::Where where = emulator::here()) {
-  static_assert(N == 32 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
+  static_assert(N >= 16 && N <= 256 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
   emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, nullptr, a, b, accumulate, where};
   emulator::collective("wgmma", where, emulator::start, &operand);
 }

@@ -154,6 +154,30 @@ struct MissingArrival {
   }
 };
 
+struct MissingBytes {
+  __device__ static float run(float* s, const float* in) {
+    Barrier& barrier = *reinterpret_cast<Barrier*>(s);
+    if (threadIdx.x == 0) {
+      barrier_init(barrier, 1);
+      barrier_expect(barrier, 16);
+      barrier_wait(barrier, 0);
+    }
+    return 0;
+  }
+};
+
+struct SurplusArrival {
+  __device__ static float run(float* s, const float* in) {
+    Barrier& barrier = *reinterpret_cast<Barrier*>(s);
+    if (threadIdx.x == 0) {
+      barrier_init(barrier, 1);
+      barrier_expect(barrier, 16);
+      barrier_arrive(barrier);
+    }
+    return 0;
+  }
+};
+
 struct UninitialisedBarrier {
   __device__ static float run(float* s, const float* in) {
     barrier_arrive(*reinterpret_cast<Barrier*>(s));

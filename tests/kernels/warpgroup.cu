@@ -1,7 +1,7 @@
 // what      One warpgroup that applies one function of ptx.cuh: the template argument says which.
 // shapes    in, out: whatever the case reads and writes; n: how many
 // grid      one block of four warps
-// smem      32 KiB
+// smem      48 KiB
 // limits    sm_90a
 #include "ptx.cuh"
 
@@ -120,8 +120,8 @@ template <typename Format, int N, bool TRANSPOSED> struct Product {
   }
 };
 
-// in: A [64, 64] and B transposed [32, 64]; out [64, 32]: the product of two tiles.
-template <typename Format> struct TilesProduct {
+// in: A [64, 64] and B transposed [N, 64]; out [64, N]: the product of two tiles.
+template <typename Format, int N> struct TilesProduct {
   __device__ static void run(const WarpgroupArgs& args) {
     constexpr int ROWS = 64;
     unsigned char* const second = dynamic_smem() + ROWS * 128;
@@ -129,14 +129,14 @@ template <typename Format> struct TilesProduct {
     put_tile(dynamic_smem(), A, ROWS * 32);
     put_tile(second, A + ROWS * 32, args.n);
     const u64 a = wgmma_tile(dynamic_smem(), 16, 8 * 128), b = wgmma_tile(second, 16, 8 * 128);
-    float d[16];
+    float d[N / 2];
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) wgmma<Format, 32, false>(d, a + 2 * step, b + 2 * step, step > 0);
+    for (int step = 0; step < 4; ++step) wgmma<Format, N, false>(d, a + 2 * step, b + 2 * step, step > 0);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(d);
-    write<32>(static_cast<float*>(args.out), d);
+    write<N>(static_cast<float*>(args.out), d);
   }
 };
 

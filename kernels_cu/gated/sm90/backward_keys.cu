@@ -18,6 +18,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
 #include "gated/sm90/growth.cuh"
+#include "gated/sm90/backward_scores.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -31,7 +32,7 @@ template <typename T, typename G> struct Args {
   float* dh0;  // or null
   Shape shape;
   double scale;
-  i64 P;  // segments a sequence
+  i64 P, joined;  // as backward_queries
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -62,55 +63,40 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
-  bool grown;                   // whether a later chunk of the sequence does
+  float keep;                   // for `forgets`
   Place place;                  // here, since registers are scarce
   Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
-// Channel c of token `row`, of a panel of 32 channels. Eight tokens of 4 channels, and 8 channels of every second
-// token, lie in different banks.
-__device__ __forceinline__ float* within_at(float (&panel)[CHUNK][32], int row, int c) {
-  return &panel[row][(c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 4 + c % 4];
-}
-// Where A has a lane's first pair of a block of scores, queries and keys multiples of 8, in bytes: query g, key 2t. Key
-// 2t + 1 is 16 XOR that and a row on; 8 queries on are 32 XOR that. A product in tf32 takes the operand that has 2t at
-// depth t of a sub-chunk, and 2t + 1 at t + 4; so have queries their columns.
-__device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
-  return swizzled_offset(keys + 2 * (lane & 3), queries / 4 + (lane >> 2 & 1)) + (lane >> 3) * 4;
-}
-
-__device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
-
-// The panels with a warpgroup's 32 first or last channels of the queries within: nobody reads q and g of its 64 any
-// more.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ float (&queries_within(Stage<T, G, BK, BV>& stage, int panel)) [CHUNK][32] {
-  void* const place = panel % 2 ? (void*)own_panels(stage.g, panel / 2) : (void*)&stage.q[panel / 2];
-  return *reinterpret_cast<float (*)[CHUNK][32]>(place);
+// Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and g
+// of its 64 any more.
+template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
+  return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
 }
 
 // The largest magnitude of all of C, from every warp's share.
-template <int WARPS>
-__device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
+template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
   float x = shares[0];
   for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
   return x;
 }
 
-// Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range.
+// Whether the chunk at hand takes the way of growth.cuh: gates grow, or C is out of a NARROW type's range. All threads
+// find the same; the vote tells the compiler so.
 template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_token(const Shared& s, int iteration) {
-  return s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE;
+  return __any_sync(0xffffffffu,
+                    s.growth[iteration & 1] || NARROW<T> && largest_of_all(s.largest[iteration & 1]) >= TOO_LARGE);
 }
 
 // Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread) {
-  const int own = place_of(args.shape, blockIdx.x).sequence;
+  const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
   bool found = false;
-  for (i64 n = 1; own % args.P + n < args.P; ++n) {
-    const Place at = place_of(args.shape, blockIdx.x + u32(n * args.shape.H));
+  for (i64 n = 1; last / H % args.P + n < args.P; ++n) {
+    const Place at = segment_at(args.shape, u32(last + n * H), args.P);
     for (int chunk = thread; chunk * CHUNK < at.tokens; chunk += COUNT) {
       const float* sums = args.sums + (at.chunk + chunk) * (args.shape.K + FLAGS);
       found |= *reinterpret_cast<const WarpFlags<BK>*>(sums + args.shape.K) != 0;
@@ -128,41 +114,21 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
 
 // ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays --------
 
-// D[query, key] = a b^T for a warp's 8 queries, twice.
-template <typename T, int PANELS>
-__device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
-                                              T (&b)[PANELS][CHUNK][64], int warp, int lane) {
-  const int first = swizzled_offset(8 * warp + (lane & 7), lane >> 4);
-#pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {  // one after the other: registers are scarce
-    u32 x[4][4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], at_offset(a[panel], first ^ 32 * c));
-    const u64 keys = wgmma_tile(b[panel], 16, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(d, x[c], keys + c * 32 / 16, panel || c);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_keep(d);
-  }
-}
-
 // D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and
 // t + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
 // other halves nobody needs; keys have them in the order in which these do.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
                                                 int warp, int lane) {
-  const int offset = int(within_at(s.keys_within[0], 8 * warp + (lane >> 2), 4 * (lane & 3)) - s.keys_within[0][0]);
+  const int offset = within_offset(8 * warp + (lane >> 2), 4 * (lane & 3));
   float other[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] = 0.f;
 #pragma unroll
   for (int c = 0; c < BK / 16; ++c) {
-    const int at = offset ^ c % 2 * 16;
-    const float4 q = *reinterpret_cast<const float4*>(&queries_within(in, c / 2)[0][at]);
-    const float4 k = *reinterpret_cast<const float4*>(&s.keys_within[c / 2][0][at]);
+    const int at = offset ^ c % 2 * 64;
+    const float4 q = *reinterpret_cast<const float4*>(at_offset(in, queries_within<T, G, BK>(c / 2) + at));
+    const float4 k = *reinterpret_cast<const float4*>(at_offset(s.keys_within[c / 2], at));
     const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
     const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
               more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
@@ -172,34 +138,12 @@ __device__ __forceinline__ void multiply_within(float (&d)[4], Shared<T, G, BK, 
   for (int i = 0; i < 2; ++i) d[i] += other[2 + i];
 }
 
-// D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
-template <typename T, int PANELS>
-__device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CHUNK][64], int queries, bool sixteen,
-                                                int keys, int lane) {
-  float other[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] = 0.f;
-  const int key = swizzled_offset(keys + (lane & 7), lane >> 3);
-  const int query = swizzled_offset(queries + (lane & (sixteen ? 15 : 7)), lane >> 4);
-#pragma unroll
-  for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels
-    const int turn = c % 2 * 64;
-    u32 a[4], b[4];
-    ldmatrix_x4(b, at_offset(x[c / 2], key ^ turn));
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn));
-    const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-    multiply(d, a, first, T{});
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn ^ 32));
-    multiply(other, a, second, T{});
-  }
-  for (int i = 0; i < 4; ++i) d[i] += other[i];
-}
-
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   const Place& at = s.place;
-  const int tokens = place_of(args.shape, blockIdx.x).tokens;  // known to be the same for all threads, unlike `at`
+  // Known to be the same for all threads, unlike `at`.
+  const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
@@ -231,9 +175,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
-  const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
+  const auto gradients = [&](int iteration) {  // of the scores: dA; and what the first sweep leaves
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
+    const float sum = sum_of(iteration);  // early: nobody waits for it
+    const WarpFlags<BK> growth = growth_of(iteration);
     float d[CHUNK / 2];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     multiply_rows(d, in.do_, in.v, warp, lane);
@@ -249,9 +195,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
-    put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
     if (channel == 0) s.growth[iteration & 1] = growth;
+  };
+  const auto values = [&](int iteration) {  // v for C, once that has read the last
+    put_read_tile<4, T, BV>(s.read, s.stages[iteration % STAGES].v, warp, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
   };
@@ -287,14 +235,13 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
   };
   for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (tokens) gradients(0, sum_of(0), growth_of(0));
+  if (tokens) gradients(0), values(0);
   each_chunk(tokens, [&](int iteration, int token) {
-    forget(lane);                                           // addresses are cheaper made anew than held in registers
-    const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
-    const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
+    forget(lane);                             // addresses are cheaper made anew than held in registers
+    if (token) gradients(iteration + 1);      // while the others make operands, which wait for this no longer
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C has read v
     scores(s.stages[iteration % STAGES], iteration);
-    if (token) gradients(iteration + 1, sum, growth);
+    if (token) values(iteration + 1);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
@@ -303,11 +250,13 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A warp's 16 channels of what meets in sub-chunk n; `at`: where this lane's first value of sub-chunk 0 is. Its others
-// are an XOR away, and the next token a row further.
-__device__ __forceinline__ void put_within(float (&panel)[CHUNK][32], const SubChunk& x, int at, int n) {
-  float* to = &panel[8 * n][0];
-  to[at] = x[0], to[(at ^ 16) + 32] = x[1], to[at ^ 8] = x[2], to[(at ^ 24) + 32] = x[3];
+// A warp's 16 channels of what meets in sub-chunk n; `at`: where in `place` this lane's first value of sub-chunk 0 is,
+// in bytes. Its others are an XOR away, and the next token a row further.
+template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int at, int n) {
+  const auto put = [&](int turn, float value) {
+    *reinterpret_cast<float*>(at_offset(place, (at ^ turn) + (turn / 64 + 8 * n) * 128)) = value;
+  };
+  put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
 }
 
 // Queries and keys that meet across sub-chunks, each where it has rows.
@@ -350,26 +299,31 @@ template <bool POSSIBLY, int N> __device__ __forceinline__ void multiply_unless_
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
-  const Place at = place_of(args.shape, blockIdx.x);
+  const Segment at = segment_of<true>(args.shape, args.P, args.joined);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
-  const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
+  const i64 K = args.shape.K;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
+  const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
+  const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // channels 1 and 2 of four change places
+  const int queries_at = queries_within<T, G, BK>(warp / 2) + within;
+  const int keys_at = warp / 2 * CHUNK * 128 + (within ^ key_order);
 
+  const bool joins = at.last != at.pair;    // then it ends where a state is kept
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
-  load_state<BV>(C, args.dht ? args.dht + state : nullptr, args.shape, channel);
+  load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
   for (int h = 0; h < 2; ++h) {
     if (ReadOrder::reads_before_write && inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
-    if (args.dht && inside[h]) end[h] = args.ends[at.pair * K + channel + 8 * h];
+    if (args.dht && inside[h] && !joins) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
-  each_chunk(at.tokens, [&](int iteration, int token) {
+  const auto by_chunk = [&](int iteration, int token) {  // false: nothing but the waits at its start has been done
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int next = token + CHUNK;
-    if (next % KEPT == 0 && next < at.tokens) {  // begin anew
-      const float4* from = kept_at<BK, BV>(args.kept, args.shape, at, next);
+    if (next % KEPT == 0 && (next < at.tokens || joins)) {  // begin anew
+      const float4* from = kept_at<BK, BV>(args.kept, first_kept(args.shape, at) + next / KEPT);
       end[0] = end[1] = 0.f;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) {
@@ -393,17 +347,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares of the largest value stand
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
-    if (goes_by_token<T>(s, iteration)) {
-      barrier_arrive(s.operands);
-      if (threadIdx.x == 0) s.grown = true;  // nobody reads it in this chunk
-      grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                         in.weight, in.v, in.do_, in.dA, u, scale, CONSUMERS_BARRIER);
-      barrier_wait(s.within, iteration & 1);  // as after any chunk
-      barrier_wait(s.scores, iteration & 1);
-      fence_async();
-      barrier_arrive(s.done[iteration % STAGES]);
-      return;
-    }
+    if (goes_by_token<T>(s, iteration)) return false;
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
@@ -411,9 +355,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     SubChunkDecays decays;
     Across read, met;
     const PairReader dA(in.dA);
-    float (&first)[CHUNK][32] = s.keys_within[0];
-    const int within_offset = int(within_at(first, 2 * t, warp % 2 * 16 + (lane >> 2)) - &first[0][0]);
-    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 3 : 0;  // channels 1 and 2 of four change places
     float scores[8] = {};  // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
@@ -429,8 +370,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         present[i] = own[i % 2] * x;
       };
       decay_within<false, ReadOrder, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, meet_itself);
-      put_within(queries_within(in, warp / 2), within, within_offset, n);
-      put_within(s.keys_within[warp / 2], keys_within, within_offset ^ key_order, n);
+      put_within(in, within, queries_at, n);
+      put_within(s.keys_within, keys_within, keys_at, n);
       dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
@@ -454,17 +395,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     fence_async();
     barrier_arrive(s.operands);  // and v for C has been read
 
+    Across over = {};  // sums of queries, for keys
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      SubChunk by8 = {}, by16 = {};
-      dA.add_queries(by8, read.by8[x], 2 * x + 1, 2 * x);
-      dA.add_queries(by16, read.by16[0], 2, x);
-      dA.add_queries(by16, read.by16[1], 3, x);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        dk[2 * x][i] = fmaf(far[2 * x][i], by8[i], dk[2 * x][i]);
-        dk[x][i] = fmaf(far[x][i], x ? by16[i] : decays.own[1][i / 2] * by16[i], dk[x][i]);
-      }
+      dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
+      dA.add_queries(over.by16[x], read.by16[0], 2, x);
+      dA.add_queries(over.by16[x], read.by16[1], 3, x);
     }
     decay_state<BV>(C, decays, reach.up[0], reach.up[1]);
     wgmma_fence();
@@ -492,9 +428,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       const float2 key = unpack<T>(pair_of(keys, n, h));
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        const float x = from_state[4 * n + 2 * h + p];
-        dk[n][2 * h + p] = fmaf(far[n][2 * h + p] * decays.behind(n, h), x, dk[n][2 * h + p]);
-        dg[n][2 * h + p] = (p ? key.y : key.x) * x;
+        const int i = 2 * h + p;
+        const float x = from_state[4 * n + i];
+        float at_end = n == 3 ? x : decays.behind(n, h) * x;  // of its sub-chunk
+        if (n == 1) at_end += over.by16[1][i];
+        if (n == 2) at_end += over.by8[1][i];
+        if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
+        dk[n][i] = fmaf(far[n][i], at_end, dk[n][i]);
+        dg[n][i] = (p ? key.y : key.x) * x;
       }
     });
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
@@ -502,15 +443,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
-      before[h] = forgets(decays.all(h), rest, end[h], s.grown) ? 0.f : rest;
+      before[h] = forgets(decays.all(h), rest, end[h], s.keep) ? 0.f : rest;
       end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
     }
-    Chunk weight;
-    load_chunk(weight, own_panels(in.weight, warpgroup), offset);
+    add_chunk(dg, own_panels(in.weight, warpgroup), offset);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dg[n][i] += weight[n][i] + before[i / 2];
+      for (int i = 0; i < 4; ++i) dg[n][i] += before[i / 2];
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
@@ -551,7 +491,26 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     scale_down<ReadOrder, T, BV>(C, reach);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
-  });
+    return true;
+  };
+  const auto by_token = [&](int iteration) {
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    barrier_arrive(s.operands);
+    if (threadIdx.x == 0) s.keep = ROUNDING;  // nobody reads it in this chunk
+    grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
+                                       in.weight, in.v, in.do_, in.dA, u, scale, CONSUMERS_BARRIER);
+    barrier_wait(s.within, iteration & 1);  // as after any chunk
+    barrier_wait(s.scores, iteration & 1);
+    fence_async();
+    barrier_arrive(s.done[iteration % STAGES]);
+  };
+  int iteration = 0, token = (at.tokens - 1) / CHUNK * CHUNK;
+#pragma unroll 1
+  while (at.tokens && token >= 0) {  // what is rare is outside of the loop in which registers are scarce
+#pragma unroll 1
+    while (token >= 0 && by_chunk(iteration, token)) ++iteration, token -= CHUNK;
+    if (token >= 0) by_token(iteration), ++iteration, token -= CHUNK;
+  }
   if (args.dh0 && at.sequence % args.P == 0) {
     float* first = args.dh0 + (at.sequence / args.P * args.shape.H + at.head) * K * args.shape.V;
     each_of_state<BV>(C, first, args.shape, channel,
@@ -565,7 +524,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
-    s.place = place_of(args.shape, blockIdx.x);
+    s.place = segment_of<true>(args.shape, args.P, args.joined);
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 128);
       barrier_init(s.pairs[stage], 128);
@@ -579,7 +538,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
   bool grown = false;
   if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, CONSUMERS + 128>(args, threadIdx.x));
-  if (threadIdx.x == 0) s.grown = grown;
+  if (threadIdx.x == 0) s.keep = grown ? ROUNDING : __uint_as_float(0x7f800000u);
   fence_async();
   __syncthreads();                               // the barriers and zeros stand
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers

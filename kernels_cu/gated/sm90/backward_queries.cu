@@ -30,6 +30,8 @@ template <typename T, typename G> struct Args {
   float *ends, *sums, *du, *kept;
   Shape shape;
   double scale;
+  i64 P;       // segments a sequence
+  i64 joined;  // whether all but the first are one here, and in the second sweep all but the last
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -50,7 +52,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Place at = place_of(args.shape, blockIdx.x);
+  const Place at = segment_of<false>(args.shape, args.P, args.joined);
   const i64 K = args.shape.K, V = args.shape.V;
 #pragma unroll 1
   for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
@@ -116,14 +118,10 @@ struct Gradients {
 };
 
 template <class ReadOrder, typename T, typename G, class F>
-__device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
-                                            const float (&u)[2], float (&du)[2], int at, F read) {
-  Gates<G> gates;
-  Operand query, key;
-  gates.load(g, at);
-  load_operand(query, q, at);
-  load_operand(key, k, at);
+__device__ __forceinline__ void meet_within(Gradients& d, const Operand& query, const Operand& key,
+                                            const Gates<G>& gates, const Counts<ReadOrder, G>& counts,
+                                            const PairReader& dA, Pairs& pairs, const float (&u)[2], float (&du)[2],
+                                            F read) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
     read(n);
@@ -151,43 +149,52 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
   __syncwarp();  // else all is made at once: there are no registers for that
 }
 
-// far: decays of queries from the start of a sub-chunk; `queries` and `keys`: what the states have of them.
+// from_state: S do. To `queries` and `keys` comes what the state has of them.
 template <class ReadOrder, typename T, typename G>
-__device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& queries, Operand& keys,
-                                            SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
-                                            T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
-                                            float scale, QueryScale& range, bool& growth, int at) {
-  Gates<G> gates;
-  Across read, met;
-  gates.load(g, at);
+__device__ __forceinline__ void meet_across(Gradients& d, const Values& from_state, Operand& queries, Operand& keys,
+                                            SubChunkDecays& decays, const Gates<G>& gates,
+                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, float scale,
+                                            bool& growth) {
+  Across read, met, over = {};
+  Chunk far;
   growth = __any_sync(0xffffffffu, any_grows<T>(gates));
   decays_of(decays, gates);
-  load_operand(keys, k, at);
   decays_to_end(far, gates, counts);
   decay_keys<true, T>(met, keys, keys, far, decays);
   __syncwarp();
-  load_operand(queries, q, at);
   decays_from_start(far, gates, counts);
-  range = scale_of_queries<ReadOrder, T>(far);
+  const QueryScale range = scale_of_queries<ReadOrder, T>(far);
   decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    dA.add_keys(over.by8[x], met.by8[x], 2 * x + 1, 2 * x);
+    dA.add_keys(over.by16[x], met.by16[0], 2 + x, 0);
+    dA.add_keys(over.by16[x], met.by16[1], 2 + x, 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d.weight[2 * x + 1][i] = fmaf(read.by8[x][i], over.by8[x][i], d.weight[2 * x + 1][i]);
+      d.weight[2 + x][i] = fmaf(read.by16[x][i], over.by16[x][i], d.weight[2 + x][i]);
+    }
+  }
+  each_pair([&](int n, int h) {
+    const float2 query = unpack<T>(pair_of(queries, n, h));
+    const float by = scale * decays.before(n, h);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int i = 2 * h + p;
+      const float x = from_state[4 * n + i];
+      float at_start = by * x;  // of its sub-chunk
+      if (n % 2) at_start += over.by8[n / 2][i];
+      if (n == 2) at_start += over.by16[0][i];
+      if (n == 3) at_start += decays.own[2][h] * over.by16[1][i];
+      d.dq[n][i] = fmaf(far[n][i], at_start, d.dq[n][i]);
+      d.weight[n][i] = fmaf(range.down[h] * (p ? query.y : query.x), x, d.weight[n][i]);
+    }
+  });
   const auto take = [&](int n, int i, float key, float over_queries) {
     if (ReadOrder::reads_before_write) d.writing[n][i] = fmaf(key, over_queries, d.writing[n][i]);
     d.weight[n][i] = fmaf(-key, over_queries, d.weight[n][i]);
   };
-#pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    SubChunk by8 = {}, by16 = {};
-    dA.add_keys(by8, met.by8[x], 2 * x + 1, 2 * x);
-    dA.add_keys(by16, met.by16[0], 2 + x, 0);
-    dA.add_keys(by16, met.by16[1], 2 + x, 1);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      d.weight[2 * x + 1][i] = fmaf(read.by8[x][i], by8[i], d.weight[2 * x + 1][i]);
-      d.weight[2 + x][i] = fmaf(read.by16[x][i], by16[i], d.weight[2 + x][i]);
-      d.dq[2 * x + 1][i] = fmaf(far[2 * x + 1][i], by8[i], d.dq[2 * x + 1][i]);
-      d.dq[2 + x][i] = fmaf(far[2 + x][i], x ? decays.own[2][i / 2] * by16[i] : by16[i], d.dq[2 + x][i]);
-    }
-  }
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     SubChunk by8 = {}, by16 = {};
@@ -205,8 +212,9 @@ __device__ __forceinline__ void meet_across(Gradients& d, Chunk& far, Operand& q
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Place at = place_of(args.shape, blockIdx.x);
+  const Segment at = segment_of<false>(args.shape, args.P, args.joined);
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
+  const int kept = first_kept(args.shape, at);
   const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = opaque(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
@@ -230,19 +238,19 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
 
     Operand queries, keys;
-    Chunk far;
+    Gates<G> gates;
     Gradients found;
     SubChunkDecays decays;
-    QueryScale range;
     bool growth;
     const auto g_panels = own_panels(in.g, warpgroup);
-    T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
-    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
+    gates.load(g_panels, offset);
+    load_operand(queries, in.q[warpgroup], offset);
+    load_operand(keys, in.k[warpgroup], offset);
+    meet_within<ReadOrder, T>(found, queries, keys, gates, counts, dA, in.dA, u, du, read);
     wgmma_wait<0>();
     wgmma_keep(from_state);
-    meet_across<ReadOrder>(found, far, queries, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, range,
-                           growth, offset);
+    meet_across<ReadOrder, T>(found, from_state, queries, keys, decays, gates, counts, dA, scale, growth);
 
     if (growth) {  // what has been computed may be anything
       grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
@@ -255,17 +263,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_commit();
 
     if (!growth) {
-      each_pair([&](int n, int h) {
-        const float2 query = unpack<T>(pair_of(queries, n, h));
-        const float by = scale * decays.before(n, h);
-#pragma unroll
-        for (int p = 0; p < 2; ++p) {
-          const int i = 2 * h + p;
-          const float x = from_state[4 * n + i], q = range.down[h] * (p ? query.y : query.x);
-          found.dq[n][i] = fmaf(by * far[n][i], x, found.dq[n][i]);
-          found.weight[n][i] = fmaf(q, x, found.weight[n][i]);
-        }
-      });
       float sum[2];
       sum_tokens<true, !ReadOrder::reads_before_write>(found.weight, sum);
       if (ReadOrder::reads_before_write)
@@ -274,7 +271,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
           for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
       __syncwarp();  // all lanes have read the warp's channels of q and g
-      store_chunk_values(&q_panel, found.dq, offset);
+      store_chunk_values(&in.q[warpgroup], found.dq, offset);
       store_chunk_values(g_panels, found.weight, offset);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -285,25 +282,29 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     const int next = (iteration + 1) * CHUNK;
-    if (next % KEPT == 0 && next < tokens) {
-      float4* to = kept_at<BK, BV>(args.kept, args.shape, place_of(args.shape, blockIdx.x), next);
+    if (next % KEPT == 0 && (next < tokens || args.joined)) {
+      float4* to = kept_at<BK, BV>(args.kept, kept + next / KEPT);
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
     }
   }
 
   float end[2] = {};
-  if (args.dht)
-    each_of_state<BV>(S, args.dht + state, args.shape, channel, [&](float& x, float& y, const float* from) {
-      const float2 two = *reinterpret_cast<const float2*>(from);
-      end[&x - S >> 1 & 1] += x * two.x + y * two.y;
-    });
+  const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second sweep is not cut here
+  if (ends)
+    each_of_state<BV>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
+                      [&](float& x, float& y, const float* from) {
+                        const float2 two = *reinterpret_cast<const float2*>(from);
+                        end[&x - S >> 1 & 1] += x * two.x + y * two.y;
+                      });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float whole = channel_sum(end[h]), all = channel_sum(du[h]);
     if (t || !inside[h]) continue;
-    if (args.dht) args.ends[at.pair * K + channel + 8 * h] = whole;
-    if (ReadOrder::reads_before_write) args.du[at.pair * K + channel + 8 * h] = all;
+    if (ends) args.ends[at.last * K + channel + 8 * h] = whole;
+    if (!ReadOrder::reads_before_write) continue;
+    if (at.last != at.pair) args.du[at.last * K + channel + 8 * h] = 0.f;
+    args.du[at.pair * K + channel + 8 * h] = all;
   }
 }
 
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     return;
   }
   if constexpr (TIGHT) registers_down<40>();
-  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = place_of(args.shape, blockIdx.x).tokens;
+  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = segment_of<false>(args.shape, args.P, args.joined).tokens;
   if (warp < 3) multiply_tokens<ReadOrder>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
   else move(s, args);
 }

@@ -25,6 +25,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;      // segments a sequence
   i64 first;  // direction: 1 where the states are known
+  i64 ends;   // whether nobody needs what segments between a sequence's first and last leave
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -125,6 +126,7 @@ __global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
   if (backwards < args.first || is_last(at, args.P, backwards)) return;
+  if (args.ends && !is_first(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
   else if (backwards) consume<ReadOrder, true>(s, args, at);
   else consume<ReadOrder, false>(s, args, at);

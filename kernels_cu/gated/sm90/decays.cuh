@@ -84,6 +84,24 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
   each_float(panels, [&](int at, float& value) { value = x[at / 4][at % 4]; });
 }
 
+// x += such a tile. bfloat16, by a product with ones: 4 instructions for 32.
+template <typename G> __device__ __forceinline__ void add_chunk(Chunk& x, G (*panels)[CHUNK][PANEL<G>], int at) {
+  Chunk more;
+  load_chunk(more, panels, at);
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[n][i] += more[n][i];
+}
+template <> __device__ __forceinline__ void add_chunk<bf16>(Chunk& x, bf16 (*panels)[CHUNK][64], int at) {
+  Operand two;
+  load_operand(two, *panels, at);
+  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
+  const u32 one = token == i ? 0x3f80u : token + 1 == i ? 0x3f800000u : 0;
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n) mma_bf16(x[n], two[n / 2], {n % 2 ? 0 : one, n % 2 ? one : 0});
+}
+
 // ---- sums of gates ------------------------------------------------------------------------------------------------
 
 constexpr float LEAST = -20.f;     // nats
@@ -154,9 +172,10 @@ template <class ReadOrder, typename G> struct Counts {
 #pragma unroll
     for (int half = 0; half < 2; ++half) b[half] = of(GateFormat<G>::ONE[half] * 0x10001u);
   }
-  __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask) const {
+  __device__ __forceinline__ void from_middle(u32 (&b)[2], int mask, bool negative = false) const {
     mask = opaque(mask);
-    make(b, [&](u32 one) { return (mask ^ early) & (one ^ (early & 0x80008000u)); });
+    const u32 minus = (negative ? ~early : early) & 0x80008000u;
+    make(b, [&](u32 one) { return (mask ^ early) & (one ^ minus); });
   }
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
     const int mask = opaque(read);
@@ -240,13 +259,13 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
                                              SubChunk& near_keys, const Operand& q, const Operand& k,
                                              const Gates<G>& gates, const Counts<ReadOrder, G>& counts, int n, F f) {
   u32 a[4], b[2];
-  SubChunk read = {}, written = {};
+  SubChunk read = {}, minus_written = {};
   gates.template operand<true>(a, n);
-  counts.from_middle(b, counts.written);
-  multiply_gates(written, a, b, typename GateFormat<G>::Type{});
+  counts.from_middle(b, counts.read);
+  multiply_gates(read, a, b, typename GateFormat<G>::Type{});
   if (ReadOrder::reads_before_write) {
-    counts.from_middle(b, counts.read);
-    multiply_gates(read, a, b, typename GateFormat<G>::Type{});
+    counts.from_middle(b, counts.written, true);
+    multiply_gates(minus_written, a, b, typename GateFormat<G>::Type{});
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -255,8 +274,8 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       f(i, p ? query.y : query.x, p ? key.y : key.x);
-      near_queries[i] = exp2_approx(ReadOrder::reads_before_write ? read[i] : written[i]);
-      near_keys[i] = exp2_approx(-written[i]);
+      near_queries[i] = exp2_approx(read[i]);
+      near_keys[i] = ReadOrder::reads_before_write ? exp2_approx(minus_written[i]) : inverse(near_queries[i]);
       queries[i] = operand_value<EXACT>((p ? query.y : query.x) * near_queries[i]);
       keys[i] = operand_value<EXACT>((p ? key.y : key.x) * near_keys[i]);
     }
@@ -315,7 +334,7 @@ __device__ __forceinline__ float& pair_at(Pairs& x, int query, int key) { return
 // A value of a pair, times CUT, for products with what was cut off.
 __device__ __forceinline__ float pair_value(float x) { return __uint_as_float(to_tf32(x)); }
 // A value of every token besides, in float32, where no pair is.
-__device__ __forceinline__ float& own_at(Pairs& x, int token) { return pair_at(x, token % 8, 24 + token / 8); }
+__device__ __forceinline__ float& own_at(Pairs& x, int token) { return (&pair_at(x, token % 8, 24))[token / 8]; }
 
 // d[channel, i] += sum_j x[channel, j] b[j, i] over a sub-chunk; b has token 2t at depth t and 2t + 1 at t + 4.
 __device__ __forceinline__ void multiply_pairs(SubChunk& d, const SubChunk& x, const u32 (&b)[2]) {

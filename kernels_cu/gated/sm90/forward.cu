@@ -41,7 +41,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
       barrier_init(s.empty[stage], CONSUMERS / 32 * Schedule::CLUSTER_SIZE);
     }
     for (int slot = 0; slot < BV / PANEL * S::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
-    for (int stage = 0; stage < S::STAGES; ++stage) s.stages[stage].row[0] = ALL;
+    for (int stage = 0; stage < S::STAGES; ++stage) s.numbers[stage].row[0] = ALL;
     if constexpr (Schedule::K_RANKS > 1)
       for (Barrier& told : s.votes.told) barrier_init(told, Schedule::K_RANKS);
   }
@@ -52,10 +52,8 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
         s.u[c] = channel < args.shape.K ? args.u[work.head * args.shape.K + channel] : 0.f;
       }
     // No key after its query.
-    for (int i = threadIdx.x; i < S::STAGES * Schedule::K_RANKS * CHUNK * PANEL; i += THREADS) {
-      auto& A = s.stages[i / (Schedule::K_RANKS * CHUNK * PANEL)].A;
-      A[i / (CHUNK * PANEL) % Schedule::K_RANKS][i / PANEL % CHUNK][i % PANEL] = from_float<T>(0.f);
-    }
+    u32* const scores = reinterpret_cast<u32*>(s.operands.A);
+    for (int i = threadIdx.x; i < sizeof s.operands.A / sizeof(u32); i += THREADS) scores[i] = 0;
   }
   fence_async();
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // barriers and zeros stand, the other block's too

@@ -1,7 +1,8 @@
 // what      The consumer warpgroups of Hopper's forward kernel: they hold 64 columns of the state each, transposed, in
 //           registers.
 // math      o = A v + (q decayed) S, with scale in A and q, S <- diag(decay) S + (k decayed)^T v, all of it transposed
-// barriers  of a warpgroup, a chunk: o stands; where the chunk is the last, also: rows behind the sequence's end are 0
+// barriers  of a warpgroup, a chunk: o stands; where the chunk is the last, also: rows behind the sequence's end are 0;
+//           before a stretch of chunks one that nothing needs but the compiler
 // numerics  S in float32; read in bfloat16, or tf32 beside float16
 // limits    sm_90a
 #include "gated/sm90/forward_rows.cuh"
@@ -46,12 +47,13 @@ template <int W, int N> __device__ __forceinline__ void decay_state(float (&S)[N
 }
 
 // o = A v, under way.
-template <bool TWO, typename T, int BK, int K_RANKS>
-__device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4],
-                                            const OperandStage<true, T, BK, K_RANKS>& in) {
+template <bool TWO, typename T, class Operands>
+__device__ __forceinline__ void read_scores(float (&o)[16], const u32 (&v)[2][4], Operands& operands, int stage) {
+  auto& tiles = operands.scores(stage);
 #pragma unroll
-  for (int rank = 0; rank < K_RANKS; ++rank) {
-    const u64 A = wgmma_tile(in.A[rank], 16, 1024);
+  for (int rank = 0; rank < int(sizeof tiles / sizeof tiles[0]); ++rank) {
+    u64 A = wgmma_tile(tiles[rank], 16, 1024) + operands.flip(stage) / 16;
+    forget(A);
 #pragma unroll
     for (int piece = 0; piece < (TWO ? 4 : 2); ++piece)
       wgmma<T, CHUNK, false>(o, v[piece % 2], A + piece * 32 / 16, rank + piece > 0);
@@ -79,27 +81,28 @@ template <> struct StateOperand<bf16> {
 
 // o = A v + (q decayed) S, under way; S <- diag(decay) S. The state is read in parts of PART operands: while a part's
 // copy is multiplied the next one is copied.
-template <bool TWO, int W, int PART, typename T, int BK, int K_RANKS>
-__device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[K_RANKS * BK / 2],
-                                                      const u32 (&v)[2][4],
-                                                      const OperandStage<true, T, BK, K_RANKS>& in) {
+template <bool TWO, int W, int PART, typename T, int N, class Operands>
+__device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)[N], const u32 (&v)[2][4],
+                                                      Operands& operands, const float* decays, int stage) {
   using Copy = StateOperand<T>;
-  constexpr int DEPTH = Copy::DEPTH, PARTS = K_RANKS * BK / DEPTH / PART, ACROSS = 4;  // operands a panel
+  constexpr int DEPTH = Copy::DEPTH, PARTS = 2 * N / DEPTH / PART, ACROSS = 4;  // operands a panel
   u32 a[2][PART][4];
+  u64 panels = wgmma_tile(operands.q[stage], 16, 1024);
+  forget(panels);
   const auto copy = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
       float (&mine)[DEPTH / 2] = *reinterpret_cast<float (*)[DEPTH / 2]>(S + tile * (DEPTH / 2));
       Copy::copy(a[part & 1][n], mine, tile);
-      decay_state<W>(mine, in.decay[0], tile * DEPTH);
+      decay_state<W>(mine, decays, tile * DEPTH);
     }
   };
   const auto multiply = [&](int part) {
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       const int tile = part * PART + n;
-      const u64 q = wgmma_tile(in.q[0][tile / ACROSS], 16, 1024) + tile % ACROSS * 32 / 16;
+      const u64 q = panels + (tile / ACROSS * (CHUNK * 128) + tile % ACROSS * 32) / 16;
       wgmma<typename Copy::Format, CHUNK, false>(o, a[part & 1][n], q, true);
     }
     wgmma_commit();
@@ -107,7 +110,7 @@ __device__ __forceinline__ void read_scores_and_state(float (&o)[16], float (&S)
   copy(0);
   if constexpr (PARTS > 1) copy(1);
   wgmma_fence();
-  read_scores<TWO>(o, v, in);
+  read_scores<TWO, T>(o, v, operands, stage);
   multiply(0);
   if constexpr (PARTS > 1) multiply(1);
 #pragma unroll
@@ -138,11 +141,12 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   using Storage = Shared<Schedule, T, G, BK, BV>;
   constexpr int K_RANKS = Schedule::K_RANKS, AHEAD = Storage::AHEAD, STAGES = Storage::STAGES, W = WIDTH<G>;
   constexpr int PART = K_RANKS == 1 && BV == 64 && COARSE<T> ? BK / 32 : 1;  // where registers are plenty, few parts
+  constexpr bool MARKS = Schedule::reads && K_RANKS == 1;
   int warpgroup = threadIdx.x / 128;
   int thread = threadIdx.x % 128;
   const WorkTile& at = s.work;
   const auto first = [&] { return at.column + warpgroup * PANEL; };
-  const int tokens = at.tokens;
+  const u32 tokens = at.tokens;
 
   float S[K_RANKS * BK / 2] = {}, total = 1.f;  // the decay of channel thread % BK over all tokens so far
   if (args.initial)
@@ -154,106 +158,48 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
 #pragma unroll
     for (int lower = 0; lower < CHUNK; lower += 16) f(thread / 8 + lower, thread % 8);
   };
-  const auto fetch = [&](int chunk) {  // by one thread of the warpgroup
-    const int slot = chunk % AHEAD;
+  const auto fetch = [&](u32 chunk) {  // by one thread of the warpgroup
+    const u32 slot = chunk % AHEAD;
     Barrier& loaded = s.values[warpgroup][slot];
     barrier_expect(loaded, sizeof s.v[0][0]);
     tensor_load(s.v[warpgroup][slot], args.v, loaded, first(), at.start + chunk * CHUNK, at.head, at.batch);
   };
   // Where this lane's row begins of the four 8x8 matrices that are 16 tokens of this warp's 16 columns.
   const auto matrix_row = [&](T* tile, int token) {
-    return swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1));
+    // swizzled(tile, token + (thread & 7) + (thread >> 4 & 1) * 8, thread / 32 * 2 + (thread >> 3 & 1)), bit by bit
+    const int place = (thread & 7) * (128 + 16) ^ (thread & 96) ^ (thread << 1 & 16) ^ (thread << 6 & 1024);
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + place + token * 128);
   };
 
   if (thread == 0)
-    for (int chunk = 0; chunk < AHEAD && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
-  for (int chunk = 0; chunk * CHUNK < tokens; ++chunk) {
-    const int token = chunk * CHUNK;
-    const int stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // uniform, and so are tiles' addresses
-    const bool partial = token + CHUNK > tokens;
-    auto& in = s.stages[stage];
-    forget(thread);  // addresses are cheaper made anew than held in registers
-    if constexpr (K_RANKS > 1) forget(warpgroup);
-    float o[16];
-    barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
-    u32 v[2][4];
-    T* const tile = s.v[warpgroup][chunk % AHEAD][0];
-    if (partial) {  // tokens behind the end may be anything, and 0 times that NaN
-      each_piece([&](int row, int piece) {
-        if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(tile, row, piece)) = {0, 0, 0, 0};
-      });
-      barrier_sync(VALUES + warpgroup, 128);  // they are zero
-    }
-    ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
-    ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
-    const auto release = [&] {  // by one thread of a warp
-      const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();  // made
-      if (here) barrier_arrive(s.empty[stage]);
-      if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
-    };
-    const auto multiply = [&](const auto& in) {
-      if constexpr (Schedule::reads) read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART>(o, S, v, in);
-      else decay_state<W>(S, in.decay[0]), total *= in.decay[0][thread % BK];
-      wgmma_keep(S);
-      wgmma_fence();
-      const u64 k = wgmma_tile(in.k, CHUNK * 128, 1024);
-      wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
-      wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
-      wgmma_commit();
-    };
-    barrier_wait(s.full[stage], chunk / STAGES & 1);
-    const bool one_by_one = __any_sync(0xffffffffu, in.row[0] != ALL);
-    forget(thread);
-    multiply(in);
-
-    if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
-    if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {     // meanwhile v takes the place of the last o
-      tensor_store_wait();
-      fetch(chunk + AHEAD - 1);
-    }
-    __syncwarp();
-    if constexpr (Schedule::reads) {  // o takes the place of v
-      wgmma_wait<1>();
-      wgmma_keep(o);
-      forget(thread);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* x = o + 8 * half;
-        const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
-        stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
-      }
-    }
-    wgmma_wait<0>();
+    for (u32 chunk = 0; chunk < AHEAD && chunk * CHUNK < tokens; ++chunk) fetch(chunk);
+  float o[16];
+  u32 v[2][4];
+  const auto multiply = [&](u32 stage) {
+    const float* const decays = s.numbers[stage].decay[0];
+    if constexpr (Schedule::reads)
+      read_scores_and_state<TWO_NUMBERS<Schedule, T>, W, PART, T>(o, S, v, s.operands, decays, stage);
+    else decay_state<W>(S, decays), total *= decays[thread % BK];
     wgmma_keep(S);
-    if (thread % 32 == 0) release();
-    // Where a chunk's gates grow too much for its factors, that was nothing, and its tokens follow. Addresses are made
-    // anew here, and for the store: held in registers, others would be spilled.
-    if (__builtin_expect(one_by_one, false)) {
-      int row = MORE;
-#pragma unroll 1
-      for (int step = 1; row & MORE; ++step) {
-        auto& in = s.stages[__shfl_sync(0xffffffffu, chunk % STAGES, 0)];
-        barrier_wait(s.full[stage], chunk / STAGES + step & 1);
-        forget(thread);
-        multiply(in);
-        wgmma_wait<0>();
-        wgmma_keep(S);
-        // Read by the lane that releases the stage, from which others get it.
-        row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? in.row[0] : 0, 0);
-        forget(thread);
-        if constexpr (Schedule::reads) {
-          wgmma_keep(o);
-          put_row(tile, o, row % MORE, thread);
-        }
-        __syncwarp();  // all lanes have read decays
-        if (thread % 32 == 0) release();
-      }
-    }
+    wgmma_fence();
+    u64 k = wgmma_tile(s.operands.k[stage], CHUNK * 128, 1024);
+    forget(k);
+    wgmma<T, K_RANKS * BK, true>(S, v[0], k, true);
+    wgmma<T, K_RANKS * BK, true>(S, v[1], k + 16 * 128 / 16, true);
+    wgmma_commit();
+  };
+  const auto release = [&](u32 chunk, u32 stage) {  // by one thread of a warp
+    const bool here = Schedule::CHUNK_RANKS == 1 || chunk % Schedule::CHUNK_RANKS == rank_of<Schedule>();  // made
+    if (here) barrier_arrive(s.empty[stage]);
+    if (Schedule::K_RANKS > 1 || !here) arrive_at_peer(s.empty[stage]);
+  };
+  const auto store = [&](u32 chunk) {  // o, from the place of v
     if constexpr (Schedule::reads) {
       fence_async();
       barrier_sync(VALUES + warpgroup, 128);  // o stands
-      T* const from = s.v[opaque(threadIdx.x) / 128][chunk % AHEAD][0];
-      if (partial) {
+      const u32 token = chunk * CHUNK;
+      T* const from = s.v[warpgroup][chunk % AHEAD][0];
+      if (token + CHUNK > tokens) {
         T* const to = args.o.row(at.batch, at.head, at.start + token) + first();
         const i64 columns = args.shape.V - first();
         each_piece([&](int row, int piece) {
@@ -265,6 +211,85 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
         tensor_store(args.o_boxes, from, first(), at.start + token, at.head, at.batch);
       }
     }
+  };
+  // Where a chunk's gates grow too much for its factors, what it was handed over as is nothing, and its tokens follow.
+  const auto by_tokens = [&](u32 chunk) {
+    int row = MORE;
+#pragma unroll 1
+    for (int step = 1; row & MORE; ++step) {
+      const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);
+      barrier_wait(s.full[stage], chunk / STAGES + step & 1);
+      forget(thread);
+      multiply(stage);
+      wgmma_wait<0>();
+      wgmma_keep(S);
+      // Read by the lane that releases the stage, from which others get it.
+      row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.numbers[stage].row[0] : 0, 0);
+      if constexpr (Schedule::reads) {
+        wgmma_keep(o);
+        put_row(s.v[opaque(threadIdx.x) / 128][chunk % AHEAD][0], o, row % MORE, opaque(threadIdx.x) % 128);
+      }
+      __syncwarp();  // all lanes have read decays
+      if (thread % 32 == 0) release(chunk, stage);
+    }
+  };
+  // What few chunks need stands outside of the loop that all others stay in: among its instructions it would cost them
+  // time. The barrier keeps the compiler from making one loop of two. K_RANKS blocks have no registers for that.
+  const u32 mask = u32(args.every) - 1;
+  for (u32 chunk = 0; chunk * CHUNK < tokens;) {
+    if (MARKS && args.marks && (chunk & mask) == 0) {
+      const i64 place = (at.sequence * args.per + chunk / (mask + 1)) * args.shape.H + at.head;
+      each<K_RANKS * BK>(S, args.marks + place * args.shape.K * args.shape.V, args.shape, args.channel, first(),
+                         [](float& x, float* to) { *to = x; });
+    }
+    bool one_by_one = false;
+    if constexpr (K_RANKS == 1) barrier_sync(VALUES + warpgroup, 128);
+    do {
+      const u32 token = chunk * CHUNK;
+      const u32 stage = __shfl_sync(0xffffffffu, chunk % STAGES, 0);  // uniform, and so are tiles' addresses
+      forget(thread);  // addresses are cheaper made anew than held in registers
+      if constexpr (K_RANKS > 1) forget(warpgroup);
+      barrier_wait(s.values[warpgroup][chunk % AHEAD], chunk / AHEAD & 1);
+      T* const tile = s.v[warpgroup][chunk % AHEAD][0];
+      if (token + CHUNK > tokens) {  // tokens behind the end may be anything, and 0 times that NaN
+        each_piece([&](int row, int piece) {
+          if (token + row >= tokens) *reinterpret_cast<uint4*>(swizzled(tile, row, piece)) = {0, 0, 0, 0};
+        });
+        barrier_sync(VALUES + warpgroup, 128);  // they are zero
+      }
+      ldmatrix_x4_trans(v[0], matrix_row(tile, 0));
+      ldmatrix_x4_trans(v[1], matrix_row(tile, 16));
+      barrier_wait(s.full[stage], chunk / STAGES & 1);
+      multiply(stage);
+
+      if constexpr (!Schedule::reads) barrier_sync(VALUES + warpgroup, 128);  // every warp has read v
+      if (thread == 0 && chunk && token + (AHEAD - 1) * CHUNK < tokens) {  // meanwhile v takes the place of the last o
+        tensor_store_wait();
+        fetch(chunk + AHEAD - 1);
+      }
+      __syncwarp();
+      if constexpr (Schedule::reads) {  // o takes the place of v
+        wgmma_wait<1>();
+        wgmma_keep(o);
+        forget(thread);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* x = o + 8 * half;
+          const u32 rows[4] = {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
+          stmatrix_x4_trans(matrix_row(tile, 16 * half), rows);
+        }
+      }
+      one_by_one = __any_sync(0xffffffffu, thread % 32 == 0 && s.numbers[stage].row[0] != ALL);  // by who releases it
+      wgmma_wait<0>();
+      wgmma_keep(S);
+      if (thread % 32 == 0) release(chunk, stage);
+      if (__builtin_expect(one_by_one, false)) {
+        if constexpr (K_RANKS == 1) break;
+        by_tokens(chunk);
+      }
+      store(chunk++);
+    } while (chunk * CHUNK < tokens && (!MARKS || (chunk & mask) != 0));
+    if (K_RANKS == 1 && one_by_one) by_tokens(chunk), store(chunk++);
   }
   tensor_store_wait();
   if constexpr (!Schedule::reads) {

@@ -68,15 +68,16 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0, tokens = s.work.tokens - chunk * CHUNK;
   const float scale = float(args.scale);
   const auto& in = s.inputs[me.group];
-  auto& out = s.stages[stage];
+  auto& numbers = s.numbers[stage];
   const auto put = [&](int i, const float (&q)[4], const float (&k)[4], float score) {  // row i of the sub-chunk
-    put_four(in_tile(out.k[rank], me.first, me.channel, i), k);
+    put_key<T>(in_tile(s.operands.k[stage][rank], me.first, me.channel), i, k);
     if constexpr (READS) {
-      put_state_query(out.q[rank], me.first, me.channel, i, q);
+      put_state_query<T>(in_tile(s.operands.q[stage][rank], me.first, me.channel), i, q);
       const int t = i / 2;
       if (me.channel == 0)
-        put_scores<Schedule, T>(reinterpret_cast<char*>(out.A[rank]) + (me.first + i) * 128 + t * 4,
-                                (me.subchunk ^ i) * 16, i & 1 ? 0.f : score, i & 1 ? score : 0.f);
+        put_scores<Schedule, T>(reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + (me.first + i) * 128 + t * 4,
+                                (me.subchunk ^ i) * 16 ^ s.operands.flip(stage), i & 1 ? 0.f : score,
+                                i & 1 ? score : 0.f);
     }
   };
   const float zeros[4] = {}, ones[4] = {1.f, 1.f, 1.f, 1.f};
@@ -87,10 +88,13 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
     const bool decays = STEPS == 1 || step % STEPS == 1, acts = STEPS == 1 || step % STEPS == 0;
     if (step == 0) {
       if constexpr (READS)
-        for (int at = me.thread; at < CHUNK * PANEL / 2; at += THREADS) reinterpret_cast<u32*>(out.A[rank])[at] = 0;
+        for (int at = me.thread; at < CHUNK * PANEL / 2; at += THREADS) {
+          const bool other = (at ^ at / 8) & 16;  // half of the tile
+          if (!s.SHARED || other == (stage == 1)) reinterpret_cast<u32*>(s.operands.scores(stage)[rank])[at] = 0;
+        }
       barrier_sync(PRODUCERS + me.group, THREADS);  // A is zero
       for (int row = 0; row < BC; ++row) put(row, zeros, zeros, 0.f);
-      put_decays(out.decay[rank], me.channel, ones);
+      put_decays(numbers.decay[rank], me.channel, ones);
     } else {
       float g[W], q[4] = {}, k[4] = {}, score = 0.f;
       gates_of(g, in, me, one, i);
@@ -110,13 +114,13 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       if (acts && me.subchunk == token / BC) put(i, q, k, score);
       float by[4];
       for (int c = 0; c < 4; ++c) by[c] = decays ? decay_of(g[c % W]) : 1.f;
-      if (me.subchunk == token / BC) put_decays(out.decay[rank], me.channel, by);
+      if (me.subchunk == token / BC) put_decays(numbers.decay[rank], me.channel, by);
     }
-    if (me.thread == 0) out.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE : 0);
+    if (me.thread == 0) numbers.row[0] = max(token, 0) + (step < STEPS * CHUNK ? MORE : 0);
     fence_async();
     barrier_sync(PRODUCERS + me.group, THREADS);  // the row stands
     if constexpr (READS && Schedule::CLUSTER_SIZE > 1)
-      if (me.thread == 0) send_operands(out, rank, s.full[stage]), send_scores(out, rank, s.full[stage]);
+      if (me.thread == 0) send_operands(s, stage, rank, s.full[stage]), send_scores(s, stage, rank, s.full[stage]);
     if (step < STEPS * CHUNK) barrier_arrive(s.full[stage]);
   }
   const int next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;

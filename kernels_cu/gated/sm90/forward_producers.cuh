@@ -41,6 +41,12 @@ template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[8], in
   return sum;
 }
 
+// Stores 4 neighbours as they came: x is what `loaded` holds.
+template <typename T> __device__ __forceinline__ void put_loaded(T* to, uint2 loaded, const float (&)[4]) {
+  *reinterpret_cast<uint2*>(to) = loaded;
+}
+__device__ __forceinline__ void put_loaded(float* to, uint2, const float (&x)[4]) { put_four(to, x); }
+
 template <typename T> __device__ __forceinline__ void put_four_if(bool wanted, T* to, const float (&x)[4]) {
   store_if(wanted, to, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
 }
@@ -94,8 +100,8 @@ template <int W> __device__ __forceinline__ void invert(float (&y)[W], const flo
 
 // Keys, from the last token to the first: decayed to the sub-chunk's end, to the half's by `near`, to the chunk's by
 // `after`; and about the middle.
-template <bool READS, typename T, int W, int BK, class Keys, class Scores>
-__device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
+template <bool READS, typename T, int W, int BK, class Put, class Scores>
+__device__ __forceinline__ void put_keys(Put put, Scores& s, const T (&loaded)[CHUNK][BK], const float (&a)[BC][W],
                                          const ProducerCoord<BK>& me, const float (&near)[W], const float (&after)[W]) {
   const auto load = [&](int i) { return *reinterpret_cast<const uint2*>(loaded[me.first + i] + me.channel); };
   uint2 next = load(BC - 1);
@@ -112,25 +118,28 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
 #pragma unroll
   for (int i = BC - 1; i >= 0; --i) {
     float k[4], x[4];
-    unpack<T>(k, next);
+    const uint2 own = next;
+    unpack<T>(k, own);
     if (i > 0) next = load(i - 1);
     times(x, k, to_end);
     if constexpr (READS) {
-      put_four_if(me.subchunk < 3, &s.border_k[border + i][me.channel], x);
+      if (i == BC - 1) store_if(me.subchunk < 3, &s.rows[border + i].border_k[me.channel], own);
+      else put_four_if(me.subchunk < 3, &s.rows[border + i].border_k[me.channel], x);
       if (two_borders) {
         float y[4];
         times(y, x, near);
-        put_four(&s.border_k[s.HALF + me.first + i][me.channel], y);
+        put_four(&s.rows[s.HALF + me.first + i].border_k[me.channel], y);
       }
     }
     times(x, x, after);
-    put_four(in_tile(keys, me.first, me.channel, i), x);
+    put(i, x);
 #pragma unroll
     for (int c = 0; c < W; ++c) to_end[c] *= a[i][c];
     if constexpr (READS)
       if (i < MIDDLE) {
         times(x, k, to_middle);
-        put_four(&s.middle_k[me.first + i][me.channel], x);
+        if (i == MIDDLE - 1) put_loaded(&s.rows[me.first + i].middle_k[me.channel], own, k);
+        else put_four(&s.rows[me.first + i].middle_k[me.channel], x);
         go_on(to_middle, a[i]);
       }
   }
@@ -139,8 +148,8 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
 // Queries, from the first token to the last: decayed from the sub-chunk's start, from the half's by `near`, from the
 // chunk's by `before`, and about the middle; with their own keys (`itself`) and, where they meet it undecayed, the last
 // token's (`last`), which the sub-chunk's first query has where `has_last`. Then keys behind the middle.
-template <class Order, typename T, int W, int BK, class Queries, class Scores>
-__device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T (&loaded)[CHUNK][BK],
+template <class Order, typename T, int W, int BK, class Put, class Scores>
+__device__ __forceinline__ void put_queries(Put put, Scores& s, const T (&loaded)[CHUNK][BK],
                                             const T (&keys)[CHUNK][BK], const float (&a)[BC][W],
                                             const ProducerCoord<BK>& me, const float (&near)[W],
                                             const float (&before)[W], const float (&u)[4], bool has_last,
@@ -168,32 +177,35 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
-    unpack<T>(q, next);
+    const uint2 own = next;
+    unpack<T>(q, own);
     unpack<T>(k, next_key);
     if (i + 1 < BC) next = load(loaded, i + 1), next_key = load(keys, i + 1);
     if (!INCLUSIVE) times(x, q, from_start);
 #pragma unroll
     for (int c = 0; c < W; ++c) from_start[c] *= a[i][c];
     if (INCLUSIVE) times(x, q, from_start);
-    put_four_if(me.subchunk > 0, &s.border_q[border + i][me.channel], x);
+    if (!INCLUSIVE && i == 0) store_if(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], own);
+    else put_four_if(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], x);
     if (two_borders) {
       float y[4];
       times(y, x, near);
-      put_four(&s.border_q[s.HALF + me.first - 16 + i][me.channel], y);
+      put_four(&s.rows[s.HALF + me.first - 16 + i].border_q[me.channel], y);
     }
     times(x, x, before);
-    put_state_query(queries, me.first, me.channel, i, x);
+    put(i, x);
     if (i > 0) {
       if (!INCLUSIVE && i >= MIDDLE) times(x, q, from_middle);
       if (i >= MIDDLE) go_on(from_middle, a[i]);
       if (INCLUSIVE && i >= MIDDLE) times(x, q, from_middle);
       if (i < MIDDLE) times(x, q, back[i]);
-      put_four(&s.middle_q[me.first + i][me.channel], x);
+      if (i == MIDDLE - INCLUSIVE) put_loaded(&s.rows[me.first + i].middle_q[me.channel], own, q);
+      else put_four(&s.rows[me.first + i].middle_q[me.channel], x);
     }
     if (i >= MIDDLE && i + 1 < BC) {  // the last key meets nobody
       invert(back[i], from_middle);
       times(x, k, back[i]);
-      put_four(&s.middle_k[me.first + i][me.channel], x);
+      put_four(&s.rows[me.first + i].middle_k[me.channel], x);
     }
     if (!INCLUSIVE) {
       last[i] = dot(q, before_k);
@@ -208,17 +220,20 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 // What the consumers need of a chunk. `refill` is called when its gates have been read, `refill_rows` when its queries
 // and keys have, `room` before anything is handed over. parity: of rows[group]; partial: how many of its tokens there
 // are, 0 for all. by_tokens: does all this where gates grow too much, which K_RANKS blocks tell each other.
-template <class Order, class Schedule, typename T, typename G, int BK, int BV, class Stage, class Refill,
-          class RefillRows, class Room, class Tell, class Either, class ByTokens>
-__device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, Stage& out, int rank, Barrier& full,
+template <class Order, class Schedule, typename T, typename G, int BK, int BV, class Refill, class RefillRows,
+          class Room, class Tell, class Either, class ByTokens>
+__device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u32 stage, int rank, Barrier& full,
                                            const ProducerCoord<BK>& me, float one, float scale, u32 parity, int partial,
                                            Refill refill, RefillRows refill_rows, Room room, Tell tell, Either either,
                                            ByTokens by_tokens) {
   using P = ProducerCoord<BK>;
   constexpr int W = WIDTH<G>;
-  constexpr bool READS = Schedule::reads;
+  // LATE: operands stay in registers until there is room for them, for which these producers would wait long, since it
+  // is a way to the other block and back.
+  constexpr bool READS = Schedule::reads, LATE = COARSE<T> && BK == 128 && Schedule::CHUNK_RANKS > 1;
   const auto& in = s.inputs[me.group];
   auto& scores = s.scores[me.group];
+  auto& numbers = s.numbers[stage];
   const auto& decays = s.decays[me.group];
   float a[BC][W], decay[W];
   u32 most = LARGEST_GATE<T, G>;
@@ -236,40 +251,51 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
   // Decays stand; gates and the last operands of scores are read.
   bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST_GATE<T, G>);
   if constexpr (Schedule::K_RANKS > 1) tell(grows);
-  float near[W], across[W];  // decays: of the half's other sub-chunk if it lies outside, of the chunk's others
-  const auto restart = [&](float (&x)[W]) {
+  else if (!grows) refill();
+  // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before it,
+  // are products of one, both or none. outer: of the half's other sub-chunk if it is the outer one; where all of a warp
+  // are in one sub-chunk, nobody asks for it otherwise.
+  float near[W], far[W], across[W], outer[W];
+  get_decay(near, decays, me, me.subchunk ^ 1);
+  get_decay(far, decays, me, me.subchunk ^ 2);
+  get_decay(across, decays, me, me.subchunk ^ 3);
 #pragma unroll
-    for (int c = 0; c < W; ++c) x[c] = 1.f;
-  };
-  const auto include = [&](float (&x)[W], int subchunk) {
-    float by[W];
-    get_decay(by, decays, me, subchunk);
+  for (int c = 0; c < W; ++c) {
+    far[c] *= across[c];
+    outer[c] = P::LANES == 32 || me.subchunk == 0 || me.subchunk == 3 ? near[c] : 1.f;
+  }
+  const auto join = [&](bool half, bool other) {
 #pragma unroll
-    for (int c = 0; c < W; ++c) x[c] *= by[c];
+    for (int c = 0; c < W; ++c) {
+      across[c] = other ? far[c] : 1.f;
+      if (half) across[c] *= near[c];
+    }
   };
-  restart(near);
-  if (me.subchunk == 0 || me.subchunk == 3) include(near, me.subchunk ^ 1);
-  restart(across);
-#pragma unroll 1
-  for (int after = me.subchunk + 1; after < NUM_SUBCHUNKS; ++after) include(across, after);
-  room();
+  join(me.subchunk % 2 == 0, me.subchunk < 2);  // behind
+  if constexpr (!LATE) room();
   if constexpr (Schedule::K_RANKS > 1) grows = either();
   if (__builtin_expect(grows, false)) return by_tokens();
-  refill();
+  if constexpr (Schedule::K_RANKS > 1) refill();
   barrier_wait(s.rows[me.group], parity);
   if (partial) clear_keys(s.inputs[me.group], me.first, partial, me.channel);
-  put_keys<READS, T>(out.k[rank], scores, in.k, a, me, near, across);
-  restart(across);
-#pragma unroll 1
-  for (int before = 0; before < me.subchunk; ++before) include(across, before);
+  char* const keys = in_tile(s.operands.k[stage][rank], me.first, me.channel);
+  uint2 late[2][BC];
+  const auto put_now = [&](int i, const float (&x)[4]) { put_key<T>(keys, i, x); };
+  const auto keep_key = [&](int i, const float (&x)[4]) { late[0][i] = packed<T>(x); };
+  if constexpr (LATE) put_keys<READS, T>(keep_key, scores, in.k, a, me, outer, across);
+  else put_keys<READS, T>(put_now, scores, in.k, a, me, outer, across);
+  join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before
+  float whole[4] = {1.f, 1.f, 1.f, 1.f};
   if (me.subchunk == NUM_SUBCHUNKS - 1) {
-    float whole[4] = {1.f, 1.f, 1.f, 1.f}, own[W];
+    float own[W];
     get_decay(own, decays, me, me.subchunk);
     times(whole, whole, across);
     times(whole, whole, own);
-    put_decays(out.decay[rank], me.channel, whole);
-    out.row[0] = ALL;
   }
+  const auto put_whole = [&] {
+    if (me.subchunk == NUM_SUBCHUNKS - 1) put_decays(numbers.decay[rank], me.channel, whole), numbers.row[0] = ALL;
+  };
+  if constexpr (!LATE) put_whole();
   if constexpr (READS) {
     float itself[BC], last[BC], u[4];
     // Not where its key is being cleared, by another warp.
@@ -277,25 +303,39 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, St
 #pragma unroll
     for (int c = 0; c < W; ++c) across[c] *= COARSE<T> ? scale : scale * TRUNCATED;
     if (Order::reads_before_write) unpack(u, &s.u[me.channel]);
-    put_queries<Order>(out.q[rank], scores, in.q, in.k, a, me, near, across, u, has_last, itself, last);
+    char* const queries = in_tile(s.operands.q[stage][rank], me.first, me.channel);
+    const auto put_query = [&](int i, const float (&x)[4]) {
+      if constexpr (LATE) late[1][i] = packed<T>(x);
+      else put_state_query<T>(queries, i, x);
+    };
+    put_queries<Order>(put_query, scores, in.q, in.k, a, me, outer, across, u, has_last, itself, last);
     const int lane = me.thread % 32;
     const auto sum = [&](float (&x)[BC], float (&to)[CHUNK]) {
       const float sum = sum_each<P::LANES>(x, lane);
       if (me.thread % P::LANES < BC) to[me.first + me.thread % P::LANES] = sum;
     };
-    sum(itself, out.direct[0]);
-    if (Order::reads_before_write) sum(last, out.direct[1]);
+    sum(itself, scores.direct[0]);
+    if (Order::reads_before_write) sum(last, scores.direct[1]);
+    if constexpr (LATE) {
+      room();
+#pragma unroll
+      for (int i = 0; i < BC; ++i) {
+        store_flipped(keys, i * 16, i * 128, late[0][i]);
+        store_flipped(queries, i * 16, i * 128, late[1][i]);
+      }
+      put_whole();
+    }
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
     refill_rows();
-    if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0) send_operands(out, rank, full);
+    if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0) send_operands(s, stage, rank, full);
 #pragma unroll 1
     for (int task = me.thread / 32; task < TASKS; task += P::THREADS / 32)
-      make_scores<Order, Schedule>(out.A[rank], scores, out.direct, scale, task, lane);
+      make_scores<Order, Schedule>(s.operands.scores(stage)[rank], scores, s.operands.flip(stage), scale, task, lane);
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
       barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand
-      if (me.thread == 0) send_scores(out, rank, full);
+      if (me.thread == 0) send_scores(s, stage, rank, full);
     }
   } else {
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // keys and the sub-chunks' decays have been read
@@ -352,8 +392,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     };
     if (WIDTH<G> == 4) barrier_wait(s.gates[group], iteration & 1);
     if (WIDTH<G> == 4 && partial) clear_gates(s.inputs[group], me.first, partial, me.channel);
-    make_chunk<Order>(s, s.stages[stage], rank, s.full[stage], me, gate, scale, iteration & 1, partial, refill,
-                      refill_rows, room, tell, either, by_tokens);
+    make_chunk<Order>(s, stage, rank, s.full[stage], me, gate, scale, iteration & 1, partial, refill, refill_rows, room,
+                      tell, either, by_tokens);
     fence_async();
     barrier_arrive(s.full[stage]);
   }

@@ -53,28 +53,30 @@ __device__ __forceinline__ void put_decays(float* decays, u32 channel, const flo
   *reinterpret_cast<float2*>(to) = {x[0], x[1]}, *reinterpret_cast<float2*>(to + 4) = {x[2], x[3]};
 }
 
-// Where row i of 8, from row `first` on, has this lane's channels in a swizzled tile.
+// Where this lane's channels lie in row `first`, the first of 8, of a swizzled tile.
 template <typename T, int PANELS>
-__device__ __forceinline__ T* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel, int i) {
-  const u32 place = channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
-  return reinterpret_cast<T*>(reinterpret_cast<char*>(tile) + (place ^ i * 16) + i * 128);
+__device__ __forceinline__ char* in_tile(T (&tile)[PANELS][CHUNK][64], int first, u32 channel) {
+  return reinterpret_cast<char*>(tile) + channel / 64 * (CHUNK * 128) + first * 128 + channel % 64 * 2;
+}
+// Of queries of the state in tf32: 8 channels are in the order 0 2 4 6 1 3 5 7, as the state's registers lie, in every
+// second panel 1 3 5 7 0 2 4 6. So stores to two panels lie in all banks.
+template <int PANELS>
+__device__ __forceinline__ char* in_tile(float (&tile)[PANELS][CHUNK][32], int first, u32 channel) {
+  const u32 place = (channel % 32 / 8 * 32 + channel % 8 * 2) ^ channel / 32 % 2 * 16;
+  return reinterpret_cast<char*>(tile) + channel / 32 * (CHUNK * 128) + first * 128 + place;
 }
 
-// Stores queries of the state. In tf32 8 channels are in the order 0 2 4 6 1 3 5 7, as the state's registers lie, in
-// every second panel 1 3 5 7 0 2 4 6: so stores to two panels lie in all banks.
-template <int PANELS>
-__device__ __forceinline__ void put_state_query(bf16 (&tile)[PANELS][CHUNK][64], int first, u32 channel, int i,
-                                                const float (&x)[4]) {
-  put_four(in_tile(tile, first, channel, i), x);
+// Stores row i of 8, of which row 0 is at `first`.
+template <typename T> __device__ __forceinline__ uint2 packed(const float (&x)[4]) {
+  return {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])};
 }
-template <int PANELS>
-__device__ __forceinline__ void put_state_query(float (&tile)[PANELS][CHUNK][32], int first, u32 channel, int i,
-                                                const float (&x)[4]) {
-  const u32 place = channel / 32 * (CHUNK * 128) + first * 128 + channel % 32 / 8 * 32 + channel % 8 * 2;
-  const u32 even = place ^ (i ^ (channel / 32 & 1)) * 16;
-  char* const row = reinterpret_cast<char*>(tile) + i * 128;
-  *reinterpret_cast<float2*>(row + even) = {x[0], x[2]};
-  *reinterpret_cast<float2*>(row + (even ^ 16)) = {x[1], x[3]};
+template <typename T> __device__ __forceinline__ void put_key(char* first, int i, const float (&x)[4]) {
+  store_flipped(first, i * 16, i * 128, packed<T>(x));
+}
+template <typename T> __device__ __forceinline__ void put_state_query(char* first, int i, const float (&x)[4]) {
+  if constexpr (COARSE<T>) return put_key<T>(first, i, x);
+  store_flipped(first, i * 16, i * 128, {__float_as_uint(x[0]), __float_as_uint(x[2])});
+  store_flipped(first, i * 16 ^ 16, i * 128, {__float_as_uint(x[1]), __float_as_uint(x[3])});
 }
 
 // The gates of a sub-chunk's token i: those of a producer's channels, or the one, which the sub-chunk's lane i has.
@@ -124,13 +126,17 @@ __device__ __forceinline__ void fetch_rows(Shared<Schedule, T, G, BK, BV>& s, co
 
 // Sends what this block has made to the cluster's other one; by one thread, after a barrier of those who made it.
 constexpr int SENT = 4;  // copies a chunk
-template <class Stage> __device__ __forceinline__ void send_operands(const Stage& made, int rank, Barrier& full) {
-  copy_to_peer(made.q[rank], sizeof made.q[0], full);
-  copy_to_peer(made.k[rank], sizeof made.k[0], full);
+template <class S> __device__ __forceinline__ void send_operands(const S& s, int stage, int rank, Barrier& full) {
+  const auto& q = s.operands.q[stage][rank];
+  const auto& k = s.operands.k[stage][rank];
+  const auto& made = s.numbers[stage];
+  copy_to_peer(q, sizeof q, full);
+  copy_to_peer(k, sizeof k, full);
   // K_RANKS blocks hand over the same rows, so that each knows of its own which.
   const u32 row = sizeof made.decay == sizeof made.decay[0] ? sizeof made.row : 0;
   copy_to_peer(made.decay[rank], sizeof made.decay[0] + row, full);
 }
-template <class Stage> __device__ __forceinline__ void send_scores(const Stage& made, int rank, Barrier& full) {
-  copy_to_peer(made.A[rank], sizeof made.A[0], full);
+template <class S> __device__ __forceinline__ void send_scores(const S& s, int stage, int rank, Barrier& full) {
+  const auto& A = s.operands.A[stage][rank];
+  copy_to_peer(A, sizeof A, full);
 }

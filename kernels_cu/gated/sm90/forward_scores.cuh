@@ -16,13 +16,13 @@ __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[4], const 
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
 // d[n] = the scores of 16 queries, from row `first` on, and 8 keys, from row first + 8n on.
-template <typename X, int LD>
-__device__ __forceinline__ void score_tile(Sums (&d)[2], const X (&q)[CHUNK][LD], const X (&k)[CHUNK][LD], int first,
-                                           int lane) {
-  constexpr int PIECE = 16 / sizeof(X), BK = LD - PIECE;
+// q, k: of row 0; rows are STRIDE numbers apart.
+template <int STRIDE, typename X, int BK>
+__device__ __forceinline__ void score_tile(Sums (&d)[2], const X (&q)[BK], const X (&k)[BK], int first, int lane) {
+  constexpr int PIECE = 16 / sizeof(X);
   // This lane's row of the 8x8 matrices: q's lie rows of 8, then pieces of 16 bytes, k's the other way round.
-  const X* const from_q = &q[first + (lane & 15)][(lane >> 4) * PIECE];
-  const X* const from_k = &k[first + (lane & 7) + (lane >> 4) * 8][(lane >> 3 & 1) * PIECE];
+  const X* const from_q = q + (first + (lane & 15)) * STRIDE + (lane >> 4) * PIECE;
+  const X* const from_k = k + (first + (lane & 7) + (lane >> 4) * 8) * STRIDE + (lane >> 3 & 1) * PIECE;
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -50,23 +50,26 @@ __device__ __forceinline__ void put_scores(char* row, int piece, float x, float 
 // Of a chunk's scores: within the sub-chunks of either half, between them, between the halves.
 constexpr int TASKS = 4;
 
-// One task; direct: OperandStage's.
+// One task; flip: see Operands.
 template <class Order, class Schedule, typename M, typename T, int BK>
-__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, T, BK>& s,
-                                            const float (&direct)[2][CHUNK], float scale, int task, int lane) {
+__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, T, BK>& s, int flip,
+                                            float scale, int task, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool within = task < 2, halves = task == 3;
+  const auto& at = s.rows[0];
+  constexpr int STRIDE = sizeof at / sizeof(T), MIDDLE_STRIDE = sizeof at / sizeof(M);
   Sums d[2];
   if constexpr (sizeof(M) == sizeof(T)) {  // tiles of one type, one place in the program
-    score_tile(d, within ? s.middle_q : s.border_q, within ? s.middle_k : s.border_k, 16 * (task & 1), lane);
+    score_tile<STRIDE>(d, within ? at.middle_q : at.border_q, within ? at.middle_k : at.border_k, 16 * (task & 1),
+                       lane);
   } else if (within) {
-    score_tile(d, s.middle_q, s.middle_k, 16 * task, lane);
+    score_tile<MIDDLE_STRIDE>(d, at.middle_q, at.middle_k, 16 * task, lane);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int x = 0; x < 4; ++x) d[n][x] *= TRUNCATED;
   } else {
-    score_tile(d, s.border_q, s.border_k, 16 * (task & 1), lane);
+    score_tile<STRIDE>(d, at.border_q, at.border_k, 16 * (task & 1), lane);
   }
   // Where the blocks of 8x8 belong: sub-chunks of their queries and keys, two bits each, four for a task; of the halves
   // those beside them too.
@@ -77,18 +80,18 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
     const int queries = QUERIES >> 4 * task + 2 * n & 3, keys = KEYS >> 4 * task + 2 * n & 3;
     float x = d[n][2 * n], y = d[n][2 * n + 1];
     if (within) {
-      const float itself = direct[0][BC * queries + g];
+      const float itself = s.direct[0][BC * queries + g];
       x = 2 * t < g ? x : 2 * t == g ? itself : 0.f;
       y = 2 * t + 1 < g ? y : 2 * t + 1 == g ? itself : 0.f;
     }
     if (Order::reads_before_write) {  // the last token's key is not decayed yet
-      const float last = direct[1][BC * queries + g];
+      const float last = s.direct[1][BC * queries + g];
       if (within && 2 * t + 1 == g) x = last;
       if (within ? 2 * t + 2 == g : !halves && g == 0 && t == 3) y = last;
       if (halves && n == 0 && g == 0 && t == 3) d[1][1] = last;
     }
     char* const row = first + queries * (BC * 128);
-    const int piece = (keys ^ g) * 16;
+    const int piece = (keys ^ g) * 16 ^ flip;
     put_scores<Schedule, T>(row, piece, scale * x, scale * y);
     if (halves) put_scores<Schedule, T>(row, piece ^ 16, scale * d[1 - n][2 * n], scale * d[1 - n][2 * n + 1]);
   }

@@ -51,6 +51,8 @@ template <typename T, typename G> struct Args {
   float* decays;   // SegmentState: [N, H, 2, K], whose product is the decay over a part's chunks
   i64 channel;     // the first of this launch
   i64 of, needed;  // SegmentState: of every so many parts the first so many; nobody needs the others' state
+  float* marks;    // [N, per, H, K, V]: the states before every so many chunks, a power of two; null: none, every is 0
+  i64 every, per;
 };
 
 // ROWS tokens of BK channels: panels of 128 bytes a row, in the tensor cores' 128-byte swizzle.
@@ -58,20 +60,26 @@ template <typename X, int ROWS, int BK> using Tile = X[BK * sizeof(X) / 128][ROW
 
 constexpr int ALL = -1, MORE = CHUNK;  // rows of a stage; the chunk comes again
 
-// What producers hand to the consumers of a chunk: of K_RANKS blocks BK channels each.
-template <bool READS, typename T, int BK, int K_RANKS> struct alignas(1024) OperandStage {
-  Tile<Wide<T>, CHUNK, BK> q[K_RANKS];  // decayed from the chunk's start; tf32 in the order of `put_state_query`
-  Tile<T, CHUNK, BK> k[K_RANKS];        // decayed to the chunk's end
-  T A[K_RANKS][CHUNK][PANEL];           // scores [query, key] in the first 32 columns; then what rounding left over
-  float decay[K_RANKS][BK];             // the whole chunk's
-  i32 row[4];                           // [0]: ALL, or which row alone stands: see forward_growth.cuh
-  float direct[2][CHUNK];               // for producers: scores that no gate touches, of tokens with themselves and, in
-                                        // RWKV-6, with the last one
+// What producers hand to the consumers of a chunk, in one of STAGES: of K_RANKS blocks BK channels each. Scores
+// [query, key] are the first 32 columns of a tile, the others what rounding left over. Where there is no such
+// rest, two stages share a tile, and pieces of the second lie 64 bytes on: `flip` XOR what they would be.
+template <bool READS, typename T, int BK, int K_RANKS, int STAGES, bool SHARED> struct alignas(1024) Operands {
+  using Scores = T[K_RANKS][CHUNK][PANEL];
+  Tile<Wide<T>, CHUNK, BK> q[STAGES][K_RANKS];  // decayed from the chunk's start; tf32 in the order of `in_tile`
+  Tile<T, CHUNK, BK> k[STAGES][K_RANKS];        // decayed to the chunk's end
+  Scores A[SHARED ? 1 : STAGES];
+  __device__ __forceinline__ Scores& scores(int stage) { return A[SHARED ? 0 : stage]; }
+  static __device__ __forceinline__ int flip(int stage) { return SHARED ? stage * 64 : 0; }
 };
-template <typename T, int BK, int K_RANKS> struct alignas(1024) OperandStage<false, T, BK, K_RANKS> {
-  Tile<T, CHUNK, BK> k[K_RANKS];
-  float decay[K_RANKS][BK];
-  i32 row[4];
+template <typename T, int BK, int K_RANKS, int STAGES, bool SHARED>
+struct alignas(1024) Operands<false, T, BK, K_RANKS, STAGES, SHARED> {
+  Tile<T, CHUNK, BK> k[STAGES][K_RANKS];
+};
+
+// The rest of what they hand over in a stage.
+template <int BK, int K_RANKS> struct alignas(16) Numbers {
+  float decay[K_RANKS][BK];  // the whole chunk's
+  i32 row[4];                // [0]: ALL, or which row alone stands: see forward_growth.cuh
 };
 
 // A chunk as it comes from memory.
@@ -90,12 +98,15 @@ template <typename T, int BK> struct alignas(128) InputStage<false, T, One, BK> 
   T k[CHUNK][BK];
 };
 
-// Operands of scores, rows padded so that 16 bytes of eight of them lie in all banks.
-template <typename X, int BK> using ScoreRows = X[CHUNK][BK + 16 / sizeof(X)];
+// Operands of scores, in rows that are padded so that 16 bytes of eight of them lie in all banks.
 template <bool READS, typename M, typename T, int BK> struct alignas(128) ScoreOperands {
-  ScoreRows<M, BK> middle_q, middle_k;       // within sub-chunks, about their middles
-  ScoreRows<T, BK> border_q, border_k;       // decayed from and to a border: rows from NEAR on sub-chunks 1 and 3
-  static constexpr int NEAR = 0, HALF = 16;  // with 0 and 2, rows from HALF on the second half with the first
+  struct alignas(16) Row {
+    M middle_q[BK], middle_k[BK];  // within sub-chunks, about their middles
+    T border_q[BK], border_k[BK];  // decayed from and to a border: rows from NEAR on sub-chunks 1 and 3 with 0 and 2,
+    float padding[4];              // rows from HALF on the second half with the first
+  } rows[CHUNK];
+  static constexpr int NEAR = 0, HALF = 16;
+  float direct[2][CHUNK];  // scores that no gate touches, of tokens with themselves and, in RWKV-6, with the last one
 };
 template <typename M, typename T, int BK> struct ScoreOperands<false, M, T, BK> {};
 
@@ -117,12 +128,16 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   static constexpr int MAKERS = GROUPS * Schedule::CHUNK_RANKS;  // groups that take chunks in turn
   static constexpr int STAGES = MAKERS > 2 ? MAKERS : 2;         // a maker's stages are its own
 
-  OperandStage<READS, T, BK, K_RANKS> stages[STAGES];
+  // A score of one number leaves half of a tile's columns to another stage.
+  static constexpr bool SHARED = !TWO_NUMBERS<Schedule, T> && Schedule::CLUSTER_SIZE == 1;
+
+  Operands<READS, T, BK, K_RANKS, STAGES, SHARED> operands;
   T v[BV / PANEL][AHEAD][CHUNK][PANEL];  // then o
   ScoreOperands<READS, typename MiddleOf<K_RANKS, T>::type, T, BK> scores[GROUPS];
   InputStage<READS, T, G, BK> inputs[GROUPS];
   float decays[GROUPS][NUM_SUBCHUNKS][BK];  // of every sub-chunk
   float u[BK];                              // the bonus
+  Numbers<BK, K_RANKS> numbers[STAGES];
   Votes<K_RANKS> votes;
   WorkTile work;  // here, since registers are scarce
   Barrier gates[GROUPS], rows[GROUPS], values[BV / PANEL][AHEAD], full[STAGES], empty[STAGES];

@@ -20,10 +20,11 @@ template <> constexpr float GROWTH<f16> = 0.25f;
 // most.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
-// Whether the rest, from before a chunk, of such a sum of this size is rounding alone. What grew before a strong decay
-// and grows behind it may outweigh all between.
-__device__ __forceinline__ bool forgets(float decay, float rest, float size, bool grown) {
-  return decay == 0.f || (decay < FORGOTTEN && !(grown && fabsf(rest) > ROUNDING * fabsf(size)));
+// Whether the rest, from before a chunk, of such a sum of this size is rounding alone: more than `keep` times its size
+// is not. What grew before a strong decay and grows behind it may outweigh all between: then `keep` is ROUNDING,
+// otherwise infinite. No branches, since a warp's channels differ.
+__device__ __forceinline__ bool forgets(float decay, float rest, float size, float keep) {
+  return (decay == 0.f) | ((decay < FORGOTTEN) & !(fabsf(rest) > keep * fabsf(size)));
 }
 
 // Whether the largest gate is; true for NaN too.
@@ -237,15 +238,7 @@ __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[
     x[2 * n] = fmaf(key.x, C[4 * n], fmaf(key.y, C[4 * n + 2], present * two.x));
     x[2 * n + 1] = fmaf(key.x, C[4 * n + 1], fmaf(key.y, C[4 * n + 3], present * two.y));
   });
-#pragma unroll
-  for (int lanes = 16, n = N / 2; lanes >= 4; lanes /= 2, n /= 2) {  // lane g ends with N / 8 from N / 8 g on
-    const bool upper = lane & lanes;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + n], lanes);
-      x[i] = (upper ? x[i + n] : x[i]) + other;
-    }
-  }
+  share_sums<N>(x);
 #pragma unroll
   for (int i = 0; i < N / 8; i += 2)
     *reinterpret_cast<float2*>(shares + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
@@ -307,7 +300,7 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
     }
     all = channel_sum(all), size = channel_sum(size);
     const float behind = h ? end[1] : end[0], rest = behind - all, decay = exp2_approx(LOG2E * sum);
-    const float before = forgets(decay, rest, fabsf(behind) + size, true) ? 0.f : rest;
+    const float before = forgets(decay, rest, fabsf(behind) + size, ROUNDING) ? 0.f : rest;
     if (h) end[1] = before + sums[channel];
     else end[0] = before + sums[channel];
     float passing = before;

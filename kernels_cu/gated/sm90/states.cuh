@@ -9,12 +9,35 @@
 
 constexpr int KEPT = 1024;  // tokens
 
-// A lane's first values of a state that is kept, the others THREADS apart: of that before a sequence's token, a
-// multiple of KEPT behind its start.
-template <int BK, int BV>
-__device__ __forceinline__ float4* kept_at(float* kept, const Shape& shape, const Place& at, int token) {
-  const i64 slot = (i64(at.batch) * shape.H + at.head) * (shape.T / KEPT + 1) + at.start / KEPT + token / KEPT;
-  return reinterpret_cast<float4*>(kept + slot * (BK * BV)) + threadIdx.x;
+// Which of the states that are kept is that before a sequence's first token; that before a multiple of KEPT tokens
+// behind it is as many further.
+__device__ __forceinline__ int first_kept(const Shape& shape, const Place& at) {
+  return int((at.batch * shape.H + at.head) * (shape.T / KEPT + 1)) + at.start / KEPT;
+}
+// A lane's first values of one, the others THREADS apart.
+template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept, int which) {
+  return reinterpret_cast<float4*>(kept + i64(which) * (BK * BV)) + threadIdx.x;
+}
+
+// The segment of a sequence that a block of a sweep has. `joined`: of three that a sequence has, a sweep takes the one
+// that it begins with by itself, and the others as one; so only what the two sweeps begin with is summarised. The long
+// ones are the first half of the blocks. `pair` is the first segment's, `last` the last one's.
+struct Segment : Place {
+  i64 last;
+};
+__device__ __forceinline__ Place segment_at(const Shape& shape, u32 block, i64 P) {
+  Place at = place_of(shape, block);
+  const u32 segment = u32(at.sequence) % u32(shape.count);
+  at.chunk += i64(segment / u32(P)) - segment;  // wherever a sweep is cut, a chunk's number is the same
+  return at;
+}
+template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
+  const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
+  const bool both = joined && blockIdx.x < heads;
+  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : blockIdx.x;
+  Segment at = {segment_at(shape, block, P), block};
+  if (both) at.last += H, at.tokens += place_of(shape, block + H).tokens;
+  return at;
 }
 
 template <typename T> constexpr bool NARROW = false;

@@ -1,18 +1,18 @@
 // what      Backward on Hopper under scalar decays, for sequences cut into segments: what each leaves
 //           behind in the state after it, and in the gradient of the state before it.
-// math      S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T; per chunk of 32, E
-//           and
-//           L as scalar_decay_sm90_backward_queries has them
+// math      per chunk of 32, E_i the decay from its start to token i, L_j from behind token j to its end:
+//           S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
 //           gated_sm90_backward_segments has them
 // grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp
 //           that moves chunks and makes their decays
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens and decays are there; done: they have been read
-// numerics  as the passes
+// numerics  products of bfloat16 numbers in float32: decayed ones as the sum of two
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    as the passes
-#include "warpgroup_backward.cuh"
+// limits    sm_90a; bfloat16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
+constexpr int CHUNK = 32;
+#include "backward_tokens.cuh"
 
 struct Args {
   TensorMap q, k, v, do_;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -65,6 +65,15 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args, const 
     barrier_arrive(s.full[turn % STAGES]);
     gate = gate_of(args.g, at, first_of(turn + 1) + lane);  // long before it is needed
   }
+}
+
+// x times factors of tokens, as the sum of two bfloat16 numbers.
+__device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const float (&by)[8]) {
+  each_two([&](int at, int s, int m) {
+    const float first = low(x[s][m]) * by[at / 4 * 2], second = high(x[s][m]) * by[at / 4 * 2 + 1];
+    x[s][m] = pack<bf16>(first, second);
+    rest[s][m] = remainder_of(x[s][m], first, second);
+  });
 }
 
 template <int BK, int BV>

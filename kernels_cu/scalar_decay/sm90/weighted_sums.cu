@@ -5,23 +5,28 @@
 //           Gradients are such sums too, forwards or backwards in time, where E and L, i and j change places:
 //           dq_i of queries do, keys v, values k;  backwards dk_j of queries v, keys do, values q, and dv_j of queries
 //           k, keys q, values do, both carrying dS in place of S, with `scale` in what they add to it
+//           dg_t = <S, dS> at the end of t's stretch of 256 tokens + sum_{i>=t} (q_i . dq_i - k_i . dk_i) in it, without
+//           what i = j gives either, which no gate touches
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
-//           float32
+//           float32; sums [B, H, parts, T] and dg [B, H, T, tiles of dk] float32
 // grid      a block for every (sequence, head, BV columns of V, sum), sequence slowest: a warpgroup for every 64
 //           columns, with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one
-//           that sums up gates
+//           that sums up gates, one that sums up dg
 // passes    Whole: everything. Summary: only the state that tokens leave behind, and their decay, without q and o; for
 //           sequences cut into segments and these into parts, whose states scan_segments.cu then joins. Gradients: dq,
-//           dk and dv at once, where nobody asks for dg. Queries: dq alone; Keys: the others
+//           dk and dv at once, where nobody asks for dg. Queries: dq alone; Keys: the others. GatedQueries, GatedKeys:
+//           these two with dg, the first of which leaves its sums and states to the second
 // smem      Stage: a chunk's tokens, what is made of them, and its results in place of v
-// barriers  full: the tokens and decays are there; scores: so is A; done: so are the results
+// barriers  full: the tokens and decays are there; scores: so is A; done: so are the results; summed: shares of dg have
+//           been read
 // numerics  products of bfloat16 numbers in float32: q, k and v as they came, S as the sum of two, in gradients as one,
 //           as A and the decayed v are.
 //           Decays are powers of sums of the gates that lie between, never of differences of such sums: any gate is
-//           exact
-// source    Yang et al., 2024, section 4; Sun et al., 2023, section 2.2
+//           exact. Pairs of a chunk cancel in dg to float32, since dq and dk have the same rounded A; others of a
+//           stretch to bfloat16
+// source    Yang et al., 2024, sections 4 and 4.4; Sun et al., 2023, section 2.2
 // limits    sm_90a; bfloat16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
-constexpr int CHUNK = 64;
+constexpr int CHUNK = 64, STRETCH = 256;  // tokens
 #include "warpgroup.cuh"
 
 struct Whole {};
@@ -29,6 +34,8 @@ struct Summary {};
 struct Gradients {};
 struct Queries {};
 struct Keys {};
+struct GatedQueries {};
+struct GatedKeys {};
 template <class Pass> constexpr bool READS = true;
 template <> constexpr bool READS<Summary> = false;
 template <class Pass> constexpr bool EXACT = false;  // whether S is read as the sum of two bfloat16 numbers, not as one
@@ -36,16 +43,25 @@ template <> constexpr bool EXACT<Whole> = true;
 template <class Pass> constexpr u32 SWEEPS = 1;
 template <> constexpr u32 SWEEPS<Gradients> = 3;
 template <> constexpr u32 SWEEPS<Keys> = 2;
+template <> constexpr u32 SWEEPS<GatedKeys> = 2;
+template <class Pass> constexpr bool GATED = false;  // whether dg is asked for
+template <> constexpr bool GATED<GatedQueries> = true;
+template <> constexpr bool GATED<GatedKeys> = true;
+
+// Whether a block's sum gives dg its share.
+template <class Pass> __device__ __forceinline__ bool gathers() {
+  return GATED<Pass> && opaque(blockIdx.x) % SWEEPS<Pass> == 0;
+}
 
 // The arrays by the part they take; so are K and V.
 struct alignas(64) Sweep {
-  TensorMap q, k, v, o;  // boxes of a chunk's tokens and 128 bytes, swizzled
-  Rows<const bf16> q_rows, k_rows, v_rows;
+  TensorMap q, k, v, o, partner;  // boxes of a chunk's tokens and 128 bytes, swizzled; partner: o its gradient
+  Rows<const bf16> q_rows, k_rows, v_rows, partner_rows;
   Rows<bf16> o_rows;
   const float* initial;        // null where there is none
   float* final;                // or null
   i64 K, V, state_k, state_v;  // strides of the states
-  double read, write;          // factors of o, and of what tokens add to states and scores
+  double read, write;          // factors of what states give, and of what tokens add to them
   i64 backwards;
 };
 
@@ -53,9 +69,13 @@ template <class Pass, typename G> struct Args {
   Sweep sweeps[SWEEPS<Pass>];
   Rows<const G> g;
   Shape shape;
-  float* decays;   // Summary: [N, H, 2, K], the decay over all chunks, and 1
-  i64 of, needed;  // Summary: of every so many parts the first so many; nobody needs the others' state
-                   // Gradients: of every so many segments the first, whose final state is kept
+  float* decays;      // Summary: [N, H, 2, K], the decay over all chunks, and 1
+  i64 of, needed;     // Summary: of every so many parts the first so many; nobody needs the others' state
+                      // Gradients: of every so many segments the first, whose final state is kept
+  uint4* kept;        // Gated: [stretches, BK / 16, BK / 16, 32], their last state in bfloat16, as lanes have it
+  float* token_sums;  // Gated: q_i . dq_i
+  float* dg;          // GatedKeys
+  i64 parts;          // Gated: of the sums
 };
 
 // A chunk's gates, summed within blocks of 2^level tokens, as logarithms to the base 2. Of two tokens in the two halves
@@ -63,31 +83,43 @@ template <class Pass, typename G> struct Args {
 // `level_of`.
 struct Gates {
   static constexpr int LEVELS = 6;
-  float until[LEVELS][CHUNK], behind[LEVELS][CHUNK];  // a token inclusive, a token exclusive
-  float start[CHUNK], end[CHUNK];                     // E and L: decays, no logarithms
+  float until[LEVELS][CHUNK], behind[LEVELS - 1][CHUNK];  // a token inclusive, a token exclusive, from level 1 on
+  float own[CHUNK];                                       // GATED: a token's score with itself
+  float start[CHUNK], end[CHUNK];                         // E and L: decays, no logarithms
 
   __device__ float all() const { return start[CHUNK - 1]; }
 };
 
-template <int BK, int BV> struct alignas(1024) Stage {
+template <int BV, bool GATE> struct Partner {};
+template <int BV> struct Partner<BV, true> {
+  Tile<bf16, BV> partner;  // then, in each warp's columns, its sums: of tokens 2r and 2r + 1 in row r
+};
+template <int BK, int BV, bool GATE> struct alignas(1024) Stage : Partner<BV, GATE> {
   Tile<bf16, BK> q, k;
   Tile<bf16, BV> v;   // then o
   bf16 A[CHUNK][64];  // [query, key]
-  Gates gates;
 };
 
-template <int BK, int BV> struct Shared {
-  static constexpr int STAGES = BK == BV ? 3 : 4;  // two blocks of the smallest share a multiprocessor
-  Stage<BK, BV> stages[STAGES];
-  Barrier full[STAGES], scores[STAGES], done[STAGES];
+template <class Pass, int BK, int BV> struct Shared {
+  static constexpr int STAGES = BK + BV == 192 && !GATED<Pass> ? 4 : BK + BV == 128 && GATED<Pass> ? 2 : 3;
+  Stage<BK, BV, GATED<Pass>> stages[STAGES];
+  Gates gates[STAGES];
+  Barrier full[STAGES], scores[STAGES], done[STAGES], summed[STAGES];
 };
 
 template <int BV> constexpr int CONSUMERS = 2 * BV;
 template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + 2 * 128;
 
+__device__ __forceinline__ int tiles_of(i64 width, int BV) { return int(width + BV - 1) / BV; }
+
 // The first token of the chunk that comes so many turns after the first.
 __device__ __forceinline__ int first_of(int turn, const Place& at, bool backwards) {
   return (backwards ? (at.tokens - 1) / CHUNK - turn : turn) * CHUNK;
+}
+
+// Whether the chunk that starts with a token is the last of its stretch.
+__device__ __forceinline__ bool ends_stretch(int first, const Place& at) {
+  return first % STRETCH == STRETCH - CHUNK || first + CHUNK >= at.tokens;
 }
 
 // ---- a warp that sums up gates ------------------------------------------------------------------------------------
@@ -101,7 +133,7 @@ __device__ __forceinline__ void sum_gates(Gates& to, float first, float second, 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       to.until[level][32 * half + lane] = until[half];
-      to.behind[level][32 * half + lane] = behind[half];
+      if (level) to.behind[level - 1][32 * half + lane] = behind[half];
       if (size == 32) continue;
       const float other = __shfl_sync(0xffffffffu, until[half], (lane ^ size) | (size - 1));  // all of the block beside
       until[half] += lane & size ? other : 0.f, behind[half] += lane & size ? 0.f : other;
@@ -112,10 +144,9 @@ __device__ __forceinline__ void sum_gates(Gates& to, float first, float second, 
   to.end[lane] = exp2_approx(behind[0] + late), to.end[32 + lane] = exp2_approx(behind[1]);
 }
 
-template <typename G, int BK, int BV>
-__device__ __forceinline__ void sum_chunks(Shared<BK, BV>& s, const Rows<const G>& gates, const Place& at,
-                                           bool backwards) {
-  constexpr int STAGES = Shared<BK, BV>::STAGES;
+template <typename G, class S>
+__device__ __forceinline__ void sum_chunks(S& s, const Rows<const G>& gates, const Place& at, bool backwards) {
+  constexpr int STAGES = S::STAGES;
   const int lane = threadIdx.x & 31;
   G first, second;
   const auto read = [&](int turn) {
@@ -126,23 +157,97 @@ __device__ __forceinline__ void sum_chunks(Shared<BK, BV>& s, const Rows<const G
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
     if (turn >= STAGES) barrier_wait(s.done[turn % STAGES], turn / STAGES - 1 & 1);
-    sum_gates(s.stages[turn % STAGES].gates, to_float(first), to_float(second), lane);
+    sum_gates(s.gates[turn % STAGES], to_float(first), to_float(second), lane);
     barrier_arrive(s.full[turn % STAGES]);
     read(turn + 1);  // long before they are needed
+  }
+}
+
+// ---- a warp that sums up what the gate's gradient is made of ---------------------------------------------------------
+
+// The sums over warps of what they have of tokens 2 lane and 2 lane + 1.
+template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&partner)[PANELS][CHUNK][64], int lane) {
+  float2 sum = {0.f, 0.f};
+#pragma unroll 1
+  for (int warp = 0; warp < 4 * PANELS; ++warp) {
+    const float2 its = *reinterpret_cast<const float2*>(swizzled(partner[warp / 4][0], lane, 2 * (warp % 4)));
+    sum.x += its.x, sum.y += its.y;
+  }
+  return sum;
+}
+
+// Of the queries' sum what its tokens have, for the other pass.
+template <class Pass, typename G, int BK, int BV>
+__device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const Place& at,
+                                            int part) {
+  constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
+  const int lane = threadIdx.x & 31;
+  const i64 head = (i64(at.batch) * args.shape.H + at.head) * args.parts + part;
+  float* to = args.token_sums + head * args.shape.T + at.start + 2 * lane;
+#pragma unroll 1
+  for (int turn = 0; turn * CHUNK < at.tokens; ++turn, to += CHUNK) {
+    barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
+    const float2 sum = sums_of_warps(s.stages[turn % STAGES].partner, lane);
+    barrier_arrive(s.summed[turn % STAGES]);
+    const int rest = at.tokens - turn * CHUNK - 2 * lane;
+    if (rest > 0) to[0] = sum.x;
+    if (rest > 1) to[1] = sum.y;
+  }
+}
+
+// The gate's gradient, or this block's part of it.
+template <class Pass, typename G, int BK, int BV>
+__device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const Place& at,
+                                              int part, int parts) {
+  constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
+  const int lane = threadIdx.x & 31, T = int(args.shape.T), count = part ? 0 : int(args.parts);
+  int first = first_of(0, at, true);
+  const i64 head = i64(at.batch) * args.shape.H + at.head, token = at.start + first + 2 * lane;
+  const float* from = args.token_sums + head * args.parts * T + token;
+  float* to = args.dg + (head * T + token) * parts + part;
+  float end = 0.f;  // of what is behind in the stretch
+#pragma unroll 1
+  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
+    const bool inside = first + 2 * lane < at.tokens, both = first + 2 * lane + 1 < at.tokens;
+    float x = 0.f, y = 0.f;
+#pragma unroll 1
+    for (int p = 0; p < count; ++p) {  // long before they are needed
+      const float* const its = from + p * i64(T);
+      if (inside) x += its[0];
+      if (both) y += its[1];
+    }
+    barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
+    const float2 sum = sums_of_warps(s.stages[turn % STAGES].partner, lane);
+    barrier_arrive(s.summed[turn % STAGES]);
+    x -= sum.x, y -= sum.y;
+    float behind = x + y;  // of this lane and those behind it
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const float other = __shfl_sync(0xffffffffu, behind, lane + distance & 31);
+      if (lane + distance < 32) behind += other;
+    }
+    const float next = __shfl_sync(0xffffffffu, behind, lane + 1 & 31), all = __shfl_sync(0xffffffffu, behind, 0);
+    y += end + (lane < 31 ? next : 0.f);
+    if (inside) to[0] = x + y;
+    if (both) to[parts] = y;
+    end = first % STRETCH ? end + all : 0.f;
+    first -= CHUNK, from -= CHUNK, to -= CHUNK * parts;
   }
 }
 
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
 
 template <class Pass, int BK, int BV>
-__device__ __forceinline__ void move(Shared<BK, BV>& s, const Sweep& x, const Place& at, int column, bool backwards) {
-  constexpr int STAGES = Shared<BK, BV>::STAGES;
+__device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const Sweep& x, const Place& at, int column,
+                                     bool backwards) {
+  constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
   for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
+    forget(column);  // cheaper made anew than held in a register
     const int next = turn + STAGES;
-    Stage<BK, BV>& stage = s.stages[next % STAGES];
+    auto& stage = s.stages[next % STAGES];
     if (turn >= 0) {
-      barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
+      barrier_wait((gathers<Pass>() ? s.summed : s.done)[turn % STAGES], turn / STAGES & 1);
       if constexpr (READS<Pass>)
         store_chunk(at, first_of(turn, at, backwards), [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column); });
     }
@@ -151,6 +256,8 @@ __device__ __forceinline__ void move(Shared<BK, BV>& s, const Sweep& x, const Pl
       if constexpr (READS<Pass>) f(stage.q, x.q, x.q_rows, x.K, 0);
       f(stage.k, x.k, x.k_rows, x.K, 0);
       f(stage.v, x.v, x.v_rows, x.V, column);
+      if constexpr (GATED<Pass>)
+        if (gathers<Pass>()) f(stage.partner, x.partner, x.partner_rows, x.V, column);
     });
     __syncwarp();
   }
@@ -170,11 +277,11 @@ __device__ __forceinline__ constexpr int level_of(int difference) {
 }
 
 // Puts the scores of warp WARP, of which a lane has two queries and two neighbours of every 8 keys; those with keys
-// behind their queries, or BACKWARDS before them, stay 0.
-template <int WARP, bool BACKWARDS>
-__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], const Gates& gates) {
-  const auto& of_query = BACKWARDS ? gates.behind : gates.until;
-  const auto& of_key = BACKWARDS ? gates.until : gates.behind;
+// behind their queries, or BACKWARDS before them, stay 0; so do those of a token with itself where they stand apart.
+template <int WARP, bool BACKWARDS, bool GATE>
+__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], Gates& gates) {
+  const float *const until = gates.until[0], *const behind = gates.behind[0] - CHUNK;
+  const float *const of_query = BACKWARDS ? behind : until, *const of_key = BACKWARDS ? until : behind;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -182,17 +289,20 @@ __device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUN
 #pragma unroll
     for (int n = BACKWARDS ? block + 1 : 0; n < (BACKWARDS ? CHUNK / 8 : block); ++n) {
       const int level = 3 + level_of(block ^ n);
-      const float query = of_query[level][i];
-      const float2 keys = *reinterpret_cast<const float2*>(&of_key[level][8 * n + 2 * t]);
+      const float query = of_query[level * CHUNK + i];
+      const float2 keys = *reinterpret_cast<const float2*>(&of_key[level * CHUNK + 8 * n + 2 * t]);
       d[4 * n + 2 * half] *= exp2_approx(query + keys.x), d[4 * n + 2 * half + 1] *= exp2_approx(query + keys.y);
     }
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const int key = 2 * t + p, difference = g ^ key,
-                level = difference > 3 ? 2 : difference > 1;  // 0 of the token itself
-      const float decay = exp2_approx(of_query[level][i] + of_key[level][8 * block + key]);
+      const int key = 2 * t + p, difference = g ^ key, level = difference > 3 ? 2 : difference > 1,
+                later = BACKWARDS ? 8 * block + key : i;
+      const int earlier = BACKWARDS ? i : 8 * block + key;
+      const float decay = exp2_approx(until[level * CHUNK + later] +
+                                      (level ? behind[level * CHUNK + earlier] : 0.f));  // 0: a neighbour
       float& x = d[4 * block + 2 * half + p];
-      x = (BACKWARDS ? key < g : key > g) ? 0.f : key == g ? x : x * decay;
+      if (GATE && key == g) gates.own[i] = x;
+      x = (BACKWARDS ? key < g : key > g) || GATE && key == g ? 0.f : key == g ? x : x * decay;
     }
   }
 #pragma unroll
@@ -205,22 +315,22 @@ __device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUN
   }
 }
 
-template <bool BACKWARDS>
-__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], const Gates& gates, int warp) {
-  if (warp == 0) put_scores<0, BACKWARDS>(A, d, gates);
-  if (warp == 1) put_scores<1, BACKWARDS>(A, d, gates);
-  if (warp == 2) put_scores<2, BACKWARDS>(A, d, gates);
-  if (warp == 3) put_scores<3, BACKWARDS>(A, d, gates);
+template <bool BACKWARDS, bool GATE>
+__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], Gates& gates, int warp) {
+  if (warp == 0) put_scores<0, BACKWARDS, GATE>(A, d, gates);
+  if (warp == 1) put_scores<1, BACKWARDS, GATE>(A, d, gates);
+  if (warp == 2) put_scores<2, BACKWARDS, GATE>(A, d, gates);
+  if (warp == 3) put_scores<3, BACKWARDS, GATE>(A, d, gates);
 }
 
 template <class Pass, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, float write, bool backwards) {
-  constexpr int STAGES = Shared<BK, BV>::STAGES;
+__device__ __forceinline__ void multiply_tokens(Shared<Pass, BK, BV>& s, int tokens, float scale, bool backwards) {
+  constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < tokens; ++turn) {
     const int thread = opaque(threadIdx.x), lane = thread & 31,
               warp = thread / 32 % 4;  // addresses are cheaper made anew
-    Stage<BK, BV>& in = s.stages[turn % STAGES];
+    auto& in = s.stages[turn % STAGES];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
     u32 q[BK / 16][4];
     float d[CHUNK / 2];
@@ -235,9 +345,10 @@ __device__ __forceinline__ void multiply_tokens(Shared<BK, BV>& s, int tokens, f
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(d);
-    for (float& x : d) x *= write;
-    if (SWEEPS<Pass> > 1 && backwards) put_scores<true>(in.A, d, in.gates, warp);
-    else put_scores<false>(in.A, d, in.gates, warp);
+    for (float& x : d) x *= scale;
+    Gates& gates = s.gates[turn % STAGES];
+    if (SWEEPS<Pass> == 2 || SWEEPS<Pass> > 2 && backwards) put_scores<true, GATED<Pass>>(in.A, d, gates, warp);
+    else put_scores<false, GATED<Pass>>(in.A, d, gates, warp);
     fence_async();
     barrier_arrive(s.scores[turn % STAGES]);
   }
@@ -260,10 +371,58 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
   }
 }
 
+// Calls f(two numbers of the state, where their bfloat16 are) for those of this lane, of which a warp has 16 columns.
+template <int BK, class F> __device__ __forceinline__ void each_kept(float (&S)[BK / 2], uint4* kept, int tile, F f) {
+  uint4* const to = kept + tile * (BK / 16 * 32) + (threadIdx.x & 31);
+#pragma unroll
+  for (int c = 0; c < BK / 16; ++c) f(*reinterpret_cast<float (*)[8]>(S + 8 * c), to[32 * c]);
+}
+
+// Calls f(where in Values the first of two tokens is, the two of a panel) as `each_two` does, few at a time.
+template <class F> __device__ __forceinline__ void each_pair(bf16 (&panel)[CHUNK][64], F f) {
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) {
+    u32 two[4];
+    ldmatrix_x4_trans(two, matrix_row(panel[0], 16 * s));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) f(8 * s + m / 2 * 4 + m % 2 * 2, two[m]);
+  }
+}
+
+// Where the states of a token's stretch are kept.
+template <int BK, class Args> __device__ __forceinline__ uint4* kept_of(const Args& args, const Place& at, int token) {
+  const i64 heads = (i64(at.batch) * args.shape.H + at.head) * (args.shape.T / STRETCH + args.shape.count);
+  const i64 slot = heads + at.start / STRETCH + at.sequence % args.shape.count + token / STRETCH;
+  return args.kept + slot * (BK / 16) * (BK / 16) * 32;
+}
+
+// Adds two lanes' x, of which each keeps a half of HALF.
+template <int HALF> __device__ __forceinline__ void halve(float (&x)[CHUNK / 4], bool upper) {
+#pragma unroll
+  for (int n = 0; n < HALF; ++n) {
+    const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + HALF], 2 * HALF);
+    x[n] = (upper ? x[n + HALF] : x[n]) + other;
+  }
+}
+
+// Puts the sums over the warp's columns of its partner and o where the partner was; `more` is of the last token.
+__device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Values& o, float more) {
+  const int thread = opaque(threadIdx.x), lane = thread & 31, g = lane >> 2;
+  float x[CHUNK / 4] = {};  // 2n + p: of token 8n + 2t + p
+  each_pair(partner, [&](int i, u32 two) {
+    float &first = x[i / 4 * 2], &second = x[i / 4 * 2 + 1];
+    first = fmaf(low(two), o[i], first), second = fmaf(high(two), o[i + 1], second);
+  });
+  halve<8>(x, g & 4), halve<4>(x, g & 2), halve<2>(x, g & 1);  // lane g ends with those of 8g
+  if (lane == 31) x[1] += more;
+  __syncwarp();  // the partner has been read
+  *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
+}
+
 template <class Pass, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& args, const Sweep& x, const Place& at,
-                                        int first, bool backwards) {
-  constexpr int STAGES = Shared<BK, BV>::STAGES;
+__device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const Sweep& x,
+                                        const Place& at, int first, bool backwards) {
+  constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = at.pair * x.K * x.V;
   const float read = float(x.read), write = float(x.write);
@@ -273,10 +432,26 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& 
 
 #pragma unroll 1
   for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
-    Stage<BK, BV>& in = s.stages[turn % STAGES];
+    auto& in = s.stages[turn % STAGES];
+    const Gates& gates = s.gates[turn % STAGES];
     const u32 phase = turn / STAGES & 1;
+    const bool ends = gathers<Pass>() && ends_stretch(first_of(turn, at, backwards), at);
+    float crossing = 0.f;  // -<S, dS> at the stretch's end, of the warp's columns
+    if constexpr (GATED<Pass>) {
+      const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
+      if (ends && 16 * tile < x.V)
+        each_kept<BK>(S, kept_of<BK>(args, at, first_of(turn, at, backwards)), tile, [&](float (&x)[8], uint4& there) {
+          if constexpr (SWEEPS<Pass> == 1) {
+            there = {pack<bf16>(x[0], x[1]), pack<bf16>(x[2], x[3]), pack<bf16>(x[4], x[5]), pack<bf16>(x[6], x[7])};
+          } else {
+            const uint4 its = there;
+            crossing -= x[0] * low(its.x) + x[1] * high(its.x) + x[2] * low(its.y) + x[3] * high(its.y) +
+                        x[4] * low(its.z) + x[5] * high(its.z) + x[6] * low(its.w) + x[7] * high(its.w);
+          }
+        });
+    }
     barrier_wait(s.full[turn % STAGES], phase);
-    const float all = in.gates.all(), by[2] = {all, all};
+    const float all = gates.all(), by[2] = {all, all};
     Values o;
     if constexpr (READS<Pass>) {
       read_state<BK, true, BK / 64, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
@@ -287,7 +462,7 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& 
     Operand v;
     float decay[CHUNK / 4];
     load_channels(v, in.v[warpgroup]);
-    load_tokens(decay, backwards ? in.gates.start : in.gates.end, write);
+    load_tokens(decay, backwards ? gates.start : gates.end, write);
     decay_tokens(v, decay);
     wgmma_keep(S);
     wgmma_fence();
@@ -296,8 +471,14 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& 
     if constexpr (READS<Pass>) {
       wgmma_wait<1>();
       wgmma_keep(o);
-      load_tokens(decay, backwards ? in.gates.end : in.gates.start);
+      load_tokens(decay, backwards ? gates.end : gates.start, read);
       each_two([&](int i, int, int) { o[i] *= decay[i / 4 * 2], o[i + 1] *= decay[i / 4 * 2 + 1]; });
+      if constexpr (GATED<Pass> && SWEEPS<Pass> > 1)
+        if (ends) {
+          crossing *= all;
+          each_pair(in.partner[warpgroup], [&](int i, u32 two) { crossing -= low(two) * o[i] + high(two) * o[i + 1]; });
+          crossing = warp_sum(crossing);
+        }
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[turn % STAGES], phase);
       wgmma_fence();
@@ -308,7 +489,14 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& 
     wgmma_keep(S);
     if constexpr (READS<Pass>) {
       wgmma_keep(o);
-      for (float& value : o) value *= read;
+      if constexpr (GATED<Pass>) {
+        if (gathers<Pass>()) put_sums(in.partner[warpgroup], o, crossing);
+        load_tokens(decay, gates.own);
+        each_pair(in.v[warpgroup], [&](int i, u32 two) {
+          o[i] = fmaf(decay[i / 4 * 2], low(two), o[i]), o[i + 1] = fmaf(decay[i / 4 * 2 + 1], high(two), o[i + 1]);
+        });
+      }
+      __syncwarp();
       store_values(&in.v[warpgroup], o);
       fence_async();
     }
@@ -329,20 +517,21 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args<Pass, G>& 
 template <class Pass, typename G, int BK, int BV>
 __global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
     scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
-  Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
-  constexpr int STAGES = Shared<BK, BV>::STAGES;
+  auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
+  constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const Sweep& x = args.sweeps[blockIdx.x % SWEEPS<Pass>];
   const i64 widest = SWEEPS<Pass> > 1 && x.K > x.V ? x.K : x.V;
-  const u32 tiles = u32(widest + BV - 1) / BV, block = blockIdx.x / SWEEPS<Pass>;
+  const u32 tiles = tiles_of(widest, BV), block = blockIdx.x / SWEEPS<Pass>;
   const Place at = place_of(args.shape, block / tiles);
   const int column = block % tiles * BV;
-  const bool backwards = SWEEPS<Pass> > 1 && x.backwards;
+  const bool backwards = SWEEPS<Pass> == 2 || SWEEPS<Pass> > 2 && x.backwards;
   if (column >= x.V || !READS<Pass> && at.sequence % args.of >= args.needed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
       barrier_init(s.scores[stage], 128);
       barrier_init(s.done[stage], CONSUMERS<BV>);
+      barrier_init(s.summed[stage], 32);
     }
   for (int i = threadIdx.x; i < STAGES * CHUNK * 32; i += ALL_THREADS<BV>)  // no key behind its query
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
@@ -351,14 +540,21 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
   constexpr bool SMALL = BK + BV == 128;
   if (threadIdx.x < CONSUMERS<BV>) {
     registers_up<SMALL ? 128 : BV == 128 ? 184 : 240>();
-    consume(s, args, x, at, column, backwards);
+    consume<Pass, G, BK, BV>(s, args, x, at, column, backwards);
   } else if (threadIdx.x < CONSUMERS<BV> + 128) {
     registers_down<SMALL ? 80 : 104>();
-    if constexpr (READS<Pass>) multiply_tokens<Pass>(s, at.tokens, float(x.write), backwards);
+    if constexpr (READS<Pass>) multiply_tokens<Pass, BK, BV>(s, at.tokens, float(x.read * x.write), backwards);
   } else {
     registers_down<SMALL ? 32 : 40>();
     const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) move<Pass>(s, x, at, column, backwards);
-    else if (warp == 1) sum_chunks(s, args.g, at, backwards);
+    if (warp == 0) {
+      if (gathers<Pass>()) move(s, args.sweeps[0], at, column, backwards);  // constant addresses spare registers
+      else move(s, args.sweeps[GATED<Pass> ? SWEEPS<Pass> - 1 : blockIdx.x % SWEEPS<Pass>], at, column, backwards);
+    } else if (warp == 1) sum_chunks(s, args.g, at, backwards);
+    else if constexpr (GATED<Pass>)
+      if (warp == 2 && gathers<Pass>()) {
+        if constexpr (SWEEPS<Pass> == 1) sum_queries(s, args, at, column / BV);
+        else sum_gradients(s, args, at, column / BV, tiles_of(x.V, BV));
+      }
   }
 }

@@ -11,6 +11,7 @@ from . import elementwise as passes
 from . import float64, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
+from .wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
 READ_ORDERS = ("AfterWrite", "BeforeWrite")
@@ -58,6 +59,8 @@ def on_every_card():
     for (T, G), order in product(GATES, READ_ORDERS):
         for products in (1, 3) if T == SINGLE else (1,):
             yield from split_channels(order, T, G, products)
+        if T == BFLOAT16:
+            yield GatedWideOperands(order, T, G)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)
@@ -75,6 +78,8 @@ def on_every_card():
         yield stages.Combine(T)
         for order in READ_ORDERS:
             yield stages.GatedQk(order, T)
+    for tiles in range(2, GatedWideForward.MOST_TILES + 1):
+        yield GatedWideForward(BFLOAT16, tiles)
     for width in (1, 4):
         yield gated.ScanSegments(width)
     yield gated.ScanBothWays()
@@ -116,10 +121,11 @@ def scalar_decays():
     for K in gated.TILES:
         yield gated.WeightedSums("Queries", SINGLE, K, gated.PANEL)
     yield gated.WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
-    for cls, (K, V) in product(
-        (gated.ScalarBackwardSegments, gated.ScalarBackwardQueries, gated.ScalarBackwardKeys), WIDTHS
-    ):
-        yield cls(K, V)
+    for what, (K, V) in product(("GatedQueries", "GatedKeys"), WIDTHS):
+        if V <= K:
+            yield gated.WeightedSums(what, SINGLE, K, V)
+    for K, V in WIDTHS:
+        yield gated.ScalarBackwardSegments(K, V)
 
 
 def value_gates():
@@ -140,6 +146,7 @@ def value_gates():
 
 
 def element_by_element():
+    yield passes.CopyRows()
     for T in HALF:
         yield passes.FeatureMap("Identity", SINGLE, T)
     for (T, Y), phi in product(GATES, passes.FEATURE_MAPS.values()):
@@ -172,8 +179,9 @@ def in_float64():
 
 def of_models():
     for T in CTYPES:
-        for cls in (rwkv6.NormShift, rwkv6.LogDecay):
-            yield cls(T)
+        yield rwkv6.LogDecay(T)
+        for width in rwkv6.NormShift.WIDTHS:
+            yield rwkv6.NormShift(T, width)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width in rwkv6.GatedNorm.WIDTHS:
@@ -182,7 +190,8 @@ def of_models():
             yield rwkv6.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
         for X in dict.fromkeys((T, SINGLE)):
-            yield rwkv6.DataMix.of_step(T, X)
+            for B in (1, 256):
+                yield rwkv6.DataMix.of_step(T, X, B)
             for S in CTYPES:
                 yield rwkv6.TimeMixStep(T, X, S)
                 yield rwkv6.TimeMixBatch(T, X, S)
@@ -194,9 +203,9 @@ def of_models():
         yield rwkv6.DecodeStep(T, S, depth, paired)
         if paired:
             yield rwkv6.DecodeFew(T, S, depth)
-    skinny = rwkv6.SkinnyProduct
-    for T, width, split, depth in product(HALF, skinny.WIDTHS, skinny.SPLITS, skinny.DEPTHS):
-        yield skinny(T, width, split, depth)
+    many = rwkv6.BatchProduct
+    for T, width, split in product(HALF, many.STAGES, many.SPLITS):
+        yield many(T, width, split)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .arguments import integers, pointers, rows
+from .arguments import integers, pointers, rows, structs
 from .kernel import Kernel
 
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
@@ -64,3 +64,19 @@ class DivideGradient(Kernel):
     arguments = (*rows("yz do_ dyz"), *integers("B H T_ V columns"))
     threads = 128
     dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class CopyRows(Kernel):
+    """Copies of arrays with longer or shorter rows, which it fills up with zeros."""
+
+    file = "elementwise/copy_rows"
+    COPIES: ClassVar[int] = 8
+    threads = 256
+    PIECES: ClassVar[int] = 4 * threads  # of 16 bytes, a block
+    constants = (("COPIES", "COPIES"), ("THREADS * AT_ONCE", "PIECES"))
+    arguments = structs(
+        "copies",
+        COPIES,
+        (*pointers("from_ to"), *integers("b h t c H T width rows_b rows_h rows_t row numbers size first")),
+    )

@@ -17,7 +17,7 @@ from .instances import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
 
-COLUMNS = (64, 256, 512)  # of a state's row, in the registers of a warp
+COLUMNS = (64, 256, 512)  # of a state's row, in the registers of a warp; more are more launches, which add up
 CHUNK = 64  # tokens between the states that are kept for a gradient, all of which one chunk keeps in turn
 MODES = ("auto", "recurrent", "chunk")  # all of them token by token
 
@@ -31,10 +31,10 @@ class Float64(Kernel):
 
     @classmethod
     def fitting(cls, op, columns):
-        return cls(read_order(op), next(size for size in COLUMNS if columns <= size))
+        return cls(read_order(op), next((size for size in COLUMNS if columns <= size), COLUMNS[-1]))
 
 
-STATE = integers("R C row column a_step b_step")
+STATE = integers("R C columns adds row column a_step b_step")
 
 
 class Forwards(Float64):
@@ -64,13 +64,6 @@ def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.mode not in MODES or problem.materialize:
         return f"no mode {problem.mode!r} in float64, which goes token by token; it has {', '.join(map(repr, MODES))}"
-    return too_large(problem)
-
-
-def too_large(problem) -> str | None:
-    for axis in "KV":
-        if problem.sizes[axis] > COLUMNS[-1]:
-            return f"{axis}={problem.sizes[axis]} is over {COLUMNS[-1]} in float64"
     return None
 
 
@@ -125,45 +118,52 @@ class Sides:
         )
         return found
 
-    def launch(self, kind, turned, **more):
-        """A kernel on the state as it is, or turned over."""
+    def launch(self, kind, turned, *, z, kept, states, **more):
+        """A kernel on the state as it is, or turned over; of more columns than it has, some after the others."""
         K, V = self.problem.shape("K V")
         sides = [(self.k, self.a, K, V), (self.v, self.b, V, 1)]
         (x, a, R, row), (y, b, C, column) = reversed(sides) if turned else sides
-        kernel = kind.fitting(self.problem.op, C)
-        N, H = self.problem.shape("N H")
-        self.draft.launch(
-            kernel,
-            N * H * ceil_div(R, kernel.ROWS),
-            x=x,
-            a=a,
-            y=y,
-            b=b,
-            u_rows=None if turned else self.u,
-            u_columns=self.u if turned else None,
-            R=R,
-            C=C,
-            row=row,
-            column=column,
-            a_step=int(a.shape[-1] > 1),
-            b_step=int(b.shape[-1] > 1),
-            shape=self.draft.shape(self.problem, chunk=CHUNK),
-            scale=self.problem.scale,
-            **more,
-        )
+        kernel, (N, H) = kind.fitting(self.problem.op, C), self.problem.shape("N H")
+        shape, gated = self.draft.shape(self.problem, chunk=CHUNK), b.shape[-1] > 1
+        for first in range(0, C, kernel.columns) or (0,):
+            here = (..., slice(first, None))
+            in_states = (*here, slice(None)) if turned else here
+            self.draft.launch(
+                kernel,
+                N * H * ceil_div(R, kernel.ROWS),
+                x=x,
+                a=a,
+                y=y[here],
+                b=b[here] if gated else b,
+                z=z[here],
+                u_rows=None if turned else self.u,
+                u_columns=self.u[here] if turned and self.u else None,
+                kept=kept and kept[here],
+                R=R,
+                C=C,
+                columns=min(C - first, kernel.columns),
+                adds=first > 0,
+                row=row,
+                column=column,
+                a_step=int(a.shape[-1] > 1),
+                b_step=int(gated),
+                shape=shape,
+                scale=self.problem.scale,
+                **{name: state and state[in_states] for name, state in states.items()},
+                **more,
+            )
 
-    def forwards(self, turned, *, final=None, kept=None, **more):
-        self.launch(Forwards, turned, final=final, kept=kept, **more)
+    def forwards(self, turned, *, initial, final=None, kept=None, **more):
+        self.launch(Forwards, turned, kept=kept, states={"initial": initial, "final": final}, **more)
 
     def gradients(self, turned, *, z, p, results, initial, dh0=None, du=None, dht):
         """The gradients of what reads a state's rows, writes them, and of their gates."""
         read, written, gates = results
         N, H, K, V = self.problem.shape("N H K V")
-        R = V if turned else K
-        shape = self.draft.shape(self.problem, chunk=CHUNK)
-        kept = self.draft.empty((*self.problem.shape("B H"), shape.NC, K, V), DOUBLE)
-        before = self.draft.empty((N, H, R, CHUNK, K * V // R if R else 0), DOUBLE)
+        R, C = (V, K) if turned else (K, V)
+        NC = self.draft.shape(self.problem, chunk=CHUNK).NC
+        kept = self.draft.empty((*self.problem.shape("B H"), NC, R, C), DOUBLE)
+        before = self.draft.empty((N, H, R, CHUNK, min(C, COLUMNS[-1])), DOUBLE)
         self.forwards(turned, z=z, result=read, initial=initial, kept=kept)
-        self.launch(
-            Backwards, turned, z=z, p=p, dx=written, da=gates, du=du, dht=dht, dh0=dh0, kept=kept, before=before
-        )
+        states = {"dht": dht, "dh0": dh0}
+        self.launch(Backwards, turned, z=z, kept=kept, states=states, p=p, dx=written, da=gates, du=du, before=before)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from ...arrays import BFLOAT16
 from ...contract import SUB_CHUNK
 from . import float64, gated_vjp, pieces, stages, tuning
 from .instances import (
@@ -27,6 +28,7 @@ from .instances import (
 )
 from .kernel import CTYPES, DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
+from .wide_heads import GatedWideForward, GatedWideOperands
 
 MODES = ("auto", "recurrent", "chunk", "staged")
 
@@ -34,9 +36,7 @@ MODES = ("auto", "recurrent", "chunk", "staged")
 def unsupported(problem) -> str | None:
     """Why these kernels cannot compute a problem; None when they can."""
     if problem.dtype == DOUBLE:
-        if mode_of(problem) != "staged":
-            return float64.unsupported(problem)
-        return float64.too_large(problem) if problem.gradient else None
+        return None if mode_of(problem) == "staged" else float64.unsupported(problem)
     if problem.dtype not in CTYPES:
         return f"no {problem.dtype} kernels; it has {', '.join(map(str, CTYPES))}"
     if problem.mode not in MODES:
@@ -84,9 +84,12 @@ def plan(problem, device, kept=()):
         tiles = recurrent(draft, problem, o, final)
     elif by_hopper:
         launches = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o)
+        if problem.gradient:
+            launches.leave_marks(gated_vjp.segments(problem, device))
         tiles, saved = launches.run(final, kept), launches.saved()
     else:
-        tiles = OnEveryCard(draft, problem, device, draft.inputs(problem), o).run(final)
+        chosen = WideHeads if has_wide_heads(problem, device) else OnEveryCard
+        tiles = chosen(draft, problem, device, draft.inputs(problem), o).run(final)
     results = draft.give_back(problem, o), draft.stored(problem, final)
     return draft.plan(results, mode=mode, tiles=tiles, saved=saved)
 
@@ -96,10 +99,9 @@ def plan_wider(problem, device):
     draft, found = pieces.widened(problem, lambda wide: plan(wide, device))
     found_o, final = draft.include(found)
     o = draft.output(problem, fits=lambda out: True)
-    draft.copy(pieces.narrow(found_o, o.shape), o)
-    if final is not None:
-        final = (pieces.cut(draft, final[0], problem.shape("N H K V")),)
-    return draft.plan((o, final), mode=found.mode, tiles=found.tiles)
+    end = final and (pieces.narrower(draft, final[0], problem.shape("N H K V")),)
+    pieces.copy_rows(draft, [(found_o, o), *zip(final or (), end or ())])
+    return draft.plan((o, end), mode=found.mode, tiles=found.tiles)
 
 
 def plan_summary(problem, device):
@@ -190,6 +192,10 @@ class OnePass:
         """On the sequences or segments that `shape` names, from `channel` on."""
         raise NotImplementedError
 
+    def shape(self, spans=None):
+        """Where the tokens are, to the kernel that gives o."""
+        return self.draft.shape(self.problem, spans)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
@@ -200,11 +206,11 @@ class OnePass:
         problem, whole = self.problem, self.kernel(self.schedule)
         initial, P = self.draft.initial(problem), self.segments(whole)
         if P == 1:
-            self.launches(whole, self.draft.shape(problem), initial, final)
+            self.launches(whole, self.shape(), initial, final)
             return whole.tiles
         left, decays = kept or self.left_by_segments(P, final is not None)
         self.starts = self.between_segments(P, left, decays, initial, final)
-        self.launches(whole, self.draft.shape(problem, self.cut(P)), self.starts, None)
+        self.launches(whole, self.shape(self.cut(P)), self.starts, None)
         return whole.tiles | {"segments": P}
 
     def summary(self):
@@ -281,31 +287,86 @@ class OnEveryCard(OnePass):
     @cached_property
     def sums(self):
         """What outputs are of the channels so far."""
-        split = self.schedule == SPLIT_CHANNELS
+        split = self.kernel(self.schedule).schedule == SPLIT_CHANNELS
         return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
 
+    def rows(self) -> dict:
+        """The arrays with a row for every token."""
+        return {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o}
+
+    def more(self, decays) -> dict:
+        """What else a launch takes, of which `decays` are to be written if there are any."""
+        return {"u": self.u, "decays": decays}
+
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
-        B, H, K, V = self.problem.shape("B H K V")
-        kernel = kernel.with_channels(K - channel) if kernel.schedule == SPLIT_CHANNELS else kernel
+        (B, H, K, V), arrays = self.problem.shape("B H K V"), self.rows()
+        kernel = kernel.with_channels(K - channel)
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
-            q=self.q,
-            k=self.k,
-            v=self.v,
-            g=self.g,
-            o=self.o,
-            u=self.u,
+            **arrays,
+            **self.more(decays),
             initial=initial,
             final=final,
             shape=shape,
             scale=self.problem.scale,
             sums=self.sums,
-            decays=decays,
             channel=channel,
             of=of,
             needed=needed,
-            bytes=common_bytes(self.q, self.k, self.v, self.g, self.o),
+            bytes=common_bytes(*arrays.values()),
+        )
+
+
+def has_wide_heads(problem, device) -> bool:
+    """Whether the kernels of wide heads compute a problem: of more channels than one launch has, if a block holds all
+    of them, and has room for their operands."""
+    kernel = GatedWideForward.fitting(problem.dtype, problem.sizes["K"])
+    most = max(kernel.shared_bytes, GatedWideOperands(read_order(problem.op), problem.dtype, FLOAT32).shared_bytes)
+    fits = kernel.channel_tiles <= kernel.MOST_TILES and most <= device.shared_per_block
+    return fits and problem.dtype == BFLOAT16 and problem.sizes["K"] > TILES[-1]
+
+
+class WideHeads(OnEveryCard):
+    """By two kernels: one makes operands and scores, of all chunks at once, and one multiplies."""
+
+    schedule = SINGLE_PASS
+    sums = None
+
+    def kernel(self, schedule):
+        if schedule == SEGMENT_STATE:
+            return super().kernel(schedule)
+        return GatedWideForward.fitting(self.problem.dtype, self.problem.sizes["K"])
+
+    def shape(self, spans=None):
+        return self.draft.shape(self.problem, spans, GatedWideForward.CHUNK)
+
+    def launch(self, kernel, shape, initial, final, **more):
+        if not isinstance(kernel, GatedWideForward):
+            super().launch(kernel, shape, initial, final, **more)
+            return
+        draft, problem, dtype = self.draft, self.problem, self.problem.dtype
+        B, N, H, V = problem.shape("B N H V")
+        chunks, tiles, size = (B, H, shape.NC), kernel.channel_tiles, kernel.CHUNK * kernel.TILE
+        left = {
+            "operands": draft.empty((*chunks, tiles, 2, size), dtype),
+            "scores": draft.empty((*chunks, kernel.SCORES), dtype),
+            "decays": draft.empty((*chunks, kernel.channels), FLOAT32),
+        }
+        first, read = GatedWideOperands(read_order(problem.op), dtype, self.g.dtype), (self.q, self.k, self.g)
+        q, k, g = read
+        draft.launch(first, shape.all_chunks, q=q, k=k, g=g, u=self.u, **left, shape=shape, bytes=common_bytes(*read))
+        draft.launch(
+            kernel,
+            B * H * shape.count * tuning.grid(kernel, V),
+            v=self.v,
+            o=self.o,
+            **left,
+            initial=initial,
+            final=final,
+            shape=shape,
+            scale=problem.scale,
+            bytes=common_bytes(self.v, self.o),
         )
 
 
@@ -338,28 +399,53 @@ class OnHopper(OnePass):
         kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
+    marks, every = None, 0  # states that the kernel leaves on its way, before every so many chunks: a power of two
+
+    def leave_marks(self, P):
+        """Has `run` leave them at the starts of the gradients' P segments, where each of its own is some of those.
+
+        Where these begin with a short segment they need none.
+        """
+        if not P or gated_vjp.short_segment(self.problem, self.device, P):
+            return
+        mine, (N, H, K, V) = self.segments(self.kernel(self.schedule)), self.problem.shape("N H K V")
+        shortest, longest = int(self.problem.spans.lengths.min()), self.longest
+        length, of_mine = (ceil_div(longest, n * GatedForwardSm90.CHUNK) * GatedForwardSm90.CHUNK for n in (P, mine))
+        every = length // GatedForwardSm90.CHUNK
+        nested = P > mine and P % mine == 0 and (mine == 1 or of_mine * mine == length * P)
+        if nested and every & every - 1 == 0 and shortest == longest > (P - 1) * length:
+            self.marks, self.every = self.draft.empty((N * P, H, K, V), FLOAT32), every
+
     def saved(self) -> tuple:
-        """What spares the pullback half of its summaries: the states at segments' starts, where it cuts alike."""
-        if self.starts is None or not self.problem.gradient:
-            return ()
+        """What spares the pullback half of its summaries: the states at its segments' starts, where `run` has them."""
+        if self.marks is not None or self.starts is None or not self.problem.gradient:
+            return () if self.marks is None else (self.marks,)
         alike = self.starts.shape[0] == self.problem.sizes["N"] * gated_vjp.segments(self.problem, self.device)
         return (self.starts,) if alike else ()
 
     def starts_of(self, P):
-        """The states that P segments start from, by themselves; None where `run` cuts otherwise."""
-        if self.segments(self.kernel(self.schedule)) != P:
-            return None
-        left = self.left_by_segments(P, self.problem.output_final_state)
-        return self.between_segments(P, *left, self.draft.initial(self.problem), None)
+        """The states that P segments start from, by themselves; None where `run` does not have them."""
+        final = self.problem.output_final_state
+        if self.segments(self.kernel(self.schedule)) == P:
+            return self.between_segments(P, *self.left_by_segments(P, final), self.draft.initial(self.problem), None)
+        self.leave_marks(P)
+        if self.marks is not None:
+            self.o = self.draft.empty(self.o.shape, self.o.dtype)
+            self.run(self.draft.empty(self.problem.shape("N H K V"), FLOAT32) if final else None)
+        return self.marks
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
         """On the sequences or segments that `shape` names, from `channel` on."""
         B, H, V = self.problem.shape("B H V")
         arrays = self.inputs_of(kernel)
+        marked = self.marks is not None and kernel.reads
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
             **arrays,
+            marks=self.marks if marked else None,
+            every=self.every,
+            per=self.marks.shape[0] // (B * shape.count) if marked else 0,
             o=self.o,
             u=self.u,
             initial=initial,

@@ -43,7 +43,9 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
     if P:
         if P > 1 and starts and not saved and not kept:
             saved = (starts(draft, arrays[:4]),)
-        tiles, shares = on_hopper(draft, problem, P, arrays, gradients, dht, dh0, kept, *saved)
+        known = saved[0] if saved else None
+        short = 0 if kept or known is not None else short_segment(problem, device, P)
+        tiles, shares = on_hopper(draft, problem, P, short, arrays, gradients, dht, dh0, kept, known)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
         tiles, shares = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
@@ -58,15 +60,20 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
 def plan_wider_vjp(problem, device, do, dht, exact):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
     draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, exact=exact), do, dht)
-    gradients, dh0 = draft.include(plan)
-    gradients = tuple(pieces.cut(draft, x, of.shape) for x, of in zip(gradients, problem.arrays.values(), strict=True))
-    dh0 = dh0 and (pieces.cut(draft, dh0[0], problem.initial_state[0].shape),)
-    return draft.plan((gradients, dh0), tiles=plan.tiles)
+    found, dh0 = draft.include(plan)
+    arrays = problem.arrays.values()
+    gradients = tuple(pieces.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))
+    start = dh0 and (pieces.narrower(draft, dh0[0], problem.initial_state[0].shape),)
+    pieces.copy_rows(draft, [*zip(found, gradients), *zip(dh0 or (), start or ())])
+    return draft.plan((gradients, start), tiles=plan.tiles)
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
     """A plan of (the initial state's gradient for a dht of zero, decays [N, parts, H, 1, K] that multiply any other,
-    part by part) alone; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that."""
+    part by part) alone; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that.
+
+    `saved` is as `plan_vjp` has it, which then needs none of the states that the pass would find forwards in time.
+    """
     P = segments(problem, device)
     if not P:
         return None
@@ -76,7 +83,9 @@ def plan_summary_vjp(problem, device, do, saved=()):
     N, H, K, V = problem.shape("N H K V")
     summary = GatedBackwardSegmentsSm90.fitting(read_order(problem.op), problem.dtype, g.dtype, K, V)
     launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
-    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, first=0)
+    known = bool(saved) or P == 1
+    first = {"first": int(known), "ends": 0}
+    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, **first)
 
 
 def as_inputs(draft, problem, do):
@@ -171,12 +180,21 @@ def segments(problem, device) -> int:
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
+def short_segment(problem, device, P) -> int:
+    """How long the segments are that Hopper's sweeps begin with, where the others are longer; 0 for P equal ones."""
+    if problem.varlen:
+        return 0
+    N, H, T = problem.shape("N H T")
+    return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
+
+
+def on_hopper(draft, problem, P, short, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs, and the shares of du. `starts`: the states that the forward pass started segments from."""
+    runs, and the shares of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
+    the states that the forward pass started segments from."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
-    launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left))
+    launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left), short=short)
     P = launches.P
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
@@ -188,13 +206,15 @@ def on_hopper(draft, problem, P, arrays, gradients, dht, dh0, left: tuple = (), 
     read = {"q": q, "k": k, "v": v, "do_": do, "g": g}
     if left:
         states, decays = left
-        initial, dht = launches.resumed(states, decays, dht)
+        initial, dht = launches.resumed(states, decays, dht, starts)
     elif P > 1:
         summary = GatedBackwardSegmentsSm90.fitting(*instance)
-        initial, dht = launches.between_segments(summary, read, initial, dht, starts, first=int(starts is not None))
-    both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept}
-    launches.launch(queries, read | {"dq": dq, "weight": dg}, initial=initial, du=du, **both)
-    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, P=P, **both)
+        which = {"first": int(starts is not None), "ends": int(short > 0)}
+        initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
+    both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
+    sweeps = 2 if short else P
+    launches.launch(queries, read | {"dq": dq, "weight": dg}, sweeps, initial=initial, du=du, **both)
+    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, sweeps, dh0=dh0, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
@@ -205,20 +225,22 @@ class OnHopper:
     at the end of the first, and can be given later, at those of the last two.
     """
 
-    def __init__(self, draft, problem, P, chunk, framed=False):
-        self.draft, self.problem, self.P = draft, problem, P + 2 * framed
-        spans = problem.spans.segments(P, chunk) if P > 1 or framed else None
+    def __init__(self, draft, problem, P, chunk, framed=False, short=0):
+        self.draft, self.problem, self.short, self.P = draft, problem, short, 3 if short else P + 2 * framed
+        spans = (
+            problem.spans.ends_apart(short) if short else problem.spans.segments(P, chunk) if P > 1 or framed else None
+        )
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch(self, kernel, mapped, directions=1, **more):
-        """A block for every (direction, segment, head); tensor maps and rows of `mapped`."""
+    def launch(self, kernel, mapped, segments=None, **more):
+        """A block for every head of so many segments a sequence, or all; tensor maps and rows of `mapped`."""
         N, H = self.problem.shape("N H")
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
             kernel,
-            directions * N * self.P * H,
+            (segments or self.P) * N * H,
             **maps,
             **rows,
             **more,
@@ -229,30 +251,43 @@ class OnHopper:
     def between_segments(self, summary, mapped, initial, dht, starts=None, **more):
         """The state at every segment's start, where that is not known, and the gradient of that at its end."""
         states, decays = self.left_by_segments(summary, mapped, initial, dht, **more)
-        if self.P > 2:
+        if self.P > 2 and not self.short:
             scan_both_ways(self.draft, self.problem, states, decays, self.P, first=int(starts is not None))
         return states[0] if starts is None else starts, states[1]
 
     def summary(self, kernel, mapped, **more):
         """The plan of `plan_summary_vjp`."""
+        draft = self.draft
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
-        joined = self.draft.contiguous(states)
-        scan_both_ways(self.draft, self.problem, joined, decays, self.P)
-        return self.draft.plan(((joined[1][:, 0],), decays[1][:, 1:]), saved=(states, decays))
+        joined = draft.empty(states.shape, states.dtype)
+        draft.copy(states[1], joined[1])
+        scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
+        return draft.plan(((joined[1][:, 0],), decays[1][:, 1:]), saved=(states, decays))
 
-    def resumed(self, states, decays, dht):
-        """As `between_segments`, from what `summary` saved."""
-        states = self.draft.contiguous(states)
+    def resumed(self, states, decays, dht, starts=None):
+        """As `between_segments`, from what `summary` saved; `starts` has no empty segments."""
+        draft, known = self.draft, starts is not None or self.P == 3
+        joined = draft.empty(states.shape, states.dtype)
+        draft.copy(states[1], joined[1])
         if dht is not None:
             for segment in (self.P - 2, self.P - 1):
-                self.draft.copy(dht, states[1][:, segment])
-        scan_both_ways(self.draft, self.problem, states, decays, self.P)
-        return states[0], states[1]
+                draft.copy(dht, joined[1][:, segment])
+        if known:
+            draft.fill(joined[0])  # what empty segments start from is read, and matters to nobody
+        if starts is not None:
+            for n, own in enumerate(range(0, starts.shape[0], self.P - 2)):
+                draft.copy(starts[own : own + self.P - 2], joined[0][n, 1:-1])
+        elif not known:
+            draft.copy(states[0], joined[0])
+        elif self.initial is not None:  # the one segment's that is not empty
+            draft.copy(self.initial, joined[0][:, 1])
+        scan_both_ways(draft, self.problem, joined, decays, self.P, first=int(known))
+        return joined[0], joined[1]
 
     def left_by_segments(self, summary, mapped, initial, dht, **more):
         """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]), as gated/sm90/backward_segments.cu has them."""
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
-        self.launch(summary, mapped, directions=2, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
+        self.launch(summary, mapped, 2 * P, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
         return states, decays

@@ -76,8 +76,8 @@ class GatedForward(Kernel):
         return replace(found, BK=TILES[0]) if split else replace(found, BV=TILES[0])
 
     def with_channels(self, left) -> GatedForward:
-        """The instance for the last launch, when so many channels are left."""
-        return replace(self, BK=TILES[0]) if left <= TILES[0] else self
+        """The instance for a launch when so many channels are left."""
+        return replace(self, BK=TILES[0]) if self.schedule == SPLIT_CHANNELS and left <= TILES[0] else self
 
     @property
     def channels(self):
@@ -108,7 +108,7 @@ class GatedForward(Kernel):
         stages, spans = 2 * C * (BK + self.BV) * size, 4 * BK * (C // 4 + 1) + C * BK * self.gate.itemsize
         border, numbers = 32 if C == 32 else 8, 2 if X == 2 else 1
         middle = 4 if self.schedule == SPLIT_CHANNELS else X
-        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK + 4)
+        scores = 2 * C * BK * (size + middle) + X * (2 * border * BK + numbers * C * (C + 8)) + 4 * (4 * C + BK)
         state = 0 if X == size else 2 * X * C * BK
         return stages + spans + state + scores * (self.schedule != SEGMENT_STATE)
 
@@ -209,7 +209,7 @@ class GatedBackwardChannels(GatedBackward):
     @property
     def shared_bytes(self):
         values = 4 * 64 * (32 + 8) * (self.dtype if self.columns == "Ungated" else self.stored).itemsize
-        pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * 64
+        pairs = (64 * (64 + 8) + 64 * 64) * self.stored.itemsize + 4 * (64 + 8 * 64 + 2 * 128)
         return 2 * tile_bytes(64, 64, self.dtype) + tile_bytes(64, 64, self.gate) + max(values, pairs)
 
 
@@ -277,6 +277,8 @@ class GatedForwardSm90(Kernel):
         *reals("scale"),
         *pointers("decays"),
         *integers("channel of needed"),
+        *pointers("marks"),
+        *integers("every per"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
@@ -330,16 +332,14 @@ class GatedForwardSm90(Kernel):
         ranks, wide = 1 + (self.schedule == CLUSTER_SPLIT_K), 2 if coarse else 4
         middle = wide if ranks == 1 else 4
         stages = max(2, groups * (1 + (self.schedule == CLUSTER_SPLIT_V)))
-        direct = 2 * self.CHUNK * 4 if reads else 0
-        operands = 32 * BK * half + reads * (32 * BK * wide + 32 * PANEL * half) + 4 * BK
-        stage = padded(ranks * operands + direct + 16, 1024)
-        votes = 80 if ranks > 1 else 8
+        tiles = stages * ranks * 32 * BK * (half + reads * wide)
+        pairs = (stages if coarse or self.cluster > 1 else 1) * ranks * 32 * PANEL * half * reads
+        numbers, votes = stages * (4 * ranks * BK + 16), 80 if ranks > 1 else 8
         slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
-        scores = 2 * 32 * (BK * (middle + half) + 32) if reads else 128  # an empty struct takes what it is aligned to
+        scores = 32 * (2 * BK * (middle + half) + 16) + 256 if reads else 128  # what is empty takes its alignment
         group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
-        used = (
-            stages * stage + slots * 32 * PANEL * half + groups * group + 4 * BK + votes + 32 + 8 * (slots + 2 * stages)
-        )
+        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 32
+        used += 8 * (slots + 2 * stages)
         return padded(used, 1024)
 
     @property
@@ -401,6 +401,7 @@ class GatedBackwardQueriesSm90(GatedBackwardSm90):
         *pointers("u initial dht ends sums du kept"),
         *shape,
         *reals("scale"),
+        *integers("P joined"),
     )
 
     @property
@@ -415,7 +416,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
         *pointers("u dht ends sums kept dh0"),
         *shape,
         *reals("scale"),
-        *integers("P"),
+        *integers("P joined"),
     )
 
     @property
@@ -432,7 +433,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
         *pointers("initial dht states decays"),
         *shape,
         *reals("scale"),
-        *integers("P first"),
+        *integers("P first ends"),
     )
 
     @property
@@ -446,27 +447,29 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
 
 # -- scalar decays: a gate that all channels share, on Hopper ----------------------------------------------------------
 SWEEP = (
-    *maps("q k v o"),
-    *rows("q_rows k_rows v_rows o_rows"),
+    *maps("q k v o partner"),
+    *rows("q_rows k_rows v_rows partner_rows o_rows"),
     *pointers("initial final"),
     *integers("K V state_k state_v"),
     *reals("read write"),
     *integers("backwards"),
 )
-SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2}
+SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
 @dataclass(frozen=True)
 class WeightedSums(Kernel):
     """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
 
-    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others.
+    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
+    "GatedQueries" and "GatedKeys" give the gate's gradient as well.
     """
 
     file = "scalar_decay/sm90/weighted_sums"
-    shared = ("Shared<{BK}, {BV}>",)
+    shared = ("Shared<{what}, {BK}, {BV}>",)
     arch = SM90
     CHUNK: ClassVar[int] = 64
+    STRETCH: ClassVar[int] = 256  # tokens, of which the last state is kept for the gate's gradient
     what: str
     gate: np.dtype
     BK: int
@@ -484,6 +487,8 @@ class WeightedSums(Kernel):
             *shape,
             *pointers("decays"),
             *integers("of needed"),
+            *pointers("kept token_sums dg"),
+            *integers("parts"),
         )
 
     @property
@@ -501,9 +506,10 @@ class WeightedSums(Kernel):
 
     @property
     def shared_bytes(self):
-        stages, gates = 3 if self.BK == self.BV else 4, 4 * 64 * (2 * 6 + 2)
-        stage = padded(64 * 2 * (2 * self.BK + self.BV + 64) + gates, 1024)
-        return padded(stages * stage + 8 * 3 * stages, 1024)
+        gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2)
+        stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
+        stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
+        return padded(stages * (stage + gates + 8 * 4), 1024)
 
     @property
     def tiles(self):
@@ -511,11 +517,20 @@ class WeightedSums(Kernel):
 
 
 @dataclass(frozen=True)
-class ScalarBackward(Kernel):
-    """Hopper's backward kernels under a scalar decay."""
+class ScalarBackwardSegments(Kernel):
+    """What segments leave behind in the states and in their gradients, on Hopper under a scalar decay."""
 
-    arch = SM90
+    file = "scalar_decay/sm90/backward_segments"
+    arguments = (
+        *tensor_rows("q k v do_"),
+        *rows("g"),
+        *pointers("initial dht states decays"),
+        *shape,
+        *reals("scale"),
+        *integers("P"),
+    )
     shared = ("Shared<{BK}, {BV}>",)
+    arch = SM90
     CHUNK: ClassVar[int] = 32
     BK: int
     BV: int
@@ -526,70 +541,13 @@ class ScalarBackward(Kernel):
 
     @property
     def threads(self):
-        return 2 * self.BK + 128
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-
-    def ring(self, stages, arrays, more, rest):
-        stage = padded(32 * 2 * arrays * (self.BK + self.BV) + more, 1024)
-        return padded(stages * stage + rest + 8 * 3 * stages, 1024)
-
-    @property
-    def decays(self):
-        """Bytes of a stage: the decays of its tokens, and what each warp has of a sum over the channels."""
-        return 4 * 32 * (1 + 32 + 8) + 4 * 32 * self.BK // 16
-
-
-class ScalarBackwardSegments(ScalarBackward):
-    file = "scalar_decay/sm90/backward_segments"
-    arguments = (
-        *tensor_rows("q k v do_"),
-        *rows("g"),
-        *pointers("initial dht states decays"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
-
-    @property
-    def threads(self):
         return 2 * self.BK + 32
 
     @property
     def shared_bytes(self):
-        return self.ring(4, 1, 4 * 33, 0)
-
-
-class ScalarBackwardQueries(ScalarBackward):
-    file = "scalar_decay/sm90/backward_queries"
-    arguments = (
-        *tensor_rows("q k v do_ dq"),
-        *rows("g"),
-        *pointers("initial dht ends weights"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
+        stages, stage = 4, padded(32 * 2 * (self.BK + self.BV) + 4 * 33, 1024)
+        return padded(stages * stage + 8 * 2 * stages, 1024)
 
     @property
-    def shared_bytes(self):
-        return self.ring(3 if self.BK + self.BV == 128 else 4, 2, 32 * 128 + self.decays, 4 * self.BK // 16)
-
-
-class ScalarBackwardKeys(ScalarBackward):
-    file = "scalar_decay/sm90/backward_keys"
-    arguments = (
-        *tensor_rows("q k v do_ dk dv"),
-        *rows("g"),
-        *pointers("dht ends dg dh0"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
-
-    @property
-    def shared_bytes(self):
-        stages = 4 if self.BK + self.BV == 192 else 3
-        return self.ring(stages, 2, 2 * 32 * 128 + self.decays + 2 * 4 * 32, 4 * self.BK * self.BV)
+    def tiles(self):
+        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}

@@ -5,7 +5,8 @@ A channel or a column of zeros changes nothing: its products are 0, and so are i
 
 from __future__ import annotations
 
-from .plan import Draft, aligned16, ceil_div, common_bytes
+from .elementwise import CopyRows
+from .plan import Draft, aligned16, ceil_div, common_bytes, has_rows, is_contiguous
 
 PIECE = 16  # bytes
 WORTH_COPIES = 1 << 20  # bytes of arrays from which on the copies' launches are a small part of a call
@@ -34,7 +35,7 @@ def backward_gains(problem, do) -> bool:
 
 def widened(problem, plan, do=None, dht=None):
     """(a draft, the plan that `plan` draws of a wider problem and its cotangents, not yet a part of the draft)."""
-    sizes, draft = dict(problem.sizes), Draft()
+    sizes, draft, copies = dict(problem.sizes), Draft(), {}
     numbers = PIECE // min(x.dtype.itemsize for x in rows(problem))
     for axis in "KV":
         sizes[axis] = numbers * ceil_div(sizes[axis], numbers)
@@ -43,11 +44,8 @@ def widened(problem, plan, do=None, dht=None):
         shape = tuple(sizes[axis] for axis in axes.split())
         if shape == x.shape and aligned16(x):
             return x
-        copied = draft.like(x, shape=shape)
-        if shape != x.shape:
-            draft.fill(copied)
-        draft.copy(x, narrow(copied, x.shape), f"{name}: its rows are not whole pieces of {PIECE} bytes")
-        return copied
+        copies[name] = x, draft.like(x, shape=shape)
+        return copies[name][1]
 
     def wide_states(name, parts):
         return parts and tuple(wide(name, part, axes) for part, axes in zip(parts, problem.op.state, strict=True))
@@ -59,18 +57,57 @@ def widened(problem, plan, do=None, dht=None):
         out=None,
     )
     cotangents = () if do is None else (wide("do", do, problem.op.out), wide_states("dht", dht))
+    copy_rows(draft, [*copies.values()], f"{', '.join(copies)}: rows are not whole pieces of {PIECE} bytes")
     return draft, plan(larger, *cotangents)
 
 
-def narrow(x, shape):
-    """That much of `x`."""
-    return x[tuple(slice(size) for size in shape)]
+def narrower(draft, x, shape):
+    """`x` if it has the shape, or new memory in the same order."""
+    return x if x.shape == shape else draft.like(x, shape=shape)
 
 
-def cut(draft, x, shape):
-    """`x`, or a copy of what a caller asked for, in the same memory order."""
-    if x.shape == shape:
-        return x
-    found = draft.like(x, shape=shape)
-    draft.copy(narrow(x, found.shape), found)
-    return found
+def copy_rows(draft, pairs, reason=""):
+    """Arrays to other memory, whose axes may be longer, with zeros at their ends, or shorter. By one kernel; to memory
+    that is not contiguous, which has no longer axes, one by one."""
+    pairs = [(x, to) for x, to in pairs if x is not to]
+    together = [(x, to) for x, to in pairs if fills_memory(to)]
+    for x, to in pairs:
+        if not fills_memory(to):
+            draft.copy(x[tuple(map(slice, to.shape))], to)
+    for n in range(0, len(together), CopyRows.COPIES):
+        launch(draft, together[n : n + CopyRows.COPIES], reason)
+
+
+def fills_memory(x) -> bool:
+    return x.start == 0 and has_rows(x) and is_contiguous(in_memory_order(x, x))
+
+
+def in_memory_order(x, of):
+    """[B, H, T, C] of an array, whose axes but the last lie as those of another one do."""
+    axes = sorted(range(x.ndim - 1), key=lambda axis: -abs(of.strides[axis]))
+    while len(axes) < 3:
+        axes, x = [x.ndim - 1, *axes], x[..., None, :]
+    return x.transpose((*axes, x.ndim - 1))
+
+
+def launch(draft, pairs, reason):
+    copies, blocks = [], 0
+    for x, to in pairs:
+        copies.append(copy_of(in_memory_order(x, to), in_memory_order(to, to)) | {"first": blocks})
+        blocks += ceil_div(to.nbytes, PIECE * CopyRows.PIECES)
+    nothing = dict.fromkeys(copies[0], 0) | {"from_": None, "to": None, "first": blocks}
+    copies += [nothing] * (CopyRows.COPIES - len(copies))
+    draft.launch(CopyRows(), blocks, reason=reason, copies=copies)
+
+
+def copy_of(x, to) -> dict:
+    """The kernel's `Copy` of one array: neighbours that always move together count as one number."""
+    size = common_bytes(x, to) if has_rows(x) else x.dtype.itemsize
+    b, h, t, c = (stride // size for stride in x.strides)
+    rows_b, rows_h, rows_t, _ = x.shape
+    row, width = (array.shape[-1] * array.dtype.itemsize // size for array in (x, to))
+    return {
+        **{"from_": x, "b": b, "h": h, "t": t, "c": 1 if has_rows(x) else c},
+        **{"rows_b": rows_b, "rows_h": rows_h, "rows_t": rows_t, "row": row},
+        **{"to": to, "H": to.shape[1], "T": to.shape[2], "width": width, "numbers": to.nbytes // size, "size": size},
+    }

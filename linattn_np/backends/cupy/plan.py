@@ -152,6 +152,10 @@ class Array:
 
         return Array(self.memory, swapped(self.shape), swapped(self.strides), self.dtype, self.offset)
 
+    def transpose(self, axes) -> Array:
+        shape, strides = (tuple(values[axis] for axis in axes) for values in (self.shape, self.strides))
+        return Array(self.memory, shape, strides, self.dtype, self.offset)
+
     def in_heads(self, heads: int) -> Array:
         """[..., heads, D / heads] for [..., D]."""
         size, step = self.shape[-1] // heads, self.strides[-1]

@@ -16,9 +16,9 @@ from ...declarations import RWKV6
 from ...problem import Problem
 from ...varlen import Spans
 from . import gated
-from .arguments import integers, pointers, reals, structs
+from .arguments import integers, maps, pointers, reals, structs
 from .kernel import HALF, INT8, Kernel, padded
-from .plan import FLOAT32, Array, Draft, ceil_div
+from .plan import FLOAT32, Array, Draft, TensorMap, ceil_div
 
 
 class ModelKernel(Kernel):
@@ -29,11 +29,18 @@ class ModelKernel(Kernel):
 @dataclass(frozen=True)
 class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
-    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C"), *reals("eps"))
+    arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
     shared = ("Shared",)
+    PARTS: ClassVar[int] = 8  # of value, at most
+    WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
     X: np.dtype
+    EACH: int
+
+    @classmethod
+    def fitting(cls, X, D):
+        return cls(X, next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads))
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,15 @@ class TimeMixStep(ModelKernel):
 
 @dataclass(frozen=True)
 class TimeMixBatch(ModelKernel):
-    """The same for many sequences: blocks go from state to state."""
+    """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
     arguments = TimeMixStep.arguments
     shared = ("Shared",)
     threads = 256
-    shared_bytes = 4 * (5 * 64 + 4 * 256 + 2 * 8)
-    resident = 4
-    WIDEST: ClassVar[int] = 64
+    shared_bytes = 4 * 8 * 4 * 64
+    N: ClassVar[int] = 64
+    SEQUENCES: ClassVar[int] = 8  # of a block
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
@@ -66,13 +73,16 @@ class TimeMixBatch(ModelKernel):
     @classmethod
     def fitting(cls, dtype, X, state, N, W, device) -> tuple[TimeMixBatch, int] | None:
         """The kernel, and the bytes of shared memory behind its own; None where it does not serve."""
-        kernel = cls(dtype, X, state)
-        stage = N * N * state.itemsize + 4 * (4 * N + padded(W, 4))
-        more = 2 * stage + W * (N + 8) * dtype.itemsize
-        room = device.shared_per_multiprocessor // kernel.resident - 1024
-        return (kernel, more) if N <= cls.WIDEST and kernel.shared_bytes + more <= room else None
+        kernel, more = cls(dtype, X, state), W * (4 * cls.SEQUENCES + N * dtype.itemsize)
+        room = device.shared_per_multiprocessor // 2 - 1024
+        return (kernel, more) if N == cls.N and kernel.shared_bytes + more <= room else None
+
+    def blocks(self, B, H) -> int:
+        return ceil_div(B, self.SEQUENCES) * H
 
 
+WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`: `Matvec` leaves no parts, `BatchProduct` adds to
+# nothing
 PRODUCTS = 5  # in one launch
 PRODUCT = (*pointers("w x y"), *integers("M finish"))
 
@@ -104,50 +114,63 @@ class Matvec(ModelKernel):
         return self.threads * (2 * 4 * 16 + 4 * 8 * 16 // 32)
 
 
-@dataclass(frozen=True)
-class SkinnyProduct(ModelKernel):
-    """Half-precision weights by up to 64 vectors. `SPLIT` blocks share a tile, each with a part of K."""
+STACKS = 2  # in one launch
+STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
 
-    file = "rwkv6/skinny_product"
+
+@dataclass(frozen=True)
+class BatchProduct(ModelKernel):
+    """Half-precision weights by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of K."""
+
+    file = "rwkv6/batch_product"
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
-    WIDTHS: ClassVar[tuple[int, ...]] = (16, 32, 64)  # vectors
-    FEW: ClassVar[int] = 32  # up to which it is faster than the library, whatever the weights are
+    # Of weights and of vectors, by how many of these a block has.
+    STAGES: ClassVar[dict[int, tuple[int, int]]] = {16: (6, 4), 32: (6, 4), 64: (5, 4)}
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
-    DEPTHS: ClassVar[tuple[int, ...]] = (3, 6)  # stages where two blocks share a multiprocessor, and where one has it
-    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
-    shared = ("Shared<{COLUMNS}, {STAGES}>",)
-    arch, threads = "sm_90a", 256
+    MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
+    arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
+    shared = ("Shared<{dtype}, {COLUMNS}>",)
+    arch, threads = "sm_90a", 288
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
-    STAGES: int
 
     @classmethod
-    def fitting(cls, dtype, B, K, tiles, device) -> tuple[SkinnyProduct, int] | None:
-        """The kernel and the vectors' bytes of shared memory; None where the library is faster, or it does not serve.
-
-        Blocks are to fill nine tenths of the multiprocessors. Of clusters of two, one has a multiprocessor where that
-        is enough; larger ones wait for each other's unless two share one.
-        """
-        if device.capability != 90 or B > cls.WIDTHS[-1] or dtype not in HALF:
+    def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
+        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster."""
+        few_rows = sum(C * M for C, M in rows) <= 2 * cls.ROWS
+        if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
-        columns = next(width for width in cls.WIDTHS if B <= width)
-        filled = 0.9 * device.multiprocessors
-        split = next((split for split in cls.SPLITS if tiles * split >= filled), cls.SPLITS[-1])
-        one_wave = split <= 2 and filled <= tiles * split <= device.multiprocessors
-        if B > cls.FEW and not one_wave:
-            return None
-        for stages in reversed(cls.DEPTHS) if one_wave else cls.DEPTHS:
-            kernel = cls(dtype, columns, split, stages)
-            shared = stages == cls.DEPTHS[0]
-            room = device.shared_per_multiprocessor // 2 - 1024 if shared else device.shared_per_block
-            if kernel.shared_bytes + kernel.vector_bytes(K) <= room:
-                return kernel, kernel.vector_bytes(K)
-        return None
+        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
+        kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
+        return min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
 
-    def vector_bytes(self, K) -> int:
-        return 2 * self.COLUMNS * ceil_div(K, self.DEPTH * self.SPLIT) * self.DEPTH
+    def steps(self, B, K, rows, device) -> float:
+        """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
+        the memory's rate, so that it counts how many there are in all."""
+        waves = max(1.0, self.blocks(B, rows) / device.multiprocessors)
+        return waves * (ceil_div(K, self.DEPTH * self.SPLIT) + 4)
+
+    def blocks(self, B, rows) -> int:
+        return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
+
+    def launch(self, draft: Draft, products, B, K):
+        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [SPLIT, C, B, M], finish)."""
+        stacks = [
+            {
+                "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
+                "x": TensorMap(x[None], self.DEPTH, self.COLUMNS, True),
+                "y": y,
+                "C": w.shape[0],
+                "M": w.shape[1],
+                "finish": finish,
+            }
+            for w, x, y, finish in products
+        ]
+        none = stacks[0] | {"C": 0}
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
+        draft.launch(self, blocks, stacks=stacks + [none] * (STACKS - len(stacks)), B=B, K=K)
 
     @property
     def cluster(self):
@@ -155,8 +178,9 @@ class SkinnyProduct(ModelKernel):
 
     @property
     def shared_bytes(self):
-        """Without the vectors."""
-        return max(self.STAGES * self.ROWS * 2 * self.DEPTH, 4 * self.COLUMNS * (self.ROWS + 4))
+        of_w, of_x = self.STAGES[self.COLUMNS]
+        ring = (of_w * self.ROWS + of_x * self.COLUMNS) * 2 * self.DEPTH
+        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x)
 
 
 @dataclass(frozen=True)
@@ -306,8 +330,8 @@ def low_rank_blocks(tiles, tokens, D) -> int:
 
 @dataclass(frozen=True)
 class DataMix(ModelKernel):
-    """A step takes an input a block, so that few sequences keep many multiprocessors busy; a prompt all five, and
-    reads what they share once."""
+    """A step of many sequences takes all five inputs a block, and reads what they share once; others take one, so that
+    more multiprocessors are busy."""
 
     file = "rwkv6/data_mix"
     arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
@@ -320,8 +344,9 @@ class DataMix(ModelKernel):
     INPUTS: int
 
     @classmethod
-    def of_step(cls, dtype, X):
-        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, 1)
+    def of_step(cls, dtype, X, B):
+        inputs = 5 if B > 128 else 1
+        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, inputs)
 
     @classmethod
     def of_prompt(cls, dtype):

@@ -22,8 +22,6 @@ from .instances import (
     SINGLE_PASS,
     SWEEPS_AT_ONCE,
     TILES,
-    ScalarBackwardKeys,
-    ScalarBackwardQueries,
     ScalarBackwardSegments,
     WeightedSums,
 )
@@ -212,7 +210,7 @@ def split(draft, problem, joined, dtypes):
 
 
 def gradient_of_gate(draft, problem, dg):
-    """The gradient of a gate that all channels share, from [B, H, T, K] or in float32."""
+    """The gradient of a gate that all channels share, in float32 or from [B, H, T, C], whose sums it is."""
     if dg.ndim == 3 and dg.dtype == problem["g"].dtype:
         return dg
     found = draft.empty(problem.shape("B H T"), problem["g"].dtype)
@@ -336,17 +334,14 @@ class BySums(Narrow):
         )
 
 
-def weighted_sum(parts, initial, final, *, read, write, turned=False, backwards=False) -> dict:
-    """The kernel's `Sweep`; states are [K, V], and `turned` where the values are as wide as K."""
-    q, k, v, o = parts
-    maps = {name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in zip("qkvo", parts)}
-    K, V = k.shape[-1], v.shape[-1]
+def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False) -> dict:
+    """The kernel's `Sweep`; states are [K, V], and `turned` where the values are as wide as K. `partner`: what the sum
+    is the gradient of, where the gate's gradient needs it."""
+    arrays = dict(zip(("q", "k", "v", "o"), parts)) | {"partner": partner or parts[2]}
+    K, V = arrays["k"].shape[-1], arrays["v"].shape[-1]
     return {
-        **maps,
-        "q_rows": q,
-        "k_rows": k,
-        "v_rows": v,
-        "o_rows": o,
+        **{name: TensorMap(x, PANEL, WeightedSums.CHUNK, True) for name, x in arrays.items()},
+        **{f"{name}_rows": x for name, x in arrays.items()},
         "initial": initial,
         "final": final,
         "K": K,
@@ -359,9 +354,10 @@ def weighted_sum(parts, initial, final, *, read, write, turned=False, backwards=
     }
 
 
-def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=1, needed=1):
+def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=1, needed=1, **gate):
     blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(widest, kernel.BV) * len(sums)
-    draft.launch(kernel, blocks, sweeps=sums, g=g, shape=shape, decays=decays, of=of, needed=needed)
+    of_gate = {"kept": None, "token_sums": None, "dg": None, "parts": 0} | gate
+    draft.launch(kernel, blocks, sweeps=sums, g=g, shape=shape, decays=decays, of=of, needed=needed, **of_gate)
 
 
 # -- backward on Hopper ------------------------------------------------------------------------------------------------
@@ -370,8 +366,8 @@ SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 
 
 def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=()):
-    """A plan of gla's pullback under a scalar decay. Its dg is float32 [B, H, T], or None where tokens share the
-    gate."""
+    """A plan of gla's pullback under a scalar decay. Its dg is float32, [B, H, T] or of parts [B, H, T, C], or None
+    where tokens share the gate."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
     if not backward_reads_gate_in_place(gla, device):
@@ -380,8 +376,7 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=()):
     gla, arrays = backward_inputs(own, gla, do)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
     found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
-    plan = with_gate if has_own_gates(gla) else without_gate
-    dg, tiles = plan(own, gla, device, arrays, found, dht, dh0, kept)
+    dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
     return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
 
 
@@ -405,10 +400,8 @@ def has_own_gates(gla) -> bool:
 def backward_cut(gla, device):
     """(segments of a sequence, the tokens of which they have a multiple)."""
     N, H, K, V = gla.shape("N H K V")
-    blocks, chunk = N * H, ScalarBackwardKeys.CHUNK
-    if not has_own_gates(gla):
-        blocks, chunk = len(SUMS) * blocks * ceil_div(max(K, V), PANEL), WeightedSums.CHUNK
-    return tuning.segments(blocks, int(gla.spans.lengths.max()), device.multiprocessors), chunk
+    blocks = (1 if has_own_gates(gla) else len(SUMS)) * N * H * ceil_div(max(K, V), PANEL)
+    return tuning.segments(blocks, int(gla.spans.lengths.max()), device.multiprocessors), WeightedSums.CHUNK
 
 
 def segments_of(gla, arrays):
@@ -429,39 +422,36 @@ def prepared(own, gla, device, arrays, dht, kept):
     return on_hopper, arrays, initial, dht
 
 
-def with_gate(own, gla, device, arrays, found, dht, dh0, kept):
-    """Two kernels, the first of which leaves in dg what the second needs."""
-    N, H, K, V = gla.shape("N H K V")
-    queries, keys = ScalarBackwardQueries.fitting(K, V), ScalarBackwardKeys.fitting(K, V)
-    dg = own.empty(gla.shape("B H T"), FLOAT32)
-    on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
-    P = on_hopper.P
-    ends = None if dht is None else own.empty((N * P, H), FLOAT32)
-    read = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
-    on_hopper.launch(
-        queries, read | {"dq": found["dq"]}, g=arrays["g"], initial=initial, dht=dht, ends=ends, weights=dg, P=P
-    )
-    on_hopper.launch(
-        keys, read | {"dk": found["dk"], "dv": found["dv"]}, g=arrays["g"], dht=dht, ends=ends, dg=dg, dh0=dh0, P=P
-    )
-    return dg, keys.tiles | ({"segments": P} if P > 1 else {})
-
-
-def without_gate(own, gla, device, arrays, found, dht, dh0, kept):
-    """Three sums at once, where no gradient of the gate is asked for."""
+def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept):
+    """Three sums, at once or the first before the others; those leave and find what the gate's gradient is made of,
+    where it is asked for. (that gradient, the sizes of what runs)"""
     K, V = gla.shape("K V")
     on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
-    P = on_hopper.P
-    sums, kernels = [], tuning.weighted_sums(gla, FLOAT32, P, device)
+    P, gate = on_hopper.P, has_own_gates(gla)
+    sums, kernels = [], tuning.weighted_sums(gla, FLOAT32, P, device, gate)
     for name, parts in SUMS.items():
         of = (*(arrays[part] for part in parts), found[name])
+        partner = arrays[name[1:]] if gate else None
         if name == "dq":
-            sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, turned=True))
+            sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, partner=partner, turned=True))
         else:
-            final = dh0 if name == "dv" else None
-            sums.append(weighted_sum(of, dht, final, read=1.0, write=gla.scale, turned=name == "dk", backwards=True))
+            more = {"final": dh0 if name == "dv" else None, "partner": partner, "turned": name == "dk"}
+            sums.append(weighted_sum(of, dht, read=1.0, write=gla.scale, backwards=True, **more))
+    of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) if gate else {}
     for kernel in kernels:
-        count, widest = SWEEPS_AT_ONCE[kernel.what], K if kernel.what == "Queries" else max(K, V)
-        launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P)
+        count, widest = SWEEPS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
+        launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P, **of_gate)
         sums = sums[count:]
-    return None, kernels[-1].tiles | ({"segments": P} if P > 1 else {})
+    return of_gate.get("dg"), kernels[-1].tiles | ({"segments": P} if P > 1 else {})
+
+
+def gate_sums(own, gla, shape, queries, keys):
+    """What the two kernels hand on, and dg, of a part for every tile of K."""
+    B, H, T, K = gla.shape("B H T K")
+    stretches, parts, tiles = T // queries.STRETCH + shape.count, ceil_div(K, queries.BV), ceil_div(K, keys.BV)
+    return {
+        "kept": own.empty((B, H, stretches, queries.BK, queries.BK), BFLOAT16),
+        "token_sums": own.empty((B, H, parts, T), FLOAT32),
+        "dg": own.empty((B, H, T) if tiles == 1 else (B, H, T, tiles), FLOAT32),
+        "parts": parts,
+    }

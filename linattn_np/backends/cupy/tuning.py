@@ -53,12 +53,33 @@ def backward_segments(blocks, longest, most) -> int:
     summarises all segments but a sequence's last, which memory bounds. At 1,8192,96,128, 4 fill three waves: 1.56 for
     1.64 ms."""
 
-    def time(P):
-        waves = ceil_div(blocks * P, most) * (longest / P + SWEEP_START)
-        return waves + SUMMARY * longest * blocks / most * (P - 1) / P
-
-    times = [time(P) for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)]
+    times = [
+        equal_segments_time(P, blocks, longest, most)
+        for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)
+    ]
     return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
+
+
+def equal_segments_time(P, blocks, longest, most) -> float:
+    """Of the backward sweeps and their summaries, in tokens of a sweep."""
+    waves = ceil_div(blocks * P, most) * (longest / P + SWEEP_START)
+    return waves + SUMMARY * longest * blocks / most * (P - 1) / P
+
+
+def short_segment(P, blocks, T, most, aligned) -> int:
+    """Of how many tokens, a multiple of `aligned`, the segment is that each backward sweep begins a sequence of T with,
+    where the rest is another; 0 where P of equal size are faster. More than half of the card is busy with the long
+    ones, and the others make the short ones meanwhile. Only those are summarised, each in one direction."""
+    others = most - blocks
+    if not others > 0 or T % aligned:
+        return 0
+
+    def time(length):
+        sweeps = max(T - length + SWEEP_START, ceil_div(blocks, others) * (length + SWEEP_START))
+        return sweeps + SUMMARY * blocks / most * length
+
+    length = min(range(aligned, T // 2 + 1, aligned), key=time, default=0)
+    return length if length and HARDLY_MORE * time(length) < equal_segments_time(P, blocks, T, most) else 0
 
 
 def split_columns(heads, V, longest, device, alone, split) -> bool:
@@ -96,10 +117,10 @@ def narrow_blocks(heads, V, longest, device) -> bool:
     return blocks <= most and segments(blocks, longest, most) == 1
 
 
-def weighted_sums(problem, dtype, P, device) -> tuple[WeightedSums, ...]:
-    """The kernels of dq, dk and dv without a gradient of the gate: one for all three, of blocks as wide as the
-    channels, or of half as many, which take three quarters of the time; or one for dq of such and one for dk and dv
-    of wide ones: whatever needs the least time for its waves of blocks."""
+def weighted_sums(problem, dtype, P, device, gate=False) -> tuple[WeightedSums, ...]:
+    """The kernels of dq, dk and dv: one for all three, of blocks as wide as the channels, or of half as many, which
+    take three quarters of the time; or one for dq of such and one for dk and dv of wide ones: whatever needs the least
+    time for its waves of blocks. With the gradient of the gate always one for dq and one for the others."""
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 
@@ -107,6 +128,10 @@ def weighted_sums(problem, dtype, P, device) -> tuple[WeightedSums, ...]:
         blocks = sweeps * P * N * H * ceil_div(widest, BV)
         return (3 if BV < widest else 4) * ceil_div(blocks, device.multiprocessors)
 
+    if gate:
+        count = {"GatedQueries": 1, "GatedKeys": 2}
+        widths = {what: min((widest, narrow), key=lambda BV: waves(count[what], BV)) for what in count}
+        return tuple(WeightedSums.fitting(what, dtype, widest, BV) for what, BV in widths.items())
     whole = {BV: waves(3, BV) for BV in (widest, narrow)}
     if P == 1 and waves(1, narrow) + waves(2, widest) < min(whole.values()):
         return WeightedSums.fitting("Queries", dtype, V, narrow), WeightedSums.fitting("Keys", dtype, widest, widest)

@@ -7,7 +7,6 @@ for either side: queries, keys and g; and do, values and gv.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from . import float64, gated, gated_vjp, tuning
 from .arguments import integers, pointers, reals, rows, shape
 from .instances import (
     CHANNELS,
-    SINGLE_PASS,
     SPLIT_CHANNELS,
     TILES,
     GatedBackwardChannels,
@@ -25,7 +23,7 @@ from .instances import (
     tile_bytes,
 )
 from .kernel import CTYPES, DOUBLE, Kernel
-from .plan import FLOAT32, Draft, aligned16, ceil_div, common_bytes
+from .plan import FLOAT32, Draft, aligned16, ceil_div
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,10 @@ class ValueGateForward(Kernel):
     def channels(self):
         """Of a launch."""
         return self.BK
+
+    def with_channels(self, _left):
+        """The instance for a launch: the last one's channels are as many as the others'."""
+        return self
 
     @property
     def CHUNK(self):
@@ -190,52 +192,24 @@ def in_chunks(draft, problem, device, arrays, o, final):
     return InChunks(draft, problem, device, arrays, o).run(final)
 
 
-class InChunks(gated.OnePass):
-    """By one kernel. More channels than it has are more launches, whose outputs add up."""
+class InChunks(gated.OnEveryCard):
+    """By the kernel of every card that has gates on either side."""
 
     def __init__(self, draft, problem, device, arrays, o):
         *ungated, self.gv = arrays
         super().__init__(draft, problem, device, ungated, o)
 
-    @property
-    def schedule(self):
-        return SPLIT_CHANNELS if self.problem.sizes["K"] > TILES[-1] else SINGLE_PASS
-
     def kernel(self, schedule):
         instance = self.problem.dtype, self.g.dtype, tuning.tf32_products(self.problem), *self.problem.shape("K V")
         return ValueGateForward.fitting(schedule, *instance, self.device.shared_per_block)
 
-    @cached_property
-    def sums(self):
-        """What outputs are of the channels so far."""
-        split = self.kernel(self.schedule).schedule == SPLIT_CHANNELS
-        return self.draft.empty(self.problem.shape("B H T V"), FLOAT32) if split else None
+    def rows(self):
+        return super().rows() | {"gv": self.gv}
 
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
-        B, H, V = self.problem.shape("B H V")
+    def more(self, decays):
         if decays is not None and self.column_decays is None:
-            self.column_decays = self.draft.empty((decays.shape[0], H, V), FLOAT32)
-        self.draft.launch(
-            kernel,
-            B * H * shape.count * tuning.grid(kernel, V),
-            q=self.q,
-            k=self.k,
-            v=self.v,
-            g=self.g,
-            gv=self.gv,
-            o=self.o,
-            initial=initial,
-            final=final,
-            shape=shape,
-            scale=self.problem.scale,
-            sums=self.sums,
-            channel_decays=decays,
-            column_decays=None if decays is None else self.column_decays,
-            channel=channel,
-            of=of,
-            needed=needed,
-            bytes=common_bytes(self.q, self.k, self.v, self.g, self.gv, self.o),
-        )
+            self.column_decays = self.draft.empty((decays.shape[0], *self.problem.shape("H V")), FLOAT32)
+        return {"channel_decays": decays, "column_decays": None if decays is None else self.column_decays}
 
 
 def plan_vjp(problem, device, do, dht, saved=()):

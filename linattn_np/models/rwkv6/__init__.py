@@ -4,7 +4,9 @@ names           what files call the parameters, and their shapes
 weights         which arrays the layers take, and the parameters that each holds
 state           what sequences carry from token to token
 math            the two mixes, once for all that compute them
-numpy_layers    the layers on the CPU
+cpu_layers      which layers run on the CPU
+numpy_layers    NumPy's, in float32
+numba_layers    those of Numba's loops
 cuda_decode     one token on the GPU
 cuda_prefill    prompts on the GPU
 cuda_layers     both of them, with one set of weights

@@ -1,4 +1,4 @@
-"""Which layers run on the CPU: float32 in NumPy, fewer bits through Numba."""
+"""Which layers run on the CPU: those of Numba's loops, and where there is no Numba NumPy's, in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .numpy_layers import FLOAT32, NumpyLayers
 def cpu_layers(weights, sizes, dtype, state_dtype, loaded):
     one_of(state_dtype, (FLOAT32,), " for the state on the CPU")
     dtype = format_of(weights, dtype)
-    if dtype == "float32":
+    if dtype == "float32" and not has_loops():
         return NumpyLayers(weights, sizes, dtype, loaded)
     loops()  # NotSupported without Numba
     from .numba_layers import NumbaLayers

@@ -19,6 +19,7 @@ from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
 from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
+from ...backends.cupy.rwkv6 import ADD, PARTS, RELU_SQUARED, WRITE
 from ...errors import ContractTypeError, NotSupported
 from ..matrices import quantised
 from ..quantised import Stored
@@ -34,7 +35,6 @@ DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
 SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
-WRITE, ADD, RELU_SQUARED = range(3)  # matvec's `Finish`
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -140,7 +140,7 @@ class CudaDecoder:
             hidden=None if self.few else room(1, B, F),
             wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
-            value=room(1, B, D),
+            added=room(1 if self.few else kernels.NormShift.PARTS, 1, B, D),
             normed=room(1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
@@ -329,21 +329,20 @@ class Step:
             )
 
     def every_product(self, layers):
-        room, value = self.room, None  # value: of the layer below, which the next norm adds to x
+        room, added = self.room, None  # what the channel mix below has for x, which the next norm adds
         for i in range(layers):
             layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
-            self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], value)
-            self.channel_mix(layer, self.state.ffn_shift[i])
-            value = room.value
-        self.norm_shift(self.model.ln_out, room.normed, value=value)
+            added = self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], added)
+            added = self.channel_mix(layer, self.state.ffn_shift[i], added)
+        self.norm_shift(self.model.ln_out, room.normed, added=added, gate=room.gate)
         self.matmul(self.model, ("head", room.normed, room.logits, WRITE))
 
-    def time_mix(self, layer, shift, wkv, value):
+    def time_mix(self, layer, shift, wkv, added):
         my, room, B = self.my, self.room, self.my.batch
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
-        self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, value, xx=room.xx)
+        self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, added, added and room.gate, xx=room.xx)
         self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
-        mix = kernels.DataMix.of_step(T, X)
+        mix = kernels.DataMix.of_step(T, X, B)
         self.draft.launch(
             mix,
             mix.blocks(B, D),
@@ -367,7 +366,7 @@ class Step:
         kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype), 0)
         self.draft.launch(
             kernel,
-            min(B * H, kernel.resident * my.device.multiprocessors) if many else B * H,
+            kernel.blocks(B, H) if many else B * H,
             more_shared=more_shared,
             k=k,
             v=v,
@@ -388,26 +387,38 @@ class Step:
             W=W,
             eps=GROUP_NORM_EPS,
         )
-        self.matmul(layer, ("output", room.y, room.x, ADD))
+        return self.addend(layer, "output", room.y, room.x)
 
-    def channel_mix(self, layer, shift):
+    def channel_mix(self, layer, shift, added):
         room = self.room
-        self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift)
+        self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift, added)
         self.matmul(
             layer,
             ("ffn_key", room.ffn_mixed[:1], room.activated, RELU_SQUARED),
             ("ffn_receptance", room.ffn_mixed[1:], room.gate, WRITE),
         )
-        self.matmul(layer, ("ffn_value", room.activated, room.value, WRITE))
+        return self.addend(layer, "ffn_value", room.activated)
 
-    def norm_shift(self, norm, mixed, maa=None, shift=None, value=None, xx=None):
+    def addend(self, layer, name, vectors, x=None) -> Array | None:
+        """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
+        w, (_, B, K) = getattr(layer, name), vectors.shape
+        kernel = None if self.my.few else self.batch_product([w], B, K)
+        if kernel:
+            added = self.room.added[: kernel.SPLIT]
+            kernel.launch(self.draft, [(w, vectors, added, PARTS)], B, K)
+            return added[:, 0]
+        added = self.room.added[0]
+        self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
+        return added if x is None else None
+
+    def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, gate=None, xx=None):
         room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
         self.draft.launch(
-            kernels.NormShift(mixed.dtype),
+            kernels.NormShift.fitting(mixed.dtype, D),
             B,
             x=room.x,
-            value=value,
-            gate=None if value is None else room.gate,
+            value=added,
+            gate=gate,
             weight=weight,
             bias=bias,
             maa=maa,
@@ -419,31 +430,44 @@ class Step:
             B=B,
             D=D,
             C=C,
+            P=0 if added is None else added.shape[0],
             eps=LAYER_NORM_EPS,
         )
 
-    def matmul(self, weights, *products):
+    def matmul(self, weights, *named):
         """Products (name of w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
-        my, matrices = self.my, [getattr(weights, name) for name, *_ in products]
-        products = [product[1:] for product in products]
+        my, matrices = self.my, [getattr(weights, name) for name, *_ in named]
+        products = [product for _, *product in named]
         _, B, K = products[0][0].shape
-        tiles = row_tiles(matrices, kernels.SkinnyProduct.ROWS)
-        skinny = None if my.few else kernels.SkinnyProduct.fitting(my.matrices, B, K, tiles, my.device)
-        if not (skinny or my.few):
-            return self.by_library(weights, matrices, products)
+        if my.few:
+            self.by_rows(matrices, products, B, K)
+        elif kernel := self.batch_product(matrices, B, K):
+            kernel.launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
+        elif len(named) > 1:
+            for product in named:
+                self.matmul(weights, product)
+        else:
+            self.by_library(weights, matrices, products)
+
+    def batch_product(self, matrices, B, K):
+        rows = [w.shape[:2] for w in matrices]
+        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
+
+    def by_rows(self, matrices, products, B, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
             for stack, (*vectors, finish) in zip(matrices, products)
             for w, x, y in zip(stack, *vectors)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
-        args = {"products": listed + [none] * (kernels.PRODUCTS - len(listed)), "B": B, "K": K}
-        if skinny:
-            kernel, more_shared = skinny
-            self.draft.launch(kernel, tiles * kernel.SPLIT, more_shared=more_shared, **args)
-        else:
-            blocks = row_tiles(matrices, kernels.Matvec.ROWS)
-            self.draft.launch(kernels.Matvec.fitting(my.dtype, blocks, my.device), blocks, **args)
+        blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], kernels.Matvec.ROWS) for stack in matrices)
+        self.draft.launch(
+            kernels.Matvec.fitting(self.my.dtype, blocks, self.my.device),
+            blocks,
+            products=listed + [none] * (kernels.PRODUCTS - len(listed)),
+            B=B,
+            K=K,
+        )
 
     def by_library(self, weights, matrices, products):
         for w, (x, y, finish) in zip(matrices, products):
@@ -463,11 +487,6 @@ def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
     kernel = kernels.Widen(dtype)
     draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
     return w
-
-
-def row_tiles(matrices, rows) -> int:
-    """Tiles of so many rows in stacks of matrices [C, M, K]."""
-    return sum(stack.shape[0] * ceil_div(stack.shape[1], rows) for stack in matrices)
 
 
 def scales_of(weights, q):

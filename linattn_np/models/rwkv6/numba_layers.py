@@ -1,4 +1,4 @@
-"""RWKV-6's layers on the CPU with matrices of few bits: few tokens by Numba's loops, prompts by NumPy's."""
+"""RWKV-6's layers on the CPU: few tokens by Numba's loops, prompts by BLAS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINER = {"int4": "int8"}
 
 
 class NumbaLayers(NumpyLayers):
-    """Matrices in bfloat16, int8 or int4; the embedding, of which a token reads one row, in bfloat16."""
+    """Matrices in one of `matrices.FORMATS`; the embedding, of which a token reads one row, in bfloat16 or float32."""
 
     def __init__(self, weights, sizes, dtype, loaded):
         self.dtype = dtype
@@ -37,7 +37,7 @@ class NumbaLayers(NumpyLayers):
         """[T, V], or [N, V] of each sequence's last token."""
         board = Board()
         if not rows.single or len(tokens) > FEW:
-            return self.run(FewBits(rows, board), tokens, state, rows, last)
+            return self.run(Prompt(rows, board), tokens, state, rows, last)
         with board.helped(self.step_bytes):
             slots = np.arange(len(tokens)) if rows.slots is None else rows.slots
             return self.run(Step(rows, board, slots), tokens, state, rows, last)
@@ -48,7 +48,7 @@ def kept(format, field, weight, arrays):
     if field != "embedding" and all(isinstance(array, Stored) and array.format == format for array in arrays):
         return Stored.matrix(arrays)
     array = table.stacked(arrays)
-    if not weight.matrix:
+    if not weight.matrix or (field == "embedding" and format == "float32"):
         return np.ascontiguousarray(array, FLOAT32)
     if field == "embedding":
         return array.astype(BFLOAT16)
@@ -58,8 +58,8 @@ def kept(format, field, weight, arrays):
 
 
 @dataclass
-class FewBits(Pieces):
-    """`math.Pieces` on matrices of few bits; NumPy's exponentials are faster than Numba's, its passes are not."""
+class Prompt(Pieces):
+    """`math.Pieces` on such matrices; NumPy's exponentials are faster than Numba's, its passes are not."""
 
     board: Board
 
@@ -78,7 +78,7 @@ class FewBits(Pieces):
 
 
 @dataclass
-class Step(FewBits):
+class Step(Prompt):
     """The same for a token of each of a few sequences; `slots` has each one's row of the state."""
 
     slots: np.ndarray

@@ -1,0 +1,137 @@
+// what      GLA and RWKV-6 forward with more than 128 channels, from what wide_operands.cu has made: nothing but
+//           products.
+// math      per chunk:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
+// shapes    v o [B, H, T, V], initial and final state [N, H, K, V] float32; operands, scores, decays: see
+//           wide_storage.cuh
+// grid      a block for every (sequence, head, 64 columns of V), sequence slowest; a warp for every 16 of the columns
+//           and 128 of the channels
+// smem      WideShared: two chunks of operands, and each tile's part of the outputs
+// barriers  two a chunk: a chunk has arrived, the last one's outputs are read | parts of the outputs stand
+// numerics  S stays in float32 accumulators; products in bfloat16, scores as two numbers; parts add up in float32
+// source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
+// limits    bfloat16; K of at most TILES times 128
+#include "gated/forward_copies.cuh"
+#include "gated/forward_products.cuh"
+#include "gated/wide_storage.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+constexpr int BV = 64, STRIPS = BV / 16, LDO = BV + 8;
+
+template <typename T> struct Args {
+  Rows<const T> v;
+  Rows<T> o;
+  const T *operands, *scores;
+  const float* decays;
+  const float* initial;  // [N, H, K, V] or null
+  float* final;          // [N, H, K, V] or null
+  Shape shape;
+  double scale;
+  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+};
+
+template <typename T, int TILES> struct alignas(16) WideStage {
+  T operands[TILES * 2 * TILE_SIZE], v[CHUNK<T> * BV], scores[SCORES];
+  float decays[TILES * WIDE];
+};
+template <typename T, int TILES> struct alignas(16) WideShared {
+  WideStage<T, TILES> stages[STAGES];
+  float sums[TILES][CHUNK<T>][LDO];
+};
+
+template <typename T, int TILES>
+__global__ void __launch_bounds__(32 * STRIPS * TILES, TILES > 2 ? 1 : 2) gated_wide_forward(const Args<T> args) {
+  constexpr int THREADS = 32 * STRIPS * TILES, C = CHUNK<T>;
+  auto& s = *reinterpret_cast<WideShared<T, TILES>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const u32 across = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / across, H = u32(shape.H);
+  const u32 n = pair / H, h = pair % H, b = n / u32(shape.count);
+  const Span span = tokens_of(shape, n % u32(shape.count)), chunks = chunks_of(shape, n % u32(shape.count));
+  const int v_tile = blockIdx.x % across * BV, columns = int(min(shape.V - v_tile, i64(BV))), bytes = int(args.bytes);
+  const int tile = (threadIdx.x >> 5) / STRIPS, strip = (threadIdx.x >> 5) % STRIPS;
+  const int channels = int(shape.K) - tile * WIDE, tokens = int(span.stop - span.start);
+
+  State<WIDE> S;
+  const auto each = [&](auto f) {  // f(value, its place in the array of states, whether it is in there)
+    const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3, column = 16 * strip + g;
+    i64 at = (i64(pair) * shape.K + tile * WIDE + 2 * t) * shape.V + v_tile + column;
+#pragma unroll
+    for (int c = 0; c < WIDE / 8; ++c) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x)
+        f(S[c][x], at + (x & 1) * shape.V + 8 * (x >> 1),
+          8 * c + 2 * t + (x & 1) < channels && column + 8 * (x >> 1) < columns);
+      at += 8 * opaque(int(shape.V));  // else all addresses are made at once, and there are no registers for that
+    }
+  };
+  each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
+
+  const auto fetch = [&](int chunk) {  // of the sequence
+    auto& to = s.stages[chunk % STAGES];
+    const i64 place = (i64(b) * shape.H + h) * shape.NC + chunks.start + chunk, token = span.start + C * chunk;
+    const int rows = tokens - C * chunk;
+    copy_tile<TILES * 2 * TILE_SIZE, THREADS>(to.operands, args.operands + place * TILES * 2 * TILE_SIZE);
+    copy_tile<SCORES, THREADS>(to.scores, args.scores + place * SCORES);
+    copy_tile<TILES * WIDE, THREADS>(to.decays, args.decays + place * TILES * WIDE);
+    const T* v = args.v.row(b, h, token) + v_tile;
+    if (bytes == 16) copy_rows<16, 8, C, BV, THREADS>(to.v, v, args.v.t, rows, columns);
+    else copy_slowly<C, BV, THREADS>(to.v, v, args.v.t, rows, columns, bytes);
+  };
+
+  const int count = int(chunks.stop - chunks.start);
+  const float scale = float(args.scale);
+  if (count) fetch(0);
+  cp_async_commit();
+#pragma unroll 1
+  for (int chunk = 0; chunk < count; ++chunk) {
+    cp_async_wait<0>();
+    __syncthreads();  // the chunk has arrived; the last one and its outputs are read
+    if (chunk + 1 < count) fetch(chunk + 1);
+    cp_async_commit();
+    const auto& here = s.stages[chunk % STAGES];
+    const T* operands = here.operands + tile * 2 * TILE_SIZE;
+    {
+      Output<T> o = {};
+      read_state<1, T, WIDE>(o, S, operands);
+      if (tile == 0) read_scores<WideScores, 1, BV>(o, here.scores, here.v, 16 * strip);
+      const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+#pragma unroll
+      for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+          *reinterpret_cast<float2*>(&s.sums[tile][8 * n + g][16 * strip + 8 * side + 2 * t]) = {
+              o[n / 2][side][n % 2 * 2], o[n / 2][side][n % 2 * 2 + 1]};
+    }
+    write_state<1, T, WIDE, BV>(S, operands + TILE_SIZE, here.v, here.decays + tile * WIDE, 16 * strip);
+    __syncthreads();  // parts of the outputs stand
+    const i64 token = span.start + C * chunk;
+    const int rows = tokens - C * chunk;
+#pragma unroll 1
+    for (int at = 4 * threadIdx.x; at < C * BV; at += 4 * THREADS) {
+      const int row = at / BV, column = at % BV;
+      if (row >= rows || column >= columns) continue;
+      float x[4] = {};
+#pragma unroll
+      for (int part = 0; part < TILES; ++part) {
+        const float4 more = *reinterpret_cast<const float4*>(&s.sums[part][row][column]);
+        x[0] += more.x, x[1] += more.y, x[2] += more.z, x[3] += more.w;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] *= scale;
+      T* to = args.o.row(b, h, token + row) + v_tile + column;
+      if (bytes >= 8) {
+        Piece<4, T> four;
+        four.set(x);
+        four.store(to);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (column + i < columns) to[i] = from_float<T>(x[i]);
+      }
+    }
+  }
+  if (args.final)
+    each([&](float& x, i64 at, bool inside) {
+      if (inside) args.final[at] = x;
+    });
+}

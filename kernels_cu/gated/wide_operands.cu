@@ -1,0 +1,121 @@
+// what      GLA and RWKV-6 forward with more than 128 channels: what a chunk's queries and keys are to the state, what
+//           they are to each other, and the chunk's decay, once for all columns of V.
+// math      A_ij = q_i decay_ij k_j over all channels, j <= i (RWKV-6: A_ii = q_i . u k_i);
+//           q decayed from the chunk's start, k decayed to its end
+// shapes    q k g [B, H, T, K], u [H, K]; operands, scores, decays: see wide_storage.cuh
+// grid      a block for every (batch, head, chunk)
+// smem      Shared: two tiles of 128 channels of the inputs, operands of the present one's scores, the scores
+// barriers  two for every 128 channels: a tile has arrived, its decays stand | its operands stand; then: scores and
+//           the vote on growth stand, all of it stands
+// numerics  as gated/forward.cu; scores of tiles add up in float32, and may cancel there: in sub-chunks they are tf32
+// source    Yang et al., 2024, section 4; Peng et al., 2024, eq. 18-19
+// limits    bfloat16
+#include "read_order.cuh"
+#include "gated/forward_copies.cuh"
+#include "gated/forward_operands.cuh"
+#include "gated/forward_products.cuh"
+#include "gated/wide_storage.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+template <typename T, typename G> struct Args {
+  Rows<const T> q, k;
+  Rows<const G> g;
+  const float* u;  // [H, K] or null
+  T *operands, *scores;
+  float* decays;
+  Shape shape;
+  i64 bytes;  // all rows are whole pieces of so many: 16, 8, 4 or 2
+};
+
+template <class ReadOrder, typename T, typename G>
+__global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> args) {
+  constexpr int THREADS = 256, C = CHUNK<T>, PRODUCTS = 1;
+  using Mine = Share<T, WIDE, THREADS / 32>;
+  static_assert(Mine::PER == 1 && Mine::PARTS == 1 && TASKS<T> == THREADS / 32);
+  auto& s = *reinterpret_cast<Shared<SplitChannels, T, G, WIDE, 16>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const u32 NC = u32(shape.NC), chunk = blockIdx.x, c = chunk % NC, h = chunk / NC % u32(shape.H);
+  const u32 b = chunk / NC / u32(shape.H), tiles = u32(shape.K + WIDE - 1) / WIDE;
+  const Span span = chunk_tokens(shape, c);
+  const int rows = int(span.stop - span.start), bytes = int(args.bytes), warp = threadIdx.x >> 5;
+  const T *q = args.q.row(b, h, span.start), *k = args.k.row(b, h, span.start);
+  const G* g = args.g.row(b, h, span.start);
+
+  const auto fetch = [&](int tile, int stage) {
+    const int first = tile * WIDE, channels = int(min(shape.K - first, i64(WIDE)));
+    if (bytes == 16) {
+      copy_rows<16, 8, C, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels);
+      copy_rows<16, 8, C, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels);
+    } else {
+      copy_slowly<C, WIDE, THREADS>(s.k[stage], k + first, args.k.t, rows, channels, bytes);
+      copy_slowly<C, WIDE, THREADS>(s.q[stage], q + first, args.q.t, rows, channels, bytes);
+    }
+  };
+  const auto fetch_gates_of = [&](int tile) {
+    const Mine me(0);
+    const int first = tile * WIDE + me.channel, channels = int(min(shape.K - first, i64(WIDE)));
+    const G* from = g + me.row(0) * args.g.t + first;
+    if (bytes >= Mine::W * int(sizeof(G))) fetch_gates<WIDE>(s.gates, me, from, args.g.t, rows - me.row(0), channels);
+    else
+      fetch_gates_slowly<WIDE, Mine::W>(s.gates + me.row(0) * WIDE + me.channel, from, args.g.t, rows - me.row(0),
+                                        channels);
+  };
+
+  for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
+  for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
+  const ScoreTask<T> task(warp);
+  float scores[4] = {}, itself = 0.f;  // of this warp's task; of token threadIdx.x with itself
+  bool grows = false;
+  fetch(0, 0);
+  fetch_gates_of(0);
+  cp_async_commit();
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int stage = tile & 1;
+    const i64 place = i64(chunk) * tiles + tile;
+    cp_async_wait<0>();
+    {
+      const Mine me(0);
+      Gates<Mine::W, G> gates;
+      float decay[Mine::W];
+      load_gates<WIDE>(gates, s.gates, me);
+      decay_of_span<Mine::W>(decay, gates);
+      put_decay(s.spans[me.span], me, decay);
+      grows |= any_grows<Mine::W>(gates);
+    }
+    if (ReadOrder::reads_before_write && threadIdx.x < WIDE) {
+      const i64 channel = tile * WIDE + threadIdx.x;
+      s.u[threadIdx.x] = channel < shape.K ? args.u[h * shape.K + channel] : 0.f;
+    }
+    __syncthreads();  // the tile has arrived and its spans' decays stand; the last one's operands are read
+    if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
+    make_operands<ReadOrder, PRODUCTS>(s, stage, Mine(0));
+    if (tile + 1 < tiles) fetch_gates_of(tile + 1);
+    cp_async_commit();
+    __syncthreads();  // the operands stand
+    float more[4];
+    score_task<ReadOrder, PRODUCTS>(more, s, task);
+#pragma unroll
+    for (int x = 0; x < 4; ++x) scores[x] += more[x];
+    if (threadIdx.x < C) itself += s.direct[0][0][threadIdx.x];
+    const uint4 *queries = reinterpret_cast<const uint4*>(s.q[stage]),
+                *keys = reinterpret_cast<const uint4*>(s.k[stage]);
+    uint4* to = reinterpret_cast<uint4*>(args.operands + place * 2 * TILE_SIZE);
+    constexpr int PIECES = TILE_SIZE * sizeof(T) / 16;
+#pragma unroll
+    for (int at = threadIdx.x; at < PIECES; at += THREADS) to[at] = queries[at], to[PIECES + at] = keys[at];
+    if (threadIdx.x < WIDE) args.decays[place * WIDE + threadIdx.x] = s.decay[threadIdx.x];
+  }
+  const bool any = __syncthreads_or(grows);  // all tiles are read
+  if (threadIdx.x < C) s.direct[0][0][threadIdx.x] = itself;
+  __syncthreads();  // scores of tokens with themselves stand
+  if (any && warp < C / BC)
+    score_one_by_one<ReadOrder, PRODUCTS>(s, warp, q + BC * warp * args.q.t, k + BC * warp * args.k.t,
+                                          g + BC * warp * args.g.t, args.q.t, args.k.t, args.g.t, rows - BC * warp,
+                                          int(shape.K));
+  else put_scores<PRODUCTS>(s, task, scores);
+  __syncthreads();  // the scores stand
+  for (int at = threadIdx.x; at < SCORES / 8; at += THREADS)
+    reinterpret_cast<uint4*>(args.scores + i64(chunk) * SCORES)[at] = reinterpret_cast<const uint4*>(s.A)[at];
+}

@@ -1,0 +1,198 @@
+// what      Products of weights with a batch's vectors, at the rate of the memory.
+// math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
+// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [SPLIT, C, B, M] in parts; x of type T
+// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a block
+//           has a part of K. Two warpgroups with 64 rows each, and a warp that copies
+// smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
+// barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
+// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
+// source    Peng et al., 2024, "Eagle and Finch", for the products
+// limits    K a multiple of 8; all start on 16 bytes; sm_90a
+//
+// Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
+#include "decode.cuh"
+
+constexpr int ROWS = 128, DEPTH = 64, STACKS = 2;
+constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 32;
+constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
+
+enum class Finish : i64 { Write, ReluSquared = 2, Parts };
+
+struct Stack {
+  TensorMap w;  // boxes of DEPTH by ROWS
+  TensorMap x;  // of DEPTH by COLUMNS
+  void* y;
+  i64 C, M;
+  Finish finish;
+};
+
+struct Args {
+  Stack stacks[STACKS];  // C = 0 where there is one
+  i64 B, K;
+};
+
+template <typename T, int COLUMNS> struct Shared {
+  static constexpr int STAGES = COLUMNS == 64 ? 5 : 6, X_STAGES = 4;  // two blocks share a multiprocessor
+  union {
+    struct {
+      T w[STAGES][ROWS][DEPTH], x[X_STAGES][COLUMNS][DEPTH];  // in the 128-byte swizzle
+    };
+    float parts[COLUMNS][PITCH];
+  };
+  Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
+};
+
+// 128 rows of a product, some vectors, and this block's part of K.
+struct Tile {
+  int stack, which, row, column, k, steps;
+};
+
+template <int COLUMNS, int SPLIT> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
+  const int all = int(args.K + DEPTH - 1) / DEPTH, each = (all + SPLIT - 1) / SPLIT, rank = blockIdx.x % SPLIT;
+  const auto tiles_of = [&](int stack) { return int(args.stacks[stack].M + ROWS - 1) / ROWS; };
+  const int across = int(args.B + COLUMNS - 1) / COLUMNS, column = blockIdx.x / SPLIT % across * COLUMNS;
+  int tile = blockIdx.x / SPLIT / across, stack = 0, tiles = tiles_of(0);
+  if (const int before = tiles * int(args.stacks[0].C); tile >= before) tile -= before, stack = 1, tiles = tiles_of(1);
+  const int steps = min(each, max(0, all - rank * each));
+  return {stack, tile / tiles, tile % tiles * ROWS, column, rank * each * DEPTH, steps};
+}
+
+// One thread copies for all.
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void copy(Shared<T, COLUMNS>& s, const Stack& stack, const Tile& tile) {
+  constexpr int STAGES = Shared<T, COLUMNS>::STAGES, X_STAGES = Shared<T, COLUMNS>::X_STAGES;
+  const auto weights = [&](int step) {
+    if (step >= tile.steps) return;
+    Barrier& full = s.w_full[step % STAGES];
+    barrier_expect(full, sizeof s.w[0]);
+    tensor_load(s.w[step % STAGES], stack.w, full, tile.k + step * DEPTH, tile.row, tile.which, 0);
+  };
+  const auto vectors = [&](int step) {
+    if (step >= tile.steps) return;
+    auto& x = s.x[step % X_STAGES];
+    Barrier& full = s.x_full[step % X_STAGES];
+    barrier_expect(full, sizeof x);
+    tensor_load(x, stack.x, full, tile.k + step * DEPTH, tile.column, tile.which, 0);
+  };
+  prefetch_map(stack.x);
+  for (int step = 0; step < STAGES; ++step) weights(step);
+  wait_for_previous();
+  for (int step = 0; step < X_STAGES; ++step) vectors(step);
+#pragma unroll 1
+  for (int step = 0; step + X_STAGES < tile.steps; ++step) {
+    barrier_wait(s.empty[step % STAGES], step / STAGES & 1);
+    weights(step + STAGES);
+    vectors(step + X_STAGES);
+  }
+}
+
+// A warpgroup's 64 rows of the block's part of y.
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void multiply(Shared<T, COLUMNS>& s, int steps, float (&sums)[COLUMNS / 2]) {
+  constexpr int STAGES = Shared<T, COLUMNS>::STAGES, X_STAGES = Shared<T, COLUMNS>::X_STAGES;
+  const int warp = threadIdx.x >> 5;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(s.w_full[step % STAGES], step / STAGES & 1);
+    barrier_wait(s.x_full[step % X_STAGES], step / X_STAGES & 1);
+    const u64 w = wgmma_tile(s.w[step % STAGES][warp / 4 * 64], 16, 1024),
+              x = wgmma_tile(s.x[step % X_STAGES], 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < DEPTH / 16; ++k) wgmma<T, COLUMNS, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
+    wgmma_commit();
+    wgmma_wait<0>();  // weights come more slowly: what counts is room for them
+    if ((threadIdx.x & 31) == 0) barrier_arrive(s.empty[step % STAGES]);
+  }
+  wgmma_keep(sums);
+}
+
+// The first numbers of four, where not all are `inside` one by one.
+template <typename Y> __device__ __forceinline__ void store(Y* y, int inside, const float4& x) {
+  if (inside >= 4 && reinterpret_cast<u64>(y) % (4 * sizeof(Y)) == 0) return store4(y, x);
+  const float each[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i < inside) y[i] = from_float<Y>(each[i]);
+}
+
+__device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+__device__ __forceinline__ float relu_squared(float x) { return x > 0.f ? x * x : 0.f; }
+
+// This block's part, as it is: who reads y adds all of them.
+template <int SPLIT, typename T, int COLUMNS>
+__device__ __forceinline__ void store_part(const Shared<T, COLUMNS>& s, const Args& args, const Tile& tile) {
+  const Stack& stack = args.stacks[tile.stack];
+  const int m = threadIdx.x % (ROWS / 4) * 4, row = tile.row + m, inside = int(stack.M) - row;
+  const i64 matrices = blockIdx.x % SPLIT * stack.C + tile.which;
+#pragma unroll 4
+  for (int n = threadIdx.x / (ROWS / 4); n < COLUMNS; n += THREADS / (ROWS / 4)) {
+    const int b = tile.column + n;
+    if (b >= args.B || inside <= 0) break;
+    store(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, inside, load4(&s.parts[n][m]));
+  }
+}
+
+template <typename T, int COLUMNS, int SPLIT>
+__global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
+    rwkv6_batch_product(const __grid_constant__ Args args) {
+  auto& s = *reinterpret_cast<Shared<T, COLUMNS>*>(dynamic_smem());
+  launch_next();
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  if (tid < s.STAGES) barrier_init(s.w_full[tid], 1), barrier_init(s.empty[tid], WARPS);
+  if (tid < s.X_STAGES) barrier_init(s.x_full[tid], 1);
+  __syncthreads();  // the barriers stand
+  const Tile tile = tile_of_block<COLUMNS, SPLIT>(args);
+  const Stack& stack = args.stacks[tile.stack];
+  if (warp == WARPS) {
+    if (lane == 0) copy(s, stack, tile);
+    __syncwarp();
+  } else {
+    float sums[COLUMNS / 2] = {};
+    multiply(s, tile.steps, sums);
+    barrier_sync(1, CONSUMERS);  // the ring is free
+    const int row = warp * 16 + (lane >> 2);
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = sums[4 * n + e];
+  }
+  wait_for_previous();
+  if (stack.finish == Finish::Parts) {
+    __syncthreads();  // the block's part stands
+    return store_part<SPLIT>(s, args, tile);
+  }
+  // The blocks' parts stand.
+  if constexpr (SPLIT > 1) cluster_sync_shared();
+  else __syncthreads();
+
+  constexpr int QUADS = ROWS / 4, EACH = COLUMNS / SPLIT;  // columns that this block finishes
+  constexpr int TURNS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
+  const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.row + m, inside = int(stack.M) - row;
+  float4 sums[TURNS] = {};  // all loads at once: another block's memory is far
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int n = tid / QUADS + turn * (CONSUMERS / QUADS);
+    if (tid >= CONSUMERS || n >= EACH) continue;
+#pragma unroll
+    for (int block = 0; block < SPLIT; ++block) {
+      const float* const part = &s.parts[first + n][m];
+      sums[turn] = plus(sums[turn], SPLIT > 1 ? load4_of_block(part, block) : load4(part));
+    }
+  }
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int n = tid / QUADS + turn * (CONSUMERS / QUADS), b = tile.column + first + n;
+    if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
+    const float4& sum = sums[turn];
+    const i64 to = (tile.which * args.B + b) * stack.M + row;
+    if (stack.finish == Finish::ReluSquared)
+      store(static_cast<T*>(stack.y) + to, inside,
+            {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
+    else store(static_cast<float*>(stack.y) + to, inside, sum);
+  }
+  if constexpr (SPLIT > 1) cluster_leave();  // the others have read this block's part
+}

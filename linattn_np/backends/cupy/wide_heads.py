@@ -1,0 +1,83 @@
+"""Instances of the kernels of heads with more than 128 channels, which `gated` plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .arguments import integers, pointers, reals, rows, shape
+from .kernel import Kernel
+from .plan import ceil_div
+
+
+@dataclass(frozen=True)
+class GatedWideOperands(Kernel):
+    """Forward with more than 128 channels, on every card: what chunks are to the state and their tokens to each other,
+    once for all columns."""
+
+    file = "gated/wide_operands"
+    arguments = (*rows("q k g"), *pointers("u operands scores decays"), *shape, *integers("bytes"))
+    shared = ("Shared<SplitChannels, {dtype}, {gate}, 128, 16>",)
+    threads = 256
+    read_order: str
+    dtype: np.dtype
+    gate: np.dtype
+
+    @property
+    def shared_bytes(self):
+        tokens, tile, size = 32, 128, self.dtype.itemsize
+        tiles = 2 * size * tokens * (2 * tile + 16) + self.gate.itemsize * tokens * tile  # of q, k, nothing of v, and g
+        scored = 2 * (size + 4) * tokens * tile + size * 2 * tokens * (tokens + 8)
+        return tiles + scored + 4 * tile * (tokens // 4 + 1) + 4 * (4 * tokens + tile)
+
+
+@dataclass(frozen=True)
+class GatedWideForward(Kernel):
+    """Forward from what `GatedWideOperands` leaves."""
+
+    file = "gated/wide_forward"
+    arguments = (
+        *rows("v o"),
+        *pointers("operands scores decays initial final"),
+        *shape,
+        *reals("scale"),
+        *integers("bytes"),
+    )
+    shared = ("WideShared<{dtype}, {channel_tiles}>",)
+    CHUNK: ClassVar[int] = 32
+    TILE: ClassVar[int] = 128  # channels
+    SCORES: ClassVar[int] = 2 * 32 * 40  # numbers of a chunk's scores
+    BV: ClassVar[int] = 64
+    MOST_TILES: ClassVar[int] = 4  # of a block's registers
+    constants = (("CHUNK<bf16>", "CHUNK"), ("WIDE", "TILE"), ("SCORES", "SCORES"), ("BV", "BV"))
+    dtype: np.dtype
+    channel_tiles: int
+
+    @classmethod
+    def fitting(cls, dtype, K):
+        return cls(dtype, ceil_div(K, cls.TILE))
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.channel_tiles * self.TILE
+
+    @property
+    def threads(self):
+        return 2 * self.BV * self.channel_tiles
+
+    @property
+    def resident(self):
+        return 1 if self.channel_tiles > 2 else 2
+
+    @property
+    def shared_bytes(self):
+        tiles, size = self.channel_tiles, self.dtype.itemsize
+        stage = size * (tiles * 2 * self.CHUNK * self.TILE + self.CHUNK * self.BV + self.SCORES) + 4 * self.channels
+        return 2 * stage + 4 * tiles * self.CHUNK * (self.BV + 8)
+
+    @property
+    def tiles(self):
+        return {"BK": self.channels, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}

@@ -1,0 +1,71 @@
+"""Gradients on Hopper of sequences that are cut: what the forward pass leaves, and what is summarised by itself."""
+
+import planned
+import pytest
+from conftest import Hopper
+from emulator import EmulatedDevice
+from reference import same_bits
+from test_gradient_kernels import BY_NAME, Call, Case
+
+from linattn_np.backends.cupy import execute, gated, tuning
+
+pytestmark = pytest.mark.parametrize("op", BY_NAME)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng):
+    """Where both cut alike: then the pass that summarises segments has one direction alone."""
+    declared, device = BY_NAME[op][0], EmulatedDevice(90)
+    call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
+    initial = call.options["initial_state"]
+    problem = declared.bind(call.arrays, gradient=True, initial_state=initial).replace(memo=None)
+    _, saved = execute.run(gated, problem, device)
+    plan = execute.vjp_plan_of(gated, problem, device, call.do, (call.dht,), saved)
+    summary = next(step for step in plan.launches if step.kernel.name.endswith("segments"))
+    assert saved[0].shape == (plan.tiles["segments"], 1, 16, 16) and summary.args["first"] == 1
+    call.rows = Hopper.gradient_rows
+    pulled = [execute.pull(gated, problem, device, call.do, (call.dht,), given) for given in (saved, ())]
+    (found, start), (again, _) = pulled
+    call.assert_close("saved", [*found, *start], call.exact[1])
+    assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("dht, gate", [(True, "weak"), (False, "growth")])
+def test_each_sweep_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
+    """Where two heads leave a third of the card idle: only what the sweeps begin with is summarised."""
+    declared, device = BY_NAME[op][0], EmulatedDevice(90)
+    monkeypatch.setattr(type(device), "multiprocessors", 3, raising=False)
+    monkeypatch.setattr(
+        tuning, "backward_segments", lambda *_: 1
+    )  # else as many as the forward pass has, which it saves
+    call = Call(op, Case(T=3072, K=16, V=16, H=1, B=2, dtype="bfloat16", gate="weak", dht=dht), rng)
+    if gate == "growth":  # in a chunk of each segment, from which the second sweep is told
+        call.arrays[3][:, :, 40::1024, ::5] = 2
+        call.arrays[3][:, :, 41::1024, ::5] = -3
+    call.rows, initial = Hopper.gradient_rows, call.options["initial_state"]
+    problem = declared.bind(call.arrays, gradient=True, initial_state=initial)
+    final = (call.dht,) if dht else None
+    plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
+    sweeps = [step for step in plan.launches if "backward" in step.kernel.name]
+    assert [step.args.get("joined") for step in sweeps] == [None, 1, 1] and sweeps[0].args["ends"] == 1
+    found, start = planned.pull(problem, device, call.do, final)
+    call.assert_close(gate, [*found, *start], call.exact[1])
+
+
+@pytest.mark.parametrize("lengths", [(), (450, 450)])
+@pytest.mark.parametrize("split, P", [(False, 1), (False, 2), (True, 1)])
+def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, monkeypatch):
+    """Where its own segments, or uncut sequences, are as many whole ones of the gradients' each."""
+    for name, given in (("segments", P), ("backward_segments", 4), ("split_columns", split)):
+        monkeypatch.setattr(tuning, name, lambda *_, given=given: given)
+    call = Call(op, Case(T=450, lengths=lengths, K=16, V=128, H=1, dtype="bfloat16"), rng)
+    options = {name: call.options[name] for name in ("initial_state", "cu_seqlens") if name in call.options}
+    problem = BY_NAME[op][0].bind(call.arrays, gradient=True, **options).replace(memo=None)
+    (_, saved), do, dht = execute.run(gated, problem, EmulatedDevice(90)), call.do, (call.dht,)
+    plan = execute.vjp_plan_of(gated, problem, EmulatedDevice(90), do, dht, saved)
+    assert next(step for step in plan.launches if step.kernel.name.endswith("segments")).args["first"] == 1
+    call.rows = Hopper.gradient_rows
+    pulled = [execute.pull(gated, problem, EmulatedDevice(90), do, dht, given) for given in (saved, ())]
+    (found, start), (again, _) = pulled
+    call.assert_close("saved", [*found, *start], call.exact[1])
+    assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
