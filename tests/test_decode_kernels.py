@@ -159,6 +159,15 @@ def test_a_rounded_state_is_the_float32_one_rounded_after_every_token(device, B,
         CudaDecoder(weights, np.float32, B, device, state_dtype=np.float64)
 
 
+def test_turns_of_words_begin_anew(hopper, rng):
+    """A word has the lower 16 bits of its turn's number."""
+    weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (1, 4))
+    decoder = CudaDecoder(weights, BFLOAT16, 1, hopper)
+    wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
+    decoder.room.arrived[...] = 2**16 - 3 * decoder.sizes["L"]
+    np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("columns", kernels.BatchProduct.STAGES)

@@ -22,11 +22,11 @@
 #include "rwkv6/decode_split.cuh"
 
 template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
                                        u32 sense, bool first);
 
 template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
-  const Args<T, S>& args;
+  const Args<T, S, float>& args;
   Shared<SLOTS>& s;
   float* const stage;
   const int B, D, tid;
@@ -34,7 +34,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
   int slot;
   u32 parity;
 
-  __device__ __forceinline__ Decode(const Args<T, S>& args, Shared<SLOTS>& s, u32 sense, int turn)
+  __device__ __forceinline__ Decode(const Args<T, S, float>& args, Shared<SLOTS>& s, u32 sense, int turn)
       : args(args),
         s(s),
         stage(reinterpret_cast<float*>(&s + 1)),
@@ -72,7 +72,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
     return norm;
   }
 
-  typedef typename Args<T, S>::Up Up;
+  typedef typename Args<T, S, float>::Up Up;
   static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // slots whose vectors are held
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
@@ -502,7 +502,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
 
 // What goes on in a block need not be kept in registers meanwhile.
 template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
                                        u32 sense, bool first) {
   Decode<T, S, SLOTS, PAIRED> block(args, s, sense, 0);
   block.normalise(block.norm_of(layer, phase, input), first ? args.xx : nullptr);
@@ -510,23 +510,23 @@ __device__ __noinline__ void normalise(const Args<T, S>& args, Shared<SLOTS>& s,
 
 // Phases one by one. `turn` is the number of the slot whose turn it is, and the parity of its `full`.
 template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ int products(const Args<T, S>& args, Shared<SLOTS>& s, int layer, int phase, u32 sense,
-                                        int turn) {
+__device__ __forceinline__ int products(const Args<T, S, float>& args, Shared<SLOTS>& s, int layer, int phase,
+                                        u32 sense, int turn) {
   Decode<T, S, SLOTS, PAIRED> block(args, s, sense, turn);
   block.products(layer, phase);
   return block.slot * 2 + int(block.parity);
 }
 template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void mix(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+__device__ __forceinline__ void mix(const Args<T, S, float>& args, Shared<SLOTS>& s, int layer, u32 sense) {
   Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).mix(layer);
 }
 template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void time_mix(const Args<T, S>& args, Shared<SLOTS>& s, int layer, u32 sense) {
+__device__ __forceinline__ void time_mix(const Args<T, S, float>& args, Shared<SLOTS>& s, int layer, u32 sense) {
   Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).time_mix(layer);
 }
 
 template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s) {
+__device__ __forceinline__ void decode(const Args<T, S, float>& args, Shared<SLOTS>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
   int turn = 0;
@@ -544,7 +544,7 @@ __device__ __forceinline__ void decode(const Args<T, S>& args, Shared<SLOTS>& s)
 
 template <typename T, typename S, int SLOTS, bool PAIRED>
 __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
-    rwkv6_decode_step(const __grid_constant__ Args<T, S> args) {
+    rwkv6_decode_step(const __grid_constant__ Args<T, S, float> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
   if (threadIdx.x < SLOTS) {

@@ -25,8 +25,8 @@ template <> struct Unscaled<i8> {
   typedef bf16 Type;
 };
 
-// S is the type of the recurrent state.
-template <typename T, typename S> struct Args {
+// S is the type of the recurrent state, X of what blocks hand to each other: floats, or words.
+template <typename T, typename S, typename X> struct Args {
   typedef typename Unscaled<T>::Type Up;
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
   const Up *maa_up, *decay_up;
@@ -37,7 +37,8 @@ template <typename T, typename S> struct Args {
   float *att_shift, *ffn_shift;
   S* wkv;
   const i64* slots;  // or null: sequence b has row b of the states
-  float *x, *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate, *logits;
+  X *xx, *low, *mixed, *kvrg_out, *decay_low, *y, *activated, *gate;
+  float *x, *logits;
   u32* arrived;
   i64 L, B, P, D, H, N, A, W, F, V, staged, first, last;
   double eps, group_eps;
@@ -65,7 +66,8 @@ __device__ __forceinline__ Tiles share(int tiles, u32 block, u32 blocks) {
   return {int(tiles * block / blocks), int(tiles * (block + 1) / blocks)};
 }
 
-template <typename T, typename S> __device__ __forceinline__ Tiles share_of(const Args<T, S>& args, int phase) {
+template <typename T, typename S, typename X>
+__device__ __forceinline__ Tiles share_of(const Args<T, S, X>& args, int phase) {
   const u32 block = blockIdx.x, blocks = gridDim.x;
   const int D = tiles_of(args.D), F = tiles_of(args.F);
   switch (phase) {
@@ -88,7 +90,8 @@ template <typename T, typename S> __device__ __forceinline__ Tiles share_of(cons
   return {0, 0};
 }
 
-template <typename T, typename S> __device__ __forceinline__ int depth_of(const Args<T, S>& args, int phase) {
+template <typename T, typename S, typename X>
+__device__ __forceinline__ int depth_of(const Args<T, S, X>& args, int phase) {
   return int(phase == FFN_VALUE ? args.F : args.D);
 }
 
@@ -98,8 +101,8 @@ template <typename T> struct TileRows {
   const float* scales;
 };
 
-template <typename T, typename S>
-__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S>& args, i64 layer, int phase, int tile) {
+template <typename T, typename S, typename X>
+__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S, X>& args, i64 layer, int phase, int tile) {
   const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
   TileRows<T> rows = {args.head, args.head_scales};
   i64 row = tile;
@@ -133,8 +136,8 @@ template <typename T> struct Lane {
 };
 
 // Ask for what a phase reads beside its tiles.
-template <typename T, typename S>
-__device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 layer, int phase) {
+template <typename T, typename S, typename X>
+__device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 layer, int phase) {
   const int lane = threadIdx.x & 31, row = int(args.D * 4);
   const i64 at = layer * args.D, b = lane - 2, N = args.N;
   if (blockIdx.x == 0) {
@@ -177,8 +180,8 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S>& args, i64 laye
 }
 
 // The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
-template <typename T, typename S, int SLOTS>
-__device__ __forceinline__ void copy_weights(const Args<T, S>& args, Shared<SLOTS>& s) {
+template <typename T, typename S, typename X, int SLOTS>
+__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<SLOTS>& s) {
   constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for

@@ -201,6 +201,8 @@ def of_models():
             yield rwkv6.ChosenNorm(T, SINGLE)
     for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
         yield rwkv6.DecodeStep(T, S, depth, paired)
+        if paired:
+            yield rwkv6.DecodeFew(T, S, depth)
     many = rwkv6.BatchProduct
     for T, width, split in product(HALF, many.STAGES, many.SPLITS):
         yield many(T, width, split)

@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, maps, pointers, reals, structs
-from .kernel import HALF, INT8, Kernel
+from .kernel import HALF, INT8, Kernel, padded
 from .plan import FLOAT32, Array, Draft, TensorMap, ceil_div
 
 
@@ -196,7 +196,7 @@ class DecodeStep(ModelKernel):
         *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
         *pointers("ffn_value_scales head_scales"),
         *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
-        *pointers("x xx low mixed kvrg_out decay_low y activated gate logits arrived"),
+        *pointers("xx low mixed kvrg_out decay_low y activated gate x logits arrived"),
         *integers("L B P D H N A W F V staged first last"),
         *reals("eps group_eps"),
     )
@@ -238,6 +238,10 @@ class DecodeStep(ModelKernel):
         """Of the channel mix's activations."""
         return B * F * (self.bytes_of_parts or 4)
 
+    def staged(self, B, sizes, room) -> bool:
+        """Whether vectors of so many bytes can be these."""
+        return room >= self.staged_bytes(B, sizes["F"])
+
     @property
     def bytes_of_parts(self) -> int:
         """Of a number that products take as three in bfloat16, split by who made it; 0 where products split it."""
@@ -247,6 +251,49 @@ class DecodeStep(ModelKernel):
     def shared_bytes(self):
         """Without the vectors."""
         return self.stages * (16 * (1024 + 64) + 2 * 8) + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
+
+
+@dataclass(frozen=True)
+class DecodeFew(ModelKernel):
+    """The same for one sequence, whose blocks hand each other words in place of barriers."""
+
+    file = "rwkv6/decode_few"
+    arguments, shared, arch, threads = DecodeStep.arguments, DecodeStep.shared, "sm_90a", 384
+    dtype: np.dtype
+    state: np.dtype
+    stages: int
+
+    @classmethod
+    def fitting(cls, dtype, state, sizes, device) -> tuple[DecodeFew, int] | None:
+        """The kernel and the bytes of its stage: all that the widest product takes, if that costs few stages."""
+        widest = max(sizes["D"], sizes["F"])
+        for count, least in ((widest, 8), (sizes["D"], DecodeStep.STAGES[-1])):
+            for stages in DecodeStep.STAGES:
+                kernel = cls(dtype, state, stages)
+                count = padded(count, kernel.slot)
+                room = max(kernel.bytes_of_operand * count, 4 * sizes["A"])
+                if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
+                    return kernel, room
+        return None
+
+    def staged(self, B, sizes, room) -> int:
+        """Numbers that a stage of so many bytes holds, in whole slots."""
+        return room // self.bytes_of_operand // self.slot * self.slot
+
+    @property
+    def slot(self) -> int:
+        """Columns of a slot of weights."""
+        return 1024 // self.dtype.itemsize
+
+    @property
+    def bytes_of_operand(self) -> int:
+        """Of a float in the stage: three bfloat16 numbers, or itself."""
+        return 6 if self.dtype in (BFLOAT16, INT8) else 4
+
+    @property
+    def shared_bytes(self):
+        """Without the stage."""
+        return DecodeStep(self.dtype, self.state, self.stages, True).shared_bytes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from .names import parameters
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state
 
-FLOAT32, INT64 = np.dtype(np.float32), np.dtype(np.int64)
+FLOAT32, INT64, UINT32 = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.uint32)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
 SCALES = "_scales"
@@ -117,7 +117,9 @@ class CudaDecoder:
 
         self.batch, self.few = batch, batch <= kernels.Matvec.COLUMNS
         self.kernel = None
-        if self.device.capability == 90:
+        if self.device.capability == 90 and batch == 1:
+            self.kernel = kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
+        elif self.device.capability == 90:
             self.kernel = kernels.DecodeStep.fitting(
                 self.matrices, self.state_dtype, batch, self.sizes["D"], self.sizes["F"], self.device
             )
@@ -143,10 +145,21 @@ class CudaDecoder:
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
         )
-        if self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what other kernels take
+        if isinstance(self.kernel and self.kernel[0], kernels.DecodeFew):
+            vars(self.room).update(self.words())
+        elif self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what other kernels take
             self.room.mixed, self.room.y = room(5, B, D * size // 4), room(1, B, D * size // 4)
             self.room.activated = room(1, B, F * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
+
+    def words(self) -> dict:
+        """What the blocks of `DecodeFew` hand to each other, each number a word of turn 0; and their turns."""
+        B, (D, F, A, W) = self.batch, (self.sizes[axis] for axis in "DFAW")
+        shapes = {"xx": (4, B, D), "low": (B, 5 * A), "mixed": (5, B, D), "kvrg": (4, B, D), "decay_low": (B, W)}
+        shapes |= {"y": (B, D), "activated": (B, F), "gate": (B, D)}
+        blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
+        words = {name: self.device.zeros(shape, INT64) for name, shape in shapes.items()}
+        return words | {"arrived": self.device.zeros((blocks,), UINT32)}
 
     @property
     def logits(self):
@@ -308,7 +321,7 @@ class Step:
                 L=layers,
                 B=self.my.batch,
                 P=self.state.wkv.shape[1],
-                staged=more_shared >= kernel.staged_bytes(self.my.batch, sizes["F"]),
+                staged=kernel.staged(self.my.batch, sizes, more_shared),
                 first=first,
                 last=last,
                 eps=LAYER_NORM_EPS,
