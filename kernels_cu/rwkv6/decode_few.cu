@@ -15,6 +15,7 @@
 // limits    B as many as have their numbers in 8 columns: all blocks read all words, 8 bytes a number, which costs more
 //           than barriers from two sequences on; D up to 8192; otherwise those of decode_step.cu
 #include "rwkv6/decode_split.cuh"
+#include "words.cuh"
 
 template <typename T, typename S, int SLOTS>
 __device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,

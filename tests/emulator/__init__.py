@@ -62,8 +62,8 @@ def _runtime():
 
 def _compile(kernel):
     """The shared library of one instantiation, from the disk where the same text was compiled before."""
-    text = source.program([kernel], include={"ptx.cuh": HERE / "ptx.cuh"}) + ENTRY.format(expression=kernel.expression)
-    text = disk.anywhere(text)
+    twins = {path.name: path for path in HERE.glob("*.cuh")}
+    text = disk.anywhere(source.program([kernel], include=twins) + ENTRY.format(expression=kernel.expression))
     library = disk.folder("emulator") / f"{kernel.name}-{disk.key(*FLAGS, _runtime().name, text)}.so"
     return _compiled(library, kernel.expression, "-include", str(_runtime()), "-x", "c++", "-", source=text)
 
