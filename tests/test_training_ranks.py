@@ -11,8 +11,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import SINGLE
-from reference import same_bits
+from conftest import DOUBLE, SINGLE
+from reference import assert_close, same_bits
+from test_distributed import Call
 from test_distributed_engines import mpiexec
 from test_training import ENVIRONMENT, SMALL, TEXT, TRAIN
 
@@ -274,3 +275,16 @@ def test_gradients_over_nccl_are_averaged_in_place():
     ranks.finish()
     ranks.launched()
     assert said == ["last begins", "first begins", "last is waited for", "first is waited for", "launched"]
+
+
+def test_the_gradient_of_what_has_no_tokens_may_be_left_in_parts(rng):
+    call = Call("rwkv6", rng, states=False)
+
+    def pulled(comm):
+        own = [x[:, :, 50 * comm.rank :][:, :, :50] if x.ndim > 2 else x for x in call.arrays]
+        o, pullback = distributed.vjp(distributed.rwkv6, *own, comm=comm, segment_size=25)
+        return pullback(o, summed=False)[4], pullback(o)[4]
+
+    parts, whole = zip(*run_threads(pulled, 3))
+    assert_close("du", sum(parts), whole[0], DOUBLE)
+    assert not np.allclose(parts[0], parts[1])
