@@ -142,8 +142,11 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
   auto& s = *reinterpret_cast<Shared<T, COLUMNS>*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  if (tid < s.STAGES) barrier_init(s.w_full[tid], 1), barrier_init(s.empty[tid], WARPS);
-  if (tid < s.X_STAGES) barrier_init(s.x_full[tid], 1);
+  if (tid == 0) {
+    for (int stage = 0; stage < s.STAGES; ++stage)
+      barrier_init(s.w_full[stage], 1), barrier_init(s.empty[stage], WARPS);
+    for (int stage = 0; stage < s.X_STAGES; ++stage) barrier_init(s.x_full[stage], 1);
+  }
   __syncthreads();  // the barriers stand
   const Tile tile = tile_of_block<COLUMNS, SPLIT>(args);
   const Stack& stack = args.stacks[tile.stack];
