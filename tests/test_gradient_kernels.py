@@ -168,10 +168,11 @@ class Call:
             assert gradient.dtype == x.dtype and gradient.shape == x.shape, name
             own = SINGLE.name if gradient.dtype == DOUBLE else gradient.dtype.name
             coarser = max(self.case.dtype, own, key=list(LIMITS).index)
-            if name not in DECAYS:
+            if name not in DECAYS and gradient.size > 1:
                 assert_close(f"{what}: d{name}", gradient, exact, coarser, rows=self.rows.get(coarser, 1))
                 continue
-            # a difference of cumulated q dq and k dk, of which a strong decay leaves no more than their rounding
+            # a difference of cumulated q dq and k dk, of which a strong decay leaves no more than their rounding; and a
+            # single number, such as du of one channel, may be a sum of as many tokens that nearly cancels
             size = max(rms(exact), rms(double(self.arrays[0]) * wanted[0]))
             error, limit = rms(double(gradient) - exact), LIMITS[coarser][0]
             assert error <= limit * size, f"{what}: d{name} is off by {error:.1e} where gradients are {size:.1e}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import socket
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,12 +52,6 @@ class Alone:
 
     def abandon(self):
         """There is nobody else."""
-
-
-def hosts(comm) -> np.ndarray:
-    """[size, 16], the same for ranks that run on the same host."""
-    own = np.frombuffer(hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest(), np.uint8)
-    return comm.all_gather(own.copy())()
 
 
 def as_bytes(x) -> np.ndarray:

@@ -265,10 +265,7 @@ class Share:
         edge = self.dht if backwards else self.state
         count = len(self.problem.op.state)
         found, state = {}, None
-        awaited = sum((segment.outgoing if backwards else segment.incoming) is not None for segment in self.own)
         for segment in self.cut.running(backwards):
-            if len(found) == awaited:
-                break
             arrives, leaves = segment.incoming, segment.outgoing
             if backwards:
                 arrives, leaves = leaves, arrives

@@ -13,7 +13,6 @@ from threading import RLock
 import numpy as np
 
 from .engine import LIMIT_S, RankLost, as_bytes
-from .mailbox import ROOM, Mailbox, patiently, shared_mailbox
 
 RETRY_S = 0.05
 SHORT = 1 << 10  # bytes of a message that is sent at once: a thread takes longer to begin
@@ -24,8 +23,7 @@ class Sockets:
     """An `Engine` of NumPy arrays between processes of any hosts, each connected to each. Rank 0 listens at `address`.
 
     Cards agree by it, and NumPy ranks use it where there is no MPI. Nothing is encrypted: it is for networks that are
-    trusted, as those of NCCL and MPI are. What all ranks of a host tell each other in few bytes goes through a
-    `Mailbox`.
+    trusted, as those of NCCL and MPI are.
     """
 
     homes = ("host",)
@@ -50,8 +48,6 @@ class Sockets:
         if rank == 0:
             for peer in self.peers:
                 self.push(peer, json.dumps(addresses).encode())
-        self.mailbox: Mailbox | None = None
-        self.mailbox = shared_mailbox(self)
 
     # -- meeting ------------------------------------------------------------------------------------------------------
     def dial(self, peer, address, port, introduction, deadline):
@@ -84,38 +80,28 @@ class Sockets:
     def ended(self) -> str | None:
         """Which other rank has ended, as far as its connection tells without a wait."""
         for peer, connection in self.peers.items():
-            try:
-                with connection.dup() as second:
-                    second.settimeout(0)
+            with connection.dup() as second:
+                second.settimeout(0)
+                try:
                     if not second.recv(1, socket.MSG_PEEK):
-                        return f"rank {peer} has ended: it has closed the connection"
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                return f"rank {peer} has ended: {error}"
+                        return f"rank {peer} has ended"
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    return f"rank {peer} has ended: {error}"
         return None
 
     # -- messages -----------------------------------------------------------------------------------------------------
     def all_gather(self, x):
         gathered = np.empty((self.size, *x.shape), x.dtype)
         gathered[self.rank] = x
-        message, mailbox = as_bytes(x), self.mailbox
+        message = as_bytes(x)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        number = self.post_to_all(message) if mailbox else 0
-        short = mailbox is not None and message.nbytes <= ROOM
-        sent = [] if short else [self.post(peer, message) for peer in others]
+        sent = [self.post(peer, message) for peer in others]
 
         def receive():
             for peer in reversed(others):  # the ranks that send to this one first
-                into = as_bytes(gathered[peer])
-                if mailbox:
-                    self.await_post(peer, number, len(into))
-                if short:
-                    mailbox.read(peer, number, into)
-                else:
-                    self.read(peer, into)
-            if mailbox:
-                mailbox.done(number)
+                self.read(peer, as_bytes(gathered[peer]))
             for each in sent:
                 each.result()
 
@@ -129,25 +115,6 @@ class Sockets:
             return gathered
 
         return wait
-
-    def post_to_all(self, message):
-        """The number of a message in the mailbox; where that is full, what this rank has yet to read is read first."""
-        while self.mailbox.full:
-            if self.to_receive:
-                self.receive_until(self.to_receive[0][1])
-            else:
-                self.check(patiently(lambda: not self.mailbox.full, self.ended, self.limit_s), "the others")
-        return self.mailbox.post(message)
-
-    def await_post(self, peer, number, expected):
-        mailbox = self.mailbox
-        self.check(patiently(lambda: mailbox.arrived(peer, number), self.ended, self.limit_s), f"rank {peer}")
-        if (length := mailbox.length(peer, number)) != expected:
-            raise self.in_another_call(peer, length, expected)
-
-    def check(self, why, whom):
-        if why:
-            raise RankLost(f"waited {self.limit_s:g} s for {whom}" if why == "late" else why)
 
     def expect(self, receive) -> Future:
         """Messages come in the order of the calls, whichever is waited for first."""
@@ -206,11 +173,8 @@ class Sockets:
         """Fills a buffer with a message of exactly its length."""
         length = int.from_bytes(self.pull(peer, bytearray(8)), "little")
         if length != len(into):
-            raise self.in_another_call(peer, length, len(into))
+            raise RankLost(f"rank {peer} sent {length} bytes where {len(into)} were expected: it is in another call")
         self.pull(peer, into)
-
-    def in_another_call(self, peer, length, expected):
-        return RankLost(f"rank {peer} sent {length} bytes where {expected} were expected: it is in another call")
 
     def read_text(self, peer):
         return json.loads(self.pull(peer, bytearray(int.from_bytes(self.pull(peer, bytearray(8)), "little"))))
