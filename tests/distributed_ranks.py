@@ -107,23 +107,23 @@ def hangs(comm):
         sys.exit(3)
 
 
-def autograd(comm, device="cpu", dtype=DOUBLE):
+def autograd(comm):
     """torch's gradients of every rank's tokens, u's and the initial state's, against linattn_np.vjp of all of them."""
     import torch
 
     from linattn_np.interop import torch as interop
 
-    call, tensor = Call("rwkv6", np.random.default_rng(0), dtype=dtype), partial(torch.tensor, device=device)
+    call = Call("rwkv6", np.random.default_rng(0))
     start = sum(LENGTHS[comm.size][: comm.rank])
     tokens = slice(start, start + LENGTHS[comm.size][comm.rank])
-    inputs = [tensor(x[:, :, tokens] if x.ndim == 4 else x, requires_grad=True) for x in call.arrays]
-    state = tensor(call.state[0], requires_grad=True)
+    inputs = [torch.tensor(x[:, :, tokens] if x.ndim == 4 else x, requires_grad=True) for x in call.arrays]
+    state = torch.tensor(call.state[0], requires_grad=True)
     o, final = interop.rwkv6(*inputs, initial_state=state, output_final_state=True, comm=comm)
-    loss = (o * tensor(call.do[:, :, tokens])).sum() + (final * tensor(call.dht[0])).sum()
+    loss = (o * torch.tensor(call.do[:, :, tokens])).sum() + (final * torch.tensor(call.dht[0])).sum()
     found = torch.autograd.grad(loss, [*inputs, state])
     _, wanted = call.exactly()
     for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
-        assert_close(f"gradient {place}", x.cpu().numpy(), y[:, :, tokens] if place < 4 else y, dtype, factor=10)
+        assert_close(f"gradient {place}", x.numpy(), y[:, :, tokens] if place < 4 else y, DOUBLE, factor=10)
     with torch.no_grad():
         again = interop.rwkv6(*inputs, initial_state=state, comm=comm)
     assert torch.equal(o, again)
@@ -134,32 +134,18 @@ def autograd(comm, device="cpu", dtype=DOUBLE):
     say(f"autograd on rank {comm.rank}")
 
 
-def autograd_on_cards(comm):
-    autograd(comm, "cuda", SINGLE)
-
-
-def torch_group(backend):
+def torch_group():
     import torch
 
     from linattn_np.interop.torch import ProcessGroup
 
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["RANK"]))
-    torch.distributed.init_process_group(backend)
+    torch.distributed.init_process_group("gloo")
     return ProcessGroup(limit_s=60)
-
-
-def engine_for(names):
-    backends = {"autograd": "gloo", "autograd_on_cards": "nccl"}
-    for name in names:
-        if name in backends:
-            return torch_group(backends[name])
-    return distributed.connect(limit_s=2 if "hangs" in names else 60)
 
 
 if __name__ == "__main__":
     names = sys.argv[1:]
-    functions = operators, messages, differ, killed, hangs, autograd, autograd_on_cards
-    what, comm = {function.__name__: function for function in functions}, engine_for(names)
+    what = {function.__name__: function for function in (operators, messages, differ, killed, hangs, autograd)}
+    comm = torch_group() if "autograd" in names else distributed.connect(limit_s=2 if "hangs" in names else 60)
     for name in names:
         what[name](comm)

@@ -94,7 +94,8 @@ class Share:
             declared.refuse(
                 "comm",
                 f"is a {type(self.comm).__name__}, which takes arrays on "
-                f"{', '.join(self.comm.homes)}, but these are on {problem.home}",
+                f"{', '.join(self.comm.homes)}, but these are on {problem.home}"
+                + ("" if "cuda" in self.comm.homes else '; linattn_np.distributed.connect("cuda") takes those on CUDA'),
             )
         if self.size is not None and (type(self.size) is not int or self.size < 1):
             declared.refuse("segment_size", f"is {self.size!r}, expected a positive int or None")

@@ -24,7 +24,7 @@ torch.Size([1, 2, 50, 8])
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -114,68 +114,56 @@ def parted(count, tensors):
 class ProcessGroup:
     """An `Engine` of `linattn_np.distributed` on a process group of torch.distributed, all ranks by default.
 
-    Arrays on CUDA go through the group, which must have NCCL for them; arrays on the host through a gloo group beside
-    it, which all ranks of the group make together here. Time limits are the group's own, and `limit_s` for gloo.
+    For tensors on the CPU, through a gloo group beside it, which all ranks of the group make together here. Tensors on
+    CUDA want ``linattn_np.distributed.connect("cuda")``, which reads torchrun's environment variables too.
     """
 
-    homes = ("host", "cuda")
+    homes = ("host",)
 
     def __init__(self, group=None, *, limit_s=distributed.engine.LIMIT_S):
         self.torch = torch.distributed
-        self.group = self.torch.group.WORLD if group is None else group
-        self.rank, self.size = self.torch.get_rank(self.group), self.torch.get_world_size(self.group)
-        self.host = self.torch.new_group(
-            self.torch.get_process_group_ranks(self.group),
+        group = self.torch.group.WORLD if group is None else group
+        self.rank, self.size = self.torch.get_rank(group), self.torch.get_world_size(group)
+        self.group = self.torch.new_group(
+            self.torch.get_process_group_ranks(group),
             backend="gloo",
             timeout=timedelta(seconds=limit_s),
             use_local_synchronization=True,
         )
 
     def all_gather(self, x):
-        gathered = np.empty_like(x, shape=(self.size, *x.shape))  # CuPy's for CuPy's
-        with on_current_stream(x), self.reporting():
+        gathered = np.empty_like(x, shape=(self.size, *x.shape))
+        with self.reporting():
             work = self.torch.all_gather(
-                [as_tensor(part) for part in gathered], as_tensor(x), self.group_of(x), async_op=True
+                [as_tensor(part) for part in gathered], as_tensor(x), self.group, async_op=True
             )
 
         def wait():
-            with on_current_stream(x), self.reporting():
+            with self.reporting():
                 work.wait()
             return gathered
 
         return wait
 
     def send(self, x, to):
-        with on_current_stream(x), self.reporting():
-            self.torch.send(as_tensor(x), self.torch.get_global_rank(self.group, to), self.group_of(x))
+        with self.reporting():
+            self.torch.send(as_tensor(x), self.torch.get_global_rank(self.group, to), self.group)
 
     def recv(self, x, source):
-        with on_current_stream(x), self.reporting():
-            self.torch.recv(as_tensor(x), self.torch.get_global_rank(self.group, source), self.group_of(x))
-
-    def group_of(self, x):
-        return self.host if isinstance(x, np.ndarray) else self.group
+        with self.reporting():
+            self.torch.recv(as_tensor(x), self.torch.get_global_rank(self.group, source), self.group)
 
     @contextmanager
     def reporting(self):
         try:
             yield
-        except RuntimeError as error:  # gloo's and NCCL's, a time limit too
+        except RuntimeError as error:  # gloo's, a time limit too
             raise distributed.RankLost(f"rank {self.rank} of {self.size} lost the others: {error}") from error
 
 
 def as_tensor(x):
-    """A contiguous NumPy or CuPy array's bytes."""
+    """A contiguous array's bytes."""
     return torch.from_dlpack(x.reshape(-1).view(np.uint8))
-
-
-def on_current_stream(x):
-    """torch enqueues on CuPy's current stream; nothing for host arrays."""
-    if isinstance(x, np.ndarray):
-        return nullcontext()
-    import cupy
-
-    return torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr, x.device.id))
 
 
 gla = differentiable(ops.gla)
