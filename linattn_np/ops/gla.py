@@ -95,8 +95,8 @@ def gla(
         channel's gates since the last strong decay sum to more than about 88, and on CuPy chunks with a gate above 1
         take up to a hundred times as long (docs, "Gates").
     gv : [B, H, T, V], optional
-        The same for the value channels, with the heads of v: what g is to the keys. With it there is no `materialize`
-        and of the modes "recurrent" and "chunk".
+        The same for the value channels, with the heads of v: what g is to the keys. With it
+        `materialize` is refused, and `mode` is "auto", "recurrent" or "chunk".
     scale : float, optional
         ``K ** -0.5`` by default; finite in the dtype that is computed in.
     initial_state : [N, H, K, V], optional

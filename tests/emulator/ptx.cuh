@@ -528,8 +528,8 @@ static void start(void* const* operands) {
   if (own.count == MAX_PRODUCTS)
     return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
   Started& product = own.started[own.count++];
-  product = {first.multiply, {}, {}, first.a_tile, int(threadIdx.x / WARP % 4 * 16), first.b, first.accumulate, own.groups,
-             first.where};
+  const int first_row = int(threadIdx.x / WARP % 4 * 16);
+  product = {first.multiply, {}, {}, first.a_tile, first_row, first.b, first.accumulate, own.groups, first.where};
   for (int lane = 0; lane < WARP; ++lane) {
     const TileProduct& operand = *static_cast<TileProduct*>(operands[lane]);
     if (operand.b != first.b || operand.a_tile != first.a_tile || operand.accumulate != first.accumulate)
