@@ -4,6 +4,7 @@ import numpy as np
 import planned
 import pytest
 from emulator import EmulatedDevice
+from planned import results
 from reference import assert_close, draw, exact, same_bits
 
 from linattn_np import OPS
@@ -18,13 +19,6 @@ PACKED = {"B": 1, "H": 2, "T": 412, "N": 6}
 BOUNDS = (0, 0, 5, 205, 238, 238, 412)
 
 
-@pytest.fixture
-def hopper(device):
-    if device.capability != 90:
-        pytest.skip("only Hopper's kernel cuts sequences")
-    return device
-
-
 def cut(monkeypatch, P, R):
     """Every sequence into P segments of R parts."""
     monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
@@ -34,17 +28,6 @@ def cut(monkeypatch, P, R):
 def split_columns(monkeypatch):
     """Every head's columns of V shared by the blocks of a cluster."""
     monkeypatch.setattr(tuning, "split_columns", lambda heads, V, *_: V > instances.PANEL)
-
-
-def computed(device, op, arrays, start, final, **arguments):
-    problem = op.bind(
-        [device.upload(x) for x in arrays],
-        output_final_state=final,
-        initial_state=None if start is None else device.upload(start),
-        **arguments,
-    )
-    o, parts = planned.run(problem, device)
-    return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
 
 
 @pytest.mark.pairwise
@@ -63,10 +46,10 @@ def test_parts_of_segments(hopper, rng, monkeypatch, op, K, V, packed, P, R, fin
     sizes = sizes | {"K": K, "V": V}
     arrays = draw(op, rng, sizes, BFLOAT16, "weak")
     start = rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32) if final else None
-    found = computed(hopper, op, arrays, start, final, **arguments)
+    found = results(op, arrays, hopper, start, final, **arguments)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, BFLOAT16)
-    assert all(map(same_bits, found, computed(hopper, op, arrays, start, final, **arguments)))
+    assert all(map(same_bits, found, results(op, arrays, hopper, start, final, **arguments)))
 
 
 @pytest.mark.pairwise
@@ -90,7 +73,7 @@ def test_segments_of_any_gates(hopper, rng, monkeypatch, op, K, V, dtype, P, gat
     start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
     if gate == "positive":  # a state that grows e^10 times, and float16
         arrays[2], start = arrays[2] / dtype.type(1024), start / 1024
-    found = computed(hopper, op, arrays, start, True)
+    found = results(op, arrays, hopper, start, True)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
         assert_close(what, x, y, dtype, rows=4)  # so many have some that cancel
 
@@ -112,10 +95,10 @@ def test_columns_split_over_a_cluster(hopper, rng, monkeypatch, op, K, V, dtype,
     sizes = sizes | {"K": K, "V": V}
     arrays = draw(op, rng, sizes, dtype, "trained", gate_dtype)
     start = rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32)
-    found = computed(hopper, op, arrays, start, True, **arguments)
+    found = results(op, arrays, hopper, start, True, **arguments)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, dtype)
-    assert all(map(same_bits, found, computed(hopper, op, arrays, start, True, **arguments)))
+    assert all(map(same_bits, found, results(op, arrays, hopper, start, True, **arguments)))
 
 
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
@@ -124,7 +107,7 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
     cut(monkeypatch, 2, 2)
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 256, "K": 64, "V": 64}, BFLOAT16)
     arrays[1][:, :, 200, 3] = np.nan
-    o, *state = computed(hopper, GLA, arrays, None, final)
+    o, *state = results(GLA, arrays, hopper, None, final)
     assert np.isfinite(o[:, :, :200].astype(np.float32)).all() and np.isnan(o[:, :, 200:].astype(np.float32)).any()
     assert not final or np.isnan(state[0][0, 0, 3]).all()
 
@@ -136,8 +119,7 @@ def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
     memory = hopper.upload(rng.standard_normal(1 + 64 * 64).astype(np.float32))
     start = memory[1:].reshape(1, 1, 64, 64)
     o, _ = planned.run(GLA.bind([hopper.upload(x) for x in arrays], initial_state=start), hopper)
-    o, start = (x.get() if hasattr(x, "get") else x for x in (o, start))
-    assert_close("o", o, exact(OPS[GLA], arrays, initial_state=start)[0], BFLOAT16)
+    assert_close("o", planned.host(o), exact(OPS[GLA], arrays, initial_state=planned.host(start))[0], BFLOAT16)
 
 
 def forward(D, schedule=instances.SINGLE_PASS, dtype=BFLOAT16):
