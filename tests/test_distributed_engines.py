@@ -102,6 +102,15 @@ def test_operators_and_autograd_on_a_process_group_of_torch():
         assert {f"rank {rank} of 2: ProcessGroup", f"autograd on rank {rank}"} <= set(words.splitlines())
 
 
+def test_autograd_on_cards_of_torch(card):
+    """Tensors on CUDA, which go over our engine: torchrun's variables start it, and torch's own groups are refused."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if card.name != "cupy" or torch.cuda.device_count() < 2:
+        pytest.skip("there is one CUDA device")
+    codes, said = under_torchrun(2, "autograd_on_cards")
+    assert codes == [0, 0] and all(f"autograd on rank {rank}" in words for rank, words in enumerate(said)), said
+
+
 DIFFERENT = "gla: scale is 0.5 on rank 1, but 0.25 on ranks 0 and 2"
 
 
