@@ -45,12 +45,12 @@ template <typename T, typename G> struct Args {
   Rows<T> o;
   Rows<const float> one;     // the gate where it is One
   const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
-  float* final;              // [N, H, K, V] or null
+  float* final;              // [N, H, K, V] of whole sequences, of SegmentState's parts; or null
   Shape shape;
   double scale;
   float* decays;   // SegmentState: [N, H, 2, K], whose product is the decay over a part's chunks
   i64 channel;     // the first of this launch
-  i64 of, needed;  // SegmentState: of every so many parts the first so many; nobody needs the others' state
+  i64 of, needed;  // segments or parts a sequence; SegmentState: nobody needs the state of others than the first so many
   float* marks;    // [N, per, H, K, V]: the states before every so many chunks, a power of two; null: none, every is 0
   i64 every, per;
 };

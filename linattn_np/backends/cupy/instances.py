@@ -338,7 +338,7 @@ class GatedForwardSm90(Kernel):
         slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
         scores = 32 * (2 * BK * (middle + half) + 16) + 256 if reads else 128  # what is empty takes its alignment
         group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
-        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 32
+        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 40
         used += 8 * (slots + 2 * stages)
         return padded(used, 1024)
 
