@@ -148,6 +148,31 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
     assert not final or np.isnan(state[0][0, 0, 3]).all()
 
 
+@pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize(
+    "op, K, V, dtype",
+    [(GLA, 64, 64, BFLOAT16), (RWKV6, 128, 128, HALF), (GLA, 200, 64, BFLOAT16), (RWKV6, 72, 136, BFLOAT16)],
+    ids=["gla", "rwkv6", "wide-gla", "narrow-rwkv6"],
+)
+def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
+    """A NaN there stays in its own segment; where one channel keeps, or grows, nothing is left out."""
+    monkeypatch.setattr(tuning, "split_columns", lambda *sizes: False)
+    cut(monkeypatch, 2, R)
+    arrays = draw(op, rng, {"B": 1, "H": 2, "T": 1210, "K": K, "V": V}, dtype, "weak", gate_dtype)
+    keys, gates = arrays[1], arrays[3]
+    gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    gates[:, 0, 500:504] = 0.5
+    wanted = exact(OPS[op], arrays)
+    for what, x, y in zip(("o", "state"), computed(hopper, op, arrays, None, True), wanted):
+        assert_close(what, x, y, dtype)
+    keys[:, :, 10] = np.nan
+    o, state = computed(hopper, op, arrays, None, True)
+    assert_close("o", o[:, :1, 608:], wanted[0][:, :1, 608:], dtype)
+    assert_close("state", state[:, :1], wanted[1][:, :1], dtype)
+    assert np.isnan(o[:, 1, 608:].astype(np.float32)).any() and np.isnan(o[:, 0, 12:608].astype(np.float32)).any()
+
+
 def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
     """Not on 16 bytes, as four values at once are read."""
     cut(monkeypatch, 2, 1)

@@ -150,6 +150,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   const u32 tokens = at.tokens;
 
   float S[K_RANKS * BK / 2] = {}, total = 1.f;  // the decay of channel thread % BK over all tokens so far
+  if constexpr (!Schedule::reads) total = s.scan.before;
   if (args.initial)
     each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first(),
                        [](float& x, const float* from) { x = *from; });

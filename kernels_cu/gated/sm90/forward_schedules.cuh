@@ -40,16 +40,19 @@ struct WorkTile {
   i64 state, final;
 };
 
-// of: segments a sequence, of which the last one leaves the final state. SegmentState: each leaves its own.
-template <class Schedule, int BV> __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 of) {
+// of: segments a sequence, of which the last one leaves the final state; parts: SegmentState's of a segment, each with a
+// state of its own.
+template <class Schedule, int BV>
+__device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 of, u32 parts) {
   constexpr u32 SIZE = Schedule::CLUSTER_SIZE;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
-  const u32 h = block / tiles % H, row = block / tiles / H, batch = row % u32(shape.B);
-  const u32 s = count - 1 - row / u32(shape.B), n = batch * count + s;
+  const u32 h = block / tiles % H, row = block / tiles / H / (Schedule::reads ? 1 : parts), batch = row % u32(shape.B);
+  const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s;
+  const u32 n = Schedule::reads ? segment : segment * parts + block / tiles / H % parts;
   const Span span = tokens_of(shape, s);
   const i64 size = shape.K * shape.V, state = (i64(n) * H + h) * size;
   i64 final = state;
-  if (Schedule::reads) final = n % of == of - 1 ? (i64(n / of) * H + h) * size : -1;
+  if (Schedule::reads) final = segment % of == of - 1 ? (i64(segment / of) * H + h) * size : -1;
   return {i32(n),
           i32(batch),
           i32(h),

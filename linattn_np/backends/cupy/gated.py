@@ -249,10 +249,13 @@ class OnePass:
         segments, longest = self.cut(P, short), P * short or self.longest
         R = tuning.parts(summary, N * H, V, P, longest, final, self.device)
         left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
-        parts = draft.shape(problem, segments.segments(R, summary.CHUNK) if R > 1 else segments)
-        needed = (P if final else P - 1) * R
-        self.launches(summary, parts, None, left, decays=decays, of=P * R, needed=needed)
+        self.summarise(summary, segments, R, left, decays, of=P, needed=P if final else P - 1)
         return left, decays
+
+    def summarise(self, kernel, segments, R, left, decays, of, needed):
+        """`needed` of each `of` segments in R parts, to `left` and `decays`."""
+        parts = self.draft.shape(self.problem, segments.segments(R, kernel.CHUNK) if R > 1 else segments)
+        self.launches(kernel, parts, None, left, decays=decays, of=of * R, needed=needed * R)
 
     def between_segments(self, P, left, decays, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
@@ -457,14 +460,19 @@ class OnHopper(OnePass):
             self.run(None)
         return self.marks
 
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+    def summarise(self, kernel, segments, R, left, decays, of, needed):
+        """The kernel makes the parts, of what it finds that a segment's end remembers."""
+        shape = self.draft.shape(self.problem, segments)
+        self.launches(kernel, shape, None, left, decays=decays, of=of, needed=needed, parts=R)
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, parts=1):
         """On the sequences or segments that `shape` names, from `channel` on."""
         B, H, V = self.problem.shape("B H V")
         arrays = self.inputs_of(kernel)
         marked = self.marks is not None and kernel.reads
         self.draft.launch(
             kernel,
-            B * H * shape.count * tuning.grid(kernel, V),
+            B * H * shape.count * parts * tuning.grid(kernel, V),
             **arrays,
             marks=self.marks if marked else None,
             every=self.every,
@@ -479,6 +487,7 @@ class OnHopper(OnePass):
             channel=channel,
             of=of,
             needed=needed,
+            parts=parts,
         )
 
     def inputs_of(self, kernel) -> dict:

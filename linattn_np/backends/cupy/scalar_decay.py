@@ -328,6 +328,8 @@ class BySums(Narrow):
     def short_first_segment(self, whole, P):
         return 0
 
+    summarise = gated.OnePass.summarise
+
     def kernel(self, schedule):
         what = {SINGLE_PASS: "Whole", SEGMENT_STATE: "Summary"}[schedule]
         return WeightedSums.fitting(what, self.gate, self.problem.sizes["K"], self.width(schedule))
