@@ -2,8 +2,8 @@
 // math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
 // shapes    each stack of products: w [C, M, K], x [TERMS, C, B, K] of type T, y [C, B, M], or [SPLIT, C, B, M] in
 //           parts; relu(W x)^2 in terms as x. Up to eight vectors, COLUMNS = 8, come in three terms, others in one
-// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a block
-//           has a part of K. Two warpgroups with 64 rows each, and a warp that copies
+// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a
+//           block has a part of K. Two warpgroups with 64 rows each, and a warp that copies
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
 // numerics  tensor cores: x, or the three terms that hold a float, and weights as they are; float32 sums in a fixed

@@ -21,6 +21,7 @@ from .instances import (
     TILES,
     GatedForward,
     GatedForwardSm90,
+    GatedSegmentStates,
     Recurrent,
     ScanSegments,
     channels,
@@ -293,10 +294,11 @@ class OnEveryCard(OnePass):
         return SPLIT_CHANNELS if self.problem.sizes["K"] > TILES[-1] else SINGLE_PASS
 
     def kernel(self, schedule):
-        K, V = self.problem.shape("K V")
-        order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(self.problem.op)
-        dtype, gate, shared = self.problem.dtype, self.g.dtype, self.device.shared_per_block
-        return GatedForward.fitting(order, schedule, dtype, gate, tuning.tf32_products(self.problem), K, V, shared)
+        products, sizes = tuning.tf32_products(self.problem), self.problem.shape("K V")
+        instance = self.problem.dtype, self.g.dtype, products, *sizes, self.device.shared_per_block
+        if schedule == SEGMENT_STATE:
+            return GatedSegmentStates.fitting(*instance)
+        return GatedForward.fitting(read_order(self.problem.op), schedule, *instance)
 
     @cached_property
     def sums(self):
@@ -308,28 +310,36 @@ class OnEveryCard(OnePass):
         """The arrays with a row for every token."""
         return {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o}
 
-    def more(self, decays) -> dict:
-        """What else a launch takes, of which `decays` are to be written if there are any."""
-        return {"u": self.u, "decays": decays}
+    def more(self, decays=None, of=1, needed=1) -> dict:
+        """What else a launch takes that gives o: here none leaves decays."""
+        return {"u": self.u}
 
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+    def launch(self, kernel, shape, initial, final, channel=0, **summary):
+        if isinstance(kernel, GatedSegmentStates):
+            self.launch_summary(kernel, shape, final, channel=channel, **summary)
+            return
         (B, H, K, V), arrays = self.problem.shape("B H K V"), self.rows()
         kernel = kernel.with_channels(K - channel)
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
             **arrays,
-            **self.more(decays),
+            **self.more(**summary),
             initial=initial,
             final=final,
             shape=shape,
             scale=self.problem.scale,
             sums=self.sums,
             channel=channel,
-            of=of,
-            needed=needed,
             bytes=common_bytes(*arrays.values()),
         )
+
+    def launch_summary(self, kernel, shape, left, **more):
+        """What `shape`'s segments leave behind, from channel `channel` on."""
+        B, H, V = self.problem.shape("B H V")
+        arrays = {"k": self.k, "v": self.v, "g": self.g}
+        blocks, bytes = B * H * shape.count * tuning.grid(kernel, V), common_bytes(*arrays.values())
+        self.draft.launch(kernel, blocks, **arrays, left=left, shape=shape, bytes=bytes, **more)
 
 
 def has_wide_heads(problem, device) -> bool:

@@ -49,8 +49,8 @@ class GatedForward(Kernel):
         *pointers("u initial final"),
         *shape,
         *reals("scale"),
-        *pointers("sums decays"),
-        *integers("channel of needed bytes"),
+        *pointers("sums"),
+        *integers("channel bytes"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     cluster = 1
@@ -115,6 +115,51 @@ class GatedForward(Kernel):
     @property
     def tiles(self):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
+
+
+@dataclass(frozen=True)
+class GatedSegmentStates(Kernel):
+    """What segments leave behind, on every card: BK channels a launch."""
+
+    file = "gated/segment_states"
+    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed bytes"))
+    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
+    cluster = 1
+    dtype: np.dtype
+    gate: np.dtype
+    products: int  # as `GatedForward` has them
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, dtype, gate, products, K, V, shared):
+        """For a device whose blocks may have so many bytes of shared memory: as many channels as that allows. Operands
+        of float16 data leave registers for 64 columns."""
+        found = cls(dtype, gate, products, TILES[K > TILES[0]], TILES[V > TILES[0] and dtype != np.float16])
+        return found if found.shared_bytes <= shared else replace(found, BK=TILES[0])
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
+    def CHUNK(self):
+        """Tokens that are there at once."""
+        return 64 // self.dtype.itemsize
+
+    @property
+    def threads(self):
+        return 2 * self.BK  # a warp for every 16 channels
+
+    @property
+    def resident(self):
+        return 256 // self.BK
+
+    @property
+    def shared_bytes(self):
+        sizes = (self.BK, self.dtype), (self.BV, self.dtype), (self.BK, self.gate)
+        return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes)
 
 
 @dataclass(frozen=True)
