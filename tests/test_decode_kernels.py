@@ -176,7 +176,8 @@ def test_turns_of_words_begin_anew(hopper, rng):
 @pytest.mark.parametrize("K", [40, 648])
 def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    kernel, B = kernels.BatchProduct(dtype, columns, split), columns + (5 if first == kernels.WRITE else -3)
+    deep = columns <= kernels.BatchProduct.DEEP_COLUMNS and K > 40
+    kernel, B = kernels.BatchProduct(dtype, columns, split, deep), columns + (5 if first == kernels.WRITE else -3)
     found, given, wanted = [], [], []
     for (C, M), finish in zip(((2, 150), (1, 33)), (first, kernels.RELU_SQUARED)):
         w, x = rng.standard_normal((C, M, K)).astype(dtype), rng.standard_normal((C, B, K)).astype(np.float32)

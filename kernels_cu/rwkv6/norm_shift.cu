@@ -7,8 +7,8 @@
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to PARTS; as for shift, some launch between this one and the last that
-//           wrote it has waited for the one before it before it let the next begin
+// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to PARTS; as for shift, some launch between this one
+//           and the last that wrote it has waited for the one before it before it let the next begin
 #include "decode.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2;
