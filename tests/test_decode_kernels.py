@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from planned import host
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
@@ -22,13 +23,6 @@ SIZES = {
 }
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
 LIMIT = 2e-5  # 1.1e-5 is the most that was seen, in 1 of 22 draws; else some 1e-6
-
-
-@pytest.fixture
-def hopper(device):
-    if device.capability != 90:
-        pytest.skip("kernels for Hopper cards")
-    return device
 
 
 def synthetic(rng, sizes, dtype=np.float32):
@@ -52,10 +46,6 @@ def decoded(decoder, device, tokens, state, slots=None):
         found = decoder.step(device.upload(np.ascontiguousarray(column)), state, slots)
         logits.append(host(found).copy())
     return np.stack(logits, axis=1)
-
-
-def host(array):
-    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def close(found, wanted, tolerance):

@@ -6,16 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import EmulatedDevice, EmulatorError, TestKernel, pack
+from planned import host
 
 from linattn_np.backends.cupy.device import CupyDevice
 
 KERNELS = Path(__file__).parent / "kernels"
 STORAGE = {"float": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 PRODUCTS = {"tf32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
-
-
-def host(array):
-    return array.get() if hasattr(array, "get") else array
 
 
 def run(device, case, values, shape, dtype, n=None):

@@ -55,7 +55,8 @@ def on_every_card():
             instance = T, G, products, K, V
             for order in READ_ORDERS:
                 yield gated.GatedForward.fitting(order, gated.SINGLE_PASS, *instance, MOST_SHARED)
-            yield gated.GatedForward.fitting("AfterWrite", gated.SEGMENT_STATE, *instance, MOST_SHARED)
+            if T != HALF[0] or V == gated.TILES[0]:
+                yield gated.GatedSegmentStates.fitting(*instance, MOST_SHARED)
     for (T, G), order in product(GATES, READ_ORDERS):
         for products in (1, 3) if T == SINGLE else (1,):
             yield from split_channels(order, T, G, products)
