@@ -212,6 +212,8 @@ def of_models():
         yield rwkv6.DecodeStep(T, S, depth, paired)
         if paired:
             yield rwkv6.DecodeFew(T, S, depth)
+    for T in HALF:
+        yield rwkv6.FewRowsProduct(T)
     many = rwkv6.BatchProduct
     for T, width, split in product(HALF, many.STAGES, many.SPLITS):
         yield many(T, width, split)

@@ -227,6 +227,26 @@ class BatchProduct(ModelKernel):
 
 
 @dataclass(frozen=True)
+class FewRowsProduct(ModelKernel):
+    """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
+
+    file = "rwkv6/few_rows_product"
+    arguments = (*pointers("w x y"), *integers("B K M"))
+    shared = ("Shared",)
+    ROWS: ClassVar[int] = 16  # of a weight
+    SLICE: ClassVar[int] = 512  # of K
+    threads, shared_bytes = 256, 4 * 8 * 8 * 17
+    dtype: np.dtype
+
+    @classmethod
+    def parts(cls, K) -> int:
+        return ceil_div(K, cls.SLICE)
+
+    def blocks(self, M, K) -> int:
+        return ceil_div(M, self.ROWS) * self.parts(K)
+
+
+@dataclass(frozen=True)
 class DecodeStep(ModelKernel):
     """All layers in one launch."""
 

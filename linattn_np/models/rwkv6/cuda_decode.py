@@ -352,7 +352,7 @@ class Step:
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
         terms = room.mixed.shape[0]
         self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, added, added and room.gate, xx=room.xx)
-        parts = self.in_parts(layer, room.low.shape[0], ("maa_down", room.mixed_x, room.low))
+        parts = self.low_rank_down(layer)
         mix = kernels.DataMix.of_step(T, X, B, terms)
         self.draft.launch(
             mix,
@@ -413,6 +413,16 @@ class Step:
             ("ffn_receptance", room.ffn_mixed[:, 1:], room.gate, WRITE),
         )
         return self.addend(layer, "ffn_value", room.activated)
+
+    def low_rank_down(self, layer) -> int:
+        """What the data mix takes as `low`; in how many parts."""
+        room, (w,), (terms, _, B, K) = self.room, layer.maa_down, self.room.mixed_x.shape
+        kernel, M = kernels.FewRowsProduct(self.my.dtype), w.shape[0]
+        if terms == 1 or kernel.parts(K) > room.low.shape[0]:
+            self.matmul(layer, ("maa_down", room.mixed_x, room.low[0], WRITE))
+            return 1
+        self.draft.launch(kernel, kernel.blocks(M, K), w=w, x=room.mixed_x, y=room.low, B=B, K=K, M=M)
+        return kernel.parts(K)
 
     def in_parts(self, layer, most, *named, early=False) -> int:
         """Products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) that are left in parts for who reads y,
