@@ -188,6 +188,27 @@ def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K
         assert relative_error(y, product) <= (ml_dtypes.finfo(dtype).eps if rounded else 1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("B, K, M", [(1, 40, 35), (8, 1160, 16)])
+def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
+    kernel, rows = kernels.FewRowsProduct(dtype), kernels.padded(M, 16)
+    w, x = rng.standard_normal((rows, K)).astype(dtype), in_terms(rng.standard_normal((B, K), np.float32), dtype, 3)
+    arrays = hopper.upload(w), hopper.upload(x), hopper.empty((kernel.parts(K), B, M), np.float32)
+    at = dict(zip("wxy", map(hopper.pointer, arrays)))
+    hopper.launch(kernel, kernel.blocks(M, K), kernel.pack(**at, B=B, K=K, M=M))
+    wanted = of_terms(x) @ w[:M].astype(float).T
+    assert relative_error(host(arrays[2]).sum(0), wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width):
+    weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (9, 2))
+    decoder = CudaDecoder(weights, BFLOAT16, 9, hopper)
+    wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
+    monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
+    np.testing.assert_array_equal(decoded(decoder.resized(9), hopper, tokens, decoder.initial_state()), wanted)
+
+
 def in_terms(x, dtype, terms):
     """[terms, ...] of type `dtype`, whose sum is x."""
     found = []
