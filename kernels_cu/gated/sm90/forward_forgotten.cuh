@@ -2,12 +2,12 @@
 //           from the last one backwards. Most models' heads forget within a thousand tokens or two.
 // math      the last token from which on every channel's gates add up to FORGOTTEN at most
 // barriers  scan.loaded: a batch of gates is there; then two of the block a batch
-// numerics  what is left out is e^-64 of a state (1.6e-28), which float32 would add to nothing of its size
+// numerics  what is left out is e^-48 of a state (1.4e-21), which float32 adds to nothing of a size near to it
 // limits    sm_90a; the block's own channels; a gate that all channels share is not looked at
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 
-constexpr float FORGOTTEN = -64.f;  // nats
+constexpr float FORGOTTEN = -48.f;  // nats
 
 // The first token that is remembered, a whole number of chunks behind the segment's start; 0 where nothing is
 // forgotten, or less than a quarter to judge by the gates so far. For all threads of a block that has nothing else yet.
