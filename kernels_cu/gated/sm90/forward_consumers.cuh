@@ -232,7 +232,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.numbers[stage].row[0] : 0, 0);
       if constexpr (Schedule::reads) {
         wgmma_keep(o);
-        // Made anew where K_RANKS blocks have no registers for it; elsewhere that made the assembler serialise products.
+        // Made anew where K_RANKS blocks have no registers for it; elsewhere this made an assembler serialise products.
         const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
         put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup][chunk % AHEAD][0], o, row % MORE, lane);
       }
@@ -306,6 +306,5 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     if (first() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
   }
   if (at.final)
-    each<K_RANKS * BK>(S, at.final, args.shape, args.channel, first(),
-                       [](float& x, float* to) { *to = x; });
+    each<K_RANKS * BK>(S, at.final, args.shape, args.channel, first(), [](float& x, float* to) { *to = x; });
 }

@@ -20,7 +20,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
     constexpr int BOXES = sizeof s.inputs / sizeof(Box), ACROSS = BK / 8;  // threads of 8 channels each
     constexpr int ROWS = THREADS >= CHUNK * ACROSS ? CHUNK : CHUNK / 2, WARPS = ROWS * ACROSS / 32;
     Box* const boxes = reinterpret_cast<Box*>(s.inputs);
-    float(*const sums)[BK] = reinterpret_cast<float(*)[BK]>(&s.operands);
+    float (*const sums)[BK] = reinterpret_cast<float (*)[BK]>(&s.operands);
     static_assert(sizeof(float) * WARPS * BK <= sizeof s.operands && THREADS >= ROWS * ACROSS && THREADS >= BK);
     const int thread = threadIdx.x, row = thread / ACROSS, channel = thread % ACROSS * 8;
     const bool asked = thread < BK && args.channel + thread < args.shape.K;
@@ -52,8 +52,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
 #pragma unroll
       for (int c = 0; c < 8; ++c)
 #pragma unroll
-        for (int distance = 16; distance >= ACROSS; distance /= 2)
-          x[c] += __shfl_xor_sync(0xffffffffu, x[c], distance);
+        for (int distance = 16; distance >= ACROSS; distance /= 2) x[c] += __shfl_xor_sync(0xffffffffu, x[c], distance);
       if (row < ROWS && thread % 32 < ACROSS)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = x[c];

@@ -1,6 +1,6 @@
 // what      How the forward kernel of Hopper shares out sequences, channels, columns and chunks among blocks.
 // grid      a block for every (sequence or segment, head, BV columns of V); those of a cluster have neighbouring
-//           columns, and the last sequences in a row of the batch are first: of unequal segments these are the long ones
+//           columns, and the last ones in a row of the batch are first: of unequal segments these are the long ones
 // limits    clusters of two
 #include "tensor.cuh"
 
@@ -41,7 +41,8 @@ struct WorkTile {
   float* final;
 };
 
-template <class Schedule, int BV, class Args> __device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
+template <class Schedule, int BV, class Args>
+__device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   constexpr u32 SIZE = Schedule::CLUSTER_SIZE;
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
@@ -53,12 +54,13 @@ template <class Schedule, int BV, class Args> __device__ __forceinline__ WorkTil
   const bool goes_on = args.left && segment % of, last = !Schedule::reads || segment % of == of - 1;
   const bool whole = args.left || !Schedule::reads;  // whether there are initial states of sequences, or of segments
   const float* const before = goes_on ? args.left : args.initial;
+  const u32 own = whole ? segment / of : segment, from = goes_on ? segment - 1 : own;
   return {i32(n),
           i32(batch),
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
           i32(span.stop - span.start),
-          before ? before + state(goes_on ? segment - 1 : whole ? segment / of : segment) : nullptr,
+          before ? before + state(from) : nullptr,
           args.final && last ? args.final + state(Schedule::reads ? segment / of : n) : nullptr};
 }

@@ -24,8 +24,9 @@ __device__ __forceinline__ void put_scores(char* row, int piece, float x, float 
     *reinterpret_cast<u32*>(row + (piece ^ 64)) = pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)}));
 }
 
-// The share of a warp, one of WARPS: the scores within N of the four sub-chunks, and N of the four tiles of 16 queries and
-// 8 keys that meet at borders: sub-chunks 1 and 3 with 0 or 2, of which half counts, and the second half with 0 or 1.
+// The share of a warp, one of WARPS: the scores within N of the four sub-chunks, and N of the four tiles of 16 queries
+// and 8 keys that meet at borders: sub-chunks 1 and 3 with 0 or 2, of which half counts, and the second half with 0 or
+// 1.
 template <int WARPS> struct ScoreShare {
   static constexpr int N = NUM_SUBCHUNKS / WARPS;
   static_assert(N == 1 || N == 2);
@@ -35,10 +36,11 @@ template <int WARPS> struct ScoreShare {
       : subchunk(warp * N), keys(N == 1 ? warp & 1 : 0), halves(warp >= WARPS / 2) {}
 };
 
-// within[m]: of 8 queries and 8 keys of sub-chunk m of the share, of which a product's other 8 queries are none; border[m]:
-// of 16 and 8. A product waits for the one before on its sum, so the many of a warp in tf32 have two in turn.
+// within[m]: of 8 queries and 8 keys of the share's sub-chunk m, where a product's other 8 queries are none;
+// border[m]: of 16 and 8. A product waits for the one before on its sum, so the many of a warp in tf32 have two in turn.
 template <int WARPS, typename M, typename T, int BK>
-__device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N], Sums (&border)[ScoreShare<WARPS>::N],
+__device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
+                                               Sums (&border)[ScoreShare<WARPS>::N],
                                                const ScoreOperands<true, M, T, BK>& s, const ScoreShare<WARPS>& share,
                                                int lane) {
   constexpr int N = ScoreShare<WARPS>::N, ROW = sizeof s.rows[0], PIECE = 16 / sizeof(T);
@@ -49,8 +51,9 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
   const char* const own = reinterpret_cast<const char*>(lane < 16 ? near.middle_q : near.middle_k) + (lane & 8) * 2;
   const auto* const at = s.rows + (share.halves ? s.HALF : s.NEAR);
   const char* const queries = reinterpret_cast<const char*>(at[lane & 15].border_q) + (lane & 16);
-  const char* const keys = reinterpret_cast<const char*>(at[BC * (N == 1 ? share.keys : lane >> 4) + (lane & 7)].border_k) +
-                           (N == 1 ? lane >> 3 : lane >> 3 & 1) * 16;
+  const char* const keys =
+      reinterpret_cast<const char*>(at[BC * (N == 1 ? share.keys : lane >> 4) + (lane & 7)].border_k) +
+      (N == 1 ? lane >> 3 : lane >> 3 & 1) * 16;
   Sums turns[TURNS][N] = {};
 #pragma unroll
   for (int m = 0; m < N; ++m)

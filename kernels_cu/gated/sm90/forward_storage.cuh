@@ -50,7 +50,7 @@ template <typename T, typename G> struct Args {
   double scale;
   float* decays;   // SegmentState: [N, H, 2, K], whose product is the decay over a part's chunks
   i64 channel;     // the first of this launch
-  i64 of, needed;  // segments a sequence; SegmentState: in which nobody needs the state of others than the first so many
+  i64 of, needed;  // segments a sequence; SegmentState: nobody needs the state of others than the first so many
   float* marks;    // [N, per, H, K, V]: the states before every so many chunks, a power of two; null: none, every is 0
   i64 every, per;
   i64 parts;          // SegmentState: of a segment, with a state each

@@ -243,10 +243,10 @@ class OnePass:
         self.summarise(summary, segments, R, left, decays, of=P, needed=P if final else P - 1)
         return left, decays
 
-    def summarise(self, kernel, segments, R, left, decays, of, needed):
-        """`needed` of each `of` segments in R parts, to `left` and `decays`."""
+    def summarise(self, kernel, segments, R, left, decays, of, needed, initial=None):
+        """`needed` of each `of` segments in R parts, to `left` and `decays`; the first from `initial`, if any."""
         parts = self.draft.shape(self.problem, segments.segments(R, kernel.CHUNK) if R > 1 else segments)
-        self.launches(kernel, parts, None, left, decays=decays, of=of * R, needed=needed * R)
+        self.launches(kernel, parts, initial, left, decays=decays, of=of * R, needed=needed * R)
 
     def between_segments(self, P, left, decays, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
