@@ -37,7 +37,7 @@ template <int WARPS> struct ScoreShare {
 };
 
 // within[m]: of 8 queries and 8 keys of the share's sub-chunk m, where a product's other 8 queries are none;
-// border[m]: of 16 and 8. A product waits for the one before on its sum, so the many of a warp in tf32 have two in turn.
+// border[m]: of 16 and 8. A product waits for the one before on its sum: the many of a warp in tf32 have two in turn.
 template <int WARPS, typename M, typename T, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
