@@ -116,8 +116,21 @@ def test_a_short_first_segment_beside_the_rest(hopper, rng, monkeypatch, op, K, 
     found = computed(hopper, op, arrays, start, final)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
         assert_close(what, x, y, BFLOAT16)
-    problem = op.bind([hopper.upload(x) for x in arrays])
-    assert planned.plan_of(problem, hopper).tiles["segments"] == 2
+    plan = planned.plan_of(op.bind([hopper.upload(x) for x in arrays], output_final_state=final), hopper)
+    summaries = 1 + (K > instances.TILES[-1])  # a launch for every 128 channels
+    schedules = [kernel.schedule for kernel in plan.kernels if hasattr(kernel, "schedule")]
+    assert not any("scan" in name for name in planned.names(plan))
+    assert plan.tiles["segments"] == 2 and schedules.count(instances.SEGMENT_STATE) == summaries == len(schedules) - 1
+
+
+@pytest.mark.parametrize("op", [GLA, RWKV6])
+def test_the_last_segment_leaves_the_final_state(hopper, rng, monkeypatch, op):
+    """So it is not summarised for that."""
+    cut(monkeypatch, 3, 1)
+    arrays = draw(op, rng, {"B": 1, "H": 1, "T": 200, "K": 64, "V": 64}, BFLOAT16)
+    plan = planned.plan_of(op.bind([hopper.upload(x) for x in arrays], output_final_state=True), hopper)
+    (summary,) = (step for step in plan.launches if getattr(step.kernel, "schedule", "") == instances.SEGMENT_STATE)
+    assert summary.args["needed"] == 2 and plan.launches[-1].args["final"] is not None
 
 
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])

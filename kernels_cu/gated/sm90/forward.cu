@@ -31,7 +31,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   constexpr int THREADS = ALL_THREADS<Schedule, T, G, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
   constexpr int MAKING = ProducerCoord<BK>::THREADS;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
-  const WorkTile work = work_tile<Schedule, BV>(args.shape, blockIdx.x, u32(args.of), u32(args.parts));
+  const WorkTile work = work_tile<Schedule, BV>(args, blockIdx.x);
   if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.of) >= args.needed) return;
   if (threadIdx.x == 0) {
     s.work = work;

@@ -150,9 +150,10 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   const u32 tokens = at.tokens;
 
   float S[K_RANKS * BK / 2] = {}, total = 1.f;  // the decay of channel thread % BK over all tokens so far
-  if constexpr (!Schedule::reads) total = s.scan.before;
-  if (args.initial)
-    each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first(),
+  bool starts = at.initial;
+  if constexpr (!Schedule::reads) total = s.scan.before, starts &= total != 0;
+  if (starts)
+    each<K_RANKS * BK>(S, at.initial, args.shape, args.channel, first(),
                        [](float& x, const float* from) { x = *from; });
 
   // Calls f(row of the chunk, piece of the row) for the 16-byte pieces of v and o that this thread moves.
@@ -231,7 +232,9 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
       row = __shfl_sync(0xffffffffu, thread % 32 == 0 ? s.numbers[stage].row[0] : 0, 0);
       if constexpr (Schedule::reads) {
         wgmma_keep(o);
-        put_row(s.v[opaque(threadIdx.x) / 128][chunk % AHEAD][0], o, row % MORE, opaque(threadIdx.x) % 128);
+        // Made anew where K_RANKS blocks have no registers for it; elsewhere this made an assembler serialise products.
+        const int lane = K_RANKS > 1 ? opaque(threadIdx.x) % 128 : thread;
+        put_row(s.v[K_RANKS > 1 ? opaque(threadIdx.x) / 128 : warpgroup][chunk % AHEAD][0], o, row % MORE, lane);
       }
       __syncwarp();  // all lanes have read decays
       if (thread % 32 == 0) release(chunk, stage);
@@ -302,7 +305,6 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     float* const decays = args.decays + (i64(at.sequence) * args.shape.H + at.head) * 2 * args.shape.K + channel;
     if (first() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
   }
-  if (args.final && at.final >= 0)
-    each<K_RANKS * BK>(S, args.final + at.final, args.shape, args.channel, first(),
-                       [](float& x, float* to) { *to = x; });
+  if (at.final)
+    each<K_RANKS * BK>(S, at.final, args.shape, args.channel, first(), [](float& x, float* to) { *to = x; });
 }

@@ -2,12 +2,12 @@
 //           from the last one backwards. Most models' heads forget within a thousand tokens or two.
 // math      the last token from which on every channel's gates add up to FORGOTTEN at most
 // barriers  scan.loaded: a batch of gates is there; then two of the block a batch
-// numerics  what is left out is e^-64 of a state (1.6e-28), which float32 would add to nothing of its size
+// numerics  what is left out is e^-48 of a state (1.4e-21), which float32 adds to nothing of a size near to it
 // limits    sm_90a; the block's own channels; a gate that all channels share is not looked at
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
 
-constexpr float FORGOTTEN = -64.f;  // nats
+constexpr float FORGOTTEN = -48.f;  // nats
 
 // The first token that is remembered, a whole number of chunks behind the segment's start; 0 where nothing is
 // forgotten, or less than a quarter to judge by the gates so far. For all threads of a block that has nothing else yet.
@@ -20,7 +20,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
     constexpr int BOXES = sizeof s.inputs / sizeof(Box), ACROSS = BK / 8;  // threads of 8 channels each
     constexpr int ROWS = THREADS >= CHUNK * ACROSS ? CHUNK : CHUNK / 2, WARPS = ROWS * ACROSS / 32;
     Box* const boxes = reinterpret_cast<Box*>(s.inputs);
-    float(*const sums)[BK] = reinterpret_cast<float(*)[BK]>(&s.operands);
+    float (*const sums)[BK] = reinterpret_cast<float (*)[BK]>(&s.operands);
     static_assert(sizeof(float) * WARPS * BK <= sizeof s.operands && THREADS >= ROWS * ACROSS && THREADS >= BK);
     const int thread = threadIdx.x, row = thread / ACROSS, channel = thread % ACROSS * 8;
     const bool asked = thread < BK && args.channel + thread < args.shape.K;
@@ -52,8 +52,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
 #pragma unroll
       for (int c = 0; c < 8; ++c)
 #pragma unroll
-        for (int distance = 16; distance >= ACROSS; distance /= 2)
-          x[c] += __shfl_xor_sync(0xffffffffu, x[c], distance);
+        for (int distance = 16; distance >= ACROSS; distance /= 2) x[c] += __shfl_xor_sync(0xffffffffu, x[c], distance);
       if (row < ROWS && thread % 32 < ACROSS)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sums[thread / 32][channel + c] = x[c];

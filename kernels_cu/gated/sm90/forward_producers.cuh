@@ -307,9 +307,8 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
     refill_rows();
     if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0) send_operands(s, stage, rank, full);
-#pragma unroll 1
-    for (int task = me.thread / 32; task < TASKS; task += P::THREADS / 32)
-      make_scores<Order, Schedule>(s.operands.scores(stage)[rank], scores, s.operands.flip(stage), scale, task, lane);
+    make_scores<P::THREADS / 32, Order, Schedule>(s.operands.scores(stage)[rank], scores, s.operands.flip(stage), scale,
+                                                  me.thread / 32, lane);
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
       barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand

@@ -1,6 +1,6 @@
 // what      How the forward kernel of Hopper shares out sequences, channels, columns and chunks among blocks.
 // grid      a block for every (sequence or segment, head, BV columns of V); those of a cluster have neighbouring
-//           columns, and the last sequences in a row of the batch are first: of unequal segments these are the long ones
+//           columns, and the last ones in a row of the batch are first: of unequal segments these are the long ones
 // limits    clusters of two
 #include "tensor.cuh"
 
@@ -33,32 +33,34 @@ template <class Schedule> __device__ __forceinline__ int rank_of() {
   return Schedule::CLUSTER_SIZE > 1 ? blockIdx.x % Schedule::CLUSTER_SIZE : 0;
 }
 
-// Where this block works: a stretch of one sequence's tokens, its columns, where its state lies, and where it goes: -1
-// for nowhere.
+// Where this block works: a stretch of one sequence's tokens, its columns, the state before these, and where it leaves
+// that behind them; null: zero, nowhere.
 struct WorkTile {
   i32 sequence, batch, head, column, start, tokens;
-  i64 state, final;
+  const float* initial;
+  float* final;
 };
 
-// of: segments a sequence, of which the last one leaves the final state; parts: SegmentState's of a segment, each with a
-// state of its own.
-template <class Schedule, int BV>
-__device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 of, u32 parts) {
+template <class Schedule, int BV, class Args>
+__device__ __forceinline__ WorkTile work_tile(const Args& args, u32 block) {
   constexpr u32 SIZE = Schedule::CLUSTER_SIZE;
+  const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
-  const u32 h = block / tiles % H, row = block / tiles / H / (Schedule::reads ? 1 : parts), batch = row % u32(shape.B);
-  const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s;
-  const u32 n = Schedule::reads ? segment : segment * parts + block / tiles / H % parts;
+  const u32 of = u32(args.of), parts = Schedule::reads ? 1 : u32(args.parts);
+  const u32 pair = block / tiles, h = pair % H, row = pair / H / parts, batch = row % u32(shape.B);
+  const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s, n = segment * parts + pair / H % parts;
   const Span span = tokens_of(shape, s);
-  const i64 size = shape.K * shape.V, state = (i64(n) * H + h) * size;
-  i64 final = state;
-  if (Schedule::reads) final = segment % of == of - 1 ? (i64(segment / of) * H + h) * size : -1;
+  const auto state = [&](u32 number) { return (i64(number) * H + h) * shape.K * shape.V; };
+  const bool goes_on = args.left && segment % of, last = !Schedule::reads || segment % of == of - 1;
+  const bool whole = args.left || !Schedule::reads;  // whether there are initial states of sequences, or of segments
+  const float* const before = goes_on ? args.left : args.initial;
+  const u32 own = whole ? segment / of : segment, from = goes_on ? segment - 1 : own;
   return {i32(n),
           i32(batch),
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
           i32(span.stop - span.start),
-          state,
-          final};
+          before ? before + state(from) : nullptr,
+          args.final && last ? args.final + state(Schedule::reads ? segment / of : n) : nullptr};
 }

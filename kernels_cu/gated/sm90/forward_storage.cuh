@@ -44,16 +44,17 @@ template <typename T, typename G> struct Args {
   TensorMap v, o_boxes;  // boxes of a chunk's tokens and PANEL columns, swizzled
   Rows<T> o;
   Rows<const float> one;     // the gate where it is One
-  const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
+  const float *u, *initial;  // [H, K] and [N, H, K, V], of segments or, beside `left`, of whole sequences; null: none
   float* final;              // [N, H, K, V] of whole sequences, of SegmentState's parts; or null
   Shape shape;
   double scale;
   float* decays;   // SegmentState: [N, H, 2, K], whose product is the decay over a part's chunks
   i64 channel;     // the first of this launch
-  i64 of, needed;  // segments a sequence; SegmentState: in which nobody needs the state of others than the first so many
+  i64 of, needed;  // segments a sequence; SegmentState: nobody needs the state of others than the first so many
   float* marks;    // [N, per, H, K, V]: the states before every so many chunks, a power of two; null: none, every is 0
   i64 every, per;
-  i64 parts;  // SegmentState: of a segment, with a state each
+  i64 parts;          // SegmentState: of a segment, with a state each
+  const float* left;  // [N, H, K, V]: what segments leave, from which the next ones go on; null: these have `initial`
 };
 
 // ROWS tokens of BK channels: panels of 128 bytes a row, in the tensor cores' 128-byte swizzle.

@@ -207,16 +207,13 @@ class OnePass:
         """Everything from the caller's arrays to `o` and `final`; the sizes of what runs."""
         problem, whole = self.problem, self.kernel(self.schedule)
         initial, P = self.draft.initial(problem), self.segments(whole)
-        short = self.short_first_segment(whole, P)
-        if P == 1 and not short:
+        if P == 1:
             self.launches(whole, self.shape(), initial, final)
             return whole.tiles
-        if short:
-            P, kept = 2, ()
         joined, last = (None, final) if self.finishes else (final, None)
-        left, decays = kept or self.left_by_segments(P, joined is not None, short)
+        left, decays = kept or self.left_by_segments(P, joined is not None)
         self.starts = self.between_segments(P, left, decays, initial, joined)
-        self.launches(whole, self.shape(self.cut(P, short)), self.starts, last, of=P if self.finishes else 1)
+        self.launches(whole, self.shape(self.cut(P)), self.starts, last, of=P if self.finishes else 1)
         return whole.tiles | {"segments": P}
 
     def summary(self):
@@ -233,30 +230,24 @@ class OnePass:
         resident = tuning.resident_blocks(whole, self.device)
         return tuning.segments(N * H * tuning.grid(whole, V), self.longest, resident)
 
-    def short_first_segment(self, whole, P) -> int:
-        """How long the first of two segments is where not P equal ones are made; 0 for these."""
-        return 0
+    def cut(self, P):
+        """P segments of every sequence."""
+        return self.problem.spans.segments(P, self.kernel(SEGMENT_STATE).CHUNK)
 
-    def cut(self, P, short=0):
-        """P segments of every sequence, or two of which the first is `short`."""
-        spans = self.problem.spans
-        return spans.split_at(short) if short else spans.segments(P, self.kernel(SEGMENT_STATE).CHUNK)
-
-    def left_by_segments(self, P, final, short=0):
+    def left_by_segments(self, P, final):
         """What each part of P segments leaves behind, (states [N * P * R, H, K, V], decays [N * P * R, H, 2, K]); of
         the last segment only for a `final` state."""
         draft, problem, summary = self.draft, self.problem, self.kernel(SEGMENT_STATE)
         N, H, K, V = problem.shape("N H K V")
-        segments, longest = self.cut(P, short), P * short or self.longest
-        R = tuning.parts(summary, N * H, V, P, longest, final, self.device)
+        R, segments = tuning.parts(summary, N * H, V, P, self.longest, final, self.device), self.cut(P)
         left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
         self.summarise(summary, segments, R, left, decays, of=P, needed=P if final else P - 1)
         return left, decays
 
-    def summarise(self, kernel, segments, R, left, decays, of, needed):
-        """`needed` of each `of` segments in R parts, to `left` and `decays`."""
+    def summarise(self, kernel, segments, R, left, decays, of, needed, initial=None):
+        """`needed` of each `of` segments in R parts, to `left` and `decays`; the first from `initial`, if any."""
         parts = self.draft.shape(self.problem, segments.segments(R, kernel.CHUNK) if R > 1 else segments)
-        self.launches(kernel, parts, None, left, decays=decays, of=of * R, needed=needed * R)
+        self.launches(kernel, parts, initial, left, decays=decays, of=of * R, needed=needed * R)
 
     def between_segments(self, P, left, decays, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
@@ -410,8 +401,12 @@ class OnHopper(OnePass):
         return self.g.dtype
 
     def width(self, schedule) -> int:
-        """The columns of V that a block would take if it could."""
-        return self.problem.sizes["V"]
+        """The columns of V that a block would take if it could: half of them in float16 where that spares a cut. For
+        bfloat16 blocks of a cluster do better."""
+        N, H, V = self.problem.shape("N H V")
+        halves = schedule == SINGLE_PASS and self.problem.dtype != BFLOAT16
+        narrow = halves and tuning.narrow_blocks(N * H, V, self.longest, self.device)
+        return TILES[0] if narrow else V
 
     @property
     def schedule(self):
@@ -425,12 +420,27 @@ class OnHopper(OnePass):
         kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
-    def short_first_segment(self, whole, P):
-        if P > 1 or self.problem.varlen:
+    def run(self, final, kept=()):
+        short = self.short_first_segment()
+        return self.run_in_two(short, final) if short else super().run(final, kept)
+
+    def short_first_segment(self) -> int:
+        """How many tokens the first of two segments has; 0 where sequences are whole, or segments as long."""
+        whole, (N, H, T, V) = self.kernel(self.schedule), self.problem.shape("N H T V")
+        if self.problem.varlen or self.segments(whole) > 1:
             return 0
-        N, H, T, V = self.problem.shape("N H T V")
         blocks = N * H * tuning.grid(whole, V)
         return tuning.short_first_segment(blocks, T, tuning.resident_blocks(whole, self.device))
+
+    def run_in_two(self, short, final) -> dict:
+        """As `run`, of a first segment and the rest, which goes on from the state that the first one's summary has."""
+        draft, whole, summary = self.draft, self.kernel(self.schedule), self.kernel(SEGMENT_STATE)
+        N, H, K, V = self.problem.shape("N H K V")
+        spans, initial = self.problem.spans.split_at(short), draft.initial(self.problem)
+        left, decays = draft.empty((2 * N, H, K, V), FLOAT32), draft.empty((2 * N, H, 2, K), FLOAT32)
+        self.summarise(summary, spans, 1, left, decays, of=2, needed=1, initial=initial)
+        self.launches(whole, self.shape(spans), initial, final, of=2, left=left)
+        return whole.tiles | {"segments": 2}
 
     marks, every = None, 0  # states that the kernel leaves on its way, before every so many chunks: a power of two
 
@@ -443,7 +453,7 @@ class OnHopper(OnePass):
             return
         whole, (N, H, K, V) = self.kernel(self.schedule), self.problem.shape("N H K V")
         mine = self.segments(whole)
-        if self.short_first_segment(whole, mine):
+        if self.short_first_segment():
             return
         shortest, longest = int(self.problem.spans.lengths.min()), self.longest
         length, of_mine = (ceil_div(longest, n * GatedForwardSm90.CHUNK) * GatedForwardSm90.CHUNK for n in (P, mine))
@@ -470,12 +480,12 @@ class OnHopper(OnePass):
             self.run(None)
         return self.marks
 
-    def summarise(self, kernel, segments, R, left, decays, of, needed):
+    def summarise(self, kernel, segments, R, left, decays, of, needed, initial=None):
         """The kernel makes the parts, of what it finds that a segment's end remembers."""
         shape = self.draft.shape(self.problem, segments)
-        self.launches(kernel, shape, None, left, decays=decays, of=of, needed=needed, parts=R)
+        self.launches(kernel, shape, initial, left, decays=decays, of=of, needed=needed, parts=R)
 
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, parts=1):
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, parts=1, left=None):
         """On the sequences or segments that `shape` names, from `channel` on."""
         B, H, V = self.problem.shape("B H V")
         arrays = self.inputs_of(kernel)
@@ -498,6 +508,7 @@ class OnHopper(OnePass):
             of=of,
             needed=needed,
             parts=parts,
+            left=left,
         )
 
     def inputs_of(self, kernel) -> dict:

@@ -324,6 +324,7 @@ class GatedForwardSm90(Kernel):
         *integers("channel of needed"),
         *pointers("marks"),
         *integers("every per parts"),
+        *pointers("left"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90

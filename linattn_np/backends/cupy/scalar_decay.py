@@ -325,7 +325,7 @@ class BySums(Narrow):
 
     finishes = False
 
-    def short_first_segment(self, whole, P):
+    def short_first_segment(self):
         return 0
 
     summarise = gated.OnePass.summarise
