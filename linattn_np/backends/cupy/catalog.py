@@ -206,6 +206,8 @@ def of_models():
     many = rwkv6.BatchProduct
     for T, width, split in product(HALF, many.STAGES, many.SPLITS):
         yield many(T, width, split)
+    for T in HALF:
+        yield from rwkv6.WideProduct.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

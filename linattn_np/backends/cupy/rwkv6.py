@@ -6,6 +6,7 @@ X is the dtype of what a kernel hands to the next product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -121,6 +122,22 @@ STACKS = 2  # in one launch
 STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
 
 
+def stacked(products, depth, rows, vectors) -> list[dict]:
+    """Stacks of products (w, x, y, finish), which come in boxes of so much of K by rows of w or vectors of x."""
+    stacks = [
+        {
+            "w": TensorMap(w[None], depth, rows, True),
+            "x": TensorMap(x[None], depth, vectors, True),
+            "y": y,
+            "C": w.shape[0],
+            "M": w.shape[1],
+            "finish": finish,
+        }
+        for w, x, y, finish in products
+    ]
+    return stacks + [stacks[0] | {"C": 0}] * (STACKS - len(stacks))
+
+
 @dataclass(frozen=True)
 class BatchProduct(ModelKernel):
     """Half-precision weights by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of K."""
@@ -131,6 +148,7 @@ class BatchProduct(ModelKernel):
     # Of weights and of vectors, by how many of these a block has.
     STAGES: ClassVar[dict[int, tuple[int, int]]] = {16: (6, 4), 32: (6, 4), 64: (5, 4)}
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    FEW_ROWS: ClassVar[int] = 256
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
     shared = ("Shared<{dtype}, {COLUMNS}>",)
@@ -142,7 +160,7 @@ class BatchProduct(ModelKernel):
     @classmethod
     def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
         """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster."""
-        few_rows = sum(C * M for C, M in rows) <= 2 * cls.ROWS
+        few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
         columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
@@ -160,20 +178,8 @@ class BatchProduct(ModelKernel):
 
     def launch(self, draft: Draft, products, B, K):
         """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [SPLIT, C, B, M], finish)."""
-        stacks = [
-            {
-                "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
-                "x": TensorMap(x[None], self.DEPTH, self.COLUMNS, True),
-                "y": y,
-                "C": w.shape[0],
-                "M": w.shape[1],
-                "finish": finish,
-            }
-            for w, x, y, finish in products
-        ]
-        none = stacks[0] | {"C": 0}
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
-        draft.launch(self, blocks, stacks=stacks + [none] * (STACKS - len(stacks)), B=B, K=K)
+        draft.launch(self, blocks, stacks=stacked(products, self.DEPTH, self.ROWS, self.COLUMNS), B=B, K=K)
 
     @property
     def cluster(self):
@@ -184,6 +190,84 @@ class BatchProduct(ModelKernel):
         of_w, of_x = self.STAGES[self.COLUMNS]
         ring = (of_w * self.ROWS + of_x * self.COLUMNS) * 2 * self.DEPTH
         return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x)
+
+
+@dataclass(frozen=True)
+class WideProduct(ModelKernel):
+    """The same without splits of K that blocks join, for more vectors than 32: a block has `ROWS` rows, and `GROUPS`
+    warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""
+
+    file = "rwkv6/wide_product"
+    # Stages of weights and of vectors, by vectors, then rows, halves and groups: with one of these numbers of rows a
+    # model's products fill one wave.
+    SHAPES: ClassVar[dict[int, dict]] = {
+        64: {(64, 1, 1): (10, 4), (72, 1, 1): (8, 4)},
+        256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
+    }
+    LEAST: ClassVar[int] = 33  # vectors; fewer do not fill its tiles
+    DEPTH: ClassVar[int] = 64  # of K a step
+    PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
+    WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
+    arguments = (*structs("stacks", STACKS, STACK), *integers("B K parts"))
+    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}>>",)
+    arch = "sm_90a"
+    dtype: np.dtype
+    ROWS: int
+    HALVES: int
+    GROUPS: int
+
+    @classmethod
+    def all(cls, dtype) -> list[WideProduct]:
+        return [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
+
+    @classmethod
+    def fitting(cls, dtype, B, K, rows, in_parts, device) -> tuple[WideProduct, int] | None:
+        """The fastest kernel for stacks (C, M) of products and how many parts it leaves; None where none serves, or
+        another is faster."""
+        many = 64 < B <= BatchProduct.MOST
+        if device.capability != 90 or dtype not in HALF or many or not cls.LEAST <= B <= max(cls.SHAPES):
+            return None
+        if any(M % 8 for _, M in rows) or sum(C * M for C, M in rows) <= BatchProduct.FEW_ROWS:
+            return None
+        shapes = next(shapes for most, shapes in cls.SHAPES.items() if B <= most)
+        choices = [(cls(dtype, *shape), parts) for shape in shapes for parts in (cls.PARTS if in_parts else (1,))]
+        kernel, parts = min(choices, key=lambda choice: choice[0].steps(B, K, rows, choice[1], device))
+        return None if kernel.blocks(B, rows, parts) > cls.WAVES * device.multiprocessors else (kernel, parts)
+
+    def steps(self, B, K, rows, parts, device) -> float:
+        """That a multiprocessor takes in turn, of 64 or 128 rows: a block's beginning and end and the reader of parts
+        among them."""
+        waves = self.blocks(B, rows, parts) / device.multiprocessors
+        waves = max(1.0, waves) if self.HALVES == 1 else ceil(waves)  # two blocks may share a multiprocessor, or not
+        return waves * (ceil_div(K, self.DEPTH * parts) * self.ROWS / (64 * self.HALVES) + 4) + parts / 2
+
+    def blocks(self, B, rows, parts) -> int:
+        tiles = sum(C * ceil_div(M, self.ROWS) for C, M in rows)
+        return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
+
+    def launch(self, draft: Draft, products, B, K, parts):
+        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [parts, C, B, M], finish)."""
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
+        stacks = stacked(products, self.DEPTH, self.ROWS, self.vectors)
+        draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
+
+    @property
+    def vectors(self) -> int:
+        """Of a block."""
+        return 64 * self.GROUPS
+
+    @property
+    def cluster(self):
+        return self.HALVES
+
+    @property
+    def threads(self):
+        return 128 * self.GROUPS + 32
+
+    @property
+    def shared_bytes(self):
+        of_w, of_x = self.SHAPES[self.HALVES * self.vectors][self.ROWS, self.HALVES, self.GROUPS]
+        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 2 * 8 * (of_w + of_x)
 
 
 @dataclass(frozen=True)

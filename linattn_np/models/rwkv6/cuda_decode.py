@@ -1,8 +1,8 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
 Up to eight sequences each weight is read once: on Hopper cards all layers are one launch, elsewhere a layer is nine.
-Beyond that cuBLAS multiplies. All arrays of a step are allocated once, and a step neither allocates nor waits, so a
-CUDA graph can hold it.
+Beyond that cuBLAS multiplies, or on Hopper, up to 256 sequences, kernels of our own. All arrays of a step are allocated
+once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -402,10 +402,11 @@ class Step:
     def addend(self, layer, name, vectors, x=None) -> Array | None:
         """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
         w, (_, B, K) = getattr(layer, name), vectors.shape
-        kernel = None if self.my.few else self.batch_product([w], B, K)
-        if kernel:
-            added = self.room.added[: kernel.SPLIT]
-            kernel.launch(self.draft, [(w, vectors, added, PARTS)], B, K)
+        found = None if self.my.few else self.product_of_batch([w], B, K, in_parts=True)
+        if found:
+            launch, parts = found
+            added = self.room.added[:parts]
+            launch(self.draft, [(w, vectors, added, PARTS)], B, K)
             return added[:, 0]
         added = self.room.added[0]
         self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
@@ -442,17 +443,24 @@ class Step:
         _, B, K = products[0][0].shape
         if my.few:
             self.by_rows(matrices, products, B, K)
-        elif kernel := self.batch_product(matrices, B, K):
-            kernel.launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
+        elif found := self.product_of_batch(matrices, B, K):
+            launch, _ = found
+            launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
             self.by_library(weights, matrices, products)
 
-    def batch_product(self, matrices, B, K):
-        rows = [w.shape[:2] for w in matrices]
-        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
+    def product_of_batch(self, matrices, B, K, in_parts=False):
+        """What launches products, and of how many parts those are that end in parts; None where the library is
+        faster."""
+        my, rows = self.my, [w.shape[:2] for w in matrices]
+        if wide := kernels.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device):
+            kernel, parts = wide
+            return partial(kernel.launch, parts=parts), parts
+        kernel = kernels.BatchProduct.fitting(my.matrices, B, K, rows, my.device)
+        return kernel and (kernel.launch, kernel.SPLIT)
 
     def by_rows(self, matrices, products, B, K):
         listed = [
