@@ -330,6 +330,14 @@ def device(request, backends):
     return made(request.param, backends).device
 
 
+@pytest.fixture
+def hopper(device):
+    """Where plans take Hopper's own kernels."""
+    if device.capability != 90:
+        pytest.skip("kernels for Hopper alone")
+    return device
+
+
 def made(name, backends):
     if name not in backends:
         backends[name] = CLASSES[name](name)

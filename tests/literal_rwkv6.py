@@ -5,6 +5,29 @@ import numpy as np
 
 def logits_of(weights, tokens):
     """[T, V] after each of `tokens`, for official names."""
+    return logits_and_state(weights, tokens)[0]
+
+
+def moved_by_rounding(weights, tokens, rng, draws=8):
+    """How far logits, and each array of the state, move at most when every weight moves by half of float32's last bit.
+
+    A model whose arithmetic is float32's may be off by some times as much, and by no more: a norm makes the rounding
+    of a few tokens larger, those whose values nearly cancel.
+    """
+    exact = logits_and_state(weights, tokens)
+    most = np.zeros(len(exact))
+    for _ in range(draws):
+        moved = {
+            name: np.asarray(x, np.float64) * (1 + 2.0**-24 * rng.choice([-1, 1], x.shape))
+            for name, x in weights.items()
+        }
+        found = logits_and_state(moved, tokens)
+        most = np.maximum(most, [np.abs(x - y).max() for x, y in zip(found, exact)])
+    return most
+
+
+def logits_and_state(weights, tokens):
+    """Logits [T, V], and the arrays of a model's state, [L, ...], behind the last token."""
     w = {
         name: np.asarray(array, np.float64).squeeze() if "time_maa_w2" not in name else np.asarray(array, np.float64)
         for name, array in weights.items()
@@ -17,7 +40,9 @@ def logits_of(weights, tokens):
         for layer in layers:
             x = layer(x)
         rows.append(w["head.weight"] @ layer_norm(x, w, "ln_out"))
-    return np.array(rows)
+    return np.array(rows), *(
+        np.array([getattr(layer, name) for layer in layers]) for name in ("att_before", "S", "ffn_before")
+    )
 
 
 class Layer:

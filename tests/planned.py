@@ -1,5 +1,6 @@
 """Plans as tests ask for them: drawn and executed for one call alone, or by the plan of calls alike."""
 
+import numpy as np
 from emulator import EmulatedDevice
 
 from linattn_np.backends import cupy
@@ -27,6 +28,23 @@ def replayed(problem, device):
 
 def replayed_pull(problem, device, do, dht, saved=()):
     return execute.pull(PLANNERS[problem.op], problem, device, do, dht, saved)
+
+
+def results(op, arrays, device, start=None, final=False, **arguments):
+    """[o, the final state's parts] of host arrays on a device, back on the host."""
+    problem = op.bind(
+        [device.upload(x) for x in arrays],
+        output_final_state=final,
+        initial_state=None if start is None else device.upload(start),
+        **arguments,
+    )
+    o, parts = run(problem, device)
+    return [host(x) for x in (o, *(parts or ()))]
+
+
+def host(x):
+    """An array of a device as NumPy's."""
+    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def compiled(problem) -> list:

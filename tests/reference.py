@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linattn_np import softmax_attention
+from linattn_np import softmax_attention, vjp
 from linattn_np.declarations import LINEAR_ATTENTION, NORMALIZED
 from linattn_np.layouts import swap_heads
 from linattn_np.ops import declaration
@@ -106,6 +106,13 @@ def exact(function, arrays, *, layout="bhtd", **arguments):
         arguments |= {"initial_state": double(arguments.get("initial_state")), "output_final_state": True}
         o, final = function(*arrays, mode="recurrent", backend="numpy", **arguments)
     return swap_heads(o, op.out, layout), final
+
+
+def exact_vjp(function, arrays, do, dht=None, **arguments):
+    """(o, final state or None, gradients) of host arrays [B, H, T, ...] in float64, back through every token."""
+    arguments |= {"initial_state": double(arguments.get("initial_state")), "output_final_state": True}
+    (o, final), pull = vjp(function, *map(double, arrays), mode="recurrent", backend="numpy", **arguments)
+    return o, final, pull(double(do), double(dht))
 
 
 def literal(

@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from literal_rwkv6 import moved_by_rounding
 from safetensors.numpy import load_file, save_file
 
 import linattn_np
@@ -201,17 +202,24 @@ def rounded(weights):
 @pytest.mark.parametrize("lengths", [[1] * 12, [12], [30, 1, 1, 9]], ids=str)
 def test_bfloat16_is_float32_arithmetic_on_the_rounded_weights(weights, lengths, rng):
     models = [RWKV6(weights, dtype="bfloat16"), RWKV6(rounded(weights), dtype="float32")]
-    agree(models, rng.integers(0, 70, (2, sum(lengths))), lengths)
+    agree_up_to_rounding(models, rounded(weights), lengths, rng)
 
 
-def agree(models, tokens, lengths):
-    """Two models, on tokens in calls of these lengths."""
-    states = [None, None]
+def agree_up_to_rounding(models, weights, lengths, rng):
+    """Two models with these weights, on tokens in calls of these lengths, are off by what float32 may be off by.
+
+    The most that was seen in 360 draws is 3.5 times as far as rounded weights move the exact results.
+    """
+    tokens, logits, states = rng.integers(0, 70, (2, sum(lengths))), [[], []], [None, None]
     for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1):
-        (found, states[0]), (wanted, states[1]) = (model.forward(part, state) for model, state in zip(models, states))
-        close(found, wanted, 1e-5)
-    for part, wanted in zip(states[0].arrays, states[1].arrays):
-        close(part, wanted, 1e-5)
+        for n, model in enumerate(models):
+            found, states[n] = model.forward(part, states[n])
+            logits[n].append(found)
+    found, wanted = ((np.concatenate(rows, 1), *state.arrays) for rows, state in zip(logits, states))
+    moved = np.max([moved_by_rounding(weights, row, rng) for row in tokens], axis=0)
+    for what, x, y, most in zip(("logits", "att_shift", "wkv", "ffn_shift"), found, wanted, moved, strict=True):
+        off = np.abs(x - y).max()
+        assert off <= 6 * most, f"{what}: off by {off:.1e} where rounding moves them by {most:.1e}"
 
 
 def loss(model, tokens):
@@ -309,7 +317,7 @@ def test_float32_is_numpys(weights, lengths, rng):
     with no_numba():
         models.append(RWKV6(weights, dtype="float32"))
     assert [type(model.layers).__name__ for model in models] == ["NumbaLayers", "NumpyLayers"]
-    agree(models, rng.integers(0, 70, (2, sum(lengths))), lengths)
+    agree_up_to_rounding(models, weights, lengths, rng)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

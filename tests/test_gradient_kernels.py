@@ -8,7 +8,7 @@ import planned
 import pytest
 from conftest import DOUBLE, SINGLE, Kernels, OnCard
 from emulator import EmulatedDevice
-from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_states, errors, rms, same_bits
+from reference import DECAYS, GATES, LIMITS, assert_close, double, draw, draw_states, errors, exact_vjp, rms, same_bits
 
 from linattn_np import NotSupported, explain, gla, rwkv6, vjp
 from linattn_np.arrays import BFLOAT16
@@ -141,9 +141,8 @@ class Call:
 
     @property
     def exact(self):
-        options = self.options | {"initial_state": double(self.options.get("initial_state"))}
-        o, pull = vjp(self.function, *map(double, self.arrays), mode="recurrent", backend="numpy", **options)
-        return o, pull(double(self.do), double(self.dht))
+        o, _, gradients = exact_vjp(self.function, self.arrays, self.do, self.dht, **self.options)
+        return o, gradients
 
     def on(self, backend, **more):
         """(o, gradients), host arrays in the order [B, H, T, ...]."""

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from growth import magnitudes
+from planned import results
 from reference import double, draw, exact, limits, rms, same_bits
-from test_segments import BOUNDS, computed, cut, hopper, split_columns  # noqa: F401
+from test_segments import BOUNDS, cut, split_columns
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
@@ -57,12 +59,11 @@ def assert_right(what, x, wanted, size, dtype):
 
 
 def check(device, op, arrays, start=None, **arguments):
-    found = computed(device, op, arrays, start, True, **arguments)
-    sizes = [abs(double(x)) if axis != 3 else x for axis, x in enumerate(arrays)]
+    found = results(op, arrays, device, start, True, **arguments)
     wanted = exact(OPS[op], arrays, initial_state=start, **arguments)
-    size = exact(OPS[op], sizes, initial_state=None if start is None else abs(start), **arguments)
-    for what, *results in zip(("o", "state"), found, wanted, size):
-        assert_right(what, *results, arrays[0].dtype)
+    size = exact(OPS[op], magnitudes(arrays), initial_state=None if start is None else abs(start), **arguments)
+    for what, *compared in zip(("o", "state"), found, wanted, size):
+        assert_right(what, *compared, arrays[0].dtype)
 
 
 @pytest.mark.pairwise
@@ -75,7 +76,7 @@ def check(device, op, arrays, start=None, **arguments):
     [(GLA, 64, 64), (RWKV6, 72, 72), (GLA, 136, 136), (RWKV6, 136, 64), (SIMPLE_GLA, 64, 64), (SIMPLE_GLA, 200, 72)],
     ids=["gla", "rwkv6", "wide-gla", "wide-rwkv6", "simple_gla", "wide-simple_gla"],
 )
-def test_growth_beside_strong_decay(hopper, rng, monkeypatch, op, K, V, dtype, mix, schedule, started):  # noqa: F811
+def test_growth_beside_strong_decay(hopper, rng, monkeypatch, op, K, V, dtype, mix, schedule, started):
     sizes, arguments = {"B": 1, "H": 1, "T": 140, "K": K, "V": V, "N": 1}, {}
     if schedule == "packed":
         sizes, arguments = sizes | {"T": BOUNDS[-1], "N": len(BOUNDS) - 1}, {"cu_seqlens": BOUNDS}
@@ -97,14 +98,14 @@ def few_tokens(op, q, gates, dtype=BFLOAT16):
 
 @pytest.mark.parametrize("q, gates", [(1, (50, 50)), (20, (86, 0)), (1, (0, 30, 30, 20, -60, 0)), (1, 4 * (-1e30, 60))])
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
-def test_few_tokens(hopper, op, q, gates):  # noqa: F811
+def test_few_tokens(hopper, op, q, gates):
     """Growth over 88 nats of what is nothing yet, beside large queries, and between resets."""
     check(hopper, op, few_tokens(op, q, gates))
 
 
 @pytest.mark.parametrize("schedule", ["whole", "segments", "columns"])
 @pytest.mark.parametrize("K", [64, 128, 192])
-def test_nothing_may_grow(hopper, rng, monkeypatch, K, schedule):  # noqa: F811
+def test_nothing_may_grow(hopper, rng, monkeypatch, K, schedule):
     """Gates of 6 nats until the first key, in the second segment: 0 times what leaves float32's range is 0."""
     if schedule == "columns":
         split_columns(monkeypatch)
@@ -117,22 +118,21 @@ def test_nothing_may_grow(hopper, rng, monkeypatch, K, schedule):  # noqa: F811
 
 
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
-def test_overflow_stays_behind(hopper, rng, op):  # noqa: F811
+def test_overflow_stays_behind(hopper, rng, op):
     """Tokens before gates that take a state out of float32's range are what they are without these."""
     arrays = draw(op, rng, {"B": 1, "H": 1, "T": 96, "K": 64, "V": 64}, BFLOAT16)
     arrays[3][:, :, 42:50, 5] = 40
-    o, _ = computed(hopper, op, arrays, None, True)
+    o, _ = results(op, arrays, hopper, None, True)
     assert not np.isfinite(double(o[:, :, 45:])).any()
     before = [x[:, :, :42] if x.ndim == 4 else x for x in arrays]
-    sizes = [abs(double(x)) if axis != 3 else x for axis, x in enumerate(before)]
-    assert_right("o", o[:, :, :42], *(exact(OPS[op], x)[0] for x in (before, sizes)), BFLOAT16)
+    assert_right("o", o[:, :, :42], *(exact(OPS[op], x)[0] for x in (before, magnitudes(before))), BFLOAT16)
 
 
-def test_growth_that_factors_hold_goes_by_chunks(hopper, rng):  # noqa: F811
+def test_growth_that_factors_hold_goes_by_chunks(hopper, rng):
     """Up to one nat a token, beside resets: right as well, and the same bits whatever the gates of later chunks."""
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 64, "K": 64, "V": 64}, BFLOAT16, "some-inf")
     arrays[3] = np.where(rng.random(arrays[3].shape) < 0.3, 1, arrays[3]).astype(BFLOAT16)
     check(hopper, GLA, arrays)
-    o, _ = computed(hopper, GLA, arrays, None, True)
+    o, _ = results(GLA, arrays, hopper, None, True)
     arrays[3][:, :, 40] = 2
-    assert same_bits(o[:, :, :32], computed(hopper, GLA, arrays, None, True)[0][:, :, :32])
+    assert same_bits(o[:, :, :32], results(GLA, arrays, hopper, None, True)[0][:, :, :32])

@@ -4,6 +4,7 @@ import numpy as np
 import planned
 import pytest
 from emulator import EmulatedDevice
+from planned import results
 from reference import assert_close, draw, errors, exact, same_bits
 
 from linattn_np import OPS
@@ -27,17 +28,6 @@ def portable(device):
     return device
 
 
-def computed(device, op, arrays, start=None, final=False, **arguments):
-    problem = op.bind(
-        [device.upload(x) for x in arrays],
-        output_final_state=final,
-        initial_state=None if start is None else device.upload(start),
-        **arguments,
-    )
-    o, parts = planned.run(problem, device)
-    return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
-
-
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
 @pytest.mark.parametrize("P, R", [(2, 3), (3, 1)])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -54,10 +44,10 @@ def test_segments(portable, rng, monkeypatch, op, K, V, dtype, packed, P, R, fin
     arguments = {"cu_seqlens": BOUNDS} if packed else {}
     arrays = draw(op, rng, sizes, dtype, "trained")
     start = rng.standard_normal((sizes["N"], 2, K, V)).astype(np.float32) if final else None
-    found = computed(portable, op, arrays, start, final, **arguments)
+    found = results(op, arrays, portable, start, final, **arguments)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, dtype)
-    assert all(map(same_bits, found, computed(portable, op, arrays, start, final, **arguments)))
+    assert all(map(same_bits, found, results(op, arrays, portable, start, final, **arguments)))
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BFLOAT16], ids=str)
@@ -66,7 +56,7 @@ def test_segments(portable, rng, monkeypatch, op, K, V, dtype, packed, P, R, fin
 def test_more_channels_and_columns_than_a_block_has(portable, rng, op, K, V, dtype):
     arrays = draw(op, rng, {"B": 1, "H": 1, "T": 41, "K": K, "V": V}, dtype)
     start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
-    found = computed(portable, op, arrays, start, True)
+    found = results(op, arrays, portable, start, True)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
         assert_close(what, x, y, dtype)
 
@@ -90,18 +80,20 @@ def test_wide_heads(portable, rng, op, K, V, shared, packed):
     kernels = planned.names(planned.plan_of(op.bind([device.upload(x) for x in arrays], **arguments), device))
     wide = ["gated_wide_operands", "gated_wide_forward"] if shared > 99 else ["gated_forward"] * 3
     assert kernels == wide
-    found = computed(device, op, arrays, start, True, **arguments)
+    found = results(op, arrays, device, start, True, **arguments)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, BFLOAT16)
-    assert all(map(same_bits, found, computed(device, op, arrays, start, True, **arguments)))
+    assert all(map(same_bits, found, results(op, arrays, device, start, True, **arguments)))
 
 
+@pytest.mark.parametrize("P", [1, 2], ids=["", "cut"])
 @pytest.mark.parametrize("K", [72, 136])
 @pytest.mark.parametrize("off", [1, 2, 4, 8])
 @pytest.mark.parametrize("gate_dtype", [None, SINGLE], ids=["", "gate32"])
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
-def test_rows_begin_anywhere(portable, rng, dtype, gate_dtype, off, K):
+def test_rows_begin_anywhere(portable, rng, monkeypatch, dtype, gate_dtype, off, K, P):
     """Slices so many elements into a buffer: the bits of aligned arrays."""
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
     arrays = draw(GLA, rng, {"B": 1, "H": 2, "T": 45, "K": K, "V": 64}, dtype, gate_dtype=gate_dtype)
 
     def shifted(x):
@@ -109,7 +101,7 @@ def test_rows_begin_anywhere(portable, rng, dtype, gate_dtype, off, K):
         return memory[off:].reshape(x.shape)
 
     o, _ = planned.run(GLA.bind([shifted(x) for x in arrays]), portable)
-    assert same_bits(o.get() if hasattr(o, "get") else o, computed(portable, GLA, arrays)[0])
+    assert same_bits(planned.host(o), results(GLA, arrays, portable)[0])
 
 
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)
@@ -117,9 +109,9 @@ def test_one_product_of_float32(portable, rng, monkeypatch, op):
     """Operands rounded to tf32, sums and state in float32: between float32's error and bfloat16's."""
     arrays = draw(op, rng, {"B": 1, "H": 2, "T": 70, "K": 64, "V": 64}, SINGLE, "trained")
     wanted = exact(OPS[op], arrays)[0]
-    three = errors(computed(portable, op, arrays)[0], wanted)[0]
+    three = errors(results(op, arrays, portable)[0], wanted)[0]
     monkeypatch.setattr(tuning, "tf32_products", lambda dtype: 1)
-    one = errors(computed(portable, op, arrays)[0], wanted)[0]
+    one = errors(results(op, arrays, portable)[0], wanted)[0]
     assert three < 2e-6 and 1e-5 < one < 6e-4
 
 
@@ -143,12 +135,10 @@ def test_every_instance_is_in_the_catalog():
     listed = set(catalog.kernels())
     for shared in (LEAST_SHARED, 227 * 1024):
         for dtype, gate, K, V in ((BFLOAT16, SINGLE, 128, 128), (SINGLE, SINGLE, 300, 64), (HALF, SINGLE, 256, 128)):
+            instance = dtype, gate, 3 if dtype == SINGLE else 1, K, V, shared
+            assert instances.GatedSegmentStates.fitting(*instance) in listed
             for schedule in (instances.SINGLE_PASS, instances.SPLIT_CHANNELS):
-                products = 3 if dtype == SINGLE else 1
-                assert (
-                    instances.GatedForward.fitting("BeforeWrite", schedule, dtype, gate, products, K, V, shared)
-                    in listed
-                )
+                assert instances.GatedForward.fitting("BeforeWrite", schedule, *instance) in listed
 
 
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
@@ -157,7 +147,7 @@ def test_a_burst_of_growth(portable, rng, dtype):
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 30, "K": 8, "V": 8, "N": 1}, dtype)
     arrays[3][...] = 0
     arrays[3][:, :, 10] = 50
-    found = computed(portable, GLA, arrays)[0].astype(np.float64)
+    found = results(GLA, arrays, portable)[0].astype(np.float64)
     wanted = exact(OPS[GLA], arrays)[0]
     error = np.sqrt(np.mean((found - wanted) ** 2, -1) / np.mean(wanted**2, -1))
     assert error.max() < (1e-5 if dtype == SINGLE else 4e-2)

@@ -4,6 +4,7 @@ import numpy as np
 import planned
 import pytest
 from emulator import EmulatedDevice
+from planned import results
 from reference import assert_close, draw, exact, same_bits
 
 from linattn_np import OPS
@@ -18,13 +19,6 @@ PACKED = {"B": 1, "H": 2, "T": 412, "N": 6}
 BOUNDS = (0, 0, 5, 205, 238, 238, 412)
 
 
-@pytest.fixture
-def hopper(device):
-    if device.capability != 90:
-        pytest.skip("only Hopper's kernel cuts sequences")
-    return device
-
-
 def cut(monkeypatch, P, R):
     """Every sequence into P segments of R parts."""
     monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
@@ -34,17 +28,6 @@ def cut(monkeypatch, P, R):
 def split_columns(monkeypatch):
     """Every head's columns of V shared by the blocks of a cluster."""
     monkeypatch.setattr(tuning, "split_columns", lambda heads, V, *_: V > instances.PANEL)
-
-
-def computed(device, op, arrays, start, final, **arguments):
-    problem = op.bind(
-        [device.upload(x) for x in arrays],
-        output_final_state=final,
-        initial_state=None if start is None else device.upload(start),
-        **arguments,
-    )
-    o, parts = planned.run(problem, device)
-    return [x.get() if hasattr(x, "get") else x for x in (o, *(parts or ()))]
 
 
 @pytest.mark.pairwise
@@ -63,10 +46,10 @@ def test_parts_of_segments(hopper, rng, monkeypatch, op, K, V, packed, P, R, fin
     sizes = sizes | {"K": K, "V": V}
     arrays = draw(op, rng, sizes, BFLOAT16, "weak")
     start = rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32) if final else None
-    found = computed(hopper, op, arrays, start, final, **arguments)
+    found = results(op, arrays, hopper, start, final, **arguments)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, BFLOAT16)
-    assert all(map(same_bits, found, computed(hopper, op, arrays, start, final, **arguments)))
+    assert all(map(same_bits, found, results(op, arrays, hopper, start, final, **arguments)))
 
 
 @pytest.mark.pairwise
@@ -90,7 +73,7 @@ def test_segments_of_any_gates(hopper, rng, monkeypatch, op, K, V, dtype, P, gat
     start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
     if gate == "positive":  # a state that grows e^10 times, and float16
         arrays[2], start = arrays[2] / dtype.type(1024), start / 1024
-    found = computed(hopper, op, arrays, start, True)
+    found = results(op, arrays, hopper, start, True)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
         assert_close(what, x, y, dtype, rows=4)  # so many have some that cancel
 
@@ -112,10 +95,29 @@ def test_columns_split_over_a_cluster(hopper, rng, monkeypatch, op, K, V, dtype,
     sizes = sizes | {"K": K, "V": V}
     arrays = draw(op, rng, sizes, dtype, "trained", gate_dtype)
     start = rng.standard_normal((sizes["N"], sizes["H"], K, V)).astype(np.float32)
-    found = computed(hopper, op, arrays, start, True, **arguments)
+    found = results(op, arrays, hopper, start, True, **arguments)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
         assert_close(what, x, y, dtype)
-    assert all(map(same_bits, found, computed(hopper, op, arrays, start, True, **arguments)))
+    assert all(map(same_bits, found, results(op, arrays, hopper, start, True, **arguments)))
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["", "final"])
+@pytest.mark.parametrize(
+    "op, K, V, gate",
+    [(GLA, 128, 128, "weak"), (RWKV6, 64, 128, "positive"), (GLA, 200, 136, "trained"), (SIMPLE_GLA, 136, 64, "weak")],
+    ids=["gla", "rwkv6", "wide-gla", "simple_gla"],
+)
+def test_a_short_first_segment_beside_the_rest(hopper, rng, monkeypatch, op, K, V, gate, final):
+    """Two sequences leave part of the card idle, in which their first segments are made."""
+    cut(monkeypatch, 1, 2)
+    monkeypatch.setattr(tuning, "short_first_segment", lambda *sizes: 160)
+    arrays = draw(op, rng, {"B": 2, "H": 2, "T": 411, "K": K, "V": V}, BFLOAT16, gate)
+    start = rng.standard_normal((2, 2, K, V)).astype(np.float32) if final else None
+    found = computed(hopper, op, arrays, start, final)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
+        assert_close(what, x, y, BFLOAT16)
+    problem = op.bind([hopper.upload(x) for x in arrays])
+    assert planned.plan_of(problem, hopper).tiles["segments"] == 2
 
 
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
@@ -124,9 +126,34 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
     cut(monkeypatch, 2, 2)
     arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 256, "K": 64, "V": 64}, BFLOAT16)
     arrays[1][:, :, 200, 3] = np.nan
-    o, *state = computed(hopper, GLA, arrays, None, final)
+    o, *state = results(GLA, arrays, hopper, None, final)
     assert np.isfinite(o[:, :, :200].astype(np.float32)).all() and np.isnan(o[:, :, 200:].astype(np.float32)).any()
     assert not final or np.isnan(state[0][0, 0, 3]).all()
+
+
+@pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize(
+    "op, K, V, dtype",
+    [(GLA, 64, 64, BFLOAT16), (RWKV6, 128, 128, HALF), (GLA, 200, 64, BFLOAT16), (RWKV6, 72, 136, BFLOAT16)],
+    ids=["gla", "rwkv6", "wide-gla", "narrow-rwkv6"],
+)
+def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
+    """A NaN there stays in its own segment; where one channel keeps, or grows, nothing is left out."""
+    monkeypatch.setattr(tuning, "split_columns", lambda *sizes: False)
+    cut(monkeypatch, 2, R)
+    arrays = draw(op, rng, {"B": 1, "H": 2, "T": 1210, "K": K, "V": V}, dtype, "weak", gate_dtype)
+    keys, gates = arrays[1], arrays[3]
+    gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    gates[:, 0, 500:504] = 0.5
+    wanted = exact(OPS[op], arrays)
+    for what, x, y in zip(("o", "state"), computed(hopper, op, arrays, None, True), wanted):
+        assert_close(what, x, y, dtype)
+    keys[:, :, 10] = np.nan
+    o, state = computed(hopper, op, arrays, None, True)
+    assert_close("o", o[:, :1, 608:], wanted[0][:, :1, 608:], dtype)
+    assert_close("state", state[:, :1], wanted[1][:, :1], dtype)
+    assert np.isnan(o[:, 1, 608:].astype(np.float32)).any() and np.isnan(o[:, 0, 12:608].astype(np.float32)).any()
 
 
 def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
@@ -136,8 +163,7 @@ def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
     memory = hopper.upload(rng.standard_normal(1 + 64 * 64).astype(np.float32))
     start = memory[1:].reshape(1, 1, 64, 64)
     o, _ = planned.run(GLA.bind([hopper.upload(x) for x in arrays], initial_state=start), hopper)
-    o, start = (x.get() if hasattr(x, "get") else x for x in (o, start))
-    assert_close("o", o, exact(OPS[GLA], arrays, initial_state=start)[0], BFLOAT16)
+    assert_close("o", planned.host(o), exact(OPS[GLA], arrays, initial_state=planned.host(start))[0], BFLOAT16)
 
 
 def forward(D, schedule=instances.SINGLE_PASS, dtype=BFLOAT16):
@@ -191,6 +217,19 @@ def test_segments_fill_the_waves_of_the_backward_sweeps(blocks, longest, P):
 def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
     P, most = tuning.backward_segments(blocks, T, H200.multiprocessors), H200.multiprocessors
     assert tuning.short_segment(P, blocks, T, most, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
+
+
+@pytest.mark.parametrize(
+    "blocks, T, length",
+    [
+        (96, 8192, 1920),  # 36 multiprocessors make three each, while the others make what is left
+        (96, 1024, 0),  # two more launches would take what is gained
+        (128, 8192, 0),  # four idle ones cannot do much
+        (256, 4096, 0),
+    ],
+)
+def test_a_short_first_segment_for_idle_multiprocessors(blocks, T, length):
+    assert tuning.short_first_segment(blocks, T, H200.multiprocessors) == length
 
 
 @pytest.mark.parametrize(

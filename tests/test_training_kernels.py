@@ -5,6 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from planned import host
 
 from linattn_np import ContractError
 from linattn_np.arrays import BFLOAT16
@@ -64,10 +65,6 @@ def on_host(layout, vector, tokens, drop=keep):
     value, pull = grad.loss(layout.tree(vector), tokens, HostProducts(), drop)
     pull(layout.tree(gradient))
     return float(value), gradient
-
-
-def host(array):
-    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def close(found, wanted, limit, layout):

@@ -278,7 +278,7 @@ def test_growth_on_either_side(device, rng, dtype, side, kind):
     )
     o, final = planned.run(problem, device)
     found = planned.pull(problem, device, device.upload(do), (device.upload(dht),))
-    found = [double(x.get() if hasattr(x, "get") else x) for x in (o, *final, *found[0], *found[1])]
+    found = [double(planned.host(x)) for x in (o, *final, *found[0], *found[1])]
 
     def both(q, k, v, g, gv, start, do, dht):
         given = [q, k, v, g, gv]

@@ -553,7 +553,7 @@ WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), 
 #undef WGMMA
 
 // The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. In half precision, and N is 16, 32, 64, 72, 128 or 144.
+// on. In half precision, and N is 16, 24, 32, 64, 72, 128 or 144.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -572,6 +572,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accu
   WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)
 
 WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
+WGMMA_TILES(24, TEN() "%10,%11", "%12", "%13", "%14", D8(0), D4(8))
 WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
 WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
 WGMMA_TILES(72, TEN() TEN(1) TEN(2) "%30,%31,%32,%33,%34,%35", "%36", "%37", "%38", D32(0), D4(32))

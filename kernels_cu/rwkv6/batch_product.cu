@@ -1,11 +1,13 @@
 // what      Products of weights with a batch's vectors, at the rate of the memory.
 // math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
-// shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [SPLIT, C, B, M] in parts; x of type T
-// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a block
-//           has a part of K. Two warpgroups with 64 rows each, and a warp that copies
+// shapes    each stack of products: w [C, M, K], x [TERMS, C, B, K] of type T, y [C, B, M], or [SPLIT, C, B, M] in
+//           parts; relu(W x)^2 in terms as x. Up to eight vectors, COLUMNS = 8, come in three terms, others in one
+// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; a
+//           block has a part of K. Two warpgroups with 64 rows each, and a warp that copies
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
-// numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
+// numerics  tensor cores: x, or the three terms that hold a float, and weights as they are; float32 sums in a fixed
+//           order. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
 // limits    K a multiple of 8; all start on 16 bytes; sm_90a
 //
@@ -31,11 +33,13 @@ struct Args {
   i64 B, K;
 };
 
+template <int COLUMNS> constexpr int TERMS = COLUMNS == 8 ? FLOAT_TERMS : 1;
+
 template <typename T, int COLUMNS> struct Shared {
   static constexpr int STAGES = COLUMNS == 64 ? 5 : 6, X_STAGES = 4;  // two blocks share a multiprocessor
   union {
     struct {
-      T w[STAGES][ROWS][DEPTH], x[X_STAGES][COLUMNS][DEPTH];  // in the 128-byte swizzle
+      T w[STAGES][ROWS][DEPTH], x[X_STAGES][TERMS<COLUMNS>][COLUMNS][DEPTH];  // in the 128-byte swizzle
     };
     float parts[COLUMNS][PITCH];
   };
@@ -72,7 +76,8 @@ __device__ __forceinline__ void copy(Shared<T, COLUMNS>& s, const Stack& stack, 
     auto& x = s.x[step % X_STAGES];
     Barrier& full = s.x_full[step % X_STAGES];
     barrier_expect(full, sizeof x);
-    tensor_load(x, stack.x, full, tile.k + step * DEPTH, tile.column, tile.which, 0);
+    for (int term = 0; term < TERMS<COLUMNS>; ++term)
+      tensor_load(x[term], stack.x, full, tile.k + step * DEPTH, tile.column, tile.which, term);
   };
   prefetch_map(stack.x);
   for (int step = 0; step < STAGES; ++step) weights(step);
@@ -86,9 +91,10 @@ __device__ __forceinline__ void copy(Shared<T, COLUMNS>& s, const Stack& stack, 
   }
 }
 
-// A warpgroup's 64 rows of the block's part of y.
+// A warpgroup's 64 rows of the block's part of y, term by term.
 template <typename T, int COLUMNS>
-__device__ __forceinline__ void multiply(Shared<T, COLUMNS>& s, int steps, float (&sums)[COLUMNS / 2]) {
+__device__ __forceinline__ void multiply(Shared<T, COLUMNS>& s, int steps,
+                                         float (&sums)[TERMS<COLUMNS> * COLUMNS / 2]) {
   constexpr int STAGES = Shared<T, COLUMNS>::STAGES, X_STAGES = Shared<T, COLUMNS>::X_STAGES;
   const int warp = threadIdx.x >> 5;
 #pragma unroll 1
@@ -99,7 +105,8 @@ __device__ __forceinline__ void multiply(Shared<T, COLUMNS>& s, int steps, float
               x = wgmma_tile(s.x[step % X_STAGES], 16, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < DEPTH / 16; ++k) wgmma<T, COLUMNS, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
+    for (int k = 0; k < DEPTH / 16; ++k)
+      wgmma<T, TERMS<COLUMNS> * COLUMNS, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
     wgmma_commit();
     wgmma_wait<0>();  // weights come more slowly: what counts is room for them
     if ((threadIdx.x & 31) == 0) barrier_arrive(s.empty[step % STAGES]);
@@ -108,12 +115,13 @@ __device__ __forceinline__ void multiply(Shared<T, COLUMNS>& s, int steps, float
 }
 
 // The first numbers of four, where not all are `inside` one by one.
-template <typename Y> __device__ __forceinline__ void store(Y* y, int inside, const float4& x) {
-  if (inside >= 4 && reinterpret_cast<u64>(y) % (4 * sizeof(Y)) == 0) return store4(y, x);
+template <int TERMS, typename Y> __device__ __forceinline__ void store(Y* y, i64 apart, int inside, const float4& x) {
+  if (inside >= 4 && (reinterpret_cast<u64>(y) | u64(TERMS > 1 ? apart * sizeof(Y) : 0)) % (4 * sizeof(Y)) == 0)
+    return store4_terms<TERMS>(y, apart, x);
   const float each[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    if (i < inside) y[i] = from_float<Y>(each[i]);
+    if (i < inside) store_terms<TERMS>(y + i, apart, each[i]);
 }
 
 __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
@@ -132,7 +140,7 @@ __device__ __forceinline__ void store_part(const Shared<T, COLUMNS>& s, const Ar
   for (int n = threadIdx.x / (ROWS / 4); n < COLUMNS; n += THREADS / (ROWS / 4)) {
     const int b = tile.column + n;
     if (b >= args.B || inside <= 0) break;
-    store(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, inside, load4(&s.parts[n][m]));
+    store<1>(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, 0, inside, load4(&s.parts[n][m]));
   }
 }
 
@@ -154,14 +162,20 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     if (lane == 0) copy(s, stack, tile);
     __syncwarp();
   } else {
-    float sums[COLUMNS / 2] = {};
+    float sums[TERMS<COLUMNS> * COLUMNS / 2] = {};
     multiply(s, tile.steps, sums);
     barrier_sync(1, CONSUMERS);  // the ring is free
     const int row = warp * 16 + (lane >> 2);
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = sums[4 * n + e];
+      for (int e = 0; e < 4; ++e) {
+        float sum = 0.f;  // of the terms, the least first
+#pragma unroll
+        for (int term = TERMS<COLUMNS> - 1; term >= 0; --term)
+          sum = fmaf(unit_of_term<T, TERMS<COLUMNS>>(term), sums[4 * n + term * COLUMNS / 2 + e], sum);
+        s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = sum;
+      }
   }
   wait_for_previous();
   if (stack.finish == Finish::Parts) {
@@ -193,9 +207,9 @@ __global__ void __launch_bounds__(THREADS, 2) __cluster_dims__(SPLIT, 1, 1)
     const float4& sum = sums[turn];
     const i64 to = (tile.which * args.B + b) * stack.M + row;
     if (stack.finish == Finish::ReluSquared)
-      store(static_cast<T*>(stack.y) + to, inside,
-            {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
-    else store(static_cast<float*>(stack.y) + to, inside, sum);
+      store<TERMS<COLUMNS>>(static_cast<T*>(stack.y) + to, stack.C * args.B * stack.M, inside,
+                            {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
+    else store<1>(static_cast<float*>(stack.y) + to, 0, inside, sum);
   }
   if constexpr (SPLIT > 1) cluster_leave();  // the others have read this block's part
 }

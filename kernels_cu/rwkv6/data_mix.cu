@@ -1,10 +1,10 @@
 // what      The five inputs of the time mix, their token shift mixed by the data.
 // math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
-// shapes    low [T, 5, A], up [5, A, D], maa [5, D], xx d [T, D], mixed [5, T, D]; T tokens of prompts, or sequences
+// shapes    low [T, 5, A], up [5, A, D], maa [5, D], xx d [T, D], mixed [TERMS, 5, T, D]; T tokens of prompts, or sequences
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two a pass over 32 of the rank: the tiles may change, and stand
-// numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
+// numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once, or in three terms exactly
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
 // limits    D a multiple of 8
 #include "rwkv6/low_rank.cuh"
@@ -19,7 +19,7 @@ template <typename T, typename X> struct Args {
   i64 tokens, D, A;
 };
 
-template <typename T, typename X, int PARTS, int TILES, int INPUTS>
+template <typename T, typename X, int PARTS, int TILES, int INPUTS, int TERMS>
 __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args) {
   auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
   launch_next();
@@ -42,8 +42,9 @@ __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args)
         if (t >= tokens) continue;
         if (c == input) xx[tile][half] = load4(args.xx + at), d[tile][half] = load4(args.d + at);
         const float4 m = sums.of(tile, half), x = xx[tile][half], by = d[tile][half];
-        store4(args.mixed + c * args.tokens * D + at, {fmaf(by.x, maa.x + m.x, x.x), fmaf(by.y, maa.y + m.y, x.y),
-                                                       fmaf(by.z, maa.z + m.z, x.z), fmaf(by.w, maa.w + m.w, x.w)});
+        store4_terms<TERMS>(args.mixed + c * args.tokens * D + at, 5 * args.tokens * D,
+                            {fmaf(by.x, maa.x + m.x, x.x), fmaf(by.y, maa.y + m.y, x.y), fmaf(by.z, maa.z + m.z, x.z),
+                             fmaf(by.w, maa.w + m.w, x.w)});
       }
   }
 }

@@ -2,7 +2,7 @@
 //           once, and its first part is on its way before the inputs stand.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
+// shapes    k v r gate [B, H, N], y [TERMS, B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
 //           slots [B] or null; N = 64
 // grid      a block for every (head, 8 sequences), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
@@ -64,7 +64,7 @@ template <typename S> __device__ __forceinline__ Four<S> load_four(const S* x) {
   return found;
 }
 
-template <typename T, typename X, typename S>
+template <typename T, typename X, typename S, int TERMS>
 __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T, X, S> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
   const float4 open = load4(args.gate + at + column);
   const float4 gain = load4(args.weight + head + column), bias = load4(args.bias + head + column);
   const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
-  store4(args.y + at + column,
-         {gated(fmaf(o.x * scale, gain.x, bias.x), open.x), gated(fmaf(o.y * scale, gain.y, bias.y), open.y),
-          gated(fmaf(o.z * scale, gain.z, bias.z), open.z), gated(fmaf(o.w * scale, gain.w, bias.w), open.w)});
+  store4_terms<TERMS>(
+      args.y + at + column, args.B * D,
+      {gated(fmaf(o.x * scale, gain.x, bias.x), open.x), gated(fmaf(o.y * scale, gain.y, bias.y), open.y),
+       gated(fmaf(o.z * scale, gain.z, bias.z), open.z), gated(fmaf(o.w * scale, gain.w, bias.w), open.w)});
 }

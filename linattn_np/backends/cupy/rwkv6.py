@@ -26,6 +26,9 @@ class ModelKernel(Kernel):
     overlaps = True
 
 
+FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
+
+
 # -- decoding ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class NormShift(ModelKernel):
@@ -39,12 +42,13 @@ class NormShift(ModelKernel):
     X: np.dtype
     EACH: int
     PARTS: int
+    TERMS: int
 
     @classmethod
-    def fitting(cls, X, D, parts):
+    def fitting(cls, X, D, parts, terms=1):
         """One part takes so few registers that two blocks share a multiprocessor."""
         each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
-        return cls(X, each, cls.MOST_PARTS if parts > 1 else 1)
+        return cls(X, each, cls.MOST_PARTS if parts > 1 else 1, terms)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class TimeMixStep(ModelKernel):
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
+    TERMS: int
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,12 @@ class TimeMixBatch(ModelKernel):
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
+    TERMS: int
 
     @classmethod
-    def fitting(cls, dtype, X, state, N, W, device) -> tuple[TimeMixBatch, int] | None:
+    def fitting(cls, dtype, X, state, terms, N, W, device) -> tuple[TimeMixBatch, int] | None:
         """The kernel, and the bytes of shared memory behind its own; None where it does not serve."""
-        kernel, more = cls(dtype, X, state), W * (4 * cls.SEQUENCES + N * dtype.itemsize)
+        kernel, more = cls(dtype, X, state, terms), W * (4 * cls.SEQUENCES + N * dtype.itemsize)
         room = device.shared_per_multiprocessor // 2 - 1024
         return (kernel, more) if N == cls.N and kernel.shared_bytes + more <= room else None
 
@@ -127,7 +133,7 @@ def stacked(products, depth, rows, vectors) -> list[dict]:
     stacks = [
         {
             "w": TensorMap(w[None], depth, rows, True),
-            "x": TensorMap(x[None], depth, vectors, True),
+            "x": TensorMap(x, depth, vectors, True),
             "y": y,
             "C": w.shape[0],
             "M": w.shape[1],
@@ -146,7 +152,8 @@ class BatchProduct(ModelKernel):
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
     # Of weights and of vectors, by how many of these a block has.
-    STAGES: ClassVar[dict[int, tuple[int, int]]] = {16: (6, 4), 32: (6, 4), 64: (5, 4)}
+    STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
+    EXACT: ClassVar[int] = 8  # vectors at most that come in `FLOAT_TERMS`, as floats
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     FEW_ROWS: ClassVar[int] = 256
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
@@ -177,9 +184,14 @@ class BatchProduct(ModelKernel):
         return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
     def launch(self, draft: Draft, products, B, K):
-        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [SPLIT, C, B, M], finish)."""
+        """`products`: stacks (w [C, M, K], x [terms, C, B, K], y [C, B, M], in parts [SPLIT, C, B, M], or as x,
+        finish)."""
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
         draft.launch(self, blocks, stacks=stacked(products, self.DEPTH, self.ROWS, self.COLUMNS), B=B, K=K)
+
+    @property
+    def terms(self):
+        return FLOAT_TERMS if self.COLUMNS == self.EXACT else 1
 
     @property
     def cluster(self):
@@ -188,7 +200,7 @@ class BatchProduct(ModelKernel):
     @property
     def shared_bytes(self):
         of_w, of_x = self.STAGES[self.COLUMNS]
-        ring = (of_w * self.ROWS + of_x * self.COLUMNS) * 2 * self.DEPTH
+        ring = (of_w * self.ROWS + of_x * self.terms * self.COLUMNS) * 2 * self.DEPTH
         return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x)
 
 
@@ -246,7 +258,7 @@ class WideProduct(ModelKernel):
         return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
 
     def launch(self, draft: Draft, products, B, K, parts):
-        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [parts, C, B, M], finish)."""
+        """`products`: stacks (w [C, M, K], x [1, C, B, K], y [C, B, M], in parts [parts, C, B, M], or as x, finish)."""
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
         stacks = stacked(products, self.DEPTH, self.ROWS, self.vectors)
         draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
@@ -429,15 +441,16 @@ class DataMix(ModelKernel):
     PARTS: int
     TILES: int
     INPUTS: int
+    TERMS: int
 
     @classmethod
-    def of_step(cls, dtype, X, B):
-        inputs = 5 if B > 128 else 1
-        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, inputs)
+    def of_step(cls, dtype, X, B, terms=1):
+        exact = dtype == BFLOAT16 and (X == FLOAT32 or terms > 1)
+        return cls(dtype, X, 3 if exact else 2, 1, 5 if B > 128 else 1, terms)
 
     @classmethod
     def of_prompt(cls, dtype):
-        return cls(dtype, dtype, 2, 2, 1)
+        return cls(dtype, dtype, 2, 2, 1, 1)
 
     @property
     def shared_bytes(self):

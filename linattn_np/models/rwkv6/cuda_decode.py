@@ -1,8 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Up to eight sequences each weight is read once: on Hopper cards all layers are one launch, elsewhere a layer is nine.
-Beyond that cuBLAS multiplies, or on Hopper, up to 256 sequences, kernels of our own. All arrays of a step are allocated
-once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
+one launch where sequences are one or two, or weights are not in half precision; otherwise a layer is nine. Beyond eight
+sequences cuBLAS multiplies on other cards, and on Hopper beyond 256. All arrays of a step are allocated once, and a
+step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
 SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
+MOST_TOGETHER = 2  # sequences with half-precision weights that one launch serves faster than many
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -115,33 +117,30 @@ class CudaDecoder:
         def room(*shape, dtype=FLOAT32):
             return self.device.empty(shape, dtype)
 
-        self.batch, self.few = batch, batch <= kernels.Matvec.COLUMNS
-        self.kernel = None
-        if self.device.capability == 90 and batch == 1:
-            self.kernel = kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
-        elif self.device.capability == 90:
-            self.kernel = kernels.DecodeStep.fitting(
-                self.matrices, self.state_dtype, batch, self.sizes["D"], self.sizes["F"], self.device
-            )
-        X = FLOAT32 if self.few else self.dtype  # of what products take
+        self.batch, self.kernel = batch, self.kernel_of_all(batch)
+        few = batch <= kernels.Matvec.COLUMNS
+        self.split = few and not self.kernel and self.device.capability == 90 and self.matrices in kernels.HALF
+        self.by_rows = few and not self.split
+        terms = kernels.FLOAT_TERMS if self.split else 1
+        X = FLOAT32 if self.by_rows else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.room = SimpleNamespace(
             x=room(1, B, D),
             xx=room(B, D),
             d=room(B, D),
-            mixed_x=room(1, B, D, dtype=X),
+            mixed_x=room(terms, 1, B, D, dtype=X),
             low=room(1, B, 5 * A),
-            mixed=room(5, B, D, dtype=X),
+            mixed=room(terms, 5, B, D, dtype=X),
             kvrg=room(4, B, D),
             decay_low=room(1, B, W),
-            y=room(1, B, D, dtype=X),
-            ffn_mixed=room(2, B, D, dtype=X),
-            activated=room(1, B, F, dtype=X),
-            hidden=None if self.few else room(1, B, F),
-            wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
+            y=room(terms, 1, B, D, dtype=X),
+            ffn_mixed=room(terms, 2, B, D, dtype=X),
+            activated=room(terms, 1, B, F, dtype=X),
+            hidden=None if few else room(1, B, F),
+            wide=None if few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
-            added=room(1 if self.few else kernels.NormShift.MOST_PARTS, 1, B, D),
-            normed=room(1, B, D, dtype=X),
+            added=room(1 if self.by_rows else kernels.NormShift.MOST_PARTS, 1, B, D),
+            normed=room(terms, 1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
         )
@@ -151,6 +150,15 @@ class CudaDecoder:
             self.room.mixed, self.room.y = room(5, B, D * size // 4), room(1, B, D * size // 4)
             self.room.activated = room(1, B, F * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
+
+    def kernel_of_all(self, batch):
+        """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
+        D, F = self.sizes["D"], self.sizes["F"]
+        if self.device.capability != 90 or self.matrices in kernels.HALF and batch > MOST_TOGETHER:
+            return None
+        if batch == 1:
+            return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
+        return kernels.DecodeStep.fitting(self.matrices, self.state_dtype, batch, D, F, self.device)
 
     def words(self) -> dict:
         """What the blocks of `DecodeFew` hand to each other, each number a word of turn 0; and their turns."""
@@ -340,9 +348,10 @@ class Step:
     def time_mix(self, layer, shift, wkv, added):
         my, room, B = self.my, self.room, self.my.batch
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
+        terms = room.mixed.shape[0]
         self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, added, added and room.gate, xx=room.xx)
         self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
-        mix = kernels.DataMix.of_step(T, X, B)
+        mix = kernels.DataMix.of_step(T, X, B, terms)
         self.draft.launch(
             mix,
             mix.blocks(B, D),
@@ -358,12 +367,12 @@ class Step:
         )
         self.matmul(
             layer,
-            ("kvrg", room.mixed[1:], room.kvrg, WRITE),
-            ("decay_down", room.mixed[:1], room.decay_low, WRITE),
+            ("kvrg", room.mixed[:, 1:], room.kvrg, WRITE),
+            ("decay_down", room.mixed[:, :1], room.decay_low, WRITE),
         )
         (k, v, r, gate), (weight, bias) = room.kvrg, layer.ln_x
-        many = None if my.few else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, N, W, my.device)
-        kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype), 0)
+        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, terms, N, W, my.device)
+        kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
         self.draft.launch(
             kernel,
             kernel.blocks(B, H) if many else B * H,
@@ -394,15 +403,15 @@ class Step:
         self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift, added)
         self.matmul(
             layer,
-            ("ffn_key", room.ffn_mixed[:1], room.activated, RELU_SQUARED),
-            ("ffn_receptance", room.ffn_mixed[1:], room.gate, WRITE),
+            ("ffn_key", room.ffn_mixed[:, :1], room.activated, RELU_SQUARED),
+            ("ffn_receptance", room.ffn_mixed[:, 1:], room.gate, WRITE),
         )
         return self.addend(layer, "ffn_value", room.activated)
 
     def addend(self, layer, name, vectors, x=None) -> Array | None:
         """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
-        w, (_, B, K) = getattr(layer, name), vectors.shape
-        found = None if self.my.few else self.product_of_batch([w], B, K, in_parts=True)
+        w, (_, _, B, K) = getattr(layer, name), vectors.shape
+        found = None if self.my.by_rows else self.product_of_batch([w], B, K, in_parts=True)
         if found:
             launch, parts = found
             added = self.room.added[:parts]
@@ -413,10 +422,10 @@ class Step:
         return added if x is None else None
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, gate=None, xx=None):
-        room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
+        room, (weight, bias), (terms, C, B, D) = self.room, norm, mixed.shape
         parts = 0 if added is None else added.shape[0]
         self.draft.launch(
-            kernels.NormShift.fitting(mixed.dtype, D, parts),
+            kernels.NormShift.fitting(mixed.dtype, D, parts, terms),
             B,
             x=room.x,
             value=added,
@@ -437,11 +446,11 @@ class Step:
         )
 
     def matmul(self, weights, *named):
-        """Products (name of w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
+        """Products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) that have B and K in common."""
         my, matrices = self.my, [getattr(weights, name) for name, *_ in named]
         products = [product for _, *product in named]
-        _, B, K = products[0][0].shape
-        if my.few:
+        *_, B, K = products[0][0].shape
+        if my.by_rows:
             self.by_rows(matrices, products, B, K)
         elif found := self.product_of_batch(matrices, B, K):
             launch, _ = found
@@ -465,8 +474,8 @@ class Step:
     def by_rows(self, matrices, products, B, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
-            for stack, (*vectors, finish) in zip(matrices, products)
-            for w, x, y in zip(stack, *vectors)
+            for stack, (vectors, sums, finish) in zip(matrices, products)
+            for w, x, y in zip(stack, vectors[0], sums)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
         blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], kernels.Matvec.ROWS) for stack in matrices)
@@ -483,7 +492,7 @@ class Step:
             if w.dtype == INT8:
                 w = widened(self.draft, w, scales_of(weights, w), self.room.wide, self.my.dtype)
             to = self.room.hidden if finish == RELU_SQUARED else y
-            self.draft.product(w, x, to, finish == ADD)
+            self.draft.product(w, x[0], to, finish == ADD)
             if finish == RELU_SQUARED:
                 kernel = kernels.ReluSquared(to.dtype, y.dtype)
                 self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
