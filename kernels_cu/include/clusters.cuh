@@ -14,8 +14,8 @@ __device__ __forceinline__ void arrive_at_block(Barrier& b, u32 rank) {
       : "memory");
 }
 
-// tensor_load to the same place of every block of the cluster whose bit is in `blocks`: each counts the bytes at its own
-// `b`.
+// tensor_load to the same place of every block of the cluster whose bit is in `blocks`; each counts the bytes at its
+// own `b`.
 __device__ __forceinline__ void tensor_load_to(u16 blocks, void* box, const TensorMap& map, Barrier& b, i32 column,
                                                i32 token, i32 head, i32 batch) {
   asm volatile(
