@@ -268,7 +268,7 @@ def test_greedy_tokens_are_the_argmax(device, rng):
         np.testing.assert_array_equal(host(tokens), host(logits).argmax(-1))
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("D", [8, 2056, 4104])
 def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
     x, gate, shift, weight, bias, maa = rng.standard_normal((6, D), np.float32)

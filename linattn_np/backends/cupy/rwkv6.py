@@ -35,7 +35,7 @@ class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
     arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
     shared = ("Shared",)
-    MOST_PARTS: ClassVar[int] = 8  # of value
+    PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # of value
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
@@ -46,9 +46,9 @@ class NormShift(ModelKernel):
 
     @classmethod
     def fitting(cls, X, D, parts, terms=1):
-        """One part takes so few registers that two blocks share a multiprocessor."""
+        """Few parts take so few registers that two blocks share a multiprocessor."""
         each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
-        return cls(X, each, cls.MOST_PARTS if parts > 1 else 1, terms)
+        return cls(X, each, next(most for most in cls.PARTS_AT_MOST if parts <= most), terms)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class BatchProduct(ModelKernel):
 
 @dataclass(frozen=True)
 class WideProduct(ModelKernel):
-    """The same without splits of K that blocks join, for more vectors than 32: a block has `ROWS` rows, and `GROUPS`
+    """The same without splits of K that blocks join, for more vectors: a block has `ROWS` rows, and `GROUPS`
     warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""
 
     file = "rwkv6/wide_product"
@@ -216,7 +216,9 @@ class WideProduct(ModelKernel):
         64: {(64, 1, 1): (10, 4), (72, 1, 1): (8, 4)},
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
-    LEAST: ClassVar[int] = 33  # vectors; fewer do not fill its tiles
+    LEAST: ClassVar[int] = (
+        56  # vectors; fewer do not fill its tiles: 1.91 for 1.87 ms a token at 48, 1.94 for 1.99 at 64
+    )
     DEPTH: ClassVar[int] = 64  # of K a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster

@@ -139,7 +139,7 @@ class CudaDecoder:
             hidden=None if few else room(1, B, F),
             wide=None if few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
-            added=room(1 if self.by_rows else kernels.NormShift.MOST_PARTS, 1, B, D),
+            added=room(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
             normed=room(terms, 1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
