@@ -168,7 +168,8 @@ def test_turns_of_words_begin_anew(hopper, rng):
 @pytest.mark.parametrize("K", [40, 648])
 def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    kernel, B = kernels.BatchProduct(dtype, columns, split), columns + (5 if first == kernels.WRITE else -3)
+    deep = columns <= kernels.BatchProduct.DEEP_COLUMNS and K > 40
+    kernel, B = kernels.BatchProduct(dtype, columns, split, deep), columns + (5 if first == kernels.WRITE else -3)
     check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)
 
 
@@ -205,6 +206,27 @@ def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1
         rounded = y.dtype == dtype and terms == 1
         y = of_terms(host(y)) if y.dtype == dtype else host(y).sum(0) if y.ndim == 4 else host(y)
         assert relative_error(y, product) <= (ml_dtypes.finfo(dtype).eps if rounded else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("B, K, M", [(1, 40, 35), (8, 1160, 16)])
+def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
+    kernel, rows = kernels.FewRowsProduct(dtype), kernels.padded(M, 16)
+    w, x = rng.standard_normal((rows, K)).astype(dtype), in_terms(rng.standard_normal((B, K), np.float32), dtype, 3)
+    arrays = hopper.upload(w), hopper.upload(x), hopper.empty((kernel.parts(K), B, M), np.float32)
+    at = dict(zip("wxy", map(hopper.pointer, arrays)))
+    hopper.launch(kernel, kernel.blocks(M, K), kernel.pack(**at, B=B, K=K, M=M))
+    wanted = of_terms(x) @ w[:M].astype(float).T
+    assert relative_error(host(arrays[2]).sum(0), wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width):
+    weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (9, 2))
+    decoder = CudaDecoder(weights, BFLOAT16, 9, hopper)
+    wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
+    monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
+    np.testing.assert_array_equal(decoded(decoder.resized(9), hopper, tokens, decoder.initial_state()), wanted)
 
 
 def in_terms(x, dtype, terms):

@@ -62,7 +62,7 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};
 }
 
-// -- a float as a sum of TERMS numbers of a half type, each in an array of its own -------------------------------------
+// -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
 // Three hold a float. Those in float16 take a power of two, by which the sum has its range and its small numbers.
 constexpr int FLOAT_TERMS = 3;
 template <typename X> constexpr float TERM_STEP = 1.f;

@@ -400,6 +400,18 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Bar
       : "memory");
 }
 
+// The same of what nobody reads again soon: it leaves the cache first.
+__device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
+                                                 i32 head, i32 batch) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(u32(__cvta_generic_to_shared(box))),
+      "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch), "l"(policy)
+      : "memory");
+}
+
 // Start copying a box to the array, after fence_async by those who filled it; what leaves the array is dropped.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head,
                                              i32 batch) {

@@ -1,5 +1,5 @@
-// what      What a block of a decoding step does alike wherever its numbers come from: norms, slots of weights, parts of the
-//           products of low rank.
+// what      What a block of a decoding step does alike wherever its numbers come from: norms, slots of weights, parts of
+//           the products of low rank.
 // smem      Shared, then the stage
 // barriers  named barrier 1 of the threads that compute, where a comment says what stands
 #include "rwkv6/decode_split.cuh"
@@ -117,7 +117,7 @@ template <typename T, typename S, typename X, int SLOTS, int MOST> struct Decode
     if (++slot == SLOTS) slot = 0, parity ^= 1;
   }
 
-  // -- second matrices of low rank: a thread has a channel and every `shares`-th row, PASS of them at a time -----------
+  // -- second matrices of low rank: a thread has a channel and every `shares`-th row, PASS of them at a time ----------
   template <int PASS>
   __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int shares, int rows) const {
 #pragma unroll

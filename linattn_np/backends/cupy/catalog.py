@@ -202,7 +202,8 @@ def of_models():
                     yield rwkv6.DataMix.of_step(T, X, B, terms)
                 for S in CTYPES:
                     yield rwkv6.TimeMixStep(T, X, S, terms)
-                    yield rwkv6.TimeMixBatch(T, X, S, terms)
+                    for width in rwkv6.TimeMixBatch.WIDTHS:
+                        yield rwkv6.TimeMixBatch(T, X, S, terms, width)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
@@ -211,9 +212,13 @@ def of_models():
         yield rwkv6.DecodeStep(T, S, depth, paired)
         if paired:
             yield rwkv6.DecodeFew(T, S, depth)
+    for T in HALF:
+        yield rwkv6.FewRowsProduct(T)
     many = rwkv6.BatchProduct
     for T, width, split in product(HALF, many.STAGES, many.SPLITS):
         yield many(T, width, split)
+        if width <= many.DEEP_COLUMNS:
+            yield many(T, width, split, True)
     for T in HALF:
         yield from rwkv6.WideProduct.all(T)
     yield rwkv6.Widen(BFLOAT16)

@@ -5,7 +5,7 @@ X is the dtype of what a kernel hands to the next product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from types import MappingProxyType
 from typing import ClassVar
@@ -69,23 +69,43 @@ class TimeMixBatch(ModelKernel):
     """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
-    arguments = TimeMixStep.arguments
-    shared = ("Shared",)
-    threads = 256
-    shared_bytes = 4 * 8 * 4 * 64
+    arguments = (
+        *pointers("k v r gate low up decay u weight bias state slots y"),
+        *integers("B H N W P"),
+        *reals("eps"),
+    )
+    shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
-    SEQUENCES: ClassVar[int] = 8  # of a block
+    MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # sequences of a block
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
     TERMS: int
+    SEQUENCES: int
 
     @classmethod
-    def fitting(cls, dtype, X, state, terms, N, W, device) -> tuple[TimeMixBatch, int] | None:
-        """The kernel, and the bytes of shared memory behind its own; None where it does not serve."""
-        kernel, more = cls(dtype, X, state, terms), W * (4 * cls.SEQUENCES + N * dtype.itemsize)
+    def fitting(cls, dtype, X, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
+        """The kernel, and the bytes of shared memory behind its own; None where it does not serve. So many sequences a
+        block that almost every multiprocessor has one."""
+        kernels = [cls(dtype, X, state, terms, width) for width in cls.WIDTHS]
+        busy = (kernel for kernel in kernels if kernel.blocks(B, H) >= 0.9 * device.multiprocessors)
+        kernel = next(busy, kernels[-1])
+        more = W * (4 * kernel.SEQUENCES + N * dtype.itemsize)
         room = device.shared_per_multiprocessor // 2 - 1024
-        return (kernel, more) if N == cls.N and kernel.shared_bytes + more <= room else None
+        return (kernel, more) if N == cls.N and W % 2 == 0 and kernel.shared_bytes + more <= room else None
+
+    @property
+    def threads(self):
+        return 32 * self.SEQUENCES
+
+    @property
+    def shared_bytes(self):
+        return self.SEQUENCES * 4 * 4 * self.N
+
+    @property
+    def parts(self) -> int:
+        return self.MOST_PARTS if self.SEQUENCES < max(self.WIDTHS) else 1
 
     def blocks(self, B, H) -> int:
         return ceil_div(B, self.SEQUENCES) * H
@@ -158,21 +178,29 @@ class BatchProduct(ModelKernel):
     FEW_ROWS: ClassVar[int] = 256
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
-    shared = ("Shared<{dtype}, {COLUMNS}>",)
-    arch, threads = "sm_90a", 288
+    shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}>",)
+    arch, threads = "sm_90a", 320
+    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 4)  # the same where a block has a multiprocessor almost for itself
+    DEEP_COLUMNS: ClassVar[int] = 16  # at most
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
+    DEEP: bool = False
 
     @classmethod
-    def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
-        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster."""
+    def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
+        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster.
+
+        `early`: whether its weights can come while small kernels before it run.
+        """
         few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
         columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
         kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
-        return min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
+        kernel = min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
+        deep = early and columns <= cls.DEEP_COLUMNS and kernel.blocks(B, rows) <= device.multiprocessors
+        return replace(kernel, DEEP=deep)
 
     def steps(self, B, K, rows, device) -> float:
         """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
@@ -199,9 +227,29 @@ class BatchProduct(ModelKernel):
 
     @property
     def shared_bytes(self):
-        of_w, of_x = self.STAGES[self.COLUMNS]
+        of_w, of_x = self.DEEP_STAGES if self.DEEP else self.STAGES[self.COLUMNS]
         ring = (of_w * self.ROWS + of_x * self.terms * self.COLUMNS) * 2 * self.DEPTH
-        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x)
+        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x + 1)
+
+
+@dataclass(frozen=True)
+class FewRowsProduct(ModelKernel):
+    """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
+
+    file = "rwkv6/few_rows_product"
+    arguments = (*pointers("w x y"), *integers("B K M"))
+    shared = ("Shared",)
+    ROWS: ClassVar[int] = 16  # of a weight
+    SLICE: ClassVar[int] = 512  # of K
+    threads, shared_bytes = 256, 4 * 8 * 8 * 17
+    dtype: np.dtype
+
+    @classmethod
+    def parts(cls, K) -> int:
+        return ceil_div(K, cls.SLICE)
+
+    def blocks(self, M, K) -> int:
+        return ceil_div(M, self.ROWS) * self.parts(K)
 
 
 @dataclass(frozen=True)
@@ -216,9 +264,7 @@ class WideProduct(ModelKernel):
         64: {(64, 1, 1): (10, 4), (72, 1, 1): (8, 4)},
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
-    LEAST: ClassVar[int] = (
-        56  # vectors; fewer do not fill its tiles: 1.91 for 1.87 ms a token at 48, 1.94 for 1.99 at 64
-    )
+    LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)
     DEPTH: ClassVar[int] = 64  # of K a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
@@ -435,9 +481,10 @@ class DataMix(ModelKernel):
     more multiprocessors are busy."""
 
     file = "rwkv6/data_mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
+    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A P"))
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
+    MOST_PARTS: ClassVar[int] = 8  # of `low`, where a float is several TERMS
     dtype: np.dtype
     X: np.dtype
     PARTS: int

@@ -36,7 +36,7 @@ DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
 SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
-MOST_TOGETHER = 2  # sequences with half-precision weights that one launch serves faster than many
+MOST_TOGETHER = 1  # sequences with half-precision weights that one launch serves faster than many
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -122,6 +122,8 @@ class CudaDecoder:
         self.split = few and not self.kernel and self.device.capability == 90 and self.matrices in kernels.HALF
         self.by_rows = few and not self.split
         terms = kernels.FLOAT_TERMS if self.split else 1
+        low_parts = kernels.DataMix.MOST_PARTS if self.split else 1
+        parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.room = SimpleNamespace(
@@ -129,10 +131,10 @@ class CudaDecoder:
             xx=room(B, D),
             d=room(B, D),
             mixed_x=room(terms, 1, B, D, dtype=X),
-            low=room(1, B, 5 * A),
+            low=room(low_parts, 1, B, 5 * A),
             mixed=room(terms, 5, B, D, dtype=X),
-            kvrg=room(4, B, D),
-            decay_low=room(1, B, W),
+            kvrg=room(parts, 4, B, D),
+            decay_low=room(parts, 1, B, W),
             y=room(terms, 1, B, D, dtype=X),
             ffn_mixed=room(terms, 2, B, D, dtype=X),
             activated=room(terms, 1, B, F, dtype=X),
@@ -350,7 +352,7 @@ class Step:
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
         terms = room.mixed.shape[0]
         self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, added, added and room.gate, xx=room.xx)
-        self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
+        parts = self.low_rank_down(layer)
         mix = kernels.DataMix.of_step(T, X, B, terms)
         self.draft.launch(
             mix,
@@ -364,15 +366,18 @@ class Step:
             tokens=B,
             D=D,
             A=A,
+            P=parts,
         )
-        self.matmul(
-            layer,
-            ("kvrg", room.mixed[:, 1:], room.kvrg, WRITE),
-            ("decay_down", room.mixed[:, :1], room.decay_low, WRITE),
-        )
-        (k, v, r, gate), (weight, bias) = room.kvrg, layer.ln_x
-        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, terms, N, W, my.device)
+        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, terms, B, H, N, W, my.device)
         kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
+        parts = self.in_parts(
+            layer,
+            kernel.parts if many else 1,
+            ("kvrg", room.mixed[:, 1:], room.kvrg),
+            ("decay_down", room.mixed[:, :1], room.decay_low),
+            early=True,
+        )
+        (k, v, r, gate), (weight, bias) = room.kvrg[0], layer.ln_x
         self.draft.launch(
             kernel,
             kernel.blocks(B, H) if many else B * H,
@@ -394,6 +399,7 @@ class Step:
             H=H,
             N=N,
             W=W,
+            **({"P": parts} if many else {}),
             eps=GROUP_NORM_EPS,
         )
         return self.addend(layer, "output", room.y, room.x)
@@ -407,6 +413,28 @@ class Step:
             ("ffn_receptance", room.ffn_mixed[:, 1:], room.gate, WRITE),
         )
         return self.addend(layer, "ffn_value", room.activated)
+
+    def low_rank_down(self, layer) -> int:
+        """What the data mix takes as `low`; in how many parts."""
+        room, (w,), (terms, _, B, K) = self.room, layer.maa_down, self.room.mixed_x.shape
+        kernel, M = kernels.FewRowsProduct(self.my.dtype), w.shape[0]
+        if terms == 1 or kernel.parts(K) > room.low.shape[0]:
+            self.matmul(layer, ("maa_down", room.mixed_x, room.low[0], WRITE))
+            return 1
+        self.draft.launch(kernel, kernel.blocks(M, K), w=w, x=room.mixed_x, y=room.low, B=B, K=K, M=M)
+        return kernel.parts(K)
+
+    def in_parts(self, layer, most, *named, early=False) -> int:
+        """Products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) that are left in parts for who reads y,
+        where there is room for them; in how many. `early` as `BatchProduct.fitting` has it."""
+        matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
+        kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
+        if kernel and kernel.SPLIT <= most:
+            products = [(w, x, y[: kernel.SPLIT], PARTS) for w, (_, x, y) in zip(matrices, named)]
+            kernel.launch(self.draft, products, B, K)
+            return kernel.SPLIT
+        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named))
+        return 1
 
     def addend(self, layer, name, vectors, x=None) -> Array | None:
         """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
@@ -468,8 +496,12 @@ class Step:
         if wide := kernels.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device):
             kernel, parts = wide
             return partial(kernel.launch, parts=parts), parts
-        kernel = kernels.BatchProduct.fitting(my.matrices, B, K, rows, my.device)
+        kernel = self.batch_product(matrices, B, K)
         return kernel and (kernel.launch, kernel.SPLIT)
+
+    def batch_product(self, matrices, B, K, early=False):
+        rows = [w.shape[:2] for w in matrices]
+        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
 
     def by_rows(self, matrices, products, B, K):
         listed = [
