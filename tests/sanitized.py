@@ -188,6 +188,7 @@ def decoding(rng, device):
         (HALF, 3, False, few),
         (BFLOAT16, 9, False, few),
         (BFLOAT16, 33, False, synthetic(rng, SIZES["wide heads"], BFLOAT16)),
+        (BFLOAT16, 130, False, few),
         *((*call, few) for call in EIGHT_BITS),
     ):
         decoder = CudaDecoder(weights, dtype, B, device)

@@ -1,5 +1,7 @@
 """The kernels of a decoding step through their host plan, token by token, against the NumPy model."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -168,22 +170,40 @@ def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
     deep = columns <= kernels.BatchProduct.DEEP_COLUMNS and K > 40
     kernel, B = kernels.BatchProduct(dtype, columns, split, deep), columns + (5 if first == kernels.WRITE else -3)
+    check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("shape", range(len(kernels.WideProduct.all(BFLOAT16))))
+@pytest.mark.parametrize("first, parts", [(kernels.WRITE, 1), (kernels.PARTS, 1), (kernels.PARTS, 4)])
+@pytest.mark.parametrize("more", [-60, 0, 3])
+@pytest.mark.parametrize("K", [40, 1032])
+def test_products_with_a_wide_batch(hopper, rng, dtype, shape, first, parts, more, K):
+    """Two stacks, of which one has a few rows more than a cluster's tiles, and one fewer than a tile."""
+    kernel = kernels.WideProduct.all(dtype)[shape]
+    launch, B = partial(kernel.launch, parts=parts), kernel.HALVES * kernel.vectors + more
+    check_products(hopper, rng, launch, dtype, B, K, ((2, 312), (1, 40)), first, parts, squared=parts == 1)
+
+
+def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1, squared=True):
+    """Two stacks of products (C, M), of which the first ends as told, and the second in a relu squared, or in parts."""
     found, given, wanted = [], [], []
-    for (C, M), finish in zip(((2, 150), (1, 33)), (first, kernels.RELU_SQUARED)):
+    for (C, M), finish in zip(rows, (first, kernels.RELU_SQUARED if squared else kernels.PARTS)):
         w, x = rng.standard_normal((C, M, K)).astype(dtype), rng.standard_normal((C, B, K)).astype(np.float32)
-        x = in_terms(x, dtype, kernel.terms)
+        x = in_terms(x, dtype, terms)
         y = rng.standard_normal((C, B, M)).astype(np.float32)
         product = np.float32(of_terms(x) @ w.astype(float).swapaxes(1, 2))
         if finish == kernels.RELU_SQUARED:
-            y = in_terms(y, dtype, kernel.terms)
+            y = in_terms(y, dtype, terms)
         elif finish == kernels.PARTS:
-            y = np.stack([y] * split)
+            y = np.stack([y] * parts)
         wanted.append(np.maximum(product, 0) ** 2 if finish == kernels.RELU_SQUARED else product)
-        found.append(hopper.upload(y))
-        given.append(((hopper.upload(w), hopper.upload(x), found[-1]), finish))
-    run_products(hopper, kernel, given, B, K)
+        found.append(device.upload(y))
+        given.append(((device.upload(w), device.upload(x), found[-1]), finish))
+    run_products(device, launch, given, B, K)
     for y, product in zip(found, wanted):
-        rounded = y.dtype == dtype and kernel.terms == 1
+        rounded = y.dtype == dtype and terms == 1
         y = of_terms(host(y)) if y.dtype == dtype else host(y).sum(0) if y.ndim == 4 else host(y)
         assert relative_error(y, product) <= (ml_dtypes.finfo(dtype).eps if rounded else 1e-6)
 
@@ -226,11 +246,11 @@ def units(dtype, terms):
     return (np.array([2048, 1, 1 / 2048]) if dtype == np.float16 else np.ones(3))[:terms] if terms > 1 else np.ones(1)
 
 
-def run_products(device, kernel, given, B, K):
+def run_products(device, launch, given, B, K):
     draft = Draft()
     seen = [[whole(describe_array("array", array, device)) for array in arrays] for arrays, _ in given]
     stacks = [(*arrays, finish) for arrays, (_, finish) in zip(seen, given)]
-    kernel.launch(draft, stacks, B, K)
+    launch(draft, stacks, B, K)
     plan = Plan((), tuple(draft.steps), None, given=tuple(array.memory for arrays in seen for array in arrays))
     for command in Compiled(plan, device).commands([array for arrays, _ in given for array in arrays]):
         command(None)
@@ -270,7 +290,7 @@ def test_greedy_tokens_are_the_argmax(device, rng):
         np.testing.assert_array_equal(host(tokens), host(logits).argmax(-1))
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [1, 3, 7])
 @pytest.mark.parametrize("D", [8, 2056, 4104])
 def test_norms_of_narrow_and_wide_rows(device, D, parts, rng):
     x, gate, shift, weight, bias, maa = rng.standard_normal((6, D), np.float32)

@@ -214,7 +214,7 @@ def test_wgmma_of_a_transposed_tile(hopper, rng, kind, columns):
     np.testing.assert_allclose(got, product(a, b), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("columns", [16, 24, 32, 64, 72, 128, 144])
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_wgmma_of_two_tiles(hopper, rng, kind, columns):
     a, b = (rng.standard_normal((rows, 64)).astype(PRODUCTS[kind]) for rows in (64, columns))

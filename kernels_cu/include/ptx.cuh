@@ -1,4 +1,4 @@
-// what      Every PTX instruction of the project behind a typed function; words.cuh alone writes `asm` beside it.
+// what      Every PTX instruction of the project behind a typed function; words.cuh and clusters.cuh have some more.
 // limits    sm_80 and later, but for two sections; no toolkit header, so NVRTC needs no include path.
 // twin      tests/emulator/ptx.cuh has the same names for the CPU: a change here is a change there.
 typedef unsigned short u16;
@@ -551,23 +551,21 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 
 
 #define EIGHT(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7"
 #define TEN(t) EIGHT(t) ",%" #t "8,%" #t "9,"
-#define D8(i)                                                                                                 \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
+#define SIXTY TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D8(i) D4(i), D4(i + 4)
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
 
 WGMMA_FORMATS(16, EIGHT(), "%8,%9,%10,%11", "%12", "%13", D8(0))
 WGMMA_FORMATS(32, TEN() "%10,%11,%12,%13,%14,%15", "%16,%17,%18,%19", "%20", "%21", D8(0), D8(8))
 WGMMA_FORMATS(64, TEN() TEN(1) TEN(2) "%30,%31", "%32,%33,%34,%35", "%36", "%37", D32(0))
-WGMMA_FORMATS(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64,%65,%66,%67", "%68", "%69", D32(0),
-              D32(32))
-WGMMA_FORMATS(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12),
-              "%128,%129,%130,%131", "%132", "%133", D32(0), D32(32), D32(64), D32(96))
+WGMMA_FORMATS(128, SIXTY "%60,%61,%62,%63", "%64,%65,%66,%67", "%68", "%69", D32(0), D32(32))
+WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), "%128,%129,%130,%131", "%132", "%133",
+              D32(0), D32(32), D32(64), D32(96))
 #undef WGMMA
 
 // The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. In half precision; N may be 24, too.
+// on. In half precision, and N is 16, 24, 32, 64, 72, 128 or 144.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -589,16 +587,17 @@ WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
 WGMMA_TILES(24, TEN() "%10,%11", "%12", "%13", "%14", D8(0), D4(8))
 WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
 WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
-WGMMA_TILES(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
-WGMMA_TILES(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), "%128",
-            "%129", "%130", D32(0), D32(32), D32(64), D32(96))
+WGMMA_TILES(72, TEN() TEN(1) TEN(2) "%30,%31,%32,%33,%34,%35", "%36", "%37", "%38", D32(0), D4(32))
+WGMMA_TILES(128, SIXTY "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
+WGMMA_TILES(144, SIXTY TEN(6) "%70,%71", "%72", "%73", "%74", D32(0), D32(32), D8(64))
 #undef WGMMA
 #undef WGMMA_TILES
 #undef WGMMA_FORMATS
 #undef EIGHT
 #undef TEN
-#undef D4
+#undef SIXTY
 #undef D8
+#undef D4
 #undef D32
 
 // Every warp of the warpgroup may use N registers a thread (24 to 256, a multiple of 8) from here on: more

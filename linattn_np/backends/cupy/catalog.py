@@ -186,7 +186,7 @@ def terms_of(X) -> tuple[int, ...]:
 def of_models():
     for T in CTYPES:
         yield rwkv6.LogDecay(T)
-        for width, parts in product(rwkv6.NormShift.WIDTHS, (1, rwkv6.NormShift.MOST_PARTS)):
+        for width, parts in product(rwkv6.NormShift.WIDTHS, rwkv6.NormShift.PARTS_AT_MOST):
             for terms in terms_of(T):
                 yield rwkv6.NormShift(T, width, parts, terms)
         for width in rwkv6.ShiftMix.WIDTHS:
@@ -219,6 +219,8 @@ def of_models():
         yield many(T, width, split)
         if width <= many.DEEP_COLUMNS:
             yield many(T, width, split, True)
+    for T in HALF:
+        yield from rwkv6.WideProduct.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

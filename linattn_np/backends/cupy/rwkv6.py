@@ -6,6 +6,7 @@ X is the dtype of what a kernel hands to the next product.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -34,7 +35,7 @@ class NormShift(ModelKernel):
     file = "rwkv6/norm_shift"
     arguments = (*pointers("x value gate weight bias maa shift slots xx d mixed"), *integers("B D C P"), *reals("eps"))
     shared = ("Shared",)
-    MOST_PARTS: ClassVar[int] = 8  # of value
+    PARTS_AT_MOST: ClassVar[tuple[int, ...]] = (1, 4, 8)  # of value
     WIDTHS: ClassVar[tuple[int, ...]] = (1, 2, 4)  # times 2048 channels
     threads = 512
     shared_bytes = 4 * 2 * 16
@@ -45,9 +46,9 @@ class NormShift(ModelKernel):
 
     @classmethod
     def fitting(cls, X, D, parts, terms=1):
-        """One part takes so few registers that two blocks share a multiprocessor."""
+        """Few parts take so few registers that two blocks share a multiprocessor."""
         each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
-        return cls(X, each, cls.MOST_PARTS if parts > 1 else 1, terms)
+        return cls(X, each, next(most for most in cls.PARTS_AT_MOST if parts <= most), terms)
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,22 @@ STACKS = 2  # in one launch
 STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
 
 
+def stacked(products, depth, rows, vectors) -> list[dict]:
+    """Stacks of products (w, x, y, finish), which come in boxes of so much of K by rows of w or vectors of x."""
+    stacks = [
+        {
+            "w": TensorMap(w[None], depth, rows, True),
+            "x": TensorMap(x, depth, vectors, True),
+            "y": y,
+            "C": w.shape[0],
+            "M": w.shape[1],
+            "finish": finish,
+        }
+        for w, x, y, finish in products
+    ]
+    return stacks + [stacks[0] | {"C": 0}] * (STACKS - len(stacks))
+
+
 @dataclass(frozen=True)
 class BatchProduct(ModelKernel):
     """Half-precision weights by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of K."""
@@ -158,6 +175,7 @@ class BatchProduct(ModelKernel):
     STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
     EXACT: ClassVar[int] = 8  # vectors at most that come in `FLOAT_TERMS`, as floats
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    FEW_ROWS: ClassVar[int] = 256
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
     shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}>",)
@@ -175,7 +193,7 @@ class BatchProduct(ModelKernel):
 
         `early`: whether its weights can come while small kernels before it run.
         """
-        few_rows = sum(C * M for C, M in rows) <= 2 * cls.ROWS
+        few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
         columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
@@ -196,20 +214,8 @@ class BatchProduct(ModelKernel):
     def launch(self, draft: Draft, products, B, K):
         """`products`: stacks (w [C, M, K], x [terms, C, B, K], y [C, B, M], in parts [SPLIT, C, B, M], or as x,
         finish)."""
-        stacks = [
-            {
-                "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
-                "x": TensorMap(x, self.DEPTH, self.COLUMNS, True),
-                "y": y,
-                "C": w.shape[0],
-                "M": w.shape[1],
-                "finish": finish,
-            }
-            for w, x, y, finish in products
-        ]
-        none = stacks[0] | {"C": 0}
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
-        draft.launch(self, blocks, stacks=stacks + [none] * (STACKS - len(stacks)), B=B, K=K)
+        draft.launch(self, blocks, stacks=stacked(products, self.DEPTH, self.ROWS, self.COLUMNS), B=B, K=K)
 
     @property
     def terms(self):
@@ -244,6 +250,84 @@ class FewRowsProduct(ModelKernel):
 
     def blocks(self, M, K) -> int:
         return ceil_div(M, self.ROWS) * self.parts(K)
+
+
+@dataclass(frozen=True)
+class WideProduct(ModelKernel):
+    """The same without splits of K that blocks join, for more vectors: a block has `ROWS` rows, and `GROUPS`
+    warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""
+
+    file = "rwkv6/wide_product"
+    # Stages of weights and of vectors, by vectors, then rows, halves and groups: with one of these numbers of rows a
+    # model's products fill one wave.
+    SHAPES: ClassVar[dict[int, dict]] = {
+        64: {(64, 1, 1): (10, 4), (72, 1, 1): (8, 4)},
+        256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
+    }
+    LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)
+    DEPTH: ClassVar[int] = 64  # of K a step
+    PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
+    WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
+    arguments = (*structs("stacks", STACKS, STACK), *integers("B K parts"))
+    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}>>",)
+    arch = "sm_90a"
+    dtype: np.dtype
+    ROWS: int
+    HALVES: int
+    GROUPS: int
+
+    @classmethod
+    def all(cls, dtype) -> list[WideProduct]:
+        return [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
+
+    @classmethod
+    def fitting(cls, dtype, B, K, rows, in_parts, device) -> tuple[WideProduct, int] | None:
+        """The fastest kernel for stacks (C, M) of products and how many parts it leaves; None where none serves, or
+        another is faster."""
+        many = 64 < B <= BatchProduct.MOST
+        if device.capability != 90 or dtype not in HALF or many or not cls.LEAST <= B <= max(cls.SHAPES):
+            return None
+        if any(M % 8 for _, M in rows) or sum(C * M for C, M in rows) <= BatchProduct.FEW_ROWS:
+            return None
+        shapes = next(shapes for most, shapes in cls.SHAPES.items() if B <= most)
+        choices = [(cls(dtype, *shape), parts) for shape in shapes for parts in (cls.PARTS if in_parts else (1,))]
+        kernel, parts = min(choices, key=lambda choice: choice[0].steps(B, K, rows, choice[1], device))
+        return None if kernel.blocks(B, rows, parts) > cls.WAVES * device.multiprocessors else (kernel, parts)
+
+    def steps(self, B, K, rows, parts, device) -> float:
+        """That a multiprocessor takes in turn, of 64 or 128 rows: a block's beginning and end and the reader of parts
+        among them."""
+        waves = self.blocks(B, rows, parts) / device.multiprocessors
+        waves = max(1.0, waves) if self.HALVES == 1 else ceil(waves)  # two blocks may share a multiprocessor, or not
+        return waves * (ceil_div(K, self.DEPTH * parts) * self.ROWS / (64 * self.HALVES) + 4) + parts / 2
+
+    def blocks(self, B, rows, parts) -> int:
+        tiles = sum(C * ceil_div(M, self.ROWS) for C, M in rows)
+        return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
+
+    def launch(self, draft: Draft, products, B, K, parts):
+        """`products`: stacks (w [C, M, K], x [1, C, B, K], y [C, B, M], in parts [parts, C, B, M], or as x, finish)."""
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
+        stacks = stacked(products, self.DEPTH, self.ROWS, self.vectors)
+        draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
+
+    @property
+    def vectors(self) -> int:
+        """Of a block."""
+        return 64 * self.GROUPS
+
+    @property
+    def cluster(self):
+        return self.HALVES
+
+    @property
+    def threads(self):
+        return 128 * self.GROUPS + 32
+
+    @property
+    def shared_bytes(self):
+        of_w, of_x = self.SHAPES[self.HALVES * self.vectors][self.ROWS, self.HALVES, self.GROUPS]
+        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 2 * 8 * (of_w + of_x)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
 Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
-one launch where sequences are one or two, or weights are not in half precision; otherwise a layer is nine. On other
-cards cuBLAS multiplies beyond eight sequences. All arrays of a step are allocated once, and a step neither allocates
-nor waits, so a CUDA graph can hold it.
+one launch where sequences are one or two, or weights are not in half precision; otherwise a layer is nine. Beyond eight
+sequences cuBLAS multiplies on other cards, and on Hopper beyond 256. All arrays of a step are allocated once, and a
+step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class CudaDecoder:
             hidden=None if few else room(1, B, F),
             wide=None if few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
-            added=room(1 if self.by_rows else kernels.NormShift.MOST_PARTS, 1, B, D),
+            added=room(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
             normed=room(terms, 1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
@@ -439,10 +439,11 @@ class Step:
     def addend(self, layer, name, vectors, x=None) -> Array | None:
         """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
         w, (_, _, B, K) = getattr(layer, name), vectors.shape
-        kernel = None if self.my.by_rows else self.batch_product([w], B, K)
-        if kernel:
-            added = self.room.added[: kernel.SPLIT]
-            kernel.launch(self.draft, [(w, vectors, added, PARTS)], B, K)
+        found = None if self.my.by_rows else self.product_of_batch([w], B, K, in_parts=True)
+        if found:
+            launch, parts = found
+            added = self.room.added[:parts]
+            launch(self.draft, [(w, vectors, added, PARTS)], B, K)
             return added[:, 0]
         added = self.room.added[0]
         self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
@@ -479,13 +480,24 @@ class Step:
         *_, B, K = products[0][0].shape
         if my.by_rows:
             self.by_rows(matrices, products, B, K)
-        elif kernel := self.batch_product(matrices, B, K):
-            kernel.launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
+        elif found := self.product_of_batch(matrices, B, K):
+            launch, _ = found
+            launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
             self.by_library(weights, matrices, products)
+
+    def product_of_batch(self, matrices, B, K, in_parts=False):
+        """What launches products, and of how many parts those are that end in parts; None where the library is
+        faster."""
+        my, rows = self.my, [w.shape[:2] for w in matrices]
+        if wide := kernels.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device):
+            kernel, parts = wide
+            return partial(kernel.launch, parts=parts), parts
+        kernel = self.batch_product(matrices, B, K)
+        return kernel and (kernel.launch, kernel.SPLIT)
 
     def batch_product(self, matrices, B, K, early=False):
         rows = [w.shape[:2] for w in matrices]
