@@ -108,6 +108,24 @@ def exact(function, arrays, *, layout="bhtd", **arguments):
     return swap_heads(o, op.out, layout), final
 
 
+def size_of_terms(function, arrays, **arguments):
+    """Root of the sum of the squares of what each number of o is a sum of: its size, had nothing cancelled.
+
+    The same recurrence of squares. None of an operator that is no such sum.
+    """
+    if function is softmax_attention or arguments.get("feature_map") or arguments.get("normalize"):
+        return None
+    op, arrays = declaration(function, "size_of_terms"), [double(x) for x in arrays]
+    squares = [2 * x if name in DECAYS else x**2 for name, x in zip(op.arrays, arrays)]
+    scale, start = arguments.get("scale"), double(arguments.get("initial_state"))
+    arguments |= {"scale": 1 / arrays[0].shape[-1] if scale is None else scale**2}
+    arguments |= {"initial_state": None if start is None else start**2}
+    if op.name == "retention":
+        gamma = arguments.get("gamma")
+        arguments["gamma"] = (1 - 2.0 ** (-5 - np.arange(arrays[0].shape[1])) if gamma is None else double(gamma)) ** 2
+    return np.sqrt(exact(function, squares, **arguments)[0])
+
+
 def exact_vjp(function, arrays, do, dht=None, **arguments):
     """(o, final state or None, gradients) of host arrays [B, H, T, ...] in float64, back through every token."""
     arguments |= {"initial_state": double(arguments.get("initial_state")), "output_final_state": True}
@@ -201,25 +219,27 @@ def rms(x, **axes):
     return np.sqrt(np.mean(np.square(x), **axes)) if np.size(x) else np.float64(0)
 
 
-def errors(x, wanted):
+def errors(x, wanted, terms=None):
     """(whole tensor, worst row): rms of x - wanted over rms of wanted.
 
     A whole-tensor figure misses one row that is zeroed, so every last-axis row is judged too, against its own rms.
     A row that cancels to far below the others carries their rounding: its rms counts as a tenth of the tensor's at
-    least.
+    least. Where `terms` say what numbers are sums of (`size_of_terms`), it counts as half of that: of the first tokens
+    a whole row is one value times one sum over channels, and cancels with it.
     """
     x, wanted = double(x), double(wanted)
     assert x.shape == wanted.shape, f"shape {x.shape}, expected {wanted.shape}"
     size = rms(wanted) or 1.0
     if not x.size:
         return 0.0, 0.0
-    rows = rms(x - wanted, axis=-1) / np.maximum(rms(wanted, axis=-1), size / 10)
+    least = size / 10 if terms is None else np.maximum(size / 10, rms(terms, axis=-1) / 2)
+    rows = rms(x - wanted, axis=-1) / np.maximum(rms(wanted, axis=-1), least)
     return float(rms(x - wanted) / size), float(rows.max())
 
 
-def assert_close(what, x, wanted, dtype, *, factor=1, rows=1):
+def assert_close(what, x, wanted, dtype, *, factor=1, rows=1, terms=None):
     """Both figures within `limits`, times `factor`; NaN anywhere fails."""
-    found, (whole, row) = errors(x, wanted), limits(dtype, rows)
+    found, (whole, row) = errors(x, wanted, terms), limits(dtype, rows)
     assert found[0] <= factor * whole and found[1] <= factor * row, (
         f"{what}: whole tensor {found[0]:.2e} (limit {factor * whole:.1e}), "
         f"worst row {found[1]:.2e} (limit {factor * row:.1e})"

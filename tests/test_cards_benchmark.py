@@ -103,3 +103,21 @@ def test_texts_are_timed(tmp_path):
     subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=120, cwd=tmp_path)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["same_lines"] and row["seconds"] > 0 and row["texts"] == 3
+
+
+GRAPHS = [str(BENCHMARKS / "cards.py"), "--graphs", "--tokens=1024", "--total=1024", "--heads=2", "--dim=64"]
+
+
+@pytest.mark.parametrize("where", [["--device=cpu"], ["--device=cuda", "--threads=2"]])
+def test_graphs_are_of_processes_with_cards(where):
+    done = subprocess.run([sys.executable, *GRAPHS, *where], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and "--graphs takes --device cuda and ranks that are processes" in done.stderr
+
+
+def test_graphs_are_timed(card, tmp_path):
+    if card.name != "cupy":
+        pytest.skip("Numba has no graphs")
+    command = [sys.executable, *GRAPHS, "--device=cuda", "--out", str(tmp_path / "rows.json")]
+    subprocess.run(command, check=True, env=ENVIRONMENT, timeout=120, cwd=tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == 8 and all(row["graphs"] and row["ms"] > 0 for row in rows)

@@ -24,6 +24,7 @@ from reference import (
     literal,
     rms,
     same_bits,
+    size_of_terms,
     stated,
 )
 
@@ -180,7 +181,9 @@ def pytest_generate_tests(metafunc):
 
 @lru_cache(maxsize=2)
 def posed(op_name, case, seed):
-    """(host arrays, the call's arguments but for mode and out, exact o, exact final state parts)."""
+    """(host arrays, the call's arguments but for mode and out, exact o, exact final state parts, the size of o's
+    terms).
+    """
     op, function = BY_NAME[op_name]
     rng = np.random.default_rng([seed, zlib.crc32(f"{op_name} {case.name}".encode())])
     arrays = draw(op, rng, case.sizes, case.dtype, case.gate, case.gate_dtype)
@@ -193,7 +196,7 @@ def posed(op_name, case, seed):
     if case.initial and op.state:
         parts = draw_states(stated(op, options), rng, case.sizes, case.initial)
         options["initial_state"] = parts if len(parts) > 1 else parts[0]
-    return arrays, options, *exact(function, arrays, **options)
+    return arrays, options, *exact(function, arrays, **options), size_of_terms(function, arrays, **options)
 
 
 def native_inputs(backend, arrays, op, case):
@@ -219,7 +222,7 @@ def native_state(backend, state):
 def test_float64(op, case, backend, mode, seed):
     case = CASES[case]
     declared, function = BY_NAME[op]
-    arrays, options, o_exact, final_exact = posed(op, case, seed)
+    arrays, options, o_exact, final_exact, terms = posed(op, case, seed)
     inputs = native_inputs(backend, arrays, declared, case)
     before = [backend.tohost(x).copy() for x in inputs]
     arguments = {"layout": case.layout, "mode": mode, **options}
@@ -238,7 +241,8 @@ def test_float64(op, case, backend, mode, seed):
     assert o is out.view
     out.assert_rest_untouched()
     what = f"{op} on {backend.name}, mode {mode}, {case}, options {sorted(options)}"
-    assert_close(f"{what}: o", swap_heads(backend.tohost(o), declared.out, case.layout), o_exact, case.dtype)
+    o = swap_heads(backend.tohost(o), declared.out, case.layout)
+    assert_close(f"{what}: o", o, o_exact, case.dtype, terms=terms)
     if final_asked:
         state_dtype = np.dtype(case.state_dtype or ("float64" if case.dtype == "float64" else "float32"))
         coarser = max(case.dtype, state_dtype.name, key=list(LIMITS).index)
@@ -253,11 +257,26 @@ def test_float64(op, case, backend, mode, seed):
 
 
 # -- what the cases rest on --------------------------------------------------------------------------------------------
+def test_size_of_terms(rng):
+    """Of random signs alone: the root of the mean of squares."""
+    for name in ("gla", "rwkv6", "simple_gla", "retention", "linear_attention"):
+        op, function = BY_NAME[name]
+        arrays = draw(op, rng, {"B": 1, "H": 2, "T": 2, "K": 2, "V": 1}, np.float64)
+        start, signs = rng.standard_normal((1, 2, 2, 1)), np.array([*np.ndindex((2,) * 6)]) * 2 - 1
+        total = 0
+        for sign in signs:  # of each key's and state's channels; queries' signs and values' would change nothing
+            k = arrays[1] * sign[:4].reshape(1, 1, 2, 2)
+            given = [arrays[0], k, *arrays[2:]]
+            total += exact(function, given, initial_state=start * sign[4:].reshape(1, 1, 2, 1))[0] ** 2
+        found = size_of_terms(function, arrays, initial_state=start)
+        np.testing.assert_allclose(found, np.sqrt(total / len(signs)), rtol=1e-12)
+
+
 @pytest.mark.parametrize("op", [op for op in BY_NAME if op != "softmax_attention"])
 @pytest.mark.parametrize("case", ["tiny-packed", "batch", "T17-bthd", "tiny-all-inf", "scale-2"])
 def test_exact_answer_is_the_papers_equation(op, case, seed):
     declared, _ = BY_NAME[op]
-    arrays, options, o, final = posed(op, CASES[case], seed)
+    arrays, options, o, final, _ = posed(op, CASES[case], seed)
     options = {name: double(x) if name == "initial_state" else x for name, x in options.items()}
     o_literal, final_literal = literal(declared, [double(x) for x in arrays], **options)
     assert_close("o", o, o_literal, "float64")

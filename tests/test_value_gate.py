@@ -7,7 +7,7 @@ import planned
 import pytest
 from conftest import DOUBLE, HALF, SINGLE
 from reference import GATES, assert_close, double, draw, guarded, literal, same_bits
-from test_growth import KINDS, LIMITS, bounded
+from test_growth import KINDS, LIMITS
 
 from linattn_np import ContractError, ContractTypeError, NotSupported, explain, gla, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
@@ -271,7 +271,7 @@ def test_growth_on_either_side(device, rng, dtype, side, kind):
     case = Case(T=70, K=20, V=24, dtype=dtype, regimes=("weak", "weak"))
     arrays, (start, dht) = case.drawn(rng)
     grown = list(GLA_VALUE_GATE.arrays).index(side)
-    arrays[grown] = bounded(KINDS[kind](rng, arrays[grown].shape), 60.0).astype(dtype)
+    arrays[grown] = KINDS[kind](rng, arrays[grown].shape, 60.0).astype(dtype)
     do = rng.standard_normal(arrays[2].shape).astype(dtype)
     problem = GLA_VALUE_GATE.bind(
         [device.upload(x) for x in arrays], initial_state=device.upload(start), output_final_state=True
