@@ -377,6 +377,18 @@ __device__ __forceinline__ void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
+// Start copying `bytes` (a multiple of 16, as are the addresses), which nobody reads again soon, to shared memory; `b`
+// counts them.
+__device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, Barrier& b) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(u32(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(bytes), "r"(u32(__cvta_generic_to_shared(&b))), "l"(policy)
+      : "memory");
+}
+
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 // The driver's CUtensorMap of an array [B, H, T, D], for boxes of some columns and tokens; a kernel's argument.

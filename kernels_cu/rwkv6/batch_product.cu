@@ -17,7 +17,7 @@
 constexpr int ROWS = 128, DEPTH = 64, STACKS = 2;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
 // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
-constexpr int FLIGHT = 3;
+constexpr int FLIGHT = 2;
 constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
 
 enum class Finish : i64 { Write, ReluSquared = 2, Parts };

@@ -1,5 +1,5 @@
-// what      What a block of a decoding step does alike wherever its numbers come from: norms, slots of weights, parts of
-//           the products of low rank.
+// what      What a block of a decoding step does alike wherever its numbers come from: norms, slots of weights, parts
+//           of the products of low rank.
 // smem      Shared, then the stage
 // barriers  named barrier 1 of the threads that compute, where a comment says what stands
 #include "rwkv6/decode_split.cuh"
@@ -175,7 +175,7 @@ template <typename T, typename S, typename X, int SLOTS, int MOST> struct Decode
 // One thread each makes the slots' barriers.
 template <int SLOTS> __device__ __forceinline__ void init_slots(Shared<SLOTS>& s) {
   if (threadIdx.x < SLOTS) {
-    barrier_init(s.full[threadIdx.x], 32 * COPIERS);
+    barrier_init(s.full[threadIdx.x], COPIERS);
     barrier_init(s.empty[threadIdx.x], WARPS);
   }
   __syncthreads();  // the barriers stand

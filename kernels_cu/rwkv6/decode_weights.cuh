@@ -179,10 +179,10 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
   }
 }
 
-// The warps that have the weights copied, some of the 16 rows of a slot each; zeros from column K on.
+// The warps that have the weights copied, a lane a row of a slot, some of the 16 each; zeros from column K on.
 template <typename T, typename S, typename X, int SLOTS>
 __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<SLOTS>& s) {
-  constexpr int EACH = ROWS / COPIERS, ACROSS = PIECE / (32 * 16);
+  constexpr int EACH = ROWS / COPIERS;
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
   int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
   u32 parity = 1;
@@ -199,17 +199,18 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
       for (int k = 0; k < K; k += Lane<T>::SLOT) {
         barrier_wait(s.empty[slot], parity);
         barrier_wait(s.full[latest], parity ^ (latest < slot));
-        const T* from = rows + k + lane * Lane<T>::EACH;
-        unsigned char* to = s.ring[slot][copier * EACH] + 16 * lane;
-        const bool whole = k + Lane<T>::SLOT <= K;
-#pragma unroll
-        for (int row = 0; row < EACH; ++row, from += K)
-#pragma unroll
-          for (int n = 0; n < ACROSS; ++n) {
-            const bool inside = whole || k + (n * 32 + lane) * Lane<T>::EACH < K;
-            cp_async<16>(to + row * PITCH + n * 512, inside ? from + n * 32 * Lane<T>::EACH : rows, inside);
-          }
-        copies_arrive(s.full[slot]);
+        const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
+        unsigned char (*to)[PITCH] = s.ring[slot] + copier * EACH;
+        if (bytes < PIECE) {
+          for (int row = 0; row < EACH; ++row)
+            for (int at = bytes + 16 * lane; at < PIECE; at += 512)
+              *reinterpret_cast<uint4*>(to[row] + at) = {0, 0, 0, 0};
+          fence_async();
+          __syncwarp();
+        }
+        if (lane == 0) barrier_expect(s.full[slot], EACH * bytes);
+        __syncwarp();
+        if (lane < EACH) copy_once(to[lane], rows + i64(lane) * K + k, bytes, s.full[slot]);
         if (++slot == SLOTS) slot = 0, parity ^= 1;
         if (++latest == SLOTS) latest = 0;
       }

@@ -1,11 +1,12 @@
 // what      The product of few rows of weights with up to eight vectors, by blocks that take next to no room.
 // math      the sum of y_b's parts is W x_b
 // shapes    w [M, K], its rows padded to 16, x [TERMS, B, K] of type T, y [PARTS, B, M]
-// grid      a block for every part of K of every 16 rows, parts fastest; 256 threads: a warp has SLICE / 8 columns, a lane
-//           neighbours of them in two rows
+// grid      a block for every part of K of every 16 rows, parts fastest; 256 threads: a warp has an eighth of the part,
+//           a lane neighbours of it in two rows
 // smem      Shared: the warps' sums
 // barriers  one: the warps' sums stand
-// numerics  tensor cores: the three terms of x that hold a float, and weights as they are; float32 sums in a fixed order
+// numerics  tensor cores: the three terms of x that hold a float, and weights as they are; float32 sums in a fixed
+//           order
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14, for the products
 // limits    B up to 8, K a multiple of 8; w and x start on 16 bytes
 //

@@ -115,16 +115,26 @@ __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES 
   wait_for_previous();
   if (!state) return;
 
-  const i64 apart = 4 * B * D;
-  const float2 k = load2_parts<TWO>(args.k + at + own, args.P, apart),
-               r = load2_parts<TWO>(args.r + at + own, args.P, apart);
-  const float4 v = load4_parts<TWO>(args.v + at + column, args.P, apart);
-  if (ALL) load_gate();
-  for (int w = 2 * lane; w < W; w += 64) {  // all on their way at once
-    const float2 low = load2_parts<TWO>(args.low + i64(b) * W + w, args.P, i64(B) * W);
-    s_low[w] = tanhf(low.x), s_low[w + 1] = tanhf(low.y);
+  struct Inputs {
+    float2 k, r;
+    float4 v;
+  };
+  const auto load_inputs = [&]() -> Inputs {
+    if (!TWO) return {load2(args.k + at + own), load2(args.r + at + own), load4(args.v + at + column)};
+    const i64 apart = 4 * B * D;
+    return {load2_parts<TWO>(args.k + at + own, args.P, apart), load2_parts<TWO>(args.r + at + own, args.P, apart),
+            load4_parts<TWO>(args.v + at + column, args.P, apart)};
+  };
+  Inputs early;
+  if (ALL) early = load_inputs(), load_gate();
+  for (int w = lane; w < W; w += 32) {
+    const i64 from = i64(b) * W + w;
+    s_low[w] = tanhf(args.low[from] + (TWO && args.P > 1 ? args.low[from + i64(B) * W] : 0.f));
   }
   __syncwarp();
+  const Inputs in = ALL ? early : load_inputs();
+  const float2 k = in.k, r = in.r;
+  const float4 v = in.v;
 #pragma unroll 8
   for (int w = 0; w < W; ++w) {
     const float2 up = load2(s_up + w * N + own);

@@ -390,6 +390,15 @@ inline void cluster_sync(emulator::Where where = emulator::here()) {
 inline void cluster_sync_shared(emulator::Where where = emulator::here()) { cluster_sync(where); }
 inline void cluster_leave(emulator::Where where = emulator::here()) { cluster_sync(where); }
 
+inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(emulator::in_shared(to, 16) && reinterpret_cast<u64>(from) % 16 == 0 && bytes % 16 == 0,
+                 "copy_once of %u bytes, not aligned or not to shared memory (%s:%d)", bytes, where.file, where.line);
+  emulator::Phases* phases = emulator::phases("copy_once", b, where);
+  memcpy(to, from, bytes);
+  phases->coming -= bytes / 16;
+  emulator::end_phase(phases);
+}
+
 // ---- boxes of tensors -------------------------------------------------------------------------------------
 
 struct alignas(64) TensorMap {

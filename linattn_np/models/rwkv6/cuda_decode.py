@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
 Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
-one launch where sequences are one or two, or weights are not in half precision; otherwise a layer is nine. Beyond eight
-sequences cuBLAS multiplies on other cards, and on Hopper beyond 256. All arrays of a step are allocated once, and a
-step neither allocates nor waits, so a CUDA graph can hold it.
+one launch for one sequence, and where weights are float32 or int8; otherwise a layer is nine. Beyond eight sequences
+cuBLAS multiplies on other cards, and on Hopper beyond 256. All arrays of a step are allocated once, and a step neither
+allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
