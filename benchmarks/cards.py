@@ -1,6 +1,6 @@
 """Times the operators on sequences that are cut over ranks, against one rank's own: weak and strong scaling.
 
-    mpiexec -n 4 python benchmarks/cards.py --device cuda [--out benchmarks/results/cards/NAME.json]
+    mpiexec -n 4 python benchmarks/cards.py --device cuda [--graphs] [--out benchmarks/results/cards/NAME.json]
     torchrun --nproc-per-node 4 benchmarks/cards.py --device cuda
     python benchmarks/cards.py --threads 4 --device cuda                            one process with four cards
     mpiexec -n 2 python benchmarks/cards.py --tokens 2048 --total 4096 --dim 32     NumPy ranks
@@ -15,6 +15,9 @@ A row's figures:
     sent        bytes that a rank sends to each other rank in a call
     error       relative, of all ranks' results, or gradients, of two heads at 512 tokens a rank, against float64 token
                 by token
+
+With `--graphs` a call is the launch of a CUDA graph of it, on one rank too: what the host does, the ranks' agreement
+with it, was done when the graph was made.
 
 Gates are as trained RWKV-6 models have them: a channel's own strength, a median of 0.05 nats a token and one in a
 hundred above 3. Efficiency says something of cards, where every rank has its own; NumPy ranks share a host's cores.
@@ -37,7 +40,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 OPERATORS = ("gla", "rwkv6", "simple_gla", "retention", "linear_attention")
 SAMPLES = 5
 CALLS = 4  # one after another in a sample: the host may run ahead, as it does in a model
-CASE = ("op", "pass", "scaling", "ranks", "tokens", "H", "D", "dtype", "engine")  # what a row is of
+CASE = ("op", "pass", "scaling", "ranks", "tokens", "H", "D", "dtype", "engine", "graphs")  # what a row is of
 CHECKED = 512  # tokens a rank: enough that Hopper's kernels cut them into segments
 DRAWN = 4096  # tokens of random numbers, repeated in longer sequences: 10^10 of them would take minutes
 
@@ -129,6 +132,7 @@ class Bench:
                         "D": self.options.dim,
                         "dtype": self.options.dtype,
                         "engine": type(self.comm.comm).__name__,
+                        "graphs": self.options.graphs,
                         "ms": ms,
                         "one_ms": one_ms,
                         "efficiency": one_ms / ms / shared,
@@ -152,7 +156,7 @@ class Bench:
             before = self.comm.sent
             call()
             sent = self.comm.sent - before
-            ms = self.comm.together(self.median(call)).max()
+            ms = self.comm.together(self.median(self.repeatable(call, self.comm.comm))).max()
             self.comm.together(0)
             one_ms = self.one(single, op, of_one, kind) if self.comm.rank == 0 else 0.0
             found[kind] = float(ms), float(self.comm.together(one_ms)[0]), sent
@@ -166,7 +170,28 @@ class Bench:
             o, pullback = linattn_np.vjp(single, *arrays)
             call = partial(pullback, o)
         call()
-        return self.median(call, together=False)
+        return self.median(self.repeatable(call), together=False)
+
+    def repeatable(self, call, engine=None):
+        """The call, or the launch of a CUDA graph of it, which holds messages of an `engine`."""
+        if not self.options.graphs:
+            return call
+        stream = self.device.xp.cuda.Stream(non_blocking=True)
+        self.device.wait()
+        with stream:
+            call()  # once there: what the host makes ready for a queue is no part of a graph
+            stream.synchronize()
+            stream.begin_capture()
+            results = call()
+            graph = stream.end_capture()
+
+        def launch(results=results):  # which live as long: the graph writes there
+            with stream:
+                graph.launch(stream)
+                if engine is not None:
+                    engine.launched()
+
+        return launch
 
     def median(self, call, together=True):
         times = []
@@ -217,6 +242,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="ranks that are threads of this process, on a card each")
+    parser.add_argument("--graphs", action="store_true", help="time CUDA graphs of the calls, on cards")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=["gla", "rwkv6"])
     parser.add_argument("--scaling", nargs="+", choices=("weak", "strong"), default=["weak", "strong"])
     parser.add_argument("--tokens", type=int, default=131_072, help="a rank, for weak scaling")
@@ -226,6 +252,8 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on cards, float32 on the CPU by default")
     parser.add_argument("--out", type=Path, help="a JSON file, in which rows of the same cases are replaced")
     options = parser.parse_args()
+    if options.graphs and (options.device == "cpu" or options.threads):
+        parser.error("--graphs takes --device cuda and ranks that are processes")
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
 
     def work(comm):

@@ -2,6 +2,7 @@
 benchmarks/results/cards.
 
     torchrun --nproc-per-node 2 benchmarks/cards.py --device cuda --out benchmarks/results/cards/nvidia-h200.json
+    torchrun --nproc-per-node 2 benchmarks/cards.py --device cuda --graphs --scaling weak --out ...
     torchrun --nproc-per-node 2 benchmarks/cards_training.py --out benchmarks/results/cards/nvidia-h200.json
     python benchmarks/cards_texts.py --out benchmarks/results/cards/nvidia-h200.json
     python benchmarks/cards_table.py
@@ -34,7 +35,11 @@ def of_kind(result, key):
 
 
 def place(row):
-    return row["scaling"] != "weak", row["op"], row["pass"] != "forward", row["ranks"]
+    return row["scaling"] != "weak", row["graphs"], row["op"], row["pass"] != "forward", row["ranks"]
+
+
+def name(row):
+    return f"{row['pass']}, as a graph" if row["graphs"] else row["pass"]
 
 
 def operators(result):
@@ -43,7 +48,7 @@ def operators(result):
 
 def summary(result) -> str:
     """A sentence: of the fewest cards, and of more in brackets."""
-    weak = [row for row in operators(result) if (row["scaling"], row["op"]) == ("weak", "gla")]
+    weak = [row for row in operators(result) if (row["scaling"], row["op"], row["graphs"]) == ("weak", "gla", False)]
     said: dict[str, dict] = {}
     for row in weak:
         said.setdefault(row["pass"], {})[row["ranks"]] = f"{row['efficiency']:.0%}"
@@ -73,12 +78,13 @@ def speeds(result) -> str:
             f"{card}, one process a card, {H} heads of {D}, {dtype}, gates of trained models: milliseconds of a call, "
             "four in a row, and of one card in the same run. Weak scaling gives one card what each of the others has, "
             "strong scaling all of it. Efficiency is one card's time over all cards' (weak), shared by the cards "
-            f"(strong). A call sends {least(row['sent'] for row in rows)} MB to each other card. The largest error "
+            "(strong). As a graph both are launches of CUDA graphs of the call. A call sends "
+            f"{least(row['sent'] for row in rows)} MB to each other card. The largest error "
             f"against float64 is {max(row['error'] for row in rows):.1e}."
         )
         cells = [
             [
-                f"`{row['op']}` {row['pass']}",
+                f"`{row['op']}` {name(row)}",
                 row["scaling"],
                 f"{row['ranks']} x {row['tokens']:,}",
                 f"{row['ms']:.2f}",
@@ -137,7 +143,7 @@ def draw(result, picture=PICTURE):
 
     cases: dict[str, dict] = {}
     for row in operators(result):
-        cases.setdefault(f"{row['op']} {row['pass']}, {row['scaling']}", {})[row["ranks"]] = row
+        cases.setdefault(f"{row['op']} {name(row)}, {row['scaling']}", {})[row["ranks"]] = row
     for row in of_kind(result, "training"):
         cases.setdefault(f"training, {row['training']}", {})[row["ranks"]] = row
     counts = sorted({ranks for rows in cases.values() for ranks in rows})

@@ -63,6 +63,11 @@ class Spans:
         starts, stops = self.bounds[:-1], self.bounds[1:]
         return Spans(np.append(np.column_stack([starts, starts + length, stops - length]).ravel(), self.bounds[-1]))
 
+    def split_at(self, length: int) -> Spans:
+        """Every sequence as its first `length` tokens and the rest."""
+        starts = self.bounds[:-1]
+        return Spans(np.append(np.column_stack([starts, starts + length]).ravel(), self.bounds[-1]))
+
     def framed(self, count: int) -> Spans:
         """Every `count` ranges between two empty ones."""
         starts, ends = self.bounds[:-1].reshape(-1, count), self.bounds[count::count]

@@ -107,31 +107,40 @@ def hangs(comm):
         sys.exit(3)
 
 
-def autograd(comm):
+def autograd(comm, device="cpu", dtype=DOUBLE):
     """torch's gradients of every rank's tokens, u's and the initial state's, against linattn_np.vjp of all of them."""
     import torch
 
     from linattn_np.interop import torch as interop
 
-    call = Call("rwkv6", np.random.default_rng(0))
+    call, tensor = Call("rwkv6", np.random.default_rng(0), dtype=dtype), partial(torch.tensor, device=device)
     start = sum(LENGTHS[comm.size][: comm.rank])
     tokens = slice(start, start + LENGTHS[comm.size][comm.rank])
-    inputs = [torch.tensor(x[:, :, tokens] if x.ndim == 4 else x, requires_grad=True) for x in call.arrays]
-    state = torch.tensor(call.state[0], requires_grad=True)
+    inputs = [tensor(x[:, :, tokens] if x.ndim == 4 else x, requires_grad=True) for x in call.arrays]
+    state = tensor(call.state[0], requires_grad=True)
+    do, dht = tensor(call.do[:, :, tokens]), tensor(call.dht[0])
     o, final = interop.rwkv6(*inputs, initial_state=state, output_final_state=True, comm=comm)
-    loss = (o * torch.tensor(call.do[:, :, tokens])).sum() + (final * torch.tensor(call.dht[0])).sum()
-    found = torch.autograd.grad(loss, [*inputs, state])
+    found = torch.autograd.grad((o * do).sum() + (final * dht).sum(), [*inputs, state])
     _, wanted = call.exactly()
     for place, (x, y) in enumerate(zip(found, wanted, strict=True)):
-        assert_close(f"gradient {place}", x.numpy(), y[:, :, tokens] if place < 4 else y, DOUBLE, factor=10)
+        assert_close(f"gradient {place}", x.cpu().numpy(), y[:, :, tokens] if place < 4 else y, dtype, factor=10)
     with torch.no_grad():
         again = interop.rwkv6(*inputs, initial_state=state, comm=comm)
     assert torch.equal(o, again)
+    plain = [x.detach() for x in (*inputs, state)]
+    options = {"initial_state": plain[-1], "output_final_state": True, "comm": comm}
+    results, pullback = distributed.vjp(distributed.rwkv6, *plain[:-1], **options)
+    for x, y in zip((*results, *pullback(do, dht)), (o, final, *found), strict=True):
+        assert torch.equal(x, y)
     with pytest.raises(ContractError, match="rwkv6: segment_size has no meaning without comm"):
         interop.rwkv6(*inputs, segment_size=16)
     with pytest.raises(TypeError, match="unexpected keyword argument 'comm'"):
         interop.softmax_attention(*inputs[:3], comm=comm)
     say(f"autograd on rank {comm.rank}")
+
+
+def autograd_on_cards(comm):
+    autograd(comm, f"cuda:{comm.device.id}", SINGLE)
 
 
 def torch_group():
@@ -143,9 +152,17 @@ def torch_group():
     return ProcessGroup(limit_s=60)
 
 
+def engine_for(names):
+    if "autograd" in names:
+        return torch_group()
+    if "autograd_on_cards" in names:
+        return distributed.connect("cuda", limit_s=60)
+    return distributed.connect(limit_s=2 if "hangs" in names else 60)
+
+
 if __name__ == "__main__":
     names = sys.argv[1:]
-    what = {function.__name__: function for function in (operators, messages, differ, killed, hangs, autograd)}
-    comm = torch_group() if "autograd" in names else distributed.connect(limit_s=2 if "hangs" in names else 60)
+    functions = operators, messages, differ, killed, hangs, autograd, autograd_on_cards
+    what, comm = {function.__name__: function for function in functions}, engine_for(names)
     for name in names:
         what[name](comm)

@@ -182,8 +182,9 @@ def decoding(rng, device):
     """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies int8."""
     few = synthetic(rng, SMALL, BFLOAT16)
     for dtype, B, together, weights in (
-        (BFLOAT16, 3, True, few),
+        (BFLOAT16, 2, True, few),
         (SINGLE, 8, True, few),
+        (SINGLE, 3, False, few),
         (HALF, 3, False, few),
         (BFLOAT16, 9, False, few),
         (BFLOAT16, 33, False, synthetic(rng, SIZES["wide heads"], BFLOAT16)),

@@ -11,7 +11,15 @@ from test_distributed_engines import ENVIRONMENT, mpiexec
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROW = {"op": "gla", "pass": "forward", "scaling": "weak", "ranks": 2, "tokens": 131072, "H": 16, "D": 128}
-ROW |= {"dtype": "bfloat16", "engine": "Nccl", "ms": 1.5, "one_ms": 1.35, "efficiency": 0.9, "sent": 10**6}
+ROW |= {
+    "dtype": "bfloat16",
+    "engine": "Nccl",
+    "graphs": False,
+    "ms": 1.5,
+    "one_ms": 1.35,
+    "efficiency": 0.9,
+    "sent": 10**6,
+}
 ROW |= {"error": 3e-3}
 RESULT = {
     "meta": {"card": "a card"},
@@ -19,6 +27,7 @@ RESULT = {
         ROW | {"pass": "backward", "efficiency": 0.95, "sent": 2 * 10**6, "error": 4e-3},
         ROW,
         ROW | {"ranks": 4, "efficiency": 0.88},
+        ROW | {"graphs": True, "efficiency": 0.97},
         {"training": "more batch", "size": "2x64@8x64", "ranks": 2, "tokens_s": 3e6, "one_tokens_s": 1.6e6}
         | {"efficiency": 0.9375, "apart": 1e-7},
         {"texts": 1000, "tokens_each": 32, "slots": 64, "ranks": 2, "seconds": 5.0, "one_seconds": 9.0}
@@ -39,6 +48,7 @@ def test_what_is_said_of_measured_rows(load, tmp_path):
     lines = text.splitlines()
     assert "| `gla` forward | weak | 2 x 131,072 | 1.50 | 1.35 | 90% |" in lines
     assert lines.index("| `gla` backward | weak | 2 x 131,072 | 1.50 | 1.35 | 95% |") > 3
+    assert "| `gla` forward, as a graph | weak | 2 x 131,072 | 1.50 | 1.35 | 97% |" in lines
     assert "| 2x64, 8x64 | more batch | 2 | 3,000,000 | 1,600,000 | 94% |" in lines
     said = " ".join(lines)
     assert "sends 1.00 to 2.00 MB" in said and "The largest error against float64 is 4.0e-03." in said
@@ -93,3 +103,21 @@ def test_texts_are_timed(tmp_path):
     subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=120, cwd=tmp_path)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["same_lines"] and row["seconds"] > 0 and row["texts"] == 3
+
+
+GRAPHS = [str(BENCHMARKS / "cards.py"), "--graphs", "--tokens=1024", "--total=1024", "--heads=2", "--dim=64"]
+
+
+@pytest.mark.parametrize("where", [["--device=cpu"], ["--device=cuda", "--threads=2"]])
+def test_graphs_are_of_processes_with_cards(where):
+    done = subprocess.run([sys.executable, *GRAPHS, *where], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and "--graphs takes --device cuda and ranks that are processes" in done.stderr
+
+
+def test_graphs_are_timed(card, tmp_path):
+    if card.name != "cupy":
+        pytest.skip("Numba has no graphs")
+    command = [sys.executable, *GRAPHS, "--device=cuda", "--out", str(tmp_path / "rows.json")]
+    subprocess.run(command, check=True, env=ENVIRONMENT, timeout=120, cwd=tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == 8 and all(row["graphs"] and row["ms"] > 0 for row in rows)

@@ -74,7 +74,7 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B", [1, 8, 9, 17, 33, 70, 130])
+@pytest.mark.parametrize("B", [1, 2, 5, 8, 9, 17, 33, 70, 130])
 @pytest.mark.parametrize("sizes", ["small", "wide heads"])
 def test_batches(device, sizes, B, dtype, rng):
     """Above eight sequences products take their inputs rounded. Now and then a head's output nearly vanishes,
@@ -166,22 +166,64 @@ def test_turns_of_words_begin_anew(hopper, rng):
 @pytest.mark.parametrize("K", [40, 648])
 def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    kernel, B = kernels.BatchProduct(dtype, columns, split), columns + (5 if first == kernels.WRITE else -3)
+    deep = columns <= kernels.BatchProduct.DEEP_COLUMNS and K > 40
+    kernel, B = kernels.BatchProduct(dtype, columns, split, deep), columns + (5 if first == kernels.WRITE else -3)
     found, given, wanted = [], [], []
     for (C, M), finish in zip(((2, 150), (1, 33)), (first, kernels.RELU_SQUARED)):
-        w, x = (rng.standard_normal(shape).astype(dtype) for shape in ((C, M, K), (C, B, K)))
-        y = rng.standard_normal((C, B, M)).astype(dtype if finish == kernels.RELU_SQUARED else np.float32)
-        product = x.astype(np.float32) @ w.astype(np.float32).swapaxes(1, 2)
-        if finish == kernels.PARTS:
+        w, x = rng.standard_normal((C, M, K)).astype(dtype), rng.standard_normal((C, B, K)).astype(np.float32)
+        x = in_terms(x, dtype, kernel.terms)
+        y = rng.standard_normal((C, B, M)).astype(np.float32)
+        product = np.float32(of_terms(x) @ w.astype(float).swapaxes(1, 2))
+        if finish == kernels.RELU_SQUARED:
+            y = in_terms(y, dtype, kernel.terms)
+        elif finish == kernels.PARTS:
             y = np.stack([y] * split)
         wanted.append(np.maximum(product, 0) ** 2 if finish == kernels.RELU_SQUARED else product)
         found.append(hopper.upload(y))
         given.append(((hopper.upload(w), hopper.upload(x), found[-1]), finish))
     run_products(hopper, kernel, given, B, K)
     for y, product in zip(found, wanted):
-        y = host(y).sum(0) if y.ndim == 4 else host(y)
-        error = relative_error(y.astype(np.float32), product)
-        assert error <= (ml_dtypes.finfo(dtype).eps if y.dtype == dtype else 1e-6)
+        rounded = y.dtype == dtype and kernel.terms == 1
+        y = of_terms(host(y)) if y.dtype == dtype else host(y).sum(0) if y.ndim == 4 else host(y)
+        assert relative_error(y, product) <= (ml_dtypes.finfo(dtype).eps if rounded else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("B, K, M", [(1, 40, 35), (8, 1160, 16)])
+def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
+    kernel, rows = kernels.FewRowsProduct(dtype), kernels.padded(M, 16)
+    w, x = rng.standard_normal((rows, K)).astype(dtype), in_terms(rng.standard_normal((B, K), np.float32), dtype, 3)
+    arrays = hopper.upload(w), hopper.upload(x), hopper.empty((kernel.parts(K), B, M), np.float32)
+    at = dict(zip("wxy", map(hopper.pointer, arrays)))
+    hopper.launch(kernel, kernel.blocks(M, K), kernel.pack(**at, B=B, K=K, M=M))
+    wanted = of_terms(x) @ w[:M].astype(float).T
+    assert relative_error(host(arrays[2]).sum(0), wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width):
+    weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (9, 2))
+    decoder = CudaDecoder(weights, BFLOAT16, 9, hopper)
+    wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
+    monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
+    np.testing.assert_array_equal(decoded(decoder.resized(9), hopper, tokens, decoder.initial_state()), wanted)
+
+
+def in_terms(x, dtype, terms):
+    """[terms, ...] of type `dtype`, whose sum is x."""
+    found = []
+    for unit in units(dtype, terms):
+        found.append((x / unit).astype(dtype))
+        x = x - unit * found[-1].astype(np.float32)
+    return np.stack(found)
+
+
+def of_terms(x):
+    return sum(unit * term.astype(float) for unit, term in zip(units(x.dtype, len(x)), x))
+
+
+def units(dtype, terms):
+    return (np.array([2048, 1, 1 / 2048]) if dtype == np.float16 else np.ones(3))[:terms] if terms > 1 else np.ones(1)
 
 
 def run_products(device, kernel, given, B, K):

@@ -22,7 +22,7 @@ from test_distributed import VARIANTS
 
 from linattn_np import distributed
 from linattn_np.distributed import RankLost, Sockets, nccl, run_threads
-from linattn_np.distributed.nccl import GREETING, Watch
+from linattn_np.distributed.nccl import FLAGS, GREETING, Watch
 
 HERE = Path(__file__).parent
 
@@ -102,6 +102,15 @@ def test_operators_and_autograd_on_a_process_group_of_torch():
         assert {f"rank {rank} of 2: ProcessGroup", f"autograd on rank {rank}"} <= set(words.splitlines())
 
 
+def test_autograd_on_cards_of_torch(card):
+    """Tensors on CUDA, which go over our engine: torchrun's variables start it, and torch's own groups are refused."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if card.name != "cupy" or torch.cuda.device_count() < 2:
+        pytest.skip("there is one CUDA device")
+    codes, said = under_torchrun(2, "autograd_on_cards")
+    assert codes == [0, 0] and all(f"autograd on rank {rank}" in words for rank, words in enumerate(said)), said
+
+
 DIFFERENT = "gla: scale is 0.5 on rank 1, but 0.25 on ranks 0 and 2"
 
 
@@ -144,7 +153,8 @@ def test_a_rank_that_does_not_come(monkeypatch):
 # -- NCCL -------------------------------------------------------------------------------------------------------------
 def test_cupy_has_what_the_nccl_engine_calls():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    assert all(hasattr(cupy.cuda.Stream, name) for name in ("is_capturing", "launch_host_func", "record", "wait_event"))
+    assert all(hasattr(cupy.cuda.Stream, name) for name in ("is_capturing", "record", "wait_event"))
+    assert hasattr(cupy.cuda, "alloc_pinned_memory") and hasattr(cupy.cuda.runtime, "memsetAsync")
     from cupy.cuda import nccl
 
     if not nccl.available:
@@ -182,9 +192,6 @@ def stand_in(monkeypatch):
 
         def is_capturing(self):
             return False
-
-        def launch_host_func(self, callback, argument):
-            callback(argument)
 
         def synchronize(self):
             said.append(f"{self.name} is waited for")
@@ -227,6 +234,10 @@ def stand_in(monkeypatch):
             said.append("destroyed")
 
     current = Stream()
+
+    class Pinned(np.ndarray):
+        ptr = property(lambda self: self.ctypes.data)
+
     nccl = SimpleNamespace(available=True, NCCL_UINT8=1, NCCL_FLOAT32=7, NCCL_AVG=4, NcclCommunicator=Communicator)
     cuda = SimpleNamespace(
         nccl=nccl,
@@ -234,7 +245,10 @@ def stand_in(monkeypatch):
         Event=lambda disable_timing: "event",
         get_current_stream=lambda: current,
         Device=lambda ordinal=0: nullcontext(),
-        runtime=SimpleNamespace(getDeviceCount=lambda: 2),
+        alloc_pinned_memory=lambda size: np.zeros(size, np.uint8).view(Pinned),
+        runtime=SimpleNamespace(
+            getDeviceCount=lambda: 2, memsetAsync=lambda to, value, size, stream: ctypes.memset(to, value, size)
+        ),
     )
     cupy = SimpleNamespace(cuda=cuda, ndarray=OnCard, empty=lambda shape, dtype: OnCard(np.empty(shape, dtype)))
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl)):
@@ -268,10 +282,31 @@ def test_the_nccl_engine_gathers_on_its_own_stream(stand_in):
         run_threads(on_rank, 3, device="cuda")
 
 
+def arrive(watch, message):
+    place, value = message
+    watch.flags[place] = value
+
+
+def test_a_watch_knows_what_has_arrived():
+    """However many have been before, and whoever looks."""
+    watch = Watch(pytest.fail, "NCCL, rank 0 of 2", 60.0)
+    for _ in range(FLAGS + 3):
+        arrive(watch, watch.begin())
+    assert watch.waits_since() is None
+    begun = [watch.begin() for _ in range(FLAGS)]
+    assert watch.waits_since() is not None and len(watch.under_way) == FLAGS
+    for message in begun[:-1]:
+        arrive(watch, message)
+    assert watch.waits_since() is not None and len(watch.under_way) == 1
+    arrive(watch, begun[-1])
+    assert watch.waits_since() is None
+    watch.end()
+
+
 def test_what_does_not_arrive_is_aborted(capsys):
     aborted = threading.Event()
     watch = Watch(aborted.set, "NCCL, rank 0 of 2", 0.2)
-    watch.arrived(watch.begin())
+    arrive(watch, watch.begin())
     watch.begin()
     assert aborted.wait(5)
     with pytest.raises(RankLost, match="NCCL, rank 0 of 2: waited 0.2 s for the other ranks"):
@@ -284,7 +319,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch, capsys):
     aborted, ended = threading.Event(), [None]
     watch = Watch(aborted.set, "NCCL, rank 0 of 2", 4.0, lambda: ended[0])
     ended[0] = "rank 1 has ended"  # in good time: nothing is under way
-    watch.arrived(watch.begin())
+    arrive(watch, watch.begin())
     assert not aborted.wait(1.5)
     watch.begin()
     assert aborted.wait(2.5)
@@ -292,12 +327,12 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch, capsys):
         watch.check()
 
 
-def two_sockets():
+def two_sockets(limit_s=20):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with ThreadPoolExecutor(2) as threads:
-        return threads.map(lambda rank: Sockets(rank, 2, "127.0.0.1", port, limit_s=20), range(2))
+        return threads.map(lambda rank: Sockets(rank, 2, "127.0.0.1", port, limit_s=limit_s), range(2))
 
 
 def test_long_messages_arrive_before_anyone_waits():
@@ -310,6 +345,39 @@ def test_long_messages_arrive_before_anyone_waits():
         comm.sender.submit(lambda: None).result(10)  # has sent what came before
     for long, short in waits:
         assert short().tolist() == [[0], [1]] and (long() == [x, x + 1]).all()
+
+
+def test_sockets_put_messages_together():
+    """However they are cut on their way."""
+    first, second = two_sockets()
+    x = np.arange(5)
+    whole = (x.nbytes.to_bytes(8, "little") + x.tobytes()) * 2
+    received, receiving = np.zeros((2, 5), int), ThreadPoolExecutor(1)
+    done = receiving.submit(lambda: [first.recv(row, 1) for row in received])
+    for n in range(0, len(whole), 7):
+        second.peers[0].sendall(whole[n : n + 7])
+        time.sleep(0.005)
+    done.result(10)
+    assert (received == x).all()
+
+
+@pytest.mark.parametrize("sent, expected", [(3, 4), (4, 3), (3, 1000), (1000, 3), (1000, 2000)])
+def test_ranks_in_different_calls_do_not_hang(sent, expected):
+    first, second = two_sockets()
+    second.send(np.zeros(sent), 0)
+    with pytest.raises(RankLost, match=f"rank 1 sent {8 * sent} bytes where {8 * expected} were expected: it is in"):
+        first.recv(np.zeros(expected), 1)
+
+
+def test_sockets_wait_no_longer_than_their_limit():
+    first, _ = two_sockets(limit_s=0.3)
+    for size in (1, 10_000):
+        start = time.monotonic()
+        with pytest.raises(RankLost, match="waited 0.3 s for rank 1"):
+            first.recv(np.zeros(size), 1)
+        assert 0.2 < time.monotonic() - start < 5
+    with pytest.raises(RankLost, match="waited 0.3 s for rank 1"):
+        first.all_gather(np.zeros(1 << 23))()  # nobody takes it
 
 
 def test_sockets_tell_who_has_ended():

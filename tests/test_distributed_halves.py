@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import HALF
 from reference import LIMITS, assert_close, draw, errors, same_bits
-from test_distributed import VARIANTS
+from test_distributed import VARIANTS, Call
 
 import linattn_np
 from linattn_np import distributed
@@ -13,6 +13,7 @@ from linattn_np.backends.cupy import PLANNERS, execute, tuning
 from linattn_np.backends.cupy.instances import SEGMENT_STATE
 from linattn_np.dispatch import call, summarise
 from linattn_np.distributed import run_threads
+from linattn_np.distributed.recurrence import Recurrence
 
 FAMILY = [name for name in VARIANTS if name not in ("gla-gv", "linear_attention-normalized")]
 SIZES = {"B": 1, "H": 1, "K": 16, "V": 8, "N": 1}
@@ -36,13 +37,14 @@ def hopper(backend):
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
 @pytest.mark.parametrize("operator", FAMILY)
 def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
-    """The state from zero, its decays, and the bits of a whole call without its first pass."""
+    """The state from zero, which the last segment of a whole call may leave instead, its decays, and the bits of such a
+    call without its first pass."""
     op, own, arrays = arrays_of(operator, rng, dtype)
     (final,), decays, kept = summarise(op, arrays, backend="hopper", **own)
     more = own | {"backend": "hopper", "output_final_state": True, "state_dtype": np.dtype(np.float32)}
     function = getattr(linattn_np, op.name)
     o, whole = function(*arrays, **more)
-    assert same_bits(final, whole)
+    assert_close("the state from zero", final, whole, np.dtype(np.float32))
     again, state = call(op, arrays, kept=kept, **more)
     assert same_bits(again, o) and same_bits(state, whole)
     initial = rng.standard_normal(final.shape, dtype=np.float32)
@@ -179,3 +181,17 @@ def noted(words, word, function):
         return function(*arguments)
 
     return call
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_rank_adds_up_no_states_but_those_before_its_own(gradient, rng, monkeypatch):
+    by_rank, carry = [], Recurrence.carry
+
+    def counted(recurrence, *arguments):
+        by_rank.append(recurrence)
+        return carry(recurrence, *arguments)
+
+    monkeypatch.setattr(Recurrence, "carry", counted)
+    call = Call("gla", rng, total=100)
+    call.compare(call.by_ranks([25] * 4, gradient), call.exactly(gradient))
+    assert sorted(map(by_rank.count, set(by_rank))) == ([3, 3, 3, 3] if gradient else [1, 2, 3])

@@ -12,7 +12,7 @@ import pytest
 
 from linattn_np import ContractError
 from linattn_np.models import RWKV6, Batch, Sampling, State
-from linattn_np.models.sampling import likeliest
+from linattn_np.models.sampling import complaints, draw_each, likeliest
 from linattn_np.models.text import read
 
 AUSTEN = Path(__file__).parents[1] / "examples" / "data" / "austen-x060" / "model.safetensors"
@@ -432,3 +432,27 @@ def test_nothing_is_drawn_where_one_cannot_go_on(austen):
         batch.step()
     batch.leave(b)
     assert [batch.step()[a] for _ in range(5)] == list(alone(austen, b"Miss Woodh", 5, Sampling(seed=1)))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 256, 40_000, 70_000])
+def test_many_draw_what_each_draws_alone(vocabulary, rng):
+    ways = [
+        {},
+        {"temperature": 0},
+        {"temperature": 0.7},
+        {"temperature": 1e-3},
+        {"top_k": 2},
+        {"top_p": 0.9},
+        {"presence": 3.0, "fading": 0.5},
+        {"vocabulary": max(1, vocabulary - 2)},
+        {"fading": 0.5},
+    ]
+    hows = [Sampling(seed=seed, **how) for seed, how in enumerate(2 * ways)]
+    many, alone = ([how.sampler() for how in hows] for _ in range(2))
+    for _ in range(4):
+        logits = list(4 * rng.standard_normal((len(hows), vocabulary), dtype=np.float32))
+        assert draw_each(many, logits) == [draw(row) for draw, row in zip(alone, logits)]
+    assert [draw.counts for draw in many] == [draw.counts for draw in alone]
+    logits[3][0], logits[5][:], logits[8][-1] = np.nan, -np.inf, np.inf
+    found = {number: why for number, draw in enumerate(alone) if (why := draw.complaint(logits[number]))}
+    assert complaints(many, logits) == found and {3, 5, 8} <= set(found)

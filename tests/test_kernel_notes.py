@@ -1,5 +1,5 @@
 """kernels_cu/README.md says what is so: its table has every kernel, who launches it, and a test; its pictures are those
-that the scripts draw."""
+that the scripts draw. And the kernels' own notes, their comments, are no wider than code."""
 
 import ast
 import re
@@ -55,6 +55,19 @@ def spoken(path):
     nodes = [node for function in functions for node in ast.walk(function)]
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     return names, {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+
+
+def test_comments_are_no_wider_than_code():
+    """clang-format breaks lines of code at its limit, and leaves comments as they are."""
+    limit = int(re.search(r"^ColumnLimit: (\d+)$", (ROOT / ".clang-format").read_text(), re.MULTILINE)[1])
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in (KERNELS, ROOT / "tests" / "emulator")
+        for path in sorted(folder.rglob("*.cu*"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > limit
+    ]
+    assert not lines, f"wider than {limit} columns: {lines}"
 
 
 def test_every_kernel_has_one_row():

@@ -86,12 +86,14 @@ def test_wide_heads(portable, rng, op, K, V, shared, packed):
     assert all(map(same_bits, found, results(op, arrays, device, start, True, **arguments)))
 
 
+@pytest.mark.parametrize("P", [1, 2], ids=["", "cut"])
 @pytest.mark.parametrize("K", [72, 136])
 @pytest.mark.parametrize("off", [1, 2, 4, 8])
 @pytest.mark.parametrize("gate_dtype", [None, SINGLE], ids=["", "gate32"])
 @pytest.mark.parametrize("dtype", [SINGLE, BFLOAT16], ids=str)
-def test_rows_begin_anywhere(portable, rng, dtype, gate_dtype, off, K):
+def test_rows_begin_anywhere(portable, rng, monkeypatch, dtype, gate_dtype, off, K, P):
     """Slices so many elements into a buffer: the bits of aligned arrays."""
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: P)
     arrays = draw(GLA, rng, {"B": 1, "H": 2, "T": 45, "K": K, "V": 64}, dtype, gate_dtype=gate_dtype)
 
     def shifted(x):
@@ -133,12 +135,10 @@ def test_every_instance_is_in_the_catalog():
     listed = set(catalog.kernels())
     for shared in (LEAST_SHARED, 227 * 1024):
         for dtype, gate, K, V in ((BFLOAT16, SINGLE, 128, 128), (SINGLE, SINGLE, 300, 64), (HALF, SINGLE, 256, 128)):
+            instance = dtype, gate, 3 if dtype == SINGLE else 1, K, V, shared
+            assert instances.GatedSegmentStates.fitting(*instance) in listed
             for schedule in (instances.SINGLE_PASS, instances.SPLIT_CHANNELS):
-                products = 3 if dtype == SINGLE else 1
-                assert (
-                    instances.GatedForward.fitting("BeforeWrite", schedule, dtype, gate, products, K, V, shared)
-                    in listed
-                )
+                assert instances.GatedForward.fitting("BeforeWrite", schedule, *instance) in listed
 
 
 @pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)

@@ -102,6 +102,25 @@ def test_columns_split_over_a_cluster(hopper, rng, monkeypatch, op, K, V, dtype,
 
 
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
+@pytest.mark.parametrize(
+    "op, K, V, gate",
+    [(GLA, 128, 128, "weak"), (RWKV6, 64, 128, "positive"), (GLA, 200, 136, "trained"), (SIMPLE_GLA, 136, 64, "weak")],
+    ids=["gla", "rwkv6", "wide-gla", "simple_gla"],
+)
+def test_a_short_first_segment_beside_the_rest(hopper, rng, monkeypatch, op, K, V, gate, final):
+    """Two sequences leave part of the card idle, in which their first segments are made."""
+    cut(monkeypatch, 1, 2)
+    monkeypatch.setattr(tuning, "short_first_segment", lambda *sizes: 160)
+    arrays = draw(op, rng, {"B": 2, "H": 2, "T": 411, "K": K, "V": V}, BFLOAT16, gate)
+    start = rng.standard_normal((2, 2, K, V)).astype(np.float32) if final else None
+    found = computed(hopper, op, arrays, start, final)
+    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
+        assert_close(what, x, y, BFLOAT16)
+    problem = op.bind([hopper.upload(x) for x in arrays])
+    assert planned.plan_of(problem, hopper).tiles["segments"] == 2
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["", "final"])
 def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, final):
     """Without a final state a NaN in the last segment stays where it is; with one it is in there."""
     cut(monkeypatch, 2, 2)
@@ -110,6 +129,31 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
     o, *state = results(GLA, arrays, hopper, None, final)
     assert np.isfinite(o[:, :, :200].astype(np.float32)).all() and np.isnan(o[:, :, 200:].astype(np.float32)).any()
     assert not final or np.isnan(state[0][0, 0, 3]).all()
+
+
+@pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize(
+    "op, K, V, dtype",
+    [(GLA, 64, 64, BFLOAT16), (RWKV6, 128, 128, HALF), (GLA, 200, 64, BFLOAT16), (RWKV6, 72, 136, BFLOAT16)],
+    ids=["gla", "rwkv6", "wide-gla", "narrow-rwkv6"],
+)
+def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
+    """A NaN there stays in its own segment; where one channel keeps, or grows, nothing is left out."""
+    monkeypatch.setattr(tuning, "split_columns", lambda *sizes: False)
+    cut(monkeypatch, 2, R)
+    arrays = draw(op, rng, {"B": 1, "H": 2, "T": 1210, "K": K, "V": V}, dtype, "weak", gate_dtype)
+    keys, gates = arrays[1], arrays[3]
+    gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    gates[:, 0, 500:504] = 0.5
+    wanted = exact(OPS[op], arrays)
+    for what, x, y in zip(("o", "state"), computed(hopper, op, arrays, None, True), wanted):
+        assert_close(what, x, y, dtype)
+    keys[:, :, 10] = np.nan
+    o, state = computed(hopper, op, arrays, None, True)
+    assert_close("o", o[:, :1, 608:], wanted[0][:, :1, 608:], dtype)
+    assert_close("state", state[:, :1], wanted[1][:, :1], dtype)
+    assert np.isnan(o[:, 1, 608:].astype(np.float32)).any() and np.isnan(o[:, 0, 12:608].astype(np.float32)).any()
 
 
 def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):
@@ -173,6 +217,19 @@ def test_segments_fill_the_waves_of_the_backward_sweeps(blocks, longest, P):
 def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
     P, most = tuning.backward_segments(blocks, T, H200.multiprocessors), H200.multiprocessors
     assert tuning.short_segment(P, blocks, T, most, instances.GatedBackwardSm90.CHECKPOINT_EVERY) == length
+
+
+@pytest.mark.parametrize(
+    "blocks, T, length",
+    [
+        (96, 8192, 1920),  # 36 multiprocessors make three each, while the others make what is left
+        (96, 1024, 0),  # two more launches would take what is gained
+        (128, 8192, 0),  # four idle ones cannot do much
+        (256, 4096, 0),
+    ],
+)
+def test_a_short_first_segment_for_idle_multiprocessors(blocks, T, length):
+    assert tuning.short_first_segment(blocks, T, H200.multiprocessors) == length
 
 
 @pytest.mark.parametrize(

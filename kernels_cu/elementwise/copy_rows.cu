@@ -1,5 +1,5 @@
-// what      Arrays to contiguous memory with longer or shorter rows, several in one launch: what lies behind a row's end,
-//           or behind the last row, becomes zeros.
+// what      Arrays to contiguous memory with longer or shorter rows, several in one launch: what lies behind a row's
+//           end, or behind the last row, becomes zeros.
 // math      to[b, h, t, c] = from[b, h, t, c] where there is such a number, else 0
 // shapes    from: rows of so many numbers in any strides; to [B, H, T, width], contiguous
 // grid      blocks one array after the other, from `first` on; of an array a thread for every 16 bytes of `to`, AT_ONCE

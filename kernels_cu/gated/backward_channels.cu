@@ -122,8 +122,8 @@ template <typename E> struct Element<E*> {
 
 constexpr int HALF = SUBS / 2;  // sub-chunks of half a chunk
 
-// Of the gates of a lane's channel in half a chunk: what passes them within their sub-chunk, and the lane's share of what
-// does from other sub-chunks.
+// Of the gates of a lane's channel in half a chunk: what passes them within their sub-chunk, and the lane's share of
+// what does from other sub-chunks.
 struct Passing {
   float2 dg[HALF];
   float share[HALF];

@@ -1,7 +1,7 @@
 // what      GLA and RWKV-6 forward: q, k, v, g are read once, o is written once, nothing else moves.
 // math      per chunk:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], sums [B, H, T, V] float32, initial and final state
-//           [N, H, K, V] float32; SegmentState: decays [N, H, 2, K]
+//           [N, H, K, V] float32
 // grid      a block for every (sequence, head, BV columns of V), sequence slowest; a warp for every 16 of the columns
 // smem      Shared: two chunks of inputs, operands of the present one's scores, the scores
 // barriers  three a chunk: a chunk has arrived, its decays stand | its operands stand | its scores stand
@@ -27,11 +27,9 @@ template <typename T, typename G> struct Args {
   float* final;              // [N, H, K, V] or null
   Shape shape;
   double scale;
-  float* sums;     // o of the channels before these, for those after these; null where these are all
-  float* decays;   // SegmentState: of all tokens, then ones
-  i64 channel;     // the first one
-  i64 of, needed;  // of so many segments in turn so many are computed
-  i64 bytes;       // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2
+  float* sums;  // o of the channels before these, for those after these; null where these are all
+  i64 channel;  // the first one
+  i64 bytes;    // all rows of q, k, v, g and o are whole pieces of so many: 16, 8, 4 or 2
 };
 
 // A lane's outputs one by one, out of the way of pairs. sums: null, or where those of the channels before are unless
@@ -55,12 +53,10 @@ template <class ReadOrder, class Schedule, typename T, typename G, int PRODUCTS,
 __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_forward(const Args<T, G> args) {
   constexpr int THREADS = 2 * BV, WARPS = THREADS / 32, C = CHUNK<T>;
   using Mine = Share<T, BK, WARPS>;
-  constexpr bool READS = Schedule::reads;
   auto& s = *reinterpret_cast<Shared<Schedule, T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
   const u32 n = pair / H, h = pair % H, b = n / count;
-  if (!READS && n % u32(args.of) >= u32(args.needed)) return;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
@@ -74,28 +70,26 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     each_number<BK>(S, i64(pair) * shape.K + args.channel, shape.V, v_tile, channels, columns, f);
   };
   each([&](float& x, i64 at, bool inside) { x = args.initial && inside ? args.initial[at] : 0.f; });
-  if constexpr (READS) {
-    if (ReadOrder::reads_before_write)
-      for (int c = threadIdx.x; c < BK; c += THREADS)
-        s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
-    for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
-      s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
-    if (Mine::PARTS == 1)
-      for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
-  }
+  if (ReadOrder::reads_before_write)
+    for (int c = threadIdx.x; c < BK; c += THREADS)
+      s.u[c] = c < channels ? args.u[h * shape.K + args.channel + c] : 0.f;
+  for (int at = threadIdx.x; at < s.NUMBERS * C * s.LDA; at += THREADS)
+    s.A[at] = from_float<typename OperandOf<T>::Type>(0.f);
+  if (Mine::PARTS == 1)
+    for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
 
   const auto fetch = [&](int token, int stage) {
     const int rows = tokens - token;
     const i64 at = span.start + token;
     const T *k = args.k.row(b, h, at) + args.channel, *v = args.v.row(b, h, at) + v_tile;
-    const T* q = READS ? args.q.row(b, h, at) + args.channel : nullptr;
+    const T* q = args.q.row(b, h, at) + args.channel;
     if (bytes == 16) {
       copy_rows<16, 8, C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels);
-      if constexpr (READS) copy_rows<16, 8, C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
+      copy_rows<16, 8, C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels);
       copy_rows<16, 8, C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns);
     } else {
       copy_slowly<C, BK, THREADS>(s.k[stage], k, args.k.t, rows, channels, bytes);
-      if constexpr (READS) copy_slowly<C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
+      copy_slowly<C, BK, THREADS>(s.q[stage], q, args.q.t, rows, channels, bytes);
       copy_slowly<C, BV, THREADS>(s.v[stage], v, args.v.t, rows, columns, bytes);
     }
     cp_async_commit();
@@ -114,7 +108,6 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     }
     cp_async_commit();
   };
-  float total = 1.f;  // SegmentState: the decay of channel threadIdx.x
   if (tokens) {
     fetch(0, 0);
     fetch_next_gates(0);
@@ -122,10 +115,8 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
     cp_async_wait<0>();
-    bool grows = put_spans<Mine, BK>(s);
     // a chunk has arrived and its spans' decays stand; the last one's place is free
-    if constexpr (READS) grows = __syncthreads_or(grows);
-    else __syncthreads();
+    const bool grows = __syncthreads_or(put_spans<Mine, BK>(s));
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
@@ -137,73 +128,64 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     __syncthreads();  // the operands stand
 
     Output<T> o = {};
-    if constexpr (READS) {
 #pragma unroll 1
-      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-        if (grows && task < C / BC) {
-          const i64 at = span.start + token + BC * task;
-          const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
-          const G* g = args.g.row(b, h, at) + args.channel;
-          score_one_by_one<ReadOrder, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
-                                                tokens - token - BC * task, channels);
-        } else {
-          make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
-        }
-      }
-      read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
-    }
-    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
-    if (!READS && threadIdx.x < BK) total *= s.decay[threadIdx.x];
-    if constexpr (READS) {
-      __syncthreads();  // the scores stand
-      read_scores<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
-      const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
-      T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
-      const int rows = tokens - token - g;
-      const bool first = Schedule::all_channels || args.channel == 0;
-      const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
-      float* sums = nullptr;
-      if (!Schedule::all_channels)
-        sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
-      if (in_pairs) {
-#pragma unroll
-        for (int n = 0; n < C / 8; ++n) {
-#pragma unroll
-          for (int across = 0; across < 2; ++across) {
-            if (8 * n >= rows || column + 8 * across >= columns) continue;
-            float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
-            Piece<2, float> sum;
-            if (!first) {
-              sum.load(sums + 8 * across);
-              x[0] += sum.get(0), x[1] += sum.get(1);
-            }
-            if (last) {
-              const float scaled[2] = {scale * x[0], scale * x[1]};
-              Piece<2, T> two;
-              two.set(scaled);
-              two.store(to + 8 * across);
-            } else {
-              sum.set(x);
-              sum.store(sums + 8 * across);
-            }
-          }
-          to += 8 * args.o.t;
-          if (!Schedule::all_channels) sums += 8 * shape.V;
-        }
+    for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
+      if (grows && task < C / BC) {
+        const i64 at = span.start + token + BC * task;
+        const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
+        const G* g = args.g.row(b, h, at) + args.channel;
+        score_one_by_one<ReadOrder, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
+                                              tokens - token - BC * task, channels);
       } else {
-        Output<T> copy;
-#pragma unroll
-        for (int n = 0; n < C / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
-        store_slowly(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
+        make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
       }
+    }
+    read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
+    write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
+    __syncthreads();  // the scores stand
+    read_scores<ScoreStorage<Schedule, T, BK>, PRODUCTS, BV>(o, s.A, s.v[stage], 16 * (threadIdx.x >> 5));
+    const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, column = (thread >> 5) * 16 + (thread & 3) * 2;
+    T* to = args.o.row(b, h, span.start + token + g) + v_tile + column;
+    const int rows = tokens - token - g;
+    const bool first = Schedule::all_channels || args.channel == 0;
+    const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
+    float* sums = nullptr;
+    if (!Schedule::all_channels)
+      sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
+    if (in_pairs) {
+#pragma unroll
+      for (int n = 0; n < C / 8; ++n) {
+#pragma unroll
+        for (int across = 0; across < 2; ++across) {
+          if (8 * n >= rows || column + 8 * across >= columns) continue;
+          float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
+          Piece<2, float> sum;
+          if (!first) {
+            sum.load(sums + 8 * across);
+            x[0] += sum.get(0), x[1] += sum.get(1);
+          }
+          if (last) {
+            const float scaled[2] = {scale * x[0], scale * x[1]};
+            Piece<2, T> two;
+            two.set(scaled);
+            two.store(to + 8 * across);
+          } else {
+            sum.set(x);
+            sum.store(sums + 8 * across);
+          }
+        }
+        to += 8 * args.o.t;
+        if (!Schedule::all_channels) sums += 8 * shape.V;
+      }
+    } else {
+      Output<T> copy;
+#pragma unroll
+      for (int n = 0; n < C / 2; ++n) copy[n / 8][n / 4 % 2][n % 4] = o[n / 8][n / 4 % 2][n % 4];
+      store_slowly(copy, to, args.o.t, sums, shape.V, scale, rows, columns - column, first, last);
     }
   }
   if (args.final)
     each([&](float& x, i64 at, bool inside) {
       if (inside) args.final[at] = x;
     });
-  if (!READS && blockIdx.x % tiles == 0 && threadIdx.x < channels) {
-    float* decays = args.decays + i64(pair) * 2 * shape.K + args.channel + threadIdx.x;
-    decays[0] = total, decays[shape.K] = 1.f;
-  }
 }

@@ -62,6 +62,40 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};
 }
 
+// -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
+// Three hold a float. Those in float16 take a power of two, by which the sum has its range and its small numbers.
+constexpr int FLOAT_TERMS = 3;
+template <typename X> constexpr float TERM_STEP = 1.f;
+template <> constexpr float TERM_STEP<f16> = 2048.f;
+template <typename X, int TERMS> __device__ __forceinline__ constexpr float unit_of_term(int term) {
+  if (TERMS == 1) return 1.f;
+  return term == 0 ? TERM_STEP<X> : term == 1 ? 1.f : 1.f / TERM_STEP<X>;
+}
+
+template <int TERMS, typename X> __device__ __forceinline__ void store_terms(X* to, i64 apart, float x) {
+#pragma unroll
+  for (int term = 0; term < TERMS; ++term, to += apart) {
+    const float unit = unit_of_term<X, TERMS>(term);
+    const X taken = from_float<X>(x * (1.f / unit));
+    *to = taken;
+    if (term + 1 < TERMS) x = fmaf(-unit, to_float(taken), x);
+  }
+}
+
+template <int TERMS, typename X> __device__ __forceinline__ void store4_terms(X* to, i64 apart, float4 x) {
+#pragma unroll
+  for (int term = 0; term < TERMS; ++term, to += apart) {
+    const float unit = unit_of_term<X, TERMS>(term), inverse = 1.f / unit;
+    if constexpr (TERMS == 1) store4(to, x);
+    else {
+      const uint2 both = {pack<X>(x.x * inverse, x.y * inverse), pack<X>(x.z * inverse, x.w * inverse)};
+      *reinterpret_cast<uint2*>(to) = both;
+      const float4 taken = load4(reinterpret_cast<const X*>(&both));
+      x = {fmaf(-unit, taken.x, x.x), fmaf(-unit, taken.y, x.y), fmaf(-unit, taken.z, x.z), fmaf(-unit, taken.w, x.w)};
+    }
+  }
+}
+
 // Eight values as they lie in 16 bytes of half data.
 template <typename T> __device__ __forceinline__ void unpack(float (&x)[8], const uint4& both) {
   const u32 words[4] = {both.x, both.y, both.z, both.w};

@@ -400,6 +400,18 @@ __device__ __forceinline__ void tensor_load(void* box, const TensorMap& map, Bar
       : "memory");
 }
 
+// The same of what nobody reads again soon: it leaves the cache first.
+__device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 column, i32 token,
+                                                 i32 head, i32 batch) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(u32(__cvta_generic_to_shared(box))),
+      "l"(&map), "r"(u32(__cvta_generic_to_shared(&b))), "r"(column), "r"(token), "r"(head), "r"(batch), "l"(policy)
+      : "memory");
+}
+
 // Start copying a box to the array, after fence_async by those who filled it; what leaves the array is dropped.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head,
                                              i32 batch) {
@@ -542,6 +554,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 
 #define D8(i)                                                                                                 \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
 
 WGMMA_FORMATS(16, EIGHT(), "%8,%9,%10,%11", "%12", "%13", D8(0))
@@ -554,7 +567,7 @@ WGMMA_FORMATS(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8)
 #undef WGMMA
 
 // The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
-// on. In half precision.
+// on. In half precision; N may be 24, too.
 template <class Format, int N, bool TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
 
@@ -573,6 +586,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accu
   WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)
 
 WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
+WGMMA_TILES(24, TEN() "%10,%11", "%12", "%13", "%14", D8(0), D4(8))
 WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
 WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
 WGMMA_TILES(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
@@ -583,6 +597,7 @@ WGMMA_TILES(256, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) T
 #undef WGMMA_FORMATS
 #undef EIGHT
 #undef TEN
+#undef D4
 #undef D8
 #undef D32
 

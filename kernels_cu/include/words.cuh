@@ -3,9 +3,9 @@
 // twin      tests/emulator/words.cuh has the same names for the CPU: a change here is a change there.
 #include "ptx.cuh"
 
-// Words that blocks hand to each other, when all of the grid's are at work at once: 48 bits and, above them, the lower 16
-// of the number of the turn in which they were written. Whoever takes words reads them until they are of the wanted turn:
-// no barrier is needed, nor a fence.
+// Words that blocks hand to each other, when all of the grid's are at work at once: 48 bits and, above them, the lower
+// 16 of the number of the turn in which they were written. Whoever takes words reads them until they are of the wanted
+// turn: no barrier is needed, nor a fence.
 __device__ __forceinline__ void put_word(u64* to, u64 bits, u32 turn) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(bits | u64(turn) << 48) : "memory");
 }

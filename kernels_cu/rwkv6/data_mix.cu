@@ -1,12 +1,13 @@
 // what      The five inputs of the time mix, their token shift mixed by the data.
 // math      mixed_c = xx + d (maa_c + tanh(low_c) up_c), c = w k v r g
-// shapes    low [T, 5, A], up [5, A, D], maa [5, D], xx d [T, D], mixed [5, T, D]; T tokens of prompts, or sequences
+// shapes    low [P, T, 5, A], up [5, A, D], maa [5, D], xx d [T, D], mixed [TERMS, 5, T, D]; T tokens of prompts, or
+//           sequences
 // grid      a block for every (16 TILES tokens, INPUTS of the five, 128 channels), tokens slowest; 256 threads
 // smem      LowRank: 32 of the rank at a time
 // barriers  two a pass over 32 of the rank: the tiles may change, and stand
-// numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once
+// numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once, or in three terms exactly
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
-// limits    D a multiple of 8
+// limits    D a multiple of 8; P = 1, or up to 8 where there are several TERMS
 #include "rwkv6/low_rank.cuh"
 
 template <typename T, typename X> struct Args {
@@ -16,11 +17,12 @@ template <typename T, typename X> struct Args {
   const float* xx;
   const float* d;
   X* mixed;
-  i64 tokens, D, A;
+  i64 tokens, D, A, P;
 };
 
-template <typename T, typename X, int PARTS, int TILES, int INPUTS>
+template <typename T, typename X, int PARTS, int TILES, int INPUTS, int TERMS>
 __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args) {
+  constexpr int LOW_PARTS = TERMS > 1 ? 8 : 1;
   auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
   launch_next();
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;
@@ -28,11 +30,11 @@ __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args)
   const i64 first = rest / (5 / INPUTS) * (TILES * TILE_TOKENS), tokens = args.tokens - first;
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
   float4 xx[TILES][2], d[TILES][2];
-
 #pragma unroll 1
   for (i64 c = input; c < input + INPUTS; ++c) {
     const float4 maa = j < D ? load4(args.maa + c * D + j) : float4{};  // long before it is needed
-    const auto sums = low_rank(s, args.low + (first * 5 + c) * A, 5 * A, tokens, args.up + c * A * D, A, D, column);
+    const auto sums = low_rank<LOW_PARTS>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A, tokens,
+                                          args.up + c * A * D, A, D, column);
     if (j >= D) continue;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
@@ -42,8 +44,9 @@ __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args)
         if (t >= tokens) continue;
         if (c == input) xx[tile][half] = load4(args.xx + at), d[tile][half] = load4(args.d + at);
         const float4 m = sums.of(tile, half), x = xx[tile][half], by = d[tile][half];
-        store4(args.mixed + c * args.tokens * D + at, {fmaf(by.x, maa.x + m.x, x.x), fmaf(by.y, maa.y + m.y, x.y),
-                                                       fmaf(by.z, maa.z + m.z, x.z), fmaf(by.w, maa.w + m.w, x.w)});
+        store4_terms<TERMS>(args.mixed + c * args.tokens * D + at, 5 * args.tokens * D,
+                            {fmaf(by.x, maa.x + m.x, x.x), fmaf(by.y, maa.y + m.y, x.y), fmaf(by.z, maa.z + m.z, x.z),
+                             fmaf(by.w, maa.w + m.w, x.w)});
       }
   }
 }

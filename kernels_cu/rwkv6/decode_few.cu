@@ -14,38 +14,27 @@
 //           data that carry their own flags
 // limits    B as many as have their numbers in 8 columns: all blocks read all words, 8 bytes a number, which costs more
 //           than barriers from two sequences on; D up to 8192; otherwise those of decode_step.cu
-#include "rwkv6/decode_split.cuh"
+#include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
 template <typename T, typename S, int SLOTS>
 __device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
                                        u32 turn, bool first);
-template <typename T, typename S, int SLOTS> struct DecodeFew {
-  const Args<T, S, u64>& args;
-  Shared<SLOTS>& s;
-  float* const stage;
-  const int B, D, tid;
+template <typename T, typename S, int SLOTS>
+struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
+  typedef DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> Block;
+  using Block::args, Block::s, Block::stage, Block::B, Block::D, Block::tid, Block::slot, Block::parity;
+  using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
+  typedef typename Block::Channels Channels;
+  typedef typename Block::Norm Norm;
+  typedef typename Block::Up Up;
   const u32 turn;  // of what this layer writes
-  int slot;
-  u32 parity;
 
   __device__ __forceinline__ DecodeFew(const Args<T, S, u64>& args, Shared<SLOTS>& s, u32 turn, int next)
-      : args(args),
-        s(s),
-        stage(reinterpret_cast<float*>(&s + 1)),
-        B(opaque(int(args.B))),
-        D(opaque(int(args.D))),
-        tid(opaque(threadIdx.x)),
-        turn(turn),
-        slot(next >> 1),
-        parity(next & 1) {}
+      : Block(args, s, next), turn(turn) {}
 
-  __device__ __forceinline__ i64 row_of(int b) const { return args.slots ? args.slots[b] : b; }
-
-  typedef typename Args<T, S, u64>::Up Up;
-  static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = Split<T>::WORDS;
+  static constexpr int WORDS = Split<T>::WORDS;
   static constexpr bool HALVES = PARTS == 3;  // whether the parts of a number are bfloat16, and not tf32
-  static constexpr int SEQUENCES = COLUMNS / PARTS;
   typedef float Sums[EACH / 4][4];
 
   // -- numbers as words ----------------------------------------------------------------------------------------------
@@ -112,28 +101,6 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
-  // The parameters of four channels' norm and mix; of a norm, where they and the old channels lie.
-  struct Channels {
-    float4 weight, bias, part;
-  };
-  struct Norm {
-    const float *ln, *maa, *shift;
-  };
-
-  __device__ __forceinline__ Channels channels(const Norm& norm, int j) const {
-    if (j >= D) return {};
-    return {load4(norm.ln + j), load4(norm.ln + D + j), norm.maa ? load4(norm.maa + j) : float4{}};
-  }
-
-  __device__ __forceinline__ Norm norm_of(i64 layer, int phase, int input) const {
-    const i64 at = layer * D;
-    Norm norm;
-    norm.ln = phase == HEAD ? args.ln_out : (phase == MIX_DOWN ? args.ln1 : args.ln2) + 2 * at;
-    norm.maa = phase == HEAD ? nullptr : phase == MIX_DOWN ? args.maa_x + at : args.ffn_maa + 2 * at + input * D;
-    norm.shift = phase == HEAD ? nullptr : (phase == MIX_DOWN ? args.att_shift : args.ffn_shift) + at * args.P;
-    return norm;
-  }
-
   // Of xx: LN(x) of a mix, and x as a mix has left it.
   __device__ __forceinline__ u64* normed_words(bool channel_mix) const { return args.xx + channel_mix * B * D; }
   __device__ __forceinline__ u64* x_words(bool channel_mix) const { return args.xx + (2 + channel_mix) * B * D; }
@@ -152,46 +119,11 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
     }
   }
 
-  // Warps that share a sequence's norm, and the sum of their parts.
-  static constexpr int TOGETHER = WARPS / SEQUENCES;
-
-  static __device__ __forceinline__ float together(const float (&parts)[WARPS], int b) {
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < TOGETHER; ++n) sum += parts[b * TOGETHER + n];
-    return sum;
-  }
-
-  // The parts of each sequence's sum of floats, then those of the squares around its mean.
-  __device__ __forceinline__ void measure() {
-    const int warp = tid >> 5, lane = tid & 31, b = warp / TOGETHER;
-    const int first = 4 * (warp % TOGETHER * 32 + lane), step = 4 * 32 * TOGETHER;
-    const float* x = floats() + min(b, B - 1) * D;
-    float sum = 0.f, squares = 0.f;
-#pragma unroll 4
-    for (int j = first; j < D; j += step) {
-      const float4 four = load4(x + j);
-      sum += (four.x + four.y) + (four.z + four.w);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) s.sum[warp] = sum;
-    sync();  // the parts of the sums stand
-    const float mean = together(s.sum, b) * (1.f / D);
-#pragma unroll 4
-    for (int j = first; j < D; j += step) {
-      const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
-      squares += (y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w);
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) s.squares[warp] = squares;
-    sync();  // those of the squares too
-  }
-
   // Operands of xx + (shift - xx) maa with xx = LN(x), of which the words go to `xx` where that is not null.
   __device__ __forceinline__ void normalise(i64 layer, int phase, int input, u64* xx) {
     constexpr int MOST = 8;  // times four channels that a thread has of a sequence
     constexpr int HELD = 2;  // of them have their parameters, and the first sequence's shift, before x comes
-    const Norm norm = norm_of(layer, phase, input);
+    const Norm norm = Block::norm_of(layer, phase, input);
     const float inverse_D = 1.f / D;
     const auto shift = [&](int b, int j) {
       return norm.shift && b < B && j < D ? load4(norm.shift + row_of(b) * D + j) : float4{};
@@ -204,7 +136,7 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
       held[n] = channels(norm, j), old[n] = shift(0, j);
     }
     fetch_x(layer, phase);
-    measure();
+    Block::measure(floats());
 #pragma unroll 1
     for (int b = 0; b < B; ++b) {
       const float mean = together(s.sum, b) * inverse_D;
@@ -223,18 +155,13 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
         if (j >= D) break;
         const Channels c = n < HELD ? held[n] : channels(norm, j);
         const float4 before = n < HELD ? old[n] : shift(b, j);
-        const float4 y = {
-            fmaf((x[n].x - mean) * scale, c.weight.x, c.bias.x), fmaf((x[n].y - mean) * scale, c.weight.y, c.bias.y),
-            fmaf((x[n].z - mean) * scale, c.weight.z, c.bias.z), fmaf((x[n].w - mean) * scale, c.weight.w, c.bias.w)};
+        const float4 y = Block::normed(x[n], mean, scale, c);
         if (xx) {
           u64* to = xx + b * D + j;
           put_word(to, plain(y.x), turn), put_word(to + 1, plain(y.y), turn);
           put_word(to + 2, plain(y.z), turn), put_word(to + 3, plain(y.w), turn);
         }
-        const float4 mixed = norm.shift
-                                 ? float4{fmaf(before.x - y.x, c.part.x, y.x), fmaf(before.y - y.y, c.part.y, y.y),
-                                          fmaf(before.z - y.z, c.part.z, y.z), fmaf(before.w - y.w, c.part.w, y.w)}
-                                 : y;
+        const float4 mixed = norm.shift ? Block::mixed(y, before, c) : y;
         put_operands(D, b, j, operand(mixed.x), operand(mixed.y));
         put_operands(D, b, j + 2, operand(mixed.z), operand(mixed.w));
       }
@@ -245,13 +172,6 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
   }
 
   // -- products ------------------------------------------------------------------------------------------------------
-  // What a product's tile takes: which of the phase's inputs.
-  __device__ __forceinline__ int input_of(int phase, int tile) const {
-    if (phase == FFN_INPUTS) return tile >= tiles_of(args.F);
-    if (phase != INPUTS || tile < tiles_of(args.W)) return 0;
-    return 1 + (tile - tiles_of(args.W)) / tiles_of(D);
-  }
-
   __device__ __forceinline__ const u64* words_of(int phase, int input) const {
     return phase == INPUTS ? args.mixed + input * B * D : phase == OUTPUT ? args.y : args.activated;
   }
@@ -319,8 +239,7 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
 
   // The next slot's 16 rows by columns k on.
   __device__ __forceinline__ void multiply_slot(Sums& sums, int count, int k) {
-    const int lane = tid & 31;
-    const unsigned char* row = s.ring[slot][lane >> 2] + Lane<T>::start(tid) * sizeof(T);
+    const unsigned char* row = Block::row_of_slot();
     u32 x[STEPS][WORDS];
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) load_x(x[step], count, k + Lane<T>::start(tid) + step * Lane<T>::STRIDE);
@@ -330,9 +249,7 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
       const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
       Split<T>::multiply(sums, from[0], from[8 * PITCH / 16], x[step]);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.empty[slot]);
-    if (++slot == SLOTS) slot = 0, parity ^= 1;
+    Block::release_slot();
   }
 
   // This block's tiles of a phase that multiplies by weights.
@@ -409,14 +326,7 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
       const bool inside = j < D;
       const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
       Up weight[PASS];
-      const auto load = [&](int start) {
-#pragma unroll
-        for (int i = 0; i < PASS; ++i) {
-          const int a = start + share + i * SHARES;
-          if (inside && a < A) weight[i] = up[i64(a) * D];
-        }
-      };
-      load(0);
+      Block::load_rows(weight, up, share, SHARES, inside ? A : 0);
       const float maa = inside ? args.maa[(layer * 5 + c) * D + j] : 0.f;
       float old[OWN] = {};  // of the sequences that this thread finishes
       u64 words[OWN + 1];   // of xx for them, and of `low`
@@ -435,20 +345,7 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
         if (n + THREADS >= B * A) break;
       }
       sync();  // `low` stands, and the parts of the unit before are free
-      for (int start = 0; start < A; start += PASS * SHARES) {
-        if (start > 0) load(start);
-#pragma unroll 2
-        for (int b = 0; b < B; ++b) {
-          const float* low = stage + b * A;
-          float part = start > 0 ? s.mix[b][share][channel] : 0.f;
-#pragma unroll
-          for (int i = 0; i < PASS; ++i) {
-            const int a = start + share + i * SHARES;
-            if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
-          }
-          s.mix[b][share][channel] = part;
-        }
-      }
+      Block::mix_parts(weight, up, inside, share, channel, [&](int b) { return stage + b * A; });
       sync();  // the parts stand
       if (!inside) continue;
 #pragma unroll
@@ -472,24 +369,15 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int h = unit % H, b = unit / H, of_head = h * N, at = b * D + of_head;
-      const i64 head = layer * D + of_head;
       S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
       const Up* up = args.decay_up + layer * W * D + of_head + channel;
       Up weight[PASS];
-      const auto load = [&](int start) {
-#pragma unroll
-        for (int i = 0; i < PASS; ++i) {
-          const int w = start + share + i * shares;
-          if (share < shares && w < W) weight[i] = up[i64(w) * D];
-        }
-      };
-      load(0);
+      Block::load_rows(weight, up, share, shares, share < shares ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;
       if (tid < N) {
-        own = {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],
-               args.ln_x[(2 * layer + 1) * D + of_head + tid]};
-        u = args.bonus[head + tid];
+        own = Block::channel_of_head(layer, of_head);
+        u = args.bonus[layer * D + of_head + tid];
       }
       const StatePart part(state, N, tid, true);
 
@@ -516,18 +404,7 @@ template <typename T, typename S, int SLOTS> struct DecodeFew {
       }
       sync();  // the inputs stand
 
-      if (share < shares) {
-        float sum = 0.f;
-        for (int start = 0; start < W; start += PASS * shares) {
-          if (start > 0) load(start);
-#pragma unroll
-          for (int i = 0; i < PASS; ++i) {
-            const int w = start + share + i * shares;
-            if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
-          }
-        }
-        s.parts[share * N + channel] = sum;
-      }
+      Block::decay_parts(s, weight, up, share, shares, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, operand(y), turn); });
     }
@@ -565,11 +442,7 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
     rwkv6_decode_few(const __grid_constant__ Args<T, S, u64> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
-  if (threadIdx.x < SLOTS) {
-    barrier_init(s.full[threadIdx.x], 32 * COPIERS);
-    barrier_init(s.empty[threadIdx.x], WARPS);
-  }
-  __syncthreads();  // the barriers stand
+  init_slots(s);
   if (threadIdx.x < THREADS) decode<T, S, SLOTS>(args, s);
   else copy_weights(args, s);
 }

@@ -19,62 +19,33 @@
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split
 // limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to
 //           16 bytes; at least two blocks; sm_90a
-#include "rwkv6/decode_split.cuh"
+#include "rwkv6/decode_block.cuh"
 
 template <typename T, typename S, int SLOTS, bool PAIRED>
 __device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
                                        u32 sense, bool first);
 
-template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
-  const Args<T, S, float>& args;
-  Shared<SLOTS>& s;
-  float* const stage;
-  const int B, D, tid;
+// Sequences whose numbers fit side by side: warps that share one's norm are WARPS over these.
+template <typename T, bool PAIRED> constexpr int SEQUENCES_OF = PAIRED ? COLUMNS / Split<T>::PARTS : COLUMNS;
+
+template <typename T, typename S, int SLOTS, bool PAIRED>
+struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
+  typedef DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> Block;
+  using Block::args, Block::s, Block::stage, Block::B, Block::D, Block::tid, Block::slot, Block::parity;
+  using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
+  typedef typename Block::Channels Channels;
+  typedef typename Block::Norm Norm;
+  typedef typename Block::Up Up;
   const u32 sense;  // of the barrier before this phase
-  int slot;
-  u32 parity;
 
   __device__ __forceinline__ Decode(const Args<T, S, float>& args, Shared<SLOTS>& s, u32 sense, int turn)
-      : args(args),
-        s(s),
-        stage(reinterpret_cast<float*>(&s + 1)),
-        B(opaque(int(args.B))),
-        D(opaque(int(args.D))),
-        tid(opaque(threadIdx.x)),
-        sense(sense),
-        slot(turn >> 1),
-        parity(turn & 1) {}
+      : Block(args, s, turn), sense(sense) {}
 
   // What the phases before wrote can be read; between their end and here is time to load what does not change.
   __device__ __forceinline__ void ready() { grid_wait<THREADS>(args.arrived, sense); }
 
-  __device__ __forceinline__ i64 row_of(int b) const { return args.slots ? args.slots[b] : b; }
-
-  // The parameters of four channels' norm and mix; of a norm, where they and the old channels lie.
-  struct Channels {
-    float4 weight, bias, part;
-  };
-  struct Norm {
-    const float *ln, *maa, *shift;
-  };
-
-  __device__ __forceinline__ Channels channels(const Norm& norm, int j) const {
-    if (j >= D) return {};
-    return {load4(norm.ln + j), load4(norm.ln + D + j), norm.maa ? load4(norm.maa + j) : float4{}};
-  }
-
-  __device__ __forceinline__ Norm norm_of(i64 layer, int phase, int input) const {
-    const i64 at = layer * D;
-    Norm norm;
-    norm.ln = phase == HEAD ? args.ln_out : (phase == MIX_DOWN ? args.ln1 : args.ln2) + 2 * at;
-    norm.maa = phase == HEAD ? nullptr : phase == MIX_DOWN ? args.maa_x + at : args.ffn_maa + 2 * at + input * D;
-    norm.shift = phase == HEAD ? nullptr : (phase == MIX_DOWN ? args.att_shift : args.ffn_shift) + at * args.P;
-    return norm;
-  }
-
-  typedef typename Args<T, S, float>::Up Up;
   static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // slots whose vectors are held
-  static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS, WORDS = PAIRED ? Split<T>::WORDS : EACH;
+  static constexpr int WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
   static constexpr int HELD = PAIRED ? 2 : 1;  // times four channels of a norm, which a thread has under way
   // Whether what products take stands in its three bfloat16 parts, a row each, split by those who make it.
@@ -122,41 +93,6 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
     sync();  // the stage stands
   }
 
-  // Warps that share a sequence's norm, and the sum of their parts.
-  static constexpr int SEQUENCES = PAIRED ? COLUMNS / PARTS : COLUMNS, TOGETHER = WARPS / SEQUENCES;
-
-  static __device__ __forceinline__ float together(const float (&parts)[WARPS], int b) {
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < TOGETHER; ++n) sum += parts[b * TOGETHER + n];
-    return sum;
-  }
-
-  // The parts of each sequence's sum in the stage, then those of the squares around its mean.
-  __device__ __forceinline__ void measure() {
-    const int warp = tid >> 5, lane = tid & 31, b = warp / TOGETHER;
-    const int first = 4 * (warp % TOGETHER * 32 + lane), step = 4 * 32 * TOGETHER;
-    const float* x = stage + min(b, B - 1) * D;
-    float sum = 0.f, squares = 0.f;
-#pragma unroll 4
-    for (int j = first; j < D; j += step) {
-      const float4 four = load4(x + j);
-      sum += (four.x + four.y) + (four.z + four.w);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) s.sum[warp] = sum;
-    sync();  // the parts of the sums stand
-    const float mean = together(s.sum, b) * (1.f / D);
-#pragma unroll 4
-    for (int j = first; j < D; j += step) {
-      const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
-      squares += (y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w);
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) s.squares[warp] = squares;
-    sync();  // those of the squares too
-  }
-
   // stage = xx + (shift - xx) maa with xx = LN(x), which goes to `xx` too where that is not null.
   __device__ __forceinline__ void normalise(const Norm& norm, float* xx) {
     const float inverse_D = 1.f / D;
@@ -167,12 +103,9 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
       const float mean = together(s.sum, b) * inverse_D;
       const float scale = inverse_root(together(s.squares, b) * inverse_D + float(args.eps));
       const float4 x = load4(stage + b * D + j);
-      float4 y = {fmaf((x.x - mean) * scale, c.weight.x, c.bias.x), fmaf((x.y - mean) * scale, c.weight.y, c.bias.y),
-                  fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
+      float4 y = Block::normed(x, mean, scale, c);
       if (xx) *reinterpret_cast<float4*>(xx + b * D + j) = y;
-      if (norm.shift)
-        y = {fmaf(old.x - y.x, c.part.x, y.x), fmaf(old.y - y.y, c.part.y, y.y), fmaf(old.z - y.z, c.part.z, y.z),
-             fmaf(old.w - y.w, c.part.w, y.w)};
+      if (norm.shift) y = Block::mixed(y, old, c);
       if constexpr (IN_PARTS) put(reinterpret_cast<u16*>(stage + B * D), b, j, y);
       else *reinterpret_cast<float4*>(stage + b * D + j) = y;
     };
@@ -193,19 +126,12 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
     for (int n = 0; n < HELD; ++n) load(n, 4 * (tid + n * THREADS));
     ready();
     fetch(args.x, B * D);
-    measure();
+    Block::measure(stage);
 #pragma unroll
     for (int n = 0; n < HELD; ++n) finish(n, 4 * (tid + n * THREADS));
 #pragma unroll 1
     for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load(0, j), finish(0, j);
     sync();  // the stage stands
-  }
-
-  // What a product's tile takes: which of the phase's inputs.
-  __device__ __forceinline__ int input_of(int phase, int tile) const {
-    if (phase == FFN_INPUTS) return tile >= tiles_of(args.F);
-    if (phase != INPUTS || tile < tiles_of(args.W)) return 0;
-    return 1 + (tile - tiles_of(args.W)) / tiles_of(D);
   }
 
   // Where the tiles that take this input end.
@@ -267,8 +193,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
 
   // The next slot's 16 rows by the lane's columns. x is a part of a sequence's vector, or all of it.
   __device__ __forceinline__ void multiply_slot(Sums& sums, const u32 (&x)[STEPS][WORDS]) {
-    const int lane = tid & 31;
-    const unsigned char* row = s.ring[slot][lane >> 2] + Lane<T>::start(tid) * sizeof(T);
+    const unsigned char* row = Block::row_of_slot();
     barrier_wait(s.full[slot], parity);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -285,9 +210,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(s.empty[slot]);
-    if (++slot == SLOTS) slot = 0, parity ^= 1;
+    Block::release_slot();
   }
 
   // This block's tiles of a phase that multiplies by weights.
@@ -393,14 +316,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
       Up weight[PASS];
       float maa = 0.f;
       const bool inside = unit < units && j < D;
-      const auto load = [&](int start) {
-#pragma unroll
-        for (int i = 0; i < PASS; ++i) {
-          const int a = start + share + i * SHARES;
-          if (inside && a < A) weight[i] = up[i64(a) * D];
-        }
-      };
-      load(0);
+      Block::load_rows(weight, up, share, SHARES, inside ? A : 0);
       if (inside) maa = args.maa[(layer * 5 + c) * D + j];
       if (first) ready();
       else sync();  // the parts of the unit before are free
@@ -410,20 +326,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
         xx = args.xx[b * D + j], old = args.att_shift[(layer * args.P + row_of(b)) * D + j];
       };
       if (inside && share < B) vectors(share);
-      for (int start = 0; start < A; start += PASS * SHARES) {
-        if (start > 0) load(start);
-#pragma unroll 2
-        for (int b = 0; b < B; ++b) {
-          const float* low = args.low + (b * 5 + c) * A;
-          float part = start > 0 ? s.mix[b][share][channel] : 0.f;
-#pragma unroll
-          for (int i = 0; i < PASS; ++i) {
-            const int a = start + share + i * SHARES;
-            if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
-          }
-          s.mix[b][share][channel] = part;
-        }
-      }
+      Block::mix_parts(weight, up, inside, share, channel, [&](int b) { return args.low + (b * 5 + c) * A; });
       sync();  // the parts stand
       if (!inside) continue;
       for (int b = share; b < B; b += SHARES) {
@@ -446,24 +349,15 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
     for (int unit = blockIdx.x; first || unit < units; unit += gridDim.x, first = false) {
       const bool busy = unit < units;
       const int h = unit % H, b = busy ? unit / H : 0, of_head = h * N, at = b * D + of_head;
-      const i64 head = layer * D + of_head;
       S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
       const Up* up = args.decay_up + layer * W * D + of_head + channel;
       Up weight[PASS];
-      const auto load = [&](int start) {
-#pragma unroll
-        for (int i = 0; i < PASS; ++i) {
-          const int w = start + share + i * shares;
-          if (busy && share < shares && w < W) weight[i] = up[i64(w) * D];
-        }
-      };
-      load(0);
+      Block::load_rows(weight, up, share, shares, busy && share < shares ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;
       if (busy && tid < N) {
-        own = {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],
-               args.ln_x[(2 * layer + 1) * D + of_head + tid]};
-        u = args.bonus[head + tid];
+        own = Block::channel_of_head(layer, of_head);
+        u = args.bonus[layer * D + of_head + tid];
       }
       const StatePart part(state, N, tid, busy);
       if (first) ready();
@@ -482,18 +376,7 @@ template <typename T, typename S, int SLOTS, bool PAIRED> struct Decode {
       for (int w = tid; w < W; w += THREADS) s.low[w] = args.decay_low[b * W + w];
       sync();  // the inputs stand
 
-      if (share < shares) {
-        float sum = 0.f;
-        for (int start = 0; start < W; start += PASS * shares) {
-          if (start > 0) load(start);
-#pragma unroll
-          for (int i = 0; i < PASS; ++i) {
-            const int w = start + share + i * shares;
-            if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
-          }
-        }
-        s.parts[share * N + channel] = sum;
-      }
+      Block::decay_parts(s, weight, up, share, shares, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put(args.y, D, b, of_head + n, y); });
     }
@@ -547,11 +430,7 @@ __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
     rwkv6_decode_step(const __grid_constant__ Args<T, S, float> args) {
   Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
   launch_next();
-  if (threadIdx.x < SLOTS) {
-    barrier_init(s.full[threadIdx.x], 32 * COPIERS);
-    barrier_init(s.empty[threadIdx.x], WARPS);
-  }
-  __syncthreads();  // the barriers stand
+  init_slots(s);
   if (threadIdx.x < THREADS) decode<T, S, SLOTS, PAIRED>(args, s);
   else copy_weights(args, s);
 }

@@ -112,16 +112,17 @@ template <int TILES> struct LowRankSums {
   }
 };
 
-// low has `tokens` rows of `rank` numbers, so far apart; up `rank` rows of D, of which this takes 128 from `column` on.
-template <int TILES, int PARTS, typename T>
+// low has `tokens` rows of `rank` numbers, so far apart, and is the sum of `parts` such arrays, MOST at most, each one
+// `part_apart` behind the one before; up has `rank` rows of D, of which this takes 128 from `column` on.
+template <int MOST, int TILES, int PARTS, typename T>
 __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>& s, const float* low, i64 apart,
-                                                       i64 tokens, const T* up, i64 rank, i64 D, i64 column) {
+                                                       i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,
+                                                       i64 D, i64 column) {
   constexpr int EIGHTS = PASS * COLUMNS / 8 / THREADS, LOWS = TILES * TILE_TOKENS * PASS / THREADS;
   LowRankSums<TILES> sums = {};
 #pragma unroll 1
   for (i64 start = 0; start < rank; start += PASS) {
     typename LowRank<T, TILES, PARTS>::Eight eights[EIGHTS];
-    float lows[LOWS];  // all on their way at once
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
       const int at = n * THREADS + threadIdx.x, a = at / (COLUMNS / 8), j = at % (COLUMNS / 8) * 8;
@@ -129,10 +130,15 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>&
       if (start + a < rank && column + j < D) eights[n] = s.eight(up + (start + a) * D + column + j);
     }
     wait_for_previous();
+    float from_parts[MOST][LOWS];  // all on their way at once
 #pragma unroll
     for (int n = 0; n < LOWS; ++n) {
       const int at = n * THREADS + threadIdx.x, token = at / PASS, a = at % PASS;
-      lows[n] = token < tokens && start + a < rank ? low[token * apart + start + a] : 0.f;
+#pragma unroll
+      for (int p = 0; p < MOST; ++p) {
+        const bool inside = (p == 0 || p < parts) && token < tokens && start + a < rank;
+        from_parts[p][n] = inside ? low[p * part_apart + token * apart + start + a] : 0.f;
+      }
     }
     __syncthreads();  // the tiles may change
 #pragma unroll
@@ -143,7 +149,10 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>&
 #pragma unroll
     for (int n = 0; n < LOWS; ++n) {
       const int at = n * THREADS + threadIdx.x;
-      s.put_low(at / PASS, at % PASS, lows[n]);
+      float sum = from_parts[0][n];
+#pragma unroll
+      for (int p = 1; p < MOST; ++p) sum += from_parts[p][n];
+      s.put_low(at / PASS, at % PASS, sum);
     }
     __syncthreads();  // the tiles stand
     s.multiply(sums.x);

@@ -1,14 +1,14 @@
 // what      What stands between two products: the channel mix's gate, layer norm, token shift, static mixes.
 // math      x += sigmoid(gate) sum of value's parts;  xx = LN(x);  d = shift - xx;  shift = xx;  mixed_c = xx + d maa_c
 // shapes    x gate xx d [B, D], value [P, B, D], weight bias [D], maa [C, D], shift [P, D], slots [B] or null,
-//           mixed [C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or d = 0
+//           mixed [TERMS, C, B, D]; value, gate, xx and d, or maa and shift may be null, then the gate is open or d = 0
 // grid      a block a sequence; 512 threads, EACH times 4 channels each
 // smem      the warps' parts of two sums
 // barriers  two: mean, then variance
 // numerics  float32; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 3-4
-// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to PARTS; as for shift, some launch between this one and the last that
-//           wrote it has waited for the one before it before it let the next begin
+// limits    D a multiple of 4, up to EACH 2048; C up to 2, P up to PARTS; as for shift, some launch between this one
+//           and the last that wrote it has waited for the one before it before it let the next begin
 #include "decode.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, MIXES = 2;
@@ -43,7 +43,7 @@ struct Channels {
   float4 weight, bias, shift, maa[MIXES];
 };
 
-template <typename X, int EACH, int PARTS>
+template <typename X, int EACH, int PARTS, int TERMS>
 __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) {
   Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
   launch_next();
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_norm_shift(const Args<X> args) 
 #pragma unroll
     for (int c = 0; c < MIXES; ++c) {
       const float4 mixed = args.maa ? add_scaled(xx, d, own.maa[c]) : xx;
-      if (c < args.C) store4(args.mixed + c * args.B * D + row + j, mixed);
+      if (c < args.C) store4_terms<TERMS>(args.mixed + c * args.B * D + row + j, args.C * args.B * D, mixed);
     }
   }
 }

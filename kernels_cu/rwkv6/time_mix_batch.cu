@@ -2,21 +2,22 @@
 //           once, and its first part is on its way before the inputs stand.
 // math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
 //           y = GroupNorm_H(o) silu(gate)
-// shapes    k v r gate y [B, H, N], low [B, W], up [W, H, N], decay u weight bias [H, N], state [P, H, N, N],
-//           slots [B] or null; N = 64
-// grid      a block for every (head, 8 sequences), heads slowest; a warp a sequence: a lane has four columns of the
+// shapes    k v r gate [P, ., B, H, N], each one of the four arrays of a part, low [P, B, W], y [TERMS, B, H, N],
+//           up [W, H, N], decay u weight bias [H, N], state [P, H, N, N], slots [B] or null; N = 64
+// grid      a block for every (head, SEQUENCES), heads slowest; a warp a sequence: a lane has four columns of the
 //           state and every second channel
 // smem      Shared, then tanh(low) of each warp, then `up` of a head
 // barriers  one: `up` stands
 // numerics  float32; the state of type S is rounded when it is stored; the variance from centred values
 // source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
-// limits    N = 64; some launch between this one and the last that wrote the states has waited for the one before it
-//           before it let the next begin: states are read without waiting
+// limits    N = 64, W even; P = 1, or up to 2 where SEQUENCES are fewer than 8; some launch between this one
+//           and the last that wrote the states has waited for the one before it before it let the next begin: states
+//           are read without waiting
 #include "decode.cuh"
 
-constexpr int N = 64, THREADS = 256, WARPS = THREADS / 32;
+constexpr int N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
-constexpr int ROWS = N / GROUPS, HELD = 16;        // of the state a lane, and those that it holds on their way
+constexpr int ROWS = N / GROUPS;                   // of the state a lane
 
 template <typename T, typename X, typename S> struct Args {
   const float* k;
@@ -32,7 +33,7 @@ template <typename T, typename X, typename S> struct Args {
   S* state;
   const i64* slots;  // or null: sequence b has state b
   X* y;
-  i64 B, H, N, W;
+  i64 B, H, N, W, P;
   double eps;
 };
 
@@ -41,8 +42,8 @@ struct alignas(16) Channel {
   float k, r, decay, ku;
 };
 
-struct Shared {
-  Channel channels[WARPS][N];
+template <int SEQUENCES> struct Shared {
+  Channel channels[SEQUENCES][N];
 };
 
 // Four columns of a state of type S as they come.
@@ -64,16 +65,30 @@ template <typename S> __device__ __forceinline__ Four<S> load_four(const S* x) {
   return found;
 }
 
-template <typename T, typename X, typename S>
-__global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T, X, S> args) {
-  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+// Neighbours of an array that comes in one part, or else in one or two, so far apart.
+template <bool TWO> __device__ __forceinline__ float2 load2_parts(const float* x, i64 parts, i64 apart) {
+  const float2 first = load2(x), second = TWO && parts > 1 ? load2(x + apart) : float2{};
+  return {first.x + second.x, first.y + second.y};
+}
+template <bool TWO> __device__ __forceinline__ float4 load4_parts(const float* x, i64 parts, i64 apart) {
+  const float4 first = load4(x), second = TWO && parts > 1 ? load4(x + apart) : float4{};
+  return {first.x + second.x, first.y + second.y, first.z + second.z, first.w + second.w};
+}
+
+template <typename T, typename X, typename S, int TERMS, int SEQUENCES>
+__global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES : 2)
+    rwkv6_time_mix_batch(const Args<T, X, S> args) {
+  constexpr bool ALL = SEQUENCES < 8, TWO = ALL;  // whether there are registers for all rows, and for two parts
+  constexpr int THREADS = 32 * SEQUENCES, HELD = ALL ? ROWS : ROWS / 2;  // rows of the state on their way
+  auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());
   launch_next();
   const int W = int(args.W), B = int(args.B), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int eights = (B + WARPS - 1) / WARPS, h = blockIdx.x / eights, b = blockIdx.x % eights * WARPS + warp;
+  const int groups = (B + SEQUENCES - 1) / SEQUENCES, h = blockIdx.x / groups;
+  const int b = blockIdx.x % groups * SEQUENCES + warp;
   const i64 D = args.H * N, head = i64(h) * N, at = b * D + head;
   const int column = lane % QUADS * 4, group = lane / QUADS;
   float* const s_low = reinterpret_cast<float*>(&s + 1) + warp * W;
-  T* const s_up = reinterpret_cast<T*>(reinterpret_cast<float*>(&s + 1) + WARPS * W);
+  T* const s_up = reinterpret_cast<T*>(reinterpret_cast<float*>(&s + 1) + SEQUENCES * W);
 
   constexpr int EACH = 16 / sizeof(T);
   for (int n = tid; n < W * (N / EACH); n += THREADS) {
@@ -90,16 +105,26 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
   const int own = 2 * lane;  // and its neighbour: the lane's channels of the decay
   float2 z = load2(args.decay + head + own);
   const float2 u = load2(args.u + head + own);
-  if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
+  float4 gain, bias, open;  // of the lane's columns
+  const auto load_norm = [&] { gain = load4(args.weight + head + column), bias = load4(args.bias + head + column); };
+  const auto load_gate = [&] { open = load4_parts<TWO>(args.gate + at + column, args.P, 4 * B * D); };
+  if (ALL) load_norm();
+  else if (tid == 0) prefetch_l2(args.weight + head, 4 * N), prefetch_l2(args.bias + head, 4 * N);
   cp_async_wait<0>();
   __syncthreads();  // `up` stands
   wait_for_previous();
   if (!state) return;
 
-  for (int w = lane; w < W; w += 32) s_low[w] = tanhf(args.low[i64(b) * W + w]);
+  const i64 apart = 4 * B * D;
+  const float2 k = load2_parts<TWO>(args.k + at + own, args.P, apart),
+               r = load2_parts<TWO>(args.r + at + own, args.P, apart);
+  const float4 v = load4_parts<TWO>(args.v + at + column, args.P, apart);
+  if (ALL) load_gate();
+  for (int w = 2 * lane; w < W; w += 64) {  // all on their way at once
+    const float2 low = load2_parts<TWO>(args.low + i64(b) * W + w, args.P, i64(B) * W);
+    s_low[w] = tanhf(low.x), s_low[w + 1] = tanhf(low.y);
+  }
   __syncwarp();
-  const float2 k = load2(args.k + at + own), r = load2(args.r + at + own);
-  const float4 v = load4(args.v + at + column);
 #pragma unroll 8
   for (int w = 0; w < W; ++w) {
     const float2 up = load2(s_up + w * N + own);
@@ -130,10 +155,10 @@ __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_batch(const Args<T,
   const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
   const float scale = inverse_root(variance + float(args.eps));
   if (group > 0) return;
-  const float4 open = load4(args.gate + at + column);
-  const float4 gain = load4(args.weight + head + column), bias = load4(args.bias + head + column);
+  if (!ALL) load_gate(), load_norm();
   const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
-  store4(args.y + at + column,
-         {gated(fmaf(o.x * scale, gain.x, bias.x), open.x), gated(fmaf(o.y * scale, gain.y, bias.y), open.y),
-          gated(fmaf(o.z * scale, gain.z, bias.z), open.z), gated(fmaf(o.w * scale, gain.w, bias.w), open.w)});
+  store4_terms<TERMS>(
+      args.y + at + column, args.B * D,
+      {gated(fmaf(o.x * scale, gain.x, bias.x), open.x), gated(fmaf(o.y * scale, gain.y, bias.y), open.y),
+       gated(fmaf(o.z * scale, gain.z, bias.z), open.z), gated(fmaf(o.w * scale, gain.w, bias.w), open.w)});
 }

@@ -30,7 +30,7 @@ template <typename T, typename X, typename S> struct Args {
   double eps;
 };
 
-template <typename T, typename X, typename S>
+template <typename T, typename X, typename S, int TERMS>
 __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X, S> args) {
   auto& s = *reinterpret_cast<TimeMixScratch*>(dynamic_smem());
   launch_next();
@@ -60,5 +60,5 @@ __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X, 
     s.parts[share * N + tid % N] = sum;
   }
   time_mix_head(s, part, state, N, tid, channel, float(args.eps),
-                [&](int n, float y) { args.y[at + n] = from_float<X>(y); });
+                [&](int n, float y) { store_terms<TERMS>(args.y + at + n, args.B * D, y); });
 }

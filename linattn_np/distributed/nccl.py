@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import sys
 import threading
 import time
+from collections import deque
 
 import numpy as np
 
@@ -16,6 +16,7 @@ PRIORITY = -5  # the highest: a message's few blocks must not wait until a card 
 CLOSING_S = 2.0  # how long a communicator's end is waited for
 GRACE_S = 5.0  # after a rank has ended, for what it has sent before
 GREETING = 128  # bytes of NCCL's unique id, by which its ranks find each other
+FLAGS = 1 << 12  # messages under way at most: CUDA holds the host back before
 
 
 class Nccl:
@@ -44,17 +45,18 @@ class Nccl:
         if communicator is None:
             greeting = np.frombuffer(nccl.get_unique_id() if host.rank == 0 else bytes(GREETING), np.uint8)
             communicator = nccl.NcclCommunicator(host.size, host.all_gather(greeting)()[0].tobytes(), host.rank)
-        ctypes.pythonapi.Py_IncRef(
-            ctypes.py_object(communicator)
-        )  # its own end would wait for graphs, perhaps for ever
+        flags = cupy.cuda.alloc_pinned_memory(FLAGS)
+        last_for_ever(communicator)  # its own end would wait for graphs, perhaps as long
+        last_for_ever(flags)  # the card may write there after the engine's end
         self.cupy, self.byte = cupy, nccl.NCCL_UINT8
         self.float32, self.average = nccl.NCCL_FLOAT32, nccl.NCCL_AVG
         self.host, self.communicator = host, communicator
         self.rank, self.size, self.device = host.rank, host.size, cupy.cuda.Device()
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=PRIORITY)
-        self.reports = cupy.cuda.Stream(non_blocking=True)  # apart: a message would wait for Python's lock
+        self.before = self.event()  # what a message waits for
         ended = getattr(host, "ended", lambda: None)
-        self.watch = Watch(communicator.abort, f"NCCL, rank {self.rank} of {self.size}", limit_s, ended)
+        name, self.flags = f"NCCL, rank {self.rank} of {self.size}", flags.ptr
+        self.watch = Watch(communicator.abort, name, limit_s, ended, np.frombuffer(flags, np.uint8, FLAGS))
 
     def all_gather(self, x):
         if isinstance(x, np.ndarray):
@@ -107,23 +109,24 @@ class Nccl:
         `peer`: the one rank that takes part, where not all do.
         """
         self.watch.check()
-        current = self.cupy.cuda.get_current_stream()
-        self.stream.wait_event(current.record(self.event()))
+        self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
         self.meet(peer)
         work(self.stream.ptr)
         done = self.stream.record(self.event())
         if not self.stream.is_capturing():  # a graph runs the stream's work again, but not the watch: see `launched`
-            self.watch_over(done)
+            self.watch_over()
         return done
 
     def launched(self):
         """Watches over the messages of a CUDA graph that the current stream has just been given."""
         self.watch.check()
-        self.watch_over(self.cupy.cuda.get_current_stream().record(self.event()))
+        self.stream.wait_event(self.cupy.cuda.get_current_stream().record(self.before))
+        self.watch_over()
 
-    def watch_over(self, done):
-        self.reports.wait_event(done)
-        self.reports.launch_host_func(self.watch.arrived, self.watch.begin())
+    def watch_over(self):
+        """Has the card write a flag when the stream's work is over: a call of Python would wait for its lock."""
+        place, value = self.watch.begin()
+        self.cupy.cuda.runtime.memsetAsync(self.flags + place, value, 1, self.stream.ptr)
 
     def meet(self, peer):
         """Processes need not wait for each other before a message is enqueued."""
@@ -150,6 +153,10 @@ class Nccl:
 
     def event(self):
         return self.cupy.cuda.Event(disable_timing=True)
+
+
+def last_for_ever(x):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
 
 
 class NcclOfThread(Nccl):
@@ -187,23 +194,37 @@ class Watch:
     """Calls `abort` once something that was begun has not arrived in time.
 
     ended : a function that names a rank which has ended, or gives None
+    flags : uint8 [FLAGS], where someone else writes what `begin` tells
     """
 
-    def __init__(self, abort, name, limit_s, ended=lambda: None):
+    def __init__(self, abort, name, limit_s, ended=lambda: None, flags=None):
         self.abort, self.name, self.limit_s, self.ended_rank = abort, name, limit_s, ended
-        self.deadlines, self.lost, self.thread = {}, None, None
+        self.flags = np.zeros(FLAGS, np.uint8) if flags is None else flags
+        self.flags[:] = 0
+        self.under_way, self.lock, self.lost, self.thread = deque(), threading.Lock(), None, None
         self.count, self.ended = 0, threading.Event()
 
     def begin(self):
+        """(the place of a message's flag, what stands there once it has arrived); they arrive in this order."""
+        before, place = divmod(self.count, FLAGS)
+        message = place, before % 255 + 1  # another value than the last time
         self.count += 1
-        self.deadlines[self.count] = time.monotonic() + self.limit_s
+        self.waits_since()  # forgets what has arrived
+        self.under_way.append((message, time.monotonic()))
         if self.thread is None:
             self.thread = threading.Thread(target=self.look, daemon=True)
             self.thread.start()
-        return self.count
+        return message
 
-    def arrived(self, number):
-        del self.deadlines[number]
+    def waits_since(self):
+        """When the first that has not arrived was begun, or None."""
+        with self.lock:
+            while self.under_way:
+                (place, value), begun = self.under_way[0]
+                if self.flags[place] != value:
+                    return begun
+                self.under_way.popleft()
+        return None
 
     def check(self):
         if self.lost:
@@ -214,7 +235,8 @@ class Watch:
 
     def look(self):
         while self.lost is None and not self.ended.wait(min(1.0, self.limit_s / 4)):
-            waited = self.limit_s - min(self.deadlines.copy().values(), default=math.inf) + time.monotonic()
+            since = self.waits_since()
+            waited = 0.0 if since is None else time.monotonic() - since
             ended = self.ended_rank() if waited > GRACE_S else None
             if ended or waited > self.limit_s:
                 why = ended or f"waited {self.limit_s:g} s for the other ranks; one has ended or hangs"

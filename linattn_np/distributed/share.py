@@ -266,12 +266,15 @@ class Share:
         edge = self.dht if backwards else self.state
         count = len(self.problem.op.state)
         found, state = {}, None
+        wanted = {part.index for part in self.own if (part.outgoing if backwards else part.incoming) is not None}
         for segment in self.cut.running(backwards):
             arrives, leaves = segment.incoming, segment.outgoing
             if backwards:
                 arrives, leaves = leaves, arrives
-            if arrives is not None and segment.rank == self.comm.rank:
+            if segment.index in wanted:
                 found[segment.index] = state
+            if len(found) == len(wanted):
+                break
             if leaves is None:
                 continue
             if arrives is not leaves:  # the sequence begins here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,18 @@ from .engine import LIMIT_S, RankLost, as_bytes
 RETRY_S = 0.05
 SHORT = 1 << 10  # bytes of a message that is sent at once: a thread takes longer to begin
 LONG = 1 << 16  # bytes of a message that is received before anyone waits for it
+LENGTH = 8  # bytes before each message that tell its length
+
+
+class Arrival:
+    """Whether a message is there, and what went wrong: of a Future what takes no lock."""
+
+    def __init__(self, error=None):
+        self.done, self.error = False, error
+
+    def result(self):
+        if self.error is not None:
+            raise self.error
 
 
 class Sockets:
@@ -31,8 +44,7 @@ class Sockets:
     def __init__(self, rank, size, address, port, *, limit_s=LIMIT_S):
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.peers, self.to_receive, self.receiving = {}, deque(), RLock()
-        self.last_sent: Future = Future()
-        self.last_sent.set_result(None)
+        self.last_sent: Future | None = None  # what a thread was given to send
         self.sender, self.receiver = (ThreadPoolExecutor(1, "linattn_np.distributed") for _ in range(2))
         deadline = time.monotonic() + limit_s
         with socket.create_server((address if rank == 0 else "", port if rank == 0 else 0), backlog=size) as server:
@@ -73,22 +85,26 @@ class Sockets:
         addresses[told["rank"]] = address, told.get("port")
 
     def keep(self, peer, connection):
-        connection.settimeout(self.limit_s)
+        connection.settimeout(None)
+        seconds = struct.pack("ll", int(self.limit_s), int(self.limit_s % 1 * 1e6))
+        for limit in (
+            socket.SO_RCVTIMEO,
+            socket.SO_SNDTIMEO,
+        ):  # the system's own: Python's takes one call more, each time
+            connection.setsockopt(socket.SOL_SOCKET, limit, seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peers[peer] = connection
 
     def ended(self) -> str | None:
         """Which other rank has ended, as far as its connection tells without a wait."""
         for peer, connection in self.peers.items():
-            with connection.dup() as second:
-                second.settimeout(0)
-                try:
-                    if not second.recv(1, socket.MSG_PEEK):
-                        return f"rank {peer} has ended"
-                except BlockingIOError:
-                    pass
-                except OSError as error:
-                    return f"rank {peer} has ended: {error}"
+            try:
+                if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return f"rank {peer} has ended"
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                return f"rank {peer} has ended: {error}"
         return None
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -97,13 +113,12 @@ class Sockets:
         gathered[self.rank] = x
         message = as_bytes(x)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        sent = [self.post(peer, message) for peer in others]
+        sent = self.post(others, message)
 
         def receive():
             for peer in reversed(others):  # the ranks that send to this one first
                 self.read(peer, as_bytes(gathered[peer]))
-            for each in sent:
-                each.result()
+            sent()
 
         arrived = self.expect(receive)
         if message.nbytes >= LONG:
@@ -111,44 +126,45 @@ class Sockets:
 
         def wait():
             self.receive_until(arrived)
-            arrived.result()
             return gathered
 
         return wait
 
-    def expect(self, receive) -> Future:
+    def send(self, x, to):
+        self.post([to], as_bytes(x).copy())
+
+    def recv(self, x, source):
+        self.receive_until(self.expect(lambda: self.read(source, as_bytes(x))))
+
+    def post(self, peers, message):
+        """Has a thread send a message, or does it where none is on its way and it fits between two sockets.
+
+        What comes back waits until it is sent, and raises where it could not be.
+        """
+        if message.nbytes < SHORT and (self.last_sent is None or self.last_sent.done()):
+            try:
+                self.push_to(peers, message)
+            except RankLost as error:
+                return Arrival(error).result
+            return Arrival().result
+        self.last_sent = self.sender.submit(self.push_to, peers, message)
+        return self.last_sent.result
+
+    def expect(self, receive) -> Arrival:
         """Messages come in the order of the calls, whichever is waited for first."""
-        arrived: Future = Future()
+        arrived = Arrival()
         self.to_receive.append((receive, arrived))
         return arrived
 
     def receive_until(self, arrived):
         with self.receiving:
-            while not arrived.done():
+            while not arrived.done:
                 receive, each = self.to_receive.popleft()
                 try:
-                    each.set_result(receive())
+                    receive()
                 except Exception as error:
-                    each.set_exception(error)
-
-    def send(self, x, to):
-        self.post(to, as_bytes(x).copy())
-
-    def post(self, peer, message) -> Future:
-        """Has a thread send a message, or does it where none is on its way and it fits between two sockets."""
-        if self.last_sent.done() and message.nbytes < SHORT:
-            done: Future = Future()
-            try:
-                done.set_result(self.push(peer, message))
-            except RankLost as error:
-                done.set_exception(error)
-            return done
-        self.last_sent = self.sender.submit(self.push, peer, message)
-        return self.last_sent
-
-    def recv(self, x, source):
-        arrived = self.expect(lambda: self.read(source, as_bytes(x)))
-        self.receive_until(arrived)
+                    each.error = error
+                each.done = True
         arrived.result()
 
     def abandon(self):
@@ -158,9 +174,20 @@ class Sockets:
                 connection.shutdown(socket.SHUT_RDWR)  # also for a thread of this rank that waits there
             connection.close()
 
+    def push_to(self, peers, message):
+        """Sends to each, also where one of them has ended."""
+        failure = None
+        for peer in peers:
+            try:
+                self.push(peer, message)
+            except RankLost as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
     def push(self, peer, message):
         try:
-            length = len(message).to_bytes(8, "little")
+            length = len(message).to_bytes(LENGTH, "little")
             if len(message) < SHORT:
                 self.peers[peer].sendall(length + bytes(message))
                 return
@@ -170,28 +197,39 @@ class Sockets:
             raise self.lost(peer, error) from error
 
     def read(self, peer, into):
-        """Fills a buffer with a message of exactly its length."""
-        length = int.from_bytes(self.pull(peer, bytearray(8)), "little")
+        """Fills a buffer with a message of exactly its length; a short one comes with its length in one piece."""
+        framed = memoryview(bytearray(LENGTH + (len(into) if len(into) < SHORT else 0)))
+        here = self.pull(peer, framed, at_least=LENGTH)
+        length = int.from_bytes(framed[:LENGTH], "little")
         if length != len(into):
             raise RankLost(f"rank {peer} sent {length} bytes where {len(into)} were expected: it is in another call")
-        self.pull(peer, into)
+        self.pull(peer, framed[here:])
+        short = framed[LENGTH:]
+        into[: len(short)] = short
+        self.pull(peer, into[len(short) :])
 
     def read_text(self, peer):
-        return json.loads(self.pull(peer, bytearray(int.from_bytes(self.pull(peer, bytearray(8)), "little"))))
+        length = bytearray(LENGTH)
+        self.pull(peer, length)
+        text = bytearray(int.from_bytes(length, "little"))
+        self.pull(peer, text)
+        return json.loads(text)
 
-    def pull(self, peer, into):
+    def pull(self, peer, into, at_least=None):
+        """Fills a buffer, or its beginning, and says how much of it."""
         view = memoryview(into)
+        here, wanted = 0, len(view) if at_least is None else at_least
         try:
-            while view:
-                count = self.peers[peer].recv_into(view)
+            while here < wanted:
+                count = self.peers[peer].recv_into(view[here:])
                 if not count:
                     raise ConnectionResetError("it has closed the connection")
-                view = view[count:]
+                here += count
         except OSError as error:
             raise self.lost(peer, error) from error
-        return into
+        return here
 
     def lost(self, peer, error):
-        if isinstance(error, TimeoutError):
+        if isinstance(error, (TimeoutError, BlockingIOError)):
             return RankLost(f"waited {self.limit_s:g} s for rank {peer}")
         return RankLost(f"rank {peer} has ended: {error}")

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import ContractError, ContractTypeError
 from .checks import whole
 from .face import Model, State
-from .sampling import Sampler, Sampling
+from .sampling import Sampler, Sampling, complaints, draw_each
 
 
 @dataclass
@@ -103,6 +103,16 @@ class Batch:
         sequence = self.sequences[self.used(slot)]
         return sequence.sampler.complaint(sequence.logits)
 
+    def complaints(self) -> dict[int, str]:
+        """{slot: its `complaint`} of the sequences that have one."""
+        slots = list(self.sequences)
+        return {slots[number]: complaint for number, complaint in complaints(*self.drawing()).items()}
+
+    def drawing(self):
+        """(samplers, their rows of logits), in the order of the sequences."""
+        sequences = self.sequences.values()
+        return [sequence.sampler for sequence in sequences], [sequence.logits for sequence in sequences]
+
     def step(self) -> dict[int, int]:
         """The next token of every sequence, by slot.
 
@@ -110,10 +120,9 @@ class Batch:
         """
         if not self.sequences:
             return {}
-        for slot in self.sequences:
-            if complaint := self.complaint(slot):
-                refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
-        drawn = {slot: sequence.sampler(sequence.logits) for slot, sequence in self.sequences.items()}
+        for slot, complaint in self.complaints().items():
+            refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
+        drawn = dict(zip(self.sequences, draw_each(*self.drawing())))
         tokens = np.array(list(drawn.values()))[:, None]
         logits, _ = self.model.forward(tokens, self.pool, slots=list(drawn), last=True)
         for slot, row in zip(drawn, self.model.to_host(logits)):

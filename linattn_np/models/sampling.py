@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from ..errors import ContractError
 from .checks import real, shown, whole
 
+AT_ONCE = 1 << 16  # logits of several sequences that one call of NumPy looks at: more would leave a core's cache
 PENALTY = "a finite number from -1e30 to 1e30"  # so that a penalty, times its count, stays a float32
 
 
@@ -76,6 +78,11 @@ class Sampling:
                 "what else numpy.random.default_rng takes"
             ) from None
 
+    @property
+    def of_all(self) -> bool:
+        """Whether any token can be drawn, by the model's distribution alone."""
+        return bool(self.temperature and self.top_k == 0 and self.top_p == 1 and not (self.presence or self.frequency))
+
     def sampler(self) -> Sampler:
         """One sequence's drawing: it has the random numbers and remembers what was drawn."""
         return Sampler(self)
@@ -103,8 +110,12 @@ class Sampler:
     def __call__(self, logits) -> int:
         if complaint := self.complaint(logits):
             raise ContractError(f"Sampling: {complaint}")
-        token = self.draw(self.penalized(np.asarray(logits[: self.how.vocabulary], np.float32)))
-        self.counts = {drawn: count * self.how.fading for drawn, count in self.counts.items()}
+        return self.drawn(self.draw(self.penalized(np.asarray(logits[: self.how.vocabulary], np.float32))))
+
+    def drawn(self, token) -> int:
+        """The token, which counts from now on."""
+        if self.how.fading != 1:
+            self.counts = {other: count * self.how.fading for other, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
         return token
 
@@ -120,15 +131,26 @@ class Sampler:
         how = self.how
         if how.temperature == 0:
             return int(logits.argmax())
-        with np.errstate(over="ignore"):  # a quotient of -inf is what a small temperature means
-            p = np.exp(np.divide(logits - logits.max(), how.temperature, dtype=np.float64).astype(np.float32))
-        p /= p.sum()
+        p = probabilities(logits, how.temperature)
         order = likeliest(p, how.top_k, how.top_p)
         cumulated = np.cumsum(p[order], dtype=np.float64)
-        total = cumulated[-1] if how.top_k else 1
-        kept = np.searchsorted(cumulated, how.top_p * total) + 1  # the token that crosses it is still in
+        return int(order[self.place(cumulated, how.top_p * (cumulated[-1] if how.top_k else 1))])
+
+    def place(self, cumulated, bound) -> int:
+        """Where the next random number falls among probabilities that are added up, as far as they reach a bound."""
+        kept = cumulated.searchsorted(bound) + 1  # the token that crosses it is still in
         cumulated = cumulated[:kept]
-        return int(order[np.searchsorted(cumulated, self.rng.random() * cumulated[-1], side="right")])
+        return int(cumulated.searchsorted(self.rng.random() * cumulated[-1], side="right"))
+
+
+def probabilities(logits, temperature):
+    """Of float32 logits [..., V], each row by itself."""
+    with np.errstate(over="ignore"):  # a quotient of -inf is what a small temperature means
+        p = np.exp(
+            np.divide(logits - logits.max(axis=-1, keepdims=True), temperature, dtype=np.float64).astype(np.float32)
+        )
+    p /= p.sum(axis=-1, keepdims=True)
+    return p
 
 
 def likeliest(p, top_k, top_p):
@@ -141,3 +163,40 @@ def likeliest(p, top_k, top_p):
         least = (1 - top_p) / len(p)  # all that are less hold less than 1 - top_p together
     ids = np.flatnonzero(p >= least)
     return ids[np.argsort(-p[ids], kind="stable")][: top_k or None]
+
+
+# -- many sequences ----------------------------------------------------------------------------------------------------
+def complaints(samplers, logits) -> dict[int, str]:
+    """{number: its `complaint`} of the samplers that cannot draw from their row of `logits`."""
+    found = {}
+    for _, numbers, rows in alike(logits, [(sampler.how.vocabulary,) for sampler in samplers]):
+        for place in np.flatnonzero(~np.isfinite(rows.max(axis=1))):
+            found[numbers[place]] = samplers[numbers[place]].complaint(logits[numbers[place]])
+    return found
+
+
+def draw_each(samplers, logits) -> list[int]:
+    """The token of each sampler from its row of `logits`, as it draws it alone, in fewer calls of NumPy.
+
+    None of them has a complaint.
+    """
+    tokens = {}
+    kinds = [(sampler.how.vocabulary, sampler.how.temperature) if sampler.how.of_all else None for sampler in samplers]
+    for (_, temperature), numbers, rows in alike(logits, kinds):
+        p = probabilities(rows.astype(np.float32, copy=False), temperature)
+        for number, cumulated in zip(numbers, np.cumsum(p, axis=1, dtype=np.float64)):
+            tokens[number] = samplers[number].drawn(samplers[number].place(cumulated, 1))
+    return [tokens[n] if n in tokens else sampler(row) for n, (sampler, row) in enumerate(zip(samplers, logits))]
+
+
+def alike(logits, kinds) -> Iterator[tuple]:
+    """(kind, numbers, their rows of `logits`) of one kind, (vocabulary, ...), each; None is no kind."""
+    by_kind: dict[tuple, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        if kind is not None:
+            by_kind.setdefault(kind, []).append(number)
+    for kind, numbers in by_kind.items():
+        rows = [logits[number][: kind[0]] for number in numbers]
+        count = max(1, AT_ONCE // len(rows[0]))
+        for start in range(0, len(rows), count):
+            yield kind, numbers[start : start + count], np.stack(rows[start : start + count])

@@ -127,12 +127,11 @@ def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], sl
             running |= {slot: (number, text, []) for slot, number, text in zip(slots_taken, numbers, texts)}
         if not asked and not running:
             return
-        for slot in list(running):
-            if complaint := batch.complaint(slot):
-                number, text, pieces = running.pop(slot)
-                batch.leave(slot)
-                pieces.append(text.close("error", complaint))
-                yield number, "".join(pieces), text
+        for slot, complaint in batch.complaints().items():
+            number, text, pieces = running.pop(slot)
+            batch.leave(slot)
+            pieces.append(text.close("error", complaint))
+            yield number, "".join(pieces), text
         for slot, token in batch.step().items():
             number, text, pieces = running[slot]
             pieces.append(text.feed(token))

@@ -31,7 +31,7 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 8, MAX_TOGETHER = 2304, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 8, MAX_TOGETHER = 2560, MAX_COPIES = 1024, MAX_PRODUCTS = 64;
 constexpr size_t STACK = 128 * 1024 + 256;  // a power of two would put all stacks into one set of the cache
 constexpr size_t MAX_SHARED = 227 * 1024, GUARD = 1024;
 constexpr unsigned char POISON = 0xff;  // in every byte: a NaN of each float type

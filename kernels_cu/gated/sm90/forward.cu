@@ -14,6 +14,7 @@
 #include "read_order.cuh"
 #include "ptx.cuh"
 #include "gated/sm90/forward_consumers.cuh"
+#include "gated/sm90/forward_forgotten.cuh"
 #include "gated/sm90/forward_producers.cuh"
 #include "gated/sm90/forward_storage.cuh"
 #include "tensor.cuh"
@@ -30,8 +31,8 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   constexpr int THREADS = ALL_THREADS<Schedule, T, G, BK, BV>, CONSUMERS = CONSUMER_THREADS<BV>;
   constexpr int MAKING = ProducerCoord<BK>::THREADS;
   S& s = *reinterpret_cast<S*>(dynamic_smem());
-  const WorkTile work = work_tile<Schedule, BV>(args.shape, blockIdx.x);
-  if (!Schedule::reads && work.sequence % i32(args.of) >= args.needed) return;
+  const WorkTile work = work_tile<Schedule, BV>(args.shape, blockIdx.x, u32(args.of), u32(args.parts));
+  if (!Schedule::reads && work.sequence / i32(args.parts) % i32(args.of) >= args.needed) return;
   if (threadIdx.x == 0) {
     s.work = work;
     for (int group = 0; group < S::GROUPS; ++group) barrier_init(s.gates[group], 1), barrier_init(s.rows[group], 1);
@@ -42,6 +43,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     }
     for (int slot = 0; slot < BV / PANEL * S::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.numbers[stage].row[0] = ALL;
+    if constexpr (!Schedule::reads) barrier_init(s.scan.loaded, 1);
     if constexpr (Schedule::K_RANKS > 1)
       for (Barrier& told : s.votes.told) barrier_init(told, Schedule::K_RANKS);
   }
@@ -58,6 +60,7 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   fence_async();
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // barriers and zeros stand, the other block's too
   else __syncthreads();                                      // barriers and zeros stand
+  if constexpr (!Schedule::reads) narrow_work<THREADS>(s, args, work);
   // Where registers are scarce, consumers get some of the producers'.
   constexpr int UP = THREADS == 384 && Schedule::K_RANKS > 1 ? 192 : 0, DOWN = 120;
   if (threadIdx.x < CONSUMERS) {

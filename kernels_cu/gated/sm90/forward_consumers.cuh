@@ -150,6 +150,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
   const u32 tokens = at.tokens;
 
   float S[K_RANKS * BK / 2] = {}, total = 1.f;  // the decay of channel thread % BK over all tokens so far
+  if constexpr (!Schedule::reads) total = s.scan.before;
   if (args.initial)
     each<K_RANKS * BK>(S, args.initial + at.state, args.shape, args.channel, first(),
                        [](float& x, const float* from) { x = *from; });
@@ -301,7 +302,7 @@ __device__ __forceinline__ void consume(Shared<Schedule, T, G, BK, BV>& s, const
     float* const decays = args.decays + (i64(at.sequence) * args.shape.H + at.head) * 2 * args.shape.K + channel;
     if (first() == 0 && thread < BK && channel < args.shape.K) decays[0] = total, decays[args.shape.K] = 1.f;
   }
-  if (args.final)
-    each<K_RANKS * BK>(S, args.final + at.state, args.shape, args.channel, first(),
+  if (args.final && at.final >= 0)
+    each<K_RANKS * BK>(S, args.final + at.final, args.shape, args.channel, first(),
                        [](float& x, float* to) { *to = x; });
 }

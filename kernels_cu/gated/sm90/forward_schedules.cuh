@@ -1,6 +1,6 @@
 // what      How the forward kernel of Hopper shares out sequences, channels, columns and chunks among blocks.
-// grid      a block for every (sequence, head, BV columns of V), sequence slowest; those of a cluster have neighbouring
-//           columns
+// grid      a block for every (sequence or segment, head, BV columns of V); those of a cluster have neighbouring
+//           columns, and the last sequences in a row of the batch are first: of unequal segments these are the long ones
 // limits    clusters of two
 #include "tensor.cuh"
 
@@ -33,22 +33,32 @@ template <class Schedule> __device__ __forceinline__ int rank_of() {
   return Schedule::CLUSTER_SIZE > 1 ? blockIdx.x % Schedule::CLUSTER_SIZE : 0;
 }
 
-// Where this block works: a stretch of one sequence's tokens, its columns, and where its state lies.
+// Where this block works: a stretch of one sequence's tokens, its columns, where its state lies, and where it goes: -1
+// for nowhere.
 struct WorkTile {
   i32 sequence, batch, head, column, start, tokens;
-  i64 state;
+  i64 state, final;
 };
 
-template <class Schedule, int BV> __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
+// of: segments a sequence, of which the last one leaves the final state; parts: SegmentState's of a segment, each with a
+// state of its own.
+template <class Schedule, int BV>
+__device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block, u32 of, u32 parts) {
   constexpr u32 SIZE = Schedule::CLUSTER_SIZE;
   const u32 tiles = u32(shape.V + BV * SIZE - 1) / (BV * SIZE) * SIZE, H = u32(shape.H), count = u32(shape.count);
-  const u32 pair = block / tiles, n = pair / H, h = pair % H;
-  const Span span = tokens_of(shape, n % count);
+  const u32 h = block / tiles % H, row = block / tiles / H / (Schedule::reads ? 1 : parts), batch = row % u32(shape.B);
+  const u32 s = count - 1 - row / u32(shape.B), segment = batch * count + s;
+  const u32 n = Schedule::reads ? segment : segment * parts + block / tiles / H % parts;
+  const Span span = tokens_of(shape, s);
+  const i64 size = shape.K * shape.V, state = (i64(n) * H + h) * size;
+  i64 final = state;
+  if (Schedule::reads) final = segment % of == of - 1 ? (i64(segment / of) * H + h) * size : -1;
   return {i32(n),
-          i32(n / count),
+          i32(batch),
           i32(h),
           i32(block % tiles * BV),
           i32(span.start),
           i32(span.stop - span.start),
-          i64(pair) * shape.K * shape.V};
+          state,
+          final};
 }

@@ -45,14 +45,15 @@ template <typename T, typename G> struct Args {
   Rows<T> o;
   Rows<const float> one;     // the gate where it is One
   const float *u, *initial;  // [H, K] and [N, H, K, V]; null where there is none
-  float* final;              // [N, H, K, V] or null
+  float* final;              // [N, H, K, V] of whole sequences, of SegmentState's parts; or null
   Shape shape;
   double scale;
   float* decays;   // SegmentState: [N, H, 2, K], whose product is the decay over a part's chunks
   i64 channel;     // the first of this launch
-  i64 of, needed;  // SegmentState: of every so many parts the first so many; nobody needs the others' state
+  i64 of, needed;  // segments a sequence; SegmentState: in which nobody needs the state of others than the first so many
   float* marks;    // [N, per, H, K, V]: the states before every so many chunks, a power of two; null: none, every is 0
   i64 every, per;
+  i64 parts;  // SegmentState: of a segment, with a state each
 };
 
 // ROWS tokens of BK channels: panels of 128 bytes a row, in the tensor cores' 128-byte swizzle.
@@ -117,6 +118,13 @@ template <int K_RANKS> struct alignas(16) Votes {
 };
 template <> struct Votes<1> {};
 
+// SegmentState: what its beginning is about.
+template <bool READS> struct alignas(8) Scan {
+  Barrier loaded;
+  float before;  // what the part's decays multiply: 0 where tokens before it are forgotten
+};
+template <> struct Scan<true> {};
+
 template <class Schedule, typename T, typename G, int BK, int BV> struct Shared {
   static constexpr bool READS = Schedule::reads;
   static constexpr int K_RANKS = Schedule::K_RANKS;
@@ -139,6 +147,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
   float u[BK];                              // the bonus
   Numbers<BK, K_RANKS> numbers[STAGES];
   Votes<K_RANKS> votes;
+  Scan<READS> scan;
   WorkTile work;  // here, since registers are scarce
   Barrier gates[GROUPS], rows[GROUPS], values[BV / PANEL][AHEAD], full[STAGES], empty[STAGES];
 };

@@ -5,8 +5,8 @@
 //           Gradients are such sums too, forwards or backwards in time, where E and L, i and j change places:
 //           dq_i of queries do, keys v, values k;  backwards dk_j of queries v, keys do, values q, and dv_j of queries
 //           k, keys q, values do, both carrying dS in place of S, with `scale` in what they add to it
-//           dg_t = <S, dS> at the end of t's stretch of 256 tokens + sum_{i>=t} (q_i . dq_i - k_i . dk_i) in it, without
-//           what i = j gives either, which no gate touches
+//           dg_t = <S, dS> at the end of t's stretch of 256 tokens + sum_{i>=t} (q_i . dq_i - k_i . dk_i) in it,
+//           without what i = j gives either, which no gate touches
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
 //           float32; sums [B, H, parts, T] and dg [B, H, T, tiles of dk] float32
 // grid      a block for every (sequence, head, BV columns of V, sum), sequence slowest: a warpgroup for every 64
@@ -163,7 +163,7 @@ __device__ __forceinline__ void sum_chunks(S& s, const Rows<const G>& gates, con
   }
 }
 
-// ---- a warp that sums up what the gate's gradient is made of ---------------------------------------------------------
+// ---- a warp that sums up what the gate's gradient is made of --------------------------------------------------------
 
 // The sums over warps of what they have of tokens 2 lane and 2 lane + 1.
 template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&partner)[PANELS][CHUNK][64], int lane) {

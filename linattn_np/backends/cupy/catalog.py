@@ -55,7 +55,8 @@ def on_every_card():
             instance = T, G, products, K, V
             for order in READ_ORDERS:
                 yield gated.GatedForward.fitting(order, gated.SINGLE_PASS, *instance, MOST_SHARED)
-            yield gated.GatedForward.fitting("AfterWrite", gated.SEGMENT_STATE, *instance, MOST_SHARED)
+            if T != HALF[0] or V == gated.TILES[0]:
+                yield gated.GatedSegmentStates.fitting(*instance, MOST_SHARED)
     for (T, G), order in product(GATES, READ_ORDERS):
         for products in (1, 3) if T == SINGLE else (1,):
             yield from split_channels(order, T, G, products)
@@ -177,11 +178,17 @@ def in_float64():
         yield cls(DOUBLE)
 
 
+def terms_of(X) -> tuple[int, ...]:
+    """Numbers of type X that a step hands to products for a float."""
+    return (1, rwkv6.FLOAT_TERMS) if X in HALF else (1,)
+
+
 def of_models():
     for T in CTYPES:
         yield rwkv6.LogDecay(T)
         for width, parts in product(rwkv6.NormShift.WIDTHS, (1, rwkv6.NormShift.MOST_PARTS)):
-            yield rwkv6.NormShift(T, width, parts)
+            for terms in terms_of(T):
+                yield rwkv6.NormShift(T, width, parts, terms)
         for width in rwkv6.ShiftMix.WIDTHS:
             yield rwkv6.ShiftMix(T, width)
         for width in rwkv6.GatedNorm.WIDTHS:
@@ -190,11 +197,13 @@ def of_models():
             yield rwkv6.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
         for X in dict.fromkeys((T, SINGLE)):
-            for B in (1, 256):
-                yield rwkv6.DataMix.of_step(T, X, B)
-            for S in CTYPES:
-                yield rwkv6.TimeMixStep(T, X, S)
-                yield rwkv6.TimeMixBatch(T, X, S)
+            for terms in terms_of(X):
+                for B in (1, 256):
+                    yield rwkv6.DataMix.of_step(T, X, B, terms)
+                for S in CTYPES:
+                    yield rwkv6.TimeMixStep(T, X, S, terms)
+                    for width in rwkv6.TimeMixBatch.WIDTHS:
+                        yield rwkv6.TimeMixBatch(T, X, S, terms, width)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
@@ -203,9 +212,13 @@ def of_models():
         yield rwkv6.DecodeStep(T, S, depth, paired)
         if paired:
             yield rwkv6.DecodeFew(T, S, depth)
+    for T in HALF:
+        yield rwkv6.FewRowsProduct(T)
     many = rwkv6.BatchProduct
     for T, width, split in product(HALF, many.STAGES, many.SPLITS):
         yield many(T, width, split)
+        if width <= many.DEEP_COLUMNS:
+            yield many(T, width, split, True)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

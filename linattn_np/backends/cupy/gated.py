@@ -21,6 +21,7 @@ from .instances import (
     TILES,
     GatedForward,
     GatedForwardSm90,
+    GatedSegmentStates,
     Recurrent,
     ScanSegments,
     channels,
@@ -183,6 +184,7 @@ class OnePass:
     schedule = SINGLE_PASS  # that of uncut sequences
     column_decays = None  # of the parts of segments, where columns have gates too
     starts = None  # the states that segments start from
+    finishes = False  # whether the last segments leave the final states, which the join of summaries gives otherwise
 
     def kernel(self, schedule):
         """The instance that computes the problem by a schedule."""
@@ -205,12 +207,16 @@ class OnePass:
         """Everything from the caller's arrays to `o` and `final`; the sizes of what runs."""
         problem, whole = self.problem, self.kernel(self.schedule)
         initial, P = self.draft.initial(problem), self.segments(whole)
-        if P == 1:
+        short = self.short_first_segment(whole, P)
+        if P == 1 and not short:
             self.launches(whole, self.shape(), initial, final)
             return whole.tiles
-        left, decays = kept or self.left_by_segments(P, final is not None)
-        self.starts = self.between_segments(P, left, decays, initial, final)
-        self.launches(whole, self.shape(self.cut(P)), self.starts, None)
+        if short:
+            P, kept = 2, ()
+        joined, last = (None, final) if self.finishes else (final, None)
+        left, decays = kept or self.left_by_segments(P, joined is not None, short)
+        self.starts = self.between_segments(P, left, decays, initial, joined)
+        self.launches(whole, self.shape(self.cut(P, short)), self.starts, last, of=P if self.finishes else 1)
         return whole.tiles | {"segments": P}
 
     def summary(self):
@@ -227,21 +233,30 @@ class OnePass:
         resident = tuning.resident_blocks(whole, self.device)
         return tuning.segments(N * H * tuning.grid(whole, V), self.longest, resident)
 
-    def cut(self, P):
-        """P segments of every sequence."""
-        return self.problem.spans.segments(P, self.kernel(SEGMENT_STATE).CHUNK)
+    def short_first_segment(self, whole, P) -> int:
+        """How long the first of two segments is where not P equal ones are made; 0 for these."""
+        return 0
 
-    def left_by_segments(self, P, final):
+    def cut(self, P, short=0):
+        """P segments of every sequence, or two of which the first is `short`."""
+        spans = self.problem.spans
+        return spans.split_at(short) if short else spans.segments(P, self.kernel(SEGMENT_STATE).CHUNK)
+
+    def left_by_segments(self, P, final, short=0):
         """What each part of P segments leaves behind, (states [N * P * R, H, K, V], decays [N * P * R, H, 2, K]); of
         the last segment only for a `final` state."""
         draft, problem, summary = self.draft, self.problem, self.kernel(SEGMENT_STATE)
         N, H, K, V = problem.shape("N H K V")
-        R, segments = tuning.parts(summary, N * H, V, P, self.longest, final, self.device), self.cut(P)
+        segments, longest = self.cut(P, short), P * short or self.longest
+        R = tuning.parts(summary, N * H, V, P, longest, final, self.device)
         left, decays = draft.empty((N * P * R, H, K, V), FLOAT32), draft.empty((N * P * R, H, 2, K), FLOAT32)
-        parts = draft.shape(problem, segments.segments(R, summary.CHUNK) if R > 1 else segments)
-        needed = (P if final else P - 1) * R
-        self.launches(summary, parts, None, left, decays=decays, of=P * R, needed=needed)
+        self.summarise(summary, segments, R, left, decays, of=P, needed=P if final else P - 1)
         return left, decays
+
+    def summarise(self, kernel, segments, R, left, decays, of, needed):
+        """`needed` of each `of` segments in R parts, to `left` and `decays`."""
+        parts = self.draft.shape(self.problem, segments.segments(R, kernel.CHUNK) if R > 1 else segments)
+        self.launches(kernel, parts, None, left, decays=decays, of=of * R, needed=needed * R)
 
     def between_segments(self, P, left, decays, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
@@ -279,10 +294,11 @@ class OnEveryCard(OnePass):
         return SPLIT_CHANNELS if self.problem.sizes["K"] > TILES[-1] else SINGLE_PASS
 
     def kernel(self, schedule):
-        K, V = self.problem.shape("K V")
-        order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(self.problem.op)
-        dtype, gate, shared = self.problem.dtype, self.g.dtype, self.device.shared_per_block
-        return GatedForward.fitting(order, schedule, dtype, gate, tuning.tf32_products(self.problem), K, V, shared)
+        products, sizes = tuning.tf32_products(self.problem), self.problem.shape("K V")
+        instance = self.problem.dtype, self.g.dtype, products, *sizes, self.device.shared_per_block
+        if schedule == SEGMENT_STATE:
+            return GatedSegmentStates.fitting(*instance)
+        return GatedForward.fitting(read_order(self.problem.op), schedule, *instance)
 
     @cached_property
     def sums(self):
@@ -294,28 +310,36 @@ class OnEveryCard(OnePass):
         """The arrays with a row for every token."""
         return {"q": self.q, "k": self.k, "v": self.v, "g": self.g, "o": self.o}
 
-    def more(self, decays) -> dict:
-        """What else a launch takes, of which `decays` are to be written if there are any."""
-        return {"u": self.u, "decays": decays}
+    def more(self, decays=None, of=1, needed=1) -> dict:
+        """What else a launch takes that gives o: here none leaves decays."""
+        return {"u": self.u}
 
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+    def launch(self, kernel, shape, initial, final, channel=0, **summary):
+        if isinstance(kernel, GatedSegmentStates):
+            self.launch_summary(kernel, shape, final, channel=channel, **summary)
+            return
         (B, H, K, V), arrays = self.problem.shape("B H K V"), self.rows()
         kernel = kernel.with_channels(K - channel)
         self.draft.launch(
             kernel,
             B * H * shape.count * tuning.grid(kernel, V),
             **arrays,
-            **self.more(decays),
+            **self.more(**summary),
             initial=initial,
             final=final,
             shape=shape,
             scale=self.problem.scale,
             sums=self.sums,
             channel=channel,
-            of=of,
-            needed=needed,
             bytes=common_bytes(*arrays.values()),
         )
+
+    def launch_summary(self, kernel, shape, left, **more):
+        """What `shape`'s segments leave behind, from channel `channel` on."""
+        B, H, V = self.problem.shape("B H V")
+        arrays = {"k": self.k, "v": self.v, "g": self.g}
+        blocks, bytes = B * H * shape.count * tuning.grid(kernel, V), common_bytes(*arrays.values())
+        self.draft.launch(kernel, blocks, **arrays, left=left, shape=shape, bytes=bytes, **more)
 
 
 def has_wide_heads(problem, device) -> bool:
@@ -373,6 +397,8 @@ class WideHeads(OnEveryCard):
 class OnHopper(OnePass):
     """By Hopper's own kernel."""
 
+    finishes = True
+
     def kernel(self, schedule):
         N, H, K, V = self.problem.shape("N H K V")
         order = "AfterWrite" if schedule == SEGMENT_STATE else read_order(self.problem.op)
@@ -399,6 +425,13 @@ class OnHopper(OnePass):
         kernels = self.kernel(SINGLE_PASS), self.kernel(CLUSTER_SPLIT_V)
         return tuning.split_columns(N * H, V, int(self.problem.spans.lengths.max()), self.device, *kernels)
 
+    def short_first_segment(self, whole, P):
+        if P > 1 or self.problem.varlen:
+            return 0
+        N, H, T, V = self.problem.shape("N H T V")
+        blocks = N * H * tuning.grid(whole, V)
+        return tuning.short_first_segment(blocks, T, tuning.resident_blocks(whole, self.device))
+
     marks, every = None, 0  # states that the kernel leaves on its way, before every so many chunks: a power of two
 
     def leave_marks(self, P):
@@ -408,7 +441,10 @@ class OnHopper(OnePass):
         """
         if not P or gated_vjp.short_segment(self.problem, self.device, P):
             return
-        mine, (N, H, K, V) = self.segments(self.kernel(self.schedule)), self.problem.shape("N H K V")
+        whole, (N, H, K, V) = self.kernel(self.schedule), self.problem.shape("N H K V")
+        mine = self.segments(whole)
+        if self.short_first_segment(whole, mine):
+            return
         shortest, longest = int(self.problem.spans.lengths.min()), self.longest
         length, of_mine = (ceil_div(longest, n * GatedForwardSm90.CHUNK) * GatedForwardSm90.CHUNK for n in (P, mine))
         every = length // GatedForwardSm90.CHUNK
@@ -420,28 +456,33 @@ class OnHopper(OnePass):
         """What spares the pullback half of its summaries: the states at its segments' starts, where `run` has them."""
         if self.marks is not None or self.starts is None or not self.problem.gradient:
             return () if self.marks is None else (self.marks,)
-        alike = self.starts.shape[0] == self.problem.sizes["N"] * gated_vjp.segments(self.problem, self.device)
+        P = self.segments(self.kernel(self.schedule))
+        alike = P > 1 and P == gated_vjp.segments(self.problem, self.device)
         return (self.starts,) if alike else ()
 
     def starts_of(self, P):
         """The states that P segments start from, by themselves; None where `run` does not have them."""
-        final = self.problem.output_final_state
         if self.segments(self.kernel(self.schedule)) == P:
-            return self.between_segments(P, *self.left_by_segments(P, final), self.draft.initial(self.problem), None)
+            return self.between_segments(P, *self.left_by_segments(P, False), self.draft.initial(self.problem), None)
         self.leave_marks(P)
         if self.marks is not None:
             self.o = self.draft.empty(self.o.shape, self.o.dtype)
-            self.run(self.draft.empty(self.problem.shape("N H K V"), FLOAT32) if final else None)
+            self.run(None)
         return self.marks
 
-    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1):
+    def summarise(self, kernel, segments, R, left, decays, of, needed):
+        """The kernel makes the parts, of what it finds that a segment's end remembers."""
+        shape = self.draft.shape(self.problem, segments)
+        self.launches(kernel, shape, None, left, decays=decays, of=of, needed=needed, parts=R)
+
+    def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, parts=1):
         """On the sequences or segments that `shape` names, from `channel` on."""
         B, H, V = self.problem.shape("B H V")
         arrays = self.inputs_of(kernel)
         marked = self.marks is not None and kernel.reads
         self.draft.launch(
             kernel,
-            B * H * shape.count * tuning.grid(kernel, V),
+            B * H * shape.count * parts * tuning.grid(kernel, V),
             **arrays,
             marks=self.marks if marked else None,
             every=self.every,
@@ -456,6 +497,7 @@ class OnHopper(OnePass):
             channel=channel,
             of=of,
             needed=needed,
+            parts=parts,
         )
 
     def inputs_of(self, kernel) -> dict:

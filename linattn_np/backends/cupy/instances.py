@@ -49,8 +49,8 @@ class GatedForward(Kernel):
         *pointers("u initial final"),
         *shape,
         *reals("scale"),
-        *pointers("sums decays"),
-        *integers("channel of needed bytes"),
+        *pointers("sums"),
+        *integers("channel bytes"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     cluster = 1
@@ -115,6 +115,51 @@ class GatedForward(Kernel):
     @property
     def tiles(self):
         return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK, "sub_chunk": 8}
+
+
+@dataclass(frozen=True)
+class GatedSegmentStates(Kernel):
+    """What segments leave behind, on every card: BK channels a launch."""
+
+    file = "gated/segment_states"
+    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed bytes"))
+    shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
+    cluster = 1
+    dtype: np.dtype
+    gate: np.dtype
+    products: int  # as `GatedForward` has them
+    BK: int
+    BV: int
+
+    @classmethod
+    def fitting(cls, dtype, gate, products, K, V, shared):
+        """For a device whose blocks may have so many bytes of shared memory: as many channels as that allows. Operands
+        of float16 data leave registers for 64 columns."""
+        found = cls(dtype, gate, products, TILES[K > TILES[0]], TILES[V > TILES[0] and dtype != np.float16])
+        return found if found.shared_bytes <= shared else replace(found, BK=TILES[0])
+
+    @property
+    def channels(self):
+        """Of a launch."""
+        return self.BK
+
+    @property
+    def CHUNK(self):
+        """Tokens that are there at once."""
+        return 64 // self.dtype.itemsize
+
+    @property
+    def threads(self):
+        return 2 * self.BK  # a warp for every 16 channels
+
+    @property
+    def resident(self):
+        return 256 // self.BK
+
+    @property
+    def shared_bytes(self):
+        sizes = (self.BK, self.dtype), (self.BV, self.dtype), (self.BK, self.gate)
+        return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes)
 
 
 @dataclass(frozen=True)
@@ -278,7 +323,7 @@ class GatedForwardSm90(Kernel):
         *pointers("decays"),
         *integers("channel of needed"),
         *pointers("marks"),
-        *integers("every per"),
+        *integers("every per parts"),
     )
     shared = ("Shared<{schedule}, {dtype}, {gate}, {BK}, {BV}>",)
     arch = SM90
@@ -334,11 +379,11 @@ class GatedForwardSm90(Kernel):
         stages = max(2, groups * (1 + (self.schedule == CLUSTER_SPLIT_V)))
         tiles = stages * ranks * 32 * BK * (half + reads * wide)
         pairs = (stages if coarse or self.cluster > 1 else 1) * ranks * 32 * PANEL * half * reads
-        numbers, votes = stages * (4 * ranks * BK + 16), 80 if ranks > 1 else 8
+        numbers, votes = stages * (4 * ranks * BK + 16), 80 if ranks > 1 else 8 if reads else 24
         slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
         scores = 32 * (2 * BK * (middle + half) + 16) + 256 if reads else 128  # what is empty takes its alignment
         group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
-        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 32
+        used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 40
         used += 8 * (slots + 2 * stages)
         return padded(used, 1024)
 

@@ -5,7 +5,7 @@ X is the dtype of what a kernel hands to the next product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -25,6 +25,9 @@ class ModelKernel(Kernel):
     overlaps = True
 
 
+FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
+
+
 # -- decoding ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class NormShift(ModelKernel):
@@ -38,12 +41,13 @@ class NormShift(ModelKernel):
     X: np.dtype
     EACH: int
     PARTS: int
+    TERMS: int
 
     @classmethod
-    def fitting(cls, X, D, parts):
+    def fitting(cls, X, D, parts, terms=1):
         """One part takes so few registers that two blocks share a multiprocessor."""
         each = next(width for width in cls.WIDTHS if D <= width * 4 * cls.threads)
-        return cls(X, each, cls.MOST_PARTS if parts > 1 else 1)
+        return cls(X, each, cls.MOST_PARTS if parts > 1 else 1, terms)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class TimeMixStep(ModelKernel):
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
+    TERMS: int
 
 
 @dataclass(frozen=True)
@@ -63,22 +68,43 @@ class TimeMixBatch(ModelKernel):
     """The same for many sequences and heads of 64: a warp a sequence."""
 
     file = "rwkv6/time_mix_batch"
-    arguments = TimeMixStep.arguments
-    shared = ("Shared",)
-    threads = 256
-    shared_bytes = 4 * 8 * 4 * 64
+    arguments = (
+        *pointers("k v r gate low up decay u weight bias state slots y"),
+        *integers("B H N W P"),
+        *reals("eps"),
+    )
+    shared = ("Shared<{SEQUENCES}>",)
     N: ClassVar[int] = 64
-    SEQUENCES: ClassVar[int] = 8  # of a block
+    MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
+    WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # sequences of a block
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
+    TERMS: int
+    SEQUENCES: int
 
     @classmethod
-    def fitting(cls, dtype, X, state, N, W, device) -> tuple[TimeMixBatch, int] | None:
-        """The kernel, and the bytes of shared memory behind its own; None where it does not serve."""
-        kernel, more = cls(dtype, X, state), W * (4 * cls.SEQUENCES + N * dtype.itemsize)
+    def fitting(cls, dtype, X, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
+        """The kernel, and the bytes of shared memory behind its own; None where it does not serve. So many sequences a
+        block that almost every multiprocessor has one."""
+        kernels = [cls(dtype, X, state, terms, width) for width in cls.WIDTHS]
+        busy = (kernel for kernel in kernels if kernel.blocks(B, H) >= 0.9 * device.multiprocessors)
+        kernel = next(busy, kernels[-1])
+        more = W * (4 * kernel.SEQUENCES + N * dtype.itemsize)
         room = device.shared_per_multiprocessor // 2 - 1024
-        return (kernel, more) if N == cls.N and kernel.shared_bytes + more <= room else None
+        return (kernel, more) if N == cls.N and W % 2 == 0 and kernel.shared_bytes + more <= room else None
+
+    @property
+    def threads(self):
+        return 32 * self.SEQUENCES
+
+    @property
+    def shared_bytes(self):
+        return self.SEQUENCES * 4 * 4 * self.N
+
+    @property
+    def parts(self) -> int:
+        return self.MOST_PARTS if self.SEQUENCES < max(self.WIDTHS) else 1
 
     def blocks(self, B, H) -> int:
         return ceil_div(B, self.SEQUENCES) * H
@@ -129,25 +155,34 @@ class BatchProduct(ModelKernel):
     ROWS: ClassVar[int] = 128  # of a weight
     DEPTH: ClassVar[int] = 64  # of K a step
     # Of weights and of vectors, by how many of these a block has.
-    STAGES: ClassVar[dict[int, tuple[int, int]]] = {16: (6, 4), 32: (6, 4), 64: (5, 4)}
+    STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
+    EXACT: ClassVar[int] = 8  # vectors at most that come in `FLOAT_TERMS`, as floats
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
-    shared = ("Shared<{dtype}, {COLUMNS}>",)
-    arch, threads = "sm_90a", 288
+    shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}>",)
+    arch, threads = "sm_90a", 320
+    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 4)  # the same where a block has a multiprocessor almost for itself
+    DEEP_COLUMNS: ClassVar[int] = 16  # at most
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
+    DEEP: bool = False
 
     @classmethod
-    def fitting(cls, dtype, B, K, rows, device) -> BatchProduct | None:
-        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster."""
+    def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
+        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster.
+
+        `early`: whether its weights can come while small kernels before it run.
+        """
         few_rows = sum(C * M for C, M in rows) <= 2 * cls.ROWS
         if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
             return None
         columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
         kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
-        return min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
+        kernel = min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
+        deep = early and columns <= cls.DEEP_COLUMNS and kernel.blocks(B, rows) <= device.multiprocessors
+        return replace(kernel, DEEP=deep)
 
     def steps(self, B, K, rows, device) -> float:
         """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
@@ -159,11 +194,12 @@ class BatchProduct(ModelKernel):
         return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
     def launch(self, draft: Draft, products, B, K):
-        """`products`: stacks (w [C, M, K], x [C, B, K], y [C, B, M] or in parts [SPLIT, C, B, M], finish)."""
+        """`products`: stacks (w [C, M, K], x [terms, C, B, K], y [C, B, M], in parts [SPLIT, C, B, M], or as x,
+        finish)."""
         stacks = [
             {
                 "w": TensorMap(w[None], self.DEPTH, self.ROWS, True),
-                "x": TensorMap(x[None], self.DEPTH, self.COLUMNS, True),
+                "x": TensorMap(x, self.DEPTH, self.COLUMNS, True),
                 "y": y,
                 "C": w.shape[0],
                 "M": w.shape[1],
@@ -176,14 +212,38 @@ class BatchProduct(ModelKernel):
         draft.launch(self, blocks, stacks=stacks + [none] * (STACKS - len(stacks)), B=B, K=K)
 
     @property
+    def terms(self):
+        return FLOAT_TERMS if self.COLUMNS == self.EXACT else 1
+
+    @property
     def cluster(self):
         return self.SPLIT
 
     @property
     def shared_bytes(self):
-        of_w, of_x = self.STAGES[self.COLUMNS]
-        ring = (of_w * self.ROWS + of_x * self.COLUMNS) * 2 * self.DEPTH
-        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x)
+        of_w, of_x = self.DEEP_STAGES if self.DEEP else self.STAGES[self.COLUMNS]
+        ring = (of_w * self.ROWS + of_x * self.terms * self.COLUMNS) * 2 * self.DEPTH
+        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x + 1)
+
+
+@dataclass(frozen=True)
+class FewRowsProduct(ModelKernel):
+    """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
+
+    file = "rwkv6/few_rows_product"
+    arguments = (*pointers("w x y"), *integers("B K M"))
+    shared = ("Shared",)
+    ROWS: ClassVar[int] = 16  # of a weight
+    SLICE: ClassVar[int] = 512  # of K
+    threads, shared_bytes = 256, 4 * 8 * 8 * 17
+    dtype: np.dtype
+
+    @classmethod
+    def parts(cls, K) -> int:
+        return ceil_div(K, cls.SLICE)
+
+    def blocks(self, M, K) -> int:
+        return ceil_div(M, self.ROWS) * self.parts(K)
 
 
 @dataclass(frozen=True)
@@ -337,23 +397,25 @@ class DataMix(ModelKernel):
     more multiprocessors are busy."""
 
     file = "rwkv6/data_mix"
-    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A"))
+    arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A P"))
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
+    MOST_PARTS: ClassVar[int] = 8  # of `low`, where a float is several TERMS
     dtype: np.dtype
     X: np.dtype
     PARTS: int
     TILES: int
     INPUTS: int
+    TERMS: int
 
     @classmethod
-    def of_step(cls, dtype, X, B):
-        inputs = 5 if B > 128 else 1
-        return cls(dtype, X, 3 if (dtype, X) == (BFLOAT16, FLOAT32) else 2, 1, inputs)
+    def of_step(cls, dtype, X, B, terms=1):
+        exact = dtype == BFLOAT16 and (X == FLOAT32 or terms > 1)
+        return cls(dtype, X, 3 if exact else 2, 1, 5 if B > 128 else 1, terms)
 
     @classmethod
     def of_prompt(cls, dtype):
-        return cls(dtype, dtype, 2, 2, 1)
+        return cls(dtype, dtype, 2, 2, 1, 1)
 
     @property
     def shared_bytes(self):

@@ -323,6 +323,13 @@ class ByGated(Narrow):
 class BySums(Narrow):
     """By sums of values weighted by decayed products of queries with keys."""
 
+    finishes = False
+
+    def short_first_segment(self, whole, P):
+        return 0
+
+    summarise = gated.OnePass.summarise
+
     def kernel(self, schedule):
         what = {SINGLE_PASS: "Whole", SEGMENT_STATE: "Summary"}[schedule]
         return WeightedSums.fitting(what, self.gate, self.problem.sizes["K"], self.width(schedule))

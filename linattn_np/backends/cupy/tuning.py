@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from .instances import PANEL, TILES, WeightedSums
 from .plan import FLOAT32, ceil_div
 
@@ -15,6 +17,7 @@ SWEEP_START = 64  # tokens that take as long in the backward sweeps as a block's
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
 SUMMARY = 0.35  # of the sweeps' time, what summarising both ways takes
+FORWARD_SUMMARY = 0.5  # of the forward pass's, what summarising takes
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
 
@@ -70,16 +73,30 @@ def short_segment(P, blocks, T, most, aligned) -> int:
     """Of how many tokens, a multiple of `aligned`, the segment is that each backward sweep begins a sequence of T with,
     where the rest is another; 0 where P of equal size are faster. More than half of the card is busy with the long
     ones, and the others make the short ones meanwhile. Only those are summarised, each in one direction."""
-    others = most - blocks
-    if not others > 0 or T % aligned:
+    if T % aligned:
         return 0
+    time, length = cut_in_two(blocks, T, most, aligned, SUMMARY)
+    return length if HARDLY_MORE * time < equal_segments_time(P, blocks, T, most) else 0
+
+
+def short_first_segment(blocks, T, most) -> int:
+    """The same of the forward pass, beside whole sequences."""
+    time, length = cut_in_two(blocks, T, most, SEGMENT, FORWARD_SUMMARY)
+    return length if HARDLY_MORE * (time + PART_START) < T + SWEEP_START else 0
+
+
+def cut_in_two(blocks, T, most, aligned, summary) -> tuple[float, int]:
+    """(the least time, in tokens, for which length of sequences' first segments): of the `most` blocks on the card
+    `blocks` make the rest of theirs, and the others all first ones, which are summarised before."""
+    others = most - blocks
+    if not others > 0:
+        return inf, 0
 
     def time(length):
         sweeps = max(T - length + SWEEP_START, ceil_div(blocks, others) * (length + SWEEP_START))
-        return sweeps + SUMMARY * blocks / most * length
+        return sweeps + summary * blocks / most * length
 
-    length = min(range(aligned, T // 2 + 1, aligned), key=time, default=0)
-    return length if length and HARDLY_MORE * time(length) < equal_segments_time(P, blocks, T, most) else 0
+    return min(((time(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
 
 
 def split_columns(heads, V, longest, device, alone, split) -> bool:

@@ -206,10 +206,11 @@ class InChunks(gated.OnEveryCard):
     def rows(self):
         return super().rows() | {"gv": self.gv}
 
-    def more(self, decays):
+    def more(self, decays=None, of=1, needed=1):
         if decays is not None and self.column_decays is None:
             self.column_decays = self.draft.empty((decays.shape[0], *self.problem.shape("H V")), FLOAT32)
-        return {"channel_decays": decays, "column_decays": None if decays is None else self.column_decays}
+        columns = None if decays is None else self.column_decays
+        return {"channel_decays": decays, "column_decays": columns, "of": of, "needed": needed}
 
 
 def plan_vjp(problem, device, do, dht, saved=()):

@@ -1,8 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Up to eight sequences each weight is read once: on Hopper cards all layers are one launch, elsewhere a layer is nine.
-Beyond that cuBLAS multiplies. All arrays of a step are allocated once, and a step neither allocates nor waits, so a
-CUDA graph can hold it.
+Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
+one launch where sequences are one or two, or weights are not in half precision; otherwise a layer is nine. On other
+cards cuBLAS multiplies beyond eight sequences. All arrays of a step are allocated once, and a step neither allocates
+nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
 SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
+MOST_TOGETHER = 1  # sequences with half-precision weights that one launch serves faster than many
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -115,33 +117,32 @@ class CudaDecoder:
         def room(*shape, dtype=FLOAT32):
             return self.device.empty(shape, dtype)
 
-        self.batch, self.few = batch, batch <= kernels.Matvec.COLUMNS
-        self.kernel = None
-        if self.device.capability == 90 and batch == 1:
-            self.kernel = kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
-        elif self.device.capability == 90:
-            self.kernel = kernels.DecodeStep.fitting(
-                self.matrices, self.state_dtype, batch, self.sizes["D"], self.sizes["F"], self.device
-            )
-        X = FLOAT32 if self.few else self.dtype  # of what products take
+        self.batch, self.kernel = batch, self.kernel_of_all(batch)
+        few = batch <= kernels.Matvec.COLUMNS
+        self.split = few and not self.kernel and self.device.capability == 90 and self.matrices in kernels.HALF
+        self.by_rows = few and not self.split
+        terms = kernels.FLOAT_TERMS if self.split else 1
+        low_parts = kernels.DataMix.MOST_PARTS if self.split else 1
+        parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
+        X = FLOAT32 if self.by_rows else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.room = SimpleNamespace(
             x=room(1, B, D),
             xx=room(B, D),
             d=room(B, D),
-            mixed_x=room(1, B, D, dtype=X),
-            low=room(1, B, 5 * A),
-            mixed=room(5, B, D, dtype=X),
-            kvrg=room(4, B, D),
-            decay_low=room(1, B, W),
-            y=room(1, B, D, dtype=X),
-            ffn_mixed=room(2, B, D, dtype=X),
-            activated=room(1, B, F, dtype=X),
-            hidden=None if self.few else room(1, B, F),
-            wide=None if self.few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
+            mixed_x=room(terms, 1, B, D, dtype=X),
+            low=room(low_parts, 1, B, 5 * A),
+            mixed=room(terms, 5, B, D, dtype=X),
+            kvrg=room(parts, 4, B, D),
+            decay_low=room(parts, 1, B, W),
+            y=room(terms, 1, B, D, dtype=X),
+            ffn_mixed=room(terms, 2, B, D, dtype=X),
+            activated=room(terms, 1, B, F, dtype=X),
+            hidden=None if few else room(1, B, F),
+            wide=None if few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
             gate=room(1, B, D),
-            added=room(1 if self.few else kernels.NormShift.MOST_PARTS, 1, B, D),
-            normed=room(1, B, D, dtype=X),
+            added=room(1 if self.by_rows else kernels.NormShift.MOST_PARTS, 1, B, D),
+            normed=room(terms, 1, B, D, dtype=X),
             logits=room(1, B, V),
             arrived=self.device.zeros((1,), INT64),
         )
@@ -151,6 +152,15 @@ class CudaDecoder:
             self.room.mixed, self.room.y = room(5, B, D * size // 4), room(1, B, D * size // 4)
             self.room.activated = room(1, B, F * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
+
+    def kernel_of_all(self, batch):
+        """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
+        D, F = self.sizes["D"], self.sizes["F"]
+        if self.device.capability != 90 or self.matrices in kernels.HALF and batch > MOST_TOGETHER:
+            return None
+        if batch == 1:
+            return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
+        return kernels.DecodeStep.fitting(self.matrices, self.state_dtype, batch, D, F, self.device)
 
     def words(self) -> dict:
         """What the blocks of `DecodeFew` hand to each other, each number a word of turn 0; and their turns."""
@@ -340,9 +350,10 @@ class Step:
     def time_mix(self, layer, shift, wkv, added):
         my, room, B = self.my, self.room, self.my.batch
         T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
+        terms = room.mixed.shape[0]
         self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, added, added and room.gate, xx=room.xx)
-        self.matmul(layer, ("maa_down", room.mixed_x, room.low, WRITE))
-        mix = kernels.DataMix.of_step(T, X, B)
+        parts = self.low_rank_down(layer)
+        mix = kernels.DataMix.of_step(T, X, B, terms)
         self.draft.launch(
             mix,
             mix.blocks(B, D),
@@ -355,15 +366,18 @@ class Step:
             tokens=B,
             D=D,
             A=A,
+            P=parts,
         )
-        self.matmul(
+        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, terms, B, H, N, W, my.device)
+        kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
+        parts = self.in_parts(
             layer,
-            ("kvrg", room.mixed[1:], room.kvrg, WRITE),
-            ("decay_down", room.mixed[:1], room.decay_low, WRITE),
+            kernel.parts if many else 1,
+            ("kvrg", room.mixed[:, 1:], room.kvrg),
+            ("decay_down", room.mixed[:, :1], room.decay_low),
+            early=True,
         )
-        (k, v, r, gate), (weight, bias) = room.kvrg, layer.ln_x
-        many = None if my.few else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, N, W, my.device)
-        kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype), 0)
+        (k, v, r, gate), (weight, bias) = room.kvrg[0], layer.ln_x
         self.draft.launch(
             kernel,
             kernel.blocks(B, H) if many else B * H,
@@ -385,6 +399,7 @@ class Step:
             H=H,
             N=N,
             W=W,
+            **({"P": parts} if many else {}),
             eps=GROUP_NORM_EPS,
         )
         return self.addend(layer, "output", room.y, room.x)
@@ -394,15 +409,37 @@ class Step:
         self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift, added)
         self.matmul(
             layer,
-            ("ffn_key", room.ffn_mixed[:1], room.activated, RELU_SQUARED),
-            ("ffn_receptance", room.ffn_mixed[1:], room.gate, WRITE),
+            ("ffn_key", room.ffn_mixed[:, :1], room.activated, RELU_SQUARED),
+            ("ffn_receptance", room.ffn_mixed[:, 1:], room.gate, WRITE),
         )
         return self.addend(layer, "ffn_value", room.activated)
 
+    def low_rank_down(self, layer) -> int:
+        """What the data mix takes as `low`; in how many parts."""
+        room, (w,), (terms, _, B, K) = self.room, layer.maa_down, self.room.mixed_x.shape
+        kernel, M = kernels.FewRowsProduct(self.my.dtype), w.shape[0]
+        if terms == 1 or kernel.parts(K) > room.low.shape[0]:
+            self.matmul(layer, ("maa_down", room.mixed_x, room.low[0], WRITE))
+            return 1
+        self.draft.launch(kernel, kernel.blocks(M, K), w=w, x=room.mixed_x, y=room.low, B=B, K=K, M=M)
+        return kernel.parts(K)
+
+    def in_parts(self, layer, most, *named, early=False) -> int:
+        """Products (name of w [C, M, K], x [terms, C, B, K], y [P, C, B, M]) that are left in parts for who reads y,
+        where there is room for them; in how many. `early` as `BatchProduct.fitting` has it."""
+        matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
+        kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
+        if kernel and kernel.SPLIT <= most:
+            products = [(w, x, y[: kernel.SPLIT], PARTS) for w, (_, x, y) in zip(matrices, named)]
+            kernel.launch(self.draft, products, B, K)
+            return kernel.SPLIT
+        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named))
+        return 1
+
     def addend(self, layer, name, vectors, x=None) -> Array | None:
         """A product that the next norm adds to x, [P, B, D] in parts; None where it is added to `x` at once."""
-        w, (_, B, K) = getattr(layer, name), vectors.shape
-        kernel = None if self.my.few else self.batch_product([w], B, K)
+        w, (_, _, B, K) = getattr(layer, name), vectors.shape
+        kernel = None if self.my.by_rows else self.batch_product([w], B, K)
         if kernel:
             added = self.room.added[: kernel.SPLIT]
             kernel.launch(self.draft, [(w, vectors, added, PARTS)], B, K)
@@ -412,10 +449,10 @@ class Step:
         return added if x is None else None
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, gate=None, xx=None):
-        room, (weight, bias), (C, B, D) = self.room, norm, mixed.shape
+        room, (weight, bias), (terms, C, B, D) = self.room, norm, mixed.shape
         parts = 0 if added is None else added.shape[0]
         self.draft.launch(
-            kernels.NormShift.fitting(mixed.dtype, D, parts),
+            kernels.NormShift.fitting(mixed.dtype, D, parts, terms),
             B,
             x=room.x,
             value=added,
@@ -436,11 +473,11 @@ class Step:
         )
 
     def matmul(self, weights, *named):
-        """Products (name of w [C, M, K], x [C, B, K], y [C, B, M], finish) that have B and K in common."""
+        """Products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) that have B and K in common."""
         my, matrices = self.my, [getattr(weights, name) for name, *_ in named]
         products = [product for _, *product in named]
-        _, B, K = products[0][0].shape
-        if my.few:
+        *_, B, K = products[0][0].shape
+        if my.by_rows:
             self.by_rows(matrices, products, B, K)
         elif kernel := self.batch_product(matrices, B, K):
             kernel.launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
@@ -450,15 +487,15 @@ class Step:
         else:
             self.by_library(weights, matrices, products)
 
-    def batch_product(self, matrices, B, K):
+    def batch_product(self, matrices, B, K, early=False):
         rows = [w.shape[:2] for w in matrices]
-        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device)
+        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
 
     def by_rows(self, matrices, products, B, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
-            for stack, (*vectors, finish) in zip(matrices, products)
-            for w, x, y in zip(stack, *vectors)
+            for stack, (vectors, sums, finish) in zip(matrices, products)
+            for w, x, y in zip(stack, vectors[0], sums)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
         blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], kernels.Matvec.ROWS) for stack in matrices)
@@ -475,7 +512,7 @@ class Step:
             if w.dtype == INT8:
                 w = widened(self.draft, w, scales_of(weights, w), self.room.wide, self.my.dtype)
             to = self.room.hidden if finish == RELU_SQUARED else y
-            self.draft.product(w, x, to, finish == ADD)
+            self.draft.product(w, x[0], to, finish == ADD)
             if finish == RELU_SQUARED:
                 kernel = kernels.ReluSquared(to.dtype, y.dtype)
                 self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)

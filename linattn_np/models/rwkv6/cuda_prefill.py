@@ -236,6 +236,7 @@ class Pieces:
             tokens=T,
             D=D,
             A=self.sizes["A"],
+            P=1,
         )
         return self.mixed
 

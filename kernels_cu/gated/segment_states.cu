@@ -1,0 +1,231 @@
+// what      The state that the tokens of a segment leave behind by themselves, and their decay: the forward pass on
+//           every card takes them where it cuts sequences.
+// math      per STEP tokens, D their decay:  S <- D S + (k decayed to their end)^T v, from S = 0
+// shapes    k g [B, H, T, K], v [B, H, T, V]; left [N, H, K, V] and decays [N, H, 2, K] float32: of all tokens, then
+//           ones
+// grid      a block for every (segment, head, BV columns of V), segment slowest, of BK channels; a warp for every 16
+// smem      STAGES times STEP tokens
+// barriers  one every STEP tokens: they have arrived, and those before the last are read
+// numerics  S in float32 accumulators, products as fragments.cuh has it. A token's decay to the end of its STEP is exp
+//           of the sum of the gates behind it, from which nothing is subtracted
+// source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
+// limits    BK and BV of 64, 128; more channels are more launches
+#include "decays.cuh"
+#include "fragments.cuh"
+#include "ptx.cuh"
+#include "tensor.cuh"
+
+constexpr int STAGES = 3;
+template <typename T> constexpr int STEP = 64 / sizeof(T);  // tokens that are there at once
+template <typename T> constexpr int OWN = STEP<T> / 4;      // neighbours of them that a lane decays
+
+template <typename T, typename G> struct Args {
+  Rows<const T> k, v;
+  Rows<const G> g;
+  float *left, *decays;
+  Shape shape;
+  i64 channel;     // the first one
+  i64 of, needed;  // of so many segments in turn so many are computed
+  i64 bytes;       // all rows of k, v and g are whole pieces of so many: 16, 8, 4 or 2
+};
+
+// [STEP, COLS] of tokens of type T. Whatever lanes read at once, the n-th tokens of each, touches every bank once.
+template <typename T, typename E, int COLS> struct alignas(16) Tile {
+  static constexpr int PIECE = 16 / sizeof(E), LD = COLS + PIECE, BETWEEN = 2 * PIECE;
+  E x[STEP<T> * LD + 3 * BETWEEN];
+
+  // The n-th of the tokens that lanes of a t = lane % 4 have.
+  __device__ __forceinline__ static int place(int t, int n, int col) {
+    return t * (OWN<T> * LD + BETWEEN) + n * LD + col;
+  }
+};
+
+template <typename T, typename G, int BK, int BV> struct Stage {
+  Tile<T, T, BK> k;
+  Tile<T, T, BV> v;
+  Tile<T, G, BK> g;
+};
+template <typename T, typename G, int BK, int BV> struct Shared {
+  Stage<T, G, BK, BV> stages[STAGES];
+};
+
+// Starts to copy rows that are not whole pieces of 16 bytes, out of the way of those that are.
+template <int BYTES, int THREADS, typename T, typename E, int COLS>
+__device__ __forceinline__ void copy_rows(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns) {
+  constexpr int PIECE = BYTES / sizeof(E), ACROSS = COLS / PIECE;
+#pragma unroll 4
+  for (int at = threadIdx.x; at < STEP<T> * ACROSS; at += THREADS) {
+    const int row = at / ACROSS, col = at % ACROSS * PIECE;
+    const bool inside = row < rows && col < columns;
+    E* const here = to.x + to.place(row / OWN<T>, row % OWN<T>, col);
+    if constexpr (BYTES >= 4) cp_async<BYTES>(here, from + row * stride + col, inside);
+    else *here = inside ? from[row * stride + col] : from_float<E>(0.f);
+  }
+}
+template <int THREADS, typename T, typename E, int COLS>
+__device__ __noinline__ void copy_slowly(Tile<T, E, COLS>& to, const E* from, i64 stride, int rows, int columns,
+                                         int bytes) {
+  if (bytes == 8) copy_rows<8, THREADS>(to, from, stride, rows, columns);
+  else if (bytes == 4) copy_rows<4, THREADS>(to, from, stride, rows, columns);
+  else copy_rows<sizeof(E), THREADS>(to, from, stride, rows, columns);
+}
+
+// The rows of an array, a STEP after the other; zeros where there are none. Where rows are whole pieces of 16 bytes, a
+// thread has every so many of those.
+template <int THREADS, typename T, typename E, int COLS> struct Walk {
+  using Columns = Tile<T, E, COLS>;
+  static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
+  static_assert(AT_ONCE % OWN<T> == 0);
+  const E* from;
+
+  __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }
+  __device__ __forceinline__ static int col() { return threadIdx.x % ACROSS * Columns::PIECE; }
+  __device__ __forceinline__ Walk(const E* rows, i64 stride, int bytes)
+      : from(bytes == 16 ? rows + row() * stride + col() : rows) {}
+
+  __device__ __forceinline__ void copy(Columns& to, i64 stride, int rows, int columns) {
+    const int left = col() < columns ? rows - row() : 0;
+    E* const here = to.x + to.place(row() / OWN<T>, row() % OWN<T>, col());
+#pragma unroll
+    for (int down = 0; down < STEP<T>; down += AT_ONCE, from += AT_ONCE * stride)
+      cp_async<16>(here + to.place(down / OWN<T>, 0, 0), from, down < left);
+  }
+  __device__ __forceinline__ void copy(Columns& to, i64 stride, int rows, int columns, int bytes) {
+    copy_slowly<THREADS>(to, from, stride, rows, columns, bytes);
+    from += STEP<T> * stride;
+  }
+};
+
+// This lane's tokens of channel `col` + lane / 4.
+template <typename T, typename E, int COLS>
+__device__ __forceinline__ void load_own(float (&x)[OWN<T>], const Tile<T, E, COLS>& tile, int col) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if constexpr (sizeof(E) == 2) {
+    static_assert(OWN<T> == 8);
+    u32 r[4];
+    ldmatrix_x4_trans(r, tile.x + tile.place(lane >> 1 & 3, (lane >> 3) * 2 + (lane & 1), col));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float2 two = unpack(r[n], E{});
+      x[2 * n] = two.x, x[2 * n + 1] = two.y;
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < OWN<T>; ++n) x[n] = tile.x[tile.place(t, n, col + g)];
+  }
+}
+
+// Two right operands side by side: columns col + 0...15 of every lane's tokens 4m + 0...3.
+template <class R, typename T, int COLS>
+__device__ __forceinline__ void load_values(R (&b)[2], const Tile<T, T, COLS>& tile, int m, int col) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if constexpr (sizeof(T) == 2) {
+    u32 r[4];
+    const int n = (lane >> 3 & 1) * 2 + (lane & 1);
+    ldmatrix_x4_trans(r, tile.x + tile.place(lane >> 1 & 3, n + 4 * m, col + (lane >> 4) * 8));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) b[n >> 1].set(n & 1, r[n], T{});
+  } else {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float* two = tile.x + tile.place(t, 4 * m + (n & 1) * 2, col + (n >> 1) * 8 + g);
+      b[n >> 1].set(n & 1, float2{two[0], two[tile.LD]});
+    }
+  }
+}
+
+template <typename T, typename G, int PRODUCTS, int BK, int BV>
+__global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const Args<T, G> args) {
+  using M = Math<T, PRODUCTS>;
+  constexpr int THREADS = 2 * BK, DEPTHS = STEP<T> / 16;
+  auto& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  const Shape& shape = args.shape;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, own = 16 * (threadIdx.x >> 5);
+  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
+  const u32 n = pair / H, h = pair % H, b = n / count;
+  if (n % u32(args.of) >= u32(args.needed)) return;
+  const Span span = tokens_of(shape, n % count);
+  const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
+  const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
+  const int steps = (tokens + STEP<T> - 1) / STEP<T>;
+
+  Walk<THREADS, T, T, BK> k(args.k.row(b, h, span.start) + args.channel, args.k.t, bytes);
+  Walk<THREADS, T, T, BV> v(args.v.row(b, h, span.start) + v_tile, args.v.t, bytes);
+  Walk<THREADS, T, G, BK> gates(args.g.row(b, h, span.start) + args.channel, args.g.t, bytes);
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      auto& to = s.stages[step % STAGES];
+      const int rows = tokens - STEP<T> * step;
+      if (bytes == 16) {
+        gates.copy(to.g, args.g.t, rows, channels);
+        k.copy(to.k, args.k.t, rows, channels);
+        v.copy(to.v, args.v.t, rows, columns);
+      } else {
+        gates.copy(to.g, args.g.t, rows, channels, bytes);
+        k.copy(to.k, args.k.t, rows, channels, bytes);
+        v.copy(to.v, args.v.t, rows, columns, bytes);
+      }
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int step = 0; step < STAGES - 1; ++step) fetch(step);
+
+  float S[BV / 16][2][4] = {};  // channels own + g and own + g + 8, pairs of columns
+  float whole[2] = {0.f, 0.f};  // sums of their gates
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    fetch(step + STAGES - 1);
+    const auto& in = s.stages[step % STAGES];
+    Left<M> a[DEPTHS];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float gate[OWN<T>], key[OWN<T>], behind = 0.f;
+      load_own(gate, in.g, own + 8 * row);
+      load_own(key, in.k, own + 8 * row);
+#pragma unroll
+      for (int i = OWN<T> - 1; i >= 0; --i) {
+        const float here = gate[i];
+        gate[i] = behind;
+        behind += here;
+      }
+      const Around lanes = sums(behind);
+      const float others = lanes.behind * LOG2E;
+#pragma unroll
+      for (int i = 0; i < OWN<T>; ++i) key[i] *= exp2_approx(fmaf(gate[i], LOG2E, others));
+#pragma unroll
+      for (int n = 0; n < OWN<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
+      whole[row] += lanes.all;
+      const float decay = decay_of(lanes.all);
+#pragma unroll
+      for (int x = 0; x < BV / 8; ++x) S[x / 2][x % 2][2 * row] *= decay, S[x / 2][x % 2][2 * row + 1] *= decay;
+    }
+#pragma unroll
+    for (int m = 0; m < DEPTHS; ++m)
+#pragma unroll
+      for (int x = 0; x < BV / 16; ++x) {
+        RightData<M, T> values[2];
+        load_values(values, in.v, m, 16 * x);
+        multiply(S[x], a[m], values);
+      }
+  }
+  cp_async_wait<0>();
+
+  float* left = args.left + i64(pair) * shape.K * shape.V;
+#pragma unroll
+  for (int x = 0; x < BV / 8; ++x)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int channel = own + g + 8 * (i >> 1), column = 8 * x + 2 * t + (i & 1);
+      if (channel < channels && column < columns)
+        left[(args.channel + channel) * shape.V + v_tile + column] = S[x / 2][x % 2][i];
+    }
+  if (t == 0 && v_tile == 0)
+    for (int row = 0; row < 2; ++row) {
+      const int channel = own + g + 8 * row;
+      float* decays = args.decays + i64(pair) * 2 * shape.K + args.channel + channel;
+      if (channel < channels) decays[0] = decay_of(whole[row]), decays[shape.K] = 1.f;
+    }
+}

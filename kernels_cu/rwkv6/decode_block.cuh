@@ -1,0 +1,182 @@
+// what      What a block of a decoding step does alike wherever its numbers come from: norms, slots of weights, parts of
+//           the products of low rank.
+// smem      Shared, then the stage
+// barriers  named barrier 1 of the threads that compute, where a comment says what stands
+#include "rwkv6/decode_split.cuh"
+
+// X is the type of what blocks hand to each other. The warps share up to MOST sequences.
+template <typename T, typename S, typename X, int SLOTS, int MOST> struct DecodeBlock {
+  typedef typename Args<T, S, X>::Up Up;
+  static constexpr int SEQUENCES = MOST;
+  static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
+
+  const Args<T, S, X>& args;
+  Shared<SLOTS>& s;
+  float* const stage;
+  const int B, D, tid;
+  int slot;  // of weights, whose turn it is, and the parity of its `full`
+  u32 parity;
+
+  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<SLOTS>& s, int turn)
+      : args(args),
+        s(s),
+        stage(reinterpret_cast<float*>(&s + 1)),
+        B(opaque(int(args.B))),
+        D(opaque(int(args.D))),
+        tid(opaque(threadIdx.x)),
+        slot(turn >> 1),
+        parity(turn & 1) {}
+
+  __device__ __forceinline__ i64 row_of(int b) const { return args.slots ? args.slots[b] : b; }
+
+  // -- norms ---------------------------------------------------------------------------------------------------------
+  // The parameters of four channels' norm and mix; of a norm, where they and the old channels lie.
+  struct Channels {
+    float4 weight, bias, part;
+  };
+  struct Norm {
+    const float *ln, *maa, *shift;
+  };
+
+  __device__ __forceinline__ Channels channels(const Norm& norm, int j) const {
+    if (j >= D) return {};
+    return {load4(norm.ln + j), load4(norm.ln + D + j), norm.maa ? load4(norm.maa + j) : float4{}};
+  }
+
+  __device__ __forceinline__ Norm norm_of(i64 layer, int phase, int input) const {
+    const i64 at = layer * D;
+    Norm norm;
+    norm.ln = phase == HEAD ? args.ln_out : (phase == MIX_DOWN ? args.ln1 : args.ln2) + 2 * at;
+    norm.maa = phase == HEAD ? nullptr : phase == MIX_DOWN ? args.maa_x + at : args.ffn_maa + 2 * at + input * D;
+    norm.shift = phase == HEAD ? nullptr : (phase == MIX_DOWN ? args.att_shift : args.ffn_shift) + at * args.P;
+    return norm;
+  }
+
+  // Warps that share a sequence's norm, and the sum of their parts.
+  static constexpr int TOGETHER = WARPS / SEQUENCES;
+
+  static __device__ __forceinline__ float together(const float (&parts)[WARPS], int b) {
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < TOGETHER; ++n) sum += parts[b * TOGETHER + n];
+    return sum;
+  }
+
+  // The parts of each sequence's sum of floats [B, D] in shared memory, then those of the squares around its mean.
+  __device__ __forceinline__ void measure(const float* floats) {
+    const int warp = tid >> 5, lane = tid & 31, b = warp / TOGETHER;
+    const int first = 4 * (warp % TOGETHER * 32 + lane), step = 4 * 32 * TOGETHER;
+    const float* x = floats + min(b, B - 1) * D;
+    float sum = 0.f, squares = 0.f;
+#pragma unroll 4
+    for (int j = first; j < D; j += step) {
+      const float4 four = load4(x + j);
+      sum += (four.x + four.y) + (four.z + four.w);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) s.sum[warp] = sum;
+    sync();  // the parts of the sums stand
+    const float mean = together(s.sum, b) * (1.f / D);
+#pragma unroll 4
+    for (int j = first; j < D; j += step) {
+      const float4 four = load4(x + j), y = {four.x - mean, four.y - mean, four.z - mean, four.w - mean};
+      squares += (y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w);
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) s.squares[warp] = squares;
+    sync();  // those of the squares too
+  }
+
+  // Four channels of LN(x), and of their mix with the old ones.
+  static __device__ __forceinline__ float4 normed(const float4& x, float mean, float scale, const Channels& c) {
+    return {fmaf((x.x - mean) * scale, c.weight.x, c.bias.x), fmaf((x.y - mean) * scale, c.weight.y, c.bias.y),
+            fmaf((x.z - mean) * scale, c.weight.z, c.bias.z), fmaf((x.w - mean) * scale, c.weight.w, c.bias.w)};
+  }
+  static __device__ __forceinline__ float4 mixed(const float4& y, const float4& old, const Channels& c) {
+    return {fmaf(old.x - y.x, c.part.x, y.x), fmaf(old.y - y.y, c.part.y, y.y), fmaf(old.z - y.z, c.part.z, y.z),
+            fmaf(old.w - y.w, c.part.w, y.w)};
+  }
+
+  // -- products ------------------------------------------------------------------------------------------------------
+  // What a product's tile takes: which of the phase's inputs.
+  __device__ __forceinline__ int input_of(int phase, int tile) const {
+    if (phase == FFN_INPUTS) return tile >= tiles_of(args.F);
+    if (phase != INPUTS || tile < tiles_of(args.W)) return 0;
+    return 1 + (tile - tiles_of(args.W)) / tiles_of(D);
+  }
+
+  // The lane's columns of the slot whose turn it is, in the first of its two rows.
+  __device__ __forceinline__ const unsigned char* row_of_slot() const {
+    return s.ring[slot][(tid & 31) >> 2] + Lane<T>::start(tid) * sizeof(T);
+  }
+
+  // All lanes have read the slot.
+  __device__ __forceinline__ void release_slot() {
+    __syncwarp();
+    if ((tid & 31) == 0) barrier_arrive(s.empty[slot]);
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
+  }
+
+  // -- second matrices of low rank: a thread has a channel and every `shares`-th row, PASS of them at a time ----------
+  template <int PASS>
+  __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int shares, int rows) const {
+#pragma unroll
+    for (int i = 0; i < PASS; ++i)
+      if (first + i * shares < rows) weight[i] = up[i64(first + i * shares) * D];
+  }
+
+  // The parts of the mixes' products; low_of(b) has those numbers of sequence b. `weight` has the first rows.
+  template <int PASS, typename Low>
+  __device__ __forceinline__ void mix_parts(Up (&weight)[PASS], const Up* up, bool inside, int share, int channel,
+                                            const Low& low_of) {
+    const int A = int(args.A);
+    for (int start = 0; start < A; start += PASS * SHARES) {
+      if (start > 0) load_rows(weight, up, start + share, SHARES, inside ? A : 0);
+#pragma unroll 2
+      for (int b = 0; b < B; ++b) {
+        const float* low = low_of(b);
+        float part = start > 0 ? s.mix[b][share][channel] : 0.f;
+#pragma unroll
+        for (int i = 0; i < PASS; ++i) {
+          const int a = start + share + i * SHARES;
+          if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
+        }
+        s.mix[b][share][channel] = part;
+      }
+    }
+  }
+
+  // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
+  template <int PASS>
+  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int share,
+                                              int shares, int channel, int N) const {
+    const int W = int(args.W);
+    if (share >= shares) return;
+    float sum = 0.f;
+    for (int start = 0; start < W; start += PASS * shares) {
+      if (start > 0) load_rows(weight, up, start + share, shares, W);
+#pragma unroll
+      for (int i = 0; i < PASS; ++i) {
+        const int w = start + share + i * shares;
+        if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
+      }
+    }
+    s.parts[share * N + channel] = sum;
+  }
+
+  // What a thread has of its channel of a head, but the gate.
+  __device__ __forceinline__ ChannelOfHead channel_of_head(i64 layer, int of_head) const {
+    const i64 head = layer * D + of_head;
+    return {args.decay[head + tid], 0.f, args.ln_x[2 * layer * D + of_head + tid],
+            args.ln_x[(2 * layer + 1) * D + of_head + tid]};
+  }
+};
+
+// One thread each makes the slots' barriers.
+template <int SLOTS> __device__ __forceinline__ void init_slots(Shared<SLOTS>& s) {
+  if (threadIdx.x < SLOTS) {
+    barrier_init(s.full[threadIdx.x], 32 * COPIERS);
+    barrier_init(s.empty[threadIdx.x], WARPS);
+  }
+  __syncthreads();  // the barriers stand
+}
