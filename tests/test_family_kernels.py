@@ -199,10 +199,10 @@ def test_how_wide_the_blocks_of_one_gate_are(heads, T, forward, backward):
 
 
 ONE_GATE = {
+    "logsigmoid-1": {"gate": "logsigmoid", "T": 1, "B": 16},  # one token: rows enough for a figure of them all
     **{
         f"{gate}-{T}": {"gate": gate, "T": T}
         for gate, T in (
-            ("logsigmoid", 1),
             ("weak", 31),
             ("zero", 32),
             ("minus_zero", 33),

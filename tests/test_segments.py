@@ -113,7 +113,7 @@ def test_a_short_first_segment_beside_the_rest(hopper, rng, monkeypatch, op, K, 
     monkeypatch.setattr(tuning, "short_first_segment", lambda *sizes: 160)
     arrays = draw(op, rng, {"B": 2, "H": 2, "T": 411, "K": K, "V": V}, BFLOAT16, gate)
     start = rng.standard_normal((2, 2, K, V)).astype(np.float32) if final else None
-    found = computed(hopper, op, arrays, start, final)
+    found = results(op, arrays, hopper, start, final)
     for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
         assert_close(what, x, y, BFLOAT16)
     plan = planned.plan_of(op.bind([hopper.upload(x) for x in arrays], output_final_state=final), hopper)
@@ -160,10 +160,10 @@ def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch,
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
     gates[:, 0, 500:504] = 0.5
     wanted = exact(OPS[op], arrays)
-    for what, x, y in zip(("o", "state"), computed(hopper, op, arrays, None, True), wanted):
+    for what, x, y in zip(("o", "state"), results(op, arrays, hopper, None, True), wanted):
         assert_close(what, x, y, dtype)
     keys[:, :, 10] = np.nan
-    o, state = computed(hopper, op, arrays, None, True)
+    o, state = results(op, arrays, hopper, None, True)
     assert_close("o", o[:, :1, 608:], wanted[0][:, :1, 608:], dtype)
     assert_close("state", state[:, :1], wanted[1][:, :1], dtype)
     assert np.isnan(o[:, 1, 608:].astype(np.float32)).any() and np.isnan(o[:, 0, 12:608].astype(np.float32)).any()

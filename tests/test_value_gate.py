@@ -510,7 +510,7 @@ def test_explained(rng):
     arrays, _ = Case(T=8).drawn(rng)
     found = explain(gla, *arrays)
     assert (found.op, found.backend, found.mode) == ("gla with gv", "numpy", "chunk")
-    assert found.kernels == ("linattn_np.backends.numpy.two_gates",)
+    assert found.kernels == ("linattn_np.backends.numpy.value_gate",)
     assert found.bytes == sum(x.nbytes for x in arrays) + arrays[2].nbytes
     assert explain(gla, *arrays, mode="recurrent").kernels == ("linattn_np.backends.numpy.recurrent",)
     assert explain(gla, *arrays, mask=np.ones((1, 8), bool)).copies == ("q, k, v, g, gv: without padding",)

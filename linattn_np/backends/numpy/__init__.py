@@ -17,11 +17,11 @@ from . import (
     simple_gla,
     softmax_attention,
     staged,
-    two_gates,
+    value_gate,
 )
 
 EQUATIONS = {op: import_module(f".{op.name}", __name__) for op in GATED} | {
-    GLA_VALUE_GATE: two_gates,
+    GLA_VALUE_GATE: value_gate,
     SIMPLE_GLA: simple_gla,
     RETENTION: retention,
     LINEAR_ATTENTION: linear_attention,
@@ -63,8 +63,8 @@ def compute(problem, o):
     equation = EQUATIONS[problem.op]
     if problem.mode == "recurrent" or not o.size:  # no token, row or head: the state passes through
         return recurrent.run(problem, equation, o)
-    if equation is two_gates:
-        return two_gates.run(problem, o)
+    if equation is value_gate:
+        return value_gate.run(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     final = FORMS[problem.mode].run(member, buffer)
@@ -75,7 +75,7 @@ def compute(problem, o):
 def summarise(problem):
     """((the final state's parts from zero, no decays), ()) without o; None where only a whole call computes it."""
     equation = EQUATIONS.get(problem.op)
-    if problem.mode not in ("auto", "chunk") or equation in (None, two_gates) or not problem.sizes["T"]:
+    if problem.mode not in ("auto", "chunk") or equation in (None, value_gate) or not problem.sizes["T"]:
         return None
     with np.errstate(all="ignore"):
         member = equation.member(problem)
@@ -121,8 +121,8 @@ def gradients(problem, o):
     equation = EQUATIONS[problem.op]
     if problem.mode == "recurrent" or not o.size:
         return recurrent.vjp(problem, equation, o)
-    if equation is two_gates:
-        return two_gates.vjp(problem, o)
+    if equation is value_gate:
+        return value_gate.vjp(problem, o)
     member = equation.member(problem)
     buffer = member.buffer(o)
     final, pull_family = chunked.vjp(member, buffer)
@@ -174,7 +174,7 @@ def kernel(problem, mode):
         return softmax_attention.__name__
     if mode == "recurrent":
         return recurrent.__name__
-    return (two_gates if EQUATIONS[problem.op] is two_gates else FORMS[mode]).__name__
+    return (value_gate if EQUATIONS[problem.op] is value_gate else FORMS[mode]).__name__
 
 
 def tiles(problem, mode):
