@@ -151,3 +151,15 @@ def test_a_burst_of_growth(portable, rng, dtype):
     wanted = exact(OPS[GLA], arrays)[0]
     error = np.sqrt(np.mean((found - wanted) ** 2, -1) / np.mean(wanted**2, -1))
     assert error.max() < (1e-5 if dtype == SINGLE else 4e-2)
+
+
+@pytest.mark.parametrize("dtype", (SINGLE, BFLOAT16), ids=str)
+def test_a_segment_that_grows_beyond_range(portable, rng, monkeypatch, dtype):
+    """e^128 over a segment, where early tokens write nothing, or so little that it stays in range."""
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: 2)
+    arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 256, "K": 64, "V": 64}, dtype)
+    arrays[1][:, :, :112] = 0
+    arrays[1][:, :, 28] = 1e-20
+    arrays[3][:, :, :128], arrays[3][:, :, 128:] = 1, -1
+    o, wanted = computed(portable, GLA, arrays)[0], exact(OPS[GLA], arrays)[0]
+    assert errors(o, wanted)[0] < (1e-5 if dtype == SINGLE else 2e-2)  # few tokens are nearly all of it

@@ -12,7 +12,7 @@ struct SinglePass {
 struct SplitChannels : SinglePass {
   static constexpr bool all_channels = false;
 };
-// Only the state that tokens leave behind, and their decay.
+// Only the state that tokens leave behind, and their decay: with gates of columns, else segment_states.cu makes it.
 struct SegmentState : SinglePass {
   static constexpr bool reads = false;
 };

@@ -1,13 +1,15 @@
 // what      The state that the tokens of a segment leave behind by themselves, and their decay: the forward pass on
 //           every card takes them where it cuts sequences.
-// math      per STEP tokens, D their decay:  S <- D S + (k decayed to their end)^T v, from S = 0
+// math      S = sum_j (k_j decayed to the segment's end)^T v_j, the last tokens first, so that S itself never decays
 // shapes    k g [B, H, T, K], v [B, H, T, V]; left [N, H, K, V] and decays [N, H, 2, K] float32: of all tokens, then
 //           ones
-// grid      a block for every (segment, head, BV columns of V), segment slowest, of BK channels; a warp for every 16
+// grid      a block for every (segment that is needed, head, BV columns of V), segment slowest, of BK channels; a warp
+//           for every 16
 // smem      STAGES times STEP tokens
 // barriers  one every STEP tokens: they have arrived, and those before the last are read
-// numerics  S in float32 accumulators, products as fragments.cuh has it. A token's decay to the end of its STEP is exp
-//           of the sum of the gates behind it, from which nothing is subtracted
+// numerics  S in float32 accumulators, products as fragments.cuh has it. A token's decay is exp of the sum of the gates
+//           behind it, from which nothing is subtracted. Where they grow, it may leave float32's range though a small
+//           key times it does not: then it is two factors (`take_half`)
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; more channels are more launches
 #include "decays.cuh"
@@ -70,8 +72,8 @@ __device__ __noinline__ void copy_slowly(Tile<T, E, COLS>& to, const E* from, i6
   else copy_rows<sizeof(E), THREADS>(to, from, stride, rows, columns);
 }
 
-// The rows of an array, a STEP after the other; zeros where there are none. Where rows are whole pieces of 16 bytes, a
-// thread has every so many of those.
+// The rows of an array, a STEP before the other, from the last one on; zeros where there are none. Where rows are whole
+// pieces of 16 bytes, a thread has every so many of those.
 template <int THREADS, typename T, typename E, int COLS> struct Walk {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
@@ -80,19 +82,20 @@ template <int THREADS, typename T, typename E, int COLS> struct Walk {
 
   __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }
   __device__ __forceinline__ static int col() { return threadIdx.x % ACROSS * Columns::PIECE; }
-  __device__ __forceinline__ Walk(const E* rows, i64 stride, int bytes)
-      : from(bytes == 16 ? rows + row() * stride + col() : rows) {}
+  __device__ __forceinline__ Walk(const E* rows, i64 stride, int steps, int bytes)
+      : from(rows + (steps - 1) * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
 
   __device__ __forceinline__ void copy(Columns& to, i64 stride, int rows, int columns) {
     const int left = col() < columns ? rows - row() : 0;
     E* const here = to.x + to.place(row() / OWN<T>, row() % OWN<T>, col());
 #pragma unroll
-    for (int down = 0; down < STEP<T>; down += AT_ONCE, from += AT_ONCE * stride)
-      cp_async<16>(here + to.place(down / OWN<T>, 0, 0), from, down < left);
+    for (int down = 0; down < STEP<T>; down += AT_ONCE)
+      cp_async<16>(here + to.place(down / OWN<T>, 0, 0), from + down * stride, down < left);
+    from -= STEP<T> * stride;
   }
   __device__ __forceinline__ void copy(Columns& to, i64 stride, int rows, int columns, int bytes) {
     copy_slowly<THREADS>(to, from, stride, rows, columns, bytes);
-    from += STEP<T> * stride;
+    from -= STEP<T> * stride;
   }
 };
 
@@ -112,6 +115,18 @@ __device__ __forceinline__ void load_own(float (&x)[OWN<T>], const Tile<T, E, CO
   } else {
 #pragma unroll
     for (int n = 0; n < OWN<T>; ++n) x[n] = tile.x[tile.place(t, n, col + g)];
+  }
+}
+
+constexpr float GROWN = 60.f;  // nats, which with those of a STEP stay in range
+
+// Gives values half of their nats, and leaves the other half: a factor that float32 does not hold is two, and nothing
+// stays nothing.
+template <int N> __device__ __forceinline__ void take_half(float (&x)[N], float (&nats)[N], float more) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    nats[i] = fminf(0.5f * (nats[i] + more), 87.f);
+    x[i] *= decay_of(nats[i]);
   }
 }
 
@@ -141,21 +156,21 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   auto& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   const Shape& shape = args.shape;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, own = 16 * (threadIdx.x >> 5);
-  const u32 tiles = u32(shape.V + BV - 1) / BV, pair = blockIdx.x / tiles, H = u32(shape.H), count = u32(shape.count);
-  const u32 n = pair / H, h = pair % H, b = n / count;
-  if (n % u32(args.of) >= u32(args.needed)) return;
+  const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), count = u32(shape.count), needed = u32(args.needed);
+  const u32 h = blockIdx.x / tiles % H, turn = blockIdx.x / tiles / H;
+  const u32 n = turn / needed * u32(args.of) + turn % needed, b = n / count, pair = n * H + h;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
   const int steps = (tokens + STEP<T> - 1) / STEP<T>;
 
-  Walk<THREADS, T, T, BK> k(args.k.row(b, h, span.start) + args.channel, args.k.t, bytes);
-  Walk<THREADS, T, T, BV> v(args.v.row(b, h, span.start) + v_tile, args.v.t, bytes);
-  Walk<THREADS, T, G, BK> gates(args.g.row(b, h, span.start) + args.channel, args.g.t, bytes);
+  Walk<THREADS, T, T, BK> k(args.k.row(b, h, span.start) + args.channel, args.k.t, steps, bytes);
+  Walk<THREADS, T, T, BV> v(args.v.row(b, h, span.start) + v_tile, args.v.t, steps, bytes);
+  Walk<THREADS, T, G, BK> gates(args.g.row(b, h, span.start) + args.channel, args.g.t, steps, bytes);
+  int rows = tokens - STEP<T> * (steps - 1);  // of the last step, which comes first
   const auto fetch = [&](int step) {
     if (step < steps) {
       auto& to = s.stages[step % STAGES];
-      const int rows = tokens - STEP<T> * step;
       if (bytes == 16) {
         gates.copy(to.g, args.g.t, rows, channels);
         k.copy(to.k, args.k.t, rows, channels);
@@ -165,42 +180,43 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
         k.copy(to.k, args.k.t, rows, channels, bytes);
         v.copy(to.v, args.v.t, rows, columns, bytes);
       }
+      rows = STEP<T>;
     }
     cp_async_commit();
   };
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
 
-  float S[BV / 16][2][4] = {};  // channels own + g and own + g + 8, pairs of columns
-  float whole[2] = {0.f, 0.f};  // sums of their gates
+  float S[BV / 16][2][4] = {};   // channels own + g and own + g + 8, pairs of columns
+  float behind[2] = {0.f, 0.f};  // sums of their gates behind this step
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
+    const bool grown = __any_sync(0xffffffffu, behind[0] > GROWN || behind[1] > GROWN);
     Left<M> a[DEPTHS];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float gate[OWN<T>], key[OWN<T>], behind = 0.f;
+      float gate[OWN<T>], key[OWN<T>], sum = 0.f;
       load_own(gate, in.g, own + 8 * row);
       load_own(key, in.k, own + 8 * row);
 #pragma unroll
       for (int i = OWN<T> - 1; i >= 0; --i) {
         const float here = gate[i];
-        gate[i] = behind;
-        behind += here;
+        gate[i] = sum;
+        sum += here;
       }
-      const Around lanes = sums(behind);
-      const float others = lanes.behind * LOG2E;
+      const Around lanes = sums(sum);
+      float others = lanes.behind + behind[row];
+      behind[row] += lanes.all;
+      if (grown) take_half(key, gate, others), others = 0.f;
+      others *= LOG2E;
 #pragma unroll
       for (int i = 0; i < OWN<T>; ++i) key[i] *= exp2_approx(fmaf(gate[i], LOG2E, others));
 #pragma unroll
       for (int n = 0; n < OWN<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
-      whole[row] += lanes.all;
-      const float decay = decay_of(lanes.all);
-#pragma unroll
-      for (int x = 0; x < BV / 8; ++x) S[x / 2][x % 2][2 * row] *= decay, S[x / 2][x % 2][2 * row + 1] *= decay;
     }
 #pragma unroll
     for (int m = 0; m < DEPTHS; ++m)
@@ -226,6 +242,6 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     for (int row = 0; row < 2; ++row) {
       const int channel = own + g + 8 * row;
       float* decays = args.decays + i64(pair) * 2 * shape.K + args.channel + channel;
-      if (channel < channels) decays[0] = decay_of(whole[row]), decays[shape.K] = 1.f;
+      if (channel < channels) decays[0] = decay_of(behind[row]), decays[shape.K] = 1.f;
     }
 }

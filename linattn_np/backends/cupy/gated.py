@@ -325,12 +325,14 @@ class OnEveryCard(OnePass):
             bytes=common_bytes(*arrays.values()),
         )
 
-    def launch_summary(self, kernel, shape, left, **more):
-        """What `shape`'s segments leave behind, from channel `channel` on."""
+    def launch_summary(self, kernel, shape, left, of, needed, **more):
+        """What `shape`'s segments leave behind, of `of` in turn the first `needed`."""
         B, H, V = self.problem.shape("B H V")
         arrays = {"k": self.k, "v": self.v, "g": self.g}
-        blocks, bytes = B * H * shape.count * tuning.grid(kernel, V), common_bytes(*arrays.values())
-        self.draft.launch(kernel, blocks, **arrays, left=left, shape=shape, bytes=bytes, **more)
+        more |= {"shape": shape, "of": of, "needed": needed, "bytes": common_bytes(*arrays.values())}
+        self.draft.launch(
+            kernel, B * H * shape.count // of * needed * tuning.grid(kernel, V), **arrays, left=left, **more
+        )
 
 
 def has_wide_heads(problem, device) -> bool:
