@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -24,6 +24,10 @@ ADVICE = re.compile(r"\(C75\d\d\)[^\n]*")
 class Usage:
     registers: int
     spilled: int  # bytes stored and loaded
+    stack: int  # bytes of a thread: what was spilled, and arrays whose places are not known when it is compiled
+
+
+SIZES = tuple(field.name for field in fields(Usage))
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def measured(text, expressions, targets) -> dict[str, dict[str, Usage]]:
 
     Read from the disk where the same text was compiled before by the same compiler.
     """
-    stored = disk.folder("compiled") / f"{disk.key(versions(), *OPTIONS, text, json.dumps(targets))}.json"
+    stored = disk.folder("compiled") / f"{disk.key(versions(), *OPTIONS, *SIZES, text, json.dumps(targets))}.json"
     if stored.exists():
         known = json.loads(stored.read_text())
         return {arch: {name: Usage(*sizes) for name, sizes in found.items()} for arch, found in known.items()}
@@ -109,7 +113,7 @@ def measured(text, expressions, targets) -> dict[str, dict[str, Usage]]:
     for virtual, cards in targets.items():
         ptx = translate(text, [name for name in expressions if any(name in asked for asked in cards.values())], virtual)
         usage |= {arch: assemble(ptx, arch, asked) for arch, asked in cards.items()}
-    sizes = {a: {name: (u.registers, u.spilled) for name, u in found.items()} for a, found in usage.items()}
+    sizes = {a: {name: astuple(u) for name, u in found.items()} for a, found in usage.items()}
     disk.write(stored, json.dumps(sizes))
     return usage
 
@@ -160,7 +164,8 @@ def _usages(log, symbols):
         raise RuntimeError("\n".join(advice))
     found = {}
     for entry in log.split("Compiling entry function '")[1:]:
-        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+        memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+        stack, *spills = map(int, memory.groups())
         registers = re.search(r"Used (\d+) registers", entry)
-        found[entry.split("'", 1)[0]] = Usage(int(registers[1]), int(spills[1]) + int(spills[2]))
+        found[entry.split("'", 1)[0]] = Usage(int(registers[1]), sum(spills), stack)
     return {expression: found[symbol] for expression, symbol in symbols.items()}

@@ -112,6 +112,11 @@ SPILLED = {
     ("value_gate/forward", "sm_120"): 80,
 }
 
+# Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
+# for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
+# theirs to functions out of line, for gates that grow.
+STACK = {"gated/sm90/backward_queries": 192, "gated/sm90/backward_keys": 256, "rwkv6/decode_step": 80}
+
 
 @pytest.fixture
 def exhaustive(request):
@@ -127,6 +132,7 @@ def test_kernels_fit_their_registers(file, exhaustive):
         assert sorted(usage[target]) == sorted(kernel.expression for kernel in kernels)
         for expression, used in usage[target].items():
             assert used.spilled <= SPILLED.get((file, target), 0), f"{expression} on {target}"
+            assert not KERNELS[file][0].arch or used.stack <= STACK.get(file, 0), f"{expression} on {target}"
             assert used.registers * every[expression].threads <= REGISTERS, f"{expression} on {target}"
 
 
