@@ -9,6 +9,7 @@ from planned import host
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import model_products as products
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.backends.cupy.execute import Compiled
 from linattn_np.backends.cupy.plan import Draft, Plan, describe_array, whole
@@ -162,26 +163,29 @@ def test_turns_of_words_begin_anew(hopper, rng):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("columns", kernels.BatchProduct.STAGES)
-@pytest.mark.parametrize("split", kernels.BatchProduct.SPLITS)
-@pytest.mark.parametrize("first", [kernels.WRITE, kernels.PARTS])
+@pytest.mark.parametrize("columns", products.BatchProduct.STAGES)
+@pytest.mark.parametrize("split", products.BatchProduct.SPLITS)
+@pytest.mark.parametrize("first", [products.WRITE, products.PARTS])
 @pytest.mark.parametrize("K", [40, 648])
 def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    deep = columns <= kernels.BatchProduct.DEEP_COLUMNS and K > 40
-    kernel, B = kernels.BatchProduct(dtype, columns, split, deep), columns + (5 if first == kernels.WRITE else -3)
+    deep = columns <= products.BatchProduct.DEEP_COLUMNS and K > 40
+    kernel, B = (
+        products.BatchProduct(dtype, columns, split, deep),
+        columns + (5 if first == products.WRITE else -3),
+    )
     check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("shape", range(len(kernels.WideProduct.all(BFLOAT16))))
-@pytest.mark.parametrize("first, parts", [(kernels.WRITE, 1), (kernels.PARTS, 1), (kernels.PARTS, 4)])
+@pytest.mark.parametrize("shape", range(len(products.WideProduct.all(BFLOAT16))))
+@pytest.mark.parametrize("first, parts", [(products.WRITE, 1), (products.PARTS, 1), (products.PARTS, 4)])
 @pytest.mark.parametrize("more", [-60, 0, 3])
 @pytest.mark.parametrize("K", [40, 1032])
 def test_products_with_a_wide_batch(hopper, rng, dtype, shape, first, parts, more, K):
     """Two stacks, of which one has a few rows more than a cluster's tiles, and one fewer than a tile."""
-    kernel = kernels.WideProduct.all(dtype)[shape]
+    kernel = products.WideProduct.all(dtype)[shape]
     launch, B = partial(kernel.launch, parts=parts), kernel.HALVES * kernel.vectors + more
     check_products(hopper, rng, launch, dtype, B, K, ((2, 312), (1, 40)), first, parts, squared=parts == 1)
 
@@ -189,16 +193,16 @@ def test_products_with_a_wide_batch(hopper, rng, dtype, shape, first, parts, mor
 def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1, squared=True):
     """Two stacks of products (C, M), of which the first ends as told, and the second in a relu squared, or in parts."""
     found, given, wanted = [], [], []
-    for (C, M), finish in zip(rows, (first, kernels.RELU_SQUARED if squared else kernels.PARTS)):
+    for (C, M), finish in zip(rows, (first, products.RELU_SQUARED if squared else products.PARTS)):
         w, x = rng.standard_normal((C, M, K)).astype(dtype), rng.standard_normal((C, B, K)).astype(np.float32)
         x = in_terms(x, dtype, terms)
         y = rng.standard_normal((C, B, M)).astype(np.float32)
         product = np.float32(of_terms(x) @ w.astype(float).swapaxes(1, 2))
-        if finish == kernels.RELU_SQUARED:
+        if finish == products.RELU_SQUARED:
             y = in_terms(y, dtype, terms)
-        elif finish == kernels.PARTS:
+        elif finish == products.PARTS:
             y = np.stack([y] * parts)
-        wanted.append(np.maximum(product, 0) ** 2 if finish == kernels.RELU_SQUARED else product)
+        wanted.append(np.maximum(product, 0) ** 2 if finish == products.RELU_SQUARED else product)
         found.append(device.upload(y))
         given.append(((device.upload(w), device.upload(x), found[-1]), finish))
     run_products(device, launch, given, B, K)
@@ -211,7 +215,7 @@ def check_products(device, rng, launch, dtype, B, K, rows, first, parts, terms=1
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("B, K, M", [(1, 40, 35), (8, 1160, 16)])
 def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
-    kernel, rows = kernels.FewRowsProduct(dtype), kernels.padded(M, 16)
+    kernel, rows = products.FewRowsProduct(dtype), kernels.padded(M, 16)
     w, x = rng.standard_normal((rows, K)).astype(dtype), in_terms(rng.standard_normal((B, K), np.float32), dtype, 3)
     arrays = hopper.upload(w), hopper.upload(x), hopper.empty((kernel.parts(K), B, M), np.float32)
     at = dict(zip("wxy", map(hopper.pointer, arrays)))

@@ -259,6 +259,7 @@ ROOMS = {
     "models/products": (["backends.cupy"], ["numpy", "cupy"]),
     "models/rwkv6": (["models", *CHECKED, "arrays", "autodiff", "ops", "varlen"], ["numpy"]),
     "models/rwkv6/cuda_decode": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy", "cupy"]),
+    "models/rwkv6/cuda_weights": (["models", *CHECKED, "arrays", "backends.cupy"], ["numpy"]),
     "models/rwkv6/cuda_grad": (["models", "ops", "backends.cupy"], []),
     "models/rwkv6/cuda_prefill": (["models", "backends.cupy", "varlen"], ["numpy"]),
     "command/__init__": ([], []),

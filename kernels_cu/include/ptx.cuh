@@ -443,32 +443,6 @@ __device__ __forceinline__ void copies_arrive(Barrier& b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
 }
 
-// A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,
-// which share named barrier 1: what any block wrote before it arrived can be read after the wait. `arrived` changes its
-// highest bit, the sense, when the last block has come; it may start with any value.
-constexpr u32 NO_BARRIER = 1;  // for a sense: nothing to wait for
-__device__ __forceinline__ u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
-
-// To read before the first barrier.
-__device__ __forceinline__ u32 barrier_sense(const u32* arrived) {
-  return *reinterpret_cast<const volatile u32*>(arrived) & 0x80000000u;
-}
-template <int THREADS> __device__ __forceinline__ void grid_arrive(u32* arrived) {
-  barrier_sync(1, THREADS);  // the block's writes are done
-  const u32 step = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(arrived), "r"(step) : "memory");
-}
-template <int THREADS> __device__ __forceinline__ void grid_wait(const u32* arrived, u32 sense) {
-  if (sense == NO_BARRIER) return;
-  if (threadIdx.x == 0) {
-    u32 now;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-    } while (((now ^ sense) & 0x80000000u) == 0);
-  }
-  barrier_sync(1, THREADS);  // so are the others'
-}
-
 // Neighbours 2 PAIR and 2 PAIR + 1 of four int8 as bfloat16, exactly: behind 128 + the lower seven bits, which bfloat16
 // holds, stands the sign, so that 128 or 256 are taken away.
 template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {

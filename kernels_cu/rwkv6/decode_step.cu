@@ -20,6 +20,7 @@
 // limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to
 //           16 bytes; at least two blocks; sm_90a
 #include "rwkv6/decode_block.cuh"
+#include "words.cuh"
 
 template <typename T, typename S, int SLOTS, bool PAIRED>
 __device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,

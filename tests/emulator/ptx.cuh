@@ -80,9 +80,7 @@ template <typename T> u32 at_least(u32 x, u32 least) {
 
 inline void forget(int&) {}
 inline void forget(u64&) {}
-
 inline u32 copy_of(float x) { return __float_as_uint(x); }
-
 inline int opaque(int x) { return x; }
 
 // ---- warp: matrix products and reductions -----------------------------------------------------------------
@@ -469,13 +467,6 @@ inline void copies_arrive(Barrier& b, emulator::Where where = emulator::here()) 
   cp_async_wait<0>();
   barrier_arrive(b, where);
 }
-
-// Blocks run in turn, so that a kernel with such a barrier is launched once for every stretch between two of them.
-constexpr u32 NO_BARRIER = 1;
-inline u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
-inline u32 barrier_sense(const u32* arrived) { return *arrived & 0x80000000u; }
-template <int THREADS> void grid_arrive(u32*) {}
-template <int THREADS> void grid_wait(const u32*, u32) {}
 
 inline void fence_async() {}
 

@@ -29,3 +29,10 @@ void take_pairs(u64 (&pairs)[N][2], const u64* from, const int (&at)[N], u32 tur
     take_words(pairs[n], both, turn, where);
   }
 }
+
+// Blocks run in turn, so that a kernel with such a barrier is launched once for every stretch between two of them.
+constexpr u32 NO_BARRIER = 1;
+inline u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
+inline u32 barrier_sense(const u32* arrived) { return *arrived & 0x80000000u; }
+template <int THREADS> void grid_arrive(u32*) {}
+template <int THREADS> void grid_wait(const u32*, u32) {}

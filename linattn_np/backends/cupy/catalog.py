@@ -8,7 +8,7 @@ import numpy as np
 
 from ...arrays import BFLOAT16
 from . import elementwise as passes
-from . import float64, rwkv6, softmax, stages, step, training, value_gate
+from . import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
 from .wide_heads import GatedWideForward, GatedWideOperands
@@ -180,7 +180,7 @@ def in_float64():
 
 def terms_of(X) -> tuple[int, ...]:
     """Numbers of type X that a step hands to products for a float."""
-    return (1, rwkv6.FLOAT_TERMS) if X in HALF else (1,)
+    return (1, model_products.FLOAT_TERMS) if X in HALF else (1,)
 
 
 def of_models():
@@ -193,8 +193,8 @@ def of_models():
             yield rwkv6.ShiftMix(T, width)
         for width in rwkv6.GatedNorm.WIDTHS:
             yield rwkv6.GatedNorm(T, width)
-        for threads in rwkv6.Matvec.THREADS:
-            yield rwkv6.Matvec(T, threads)
+        for threads in model_products.Matvec.THREADS:
+            yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
         for X in dict.fromkeys((T, SINGLE)):
             for terms in terms_of(X):
@@ -213,14 +213,14 @@ def of_models():
         if paired:
             yield rwkv6.DecodeFew(T, S, depth)
     for T in HALF:
-        yield rwkv6.FewRowsProduct(T)
-    many = rwkv6.BatchProduct
+        yield model_products.FewRowsProduct(T)
+    many = model_products.BatchProduct
     for T, width, split in product(HALF, many.STAGES, many.SPLITS):
         yield many(T, width, split)
         if width <= many.DEEP_COLUMNS:
             yield many(T, width, split, True)
     for T in HALF:
-        yield from rwkv6.WideProduct.all(T)
+        yield from model_products.WideProduct.all(T)
     yield rwkv6.Widen(BFLOAT16)
     yield rwkv6.Argmax()
     yield rwkv6.GatedAdd()

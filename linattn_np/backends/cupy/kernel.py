@@ -95,3 +95,7 @@ class Kernel:
         """The argument, of addresses, numbers and None."""
         self.check(args)
         return pack(self.arguments, args)
+
+
+class ModelKernel(Kernel):
+    overlaps = True

@@ -16,26 +16,24 @@ from types import SimpleNamespace
 import numpy as np
 
 from ...arrays import BFLOAT16
+from ...backends.cupy import model_products
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
-from ...backends.cupy.kernel import INT8
+from ...backends.cupy.kernel import HALF, INT8
+from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
-from ...backends.cupy.rwkv6 import ADD, PARTS, RELU_SQUARED, WRITE
 from ...errors import ContractTypeError, NotSupported
-from ..matrices import quantised
-from ..quantised import Stored
 from . import weights as table
 from .checks import one_of, refuse
+from .cuda_weights import FLOAT32, apart, array_of, first_of, scales_of, stacked, widened
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 from .names import parameters
 from .state import DTYPES as STATE_DTYPES
 from .state import STATE, State, check_state
 
-FLOAT32, INT64, UINT32 = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.uint32)
+INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
-SCALES = "_scales"
-AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
 MOST_TOGETHER = 1  # sequences with half-precision weights that one launch serves faster than many
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
@@ -118,10 +116,10 @@ class CudaDecoder:
             return self.device.empty(shape, dtype)
 
         self.batch, self.kernel = batch, self.kernel_of_all(batch)
-        few = batch <= kernels.Matvec.COLUMNS
-        self.split = few and not self.kernel and self.device.capability == 90 and self.matrices in kernels.HALF
+        few = batch <= model_products.Matvec.COLUMNS
+        self.split = few and not self.kernel and self.device.capability == 90 and self.matrices in HALF
         self.by_rows = few and not self.split
-        terms = kernels.FLOAT_TERMS if self.split else 1
+        terms = model_products.FLOAT_TERMS if self.split else 1
         low_parts = kernels.DataMix.MOST_PARTS if self.split else 1
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
@@ -156,7 +154,7 @@ class CudaDecoder:
     def kernel_of_all(self, batch):
         """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
         D, F = self.sizes["D"], self.sizes["F"]
-        if self.device.capability != 90 or self.matrices in kernels.HALF and batch > MOST_TOGETHER:
+        if self.device.capability != 90 or self.matrices in HALF and batch > MOST_TOGETHER:
             return None
         if batch == 1:
             return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
@@ -417,7 +415,7 @@ class Step:
     def low_rank_down(self, layer) -> int:
         """What the data mix takes as `low`; in how many parts."""
         room, (w,), (terms, _, B, K) = self.room, layer.maa_down, self.room.mixed_x.shape
-        kernel, M = kernels.FewRowsProduct(self.my.dtype), w.shape[0]
+        kernel, M = model_products.FewRowsProduct(self.my.dtype), w.shape[0]
         if terms == 1 or kernel.parts(K) > room.low.shape[0]:
             self.matmul(layer, ("maa_down", room.mixed_x, room.low[0], WRITE))
             return 1
@@ -493,7 +491,7 @@ class Step:
         """What launches products, and of how many parts those are that end in parts; None where the library is
         faster."""
         my, rows = self.my, [w.shape[:2] for w in matrices]
-        if wide := kernels.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device):
+        if wide := model_products.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device):
             kernel, parts = wide
             return partial(kernel.launch, parts=parts), parts
         kernel = self.batch_product(matrices, B, K)
@@ -501,7 +499,7 @@ class Step:
 
     def batch_product(self, matrices, B, K, early=False):
         rows = [w.shape[:2] for w in matrices]
-        return kernels.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
+        return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
 
     def by_rows(self, matrices, products, B, K):
         listed = [
@@ -510,11 +508,11 @@ class Step:
             for w, x, y in zip(stack, vectors[0], sums)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
-        blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], kernels.Matvec.ROWS) for stack in matrices)
+        blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], model_products.Matvec.ROWS) for stack in matrices)
         self.draft.launch(
-            kernels.Matvec.fitting(self.my.dtype, blocks, self.my.device),
+            model_products.Matvec.fitting(self.my.dtype, blocks, self.my.device),
             blocks,
-            products=listed + [none] * (kernels.PRODUCTS - len(listed)),
+            products=listed + [none] * (model_products.PRODUCTS - len(listed)),
             B=B,
             K=K,
         )
@@ -528,80 +526,6 @@ class Step:
             if finish == RELU_SQUARED:
                 kernel = kernels.ReluSquared(to.dtype, y.dtype)
                 self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
-
-
-def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
-    """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
-    strides = tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
-    w = Array(room.memory, q.shape, strides, dtype, room.offset)
-    kernel = kernels.Widen(dtype)
-    draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
-    return w
-
-
-def scales_of(weights, q):
-    """Those of an int8 matrix among `weights`."""
-    (name,) = (name for name, array in vars(weights).items() if array is q)
-    return getattr(weights, f"{name}{SCALES}")
-
-
-def array_of(load, dtype, field, weight, names):
-    """A weight on the device; matrices that products take are (out, in) with rows to spare, and scales in int8."""
-    if not weight.matrix:
-        return load(FLOAT32, names)
-    if field in AS_STORED:
-        return load(BFLOAT16 if dtype == INT8 else dtype, names)
-    return load(dtype, names, weight.inputs_first, kernels.DecodeStep.ROWS)
-
-
-def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
-    """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
-
-    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read
-    tiles of so many. With int8 a pair: the numbers, and the rows' scales, of which there are `rows` more as well.
-    """
-    prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
-    shape = weights[prefixes[0] + names[0]].shape
-    first, *others = shape[::-1] if transposed else shape
-
-    def room(first, *others, dtype):
-        return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
-
-    stacks = [room(first, *others, dtype=dtype)]
-    if dtype == INT8:
-        stacks.append(room(first, dtype=FLOAT32))
-    for layer, prefix in enumerate(prefixes):
-        for slot, name in enumerate(names):
-            array = weights[prefix + name]
-            for stack, host in zip(stacks, hosts(array, dtype, transposed)):
-                device.copy(device.upload(host), stack[layer, slot])  # bytes: no kernel is compiled for it
-            loaded(array)
-    return tuple(stacks) if dtype == INT8 else stacks[0]
-
-
-def hosts(array, dtype, transposed) -> tuple:
-    """A parameter as the device has it; in int8 its numbers and scales, those of the CPU's layers."""
-    if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
-        return array.q, array.scales
-    array = np.asarray(array)
-    if transposed:
-        array = array.T
-    if dtype != INT8:
-        return (np.ascontiguousarray(array, dtype),)
-    return tuple(part[0] for part in quantised(np.ascontiguousarray(array)[None], "int8"))
-
-
-def first_of(stack):
-    """Of a stack of one layer, or of a pair of such, that layer."""
-    return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
-
-
-def apart(weights) -> SimpleNamespace:
-    """Scales beside their matrices, under names of their own."""
-    found: dict = {}
-    for name, array in vars(weights).items():
-        found |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
-    return SimpleNamespace(**found)
 
 
 def fitting(sizes, dtype):

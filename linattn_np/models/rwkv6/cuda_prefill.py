@@ -18,7 +18,7 @@ from ...backends.cupy.kernel import INT8
 from ...backends.cupy.plan import Array, Buffer, Draft, Plan, contiguous, describe_parts
 from ...varlen import Spans
 from . import math
-from .cuda_decode import FLOAT32, SCALES, widened
+from .cuda_weights import FLOAT32, SCALES, widened
 from .state import STATE, State
 
 PLACES = 4  # of that memory for which launches, then a graph, are kept

@@ -1,0 +1,235 @@
+"""Products of a model's weights with the vectors of a step: by rows for few, on tensor cores for a batch.
+
+X is the dtype of what a kernel hands to the next product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import ClassVar
+
+import numpy as np
+
+from .arguments import integers, maps, pointers, structs
+from .kernel import HALF, ModelKernel
+from .plan import Draft, TensorMap, ceil_div
+
+FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
+WRITE, ADD, RELU_SQUARED, PARTS = range(4)  # the products' `Finish`: `Matvec` leaves no parts, `BatchProduct` adds to
+# nothing
+PRODUCTS = 5  # in one launch
+PRODUCT = (*pointers("w x y"), *integers("M finish"))
+
+
+@dataclass(frozen=True)
+class Matvec(ModelKernel):
+    file = "rwkv6/matvec"
+    ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
+    COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
+    THREADS: ClassVar[tuple[int, ...]] = (256, 512, 1024)
+    arguments = (*structs("products", PRODUCTS, PRODUCT), *integers("B K"))
+    shared = ("Shared<{THREADS_A_BLOCK}>",)
+    dtype: np.dtype
+    THREADS_A_BLOCK: int
+
+    @classmethod
+    def fitting(cls, dtype, blocks, device):
+        """Few blocks take many threads, so that every multiprocessor has about 1024 at work; many blocks take few,
+        so that they end one by one."""
+        most = device.multiprocessors * 1024
+        return cls(dtype, max((size for size in cls.THREADS if size * blocks <= most), default=cls.THREADS[0]))
+
+    @property
+    def threads(self):
+        return self.THREADS_A_BLOCK
+
+    @property
+    def shared_bytes(self):
+        return self.threads * (2 * 4 * 16 + 4 * 8 * 16 // 32)
+
+
+STACKS = 2  # in one launch
+STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
+
+
+def stacked(products, depth, rows, vectors) -> list[dict]:
+    """Stacks of products (w, x, y, finish), which come in boxes of so much of K by rows of w or vectors of x."""
+    stacks = [
+        {
+            "w": TensorMap(w[None], depth, rows, True),
+            "x": TensorMap(x, depth, vectors, True),
+            "y": y,
+            "C": w.shape[0],
+            "M": w.shape[1],
+            "finish": finish,
+        }
+        for w, x, y, finish in products
+    ]
+    return stacks + [stacks[0] | {"C": 0}] * (STACKS - len(stacks))
+
+
+@dataclass(frozen=True)
+class BatchProduct(ModelKernel):
+    """Half-precision weights by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of K."""
+
+    file = "rwkv6/batch_product"
+    ROWS: ClassVar[int] = 128  # of a weight
+    DEPTH: ClassVar[int] = 64  # of K a step
+    # Of weights and of vectors, by how many of these a block has.
+    STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
+    EXACT: ClassVar[int] = 8  # vectors at most that come in `FLOAT_TERMS`, as floats
+    SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    FEW_ROWS: ClassVar[int] = 256
+    MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
+    arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
+    shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}>",)
+    arch, threads = "sm_90a", 320
+    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 4)  # the same where a block has a multiprocessor almost for itself
+    DEEP_COLUMNS: ClassVar[int] = 16  # at most
+    dtype: np.dtype
+    COLUMNS: int
+    SPLIT: int
+    DEEP: bool = False
+
+    @classmethod
+    def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
+        """The fastest kernel for stacks (C, M) of products; None where none serves, or the library is faster.
+
+        `early`: whether its weights can come while small kernels before it run.
+        """
+        few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
+        if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
+            return None
+        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
+        kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
+        kernel = min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
+        deep = early and columns <= cls.DEEP_COLUMNS and kernel.blocks(B, rows) <= device.multiprocessors
+        return replace(kernel, DEEP=deep)
+
+    def steps(self, B, K, rows, device) -> float:
+        """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
+        the memory's rate, so that it counts how many there are in all."""
+        waves = max(1.0, self.blocks(B, rows) / device.multiprocessors)
+        return waves * (ceil_div(K, self.DEPTH * self.SPLIT) + 4)
+
+    def blocks(self, B, rows) -> int:
+        return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
+
+    def launch(self, draft: Draft, products, B, K):
+        """`products`: stacks (w [C, M, K], x [terms, C, B, K], y [C, B, M], in parts [SPLIT, C, B, M], or as x,
+        finish)."""
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
+        draft.launch(self, blocks, stacks=stacked(products, self.DEPTH, self.ROWS, self.COLUMNS), B=B, K=K)
+
+    @property
+    def terms(self):
+        return FLOAT_TERMS if self.COLUMNS == self.EXACT else 1
+
+    @property
+    def cluster(self):
+        return self.SPLIT
+
+    @property
+    def shared_bytes(self):
+        of_w, of_x = self.DEEP_STAGES if self.DEEP else self.STAGES[self.COLUMNS]
+        ring = (of_w * self.ROWS + of_x * self.terms * self.COLUMNS) * 2 * self.DEPTH
+        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x + 1)
+
+
+@dataclass(frozen=True)
+class FewRowsProduct(ModelKernel):
+    """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
+
+    file = "rwkv6/few_rows_product"
+    arguments = (*pointers("w x y"), *integers("B K M"))
+    shared = ("Shared",)
+    ROWS: ClassVar[int] = 16  # of a weight
+    SLICE: ClassVar[int] = 512  # of K
+    threads, shared_bytes = 256, 4 * 8 * 8 * 17
+    dtype: np.dtype
+
+    @classmethod
+    def parts(cls, K) -> int:
+        return ceil_div(K, cls.SLICE)
+
+    def blocks(self, M, K) -> int:
+        return ceil_div(M, self.ROWS) * self.parts(K)
+
+
+@dataclass(frozen=True)
+class WideProduct(ModelKernel):
+    """The same without splits of K that blocks join, for more vectors: a block has `ROWS` rows, and `GROUPS`
+    warpgroups with 64 vectors each. Two blocks, `HALVES`, share weights."""
+
+    file = "rwkv6/wide_product"
+    # Stages of weights and of vectors, by vectors, then rows, halves and groups: with one of these numbers of rows a
+    # model's products fill one wave.
+    SHAPES: ClassVar[dict[int, dict]] = {
+        64: {(64, 1, 1): (10, 4), (72, 1, 1): (8, 4)},
+        256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
+    }
+    LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)
+    DEPTH: ClassVar[int] = 64  # of K a step
+    PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
+    WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
+    arguments = (*structs("stacks", STACKS, STACK), *integers("B K parts"))
+    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}>>",)
+    arch = "sm_90a"
+    dtype: np.dtype
+    ROWS: int
+    HALVES: int
+    GROUPS: int
+
+    @classmethod
+    def all(cls, dtype) -> list[WideProduct]:
+        return [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
+
+    @classmethod
+    def fitting(cls, dtype, B, K, rows, in_parts, device) -> tuple[WideProduct, int] | None:
+        """The fastest kernel for stacks (C, M) of products and how many parts it leaves; None where none serves, or
+        another is faster."""
+        many = 64 < B <= BatchProduct.MOST
+        if device.capability != 90 or dtype not in HALF or many or not cls.LEAST <= B <= max(cls.SHAPES):
+            return None
+        if any(M % 8 for _, M in rows) or sum(C * M for C, M in rows) <= BatchProduct.FEW_ROWS:
+            return None
+        shapes = next(shapes for most, shapes in cls.SHAPES.items() if B <= most)
+        choices = [(cls(dtype, *shape), parts) for shape in shapes for parts in (cls.PARTS if in_parts else (1,))]
+        kernel, parts = min(choices, key=lambda choice: choice[0].steps(B, K, rows, choice[1], device))
+        return None if kernel.blocks(B, rows, parts) > cls.WAVES * device.multiprocessors else (kernel, parts)
+
+    def steps(self, B, K, rows, parts, device) -> float:
+        """That a multiprocessor takes in turn, of 64 or 128 rows: a block's beginning and end and the reader of parts
+        among them."""
+        waves = self.blocks(B, rows, parts) / device.multiprocessors
+        waves = max(1.0, waves) if self.HALVES == 1 else ceil(waves)  # two blocks may share a multiprocessor, or not
+        return waves * (ceil_div(K, self.DEPTH * parts) * self.ROWS / (64 * self.HALVES) + 4) + parts / 2
+
+    def blocks(self, B, rows, parts) -> int:
+        tiles = sum(C * ceil_div(M, self.ROWS) for C, M in rows)
+        return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
+
+    def launch(self, draft: Draft, products, B, K, parts):
+        """`products`: stacks (w [C, M, K], x [1, C, B, K], y [C, B, M], in parts [parts, C, B, M], or as x, finish)."""
+        blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
+        stacks = stacked(products, self.DEPTH, self.ROWS, self.vectors)
+        draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
+
+    @property
+    def vectors(self) -> int:
+        """Of a block."""
+        return 64 * self.GROUPS
+
+    @property
+    def cluster(self):
+        return self.HALVES
+
+    @property
+    def threads(self):
+        return 128 * self.GROUPS + 32
+
+    @property
+    def shared_bytes(self):
+        of_w, of_x = self.SHAPES[self.HALVES * self.vectors][self.ROWS, self.HALVES, self.GROUPS]
+        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 2 * 8 * (of_w + of_x)

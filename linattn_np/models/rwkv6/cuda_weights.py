@@ -1,0 +1,92 @@
+"""A model's weights on the GPU: all layers of a matrix as one array, int8 with its scales."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from ...arrays import BFLOAT16
+from ...backends.cupy import rwkv6 as kernels
+from ...backends.cupy.kernel import INT8
+from ...backends.cupy.plan import Array, Draft, ceil_div
+from ..matrices import quantised
+from ..quantised import Stored
+
+FLOAT32 = np.dtype(np.float32)
+SCALES = "_scales"
+AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
+
+
+def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
+    """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
+    strides = tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
+    w = Array(room.memory, q.shape, strides, dtype, room.offset)
+    kernel = kernels.Widen(dtype)
+    draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
+    return w
+
+
+def scales_of(weights, q):
+    """Those of an int8 matrix among `weights`."""
+    (name,) = (name for name, array in vars(weights).items() if array is q)
+    return getattr(weights, f"{name}{SCALES}")
+
+
+def array_of(load, dtype, field, weight, names):
+    """A weight on the device; matrices that products take are (out, in) with rows to spare, and scales in int8."""
+    if not weight.matrix:
+        return load(FLOAT32, names)
+    if field in AS_STORED:
+        return load(BFLOAT16 if dtype == INT8 else dtype, names)
+    return load(dtype, names, weight.inputs_first, kernels.DecodeStep.ROWS)
+
+
+def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blocks=None):
+    """The named weights on the device, [L, len(names), ...], of `blocks` blocks; without, L = 1 and names are whole.
+
+    The first axis of each is a view of a multiple of `rows`, zeros at the end, so that kernels may read
+    tiles of so many. With int8 a pair: the numbers, and the rows' scales, of which there are `rows` more as well.
+    """
+    prefixes = [""] if blocks is None else [f"blocks.{i}." for i in range(blocks)]
+    shape = weights[prefixes[0] + names[0]].shape
+    first, *others = shape[::-1] if transposed else shape
+
+    def room(first, *others, dtype):
+        return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
+
+    stacks = [room(first, *others, dtype=dtype)]
+    if dtype == INT8:
+        stacks.append(room(first, dtype=FLOAT32))
+    for layer, prefix in enumerate(prefixes):
+        for slot, name in enumerate(names):
+            array = weights[prefix + name]
+            for stack, host in zip(stacks, hosts(array, dtype, transposed)):
+                device.copy(device.upload(host), stack[layer, slot])  # bytes: no kernel is compiled for it
+            loaded(array)
+    return tuple(stacks) if dtype == INT8 else stacks[0]
+
+
+def hosts(array, dtype, transposed) -> tuple:
+    """A parameter as the device has it; in int8 its numbers and scales, those of the CPU's layers."""
+    if dtype == INT8 and isinstance(array, Stored) and array.format == "int8":
+        return array.q, array.scales
+    array = np.asarray(array)
+    if transposed:
+        array = array.T
+    if dtype != INT8:
+        return (np.ascontiguousarray(array, dtype),)
+    return tuple(part[0] for part in quantised(np.ascontiguousarray(array)[None], "int8"))
+
+
+def first_of(stack):
+    """Of a stack of one layer, or of a pair of such, that layer."""
+    return tuple(part[0] for part in stack) if isinstance(stack, tuple) else stack[0]
+
+
+def apart(weights) -> SimpleNamespace:
+    """Scales beside their matrices, under names of their own."""
+    found: dict = {}
+    for name, array in vars(weights).items():
+        found |= {name: array[0], f"{name}{SCALES}": array[1]} if isinstance(array, tuple) else {name: array}
+    return SimpleNamespace(**found)
