@@ -116,7 +116,9 @@ def with_all_options(rng):
     mapped = jax.shard_map(
         partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 4, out_specs=spec
     )
-    assert_close("bfloat16", np.asarray(mapped(*half)), np.asarray(interop.gla(*half, layout="bthd")), "bfloat16")
+    assert_close(
+        "bfloat16", np.asarray(mapped(*half)), np.asarray(interop.gla(*half, layout="bthd")), "bfloat16", rows=2
+    )
     refused = jax.shard_map(
         partial(interop.gla, cu_seqlens=(0, T // COUNT), axis_name="devices"),
         mesh=MESH,

@@ -175,7 +175,7 @@ template <typename T, typename S, typename X, int SLOTS, int MOST> struct Decode
 // One thread each makes the slots' barriers.
 template <int SLOTS> __device__ __forceinline__ void init_slots(Shared<SLOTS>& s) {
   if (threadIdx.x < SLOTS) {
-    barrier_init(s.full[threadIdx.x], COPIERS);
+    barrier_init(s.full[threadIdx.x], ROWS);
     barrier_init(s.empty[threadIdx.x], WARPS);
   }
   __syncthreads();  // the barriers stand

@@ -199,18 +199,15 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
       for (int k = 0; k < K; k += Lane<T>::SLOT) {
         barrier_wait(s.empty[slot], parity);
         barrier_wait(s.full[latest], parity ^ (latest < slot));
-        const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
-        unsigned char (*to)[PITCH] = s.ring[slot] + copier * EACH;
-        if (bytes < PIECE) {
-          for (int row = 0; row < EACH; ++row)
-            for (int at = bytes + 16 * lane; at < PIECE; at += 512)
-              *reinterpret_cast<uint4*>(to[row] + at) = {0, 0, 0, 0};
-          fence_async();
-          __syncwarp();
+        if (lane < EACH) {
+          const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
+          unsigned char* to = s.ring[slot][copier * EACH + lane];
+          for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
+          if (bytes < PIECE) fence_async();
+          barrier_expect(s.full[slot], bytes);
+          copy_once(to, rows + i64(lane) * K + k, bytes, s.full[slot]);
         }
-        if (lane == 0) barrier_expect(s.full[slot], EACH * bytes);
         __syncwarp();
-        if (lane < EACH) copy_once(to[lane], rows + i64(lane) * K + k, bytes, s.full[slot]);
         if (++slot == SLOTS) slot = 0, parity ^= 1;
         if (++latest == SLOTS) latest = 0;
       }
