@@ -44,7 +44,7 @@ def draw(result, path):
     handles, names = axes[0, 0].get_legend_handles_labels()
     image.legend(handles, names, loc="outside upper right", ncols=3, frameon=False)
     meta = result["meta"]
-    title = f"Forward and backward passes, and steps, on {meta['card']}, {meta['date']}"
+    title = f"Times on {meta['card']}, {meta['date']}"
     image.suptitle(title, x=0.01, ha="left", fontsize=12)
     image.savefig(path, dpi=130)
     plt.close(image)
