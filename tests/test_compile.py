@@ -180,7 +180,9 @@ def test_every_product_of_a_warpgroup_assembles():
     expressions = [
         f"warpgroup<Product<{kind}, {columns}, {way}>>" for kind, way in products for columns in (16, 32, 64, 128, 256)
     ]
-    expressions += [f"warpgroup<TilesProduct<{kind}, {n}>>" for kind in ("bf16", "f16") for n in (16, 32, 64, 128, 256)]
+    expressions += [
+        f"warpgroup<TilesProduct<{kind}, {n}>>" for kind in ("bf16", "f16") for n in (16, 24, 32, 64, 72, 128, 144)
+    ]
     text = source.text(Path(__file__).parent / "kernels" / "warpgroup")
     usage = nvrtc.compile_text(text, [*expressions, "warpgroup<Groups>", "warpgroup<Stages>"], "sm_90a")
     assert all(used.spilled == 0 for used in usage.values())

@@ -23,55 +23,55 @@ SCORES_BYTES = 1 << 25  # of all chunks' scores: more are made again for the gra
 
 def run(member, o, states=None):
     """Fills o [B, H, T, V], returns the final state [N, H, K, V]; `states` [B, H, NC, K, V] receives one a chunk."""
-    return forward(Sweep(member), o, states)
+    return forward(Schedule(member), o, states)
 
 
-def forward(sweep, o, states):
-    final = sweep.member.initial_state()
-    if sweep.materialize:
-        done = materialized(sweep, o, final, states)
+def forward(schedule, o, states):
+    final = schedule.member.initial_state()
+    if schedule.materialize:
+        done = materialized(schedule, o, final, states)
     else:
-        done = in_parallel(lambda rows: streamed(sweep, rows, o, final, states), sweep.blocks, caller=True)
-    undone = [rows for rows, well in zip(sweep.blocks, done) if not well or not sweep.finite_states(final, rows)]
+        done = in_parallel(lambda rows: streamed(schedule, rows, o, final, states), schedule.blocks, caller=True)
+    undone = [rows for rows, well in zip(schedule.blocks, done) if not well or not schedule.finite_states(final, rows)]
     if undone:
-        redo(sweep, undone, o, final, states)
+        redo(schedule, undone, o, final, states)
     return final
 
 
 def final_state(member):
     """The final state [N, H, K, V] from zero without o; None where it takes more than products."""
-    sweep, final = Sweep(member), member.state(None)
-    in_parallel(lambda rows: states_alone(sweep, rows, final), sweep.blocks)
+    schedule, final = Schedule(member), member.state(None)
+    in_parallel(lambda rows: states_alone(schedule, rows, final), schedule.blocks)
     return final if by_token.is_finite(final) else None
 
 
-def states_alone(sweep, rows, final):
+def states_alone(schedule, rows, final):
     """As `streamed`, without o."""
-    member, carried, scratch = sweep.member, None, thread_scratch(sweep.dtype)
+    member, carried, scratch = schedule.member, None, thread_scratch(schedule.dtype)
     block = member.k[rows].shape[:2]
-    for first, segment in sweep.segments:
-        h, decay = sweep.states(block, segment.count, scratch)
-        k, v, g = (segment.pack(x[rows], sweep.dtype) for x in (member.k, member.v, member.g))
+    for first, segment in schedule.segments:
+        h, decay = schedule.states(block, segment.count, scratch)
+        k, v, g = (segment.pack(x[rows], schedule.dtype) for x in (member.k, member.v, member.g))
         kg = gated_keys(k, Gates(g, scratch), decay, scratch)
         np.matmul(kg.swapaxes(-1, -2), blas_ready(v), out=h[:, :, 1:])
         if carried is not None:
             h[:, :, 0] = carried
-        sweep.chunking.scan(rows, first, decay, h, final)
+        schedule.chunking.scan(rows, first, decay, h, final)
         carried = h[:, :, segment.count].copy()
 
 
 def mend(member, o, final):
     """Has o and the final state of another chunked form redone where they are not finite."""
-    sweep = Sweep(member)
-    redo(sweep, sweep.blocks, o, final, None)
+    schedule = Schedule(member)
+    redo(schedule, schedule.blocks, o, final, None)
 
 
-def redo(sweep, blocks, o, final, states):
-    initial = sweep.member.initial_state()
-    in_parallel(lambda rows: carefully(sweep, rows, o, initial, final, states), blocks)
+def redo(schedule, blocks, o, final, states):
+    initial = schedule.member.initial_state()
+    in_parallel(lambda rows: carefully(schedule, rows, o, initial, final, states), blocks)
 
 
-class Sweep:
+class Schedule:
     """A family member cut into segments of chunks and blocks of rows."""
 
     def __init__(self, member):
@@ -126,59 +126,59 @@ class Sweep:
         return np.moveaxis(h, 0, 2), np.moveaxis(decay, 0, 2)
 
 
-def streamed(sweep, rows, o, final, states):
+def streamed(schedule, rows, o, final, states):
     """All segments of a block of rows, one after the other, carrying the state; whether o is finite."""
-    block, scratch, carried, finite = o[rows].shape[:2], thread_scratch(sweep.dtype), None, True
-    for first, segment in sweep.segments:
+    block, scratch, carried, finite = o[rows].shape[:2], thread_scratch(schedule.dtype), None, True
+    for first, segment in schedule.segments:
         n = segment.count
-        h, decay = sweep.states(block, n, scratch)
-        inside = within_chunks(sweep, rows, first, segment, h, decay, scratch)
+        h, decay = schedule.states(block, n, scratch)
+        inside = within_chunks(schedule, rows, first, segment, h, decay, scratch)
         if carried is not None:
             h[:, :, 0] = carried
-        sweep.chunking.scan(rows, first, decay, h, final)
+        schedule.chunking.scan(rows, first, decay, h, final)
         carried = h[:, :, n].copy()
         if states is not None:
             states[rows][:, :, first : first + n] = h[:, :, :n]
-        finite &= read_out(sweep, rows, segment, inside, h, o, scratch)
+        finite &= read_out(schedule, rows, segment, inside, h, o, scratch)
     return finite
 
 
-def materialized(sweep, o, final, states):
+def materialized(schedule, o, final, states):
     """Every chunk's state kept: all segments side by side, then the states in order, then all outputs.
 
     Whether o is finite, by blocks of rows.
     """
-    h, decay = sweep.states(o.shape[:2], sweep.chunking.count, Scratch(sweep.dtype))
+    h, decay = schedule.states(o.shape[:2], schedule.chunking.count, Scratch(schedule.dtype))
 
     def part(rows, first, segment):
         chunks, after = slice(first, first + segment.count), slice(first, first + segment.count + 1)
-        return rows, first, segment, h[rows][:, :, after], decay[rows][:, :, chunks], Scratch(sweep.dtype)
+        return rows, first, segment, h[rows][:, :, after], decay[rows][:, :, chunks], Scratch(schedule.dtype)
 
-    parts = [part(rows, *segment) for rows, segment in product(sweep.blocks, sweep.segments)]
-    inside = in_parallel(lambda part: within_chunks(sweep, *part), parts)
-    in_parallel(lambda rows: sweep.chunking.scan(rows, 0, decay[rows], h[rows], final), sweep.blocks)
+    parts = [part(rows, *segment) for rows, segment in product(schedule.blocks, schedule.segments)]
+    inside = in_parallel(lambda part: within_chunks(schedule, *part), parts)
+    in_parallel(lambda rows: schedule.chunking.scan(rows, 0, decay[rows], h[rows], final), schedule.blocks)
     if states is not None:
         states[:] = h[:, :, :-1]
 
     def out_of(part, inside):
         rows, _, segment, states, _, scratch = part
-        return read_out(sweep, rows, segment, inside, states, o, scratch)
+        return read_out(schedule, rows, segment, inside, states, o, scratch)
 
     finite = in_parallel(out_of, parts, inside)
-    return [all(finite[at : at + len(sweep.segments)]) for at in range(0, len(parts), len(sweep.segments))]
+    return [all(finite[at : at + len(schedule.segments)]) for at in range(0, len(parts), len(schedule.segments))]
 
 
-def carefully(sweep, rows, o, initial, final, states):
+def carefully(schedule, rows, o, initial, final, states):
     """As `streamed`, but chunk by chunk, and token by token those that products cannot do."""
-    member, carried = sweep.member, None
-    for c, segment in sweep.single_chunks:
-        inputs = [segment.pack(x[rows], sweep.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
-        h, decay = sweep.states(o[rows].shape[:2], 1, Scratch(sweep.dtype))
-        scores = Scores(sweep, rows, segment, decay, thread_scratch(sweep.dtype))
+    member, carried = schedule.member, None
+    for c, segment in schedule.single_chunks:
+        inputs = [segment.pack(x[rows], schedule.dtype)[:, :, 0] for x in (member.q, member.k, member.v, member.g)]
+        h, decay = schedule.states(o[rows].shape[:2], 1, Scratch(schedule.dtype))
+        scores = Scores(schedule, rows, segment, decay, thread_scratch(schedule.dtype))
         scores.store(h)
         qg, A, v = (x[:, :, 0] for x in (scores.qg, scores.A, scores.v))
-        if (s := sweep.chunking.begins.get(c)) is not None:
-            carried = sweep.of_rows(initial, rows)[:, s]
+        if (s := schedule.chunking.begins.get(c)) is not None:
+            carried = schedule.of_rows(initial, rows)[:, s]
         if states is not None:
             states[rows][:, :, c] = carried
         after = decay[:, :, 0, :, None] * carried + h[:, :, 1]
@@ -189,8 +189,8 @@ def carefully(sweep, rows, o, initial, final, states):
             found[at], after[at] = by_token.forward(*(x[at] for x in inputs), *how, carried[at])
         segment.unpack_into(o[rows], found[:, :, None])
         carried = after
-        if (s := sweep.chunking.ends.get(c)) is not None:
-            sweep.of_rows(final, rows)[:, s] = after
+        if (s := schedule.chunking.ends.get(c)) is not None:
+            schedule.of_rows(final, rows)[:, s] = after
 
 
 def rows_of_bonus(member, rows, at):
@@ -199,16 +199,16 @@ def rows_of_bonus(member, rows, at):
 
 
 def place(rows, first):
-    """What tells a segment's scores from others of a sweep: the first row and chunk."""
+    """What tells a segment's scores from others of a call: the first row and chunk."""
     return rows[0].start, rows[1].start, first
 
 
-def within_chunks(sweep, rows, first, segment, h, decay, scratch):
+def within_chunks(schedule, rows, first, segment, h, decay, scratch):
     """What chunks need nobody else for: their scores, and what they add to the state, in h; fills the decays."""
-    scores = Scores(sweep, rows, segment, decay, scratch if sweep.scores is None else Scratch(sweep.dtype))
+    scores = Scores(schedule, rows, segment, decay, scratch if schedule.scores is None else Scratch(schedule.dtype))
     if scores.lasting:
         scores.decay = decay.copy()
-        sweep.scores[place(rows, first)] = scores
+        schedule.scores[place(rows, first)] = scores
     scores.store(h)
     return scores
 
@@ -219,12 +219,12 @@ class Scores:
     `decay` receives their whole decays. Gradients ask for those made `backward`, or for `lasting` ones.
     """
 
-    def __init__(self, sweep, rows, segment, decay, scratch, backward=False):
-        member = sweep.member
-        q, k, v, g = (segment.pack(x[rows], sweep.dtype) for x in (member.q, member.k, member.v, member.g))
+    def __init__(self, schedule, rows, segment, decay, scratch, backward=False):
+        member = schedule.member
+        q, k, v, g = (segment.pack(x[rows], schedule.dtype) for x in (member.q, member.k, member.v, member.g))
         self.q, self.k, self.v, self.u = q, k, blas_ready(v), member.bonus(rows)
-        self.gates = gates = Gates(g, scratch, sweep.least if backward else None)
-        self.lasting = backward or (sweep.scores is not None and gates.serve_gradients(sweep.least))
+        self.gates = gates = Gates(g, scratch, schedule.least if backward else None)
+        self.lasting = backward or (schedule.scores is not None and gates.serve_gradients(schedule.least))
         self.decay = scratch("decay", (*g.shape[:-2], g.shape[-1])) if decay is None else decay
         self.qg, self.kg, self.A = gated_scores(q, k, gates, member.exclusive, self.decay, scratch, self.lasting)
         if self.u is not None:
@@ -235,14 +235,14 @@ class Scores:
         np.matmul(self.kg.swapaxes(-1, -2), self.v, out=h[:, :, 1:])
 
 
-def read_out(sweep, rows, segment, scores, h, o, scratch):
+def read_out(schedule, rows, segment, scores, h, o, scratch):
     """o = scale (qg h + A v), in the room of kg and b, which have served; whether it is finite."""
     within = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
-    in_place = segment.view(o[rows], sweep.dtype)
+    in_place = segment.view(o[rows], schedule.dtype)
     part = scratch("b", within.shape) if in_place is None else in_place
     np.matmul(scores.qg, h[:, :, :-1], out=part)
     part += within
-    part *= sweep.member.scale
+    part *= schedule.member.scale
     if in_place is None:
         segment.unpack_into(o[rows], part)
     return by_token.is_finite(part)
@@ -258,17 +258,19 @@ def put_bonus(A, q, k, u):
 
 def vjp(member, o):
     """(final state, pull), o filled; pull(do, dht) gives ((dq, dk, dv, dg, du), gradient of the initial state)."""
-    sweep = Sweep(member)
-    sweep.keep_scores()
+    schedule = Schedule(member)
+    schedule.keep_scores()
     B, H = member.k.shape[:2]
-    states = np.empty((B, H, sweep.chunking.count, sweep.K, sweep.V), sweep.dtype)
-    final = forward(sweep, o, states)
+    states = np.empty((B, H, schedule.chunking.count, schedule.K, schedule.V), schedule.dtype)
+    final = forward(schedule, o, states)
 
     def pull(do, dstates):
-        gradients, of_final = Gradients(sweep), dstates.copy()
-        done = in_parallel(lambda rows: backward(sweep, rows, do, states, dstates, gradients), sweep.blocks)
-        undone = [rows for rows, well in zip(sweep.blocks, done) if not well or not sweep.finite_states(dstates, rows)]
-        in_parallel(lambda rows: backward_carefully(sweep, rows, do, states, of_final, dstates, gradients), undone)
+        gradients, of_final = Gradients(schedule), dstates.copy()
+        done = in_parallel(lambda rows: backward(schedule, rows, do, states, dstates, gradients), schedule.blocks)
+        undone = [
+            rows for rows, well in zip(schedule.blocks, done) if not well or not schedule.finite_states(dstates, rows)
+        ]
+        in_parallel(lambda rows: backward_carefully(schedule, rows, do, states, of_final, dstates, gradients), undone)
         du = None if member.u is None else gradients.du.sum((0, 2))
         return (gradients.dq, gradients.dk, gradients.dv, gradients.dg, du), dstates
 
@@ -276,15 +278,15 @@ def vjp(member, o):
 
 
 class Gradients:
-    """Where the backward sweep writes."""
+    """Where the backward pass writes."""
 
-    def __init__(self, sweep):
-        member = sweep.member
+    def __init__(self, schedule):
+        member = schedule.member
         self.dq, self.dk, self.dv, self.dg = (
-            np.empty_like(x, sweep.dtype, shape=x.shape) for x in (member.q, member.k, member.v, member.g)
+            np.empty_like(x, schedule.dtype, shape=x.shape) for x in (member.q, member.k, member.v, member.g)
         )
         if member.u is not None:  # one a chunk, so that no cut changes the order of the sum
-            self.du = np.empty((*member.k.shape[:2], sweep.chunking.count, sweep.K), sweep.dtype)
+            self.du = np.empty((*member.k.shape[:2], schedule.chunking.count, schedule.K), schedule.dtype)
 
     def room(self, rows, segment, scratch):
         """Where to write a segment's dq, dk, dv and dg: at their places, or in scratch where tokens have to move."""
@@ -302,17 +304,17 @@ class Gradients:
             self.du[rows][:, :, first : first + segment.count] = du
 
 
-def backward(sweep, rows, do, states, dstates, gradients):
+def backward(schedule, rows, do, states, dstates, gradients):
     """All segments of a block of rows, last first, carrying the state's gradient; whether all is finite."""
     carried, finite = None, True
-    for first, segment in reversed(sweep.segments):
-        scratch = thread_scratch(sweep.dtype)
-        scores = sweep.scores_before(rows, first, segment, scratch)
-        products = ChunkProducts(sweep.member, scores, segment.pack(do[rows], sweep.dtype), scratch)
+    for first, segment in reversed(schedule.segments):
+        scratch = thread_scratch(schedule.dtype)
+        scores = schedule.scores_before(rows, first, segment, scratch)
+        products = ChunkProducts(schedule.member, scores, segment.pack(do[rows], schedule.dtype), scratch)
         dh = products.dh()
         if carried is not None:
             dh[:, :, -1] = carried
-        sweep.chunking.scan_back(rows, first, scores.decay, dh, dstates)
+        schedule.chunking.scan_back(rows, first, scores.decay, dh, dstates)
         found = list(gradients.room(rows, segment, scratch))
         du = products.vjp(states[rows][:, :, first : first + segment.count], dh, found)
         gradients.put(rows, segment, first, du, found)
@@ -359,16 +361,16 @@ class ChunkProducts:
         return flow.sum(-1, keepdims=True) if decay.shape[-1] == 1 else flow
 
 
-def backward_carefully(sweep, rows, do, states, of_final, of_initial, gradients):
+def backward_carefully(schedule, rows, do, states, of_final, of_initial, gradients):
     """As `backward`, but chunk by chunk, and token by token those that products cannot do."""
-    member, chunking, carried = sweep.member, sweep.chunking, None
-    for c, segment in reversed(sweep.single_chunks):
-        scratch = thread_scratch(sweep.dtype)
-        scores = Scores(sweep, rows, segment, None, scratch, backward=True)
-        products = ChunkProducts(member, scores, segment.pack(do[rows], sweep.dtype), scratch)
+    member, chunking, carried = schedule.member, schedule.chunking, None
+    for c, segment in reversed(schedule.single_chunks):
+        scratch = thread_scratch(schedule.dtype)
+        scores = Scores(schedule, rows, segment, None, scratch, backward=True)
+        products = ChunkProducts(member, scores, segment.pack(do[rows], schedule.dtype), scratch)
         h = states[rows][:, :, c : c + 1]
         if (s := chunking.ends.get(c)) is not None:
-            carried = sweep.of_rows(of_final, rows)[:, s]
+            carried = schedule.of_rows(of_final, rows)[:, s]
         dh = products.dh()
         dh[:, :, 1] = carried
         dh[:, :, 0] += scores.decay[:, :, 0, :, None] * carried
@@ -387,4 +389,4 @@ def backward_carefully(sweep, rows, do, states, of_final, of_initial, gradients)
         carried = found[0].copy()
         gradients.put(rows, segment, c, du, [x[:, :, None] for x in found[1:]])
         if (s := chunking.begins.get(c)) is not None:
-            sweep.of_rows(of_initial, rows)[:, s] = carried
+            schedule.of_rows(of_initial, rows)[:, s] = carried
