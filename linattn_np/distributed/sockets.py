@@ -87,10 +87,8 @@ class Sockets:
     def keep(self, peer, connection):
         connection.settimeout(None)
         seconds = struct.pack("ll", int(self.limit_s), int(self.limit_s % 1 * 1e6))
-        for limit in (
-            socket.SO_RCVTIMEO,
-            socket.SO_SNDTIMEO,
-        ):  # the system's own: Python's takes one call more, each time
+        # the system's own limits: Python's take one call more, each time
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, limit, seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peers[peer] = connection

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch import library
 
 from .. import ops
 from ..arrays import BFLOAT16
@@ -88,7 +89,7 @@ def stream_of(tensor):
 
 
 # -- the forward pass -------------------------------------------------------------------------------------------------
-@torch.library.custom_op("linattn_np::forward", mutates_args=())
+@library.custom_op("linattn_np::forward", mutates_args=())
 def forward(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
     operator, arrays, state, arguments = taken_apart(tensors, call)
     with torch.no_grad(), stream_of(tensors[0]):
@@ -107,7 +108,7 @@ def blank_of(x):
 
 
 # -- its gradient, which has none -------------------------------------------------------------------------------------
-@torch.library.custom_op("linattn_np::backward", mutates_args=())
+@library.custom_op("linattn_np::backward", mutates_args=())
 def backward(given: list[torch.Tensor], call: str) -> list[torch.Tensor]:
     tensors, (do, *dht) = split(given, call)
     operator, arrays, state, arguments = taken_apart(tensors, call)
