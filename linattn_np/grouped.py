@@ -51,12 +51,12 @@ def beside(parts):
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    room = np.empty_like(first, shape=(*first.shape[:-1], sum(part.shape[-1] for part in parts)))  # CuPy's for CuPy's
+    joined = np.empty_like(first, shape=(*first.shape[:-1], sum(part.shape[-1] for part in parts)))  # CuPy's for CuPy's
     start = 0
     for part in parts:
-        room[..., start : start + part.shape[-1]] = part
+        joined[..., start : start + part.shape[-1]] = part
         start += part.shape[-1]
-    return room
+    return joined
 
 
 def added(parts, dtype):

@@ -157,7 +157,7 @@ def test_turns_of_words_begin_anew(hopper, rng):
     weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (1, 4))
     decoder = CudaDecoder(weights, BFLOAT16, 1, hopper)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
-    decoder.room.arrived[...] = 2**16 - 3 * decoder.sizes["L"]
+    decoder.buffers.arrived[...] = 2**16 - 3 * decoder.sizes["L"]
     np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
 
 

@@ -125,7 +125,7 @@ def test_views_of_any_strides(backend, rng, variant):
         assert_close(variant, backend.tohost(backend.run(function, *views, **options)), wanted, np.float32)
 
 
-def test_one_gate_is_read_in_place(device, rng):
+def test_scalar_decay_is_read_in_place(device, rng):
     """On Hopper nothing but the one pass runs, for any strides of a float32 gate; elsewhere the gate is spread
     first.
     """
@@ -153,7 +153,7 @@ def test_one_gate_is_read_in_place(device, rng):
         ("all-20", np.float32, 128, 72),
     ],
 )
-def test_one_gate_in_segments(backend, rng, gate, gate_dtype, K, V):
+def test_scalar_decay_in_segments(backend, rng, gate, gate_dtype, K, V):
     """Few heads and many tokens: Hopper cuts the sequence."""
     arrays = draw(DECLARED[simple_gla], rng, {"B": 1, "H": 1, "T": 1100, "K": K, "V": V}, BFLOAT16, gate, gate_dtype)
     start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
@@ -169,7 +169,7 @@ MANY_HEADS = 70  # more than half as many as a card has multiprocessors: Hopper'
 
 
 @pytest.mark.parametrize("gate_dtype", [BFLOAT16, np.float32], ids=["gate16", "gate32"])
-def test_one_gate_of_many_heads(backend, rng, gate_dtype):
+def test_scalar_decay_of_many_heads(backend, rng, gate_dtype):
     arrays = draw(
         DECLARED[simple_gla],
         rng,
@@ -191,14 +191,14 @@ def test_one_gate_of_many_heads(backend, rng, gate_dtype):
         (64, 2048, (64, 1), (128, 1)),
     ],
 )
-def test_how_wide_the_blocks_of_one_gate_are(heads, T, forward, backward):
+def test_how_wide_the_blocks_of_a_scalar_decay_are(heads, T, forward, backward):
     arrays = [np.zeros((1, heads, T, 128), BFLOAT16)] * 3
     for gradient, wanted in ((False, forward), (True, backward)):
         found = planned.plan_of(DECLARED[retention].bind(arrays, gradient=gradient), EmulatedDevice(90)).tiles
         assert (found["BV"], found.get("segments", 1)) == wanted
 
 
-ONE_GATE = {
+SCALAR_DECAYS = {
     "logsigmoid-1": {"gate": "logsigmoid", "T": 1, "B": 16},  # one token: rows enough for a figure of them all
     **{
         f"{gate}-{T}": {"gate": gate, "T": T}
@@ -231,7 +231,7 @@ ONE_GATE = {
 }
 
 
-def under_one_gate(
+def under_scalar_decay(
     rng,
     *,
     function=simple_gla,
@@ -271,20 +271,20 @@ def under_one_gate(
 
 
 SUMS = 2.8e-3  # of dq, dk, dv and dh0: scores, states and decayed values are bfloat16, and the result
-OF_ONE_GATE = 1.2e-2  # of dg: all tokens of a stretch share the error of the state at its end
+OF_ITS_SIZE = 1.2e-2  # of dg: all tokens of a stretch share the error of the state at its end
 CANCELS = 4e-7  # of float32: what comes in with the gradient of a final state, before a strong decay
 
 
-@pytest.mark.parametrize("case", ONE_GATE)
-def test_gradients_under_one_gate(backend, rng, case):
+@pytest.mark.parametrize("case", SCALAR_DECAYS)
+def test_gradients_under_scalar_decay(backend, rng, case):
     """With the digits of bfloat16; the gate's own with those of q . dq and k . dk, whose sums it is."""
-    gradients, wanted, (_, k, _, g) = under_one_gate(rng, **ONE_GATE[case])
+    gradients, wanted, (_, k, _, g) = under_scalar_decay(rng, **SCALAR_DECAYS[case])
     found = list(map(backend.tohost, gradients(backend.run, backend.asarray)))
     for name, x, y in zip(("dq", "dk", "dv", "dg", "dh0"), found, wanted):
         if name == "dg":
             terms = (double(k) * wanted[1]).sum(-1)
             assert x.dtype == g.dtype and x.shape == g.shape
-            assert rms(double(x) - y) <= OF_ONE_GATE * max(rms(y), rms(terms))
+            assert rms(double(x) - y) <= OF_ITS_SIZE * max(rms(y), rms(terms))
         else:
             assert errors(x, y)[0] <= SUMS, name
 
@@ -306,10 +306,10 @@ def test_no_gate_drowns_its_gradient(backend, rng, case, dht):
     weight of a token, which no gate touches, stays out of it; so does what the gradient of a final state gives tokens
     that no gate follows, to float32."""
     given = {"H": 1, "K": 64, "V": 64} | OWN_SIZE[case]
-    gradients, wanted, (_, k, *_) = under_one_gate(rng, dht=dht, **given)
+    gradients, wanted, (_, k, *_) = under_scalar_decay(rng, dht=dht, **given)
     found = double(backend.tohost(gradients(backend.run, backend.asarray)[3]))
     largest = np.abs((double(k) * wanted[1]).sum(-1)).max() if dht else 0.0
-    assert rms(found - wanted[3]) <= OF_ONE_GATE * rms(wanted[3]) + CANCELS * largest
+    assert rms(found - wanted[3]) <= OF_ITS_SIZE * rms(wanted[3]) + CANCELS * largest
 
 
 FIXED = {
@@ -335,7 +335,7 @@ def test_gradients_under_fixed_decays(backend, rng, monkeypatch, case):
     """Without a gradient of the gate three sums at once."""
     sizes = FIXED[case].copy()
     monkeypatch.setattr(type(backend.device), "multiprocessors", sizes.pop("multiprocessors", 132))
-    gradients, wanted, _ = under_one_gate(rng, function=retention, **sizes)
+    gradients, wanted, _ = under_scalar_decay(rng, function=retention, **sizes)
     for name, x, y in zip(("dq", "dk", "dv", "dh0"), gradients(backend.run, backend.asarray), wanted):
         assert errors(backend.tohost(x), y)[0] <= SUMS, name
 
@@ -381,14 +381,14 @@ def test_how_the_gates_gradient_is_made(heads, T, K, kernels, segments):
 
 @pytest.mark.parametrize("T", [70, 1100])
 def test_the_same_gradients_again_the_same_bits(backend, rng, T):
-    gradients, *_ = under_one_gate(rng, T=T)
+    gradients, *_ = under_scalar_decay(rng, T=T)
     first, second = (list(map(backend.tohost, gradients(backend.run, backend.asarray))) for _ in range(2))
     assert all(map(same_bits, first, second))
 
 
 @pytest.mark.parametrize("gate_dtype", [np.float32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("T", [70, 1100])
-def test_what_a_pullback_under_one_gate_takes(rng, T, gate_dtype):
+def test_what_a_pullback_under_scalar_decay_takes(rng, T, gate_dtype):
     """On Hopper two kernels, or all at once where no gradient of a gate is asked for, and no gradient nobody asks
     for."""
     for op in SCALAR:

@@ -220,7 +220,7 @@ def test_no_gate_is_special(op, backend, gate, dtype, gate_dtype, rng):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_hopper_computes_a_head_once(op, dtype):
-    """By sweeps of its own alone, which are planned without a look at the gates."""
+    """By kernels of its own alone, which are planned without a look at the gates."""
     problem = large(BY_NAME[op][0], np.dtype(dtype) if dtype == "float16" else BFLOAT16, T=4096)
     plan = planned.plan_of(problem, EmulatedDevice(90))
     own = [f"gated_sm90_backward_{what}" for what in ("segments", "queries", "keys")]
@@ -229,7 +229,7 @@ def test_hopper_computes_a_head_once(op, dtype):
 
 @pytest.mark.parametrize("length", [1024, 1025, 2100])
 def test_states_are_kept_in_long_sequences(op, backend, length, rng, monkeypatch):
-    """Uncut: the gate's gradient goes on from the states that the first sweep keeps, in packed sequences too."""
+    """Uncut: the gate's gradient goes on from the states that the first pass keeps, in packed sequences too."""
     monkeypatch.setattr(tuning, "backward_segments", lambda *_: 1)
     call = Call(op, Case(lengths=(40, length, 7), K=16, V=16, H=1, dtype="bfloat16", gate="weak"), rng)
     _, found = call.on(backend)

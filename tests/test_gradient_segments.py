@@ -31,23 +31,23 @@ def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng):
 
 
 @pytest.mark.parametrize("dht, gate", [(True, "weak"), (False, "growth")])
-def test_each_sweep_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
-    """Where two heads leave a third of the card idle: only what the sweeps begin with is summarised."""
+def test_each_pass_begins_with_a_short_segment(op, dht, gate, rng, monkeypatch):
+    """Where two heads leave a third of the card idle: only what the passes begin with is summarised."""
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     monkeypatch.setattr(type(device), "multiprocessors", 3, raising=False)
     monkeypatch.setattr(
         tuning, "backward_segments", lambda *_: 1
     )  # else as many as the forward pass has, which it saves
     call = Call(op, Case(T=3072, K=16, V=16, H=1, B=2, dtype="bfloat16", gate="weak", dht=dht), rng)
-    if gate == "growth":  # in a chunk of each segment, from which the second sweep is told
+    if gate == "growth":  # in a chunk of each segment, from which the second pass is told
         call.arrays[3][:, :, 40::1024, ::5] = 2
         call.arrays[3][:, :, 41::1024, ::5] = -3
     call.rows, initial = Hopper.gradient_rows, call.options["initial_state"]
     problem = declared.bind(call.arrays, gradient=True, initial_state=initial)
     final = (call.dht,) if dht else None
     plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
-    sweeps = [step for step in plan.launches if "backward" in step.kernel.name]
-    assert [step.args.get("joined") for step in sweeps] == [None, 1, 1] and sweeps[0].args["ends"] == 1
+    kernels = [step for step in plan.launches if "backward" in step.kernel.name]
+    assert [step.args.get("joined") for step in kernels] == [None, 1, 1] and kernels[0].args["ends"] == 1
     found, start = planned.pull(problem, device, call.do, final)
     call.assert_close(gate, [*found, *start], call.exact[1])
 

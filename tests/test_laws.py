@@ -258,7 +258,7 @@ def test_rwkv6_with_a_constant_gate_is_gla(backend, rng):
         assert_close(gated.mode, receptive([q * np.exp(g), k, v, g, np.exp(-gate)]), gated([q, k, v, g]), np.float32)
 
 
-def test_one_gate_a_head_is_a_gate_for_each_channel(backend, rng):
+def test_a_scalar_decay_is_a_gate_for_each_channel(backend, rng):
     for plain, full in each_way(backend, rng, simple_gla, gla):
         q, k, v, g = plain.draw("some-inf")
         every = np.broadcast_to(g[..., None], q.shape)

@@ -212,7 +212,7 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
         (0, 0, 1),
     ],
 )
-def test_segments_fill_the_waves_of_the_backward_sweeps(blocks, longest, P):
+def test_segments_fill_the_waves_of_the_backward_kernels(blocks, longest, P):
     assert tuning.backward_segments(blocks, longest, H200.multiprocessors) == P
 
 

@@ -1,4 +1,4 @@
-// what      Joins the segments of sequences for the backward sweeps, from the third segment of either direction on: the
+// what      Joins the segments of sequences for the backward passes, from the third segment of either direction on: the
 //           state at each one's start, and the gradient of the state at each one's end, from what its neighbour leaves
 //           by itself.
 // math      S_p = diag(decay_{p-1}) S_{p-1} + local_{p-1};   C_{p+1} = diag(decay_{p+1}) C_{p+2} + local_{p+1}

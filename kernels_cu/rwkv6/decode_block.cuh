@@ -1,30 +1,30 @@
-// what      What a block of a decoding step does alike wherever its numbers come from: norms, slots of weights, parts
+// what      What a block of a decoding step does alike wherever its numbers come from: norms, stages of weights, parts
 //           of the products of low rank.
-// smem      Shared, then the stage
+// smem      Shared, then the staging area
 // barriers  named barrier 1 of the threads that compute, where a comment says what stands
 #include "rwkv6/decode_split.cuh"
 
 // X is the type of what blocks hand to each other. The warps share up to MOST sequences.
-template <typename T, typename S, typename X, int SLOTS, int MOST> struct DecodeBlock {
+template <typename T, typename S, typename X, int STAGES, int MOST> struct DecodeBlock {
   typedef typename Args<T, S, X>::Up Up;
   static constexpr int SEQUENCES = MOST;
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
 
   const Args<T, S, X>& args;
-  Shared<SLOTS>& s;
-  float* const stage;
+  Shared<STAGES>& s;
+  float* const staging;
   const int B, D, tid;
-  int slot;  // of weights, whose turn it is, and the parity of its `full`
+  int stage;  // of weights that is next, and the parity of its `full`
   u32 parity;
 
-  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<SLOTS>& s, int turn)
+  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<STAGES>& s, int turn)
       : args(args),
         s(s),
-        stage(reinterpret_cast<float*>(&s + 1)),
+        staging(reinterpret_cast<float*>(&s + 1)),
         B(opaque(int(args.B))),
         D(opaque(int(args.D))),
         tid(opaque(threadIdx.x)),
-        slot(turn >> 1),
+        stage(turn >> 1),
         parity(turn & 1) {}
 
   __device__ __forceinline__ i64 row_of(int b) const { return args.slots ? args.slots[b] : b; }
@@ -105,16 +105,16 @@ template <typename T, typename S, typename X, int SLOTS, int MOST> struct Decode
     return 1 + (tile - tiles_of(args.W)) / tiles_of(D);
   }
 
-  // The lane's columns of the slot whose turn it is, in the first of its two rows.
+  // The lane's columns of the next stage, in the first of its two rows.
   __device__ __forceinline__ const unsigned char* row_of_slot() const {
-    return s.ring[slot][(tid & 31) >> 2] + Lane<T>::start(tid) * sizeof(T);
+    return s.ring[stage][(tid & 31) >> 2] + Lane<T>::start(tid) * sizeof(T);
   }
 
-  // All lanes have read the slot.
+  // All lanes have read the stage.
   __device__ __forceinline__ void release_slot() {
     __syncwarp();
-    if ((tid & 31) == 0) barrier_arrive(s.empty[slot]);
-    if (++slot == SLOTS) slot = 0, parity ^= 1;
+    if ((tid & 31) == 0) barrier_arrive(s.empty[stage]);
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 
   // -- second matrices of low rank: a thread has a channel and every `shares`-th row, PASS of them at a time ----------
@@ -172,9 +172,9 @@ template <typename T, typename S, typename X, int SLOTS, int MOST> struct Decode
   }
 };
 
-// One thread each makes the slots' barriers.
-template <int SLOTS> __device__ __forceinline__ void init_slots(Shared<SLOTS>& s) {
-  if (threadIdx.x < SLOTS) {
+// One thread each makes the stages' barriers.
+template <int STAGES> __device__ __forceinline__ void init_stages(Shared<STAGES>& s) {
+  if (threadIdx.x < STAGES) {
     barrier_init(s.full[threadIdx.x], ROWS);
     barrier_init(s.empty[threadIdx.x], WARPS);
   }

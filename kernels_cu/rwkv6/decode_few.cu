@@ -4,7 +4,8 @@
 //           has left it, low [B, 5 A], mixed [5, B, D], kvrg [4, B, D], decay_low [B, W], y [B, D], activated [B, F],
 //           gate [B, D]; arrived [grid], the layers that a block has seen
 // grid      as there
-// smem      Shared, then the stage: the operands of D numbers of each sequence, or of `staged` where a product has more
+// smem      Shared, then the staging area: the operands of D numbers of each sequence, or of `staged` where a product
+//           has more
 // barriers  none of the grid: a word carries the number of the layer in which it was written, and who needs it reads it
 //           until that is there. A word is overwritten a layer later, by a block that has seen the work of all who read
 //           it: each of them has written a word since, and every word goes into every number of the next layer. The
@@ -17,20 +18,20 @@
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
-template <typename T, typename S, int SLOTS>
-__device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+template <typename T, typename S, int STAGES>
+__device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<STAGES>& s, i64 layer, int phase, int input,
                                        u32 turn, bool first);
-template <typename T, typename S, int SLOTS>
-struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
-  typedef DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> Block;
-  using Block::args, Block::s, Block::stage, Block::B, Block::D, Block::tid, Block::slot, Block::parity;
+template <typename T, typename S, int STAGES>
+struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
+  typedef DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> Block;
+  using Block::args, Block::s, Block::staging, Block::B, Block::D, Block::tid, Block::stage, Block::parity;
   using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
   typedef typename Block::Channels Channels;
   typedef typename Block::Norm Norm;
   typedef typename Block::Up Up;
   const u32 turn;  // of what this layer writes
 
-  __device__ __forceinline__ DecodeFew(const Args<T, S, u64>& args, Shared<SLOTS>& s, u32 turn, int next)
+  __device__ __forceinline__ DecodeFew(const Args<T, S, u64>& args, Shared<STAGES>& s, u32 turn, int next)
       : Block(args, s, next), turn(turn) {}
 
   static constexpr int WORDS = Split<T>::WORDS;
@@ -53,19 +54,19 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
     return __float_as_uint(__uint_as_float(x) - __uint_as_float(x & 0xffff0000u));
   }
 
-  // -- the stage: operands [B, count], or on the way there floats [B, D] at its end -----------------------------------
-  __device__ __forceinline__ float* floats() const { return stage + (HALVES ? B * D / 2 : 0); }
+  // -- the staging area: operands [B, count], or on the way there floats [B, D] at its end --------------------------
+  __device__ __forceinline__ float* floats() const { return staging + (HALVES ? B * D / 2 : 0); }
 
   // Operands of neighbours k and k + 1 of sequence b; those of each part are a row.
   __device__ __forceinline__ void put_operands(int count, int b, int k, u64 x, u64 y) {
     if constexpr (HALVES) {
-      u32* row = reinterpret_cast<u32*>(stage) + (b * PARTS * count + k) / 2;
+      u32* row = reinterpret_cast<u32*>(staging) + (b * PARTS * count + k) / 2;
       const u32 low[2] = {u32(x), u32(y)}, high[2] = {u32(x >> 32), u32(y >> 32)};
       row[0] = (low[0] & 0xffffu) | low[1] << 16;
       row[count / 2] = low[0] >> 16 | (low[1] & 0xffff0000u);
       row[count] = (high[0] & 0xffffu) | high[1] << 16;
     } else {
-      *reinterpret_cast<float2*>(stage + b * count + k) = {number(x), number(y)};
+      *reinterpret_cast<float2*>(staging + b * count + k) = {number(x), number(y)};
     }
   }
 
@@ -90,7 +91,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
         if (p < pairs) store(b, 2 * (p - b * half), pair[n][0], pair[n][1]);
       }
     }
-    sync();  // the stage stands
+    sync();  // the staging area stands
   }
 
   // What products take of `count` numbers of each sequence.
@@ -110,7 +111,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
     if (layer == 0 && phase == MIX_DOWN) {
 #pragma unroll 1
       for (int j = 4 * tid; j < B * D; j += 4 * THREADS) *reinterpret_cast<float4*>(floats() + j) = load4(args.x + j);
-      sync();  // the stage stands
+      sync();  // the staging area stands
     } else {
       const bool last_layers = phase != FFN_INPUTS;
       take<4>(x_words(last_layers), 0, D, D, turn - last_layers, [&](int b, int k, u64 x, u64 y) {
@@ -216,10 +217,10 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
     }
   }
 
-  // Numbers k on of the lane's column, of the `count` of each sequence that the stage holds.
+  // Numbers k on of the lane's column, of the `count` of each sequence that the staging area holds.
   __device__ __forceinline__ void load_x(u32 (&x)[WORDS], int count, int k) const {
     const int g = (tid & 31) >> 2, row = HALVES ? min(g, PARTS * B - 1) : min(g / PARTS, B - 1);
-    const float* from = stage + (row * count + (k < count ? k : 0)) / (HALVES ? 2 : 1);
+    const float* from = staging + (row * count + (k < count ? k : 0)) / (HALVES ? 2 : 1);
     if constexpr (HALVES) {
       load_words_of(x, from);
     } else {
@@ -237,13 +238,13 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
     }
   }
 
-  // The next slot's 16 rows by columns k on.
+  // The next stage's 16 rows by columns k on.
   __device__ __forceinline__ void multiply_slot(Sums& sums, int count, int k) {
     const unsigned char* row = Block::row_of_slot();
     u32 x[STEPS][WORDS];
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) load_x(x[step], count, k + Lane<T>::start(tid) + step * Lane<T>::STRIDE);
-    barrier_wait(s.full[slot], parity);
+    barrier_wait(s.full[stage], parity);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
@@ -257,11 +258,11 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
     const Tiles tiles = share_of(args, phase);
     if (tiles.first >= tiles.stop) return;
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
-    if (normed) ::normalise<T, S, SLOTS>(args, s, layer, phase, input_of(phase, tiles.first), turn, tiles.first == 0);
+    if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, input_of(phase, tiles.first), turn, tiles.first == 0);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
-    const int held = normed ? K : min(K, int(args.staged));  // numbers of each sequence that the stage has at a time
-    int staged = normed ? 0 : -1;                            // the input whose vectors are in the stage
+    const int held = normed ? K : min(K, int(args.staged));  // numbers of a sequence in the staging area at a time
+    int staged = normed ? 0 : -1;                            // the input whose vectors are in the staging area
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop; ++tile) {
       const int input = input_of(phase, tile);
@@ -279,13 +280,13 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
       for (int start = 0; start < K; start += held) {
         const int count = min(held, K - start);
         if (!normed && (staged != input || held < K)) {
-          if (start > 0) sync();  // what the stage has was read
+          if (start > 0) sync();  // what the staging area has was read
           fetch(words_of(phase, input), start, count, K);
           staged = input;
         }
         if (gated && start == 0) load_words(side, side_words);
 #pragma unroll 2
-        for (int k = 0; k < count; k += Lane<T>::SLOT) multiply_slot(sums, count, k);
+        for (int k = 0; k < count; k += Lane<T>::STAGE) multiply_slot(sums, count, k);
       }
       if (gated) settle_words(side, side_words, turn);
       auto& parts = s.parts[tile & 1];
@@ -341,11 +342,11 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
       for (int n = min(tid, B * A - 1);; n += THREADS) {
         from[OWN] = args.low + (n / A * 5 + c) * A + n % A;
         take_words(words, from, turn);
-        if (tid < B * A) stage[n] = number(words[OWN]);
+        if (tid < B * A) staging[n] = number(words[OWN]);
         if (n + THREADS >= B * A) break;
       }
       sync();  // `low` stands, and the parts of the unit before are free
-      Block::mix_parts(weight, up, inside, share, channel, [&](int b) { return stage + b * A; });
+      Block::mix_parts(weight, up, inside, share, channel, [&](int b) { return staging + b * A; });
       sync();  // the parts stand
       if (!inside) continue;
 #pragma unroll
@@ -412,37 +413,37 @@ struct DecodeFew : DecodeBlock<T, S, u64, SLOTS, COLUMNS / Split<T>::PARTS> {
 };
 
 // What goes on in a block need not be kept in registers meanwhile.
-template <typename T, typename S, int SLOTS>
-__device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
+template <typename T, typename S, int STAGES>
+__device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<STAGES>& s, i64 layer, int phase, int input,
                                        u32 turn, bool first) {
-  DecodeFew<T, S, SLOTS> block(args, s, turn, 0);
+  DecodeFew<T, S, STAGES> block(args, s, turn, 0);
   block.normalise(layer, phase, input, first && phase != HEAD ? block.normed_words(phase == FFN_INPUTS) : nullptr);
 }
 
-template <typename T, typename S, int SLOTS>
-__device__ __forceinline__ void decode(const Args<T, S, u64>& args, Shared<SLOTS>& s) {
+template <typename T, typename S, int STAGES>
+__device__ __forceinline__ void decode(const Args<T, S, u64>& args, Shared<STAGES>& s) {
   wait_for_previous();
   const u32 before = args.arrived[blockIdx.x];
-  int next = 0;  // the number of the slot whose turn it is, and the parity of its `full`
+  int next = 0;  // the number of the stage that is next, and the parity of its `full`
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
-    DecodeFew<T, S, SLOTS> block(args, s, before + layer + 1, next);
+    DecodeFew<T, S, STAGES> block(args, s, before + layer + 1, next);
     if (phase == MIX) block.mix(layer);
     else if (phase == TIME_MIX) block.time_mix(layer);
     else block.products(layer, phase);
-    next = block.slot * 2 + int(block.parity);
+    next = block.stage * 2 + int(block.parity);
   }
   sync();  // all threads know how many layers there were
   if (threadIdx.x == 0 && args.last > args.L * PHASES) args.arrived[blockIdx.x] = before + u32(args.L);
 }
 
-template <typename T, typename S, int SLOTS>
+template <typename T, typename S, int STAGES>
 __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
     rwkv6_decode_few(const __grid_constant__ Args<T, S, u64> args) {
-  Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
+  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
-  init_slots(s);
-  if (threadIdx.x < THREADS) decode<T, S, SLOTS>(args, s);
+  init_stages(s);
+  if (threadIdx.x < THREADS) decode<T, S, STAGES>(args, s);
   else copy_weights(args, s);
 }

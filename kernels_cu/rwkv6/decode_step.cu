@@ -22,30 +22,30 @@
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
-template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
-                                       u32 sense, bool first);
+template <typename T, typename S, int STAGES, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
+                                       int input, u32 sense, bool first);
 
 // Sequences whose numbers fit side by side: warps that share one's norm are WARPS over these.
 template <typename T, bool PAIRED> constexpr int SEQUENCES_OF = PAIRED ? COLUMNS / Split<T>::PARTS : COLUMNS;
 
-template <typename T, typename S, int SLOTS, bool PAIRED>
-struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
-  typedef DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> Block;
-  using Block::args, Block::s, Block::stage, Block::B, Block::D, Block::tid, Block::slot, Block::parity;
+template <typename T, typename S, int STAGES, bool PAIRED>
+struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
+  typedef DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> Block;
+  using Block::args, Block::s, Block::staging, Block::B, Block::D, Block::tid, Block::stage, Block::parity;
   using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
   typedef typename Block::Channels Channels;
   typedef typename Block::Norm Norm;
   typedef typename Block::Up Up;
   const u32 sense;  // of the barrier before this phase
 
-  __device__ __forceinline__ Decode(const Args<T, S, float>& args, Shared<SLOTS>& s, u32 sense, int turn)
+  __device__ __forceinline__ Decode(const Args<T, S, float>& args, Shared<STAGES>& s, u32 sense, int turn)
       : Block(args, s, turn), sense(sense) {}
 
   // What the phases before wrote can be read; between their end and here is time to load what does not change.
   __device__ __forceinline__ void ready() { grid_wait<THREADS>(args.arrived, sense); }
 
-  static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // slots whose vectors are held
+  static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // stages whose vectors are held
   static constexpr int WORDS = PAIRED ? Split<T>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
   static constexpr int HELD = PAIRED ? 2 : 1;  // times four channels of a norm, which a thread has under way
@@ -81,20 +81,20 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
 
   static constexpr int PASS = PAIRED ? 16 : 8;
 
-  // stage = `count` values, a multiple of four; all are on their way at once.
+  // staging = `count` values, a multiple of four; all are on their way at once.
   __device__ __forceinline__ void fetch(const float* from, int count) {
     const int rounds = (count + 4 * THREADS - 1) / (4 * THREADS);  // blocks begin at different ones
 #pragma unroll 1
     for (int n = 0; n < rounds; ++n) {
       const int at = (n + int(blockIdx.x)) % rounds * (4 * THREADS) + 4 * tid;
-      if (at < count) cp_async<16>(stage + at, from + at, true);
+      if (at < count) cp_async<16>(staging + at, from + at, true);
     }
     cp_async_commit();
     cp_async_wait<0>();
-    sync();  // the stage stands
+    sync();  // the staging area stands
   }
 
-  // stage = xx + (shift - xx) maa with xx = LN(x), which goes to `xx` too where that is not null.
+  // staging = xx + (shift - xx) maa with xx = LN(x), which goes to `xx` too where that is not null.
   __device__ __forceinline__ void normalise(const Norm& norm, float* xx) {
     const float inverse_D = 1.f / D;
     const auto shift = [&](int b, int j) {
@@ -103,12 +103,12 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
     const auto four = [&](int b, int j, const Channels& c, const float4& old) {
       const float mean = together(s.sum, b) * inverse_D;
       const float scale = inverse_root(together(s.squares, b) * inverse_D + float(args.eps));
-      const float4 x = load4(stage + b * D + j);
+      const float4 x = load4(staging + b * D + j);
       float4 y = Block::normed(x, mean, scale, c);
       if (xx) *reinterpret_cast<float4*>(xx + b * D + j) = y;
       if (norm.shift) y = Block::mixed(y, old, c);
-      if constexpr (IN_PARTS) put(reinterpret_cast<u16*>(stage + B * D), b, j, y);
-      else *reinterpret_cast<float4*>(stage + b * D + j) = y;
+      if constexpr (IN_PARTS) put(reinterpret_cast<u16*>(staging + B * D), b, j, y);
+      else *reinterpret_cast<float4*>(staging + b * D + j) = y;
     };
     Channels held[HELD];  // the thread's first, on their way while other blocks are waited for
     float4 old[HELD][SEQUENCES];
@@ -127,12 +127,12 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
     for (int n = 0; n < HELD; ++n) load(n, 4 * (tid + n * THREADS));
     ready();
     fetch(args.x, B * D);
-    Block::measure(stage);
+    Block::measure(staging);
 #pragma unroll
     for (int n = 0; n < HELD; ++n) finish(n, 4 * (tid + n * THREADS));
 #pragma unroll 1
     for (int j = 4 * (tid + HELD * THREADS); j < D; j += 4 * THREADS) load(0, j), finish(0, j);
-    sync();  // the stage stands
+    sync();  // the staging area stands
   }
 
   // Where the tiles that take this input end.
@@ -189,13 +189,13 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
       case FFN_VALUE:
         return args.activated;
     }
-    return IN_PARTS ? stage + B * D : stage;
+    return IN_PARTS ? staging + B * D : staging;
   }
 
-  // The next slot's 16 rows by the lane's columns. x is a part of a sequence's vector, or all of it.
+  // The next stage's 16 rows by the lane's columns. x is a part of a sequence's vector, or all of it.
   __device__ __forceinline__ void multiply_slot(Sums& sums, const u32 (&x)[STEPS][WORDS]) {
     const unsigned char* row = Block::row_of_slot();
-    barrier_wait(s.full[slot], parity);
+    barrier_wait(s.full[stage], parity);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
@@ -220,11 +220,11 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
     const bool busy = tiles.first < tiles.stop;
     if (busy && normed)
-      ::normalise<T, S, SLOTS, PAIRED>(args, s, layer, phase, input_of(phase, tiles.first), sense, tiles.first == 0);
+      ::normalise<T, S, STAGES, PAIRED>(args, s, layer, phase, input_of(phase, tiles.first), sense, tiles.first == 0);
     else ready();
     if (!busy) return;
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
-    const int K = opaque(depth_of(args, phase)), slots = (K + Lane<T>::SLOT - 1) / Lane<T>::SLOT;
+    const int K = opaque(depth_of(args, phase)), stages = (K + Lane<T>::STAGE - 1) / Lane<T>::STAGE;
     const int own = min(PAIRED ? g / PARTS : g, B - 1) * K;
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop;) {
@@ -232,7 +232,7 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
       const float* vectors = vectors_of(phase, input);
       if (phase == FFN_VALUE && args.staged) {
         fetch(vectors, floats(K));
-        vectors = stage;
+        vectors = staging;
       }
       vectors += IN_PARTS ? min(g, PARTS * B - 1) * K / 2 : own;
       u32 x[GROUP][STEPS][WORDS] = {};
@@ -249,11 +249,11 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
         if constexpr (sizeof(T) == 1)
           if (b < B) scale = rows_of(args, layer, phase, tile).scales[m];
 #pragma unroll 1
-        for (int group = 0; group < slots; group += GROUP) {
-          if (fresh || slots > GROUP) {
+        for (int group = 0; group < stages; group += GROUP) {
+          if (fresh || stages > GROUP) {
 #pragma unroll
             for (int n = 0; n < GROUP * STEPS; ++n) {
-              const int k = Lane<T>::start(tid) + group * Lane<T>::SLOT + n * Lane<T>::STRIDE;
+              const int k = Lane<T>::start(tid) + group * Lane<T>::STAGE + n * Lane<T>::STRIDE;
               const float* from = vectors + (k < K ? k : 0) / (IN_PARTS ? 2 : 1);
               u32(&to)[WORDS] = x[n / STEPS][n % STEPS];
               u32 all[IN_PARTS ? WORDS : EACH];
@@ -271,7 +271,7 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
           }
 #pragma unroll
           for (int n = 0; n < GROUP; ++n) {
-            if (group + n >= slots) break;
+            if (group + n >= stages) break;
             multiply_slot(sums, x[n]);
           }
         }
@@ -385,32 +385,32 @@ struct Decode : DecodeBlock<T, S, float, SLOTS, SEQUENCES_OF<T, PAIRED>> {
 };
 
 // What goes on in a block need not be kept in registers meanwhile.
-template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<SLOTS>& s, i64 layer, int phase, int input,
-                                       u32 sense, bool first) {
-  Decode<T, S, SLOTS, PAIRED> block(args, s, sense, 0);
+template <typename T, typename S, int STAGES, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
+                                       int input, u32 sense, bool first) {
+  Decode<T, S, STAGES, PAIRED> block(args, s, sense, 0);
   block.normalise(block.norm_of(layer, phase, input), first ? args.xx : nullptr);
 }
 
-// Phases one by one. `turn` is the number of the slot whose turn it is, and the parity of its `full`.
-template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ int products(const Args<T, S, float>& args, Shared<SLOTS>& s, int layer, int phase,
+// Phases one by one. `turn` is the number of the stage that is next, and the parity of its `full`.
+template <typename T, typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ int products(const Args<T, S, float>& args, Shared<STAGES>& s, int layer, int phase,
                                         u32 sense, int turn) {
-  Decode<T, S, SLOTS, PAIRED> block(args, s, sense, turn);
+  Decode<T, S, STAGES, PAIRED> block(args, s, sense, turn);
   block.products(layer, phase);
-  return block.slot * 2 + int(block.parity);
+  return block.stage * 2 + int(block.parity);
 }
-template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void mix(const Args<T, S, float>& args, Shared<SLOTS>& s, int layer, u32 sense) {
-  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).mix(layer);
+template <typename T, typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ void mix(const Args<T, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
+  Decode<T, S, STAGES, PAIRED>(args, s, sense, 0).mix(layer);
 }
-template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void time_mix(const Args<T, S, float>& args, Shared<SLOTS>& s, int layer, u32 sense) {
-  Decode<T, S, SLOTS, PAIRED>(args, s, sense, 0).time_mix(layer);
+template <typename T, typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ void time_mix(const Args<T, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
+  Decode<T, S, STAGES, PAIRED>(args, s, sense, 0).time_mix(layer);
 }
 
-template <typename T, typename S, int SLOTS, bool PAIRED>
-__device__ __forceinline__ void decode(const Args<T, S, float>& args, Shared<SLOTS>& s) {
+template <typename T, typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ void decode(const Args<T, S, float>& args, Shared<STAGES>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
   int turn = 0;
@@ -419,19 +419,19 @@ __device__ __forceinline__ void decode(const Args<T, S, float>& args, Shared<SLO
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
     if (n > args.first) grid_arrive<THREADS>(args.arrived);
     const u32 before = n > args.first ? sense : NO_BARRIER;
-    if (phase == MIX) mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
-    else if (phase == TIME_MIX) time_mix<T, S, SLOTS, PAIRED>(args, s, layer, before);
-    else turn = products<T, S, SLOTS, PAIRED>(args, s, layer, phase, before, turn);
+    if (phase == MIX) mix<T, S, STAGES, PAIRED>(args, s, layer, before);
+    else if (phase == TIME_MIX) time_mix<T, S, STAGES, PAIRED>(args, s, layer, before);
+    else turn = products<T, S, STAGES, PAIRED>(args, s, layer, phase, before, turn);
     if (n > args.first) sense = next_sense(sense);
   }
 }
 
-template <typename T, typename S, int SLOTS, bool PAIRED>
+template <typename T, typename S, int STAGES, bool PAIRED>
 __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
     rwkv6_decode_step(const __grid_constant__ Args<T, S, float> args) {
-  Shared<SLOTS>& s = *reinterpret_cast<Shared<SLOTS>*>(dynamic_smem());
+  Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
-  init_slots(s);
-  if (threadIdx.x < THREADS) decode<T, S, SLOTS, PAIRED>(args, s);
+  init_stages(s);
+  if (threadIdx.x < THREADS) decode<T, S, STAGES, PAIRED>(args, s);
   else copy_weights(args, s);
 }

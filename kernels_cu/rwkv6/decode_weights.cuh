@@ -1,18 +1,18 @@
 // what      The phases of a decoding step, which weights each of them multiplies by, and the warps that have these
 //           copied.
-// smem      Shared: slots for weights on their way, then what a phase needs
-// barriers  mbarriers: full, the copiers have put a slot's weights; empty, all warps have read them
+// smem      Shared: stages for weights on their way, then what a phase needs
+// barriers  mbarriers: full, the copiers have put a stage's weights; empty, all warps have read them
 //
-// The copying warps go through all phases to the last one's end, as far ahead as there are slots: while the others
+// The copying warps go through all phases to the last one's end, as far ahead as there are stages: while the others
 // wait for other blocks, their next weights arrive. Few copies at a time are under way, since whatever else crosses
 // the memory queues behind them.
 #include "rwkv6/time_mix.cuh"
 
 constexpr int ROWS = 16, COLUMNS = 8;
 constexpr int COPIERS = 4;                                           // warps that have the weights copied
-constexpr int FLIGHT = 2;                                            // slots asked for and not yet come
-constexpr int STEPS = 2;                                             // a slot
-constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a slot; no bank conflicts
+constexpr int FLIGHT = 2;                                            // stages asked for and not yet come
+constexpr int STEPS = 2;                                             // a stage
+constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a stage; no bank conflicts
 constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
@@ -44,9 +44,9 @@ template <typename T, typename S, typename X> struct Args {
   double eps, group_eps;
 };
 
-template <int SLOTS> struct Shared {
-  unsigned char ring[SLOTS][ROWS][PITCH];
-  Barrier full[SLOTS], empty[SLOTS];
+template <int STAGES> struct Shared {
+  unsigned char ring[STAGES][ROWS][PITCH];
+  Barrier full[STAGES], empty[STAGES];
   float sum[WARPS], squares[WARPS];  // the warps' parts of norms
   union {
     float parts[2][WARPS][COLUMNS][ROWS + 1];
@@ -130,7 +130,7 @@ __device__ __forceinline__ TileRows<T> rows_of(const Args<T, S, X>& args, i64 la
 
 // How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
 template <typename T> struct Lane {
-  static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, SLOT = STEPS * STRIDE;
+  static constexpr int EACH = 16 / sizeof(T), STEP = 4 * EACH, STRIDE = WARPS * STEP, STAGE = STEPS * STRIDE;
 
   static __device__ __forceinline__ int start(int thread) { return (thread >> 5) * STEP + (thread & 3) * EACH; }
 };
@@ -179,12 +179,12 @@ __device__ __forceinline__ void prefetch_inputs(const Args<T, S, X>& args, i64 l
   }
 }
 
-// The warps that have the weights copied, a lane a row of a slot, some of the 16 each; zeros from column K on.
-template <typename T, typename S, typename X, int SLOTS>
-__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<SLOTS>& s) {
+// The warps that have the weights copied, a lane a row of a stage, some of the 16 each; zeros from column K on.
+template <typename T, typename S, typename X, int STAGES>
+__device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<STAGES>& s) {
   constexpr int EACH = ROWS / COPIERS;
   const int lane = threadIdx.x & 31, copier = int(threadIdx.x - THREADS) >> 5;
-  int slot = 0, latest = SLOTS - FLIGHT;  // `latest` must have come before `slot` is asked for
+  int stage = 0, latest = STAGES - FLIGHT;  // `latest` must have come before `stage` is asked for
   u32 parity = 1;
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
@@ -196,20 +196,20 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
     for (int tile = tiles.first; tile < tiles.stop; ++tile) {
       const T* rows = rows_of(args, layer, phase, tile).w + i64(copier * EACH) * K;
 #pragma unroll 1
-      for (int k = 0; k < K; k += Lane<T>::SLOT) {
-        barrier_wait(s.empty[slot], parity);
-        barrier_wait(s.full[latest], parity ^ (latest < slot));
+      for (int k = 0; k < K; k += Lane<T>::STAGE) {
+        barrier_wait(s.empty[stage], parity);
+        barrier_wait(s.full[latest], parity ^ (latest < stage));
         if (lane < EACH) {
           const int bytes = min(PIECE, (K - k) * int(sizeof(T)));
-          unsigned char* to = s.ring[slot][copier * EACH + lane];
+          unsigned char* to = s.ring[stage][copier * EACH + lane];
           for (int at = bytes; at < PIECE; at += 16) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
           if (bytes < PIECE) fence_async();
-          barrier_expect(s.full[slot], bytes);
-          copy_once(to, rows + i64(lane) * K + k, bytes, s.full[slot]);
+          barrier_expect(s.full[stage], bytes);
+          copy_once(to, rows + i64(lane) * K + k, bytes, s.full[stage]);
         }
         __syncwarp();
-        if (++slot == SLOTS) slot = 0, parity ^= 1;
-        if (++latest == SLOTS) latest = 0;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++latest == STAGES) latest = 0;
       }
     }
   }

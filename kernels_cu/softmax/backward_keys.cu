@@ -44,14 +44,14 @@ template <typename T, int D> __global__ void __launch_bounds__(THREADS, 2) softm
   __syncthreads();  // the place stands
   const Place& at = s.at;
   const int row = threadIdx.x / 32 * 16, key = at.first + row, lane = threadIdx.x & 31;  // the warp's first
-  auto fetch_queries = [&](int first, int slot) {
-    fetch<QUERIES, D>(s.q[slot], args.q, at, first, shape.K, args.vectors);
-    fetch<QUERIES, D>(s.g[slot], args.g, at, first, shape.V, args.vectors);
+  auto fetch_queries = [&](int first, int stage) {
+    fetch<QUERIES, D>(s.q[stage], args.q, at, first, shape.K, args.vectors);
+    fetch<QUERIES, D>(s.g[stage], args.g, at, first, shape.V, args.vectors);
     if (const int n = threadIdx.x; n < QUERIES) {
       const bool inside = first + n < at.length;
       const i64 token = inside ? at.row + first + n : 0;
-      cp_async<4>(&s.L[slot][n], args.L + token, inside);
-      cp_async<4>(&s.delta[slot][n], args.delta + token, inside);
+      cp_async<4>(&s.L[stage][n], args.L + token, inside);
+      cp_async<4>(&s.delta[stage][n], args.delta + token, inside);
     }
     cp_async_commit();
   };
@@ -62,24 +62,24 @@ template <typename T, int D> __global__ void __launch_bounds__(THREADS, 2) softm
   fetch_queries(earliest, 0);
   const float scale = float(args.scale) * LOG2E;
   Fragment<1, D> dk = {}, dv = {};
-  for (int first = earliest, slot = 0; first < at.length; first += QUERIES, slot ^= 1) {
+  for (int first = earliest, stage = 0; first < at.length; first += QUERIES, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
-    if (first + QUERIES < at.length) fetch_queries(first + QUERIES, slot ^ 1);
+    if (first + QUERIES < at.length) fetch_queries(first + QUERIES, stage ^ 1);
     Fragment<1, QUERIES> p = {}, dp = {};
-    multiply_transposed<D, 1, QUERIES>(p, s.k, row, s.q[slot]);
-    each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -s.L[slot][column])); });
+    multiply_transposed<D, 1, QUERIES>(p, s.k, row, s.q[stage]);
+    each<1, QUERIES>(p, [&](float& x, int, int, int column) { x = exp2_approx(fmaf(scale, x, -s.L[stage][column])); });
     if (args.causal && first < key + 15)
       each<1, QUERIES>(p, [&](float& x, int, int half, int column) {
         if (first + column < key + 8 * half + lane / 4) x = 0.f;
       });
-    multiply_rows<D, 1, QUERIES>(dv, p, s.g[slot]);
-    multiply_transposed<D, 1, QUERIES>(dp, s.v, row, s.g[slot]);
+    multiply_rows<D, 1, QUERIES>(dv, p, s.g[stage]);
+    multiply_transposed<D, 1, QUERIES>(dp, s.v, row, s.g[stage]);
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n)
 #pragma unroll
-      for (int x = 0; x < 4; ++x) p[0][n][x] *= dp[0][n][x] - s.delta[slot][8 * n + 2 * (lane & 3) + x % 2];
-    multiply_rows<D, 1, QUERIES>(dk, p, s.q[slot]);
+      for (int x = 0; x < 4; ++x) p[0][n][x] *= dp[0][n][x] - s.delta[stage][8 * n + 2 * (lane & 3) + x % 2];
+    multiply_rows<D, 1, QUERIES>(dk, p, s.q[stage]);
   }
   store<D, 1>(dk, [&](int, int) { return float(args.scale); }, s.k, row, args.dk, at, key, shape.K, args.vectors);
   store<D, 1>(dv, [](int, int) { return 1.f; }, s.v, row, args.dv, at, key, shape.V, args.vectors);

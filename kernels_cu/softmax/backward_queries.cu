@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   // The warp's first query and the keys that the block sees, made anew each time for want of registers.
   auto query = [&] { return at.first + row; };
   auto seen = [&] { return args.causal ? min(at.first + QUERIES, at.length) : at.length; };
-  auto fetch_keys = [&](int first, int slot) {
-    fetch<KEYS, D>(s.kv[slot][0], args.k, at, first, shape.K, args.vectors);
-    fetch<KEYS, D>(s.kv[slot][1], args.v, at, first, shape.V, args.vectors);
+  auto fetch_keys = [&](int first, int stage) {
+    fetch<KEYS, D>(s.kv[stage][0], args.k, at, first, shape.K, args.vectors);
+    fetch<KEYS, D>(s.kv[stage][1], args.v, at, first, shape.V, args.vectors);
     cp_async_commit();
   };
 
@@ -86,14 +86,14 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       delta[m][half] = s.delta[row + down];
     }
   Fragment<2, D> dq = {};
-  for (int first = 0, slot = 0; first < seen(); first += KEYS, slot ^= 1) {
+  for (int first = 0, stage = 0; first < seen(); first += KEYS, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
-    if (first + KEYS < seen()) fetch_keys(first + KEYS, slot ^ 1);
+    if (first + KEYS < seen()) fetch_keys(first + KEYS, stage ^ 1);
     if (args.causal && first > query() + 31) continue;  // the warp sees none of it
     Fragment<2, KEYS> p = {}, dp = {};
-    multiply_transposed<D, 2, KEYS>(p, s.q, row, s.kv[slot][0]);
-    multiply_transposed<D, 2, KEYS>(dp, s.g, row, s.kv[slot][1]);
+    multiply_transposed<D, 2, KEYS>(p, s.q, row, s.kv[stage][0]);
+    multiply_transposed<D, 2, KEYS>(dp, s.g, row, s.kv[stage][1]);
     each<2, KEYS>(p, [&](float& x, int m, int half, int) { x = exp2_approx(fmaf(scale, x, -L[m][half])); });
     if (first + KEYS > at.length || args.causal && first + KEYS - 1 > query())
       each<2, KEYS>(p, [&](float& x, int m, int half, int column) {
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
       for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
         for (int x = 0; x < 4; ++x) p[m][n][x] *= dp[m][n][x] - delta[m][x / 2];
-    multiply_rows<D, 2, KEYS>(dq, p, s.kv[slot][0]);
+    multiply_rows<D, 2, KEYS>(dq, p, s.kv[stage][0]);
   }
   auto factor = [&](int, int) { return float(args.scale); };
   store<D, 2>(dq, factor, s.q, row, args.dq, at, query(), shape.K, args.vectors);

@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const SoftmaxForwa
   const Place& at = s.at;
   const int row = threadIdx.x / 32 * 32, query = at.first + row, lane = threadIdx.x & 31;  // the warp's first
   const int seen = args.causal ? min(at.first + QUERIES, at.length) : at.length;
-  auto fetch_keys = [&](int first, int slot) {
-    fetch<KEYS, D>(s.k[slot], args.k, at, first, shape.K, args.vectors);
-    fetch<KEYS, D>(s.v[slot], args.v, at, first, shape.V, args.vectors);
+  auto fetch_keys = [&](int first, int stage) {
+    fetch<KEYS, D>(s.k[stage], args.k, at, first, shape.K, args.vectors);
+    fetch<KEYS, D>(s.v[stage], args.v, at, first, shape.V, args.vectors);
     cp_async_commit();
   };
 
@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const SoftmaxForwa
   Fragment<2, D> o = {};
   float most[2][2], sum[2][2] = {};
   for (auto& pair : most) pair[0] = pair[1] = minus_infinity();
-  for (int first = 0, slot = 0; first < seen; first += KEYS, slot ^= 1) {
+  for (int first = 0, stage = 0; first < seen; first += KEYS, stage ^= 1) {
     cp_async_wait<0>();
     __syncthreads();  // this tile has arrived; the other may be overwritten
-    if (first + KEYS < seen) fetch_keys(first + KEYS, slot ^ 1);
+    if (first + KEYS < seen) fetch_keys(first + KEYS, stage ^ 1);
     if (args.causal && first > query + 31) continue;  // the warp sees none of it
     Fragment<2, KEYS> p = {};
-    multiply_transposed<D, 2, KEYS>(p, s.q, row, s.k[slot]);
+    multiply_transposed<D, 2, KEYS>(p, s.q, row, s.k[stage]);
     if (first + KEYS > at.length || args.causal && first + KEYS - 1 > query)
       each<2, KEYS>(p, [&](float& x, int m, int half, int column) {
         const int last = args.causal ? min(query + 16 * m + 8 * half + lane / 4, at.length - 1) : at.length - 1;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const SoftmaxForwa
 #pragma unroll
           for (int n = 0; n < D / 8; ++n) o[m][n][2 * half] *= kept, o[m][n][2 * half + 1] *= kept;
       }
-    multiply_rows<D, 2, KEYS>(o, p, s.v[slot]);
+    multiply_rows<D, 2, KEYS>(o, p, s.v[stage]);
   }
 
 #pragma unroll

@@ -325,7 +325,7 @@ class Share:
         if self.state is not None:
             self.state = self.of_caller(self.state)
         wait = self.crossing(False, self.summary, self.ahead)
-        o = self.out if self.out is not None else self.room() if len(self.own) > 1 else None
+        o = self.out if self.out is not None else self.whole_output() if len(self.own) > 1 else None
         final, self.pulls, came_in = {}, {}, None
         for segment in sorted(self.own, key=lambda segment: segment.incoming is not None):
             if segment.incoming is not None and came_in is None:
@@ -382,7 +382,7 @@ class Share:
             o[:, :, segment.start : segment.stop] = found
         return found, states if states is None or isinstance(states, tuple) else (states,)
 
-    def room(self):
+    def whole_output(self):
         """For o, in the memory order of q."""
         B, HV, T, V = self.arrays[2].shape
         return np.empty_like(self.arrays[0], shape=(B, HV, T, V))

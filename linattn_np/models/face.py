@@ -1,4 +1,4 @@
-"""What the rooms around a model know of it: batches, text and training take every model with these faces."""
+"""What the modules around a model know of it: batches, text and training take every model with these faces."""
 
 from __future__ import annotations
 

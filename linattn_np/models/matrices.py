@@ -73,10 +73,10 @@ class Matrix:
         tiles = self.bits.shape[1]
         numbers = min(max(WIDE["a token"] * len(x), WIDE["least"]), WIDE["most"])
         most = min(tiles, max(1, numbers // (TILE * K)))
-        room = np.empty(K * TILE * most, np.float32)
+        buffer = np.empty(K * TILE * most, np.float32)
         for tile in range(0, tiles, most):
             first, last = TILE * tile, min(M, TILE * (tile + most))
-            wide = room[: K * TILE * min(most, tiles - tile)].reshape(K, -1)
+            wide = buffer[: K * TILE * min(most, tiles - tile)].reshape(K, -1)
             with board.helped(wide.nbytes):
                 loops().widen(board.array, self.code, *self.where, start + tile, wide)
             np.matmul(x, wide[:, : last - first], out=y[:, first:last])

@@ -1,4 +1,4 @@
-// what      GLA and RWKV-6 backward on Hopper, second sweep: backwards in time, carrying the state's gradient C. Gives
+// what      GLA and RWKV-6 backward on Hopper, second pass: backwards in time, carrying the state's gradient C. Gives
 //           dk, dv, dg and dh0.
 // math      per chunk of 32, with the decays of decays.cuh:  A_ij = scale q_i D_ij k_j, dA_ij = scale do_i . v_j for
 //           j <= i (RWKV-6: j < i, and A_ii = scale sum q u k);
@@ -61,7 +61,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float A[CHUNK][CHUNK];        // [key, query], queries and keys by score_offset
   float own[BK / 16][CHUNK];    // RWKV-6: a token's score with itself, every warp's share
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
-  float sums[2][BK];            // of the chunk's queries, as the first sweep leaves them; likewise
+  float sums[2][BK];            // of the chunk's queries, as the first pass leaves them; likewise
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
   float keep;                   // for `forgets`
   Place place;                  // here, since registers are scarce
@@ -165,7 +165,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
     });
   };
-  const auto sum_of = [&](int iteration) {  // what the first sweep leaves for a lane's channel
+  const auto sum_of = [&](int iteration) {  // what the first pass leaves for a lane's channel
     const i64 chunk = at.chunk + (tokens - 1) / CHUNK - iteration;
     return 32 * warp + lane < K ? args.sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
@@ -317,8 +317,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const auto by_chunk = [&](int iteration, int token) {  // false: nothing but the waits at its start has been done
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     const int next = token + CHUNK;
-    if (next % KEPT == 0 && (next < at.tokens || joins)) {  // begin anew
-      const float4* from = kept_at<BK, BV>(args.kept, first_kept(args.shape, at) + next / KEPT);
+    if (next % CHECKPOINT_EVERY == 0 && (next < at.tokens || joins)) {  // begin anew
+      const float4* from = kept_at<BK, BV>(args.kept, first_kept(args.shape, at) + next / CHECKPOINT_EVERY);
       end[0] = end[1] = 0.f;
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) {

@@ -1,5 +1,5 @@
-// what      GLA and RWKV-6 backward on Hopper, first sweep: forwards in time, carrying the state. Gives dq, du, and for
-//           the second sweep what a chunk's queries have in dg.
+// what      GLA and RWKV-6 backward on Hopper, first pass: forwards in time, carrying the state. Gives dq, du, and for
+//           the second pass what a chunk's queries have in dg.
 // math      per chunk of 32, with the decays of decays.cuh:  dA_ij = scale do_i . v_j for j <= i (RWKV-6: j < i);
 //           dq_i = sum_j dA_ij D_ij k_j + scale E_i S do_i (RWKV-6: + u k_i scale do_i . v_i);
 //           S <- D S + sum_j L_j k_j v_j^T
@@ -7,8 +7,9 @@
 //           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
 //           float32; weight: in the type of g; sums [chunk, K + FLAGS] float32: the state's share over a whole chunk,
-//           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H, T / KEPT +
-//           1, BK, BV] float32: states before tokens KEPT, 2 KEPT... of a sequence (kept_at)
+//           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H,
+//           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
+//           sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
@@ -31,7 +32,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P;       // segments a sequence
-  i64 joined;  // whether all but the first are one here, and in the second sweep all but the last
+  i64 joined;  // whether all but the first are one here, and in the second pass all but the last
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -289,15 +290,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     const int next = (iteration + 1) * CHUNK;
-    if (next % KEPT == 0 && (next < tokens || args.joined)) {
-      float4* to = kept_at<BK, BV>(args.kept, kept + next / KEPT);
+    if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
+      float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
 #pragma unroll
       for (int n = 0; n < BV / 8; ++n) to[n * 2 * BK] = {S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]};
     }
   }
 
   float end[2] = {};
-  const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second sweep is not cut here
+  const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second pass is not cut here
   if (ends)
     each_of_state<BV>(S, args.dht + at.last * K * args.shape.V, args.shape, channel,
                       [&](float& x, float& y, const float* from) {

@@ -1,4 +1,4 @@
-// what      Scores of a chunk's queries and keys, and of do and v, for the second sweep of the Hopper backward of GLA
+// what      Scores of a chunk's queries and keys, and of do and v, for the second pass of the Hopper backward of GLA
 //           and RWKV-6: where they lie, and products that make them.
 #include "gated/sm90/states.cuh"
 

@@ -10,9 +10,9 @@
 //           that moves chunks
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens are there; done: they have been read
-// numerics  as the sweeps
+// numerics  as the two passes
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    as the sweeps
+// limits    as the two passes
 #include "gated/sm90/growth.cuh"
 
 template <typename T, typename G> struct Args {

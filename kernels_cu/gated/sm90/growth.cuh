@@ -8,7 +8,7 @@
 #include "gated/sm90/states.cuh"
 #include "backward_tokens.cuh"
 
-// Behind the sums of a chunk, in float32 numbers: a byte of every warp of the first sweep, whether gates of its
+// Behind the sums of a chunk, in float32 numbers: a byte of every warp of the first pass, whether gates of its
 // channels grow.
 constexpr int FLAGS = 2;
 
@@ -16,7 +16,7 @@ constexpr int FLAGS = 2;
 template <typename T> constexpr float GROWTH = 1.f;
 template <> constexpr float GROWTH<f16> = 0.25f;
 
-// A decay over a chunk, about what rounding leaves of the second sweep's sums over V; and what they may be off by at
+// A decay over a chunk, about what rounding leaves of the second pass's sums over V; and what they may be off by at
 // most.
 constexpr float FORGOTTEN = 0x1p-20f, ROUNDING = 0x1p-7f;
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ void store_tokens(X (&tile)[PANELS][CHUNK][PANEL<X>],
   for (int m = 0; m < CHUNK / 4; ++m) value_at(tile, 4 * m + own_quarter(), channel) = from_float<X>(x[m]);
 }
 
-// The first sweep's chunk: its results in place of q and g, and `sums` of this lane's channels where they are INSIDE.
+// The first pass's chunk: its results in place of q and g, and `sums` of this lane's channels where they are INSIDE.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, const bool (&inside)[2], Tile<T, BK>& q,
                                              Tile<T, BK>& k, Tile<G, BK>& g, Tile<T, BV>& v, Tile<T, BV>& do_,
@@ -226,7 +226,7 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
   }
 }
 
-// Of the second sweep's dv what a warp's channels add to a token's row, for row `row` of `shares`: sum_v keys C, and
+// Of the second pass's dv what a warp's channels add to a token's row, for row `row` of `shares`: sum_v keys C, and
 // `present` do.
 template <typename T, int BV>
 __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[BV / 2], float2 key, float present,
@@ -244,7 +244,7 @@ __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[
     *reinterpret_cast<float2*>(shares + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// The second sweep's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK
+// The second pass's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK
 // threads.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* shares,

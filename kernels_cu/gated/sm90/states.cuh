@@ -1,26 +1,26 @@
 // what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
 //           sums over a chunk's tokens.
 // numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient
-//           from chunk to chunk, so the first sweep keeps a state every KEPT tokens, from which the second begins anew.
-//           What a chunk adds to a state is a product in T. float16 has nothing below 6e-8: there queries that meet a
-//           state go into products times a power of 2, by the chunk's first gate, and so does C for dv, by its largest
-//           value.
+//           from chunk to chunk, so the first pass keeps a state every CHECKPOINT_EVERY tokens, from which the second
+//           begins anew. What a chunk adds to a state is a product in T. float16 has nothing below 6e-8: there queries
+//           that meet a state go into products times a power of 2, by the chunk's first gate, and so does C for dv, by
+//           its largest value.
 #include "gated/sm90/decays.cuh"
 
-constexpr int KEPT = 1024;  // tokens
+constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 
-// Which of the states that are kept is that before a sequence's first token; that before a multiple of KEPT tokens
-// behind it is as many further.
+// Which of the states that are kept is that before a sequence's first token; that before a multiple of
+// CHECKPOINT_EVERY tokens behind it is as many further.
 __device__ __forceinline__ int first_kept(const Shape& shape, const Place& at) {
-  return int((at.batch * shape.H + at.head) * (shape.T / KEPT + 1)) + at.start / KEPT;
+  return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
 }
 // A lane's first values of one, the others THREADS apart.
 template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept, int which) {
   return reinterpret_cast<float4*>(kept + i64(which) * (BK * BV)) + threadIdx.x;
 }
 
-// The segment of a sequence that a block of a sweep has. `joined`: of three that a sequence has, a sweep takes the one
-// that it begins with by itself, and the others as one; so only what the two sweeps begin with is summarised. The long
+// The segment of a sequence that a block of a pass has. `joined`: of three that a sequence has, a pass takes the one
+// that it begins with by itself, and the others as one; so only what the two passes begin with is summarised. The long
 // ones are the first half of the blocks. `pair` is the first segment's, `last` the last one's.
 struct Segment : Place {
   i64 last;
@@ -28,7 +28,7 @@ struct Segment : Place {
 __device__ __forceinline__ Place segment_at(const Shape& shape, u32 block, i64 P) {
   Place at = place_of(shape, block);
   const u32 segment = u32(at.sequence) % u32(shape.count);
-  at.chunk += i64(segment / u32(P)) - segment;  // wherever a sweep is cut, a chunk's number is the same
+  at.chunk += i64(segment / u32(P)) - segment;  // wherever a pass is cut, a chunk's number is the same
   return at;
 }
 template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {

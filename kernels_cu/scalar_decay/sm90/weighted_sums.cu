@@ -40,21 +40,21 @@ template <class Pass> constexpr bool READS = true;
 template <> constexpr bool READS<Summary> = false;
 template <class Pass> constexpr bool EXACT = false;  // whether S is read as the sum of two bfloat16 numbers, not as one
 template <> constexpr bool EXACT<Whole> = true;
-template <class Pass> constexpr u32 SWEEPS = 1;
-template <> constexpr u32 SWEEPS<Gradients> = 3;
-template <> constexpr u32 SWEEPS<Keys> = 2;
-template <> constexpr u32 SWEEPS<GatedKeys> = 2;
+template <class Pass> constexpr u32 SUMS = 1;
+template <> constexpr u32 SUMS<Gradients> = 3;
+template <> constexpr u32 SUMS<Keys> = 2;
+template <> constexpr u32 SUMS<GatedKeys> = 2;
 template <class Pass> constexpr bool GATED = false;  // whether dg is asked for
 template <> constexpr bool GATED<GatedQueries> = true;
 template <> constexpr bool GATED<GatedKeys> = true;
 
 // Whether a block's sum gives dg its share.
 template <class Pass> __device__ __forceinline__ bool gathers() {
-  return GATED<Pass> && opaque(blockIdx.x) % SWEEPS<Pass> == 0;
+  return GATED<Pass> && opaque(blockIdx.x) % SUMS<Pass> == 0;
 }
 
 // The arrays by the part they take; so are K and V.
-struct alignas(64) Sweep {
+struct alignas(64) WeightedSum {
   TensorMap q, k, v, o, partner;  // boxes of a chunk's tokens and 128 bytes, swizzled; partner: o its gradient
   Rows<const bf16> q_rows, k_rows, v_rows, partner_rows;
   Rows<bf16> o_rows;
@@ -66,7 +66,7 @@ struct alignas(64) Sweep {
 };
 
 template <class Pass, typename G> struct Args {
-  Sweep sweeps[SWEEPS<Pass>];
+  WeightedSum sums[SUMS<Pass>];
   Rows<const G> g;
   Shape shape;
   float* decays;      // Summary: [N, H, 2, K], the decay over all chunks, and 1
@@ -238,7 +238,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
 
 template <class Pass, int BK, int BV>
-__device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const Sweep& x, const Place& at, int column,
+__device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum& x, const Place& at, int column,
                                      bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
@@ -347,7 +347,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<Pass, BK, BV>& s, int tok
     wgmma_keep(d);
     for (float& x : d) x *= scale;
     Gates& gates = s.gates[turn % STAGES];
-    if (SWEEPS<Pass> == 2 || SWEEPS<Pass> > 2 && backwards) put_scores<true, GATED<Pass>>(in.A, d, gates, warp);
+    if (SUMS<Pass> == 2 || SUMS<Pass> > 2 && backwards) put_scores<true, GATED<Pass>>(in.A, d, gates, warp);
     else put_scores<false, GATED<Pass>>(in.A, d, gates, warp);
     fence_async();
     barrier_arrive(s.scores[turn % STAGES]);
@@ -358,7 +358,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<Pass, BK, BV>& s, int tok
 
 // Calls f(value, where it is in memory) for those values of the transposed state that are this lane's and exist.
 template <int BK, typename P, class F>
-__device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const Sweep& of, int column, F f) {
+__device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, const WeightedSum& of, int column, F f) {
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int n = 0; n < BK / 8; ++n) {
@@ -420,7 +420,7 @@ __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Value
 }
 
 template <class Pass, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const Sweep& x,
+__device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& x,
                                         const Place& at, int first, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
@@ -441,7 +441,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
       if (ends && 16 * tile < x.V)
         each_kept<BK>(S, kept_of<BK>(args, at, first_of(turn, at, backwards)), tile, [&](float (&x)[8], uint4& there) {
-          if constexpr (SWEEPS<Pass> == 1) {
+          if constexpr (SUMS<Pass> == 1) {
             there = {pack<bf16>(x[0], x[1]), pack<bf16>(x[2], x[3]), pack<bf16>(x[4], x[5]), pack<bf16>(x[6], x[7])};
           } else {
             const uint4 its = there;
@@ -473,7 +473,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       wgmma_keep(o);
       load_tokens(decay, backwards ? gates.end : gates.start, read);
       each_two([&](int i, int, int) { o[i] *= decay[i / 4 * 2], o[i + 1] *= decay[i / 4 * 2 + 1]; });
-      if constexpr (GATED<Pass> && SWEEPS<Pass> > 1)
+      if constexpr (GATED<Pass> && SUMS<Pass> > 1)
         if (ends) {
           crossing *= all;
           each_pair(in.partner[warpgroup], [&](int i, u32 two) { crossing -= low(two) * o[i] + high(two) * o[i + 1]; });
@@ -502,7 +502,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     }
     barrier_arrive(s.done[turn % STAGES]);
   }
-  const bool segments = SWEEPS<Pass> > 1;  // otherwise every state is kept
+  const bool segments = SUMS<Pass> > 1;  // otherwise every state is kept
   if (x.final && !(segments && at.sequence % args.of)) {
     const i64 pair = segments ? at.sequence / args.of * args.shape.H + at.head : at.pair;
     each_transposed<BK>(S, x.final + pair * x.K * x.V, x, column, [](float& value, float* to) { *to = value; });
@@ -519,12 +519,12 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
     scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
   auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
-  const Sweep& x = args.sweeps[blockIdx.x % SWEEPS<Pass>];
-  const i64 widest = SWEEPS<Pass> > 1 && x.K > x.V ? x.K : x.V;
-  const u32 tiles = tiles_of(widest, BV), block = blockIdx.x / SWEEPS<Pass>;
+  const WeightedSum& x = args.sums[blockIdx.x % SUMS<Pass>];
+  const i64 widest = SUMS<Pass> > 1 && x.K > x.V ? x.K : x.V;
+  const u32 tiles = tiles_of(widest, BV), block = blockIdx.x / SUMS<Pass>;
   const Place at = place_of(args.shape, block / tiles);
   const int column = block % tiles * BV;
-  const bool backwards = SWEEPS<Pass> == 2 || SWEEPS<Pass> > 2 && x.backwards;
+  const bool backwards = SUMS<Pass> == 2 || SUMS<Pass> > 2 && x.backwards;
   if (column >= x.V || !READS<Pass> && at.sequence % args.of >= args.needed) return;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -548,12 +548,12 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
     registers_down<SMALL ? 32 : 40>();
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0) {
-      if (gathers<Pass>()) move(s, args.sweeps[0], at, column, backwards);  // constant addresses spare registers
-      else move(s, args.sweeps[GATED<Pass> ? SWEEPS<Pass> - 1 : blockIdx.x % SWEEPS<Pass>], at, column, backwards);
+      if (gathers<Pass>()) move(s, args.sums[0], at, column, backwards);  // constant addresses spare registers
+      else move(s, args.sums[GATED<Pass> ? SUMS<Pass> - 1 : blockIdx.x % SUMS<Pass>], at, column, backwards);
     } else if (warp == 1) sum_chunks(s, args.g, at, backwards);
     else if constexpr (GATED<Pass>)
       if (warp == 2 && gathers<Pass>()) {
-        if constexpr (SWEEPS<Pass> == 1) sum_queries(s, args, at, column / BV);
+        if constexpr (SUMS<Pass> == 1) sum_queries(s, args, at, column / BV);
         else sum_gradients(s, args, at, column / BV, tiles_of(x.V, BV));
       }
   }

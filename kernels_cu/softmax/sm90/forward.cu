@@ -6,8 +6,8 @@
 //           16 queries each; four produce
 // smem      Shared: the queries, then o; two tiles of keys and of values. Rows of 128 bytes in the tensor cores'
 //           swizzle
-// barriers  keys[slot], values[slot]: they have arrived (the queries with the first keys); keys_read[slot],
-//           values_read[slot]: the consumers are done with them; enum Named
+// barriers  keys[stage], values[stage]: they have arrived (the queries with the first keys); keys_read[stage],
+//           values_read[stage]: the consumers are done with them; enum Named
 // numerics  scores, m, l and o in float32; e^(s - m) is rounded to T before it multiplies v
 // source    Shah et al., "FlashAttention-3", 2024, algorithm 2 and section 3.2 for the overlap
 // limits    sm_90a; half data; K, V <= D; D of 64, 128
@@ -15,16 +15,16 @@
 #include "ptx.cuh"
 #include "tensor.cuh"
 
-constexpr int QUERIES = 128, KEYS = 128, PANEL = 64, SLOTS = 2;
+constexpr int QUERIES = 128, KEYS = 128, PANEL = 64, STAGES = 2;
 constexpr int CONSUMERS = 256;
 
 enum Named { QUERIES_READ = 1 };
 
 template <typename T, int D> struct alignas(1024) Shared {
   T q[D / PANEL][QUERIES * PANEL];
-  T k[SLOTS][D / PANEL][KEYS * PANEL];
-  T v[SLOTS][D / PANEL][KEYS * PANEL];
-  Barrier keys[SLOTS], values[SLOTS], keys_read[SLOTS], values_read[SLOTS];
+  T k[STAGES][D / PANEL][KEYS * PANEL];
+  T v[STAGES][D / PANEL][KEYS * PANEL];
+  Barrier keys[STAGES], values[STAGES], keys_read[STAGES], values_read[STAGES];
   Place at;
 };
 
@@ -40,15 +40,15 @@ __device__ __forceinline__ void produce(Shared<T, D>& s, const SoftmaxForwardArg
   for (int panel = 0; panel < D / PANEL; ++panel)
     fetch<QUERIES, PANEL>(s.q[panel], args.q, s.at, s.at.first, args.shape.K, args.vectors, panel * PANEL);
   for (int n = 0; n * KEYS < seen; ++n) {
-    const int slot = n % SLOTS, before = n / SLOTS - 1 & 1;
-    if (n >= SLOTS) barrier_wait(s.keys_read[slot], before);
+    const int stage = n % STAGES, before = n / STAGES - 1 & 1;
+    if (n >= STAGES) barrier_wait(s.keys_read[stage], before);
     for (int panel = 0; panel < D / PANEL; ++panel)
-      fetch<KEYS, PANEL>(s.k[slot][panel], args.k, s.at, n * KEYS, args.shape.K, args.vectors, panel * PANEL);
-    hand_over(s.keys[slot]);
-    if (n >= SLOTS) barrier_wait(s.values_read[slot], before);
+      fetch<KEYS, PANEL>(s.k[stage][panel], args.k, s.at, n * KEYS, args.shape.K, args.vectors, panel * PANEL);
+    hand_over(s.keys[stage]);
+    if (n >= STAGES) barrier_wait(s.values_read[stage], before);
     for (int panel = 0; panel < D / PANEL; ++panel)
-      fetch<KEYS, PANEL>(s.v[slot][panel], args.v, s.at, n * KEYS, args.shape.V, args.vectors, panel * PANEL);
-    hand_over(s.values[slot]);
+      fetch<KEYS, PANEL>(s.v[stage][panel], args.v, s.at, n * KEYS, args.shape.V, args.vectors, panel * PANEL);
+    hand_over(s.values[stage]);
   }
 }
 
@@ -78,16 +78,16 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const SoftmaxForwardArg
   Fragment<1, D> o = {};
   u32 weights[KEYS / 16][4];
   float most[2] = {minus_infinity(), minus_infinity()}, sum[2] = {}, kept[2];
-  auto score = [&](int slot) {
+  auto score = [&](int stage) {
 #pragma unroll
     for (int k = 0; k < D / 16; ++k)
-      wgmma<T, KEYS, false>(flat<KEYS>(p), q[k], wgmma_tile(s.k[slot][k / 4], 16, 1024) + k % 4 * 32 / 16, k > 0);
+      wgmma<T, KEYS, false>(flat<KEYS>(p), q[k], wgmma_tile(s.k[stage][k / 4], 16, 1024) + k % 4 * 32 / 16, k > 0);
     wgmma_commit();
   };
-  auto read = [&](int slot) {
+  auto read = [&](int stage) {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k)
-      wgmma<T, D, true>(flat<D>(o), weights[k], wgmma_tile(s.v[slot], KEYS * 128, 1024) + k * 16 * 128 / 16, true);
+      wgmma<T, D, true>(flat<D>(o), weights[k], wgmma_tile(s.v[stage], KEYS * 128, 1024) + k * 16 * 128 / 16, true);
     wgmma_commit();
   };
   auto weigh_tile = [&](int first) {
@@ -121,15 +121,15 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const SoftmaxForwardArg
   round_weights();
   int n = 1;
   for (; n * KEYS < seen; ++n) {
-    const int slot = n % SLOTS, before = (n - 1) % SLOTS;
-    wait_for(s.keys[slot], n / SLOTS);
+    const int stage = n % STAGES, before = (n - 1) % STAGES;
+    wait_for(s.keys[stage], n / STAGES);
     wgmma_fence();
-    score(slot);
-    wait_for(s.values[before], (n - 1) / SLOTS);
+    score(stage);
+    wait_for(s.values[before], (n - 1) / STAGES);
     read(before);
     wgmma_wait<1>();
     wgmma_keep(flat<KEYS>(p));
-    leave(s.keys_read[slot]);
+    leave(s.keys_read[stage]);
     weigh_tile(n * KEYS);
     wgmma_wait<0>();
     wgmma_keep(flat<D>(o));
@@ -137,9 +137,9 @@ __device__ __forceinline__ void consume(Shared<T, D>& s, const SoftmaxForwardArg
     each<1, D>(o, [&](float& x, int, int half, int) { x *= kept[half]; });
     round_weights();
   }
-  wait_for(s.values[(n - 1) % SLOTS], (n - 1) / SLOTS);
+  wait_for(s.values[(n - 1) % STAGES], (n - 1) / STAGES);
   wgmma_fence();
-  read((n - 1) % SLOTS);
+  read((n - 1) % STAGES);
   wgmma_wait<0>();
   wgmma_keep(flat<D>(o));
 
@@ -161,11 +161,11 @@ __global__ void __launch_bounds__(CONSUMERS + THREADS, 1) softmax_sm90_forward(c
   const u32 pairs = u32(shape.B * shape.H);
   if (threadIdx.x == 0) {
     s.at = place_of(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      barrier_init(s.keys[slot], THREADS);
-      barrier_init(s.values[slot], THREADS);
-      barrier_init(s.keys_read[slot], CONSUMERS / 32);
-      barrier_init(s.values_read[slot], CONSUMERS / 32);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(s.keys[stage], THREADS);
+      barrier_init(s.values[stage], THREADS);
+      barrier_init(s.keys_read[stage], CONSUMERS / 32);
+      barrier_init(s.values_read[stage], CONSUMERS / 32);
     }
   }
   __syncthreads();  // the place and the barriers stand

@@ -233,8 +233,8 @@ def driver():
 @lru_cache(1024)  # what a call costs is half of a small call's time; arrays come back to the same places
 def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: int, swizzled: bool) -> bytes:
     """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last."""
-    room = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
-    start = -ctypes.addressof(room) % 64
+    raw = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
+    start = -ctypes.addressof(raw) % 64
 
     def array(ctype, values):
         return (ctype * len(values))(*values)
@@ -243,7 +243,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: i
     steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])  # 0 where there is one element
     box, ones = array(ctypes.c_uint32, [columns, tokens, 1, 1]), array(ctypes.c_uint32, [1] * 4)
     status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(room) + start),
+        ctypes.c_void_p(ctypes.addressof(raw) + start),
         TYPES[dtype],
         4,
         ctypes.c_void_p(pointer),
@@ -258,7 +258,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: i
     )
     if status:
         raise RuntimeError(f"the driver makes no tensor map of {shape} with strides {strides}: CUresult {status}")
-    return room.raw[start : start + 128]
+    return raw.raw[start : start + 128]
 
 
 # -- launches that begin before the one before them ends ---------------------------------------------------------------

@@ -181,7 +181,7 @@ def segments(problem, device) -> int:
 
 
 def short_segment(problem, device, P) -> int:
-    """How long the segments are that Hopper's sweeps begin with, where the others are longer; 0 for P equal ones."""
+    """How long the segments are that Hopper's main kernels begin with, where the rest is longer; 0 for P equal ones."""
     if problem.varlen:
         return 0
     N, H, T = problem.shape("N H T")
@@ -212,9 +212,9 @@ def on_hopper(draft, problem, P, short, arrays, gradients, dht, dh0, left: tuple
         which = {"first": int(starts is not None), "ends": int(short > 0)}
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
-    sweeps = 2 if short else P
-    launches.launch(queries, read | {"dq": dq, "weight": dg}, sweeps, initial=initial, du=du, **both)
-    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, sweeps, dh0=dh0, **both)
+    segments = 2 if short else P
+    launches.launch(queries, read | {"dq": dq, "weight": dg}, segments, initial=initial, du=du, **both)
+    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, segments, dh0=dh0, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 

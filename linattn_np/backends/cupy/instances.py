@@ -412,7 +412,7 @@ class GatedBackwardSm90(Kernel):
     CHECKPOINT_EVERY: ClassVar[int] = 1024  # tokens between the states that are kept: what is cut off of those that are
     # read adds up in the gates' gradient from one to the next
     FLAGS: ClassVar[int] = 2  # float32 numbers behind the sums of a chunk: 8 bytes, of as many warps
-    constants = (("KEPT", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
+    constants = (("CHECKPOINT_EVERY", "CHECKPOINT_EVERY"), ("FLAGS", "FLAGS"))
     read_order: str
     dtype: np.dtype
     gate: np.dtype
@@ -492,7 +492,7 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
 
 
 # -- scalar decays: a gate that all channels share, on Hopper ----------------------------------------------------------
-SWEEP = (
+WEIGHTED_SUM = (
     *maps("q k v o partner"),
     *rows("q_rows k_rows v_rows partner_rows o_rows"),
     *pointers("initial final"),
@@ -500,7 +500,7 @@ SWEEP = (
     *reals("read write"),
     *integers("backwards"),
 )
-SWEEPS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
+SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
 
 
 @dataclass(frozen=True)
@@ -528,7 +528,7 @@ class WeightedSums(Kernel):
     @property
     def arguments(self):
         return (
-            *structs("sweeps", SWEEPS_AT_ONCE[self.what], SWEEP),
+            *structs("sums", SUMS_AT_ONCE[self.what], WEIGHTED_SUM),
             *rows("g"),
             *shape,
             *pointers("decays"),

@@ -20,7 +20,7 @@ from .instances import (
     SCALAR,
     SEGMENT_STATE,
     SINGLE_PASS,
-    SWEEPS_AT_ONCE,
+    SUMS_AT_ONCE,
     TILES,
     ScalarBackwardSegments,
     WeightedSums,
@@ -342,8 +342,8 @@ class BySums(Narrow):
 
 
 def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False) -> dict:
-    """The kernel's `Sweep`; states are [K, V], and `turned` where the values are as wide as K. `partner`: what the sum
-    is the gradient of, where the gate's gradient needs it."""
+    """The kernel's `WeightedSum`; states are [K, V], and `turned` where the values are as wide as K. `partner`: what
+    the sum is the gradient of, where the gate's gradient needs it."""
     arrays = dict(zip(("q", "k", "v", "o"), parts)) | {"partner": partner or parts[2]}
     K, V = arrays["k"].shape[-1], arrays["v"].shape[-1]
     return {
@@ -364,7 +364,7 @@ def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=Fal
 def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=1, needed=1, **gate):
     blocks = problem.sizes["B"] * shape.count * problem.sizes["H"] * ceil_div(widest, kernel.BV) * len(sums)
     of_gate = {"kept": None, "token_sums": None, "dg": None, "parts": 0} | gate
-    draft.launch(kernel, blocks, sweeps=sums, g=g, shape=shape, decays=decays, of=of, needed=needed, **of_gate)
+    draft.launch(kernel, blocks, sums=sums, g=g, shape=shape, decays=decays, of=of, needed=needed, **of_gate)
 
 
 # -- backward on Hopper ------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept):
             sums.append(weighted_sum(of, dht, read=1.0, write=gla.scale, backwards=True, **more))
     of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) if gate else {}
     for kernel in kernels:
-        count, widest = SWEEPS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
+        count, widest = SUMS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
         launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P, **of_gate)
         sums = sums[count:]
     return of_gate.get("dg"), kernels[-1].tiles | ({"segments": P} if P > 1 else {})

@@ -11,12 +11,12 @@ from .instances import PANEL, TILES, WeightedSums
 from .plan import FLOAT32, ceil_div
 
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
-KEPT = 1 << 26  # bytes of states that may be kept whatever the inputs' size
+STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
-SWEEP_START = 64  # tokens that take as long in the backward sweeps as a block's start
+BLOCK_START = 64  # tokens that take as long in the main backward kernels as a block's start
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
-SUMMARY = 0.35  # of the sweeps' time, what summarising both ways takes
+SUMMARY = 0.35  # of the main kernels' time, what summarising both ways takes
 FORWARD_SUMMARY = 0.5  # of the forward pass's, what summarising takes
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
 
@@ -46,13 +46,13 @@ def summarised_segments(kernel, blocks, problem, device) -> int:
 
 def heads_at_once(heads, bytes_of_a_head, inputs) -> int:
     """Of how many heads the states are kept at once: no more bytes than the inputs have, in turns of equal size."""
-    most = max(1, max(inputs, KEPT) // max(1, bytes_of_a_head))
+    most = max(1, max(inputs, STATES_AT_LEAST) // max(1, bytes_of_a_head))
     return max(1, ceil_div(heads, ceil_div(heads, most)) if heads else 1)
 
 
 def backward_segments(blocks, longest, most) -> int:
     """Into how many the backward pass cuts a sequence, of `blocks` blocks of the uncut problem where the card holds
-    `most`: the fewest that take hardly more than the least time, for the waves of its sweeps and the pass that
+    `most`: the fewest that take hardly more than the least time, for the waves of its main kernels and the pass that
     summarises all segments but a sequence's last, which memory bounds. At 1,8192,96,128, 4 fill three waves: 1.56 for
     1.64 ms."""
 
@@ -64,13 +64,13 @@ def backward_segments(blocks, longest, most) -> int:
 
 
 def equal_segments_time(P, blocks, longest, most) -> float:
-    """Of the backward sweeps and their summaries, in tokens of a sweep."""
-    waves = ceil_div(blocks * P, most) * (longest / P + SWEEP_START)
+    """Of the main backward kernels and their summaries, in tokens of one of them."""
+    waves = ceil_div(blocks * P, most) * (longest / P + BLOCK_START)
     return waves + SUMMARY * longest * blocks / most * (P - 1) / P
 
 
 def short_segment(P, blocks, T, most, aligned) -> int:
-    """Of how many tokens, a multiple of `aligned`, the segment is that each backward sweep begins a sequence of T with,
+    """Of how many tokens, a multiple of `aligned`, the segment is that each backward pass begins a sequence of T with,
     where the rest is another; 0 where P of equal size are faster. More than half of the card is busy with the long
     ones, and the others make the short ones meanwhile. Only those are summarised, each in one direction."""
     if T % aligned:
@@ -82,7 +82,7 @@ def short_segment(P, blocks, T, most, aligned) -> int:
 def short_first_segment(blocks, T, most) -> int:
     """The same of the forward pass, beside whole sequences."""
     time, length = cut_in_two(blocks, T, most, SEGMENT, FORWARD_SUMMARY)
-    return length if HARDLY_MORE * (time + PART_START) < T + SWEEP_START else 0
+    return length if HARDLY_MORE * (time + PART_START) < T + BLOCK_START else 0
 
 
 def cut_in_two(blocks, T, most, aligned, summary) -> tuple[float, int]:
@@ -93,8 +93,8 @@ def cut_in_two(blocks, T, most, aligned, summary) -> tuple[float, int]:
         return inf, 0
 
     def time(length):
-        sweeps = max(T - length + SWEEP_START, ceil_div(blocks, others) * (length + SWEEP_START))
-        return sweeps + summary * blocks / most * length
+        main = max(T - length + BLOCK_START, ceil_div(blocks, others) * (length + BLOCK_START))
+        return main + summary * blocks / most * length
 
     return min(((time(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
 
@@ -141,8 +141,8 @@ def weighted_sums(problem, dtype, P, device, gate=False) -> tuple[WeightedSums, 
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 
-    def waves(sweeps, BV):
-        blocks = sweeps * P * N * H * ceil_div(widest, BV)
+    def waves(sums, BV):
+        blocks = sums * P * N * H * ceil_div(widest, BV)
         return (3 if BV < widest else 4) * ceil_div(blocks, device.multiprocessors)
 
     if gate:

@@ -120,7 +120,7 @@ class Schedule:
         return states.reshape(len(states) // S, S, *states.shape[1:])[rows[0], :, rows[1]]
 
     def states(self, block, chunks, scratch):
-        """Room for h [B, H, n + 1, K, V] and the chunks' decays [B, H, n, K or 1] of a block of rows."""
+        """Memory for h [B, H, n + 1, K, V] and the chunks' decays [B, H, n, K or 1] of a block of rows."""
         h = scratch("h", (chunks + 1, *block, self.K, self.V))  # chunk by chunk in memory, as they are scanned
         decay = scratch("decay", (chunks, *block, self.member.g.shape[-1]))
         return np.moveaxis(h, 0, 2), np.moveaxis(decay, 0, 2)
@@ -214,7 +214,7 @@ def within_chunks(schedule, rows, first, segment, h, decay, scratch):
 
 
 class Scores:
-    """Chunks [B, H, n, C, .] of a block of rows, their gated queries and keys and A, in the room of `scratch`.
+    """Chunks [B, H, n, C, .] of a block of rows, their gated queries and keys and A, in the memory of `scratch`.
 
     `decay` receives their whole decays. Gradients ask for those made `backward`, or for `lasting` ones.
     """
@@ -236,7 +236,7 @@ class Scores:
 
 
 def read_out(schedule, rows, segment, scores, h, o, scratch):
-    """o = scale (qg h + A v), in the room of kg and b, which have served; whether it is finite."""
+    """o = scale (qg h + A v), in the memory of kg and b, which have served; whether it is finite."""
     within = np.matmul(scores.A, scores.v, out=scratch("kg", scores.v.shape))
     in_place = segment.view(o[rows], schedule.dtype)
     part = scratch("b", within.shape) if in_place is None else in_place
@@ -288,7 +288,7 @@ class Gradients:
         if member.u is not None:  # one a chunk, so that no cut changes the order of the sum
             self.du = np.empty((*member.k.shape[:2], schedule.chunking.count, schedule.K), schedule.dtype)
 
-    def room(self, rows, segment, scratch):
+    def memory(self, rows, segment, scratch):
         """Where to write a segment's dq, dk, dv and dg: at their places, or in scratch where tokens have to move."""
         for name in ("dq", "dk", "dv", "dg"):
             x = getattr(self, name)[rows]
@@ -315,7 +315,7 @@ def backward(schedule, rows, do, states, dstates, gradients):
         if carried is not None:
             dh[:, :, -1] = carried
         schedule.chunking.scan_back(rows, first, scores.decay, dh, dstates)
-        found = list(gradients.room(rows, segment, scratch))
+        found = list(gradients.memory(rows, segment, scratch))
         du = products.vjp(states[rows][:, :, first : first + segment.count], dh, found)
         gradients.put(rows, segment, first, du, found)
         finite &= by_token.is_finite(*found)

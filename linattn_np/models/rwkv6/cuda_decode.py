@@ -112,7 +112,7 @@ class CudaDecoder:
     def make_room(self, batch):
         """The arrays of a step of `batch` sequences."""
 
-        def room(*shape, dtype=FLOAT32):
+        def buffer(*shape, dtype=FLOAT32):
             return self.device.empty(shape, dtype)
 
         self.batch, self.kernel = batch, self.kernel_of_all(batch)
@@ -124,31 +124,31 @@ class CudaDecoder:
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
-        self.room = SimpleNamespace(
-            x=room(1, B, D),
-            xx=room(B, D),
-            d=room(B, D),
-            mixed_x=room(terms, 1, B, D, dtype=X),
-            low=room(low_parts, 1, B, 5 * A),
-            mixed=room(terms, 5, B, D, dtype=X),
-            kvrg=room(parts, 4, B, D),
-            decay_low=room(parts, 1, B, W),
-            y=room(terms, 1, B, D, dtype=X),
-            ffn_mixed=room(terms, 2, B, D, dtype=X),
-            activated=room(terms, 1, B, F, dtype=X),
-            hidden=None if few else room(1, B, F),
-            wide=None if few or self.matrices != INT8 else room(max(4 * D, F, V) * D, dtype=self.dtype),
-            gate=room(1, B, D),
-            added=room(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
-            normed=room(terms, 1, B, D, dtype=X),
-            logits=room(1, B, V),
+        self.buffers = SimpleNamespace(
+            x=buffer(1, B, D),
+            xx=buffer(B, D),
+            d=buffer(B, D),
+            mixed_x=buffer(terms, 1, B, D, dtype=X),
+            low=buffer(low_parts, 1, B, 5 * A),
+            mixed=buffer(terms, 5, B, D, dtype=X),
+            kvrg=buffer(parts, 4, B, D),
+            decay_low=buffer(parts, 1, B, W),
+            y=buffer(terms, 1, B, D, dtype=X),
+            ffn_mixed=buffer(terms, 2, B, D, dtype=X),
+            activated=buffer(terms, 1, B, F, dtype=X),
+            hidden=None if few else buffer(1, B, F),
+            wide=None if few or self.matrices != INT8 else buffer(max(4 * D, F, V) * D, dtype=self.dtype),
+            gate=buffer(1, B, D),
+            added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
+            normed=buffer(terms, 1, B, D, dtype=X),
+            logits=buffer(1, B, V),
             arrived=self.device.zeros((1,), INT64),
         )
         if isinstance(self.kernel and self.kernel[0], kernels.DecodeFew):
-            vars(self.room).update(self.words())
+            vars(self.buffers).update(self.words())
         elif self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what other kernels take
-            self.room.mixed, self.room.y = room(5, B, D * size // 4), room(1, B, D * size // 4)
-            self.room.activated = room(1, B, F * size // 4)
+            self.buffers.mixed, self.buffers.y = buffer(5, B, D * size // 4), buffer(1, B, D * size // 4)
+            self.buffers.activated = buffer(1, B, F * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     def kernel_of_all(self, batch):
@@ -172,7 +172,7 @@ class CudaDecoder:
     @property
     def logits(self):
         """[B, V] float32, after the latest step."""
-        return self.room.logits[0]
+        return self.buffers.logits[0]
 
     @property
     def weight_bytes(self) -> int:
@@ -249,7 +249,7 @@ class CudaDecoder:
             self.device,
             model=vars(self.whole),
             layers=vars(self.all_layers),
-            room=vars(self.room),
+            buffers=vars(self.buffers),
             state=vars(state),
             call={"tokens": tokens, "slots": slots},
         )
@@ -284,12 +284,12 @@ class Step:
 
     def __init__(self, decoder, seen):
         self.my, self.draft, self.device = decoder, Draft(), decoder.device
-        self.model, self.layers, self.room, self.state = seen.model, seen.layers, seen.room, seen.state
+        self.model, self.layers, self.buffers, self.state = seen.model, seen.layers, seen.buffers, seen.state
         self.tokens, self.slots = seen.call.tokens, seen.call.slots
 
     def steps(self, greedy, layers) -> tuple:
         """Those of a plan, in order."""
-        my, room, (weight, bias) = self.my, self.room, self.model.ln0
+        my, buffers, (weight, bias) = self.my, self.buffers, self.model.ln0
         self.draft.launch(
             kernels.ChosenNorm(my.dtype, FLOAT32),
             my.batch,
@@ -297,7 +297,7 @@ class Step:
             x=self.model.embedding,
             weight=weight,
             bias=bias,
-            y=room.x,
+            y=buffers.x,
             D=my.sizes["D"],
             eps=LAYER_NORM_EPS,
         )
@@ -306,15 +306,15 @@ class Step:
         else:
             self.every_product(layers)
         if greedy:
-            self.draft.launch(kernels.Argmax(), my.batch, logits=room.logits, tokens=self.tokens, V=my.sizes["V"])
+            self.draft.launch(kernels.Argmax(), my.batch, logits=buffers.logits, tokens=self.tokens, V=my.sizes["V"])
         return tuple(self.draft.steps)
 
     def every_phase(self, layers):
         """All layers and the head: one launch where all blocks can be at work at once, otherwise one a phase."""
         kernel, more_shared = self.my.kernel
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
-        room = vars(self.room) | {"kvrg_out": self.room.kvrg} | vars(self.layers) | vars(self.state)
-        found = room | vars(self.model) | {"slots": self.slots}
+        buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
+        found = buffers | vars(self.model) | {"slots": self.slots}
         names = [member.name for member in kernel.arguments if member.kind == "pointer"]
         fields = {name: found.get(name) if name.endswith("_scales") else found[name] for name in names}
         count = layers * PHASES + 1
@@ -337,30 +337,30 @@ class Step:
             )
 
     def every_product(self, layers):
-        room, added = self.room, None  # what the channel mix below has for x, which the next norm adds
+        buffers, added = self.buffers, None  # what the channel mix below has for x, which the next norm adds
         for i in range(layers):
             layer = SimpleNamespace(**{name: array[i] for name, array in vars(self.layers).items()})
             added = self.time_mix(layer, self.state.att_shift[i], self.state.wkv[i], added)
             added = self.channel_mix(layer, self.state.ffn_shift[i], added)
-        self.norm_shift(self.model.ln_out, room.normed, added=added, gate=room.gate)
-        self.matmul(self.model, ("head", room.normed, room.logits, WRITE))
+        self.norm_shift(self.model.ln_out, buffers.normed, added=added, gate=buffers.gate)
+        self.matmul(self.model, ("head", buffers.normed, buffers.logits, WRITE))
 
     def time_mix(self, layer, shift, wkv, added):
-        my, room, B = self.my, self.room, self.my.batch
-        T, X, (D, H, N, A, W) = my.dtype, room.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
-        terms = room.mixed.shape[0]
-        self.norm_shift(layer.ln1, room.mixed_x, layer.maa_x, shift, added, added and room.gate, xx=room.xx)
+        my, buffers, B = self.my, self.buffers, self.my.batch
+        T, X, (D, H, N, A, W) = my.dtype, buffers.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
+        terms = buffers.mixed.shape[0]
+        self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, added and buffers.gate, xx=buffers.xx)
         parts = self.low_rank_down(layer)
         mix = kernels.DataMix.of_step(T, X, B, terms)
         self.draft.launch(
             mix,
             mix.blocks(B, D),
-            low=room.low,
+            low=buffers.low,
             up=layer.maa_up,
             maa=layer.maa,
-            xx=room.xx,
-            d=room.d,
-            mixed=room.mixed,
+            xx=buffers.xx,
+            d=buffers.d,
+            mixed=buffers.mixed,
             tokens=B,
             D=D,
             A=A,
@@ -371,11 +371,11 @@ class Step:
         parts = self.in_parts(
             layer,
             kernel.parts if many else 1,
-            ("kvrg", room.mixed[:, 1:], room.kvrg),
-            ("decay_down", room.mixed[:, :1], room.decay_low),
+            ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
+            ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
             early=True,
         )
-        (k, v, r, gate), (weight, bias) = room.kvrg[0], layer.ln_x
+        (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
         self.draft.launch(
             kernel,
             kernel.blocks(B, H) if many else B * H,
@@ -384,7 +384,7 @@ class Step:
             v=v,
             r=r,
             gate=gate,
-            low=room.decay_low,
+            low=buffers.decay_low,
             up=layer.decay_up,
             decay=layer.decay,
             u=layer.bonus,
@@ -392,7 +392,7 @@ class Step:
             bias=bias,
             state=wkv,
             slots=self.slots,
-            y=room.y,
+            y=buffers.y,
             B=B,
             H=H,
             N=N,
@@ -400,26 +400,26 @@ class Step:
             **({"P": parts} if many else {}),
             eps=GROUP_NORM_EPS,
         )
-        return self.addend(layer, "output", room.y, room.x)
+        return self.addend(layer, "output", buffers.y, buffers.x)
 
     def channel_mix(self, layer, shift, added):
-        room = self.room
-        self.norm_shift(layer.ln2, room.ffn_mixed, layer.ffn_maa, shift, added)
+        buffers = self.buffers
+        self.norm_shift(layer.ln2, buffers.ffn_mixed, layer.ffn_maa, shift, added)
         self.matmul(
             layer,
-            ("ffn_key", room.ffn_mixed[:, :1], room.activated, RELU_SQUARED),
-            ("ffn_receptance", room.ffn_mixed[:, 1:], room.gate, WRITE),
+            ("ffn_key", buffers.ffn_mixed[:, :1], buffers.activated, RELU_SQUARED),
+            ("ffn_receptance", buffers.ffn_mixed[:, 1:], buffers.gate, WRITE),
         )
-        return self.addend(layer, "ffn_value", room.activated)
+        return self.addend(layer, "ffn_value", buffers.activated)
 
     def low_rank_down(self, layer) -> int:
         """What the data mix takes as `low`; in how many parts."""
-        room, (w,), (terms, _, B, K) = self.room, layer.maa_down, self.room.mixed_x.shape
+        buffers, (w,), (terms, _, B, K) = self.buffers, layer.maa_down, self.buffers.mixed_x.shape
         kernel, M = model_products.FewRowsProduct(self.my.dtype), w.shape[0]
-        if terms == 1 or kernel.parts(K) > room.low.shape[0]:
-            self.matmul(layer, ("maa_down", room.mixed_x, room.low[0], WRITE))
+        if terms == 1 or kernel.parts(K) > buffers.low.shape[0]:
+            self.matmul(layer, ("maa_down", buffers.mixed_x, buffers.low[0], WRITE))
             return 1
-        self.draft.launch(kernel, kernel.blocks(M, K), w=w, x=room.mixed_x, y=room.low, B=B, K=K, M=M)
+        self.draft.launch(kernel, kernel.blocks(M, K), w=w, x=buffers.mixed_x, y=buffers.low, B=B, K=K, M=M)
         return kernel.parts(K)
 
     def in_parts(self, layer, most, *named, early=False) -> int:
@@ -440,20 +440,20 @@ class Step:
         found = None if self.my.by_rows else self.product_of_batch([w], B, K, in_parts=True)
         if found:
             launch, parts = found
-            added = self.room.added[:parts]
+            added = self.buffers.added[:parts]
             launch(self.draft, [(w, vectors, added, PARTS)], B, K)
             return added[:, 0]
-        added = self.room.added[0]
+        added = self.buffers.added[0]
         self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
         return added if x is None else None
 
     def norm_shift(self, norm, mixed, maa=None, shift=None, added=None, gate=None, xx=None):
-        room, (weight, bias), (terms, C, B, D) = self.room, norm, mixed.shape
+        buffers, (weight, bias), (terms, C, B, D) = self.buffers, norm, mixed.shape
         parts = 0 if added is None else added.shape[0]
         self.draft.launch(
             kernels.NormShift.fitting(mixed.dtype, D, parts, terms),
             B,
-            x=room.x,
+            x=buffers.x,
             value=added,
             gate=gate,
             weight=weight,
@@ -462,7 +462,7 @@ class Step:
             shift=shift,
             slots=self.slots,
             xx=xx,
-            d=None if xx is None else room.d,
+            d=None if xx is None else buffers.d,
             mixed=mixed,
             B=B,
             D=D,
@@ -520,8 +520,8 @@ class Step:
     def by_library(self, weights, matrices, products):
         for w, (x, y, finish) in zip(matrices, products):
             if w.dtype == INT8:
-                w = widened(self.draft, w, scales_of(weights, w), self.room.wide, self.my.dtype)
-            to = self.room.hidden if finish == RELU_SQUARED else y
+                w = widened(self.draft, w, scales_of(weights, w), self.buffers.wide, self.my.dtype)
+            to = self.buffers.hidden if finish == RELU_SQUARED else y
             self.draft.product(w, x[0], to, finish == ADD)
             if finish == RELU_SQUARED:
                 kernel = kernels.ReluSquared(to.dtype, y.dtype)

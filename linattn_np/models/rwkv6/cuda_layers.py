@@ -7,7 +7,7 @@ from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
 from .cuda_prefill import Prompts
 
-KEPT = 8  # batch sizes whose buffers and graph are kept, and packings of prompts whose plans are
+MOST_KEPT = 8  # batch sizes whose buffers and graph are kept, and packings of prompts whose plans are
 
 
 class CudaLayers:
@@ -49,7 +49,7 @@ def recent(kept, key, make):
     """What is kept under `key`, or made; what was not wanted for longest makes room for it."""
     found = kept.pop(key, None)
     kept[key] = make() if found is None else found
-    if len(kept) > KEPT:
+    if len(kept) > MOST_KEPT:
         del kept[next(iter(kept))]
     return kept[key]
 

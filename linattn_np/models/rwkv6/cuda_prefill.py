@@ -46,7 +46,7 @@ class Prompts:
         slots = None if slots is None else device.upload(slots)
         own = [buffer(self.x.shape), *(buffer((L, *shape)) for shape in self.state.values())]
         memory = allocated([*own, *self.layer.plan.buffers], device)
-        (x, *states), room = memory[: len(own)], memory[len(own) :]
+        (x, *states), buffers = memory[: len(own)], memory[len(own) :]
         before, after = states[: len(STATE)], states[len(STATE) :]
         logits = device.empty((len(self.wanted), my.sizes["V"]), FLOAT32)
 
@@ -56,7 +56,7 @@ class Prompts:
             else:
                 copy[...] = gathered(array, slots)
         self.run(self.draw_start, {"tokens": device.upload(tokens), "x": x, **vars(my.whole)})
-        self.run_layers(x, states, room)
+        self.run_layers(x, states, buffers)
         self.run(self.draw_head, {"x": x, "logits": logits, **vars(my.whole)})
         for array, new in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
@@ -65,7 +65,7 @@ class Prompts:
                 array[:, slice(None) if slots is None else slots] = new
         return logits
 
-    def run_layers(self, x, states, room):
+    def run_layers(self, x, states, buffers):
         """All layers on this memory; their launches are kept, and hold none of it."""
         address = self.device.pointer(x)
         if address in self.launches:
@@ -75,7 +75,7 @@ class Prompts:
             return
         made = []
         for i, layer in enumerate(self.my.layers):  # the device has a layer to do while the next one's are made
-            of_layer = self.layer.commands([x, *(array[i] for array in states), *vars(layer).values(), *room])
+            of_layer = self.layer.commands([x, *(array[i] for array in states), *vars(layer).values(), *buffers])
             for launch in of_layer:
                 launch(None)
             made += of_layer

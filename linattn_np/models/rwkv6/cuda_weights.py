@@ -18,10 +18,10 @@ SCALES = "_scales"
 AS_STORED = ("embedding", "maa_up", "decay_up")  # which kernels read row by row, as files have them
 
 
-def widened(draft: Draft, q: Array, scales: Array, room: Array, dtype) -> Array:
-    """int8 matrices [C, M, K] with scales [C, M], written to `room` as products of the library take them."""
+def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Array:
+    """int8 matrices [C, M, K] with scales [C, M], written to `buffer` as products of the library take them."""
     strides = tuple(step * dtype.itemsize for step in q.strides)  # an int8 is a byte
-    w = Array(room.memory, q.shape, strides, dtype, room.offset)
+    w = Array(buffer.memory, q.shape, strides, dtype, buffer.offset)
     kernel = kernels.Widen(dtype)
     draft.launch(kernel, kernel.blocks(q.size), q=q, scales=scales, w=w, count=q.size, K=q.shape[-1])
     return w
@@ -52,12 +52,12 @@ def stacked(device, weights, loaded, dtype, names, transposed=False, rows=1, blo
     shape = weights[prefixes[0] + names[0]].shape
     first, *others = shape[::-1] if transposed else shape
 
-    def room(first, *others, dtype):
+    def buffer(first, *others, dtype):
         return device.zeros((len(prefixes), len(names), ceil_div(first, rows) * rows, *others), dtype)[:, :, :first]
 
-    stacks = [room(first, *others, dtype=dtype)]
+    stacks = [buffer(first, *others, dtype=dtype)]
     if dtype == INT8:
-        stacks.append(room(first, dtype=FLOAT32))
+        stacks.append(buffer(first, dtype=FLOAT32))
     for layer, prefix in enumerate(prefixes):
         for slot, name in enumerate(names):
             array = weights[prefix + name]
