@@ -12,19 +12,10 @@
 // Two halves take turns to copy weights to both. Weights do not wait for the kernel before this one: as much of them as
 // there is room for is on its way when vectors come.
 #include "clusters.cuh"
-#include "decode.cuh"
+#include "rwkv6/products.cuh"
 
-constexpr int DEPTH = 64, STACKS = 2;
-
-enum class Finish : i64 { Write, ReluSquared = 2, Parts };
-
-struct Stack {
-  TensorMap w;  // boxes of DEPTH by ROWS
-  TensorMap x;  // of DEPTH by VECTORS
-  void* y;
-  i64 C, M;
-  Finish finish;
-};
+constexpr int DEPTH = 64;
+constexpr int AHEAD = 4;  // steps for which pairs ask beyond their stages
 
 struct Args {
   Stack stacks[STACKS];  // C = 0 where there is one
@@ -45,7 +36,9 @@ template <typename T, class S> struct Shared {
 
 // Some rows of a product, some vectors and a part of K.
 struct Tile {
-  int stack, which, row, column, part, k, steps;
+  RowTile rows;
+  int column, part;
+  Steps steps;
 };
 
 // Whether this is the half that copies to a stage of weights.
@@ -53,49 +46,43 @@ template <class S> __device__ __forceinline__ bool copies(int stage) { return (b
 
 template <class S> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   constexpr int COLUMNS = S::HALVES * S::VECTORS;  // of a cluster
-  const int all = int(args.K + DEPTH - 1) / DEPTH, parts = int(args.parts), each = (all + parts - 1) / parts;
-  const int across = int(args.B + COLUMNS - 1) / COLUMNS;
-  const auto tiles_of = [&](int stack) { return int(args.stacks[stack].M + S::ROWS - 1) / S::ROWS; };
-  int tile = blockIdx.x / S::HALVES, stack = 0, tiles = tiles_of(0);
+  const int across = int(args.B + COLUMNS - 1) / COLUMNS, parts = int(args.parts), tile = blockIdx.x / S::HALVES;
   const int column = tile % across * COLUMNS + blockIdx.x % S::HALVES * S::VECTORS, part = tile / across % parts;
-  tile /= across * parts;
-  if (const int before = tiles * int(args.stacks[0].C); tile >= before) tile -= before, stack = 1, tiles = tiles_of(1);
-  return {stack,
-          tile / tiles,
-          tile % tiles * S::ROWS,
-          column,
-          part,
-          part * each * DEPTH,
-          min(each, max(0, all - part * each))};
+  return {rows_of_tile<S::ROWS>(args.stacks, tile / across / parts), column, part,
+          steps_of_part<DEPTH>(args.K, part, parts)};
 }
 
 // One thread copies for all.
 template <typename T, class S>
 __device__ __forceinline__ void copy(Shared<T, S>& s, const Stack& stack, const Tile& tile) {
   const auto weights = [&](int step) {
-    if (step >= tile.steps) return;
-    const int stage = step % S::W_STAGES, k = tile.k + step * DEPTH;
+    if (step >= tile.steps.count) return;
+    const int stage = step % S::W_STAGES, k = tile.steps.k + step * DEPTH;
     barrier_expect(s.w_full[stage], sizeof s.w[0]);
-    if constexpr (S::HALVES == 1) tensor_load(s.w[stage], stack.w, s.w_full[stage], k, tile.row, tile.which, 0);
+    if constexpr (S::HALVES == 1)
+      tensor_load_once(s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
     else if (copies<S>(stage))
-      tensor_load_to((1 << S::HALVES) - 1, s.w[stage], stack.w, s.w_full[stage], k, tile.row, tile.which, 0);
+      tensor_load_to((1 << S::HALVES) - 1, s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
   };
   const auto vectors = [&](int step) {
-    if (step >= tile.steps) return;
-    const int stage = step % S::X_STAGES, k = tile.k + step * DEPTH;
+    if (step >= tile.steps.count) return;
+    const int stage = step % S::X_STAGES, k = tile.steps.k + step * DEPTH;
     barrier_expect(s.x_full[stage], sizeof s.x[0]);
-    tensor_load(s.x[stage], stack.x, s.x_full[stage], k, tile.column, tile.which, 0);
+    tensor_load(s.x[stage], stack.x, s.x_full[stage], k, tile.column, tile.rows.which, 0);
   };
   prefetch_map(stack.x);
   for (int step = 0; step < S::W_STAGES; ++step) weights(step);
   wait_for_previous();
   for (int step = 0; step < S::X_STAGES; ++step) vectors(step);
 #pragma unroll 1
-  for (int step = 0; step < tile.steps; ++step) {
-    if (step + S::X_STAGES < tile.steps) barrier_wait(s.x_empty[step % S::X_STAGES], step / S::X_STAGES & 1);
+  for (int step = 0; step < tile.steps.count; ++step) {
+    if (step + S::X_STAGES < tile.steps.count) barrier_wait(s.x_empty[step % S::X_STAGES], step / S::X_STAGES & 1);
     vectors(step + S::X_STAGES);
-    if (step + S::W_STAGES < tile.steps) barrier_wait(s.w_empty[step % S::W_STAGES], step / S::W_STAGES & 1);
+    if (step + S::W_STAGES < tile.steps.count) barrier_wait(s.w_empty[step % S::W_STAGES], step / S::W_STAGES & 1);
     weights(step + S::W_STAGES);
+    // Two blocks' weights come to L2 before there is room for them.
+    if (const int later = step + S::W_STAGES + AHEAD; S::HALVES > 1 && later < tile.steps.count && copies<S>(later))
+      tensor_prefetch(stack.w, tile.steps.k + later * DEPTH, tile.rows.row, tile.rows.which, 0);
   }
 }
 
@@ -163,19 +150,18 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, ROWS <= 128 ? 2 : 1) __clus
   if constexpr (HALVES > 1) cluster_sync();
   else __syncthreads();
   const Tile tile = tile_of_block<S>(args);
-  const Stack& stack = args.stacks[tile.stack];
+  const Stack& stack = args.stacks[tile.rows.stack];
   if (warp == S::WARPS) {
     if (lane == 0) copy(s, stack, tile);
     __syncwarp();
   } else {
     float sums[ROWS / 2] = {};
-    multiply(s, tile.steps, sums);
+    multiply(s, tile.steps.count, sums);
     wait_for_previous();
-    const int row = tile.row + 2 * (lane & 3), b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
-    const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.which : tile.which;
+    const int row = tile.rows.row + 2 * (lane & 3), b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
+    const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
     if (stack.finish == Finish::ReluSquared)
-      store<ROWS>(static_cast<T*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums,
-                  [](float x) { return x > 0.f ? x * x : 0.f; });
+      store<ROWS>(static_cast<T*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums, relu_squared);
     else
       store<ROWS>(static_cast<float*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums,
                   [](float x) { return x; });

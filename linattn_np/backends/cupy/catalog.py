@@ -212,10 +212,10 @@ def of_models():
         yield rwkv6.DecodeStep(T, S, depth, paired)
         if paired:
             yield rwkv6.DecodeFew(T, S, depth)
-    for T in HALF:
-        yield model_products.FewRowsProduct(T)
     many = model_products.BatchProduct
-    for T, width, split in product(HALF, many.STAGES, many.SPLITS):
+    for T in many.DTYPES:
+        yield model_products.FewRowsProduct(T)
+    for T, width, split in product(many.DTYPES, many.STAGES, many.SPLITS):
         yield many(T, width, split)
         if width <= many.DEEP_COLUMNS:
             yield many(T, width, split, True)
