@@ -208,9 +208,10 @@ def of_models():
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
-    for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
-        yield rwkv6.DecodeStep(T, S, depth, paired)
-        if paired:
+    for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
+        for paired in (True, False):
+            yield rwkv6.DecodeStep(SINGLE, S, depth, paired)
+        for T in (*CTYPES, INT8):
             yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:

@@ -121,8 +121,8 @@ class DecodeStep(ModelKernel):
     arch, threads = "sm_90a", 384
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
-    STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
-    # room for the vectors
+    STAGES: ClassVar[tuple[int, ...]] = (10, 8, 4)  # 16 KB of weights on their way each: as many as leave room for the
+    # vectors
     dtype: np.dtype
     state: np.dtype
     stages: int
