@@ -241,9 +241,9 @@ class WideProduct(ModelKernel):
 
     @property
     def threads(self):
-        return 128 * self.GROUPS + 32
+        return 128 * self.GROUPS + 64
 
     @property
     def shared_bytes(self):
         of_w, of_x = self.SHAPES[self.HALVES * self.vectors][self.ROWS, self.HALVES, self.GROUPS]
-        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 2 * 8 * (of_w + of_x)
+        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 8 * (2 * (of_w + of_x) + 1)
