@@ -257,7 +257,7 @@ class DataMix(ModelKernel):
     arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A P"))
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
-    MOST_PARTS: ClassVar[int] = 8  # of `low`, where a float is several TERMS
+    MOST_PARTS: ClassVar[int] = 8  # of `low`, in a step
     dtype: np.dtype
     X: np.dtype
     PARTS: int

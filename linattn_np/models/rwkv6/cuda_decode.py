@@ -122,8 +122,8 @@ class CudaDecoder:
         self.split = few and not self.kernel and on_tensors
         self.by_rows = few and not self.split
         terms = model_products.FLOAT_TERMS if self.split else 1
-        low_parts = kernels.DataMix.MOST_PARTS if self.split else 1
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
+        low_parts = kernels.DataMix.MOST_PARTS if on_tensors and not self.by_rows else 1
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.buffers = SimpleNamespace(
@@ -419,8 +419,7 @@ class Step:
         x, low, (w, scales) = self.buffers.mixed_x, self.buffers.low, matrix_of(layer, "maa_down")
         kernel, M, (terms, _, B, K) = model_products.FewRowsProduct(self.my.matrices), w.shape[1], x.shape
         if terms == 1 or kernel.parts(K) > low.shape[0]:
-            self.matmul(layer, ("maa_down", x, low[0], WRITE))
-            return 1
+            return self.in_parts(layer, low.shape[0], ("maa_down", x, low))
         self.draft.launch(kernel, kernel.blocks(M, K), w=w, scales=scales, x=x, y=low, B=B, K=K, M=M)
         return kernel.parts(K)
 
