@@ -282,29 +282,31 @@ class DataMix(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
 
 
+class OfElements(ModelKernel):
+    """A thread has EACH neighbours of an array."""
+
+    EACH: ClassVar[int]
+    threads = 256
+
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
+
+
 @dataclass(frozen=True)
-class ReluSquared(ModelKernel):
+class ReluSquared(OfElements):
     file = "rwkv6/relu_squared"
     arguments = (*pointers("x y"), *integers("count"))
-    EACH: ClassVar[int] = 8  # elements a thread
-    threads = 256
+    EACH = 8
     X: np.dtype
     Y: np.dtype
 
-    def blocks(self, count) -> int:
-        return ceil_div(count, self.EACH * self.threads)
-
 
 @dataclass(frozen=True)
-class Widen(ModelKernel):
+class Widen(OfElements):
     file = "rwkv6/widen"
     arguments = (*pointers("q scales w"), *integers("count K"))
-    EACH: ClassVar[int] = 16  # elements a thread
-    threads = 256
+    EACH = 16
     dtype: np.dtype
-
-    def blocks(self, count) -> int:
-        return ceil_div(count, self.EACH * self.threads)
 
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
@@ -361,14 +363,10 @@ class GatedNorm(ModelKernel):
 
 
 @dataclass(frozen=True)
-class GatedAdd(ModelKernel):
+class GatedAdd(OfElements):
     file = "rwkv6/gated_add"
     arguments = (*pointers("x gate value"), *integers("count"))
-    EACH: ClassVar[int] = 4  # elements a thread
-    threads = 256
-
-    def blocks(self, count) -> int:
-        return ceil_div(count, self.EACH * self.threads)
+    EACH = 4
 
 
 def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: Array, o: Array, state, spans: Spans):
