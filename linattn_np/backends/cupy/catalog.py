@@ -210,7 +210,7 @@ def of_models():
             yield rwkv6.ChosenNorm(T, SINGLE)
     for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
         for paired in (True, False):
-            yield rwkv6.DecodeStep(SINGLE, S, depth, paired)
+            yield rwkv6.DecodeStep(S, depth, paired)
         for T in (*CTYPES, INT8):
             yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct

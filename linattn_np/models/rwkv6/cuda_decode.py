@@ -148,9 +148,6 @@ class CudaDecoder:
         )
         if isinstance(self.kernel and self.kernel[0], kernels.DecodeFew):
             vars(self.buffers).update(self.words())
-        elif self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what other kernels take
-            self.buffers.mixed, self.buffers.y = buffer(5, B, D * size // 4), buffer(1, B, D * size // 4)
-            self.buffers.activated = buffer(1, B, F * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     def kernel_of_all(self, batch):
@@ -160,7 +157,7 @@ class CudaDecoder:
             return None
         if batch == 1:
             return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
-        return kernels.DecodeStep.fitting(self.matrices, self.state_dtype, batch, D, F, self.device)
+        return kernels.DecodeStep.fitting(self.state_dtype, batch, D, F, self.device)
 
     def words(self) -> dict:
         """What the blocks of `DecodeFew` hand to each other, each number a word of turn 0; and their turns."""
