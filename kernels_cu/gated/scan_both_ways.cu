@@ -14,6 +14,8 @@
 // limits    V a multiple of 4
 #include "ptx.cuh"
 
+constexpr int AHEAD = 6;  // segments that are read at once: each waits for memory, none for the one before
+
 struct Args {
   float* states;
   const float* decays;
@@ -35,13 +37,19 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
     return *reinterpret_cast<float4*>(args.states + segment(step) * size + at);
   };
   const auto decay = [&](int step) { return args.decays[segment(step) * args.K + at / u32(args.V)]; };
-  float4 S = state(1), local = state(2);
-  float by = decay(1);
-  for (int step = 2; step < P; ++step) {
-    const float4 x = local;
-    const float d = by;
-    if (step < P - 1) local = state(step + 1), by = decay(step);
-    S = {fmaf(d, S.x, x.x), fmaf(d, S.y, x.y), fmaf(d, S.z, x.z), fmaf(d, S.w, x.w)};
-    state(step) = S;
+  float4 S = state(1);
+  for (int first = 2; first < P; first += AHEAD) {
+    float4 local[AHEAD];
+    float by[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < P) local[i] = state(first + i), by[i] = decay(first + i - 1);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < P) {
+        const float4& x = local[i];
+        S = {fmaf(by[i], S.x, x.x), fmaf(by[i], S.y, x.y), fmaf(by[i], S.z, x.z), fmaf(by[i], S.w, x.w)};
+        state(first + i) = S;
+      }
   }
 }
