@@ -81,7 +81,7 @@ def summarised_both_ways(call, device, segments, monkeypatch):
     }
     problem = BY_NAME[call.op.name][0].bind([device.upload(x) for x in call.arrays], gradient=True, **options)
     found, start = planned.pull(problem, device, device.upload(call.do), (device.upload(call.dht),))
-    return [planned.host(x) for x in (*found, *start)]
+    return [planned.host(x) for x in (*found, *(start or ()))]
 
 
 @pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "float32"])
@@ -101,11 +101,28 @@ def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, 
         assert np.isnan(x[:, 1, tokens].astype(np.float32)).any(), name
 
 
-@pytest.mark.parametrize("gate", ["trained", "all-20", "some-inf", "spikes-40", "zero", "positive", "by_channel"])
+GATES = ("trained", "all-20", "some-inf", "spikes-40", "zero", "positive", "by_channel", "growth")
+
+
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_segments_of_any_gates(op, hopper, dtype, gate, rng, monkeypatch):
     """Packed, with a partial chunk and an empty sequence. float16 has no small numbers; and gates that let a state grow
     a little do so for many tokens."""
-    call = Call(op, Case(lengths=(300, 0, 450), K=64, V=72, H=1, dtype=dtype, gate=gate), rng)
+    drawn = "weak" if gate == "growth" else gate
+    call = Call(op, Case(lengths=(300, 0, 450), K=64, V=72, H=1, dtype=dtype, gate=drawn), rng)
     call.rows = Hopper.gradient_rows
+    if gate == "growth":  # in some chunks
+        call.arrays[3][:, :, 40::150, ::5] = 2
+        call.arrays[3][:, :, 41::150, ::5] = -3
     call.assert_close(gate, summarised_both_ways(call, hopper, 3, monkeypatch), call.exact[1])
+
+
+@pytest.mark.parametrize("segments, first", [(2, 180), (3, 340)])
+def test_nothing_may_grow(op, hopper, segments, first, rng, monkeypatch):
+    """Gates of 0.9 nats until the first key, over segments: 0 times what leaves float32's range is 0."""
+    call = Call(op, Case(T=450, K=64, V=64, H=1, dtype="bfloat16", initial=None), rng)
+    call.arrays[1][:, :, :first], call.arrays[3][:, :, :first] = 0, 0.9
+    found, wanted = summarised_both_ways(call, hopper, segments, monkeypatch), call.exact[1]
+    for name, x, exact in zip(call.names[:3], found, wanted):
+        assert_close(f"d{name}", x[:, :, first:], exact[:, :, first:], "bfloat16", rows=4)

@@ -9,7 +9,7 @@
 //           values each
 // smem      none
 // barriers  none
-// numerics  float32
+// numerics  float32. Nothing stays nothing, where gates above 0 add up to a decay that float32 does not hold
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
 // limits    V a multiple of 4
 #include "ptx.cuh"
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
     for (int i = 0; i < AHEAD; ++i)
       if (first + i < P) {
         const float4& x = local[i];
-        S = {fmaf(by[i], S.x, x.x), fmaf(by[i], S.y, x.y), fmaf(by[i], S.z, x.z), fmaf(by[i], S.w, x.w)};
+        const auto join = [&](float S, float own) { return S == 0.f ? own : fmaf(by[i], S, own); };
+        S = {join(S.x, x.x), join(S.y, x.y), join(S.z, x.z), join(S.w, x.w)};
         state(first + i) = S;
       }
   }
