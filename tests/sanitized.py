@@ -175,11 +175,11 @@ def steps(rng, run):
             yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
 
 
-EIGHT_BITS = (np.dtype(np.int8), 1, True), (np.dtype(np.int8), 9, False)
+EIGHT_BITS = [(np.dtype(np.int8), B, False) for B in (1, 9, 130)]
 
 
 def decoding(rng, device):
-    """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies int8."""
+    """A model's steps: all in one launch, in several, and beyond 128 sequences, where cuBLAS multiplies int8."""
     few = synthetic(rng, SMALL, BFLOAT16)
     for dtype, B, together, weights in (
         (BFLOAT16, 1, True, few),

@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
 Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
-one launch for one sequence, and where weights are float32 or int8; otherwise a layer is nine. Beyond eight sequences
-cuBLAS multiplies on other cards, and on Hopper beyond 256. All arrays of a step are allocated once, and a step neither
-allocates nor waits, so a CUDA graph can hold it.
+one launch for one sequence, but for int8 weights, and where weights are float32; otherwise a layer is nine. Beyond
+eight sequences cuBLAS multiplies on other cards, and on Hopper beyond 256, or 128 with int8. All arrays of a step are
+allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
     Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
-    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`. int8 has a scale for every
-    row of a matrix; beyond eight sequences scaled rows and inputs are rounded to bfloat16. The embedding and the second
-    matrices of low rank are bfloat16 then.
+    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`, and beside int8 to
+    bfloat16. int8 has a scale for every row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The
+    embedding and the second matrices of low rank are bfloat16 then.
 
     Parameters
     ----------
