@@ -85,9 +85,8 @@ template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stac
     Barrier& full = s.x_full[step % S::X_STAGES];
     barrier_expect(full, sizeof x);
     for (int box = 0; box < S::DEPTH / S::BOX; ++box)
-      for (int term = 0; term < S::TERMS; ++term)
-        tensor_load(x[box][term], stack.x, full, tile.steps.k + step * S::DEPTH + box * S::BOX, tile.column,
-                    tile.rows.which, term);
+      tensor_load(x[box], stack.x, full, tile.steps.k + step * S::DEPTH + box * S::BOX, tile.column, 0,
+                  tile.rows.which);
   }
 }
 
