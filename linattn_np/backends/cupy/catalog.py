@@ -196,14 +196,14 @@ def of_models():
         for threads in model_products.Matvec.THREADS:
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
+        yield rwkv6.DataMix.of_step(T, T, 256)
+        for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
+            yield rwkv6.TimeMixBatch(T, S, terms, width)
         for X in dict.fromkeys((T, SINGLE)):
-            yield rwkv6.DataMix.of_step(T, X, 256)
             for terms in terms_of(X):
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)
                 for S in CTYPES:
                     yield rwkv6.TimeMixStep(T, X, S, terms)
-                    for width in rwkv6.TimeMixBatch.WIDTHS:
-                        yield rwkv6.TimeMixBatch(T, X, S, terms, width)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:

@@ -71,16 +71,15 @@ class TimeMixBatch(ModelKernel):
     MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # sequences of a block
     dtype: np.dtype
-    X: np.dtype
     state: np.dtype
     TERMS: int
     SEQUENCES: int
 
     @classmethod
-    def fitting(cls, dtype, X, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
+    def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
         """The kernel, and the bytes of shared memory behind its own; None where it does not serve. So many sequences a
         block that almost every multiprocessor has one."""
-        kernels = [cls(dtype, X, state, terms, width) for width in cls.WIDTHS]
+        kernels = [cls(dtype, state, terms, width) for width in cls.WIDTHS]
         busy = (kernel for kernel in kernels if kernel.blocks(B, H) >= 0.9 * device.multiprocessors)
         kernel = next(busy, kernels[-1])
         more = W * (4 * kernel.SEQUENCES + N * dtype.itemsize)

@@ -365,7 +365,7 @@ class Step:
             A=A,
             P=parts,
         )
-        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, terms, B, H, N, W, my.device)
+        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, my.state_dtype, terms, B, H, N, W, my.device)
         kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
         parts = self.in_parts(
             layer,
