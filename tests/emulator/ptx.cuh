@@ -402,7 +402,7 @@ inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulato
 struct alignas(64) TensorMap {
   unsigned char* array;
   i64 sizes[4], strides[4];  // columns, tokens, heads, batch; in elements and bytes
-  i32 columns, tokens, bytes, swizzled;  // of the box; of an element
+  i32 columns, tokens, heads, bytes, swizzled;  // of the box; of an element
 };
 
 namespace emulator {
@@ -415,9 +415,9 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
                  call, where.file, where.line);
   EMULATOR_CHECK(at[0] >= 0 && at[1] >= 0 && at[2] >= 0 && at[3] >= 0, "%s from before the array (%s:%d)", call,
                  where.file, where.line);
-  for (int t = 0; t < map.tokens; ++t)
+  for (int t = 0; t < map.heads * map.tokens; ++t)
     for (int byte = 0; byte < row; byte += 16) {
-      const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t, at[2], at[3]};
+      const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t % map.tokens, at[2] + t / map.tokens, at[3]};
       bool inside = true;
       i64 offset = 0;
       for (int axis = 0; axis < 4; ++axis) {
@@ -443,7 +443,7 @@ inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column,
                          else
                            memset(to, 0, 16);
                        });
-  phases->coming -= map.columns * map.bytes / 16 * map.tokens;
+  phases->coming -= map.columns * map.bytes / 16 * map.tokens * map.heads;
   emulator::end_phase(phases);
 }
 
