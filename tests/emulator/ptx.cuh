@@ -188,6 +188,12 @@ inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = em
   emulator::matrix_collective("ldmatrix_x4", r, row, emulator::load_matrices<false>, where);
 }
 
+inline void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset,
+                                emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<const unsigned char*>(at) - emulator::shared_memory;
+  ldmatrix_x4(r, emulator::shared_memory + (place ^ flip) + offset, where);
+}
+
 inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
   emulator::matrix_collective("ldmatrix_x4_trans", r, row, emulator::load_matrices<true>, where);
 }
@@ -211,6 +217,14 @@ inline void store_if(bool wanted, void* to, uint2 x, emulator::Where where = emu
 inline void store_flipped(void* at, int flip, int offset, uint2 x, emulator::Where where = emulator::here()) {
   const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
   store_if(true, emulator::shared_memory + (place ^ flip) + offset, x, where);
+}
+
+inline void store_flipped(void* at, int flip, int offset, u32 x, emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
+  u32* const to = reinterpret_cast<u32*>(emulator::shared_memory + (place ^ flip) + offset);
+  EMULATOR_CHECK(emulator::in_shared(to, 4), "store_flipped to a place not aligned or not in shared memory (%s:%d)",
+                 where.file, where.line);
+  *to = x;
 }
 
 template <int BYTES>
