@@ -169,7 +169,16 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// The same with each matrix transposed.
+// The same of a row `offset` behind the address of `at` XOR `flip`: a loop's next rows without a sum for every flip.
+__device__ __forceinline__ void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset) {
+  const u32 row = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+// ldmatrix_x4 with each matrix transposed.
 //   r[m] = M_m[2t,+1][g]
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -200,11 +209,15 @@ __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
                : "memory");
 }
 
-// Stores 8 bytes to shared memory, `offset` behind the address of `at` XOR `flip`: as swizzled tiles want it, without a
-// sum for every flip.
+// Stores 8 or 4 bytes to shared memory, `offset` behind the address of `at` XOR `flip`: as swizzled tiles want it,
+// without a sum for every flip.
 __device__ __forceinline__ void store_flipped(void* at, int flip, int offset, uint2 x) {
   const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ __forceinline__ void store_flipped(void* at, int flip, int offset, u32 x) {
+  const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
 // Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.

@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
     const int stage = step % S::X_STAGES;
     if (step >= S::X_STAGES) barrier_wait(s.x_empty[stage], step / S::X_STAGES - 1 & 1);
     barrier_expect(s.x_full[stage], sizeof s.x[0]);
-    tensor_load(s.x[stage], stack.x, s.x_full[stage], tile.steps.k + step * DEPTH, tile.column, tile.rows.which, 0);
+    tensor_load(s.x[stage], stack.x, s.x_full[stage], tile.steps.k + step * DEPTH, tile.column, 0, tile.rows.which);
   }
 }
 

@@ -119,8 +119,6 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, co
     up[h] = __uint_as_float(u32(127 - by) << 23), down[h] = __uint_as_float(u32(127 + by) << 23);
   }
   if (!__any_sync(0xffffffffu, up[0] != 1.f || up[1] != 1.f)) return;
-  wgmma_wait<0>();
-  wgmma_keep(S);
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= up[i >> 1 & 1];
 #pragma unroll
@@ -136,41 +134,40 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
   const float scale = BACKWARDS ? float(args.scale) : 1.f;
   const Counts<ReadOrder, G> counts;
   Passed passed;
-  Operand x[2];
+  Operand x;
   int n = 0;
-  const auto take = [&](Operand& x) {  // the next chunk; whether another comes
+  for (bool more = walk.chunks; more; more = walk.goes_on(n++, more)) {
     walk.wait(n);
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     Gates<G> gates;
+    Operand loaded;
     Chunk far;
     SubChunkDecays own;
     gates.load(own_panels(in.g, warpgroup), offset);
     grown |= any_grows<T>(gates);
     decays_of(own, gates);
-    load_operand(x, in.x[warpgroup], offset);
+    load_operand(loaded, in.x[warpgroup], offset);
     if (BACKWARDS) decays_from_start(far, gates, counts);
     else decays_to_end(far, gates, counts);
+    wgmma_wait<0>();  // the products of the chunk before, under way beside what comes before this line
+    wgmma_keep(S);
     if (NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, passed, far);
     each_pair([&](int n, int h) {
-      const float2 two = unpack<T>(pair_of(x, n, h));
+      const float2 two = unpack<T>(pair_of(loaded, n, h));
       const float by = scale * passed.decay[h] * (BACKWARDS ? own.before(n, h) : own.behind(n, h));
       pair_of(x, n, h) = pack<T>(by * far[n][2 * h] * two.x, by * far[n][2 * h + 1] * two.y);
     });
     wgmma_fence();
     start_write<T, BV>(S, x, in.y);
     wgmma_commit();
-    bool remembered = false;
+    more = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       passed.decay[h] *= own.all(h);
       grown |= passed.all(h) > MOST;
-      remembered |= channel + 8 * h < args.shape.K && !(passed.all(h) <= LOST);
+      more |= channel + 8 * h < args.shape.K && !(passed.all(h) <= LOST);
     }
-    wgmma_wait<1>();
-    return walk.goes_on(n++, remembered);
-  };
-  if (walk.chunks)
-    while (take(x[0]) && take(x[1])) {}
+  }
   wgmma_wait<0>();
   wgmma_keep(S);
 #pragma unroll
@@ -190,7 +187,7 @@ __device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&deca
   const i64 size = args.shape.K * args.shape.V;
   float* const states = args.states + slot_of(at, backwards) * size;
   const float* const from = given + (at.sequence / args.P * args.shape.H + at.head) * size;
-  each_of_state<BV>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
+  each_of_state<BV, true>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
     const float2 two = given ? *reinterpret_cast<const float2*>(from + (to - states)) : float2{0.f, 0.f};
     const float decay = decays[&x - S >> 1 & 1];
     if (decay != 0.f) x = fmaf(decay, two.x, x), y = fmaf(decay, two.y, y);
@@ -262,8 +259,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     carry_to_border<ReadOrder, BACKWARDS>(S, decays, Walk(s, at, came), args);
   } else add_start<BV>(S, decays, args, at, BACKWARDS, channel);
   const i64 slot = slot_of(at, BACKWARDS), K = args.shape.K, next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
-  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
-                    [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
+  each_of_state<BV, true>(S, args.states + next * K * args.shape.V, args.shape, channel,
+                          [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = decays[h];
 }

@@ -57,13 +57,13 @@ SWIZZLED = 128  # bytes of K in a box of weights or of vectors
 def stacked(products, rows, vectors) -> list[dict]:
     """Stacks of products (w, scales, x, y, finish), which come in boxes of so many rows of w or vectors of x."""
 
-    def boxes(array, many):
-        return TensorMap(array, SWIZZLED // array.dtype.itemsize, many, True)
+    def boxes(array, many, heads=1):
+        return TensorMap(array, SWIZZLED // array.dtype.itemsize, many, True, heads)
 
     stacks = [
         {
             "w": boxes(w[None], rows),
-            "x": boxes(x, vectors),
+            "x": boxes(x.swapaxes(0, 1), vectors, x.shape[0]),
             "y": y,
             "scales": scales,
             "C": w.shape[0],
