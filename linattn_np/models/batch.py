@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -13,13 +14,31 @@ from .face import Model, State
 from .sampling import Sampler, Sampling, complaints, draw_each
 
 
+class Logits:
+    """Logits [N, V] of a call, which a device may still be computing until they are asked for."""
+
+    def __init__(self, model: Model, logits):
+        self.model, self.logits = model, logits
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """On the host."""
+        return self.model.to_host(self.logits)
+
+
 @dataclass
 class Sequence:
-    """One sequence of a batch: its row in the state pool, how it draws, and the logits of its next token."""
+    """One sequence of a batch: its row in the state pool, how it draws, and where the next token's logits are."""
 
     slot: int
     sampler: Sampler
-    logits: np.ndarray  # [V], host
+    source: Logits
+    row: int
+
+    @property
+    def logits(self) -> np.ndarray:
+        """[V], host."""
+        return self.source.rows[self.row]
 
 
 class Batch:
@@ -92,9 +111,9 @@ class Batch:
             self.pool.put(slot, state)
         bounds = np.cumsum([0, *map(len, prompts)])
         logits, _ = self.model.forward(tokens, self.pool, cu_seqlens=bounds, slots=slots, last=True)
+        source = Logits(self.model, logits)
         self.sequences |= {
-            slot: Sequence(slot, sampler, row)
-            for slot, sampler, row in zip(slots, samplers, self.model.to_host(logits))
+            slot: Sequence(slot, sampler, source, row) for row, (slot, sampler) in enumerate(zip(slots, samplers))
         }
         return slots
 
@@ -110,23 +129,32 @@ class Batch:
 
     def drawing(self):
         """(samplers, their rows of logits), in the order of the sequences."""
-        sequences = self.sequences.values()
-        return [sequence.sampler for sequence in sequences], [sequence.logits for sequence in sequences]
+        sequences = list(self.sequences.values())
+        source = sequences[0].source if sequences else None
+        together = all(sequence.source is source and sequence.row == row for row, sequence in enumerate(sequences))
+        rows = source.rows[: len(sequences)] if together and source else [sequence.logits for sequence in sequences]
+        return [sequence.sampler for sequence in sequences], rows
 
     def step(self) -> dict[int, int]:
-        """The next token of every sequence, by slot.
+        """The next token of every sequence, by slot. What follows them is computed while the caller goes on.
 
         ContractError, before any is drawn, where a sequence has a `complaint`; without it the others can go on.
         """
-        if not self.sequences:
-            return {}
         for slot, complaint in self.complaints().items():
             refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
+        return self.advance()
+
+    def advance(self) -> dict[int, int]:
+        """`step` where no sequence has a complaint."""
+        if not self.sequences:
+            return {}
         drawn = dict(zip(self.sequences, draw_each(*self.drawing())))
         tokens = np.array(list(drawn.values()))[:, None]
         logits, _ = self.model.forward(tokens, self.pool, slots=list(drawn), last=True)
-        for slot, row in zip(drawn, self.model.to_host(logits)):
-            self.sequences[slot].logits = row
+        source = Logits(self.model, logits)
+        for row, slot in enumerate(drawn):
+            sequence = self.sequences[slot]
+            sequence.source, sequence.row = source, row
         return drawn
 
     def state(self, slot: int) -> State:

@@ -57,6 +57,8 @@ class Text:
         if self.end is not None and token == self.end:
             return self.close("end")
         text = self.held + self.stream.feed(token)
+        if not self.stop and self.count != self.length:
+            return text
         found = [(start + len(string), start) for string in self.stop if (start := text.find(string)) >= 0]
         if found:
             self.finish = "stop"
@@ -132,7 +134,7 @@ def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], sl
             batch.leave(slot)
             pieces.append(text.close("error", complaint))
             yield number, "".join(pieces), text
-        for slot, token in batch.step().items():
+        for slot, token in batch.advance().items():  # the device computes what follows meanwhile
             number, text, pieces = running[slot]
             pieces.append(text.feed(token))
             if text.finish:
