@@ -291,12 +291,25 @@ def part(change):
 )
 def test_a_state_is_checked_wherever_it_enters(austen, change, complaint):
     state = change(austen.initial_state())
-    enters = [austen.on_device, lambda state: Batch(austen, 2).join([b"a"], Sampling(), [state])]
+    enters = [austen.on_device]
     if state is not None:  # which means a fresh one here
         enters += [lambda state: austen.forward([[1]], state), lambda state: read(austen, b"a", state)]
+        enters += [lambda state: Batch(austen, 2).join([b"a"], Sampling(), [state])]
     for enter in enters:
         with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
             enter(state)
+
+
+def test_some_go_on_from_a_state_and_some_begin(austen):
+    """Whatever the slots' last sequences have left."""
+    batch, how = Batch(austen, 3), Sampling(temperature=0)
+    for slot in batch.join(PROMPTS[:3], how):
+        batch.leave(slot)
+    _, state = austen.forward([list(b"Miss Wood")])
+    slots = batch.join([b"Captain Went", b"h", b"Miss Woodh"], how, [None, state, None])
+    written = [batch.step() for _ in range(5)]
+    found = [bytes(tokens[slot] for tokens in written) for slot in slots]
+    assert found == [b"worth", b"ouse,", b"ouse,"]
 
 
 def test_a_sequence_goes_on_from_one_sequence(austen):

@@ -75,11 +75,11 @@ class Batch:
     def free(self) -> int:
         return self.slots - len(self.sequences)
 
-    def join(self, prompts, how: Sampling | list[Sampling], states: list[State] | None = None) -> list[int]:
+    def join(self, prompts, how: Sampling | list[Sampling], states: list[State | None] | None = None) -> list[int]:
         """Reads `prompts` (host integers, of any lengths) in one packed pass; returns the slot of each sequence.
 
         how : for all of them, or one each; a seed that is shared draws alike.
-        states : for each prompt the state that it goes on from, one sequence each; fresh ones by default.
+        states : for each prompt the state that it goes on from, one sequence each; None for the beginning.
 
         ContractError for any of them that does not fit; then nobody has joined.
         """
@@ -102,13 +102,15 @@ class Batch:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
         tokens = self.model.checked(np.concatenate(prompts)[None])
         samplers = [one.sampler() for one in how]
-        if states is None:
-            states = [self.model.initial_state()] * len(prompts)
-        else:
-            states = [self.model.on_device(state, rows=1) for state in states]
+        states = [
+            None if state is None else self.model.on_device(state, rows=1) for state in states or [None] * len(how)
+        ]
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
+        if fresh := [slot for slot, state in zip(slots, states) if state is None]:
+            self.pool.put(fresh, self.model.initial_state())
         for slot, state in zip(slots, states):
-            self.pool.put(slot, state)
+            if state is not None:
+                self.pool.put(slot, state)
         bounds = np.cumsum([0, *map(len, prompts)])
         logits, _ = self.model.forward(tokens, self.pool, cu_seqlens=bounds, slots=slots, last=True)
         source = Logits(self.model, logits)

@@ -156,10 +156,16 @@ def read(
     prompt: Sequence[int],
     state: State | None = None,
     progress: Callable[[int], object] = lambda done: None,
-) -> tuple[Sequence[int], State]:
-    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before."""
+) -> tuple[Sequence[int], State | None]:
+    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before.
+
+    None for the state where nothing has been read.
+    """
     model.checked([list(prompt)])
-    state = model.initial_state() if state is None else model.on_device(state, rows=1).copy()
+    if state is not None:
+        state = model.on_device(state, rows=1).copy()
+    elif len(prompt) > PIECE:
+        state = model.initial_state()
     start = 0
     while len(prompt) - start > PIECE:
         model.forward([prompt[start : start + PIECE]], state, last=True)
