@@ -192,7 +192,7 @@ def test_stmatrix_is_the_inverse_of_ldmatrix(hopper, rng):
     np.testing.assert_array_equal(got, matrices)
 
 
-@pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("columns", [16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_wgmma(hopper, rng, kind, columns):
     depth = 128 // np.dtype(PRODUCTS[kind]).itemsize
@@ -202,7 +202,7 @@ def test_wgmma(hopper, rng, kind, columns):
     np.testing.assert_allclose(got, product(a, b.T), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("columns", [16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_wgmma_of_a_transposed_tile(hopper, rng, kind, columns):
     a, b = (rng.standard_normal(shape).astype(PRODUCTS[kind]) for shape in ((64, 64), (64, columns)))

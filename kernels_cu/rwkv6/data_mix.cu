@@ -7,7 +7,7 @@
 // barriers  two a pass over 32 of the rank: the tiles may change, and stand
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once, or in three terms exactly
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
-// limits    D a multiple of 8; P = 1, or up to 8 where there are several TERMS
+// limits    D a multiple of 8; P = 1, or up to 8 where TILES = 1
 #include "rwkv6/low_rank.cuh"
 
 template <typename T, typename X> struct Args {
@@ -22,7 +22,7 @@ template <typename T, typename X> struct Args {
 
 template <typename T, typename X, int PARTS, int TILES, int INPUTS, int TERMS>
 __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args) {
-  constexpr int LOW_PARTS = TERMS > 1 ? 8 : 1;
+  constexpr int LOW_PARTS = TILES == 1 ? 8 : 1;
   auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
   launch_next();
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;

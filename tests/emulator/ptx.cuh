@@ -452,6 +452,8 @@ inline void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 co
   tensor_load(box, map, b, column, token, head, batch, where);
 }
 
+inline void tensor_prefetch(const TensorMap&, i32, i32, i32, i32) {}
+
 inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
                          emulator::Where where = emulator::here()) {
   emulator::each_piece("tensor_store", box, map, {column, token, head, batch}, where,
@@ -583,7 +585,7 @@ template <int N> void wgmma_keep(float (&d)[N]) {}
 template <class T, int N, bool TRANSPOSED>
 void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
            emulator::Where where = emulator::here()) {
-  static_assert(N == 16 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
+  static_assert(N == 16 || N == 24 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
   static_assert(!TRANSPOSED || emulator::Format<T>::PACKED == 2, "tf32 takes no transposed tile");
   emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, a, 0, b, accumulate, where};
   emulator::collective("wgmma", where, emulator::start, &operand);

@@ -210,14 +210,15 @@ def of_models():
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
             yield rwkv6.ChosenNorm(T, SINGLE)
-    for T, S, depth, paired in product((*CTYPES, INT8), CTYPES, rwkv6.DecodeStep.STAGES, (True, False)):
-        yield rwkv6.DecodeStep(T, S, depth, paired)
-        if paired:
+    for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
+        for paired in (True, False):
+            yield rwkv6.DecodeStep(S, depth, paired)
+        for T in (*CTYPES, INT8):
             yield rwkv6.DecodeFew(T, S, depth)
-    for T in HALF:
-        yield model_products.FewRowsProduct(T)
     many = model_products.BatchProduct
-    for T, width, split in product(HALF, many.STAGES, many.SPLITS):
+    for T in many.DTYPES:
+        yield model_products.FewRowsProduct(T)
+    for T, width, split in product(many.DTYPES, many.STAGES, many.SPLITS):
         yield many(T, width, split)
         if width <= many.DEEP_COLUMNS:
             yield many(T, width, split, True)

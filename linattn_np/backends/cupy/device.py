@@ -221,7 +221,7 @@ def ready(kernel, smem: int, device: int):
 
 
 # -- tensor maps -------------------------------------------------------------------------------------------------------
-TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # of CUtensorMapDataType
+TYPES = {"int8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # of CUtensorMapDataType
 SWIZZLE_128B, PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
 
