@@ -67,6 +67,7 @@ class Batch:
         self.model, self.pool = model, model.initial_state(slots)
         self.slots = slots
         self.sequences: dict[int, Sequence] = {}
+        self.untouched = set(range(slots))  # rows of the pool that are as the model made them
 
     def __repr__(self):
         return f"Batch({self.model!r}, {len(self.sequences)} of {self.slots} slots in use)"
@@ -106,8 +107,9 @@ class Batch:
             None if state is None else self.model.on_device(state, rows=1) for state in states or [None] * len(how)
         ]
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
-        if fresh := [slot for slot, state in zip(slots, states) if state is None]:
-            self.pool.put(fresh, self.model.initial_state())
+        if used := [slot for slot, state in zip(slots, states) if state is None and slot not in self.untouched]:
+            self.pool.put(used, self.model.initial_state())
+        self.untouched.difference_update(slots)
         for slot, state in zip(slots, states):
             if state is not None:
                 self.pool.put(slot, state)
