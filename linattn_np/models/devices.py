@@ -37,15 +37,18 @@ def cuda_devices() -> int:
     return count.value
 
 
-def open_beside(number: int = 0):
-    """Has a thread open a CUDA device, where there is one, while this one imports CuPy: both take half a second."""
+def open_beside(number: int = 0) -> threading.Thread:
+    """Has a thread open a CUDA device, where there is one, while this one imports CuPy: both take a quarter of a
+    second. The process does not end before the thread has, which CUDA would not like."""
 
     def opened():
         driver, device, context = cuda_driver(), ctypes.c_int(), ctypes.c_void_p()
         if driver and not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # CUDA's runtime takes the same one
 
-    threading.Thread(target=opened).start()  # whose end the process waits for: CUDA is not left in the middle of it
+    thread = threading.Thread(target=opened)
+    thread.start()
+    return thread
 
 
 def cuda_driver():

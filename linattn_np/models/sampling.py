@@ -165,7 +165,8 @@ def draw_each(samplers, logits) -> list[int]:
             return rows.argmax(axis=1)
         return picked(probabilities(rows, temperature), top_k, top_p, [chances[number] for number in numbers])
 
-    parts, tokens = list(alike(logits, kinds)), {}
+    parts = list(alike(logits, kinds))
+    tokens: dict[int, int] = {}
     for (_, numbers, _), found in zip(parts, in_threads(draw, parts)):
         tokens.update(zip(numbers, found.tolist()))
     return [sampler.drawn(tokens[number]) for number, sampler in enumerate(samplers)]
