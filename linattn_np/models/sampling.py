@@ -85,7 +85,7 @@ class Sampling:
     @cached_property
     def kind(self) -> tuple:
         """Sequences of one kind share the calls that draw their tokens."""
-        return self.vocabulary, self.temperature, self.top_k, self.top_p
+        return self.vocabulary, self.temperature, self.top_k, self.top_p, bool(self.presence or self.frequency)
 
     def sampler(self) -> Sampler:
         """One sequence's drawing: it has the random numbers and remembers what was drawn."""
@@ -116,21 +116,15 @@ class Sampler:
             raise ContractError(f"Sampling: {complaint}")
         return draw_each([self], [np.asarray(logits)])[0]
 
-    @property
-    def penalizes(self) -> bool:
-        return bool(self.how.presence or self.how.frequency)
-
-    def drawn(self, token: int) -> int:
-        """The token, which counts from now on where counts matter."""
-        if self.penalizes:
-            if self.how.fading != 1:
-                self.counts = {other: count * self.how.fading for other, count in self.counts.items()}
-            self.counts[token] = self.counts.get(token, 0.0) + 1
-        return token
+    def count(self, token: int):
+        """A token that was drawn counts from now on."""
+        if self.how.fading != 1:
+            self.counts = {other: count * self.how.fading for other, count in self.counts.items()}
+        self.counts[token] = self.counts.get(token, 0.0) + 1
 
     def penalized(self, logits):
         how = self.how
-        if not self.penalizes or not self.counts:
+        if not self.counts:
             return logits
         logits = logits.copy()
         logits[list(self.counts)] -= how.presence + how.frequency * np.array(list(self.counts.values()))
@@ -156,10 +150,10 @@ def draw_each(samplers, logits) -> list[int]:
     chances = [sampler.rng.random() if sampler.how.temperature else 0.0 for sampler in samplers]
 
     def draw(part):
-        (_, temperature, top_k, top_p), numbers, rows = part
+        (_, temperature, top_k, top_p, penalizes), numbers, rows = part
         rows = rows.astype(np.float32, copy=False)
-        for place, number in enumerate(numbers):
-            if samplers[number].penalizes:
+        if penalizes:
+            for place, number in enumerate(numbers):
                 rows[place] = samplers[number].penalized(rows[place])
         if temperature == 0:
             return rows.argmax(axis=1)
@@ -167,9 +161,12 @@ def draw_each(samplers, logits) -> list[int]:
 
     parts = list(alike(logits, kinds))
     tokens: dict[int, int] = {}
-    for (_, numbers, _), found in zip(parts, in_threads(draw, parts)):
+    for ((*_, penalizes), numbers, _), found in zip(parts, in_threads(draw, parts)):
         tokens.update(zip(numbers, found.tolist()))
-    return [sampler.drawn(tokens[number]) for number, sampler in enumerate(samplers)]
+        if penalizes:
+            for number in numbers:
+                samplers[number].count(tokens[number])
+    return [tokens[number] for number in range(len(samplers))]
 
 
 def alike(logits, kinds) -> Iterator[tuple]:
