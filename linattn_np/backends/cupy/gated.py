@@ -249,6 +249,11 @@ class OnePass:
         parts = self.draft.shape(self.problem, segments.segments(R, kernel.CHUNK) if R > 1 else segments)
         self.launches(kernel, parts, initial, left, decays=decays, of=of * R, needed=needed * R)
 
+    def summarise_remembered(self, kernel, segments, R, left, decays, of, needed, initial=None):
+        """The same by a kernel that makes the parts, of what it finds that a segment's end remembers."""
+        shape = self.draft.shape(self.problem, segments)
+        self.launches(kernel, shape, initial, left, decays=decays, of=of, needed=needed, parts=R)
+
     def between_segments(self, P, left, decays, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
         draft = self.draft
@@ -279,6 +284,8 @@ class OnePass:
 
 class OnEveryCard(OnePass):
     """By the kernel of every card. More channels than it has are more launches, whose outputs add up."""
+
+    summarise = OnePass.summarise_remembered
 
     @property
     def schedule(self):
@@ -325,14 +332,13 @@ class OnEveryCard(OnePass):
             bytes=common_bytes(*arrays.values()),
         )
 
-    def launch_summary(self, kernel, shape, left, of, needed, **more):
+    def launch_summary(self, kernel, shape, left, of, needed, parts, **more):
         """What `shape`'s segments leave behind, of `of` in turn the first `needed`."""
         B, H, V = self.problem.shape("B H V")
         arrays = {"k": self.k, "v": self.v, "g": self.g}
-        more |= {"shape": shape, "of": of, "needed": needed, "bytes": common_bytes(*arrays.values())}
-        self.draft.launch(
-            kernel, B * H * shape.count // of * needed * tuning.grid(kernel, V), **arrays, left=left, **more
-        )
+        more |= {"shape": shape, "of": of, "needed": needed, "parts": parts, "bytes": common_bytes(*arrays.values())}
+        blocks = B * H * shape.count // of * needed * parts * tuning.grid(kernel, V)
+        self.draft.launch(kernel, blocks, **arrays, left=left, **more)
 
 
 def has_wide_heads(problem, device) -> bool:
@@ -391,6 +397,7 @@ class OnHopper(OnePass):
     """By Hopper's own kernel."""
 
     finishes = True
+    summarise = OnePass.summarise_remembered
 
     def kernel(self, schedule):
         N, H, K, V = self.problem.shape("N H K V")
@@ -481,11 +488,6 @@ class OnHopper(OnePass):
             self.o = self.draft.empty(self.o.shape, self.o.dtype)
             self.run(None)
         return self.marks
-
-    def summarise(self, kernel, segments, R, left, decays, of, needed, initial=None):
-        """The kernel makes the parts, of what it finds that a segment's end remembers."""
-        shape = self.draft.shape(self.problem, segments)
-        self.launches(kernel, shape, initial, left, decays=decays, of=of, needed=needed, parts=R)
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, parts=1, left=None):
         """On the sequences or segments that `shape` names, from `channel` on."""

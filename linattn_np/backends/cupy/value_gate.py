@@ -195,6 +195,8 @@ def in_chunks(draft, problem, device, arrays, o, final):
 class InChunks(gated.OnEveryCard):
     """By the kernel of every card that has gates on either side."""
 
+    summarise = gated.OnePass.summarise
+
     def __init__(self, draft, problem, device, arrays, o):
         *ungated, self.gv = arrays
         super().__init__(draft, problem, device, ungated, o)
