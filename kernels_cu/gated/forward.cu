@@ -128,18 +128,7 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     __syncthreads();  // the operands stand
 
     Output<T> o = {};
-#pragma unroll 1
-    for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-      if (grows && task < C / BC) {
-        const i64 at = span.start + token + BC * task;
-        const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
-        const G* g = args.g.row(b, h, at) + args.channel;
-        score_one_by_one<ReadOrder, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
-                                              tokens - token - BC * task, channels);
-      } else {
-        make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
-      }
-    }
+    score_chunk<ReadOrder, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
     read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
     __syncthreads();  // the scores stand

@@ -134,6 +134,24 @@ __device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, 
   if (lane < BC) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
 }
 
+// All scores of the chunk that begins with `token` of a span's so many, WARPS tasks at once: from operands, or where
+// gates grow, within sub-chunks, from rows in memory.
+template <class ReadOrder, int PRODUCTS, int WARPS, class Schedule, typename T, int BK, class Args>
+__device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, const Args& args, u32 b, u32 h,
+                                            const Span& span, int token, int tokens, int channels, bool grows) {
+#pragma unroll 1
+  for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
+    if (grows && task < CHUNK<T> / BC) {
+      const i64 at = span.start + token + BC * task;
+      score_one_by_one<ReadOrder, PRODUCTS>(s, task, args.q.row(b, h, at) + args.channel,
+                                            args.k.row(b, h, at) + args.channel, args.g.row(b, h, at) + args.channel,
+                                            args.q.t, args.k.t, args.g.t, tokens - token - BC * task, channels);
+    } else {
+      make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
+    }
+  }
+}
+
 // Rows row...row + 15 and keys key...key + 15 of the scores, and what is left of them.
 template <int LDA> __device__ __forceinline__ void load_scores(LeftBf16& a, const bf16* A, int row, int key) {
   const int lane = own_lane();

@@ -82,7 +82,9 @@ def plan(problem, device, kept=()):
     if mode == "staged":
         tiles = staged(draft, problem, o, final)
     elif mode == "recurrent":
-        tiles = recurrent(draft, problem, o, final)
+        q, k, v, g = draft.inputs(problem)
+        kernel = Recurrent(read_order(problem.op), problem.dtype, g.dtype, channels(problem.sizes["K"]))
+        tiles = recurrent(draft, problem, kernel, {"q": q, "k": k, "v": v, "g": g, "u": draft.bonus(problem)}, o, final)
     elif by_hopper:
         launches = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o)
         if problem.gradient:
@@ -133,19 +135,14 @@ def has_hoppers(problem, device) -> bool:
 
 
 # -- token by token, and in stages -------------------------------------------------------------------------------------
-def recurrent(draft, problem, o, final):
-    q, k, v, g = draft.inputs(problem)
-    N, H, K, V = problem.shape("N H K V")
-    kernel = Recurrent(read_order(problem.op), problem.dtype, g.dtype, channels(K))
+def recurrent(draft, problem, kernel, arrays, o, final):
+    """By a kernel for BV columns a block; the sizes of what runs."""
+    N, H, V = problem.shape("N H V")
     draft.launch(
         kernel,
         N * H * ceil_div(V, kernel.BV),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
+        **arrays,
         o=o,
-        u=draft.bonus(problem),
         initial=draft.initial(problem),
         final=final,
         shape=draft.shape(problem),
