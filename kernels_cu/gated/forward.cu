@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
 
   // Whether outputs, and what they are the sum of, go to memory in pairs.
   const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
-  const float scale = float(args.scale);
 
   State<BK> S;
   const auto each = [&](auto f) {
@@ -138,6 +137,7 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     const int rows = tokens - token - g;
     const bool first = Schedule::all_channels || args.channel == 0;
     const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
+    const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
     float* sums = nullptr;
     if (!Schedule::all_channels)
       sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
       for (int n = 0; n < C / 8; ++n) {
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
-          if (8 * n >= rows || column + 8 * across >= columns) continue;
+          const bool inside = 8 * n < rows && column + 8 * across < columns;
           float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
           Piece<2, float> sum;
-          if (!first) {
+          if (!first && inside) {
             sum.load(sums + 8 * across);
             x[0] += sum.get(0), x[1] += sum.get(1);
           }
@@ -157,10 +157,10 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
             const float scaled[2] = {scale * x[0], scale * x[1]};
             Piece<2, T> two;
             two.set(scaled);
-            two.store(to + 8 * across);
+            if (inside) two.store(to + 8 * across);
           } else {
             sum.set(x);
-            sum.store(sums + 8 * across);
+            if (inside) sum.store(sums + 8 * across);
           }
         }
         to += 8 * args.o.t;

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
 
   for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
   for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
-  const ScoreTask<T> task(warp);
+  const ScoreTask<T> task(warp, warp < C / BC);
   float scores[4] = {}, itself = 0.f;  // of this warp's task; of token threadIdx.x with itself
   bool grows = false;
   fetch(0, 0);
