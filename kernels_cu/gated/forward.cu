@@ -113,15 +113,16 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
   }
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
+    SpanDecays<Mine> decays;
     cp_async_wait<0>();
     // a chunk has arrived and its spans' decays stand; the last one's place is free
-    const bool grows = __syncthreads_or(put_spans<Mine, BK>(s));
+    const bool grows = __syncthreads_or(put_spans<Mine, BK>(s, decays));
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
-      if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me);
+      if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me, decays, grows);
     }
     if (more) fetch_next_gates(token + C);
     __syncthreads();  // the operands stand

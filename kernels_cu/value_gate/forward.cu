@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
   cp_async_commit();
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
+    SpanDecays<Mine> decays;
     cp_async_wait<0>();
-    bool grows = put_spans<Mine, BK>(s);
+    bool grows = put_spans<Mine, BK>(s, decays);
     // a chunk has arrived and its spans' decays stand; the last one's place is free
     if constexpr (READS) grows = __syncthreads_or(grows);
     else __syncthreads();
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
-      if (me.any()) make_operands<AfterWrite, PRODUCTS>(s, stage, me);
+      if (me.any()) make_operands<AfterWrite, PRODUCTS>(s, stage, me, decays, grows || !READS);  // no vote there
     }
     if (more) fetch_next_gates(token + C);
     cp_async_commit();
