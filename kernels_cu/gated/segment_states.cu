@@ -7,7 +7,7 @@
 //           warp for every 16. Of `parts` STEPs in turn each part has one, and only looks at the gates of the others
 // smem      STAGES times STEP tokens
 // barriers  one every STEP tokens: they have arrived, those before the last are read, and whether anything before them
-//           is remembered: a block stops where its channels' gates add up to FORGOTTEN
+//           is remembered: a block stops where the gates of all its channels add up to FORGOTTEN_NATS
 // numerics  S in float32 accumulators, products as fragments.cuh has it. A token's decay is exp of the sum of the gates
 //           behind it, from which nothing is subtracted. Where they grow, it may leave float32's range though a small
 //           key times it does not: then it is two factors (`take_half`). What is forgotten is e^-48 of a state
@@ -22,7 +22,6 @@
 constexpr int STAGES = 3;
 template <typename T> constexpr int STEP = 64 / sizeof(T);  // tokens that are there at once
 template <typename T> constexpr int OWN = STEP<T> / 4;      // neighbours of them that a lane decays
-constexpr float FORGOTTEN = -48.f;                          // nats
 
 template <typename T, typename G> struct Args {
   Rows<const T> k, v;
@@ -195,12 +194,12 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   float S[BV / 16][2][4] = {};  // channels own + g and own + g + 8, pairs of columns
   float behind[2];              // sums of their gates behind this step; of those beyond K nothing is remembered
 #pragma unroll
-  for (int row = 0; row < 2; ++row) behind[row] = own + g + 8 * row < channels ? 0.f : FORGOTTEN;
+  for (int row = 0; row < 2; ++row) behind[row] = own + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    const bool kept = !(behind[0] <= FORGOTTEN && behind[1] <= FORGOTTEN);
+    const bool kept = !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
     if (!__syncthreads_or(kept)) break;  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
