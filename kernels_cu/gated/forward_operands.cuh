@@ -339,7 +339,7 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   }
 }
 
-// The operands of one warp's share, from queries, keys and gates that have arrived. grows: whether any of the gates does.
+// The operands of one warp's share, from queries, keys and gates that have arrived. grows: whether any gate does.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
 __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
                                               SpanDecays<Share>& decays, bool grows) {
