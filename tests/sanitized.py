@@ -175,21 +175,23 @@ def steps(rng, run):
             yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
 
 
-EIGHT_BITS = (np.dtype(np.int8), 1, True), (np.dtype(np.int8), 9, False)
+EIGHT_BITS = np.dtype(np.int8)
 
 
 def decoding(rng, device):
-    """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies int8."""
-    few = synthetic(rng, SMALL, BFLOAT16)
+    """A model's steps: all in one launch, in several, and beyond 128 sequences, where cuBLAS multiplies int8."""
+    few, wide = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"]))
     for dtype, B, together, weights in (
         (BFLOAT16, 1, True, few),
         (SINGLE, 8, True, few),
         (SINGLE, 3, False, few),
         (HALF, 3, False, few),
         (BFLOAT16, 9, False, few),
-        (BFLOAT16, 33, False, synthetic(rng, SIZES["wide heads"], BFLOAT16)),
+        (BFLOAT16, 33, False, wide),
         (BFLOAT16, 130, False, few),
-        *((*call, few) for call in EIGHT_BITS),
+        (EIGHT_BITS, 1, False, few),
+        (EIGHT_BITS, 9, False, few),
+        (EIGHT_BITS, 130, False, wide),
     ):
         decoder = CudaDecoder(weights, dtype, B, device)
         decoder.kernel = decoder.kernel if together else None

@@ -169,7 +169,16 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
                : "memory");
 }
 
-// The same with each matrix transposed.
+// The same of a row `offset` behind the address of `at` XOR `flip`: a loop's next rows without a sum for every flip.
+__device__ __forceinline__ void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset) {
+  const u32 row = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+// ldmatrix_x4 with each matrix transposed.
 //   r[m] = M_m[2t,+1][g]
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -200,11 +209,15 @@ __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 x) {
                : "memory");
 }
 
-// Stores 8 bytes to shared memory, `offset` behind the address of `at` XOR `flip`: as swizzled tiles want it, without a
-// sum for every flip.
+// Stores 8 or 4 bytes to shared memory, `offset` behind the address of `at` XOR `flip`: as swizzled tiles want it,
+// without a sum for every flip.
 __device__ __forceinline__ void store_flipped(void* at, int flip, int offset, uint2 x) {
   const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ __forceinline__ void store_flipped(void* at, int flip, int offset, u32 x) {
+  const u32 to = (u32(__cvta_generic_to_shared(at)) ^ flip) + offset;
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
 // Start copying BYTES (4, 8 or 16, both sides aligned to them) to shared memory; zeros where not valid.
@@ -424,6 +437,13 @@ __device__ __forceinline__ void tensor_load_once(void* box, const TensorMap& map
       : "memory");
 }
 
+// Ask for a box to come to L2; nobody waits for it.
+__device__ __forceinline__ void tensor_prefetch(const TensorMap& map, i32 column, i32 token, i32 head, i32 batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),
+               "r"(token), "r"(head), "r"(batch)
+               : "memory");
+}
+
 // Start copying a box to the array, after fence_async by those who filled it; what leaves the array is dropped.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head,
                                              i32 batch) {
@@ -511,7 +531,7 @@ template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
 }
 
 // Start D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D where it accumulates; B is the tile described by `b`.
-// DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 32, 64, 128 or 256; tf32 is never transposed.
+// DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is never transposed.
 // Warp w holds rows 16 w to 16 w + 15: a is as in mma_tf32 and mma_bf16, and with their g and t
 //   d[4n], d[4n+1] = D[g][8n+2t,+1]      d[4n+2], d[4n+3] = D[g+8][8n+2t,+1]
 template <class Format, int N, bool TRANSPOSED>
@@ -543,6 +563,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
 
 WGMMA_FORMATS(16, EIGHT(), "%8,%9,%10,%11", "%12", "%13", D8(0))
+WGMMA_FORMATS(24, TEN() "%10,%11", "%12,%13,%14,%15", "%16", "%17", D8(0), D4(8))
 WGMMA_FORMATS(32, TEN() "%10,%11,%12,%13,%14,%15", "%16,%17,%18,%19", "%20", "%21", D8(0), D8(8))
 WGMMA_FORMATS(64, TEN() TEN(1) TEN(2) "%30,%31", "%32,%33,%34,%35", "%36", "%37", D32(0))
 WGMMA_FORMATS(128, SIXTY "%60,%61,%62,%63", "%64,%65,%66,%67", "%68", "%69", D32(0), D32(32))

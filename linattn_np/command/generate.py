@@ -27,7 +27,7 @@ from ..models.files import check_writable, json_object, lines, replaced, same_fi
 from ..models.text import Request, Text, complete, read
 from ..models.tokenizers import VOCABULARY
 from .cards import devices, processes, spread
-from .terminal import bar, say, some_text, status, whole
+from .terminal import add_device, add_tokenizer, bar, say, some_text, status, whole
 from .threads import blas_for
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
@@ -61,12 +61,7 @@ def run(options):
 
 def declare(parser):
     add = parser.add_argument_group("the model").add_argument
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda where CuPy can use it, else cpu (default)",
-    )
+    add_device(add)
     add(
         "--dtype",
         choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))),
@@ -80,17 +75,7 @@ def declare(parser):
         help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
         "(default: a small model of Jane Austen's novels that comes with the package)",
     )
-    add(
-        "--tokenizer",
-        choices=("auto", "bytes", "world"),
-        default="auto",
-        help="auto: bytes for a vocabulary of 256, world for 65536 (default)",
-    )
-    add(
-        "--vocab",
-        metavar="PATH",
-        help="World's vocabulary file (default: that in the folder of --model, or of an installed package)",
-    )
+    add_tokenizer(add)
 
     add = parser.add_argument_group("what is read").add_argument
     add(

@@ -188,6 +188,12 @@ inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = em
   emulator::matrix_collective("ldmatrix_x4", r, row, emulator::load_matrices<false>, where);
 }
 
+inline void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset,
+                                emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<const unsigned char*>(at) - emulator::shared_memory;
+  ldmatrix_x4(r, emulator::shared_memory + (place ^ flip) + offset, where);
+}
+
 inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
   emulator::matrix_collective("ldmatrix_x4_trans", r, row, emulator::load_matrices<true>, where);
 }
@@ -211,6 +217,14 @@ inline void store_if(bool wanted, void* to, uint2 x, emulator::Where where = emu
 inline void store_flipped(void* at, int flip, int offset, uint2 x, emulator::Where where = emulator::here()) {
   const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
   store_if(true, emulator::shared_memory + (place ^ flip) + offset, x, where);
+}
+
+inline void store_flipped(void* at, int flip, int offset, u32 x, emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
+  u32* const to = reinterpret_cast<u32*>(emulator::shared_memory + (place ^ flip) + offset);
+  EMULATOR_CHECK(emulator::in_shared(to, 4), "store_flipped to a place not aligned or not in shared memory (%s:%d)",
+                 where.file, where.line);
+  *to = x;
 }
 
 template <int BYTES>
@@ -402,7 +416,7 @@ inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulato
 struct alignas(64) TensorMap {
   unsigned char* array;
   i64 sizes[4], strides[4];  // columns, tokens, heads, batch; in elements and bytes
-  i32 columns, tokens, bytes, swizzled;  // of the box; of an element
+  i32 columns, tokens, heads, bytes, swizzled;  // of the box; of an element
 };
 
 namespace emulator {
@@ -415,9 +429,9 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
                  call, where.file, where.line);
   EMULATOR_CHECK(at[0] >= 0 && at[1] >= 0 && at[2] >= 0 && at[3] >= 0, "%s from before the array (%s:%d)", call,
                  where.file, where.line);
-  for (int t = 0; t < map.tokens; ++t)
+  for (int t = 0; t < map.heads * map.tokens; ++t)
     for (int byte = 0; byte < row; byte += 16) {
-      const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t, at[2], at[3]};
+      const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t % map.tokens, at[2] + t / map.tokens, at[3]};
       bool inside = true;
       i64 offset = 0;
       for (int axis = 0; axis < 4; ++axis) {
@@ -443,7 +457,7 @@ inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column,
                          else
                            memset(to, 0, 16);
                        });
-  phases->coming -= map.columns * map.bytes / 16 * map.tokens;
+  phases->coming -= map.columns * map.bytes / 16 * map.tokens * map.heads;
   emulator::end_phase(phases);
 }
 
@@ -451,6 +465,8 @@ inline void tensor_load_once(void* box, const TensorMap& map, Barrier& b, i32 co
                              emulator::Where where = emulator::here()) {
   tensor_load(box, map, b, column, token, head, batch, where);
 }
+
+inline void tensor_prefetch(const TensorMap&, i32, i32, i32, i32) {}
 
 inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 token, i32 head, i32 batch,
                          emulator::Where where = emulator::here()) {
@@ -583,7 +599,7 @@ template <int N> void wgmma_keep(float (&d)[N]) {}
 template <class T, int N, bool TRANSPOSED>
 void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
            emulator::Where where = emulator::here()) {
-  static_assert(N == 16 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
+  static_assert(N == 16 || N == 24 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
   static_assert(!TRANSPOSED || emulator::Format<T>::PACKED == 2, "tf32 takes no transposed tile");
   emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, a, 0, b, accumulate, where};
   emulator::collective("wgmma", where, emulator::start, &operand);

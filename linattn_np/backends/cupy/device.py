@@ -99,9 +99,9 @@ class CupyDevice:
     def pointer(self, x) -> int:
         return x.data.ptr
 
-    def tensor_map(self, x, columns: int, tokens: int, swizzled: bool) -> bytes:
+    def tensor_map(self, x, columns: int, tokens: int, swizzled: bool, heads: int = 1) -> bytes:
         """The driver's CUtensorMap of `x` [B, H, T, D], as `plan.TensorMap` describes it."""
-        return tensor_map(x.data.ptr, x.shape, x.strides, x.dtype.name, columns, tokens, swizzled)
+        return tensor_map(x.data.ptr, x.shape, x.strides, x.dtype.name, (columns, tokens, heads), swizzled)
 
     # -- launches --
     def compile(self, kernels):
@@ -221,7 +221,7 @@ def ready(kernel, smem: int, device: int):
 
 
 # -- tensor maps -------------------------------------------------------------------------------------------------------
-TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # of CUtensorMapDataType
+TYPES = {"int8": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # of CUtensorMapDataType
 SWIZZLE_128B, PROMOTE_256B = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
 
@@ -231,8 +231,8 @@ def driver():
 
 
 @lru_cache(1024)  # what a call costs is half of a small call's time; arrays come back to the same places
-def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: int, swizzled: bool) -> bytes:
-    """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last."""
+def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, int], swizzled: bool) -> bytes:
+    """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last; `box` of [D, T, H]."""
     raw = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
     start = -ctypes.addressof(raw) % 64
 
@@ -241,7 +241,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: i
 
     sizes = array(ctypes.c_uint64, shape[::-1])
     steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])  # 0 where there is one element
-    box, ones = array(ctypes.c_uint32, [columns, tokens, 1, 1]), array(ctypes.c_uint32, [1] * 4)
+    ones = array(ctypes.c_uint32, [1] * 4)
     status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(raw) + start),
         TYPES[dtype],
@@ -249,7 +249,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: i
         ctypes.c_void_p(pointer),
         sizes,
         steps,
-        box,
+        array(ctypes.c_uint32, [*box, 1]),
         ones,
         0,
         SWIZZLE_128B if swizzled else 0,
