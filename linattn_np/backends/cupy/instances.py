@@ -122,7 +122,7 @@ class GatedSegmentStates(Kernel):
     """What segments leave behind, on every card: BK channels a launch."""
 
     file = "gated/segment_states"
-    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed bytes"))
+    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed parts bytes"))
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     cluster = 1
     dtype: np.dtype
