@@ -246,11 +246,11 @@ def assert_close(what, x, wanted, dtype, *, factor=1, rows=1, terms=None):
     )
 
 
-def assert_results(function, arrays, found, dtype, *, rows=1, **arguments):
+def assert_results(function, arrays, found, dtype, **arguments):
     """o, or o and the final state, of host arrays; o by its terms, since a row of few tokens may cancel as a whole."""
     wanted, terms = exact(function, arrays, **arguments), size_of_terms(function, arrays, **arguments)
     for what, x, y, of in zip(("o", "state"), found, wanted, (terms, None)):
-        assert_close(what, x, y, dtype, rows=rows, terms=of)
+        assert_close(what, x, y, dtype, terms=of)
 
 
 def same_bits(x, y):

@@ -5,7 +5,7 @@ import planned
 import pytest
 from emulator import EmulatedDevice
 from planned import results
-from reference import assert_results, draw, errors, exact, same_bits
+from reference import assert_close, assert_results, draw, errors, exact, same_bits
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
