@@ -15,6 +15,7 @@
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
 #include "rwkv6/products.cuh"
+#include "wgmma.cuh"
 
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
 

@@ -13,6 +13,7 @@
 // there is room for is on its way when vectors come.
 #include "clusters.cuh"
 #include "rwkv6/products.cuh"
+#include "wgmma.cuh"
 
 constexpr int DEPTH = 64;
 constexpr int AHEAD = 4;  // steps for which pairs ask beyond their stages
