@@ -29,6 +29,7 @@ from linattn_np.declarations import (
     SOFTMAX_ATTENTION,
 )
 from linattn_np.declarations import RWKV6 as RWKV6_OP
+from linattn_np.dispatch import summarise
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
@@ -167,6 +168,17 @@ def family(rng, run, as_filled):
         yield as_filled(run, backward, op, *arrays, **keywords)
 
 
+def messages(rng, run, as_filled):
+    """What ranks tell each other of their tokens, before the others' messages are there."""
+    for op, declared in (*DECLARED, (simple_gla, SIMPLE_GLA)):
+        arrays, _ = drawn(declared, rng, (1, 1, 1100, 64, 64), BFLOAT16)
+        yield as_filled(run, told, op, declared, *arrays)
+
+
+def told(op, declared, *arrays, **how):
+    return summarise(declared, arrays, **how), vjp(op, *arrays, **how)[1].summarise(arrays[2])
+
+
 def steps(rng, run):
     for op, declared in ((gla_step, GLA_STEP), (rwkv6_step, RWKV6_STEP)):
         for sizes, dtype, state_dtype, slots in STEPS:
@@ -226,6 +238,7 @@ def calls(rng, run, as_older, as_filled, device):
         attention(rng, run),
         attention(rng, as_older),
         family(rng, run, as_filled),
+        messages(rng, run, as_filled),
         steps(rng, run),
         decoding(rng, device),
         prompts(rng, as_filled),

@@ -14,6 +14,7 @@
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
 #include "rwkv6/products.cuh"
+#include "wgmma.cuh"
 
 constexpr int ROWS = 128;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
@@ -31,7 +32,7 @@ template <typename T, int COLUMNS_, bool DEEP> struct Shared {
   static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>;
   static constexpr int DEPTH = SWIZZLED / sizeof(T), BOX = SWIZZLED / sizeof(X);  // of K a step, and a box of vectors
   // Two blocks share a multiprocessor, or one has it almost for itself where DEEP.
-  static constexpr int STAGES = DEEP ? 11 : COLUMNS == 64 ? 5 : 6, X_STAGES = 4 * BOX / DEPTH;
+  static constexpr int STAGES = DEEP ? 11 : COLUMNS == 64 ? 5 : 6, X_STAGES = (DEEP ? 8 : 4) * BOX / DEPTH;
   // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
   static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
   union {

@@ -343,7 +343,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   float one = gate_of(maker);
   u32 iteration = 0;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
-    forget(thread);  // addresses are cheaper made anew than held in registers
+    // Addresses are cheaper made anew than held in registers, where these are scarce.
+    if constexpr (BK + BV > 128) forget(thread);
     const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
     const float gate = one;
     const auto refill = [&] {

@@ -11,6 +11,7 @@ from . import elementwise as passes
 from . import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, FLOATS, HALF
+from .message import Message
 from .wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
@@ -84,6 +85,7 @@ def on_every_card():
     for width in (1, 4):
         yield gated.ScanSegments(width)
     yield gated.ScanBothWays()
+    yield Message()
 
 
 def split_channels(order, T, G, products):

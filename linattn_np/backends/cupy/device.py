@@ -174,6 +174,9 @@ def capability(device: int) -> int:
 # -- compiling ---------------------------------------------------------------------------------------------------------
 LOADING: dict[tuple, Future] = {}  # by kernel and device
 LOADING_LOCK = Lock()
+BEGUN: set[tuple] = set()  # options of NVRTC
+BEGUN_LOCK = Lock()
+NOTHING = 'extern "C" __global__ void nothing() {}'
 
 
 @cache
@@ -207,8 +210,23 @@ def compiled(kernel, device: int):
 
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     with cupy.cuda.Device(device):
+        begin_compiling(options)
         module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
         return module.get_function(kernel.expression)
+
+
+def begin_compiling(options):
+    """Compiles nothing with these options once, while other threads wait.
+
+    CuPy does so to know what compiles, and remembers it; threads that begin together would all do it, one after the
+    other.
+    """
+    import cupy
+
+    with BEGUN_LOCK:
+        if options not in BEGUN:
+            cupy.RawModule(code=NOTHING, options=options).compile()
+            BEGUN.add(options)
 
 
 @cache

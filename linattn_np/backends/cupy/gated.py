@@ -28,6 +28,7 @@ from .instances import (
     read_order,
 )
 from .kernel import CTYPES, DOUBLE
+from .message import DrawMessage
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
 from .wide_heads import GatedWideForward, GatedWideOperands
 
@@ -108,13 +109,14 @@ def plan_wider(problem, device):
 
 
 def plan_summary(problem, device):
-    """A plan of (the final state from zero, decays [N * parts, H, 2, K] that multiply any other, part by part),
-    without o; what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
+    """A plan of ((the final state from zero,), the decay [N, H, K] of any other), side by side in memory, without o;
+    what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
     if mode_of(problem) != "chunk" or not on_hopper(problem, device):
         return None
     draft = Draft()
     inputs = draft.mapped_inputs(problem)
-    return OnHopper(draft, problem, device, inputs, o=inputs[2]).summary()  # o is not written: v's map stands for its
+    launches = OnHopper(draft, problem, device, inputs, o=inputs[2])  # o is not written: v's map stands for its
+    return launches.summary(problem.sizes["K"])
 
 
 def read_by_tiles(problem) -> list:
@@ -213,13 +215,13 @@ class OnePass:
         self.launches(whole, self.shape(self.cut(P)), self.starts, last, of=P if self.finishes else 1)
         return whole.tiles | {"segments": P}
 
-    def summary(self):
-        """The plan of the final state from zero and the decays; it saves what `run` may go on from."""
-        P = self.segments(self.kernel(self.schedule))
-        final = self.draft.empty(self.problem.shape("N H K V"), FLOAT32)
+    def summary(self, channels):
+        """The plan of the final state from zero and so many channels of its decay; it saves what `run` may go on
+        from."""
+        P, message = self.segments(self.kernel(self.schedule)), DrawMessage(self.draft, self.problem, channels)
         left, decays = self.left_by_segments(P, True)
-        self.between_segments(P, left, decays, None, final)
-        return self.draft.plan(((final,), decays), saved=(left, decays))
+        self.between_segments(P, left, decays, None, message.state)
+        return self.draft.plan(message.finish(decays), saved=(left, decays))
 
     def segments(self, whole) -> int:
         """Into how many a sequence is cut."""
