@@ -1,10 +1,11 @@
-"""Gradients on Hopper of sequences that are cut: what the forward pass leaves, and what is summarised by itself."""
+"""Gradients of sequences that are cut: what the forward pass leaves, and what is summarised by itself."""
 
+import numpy as np
 import planned
 import pytest
-from conftest import Hopper
+from conftest import Hopper, Kernels
 from emulator import EmulatedDevice
-from reference import same_bits
+from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
 
 from linattn_np.backends.cupy import execute, gated, tuning
@@ -69,3 +70,80 @@ def test_the_forward_pass_leaves_states_on_its_way(op, split, P, lengths, rng, m
     (found, start), (again, _) = pulled
     call.assert_close("saved", [*found, *start], call.exact[1])
     assert all(same_bits(x, y) for x, y in zip(found, again, strict=True))
+
+
+def summarised_both_ways(call, device, segments, monkeypatch):
+    """A call's gradients in so many segments whose states the forward pass does not leave."""
+    monkeypatch.setattr(tuning, "backward_segments", lambda *_: segments)
+    monkeypatch.setattr(gated.OnHopper, "starts_of", lambda *_: None)
+    options = {
+        name: x if name == "cu_seqlens" else device.upload(x) for name, x in call.options.items() if x is not None
+    }
+    problem = BY_NAME[call.op.name][0].bind([device.upload(x) for x in call.arrays], gradient=True, **options)
+    found, start = planned.pull(problem, device, device.upload(call.do), (device.upload(call.dht),))
+    return [planned.host(x) for x in (*found, *(start or ()))]
+
+
+@pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "float32"])
+@pytest.mark.parametrize("dtype, K, V", [("bfloat16", 72, 64), ("float16", 64, 128)])
+def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, gate_dtype, rng, monkeypatch):
+    """NaN far from the cut stays in its own segment, in both directions; where a channel keeps, nothing is left out."""
+    call = Call(op, Case(T=1210, K=K, V=V, dtype=dtype, gate="weak", gate_dtype=gate_dtype), rng)
+    call.rows, gates = Hopper.gradient_rows, call.arrays[3]
+    gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    gates[:, 1, :, 1:] -= 0.5
+    wanted = call.exact[1]
+    call.assert_close("forgotten", summarised_both_ways(call, hopper, 2, monkeypatch), wanted)
+    call.arrays[1][:, :, 10] = call.arrays[0][:, :, 1200] = np.nan
+    dq, dk, dv, *_ = summarised_both_ways(call, hopper, 2, monkeypatch)
+    for name, x, exact, tokens in (("dq", dq, wanted[0], np.s_[608:1200]), ("dv", dv, wanted[2], np.s_[11:608])):
+        assert_close(name, x[:, :1, tokens], exact[:, :1, tokens], dtype, rows=call.rows[dtype])
+        assert np.isnan(x[:, 1, tokens].astype(np.float32)).any(), name
+
+
+GATES = ("trained", "all-20", "some-inf", "spikes-40", "zero", "positive", "by_channel", "growth")
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_segments_of_any_gates(op, hopper, dtype, gate, rng, monkeypatch):
+    """Packed, with a partial chunk and an empty sequence. float16 has no small numbers; and gates that let a state grow
+    a little do so for many tokens."""
+    drawn = "weak" if gate == "growth" else gate
+    call = Call(op, Case(lengths=(300, 0, 450), K=64, V=72, H=1, dtype=dtype, gate=drawn), rng)
+    call.rows = Hopper.gradient_rows
+    if gate == "growth":  # in some chunks
+        call.arrays[3][:, :, 40::150, ::5] = 2
+        call.arrays[3][:, :, 41::150, ::5] = -3
+    call.assert_close(gate, summarised_both_ways(call, hopper, 3, monkeypatch), call.exact[1])
+
+
+@pytest.mark.parametrize("segments, first", [(2, 180), (3, 340)])
+def test_nothing_may_grow(op, hopper, segments, first, rng, monkeypatch):
+    """Gates of 0.9 nats until the first key, over segments: 0 times what leaves float32's range is 0."""
+    call = Call(op, Case(T=450, K=64, V=64, H=1, dtype="bfloat16", initial=None), rng)
+    call.arrays[1][:, :, :first], call.arrays[3][:, :, :first] = 0, 0.9
+    found, wanted = summarised_both_ways(call, hopper, segments, monkeypatch), call.exact[1]
+    for name, x, exact in zip(call.names[:3], found, wanted):
+        assert_close(f"d{name}", x[:, :, first:], exact[:, :, first:], "bfloat16", rows=4)
+
+
+@pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "gate32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monkeypatch):
+    """By the kernels of every card: a NaN that a segment's end has forgotten, or its start, stays in the segment; where
+    one channel keeps, nothing is left out."""
+    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: 2)
+    declared, device = BY_NAME[op][0], EmulatedDevice()
+    call = Call(op, Case(T=1210, K=72, V=16, H=2, dtype=dtype, gate="weak", gate_dtype=gate_dtype, dht=False), rng)
+    _, keys, _, gates, *_ = call.arrays
+    gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    call.rows = Kernels.gradient_rows
+    problem = declared.bind(call.arrays, gradient=True, initial_state=call.options["initial_state"])
+    call.assert_close("cut", sum(planned.pull(problem, device, call.do, None), ()), call.exact[1])
+    clean = planned.pull(problem, device, call.do, None)[0]
+    keys[:, :, 10], call.do[:, :, 1200] = np.nan, np.nan
+    dq, dk, *_ = planned.pull(problem, device, call.do, None)[0]
+    assert same_bits(dq[:, :1, 640:1152], clean[0][:, :1, 640:1152])
+    assert same_bits(dk[:, :1, 64:640], clean[1][:, :1, 64:640])
+    assert np.isnan(dq[:, 1, 640:].astype(np.float32)).any() and np.isnan(dk[:, 1, 64:640].astype(np.float32)).any()

@@ -40,8 +40,8 @@ def test_importing_the_backend_does_not_import_cupy():
 def test_an_instance_spells_its_fields():
     assert instances.ScanBothWays().expression == "gated_scan_both_ways"
     assert instances.ScanSegments(4).expression == "gated_scan_segments<4>"
-    step = rwkv6.DecodeStep(BFLOAT16, np.dtype(np.float32), 8, True)
-    assert step.expression == "rwkv6_decode_step<bf16, float, 8, true>"
+    step = rwkv6.DecodeStep(BFLOAT16, 8, True)
+    assert step.expression == "rwkv6_decode_step<bf16, 8, true>"
     assert stages.GatedQk("AfterWrite", SINGLE).expression == "stages_gated_qk<AfterWrite, float>"
 
 

@@ -9,10 +9,12 @@
 //           values each
 // smem      none
 // barriers  none
-// numerics  float32
+// numerics  float32. Nothing stays nothing, where gates above 0 add up to a decay that float32 does not hold
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1, one after the other
 // limits    V a multiple of 4
 #include "ptx.cuh"
+
+constexpr int AHEAD = 6;  // segments that are read at once: each waits for memory, none for the one before
 
 struct Args {
   float* states;
@@ -35,13 +37,20 @@ __global__ void __launch_bounds__(256) gated_scan_both_ways(const Args args) {
     return *reinterpret_cast<float4*>(args.states + segment(step) * size + at);
   };
   const auto decay = [&](int step) { return args.decays[segment(step) * args.K + at / u32(args.V)]; };
-  float4 S = state(1), local = state(2);
-  float by = decay(1);
-  for (int step = 2; step < P; ++step) {
-    const float4 x = local;
-    const float d = by;
-    if (step < P - 1) local = state(step + 1), by = decay(step);
-    S = {fmaf(d, S.x, x.x), fmaf(d, S.y, x.y), fmaf(d, S.z, x.z), fmaf(d, S.w, x.w)};
-    state(step) = S;
+  float4 S = state(1);
+  for (int first = 2; first < P; first += AHEAD) {
+    float4 local[AHEAD];
+    float by[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < P) local[i] = state(first + i), by[i] = decay(first + i - 1);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < P) {
+        const float4& x = local[i];
+        const auto join = [&](float S, float own) { return S == 0.f ? own : fmaf(by[i], S, own); };
+        S = {join(S.x, x.x), join(S.y, x.y), join(S.z, x.z), join(S.w, x.w)};
+        state(first + i) = S;
+      }
   }
 }

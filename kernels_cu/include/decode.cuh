@@ -62,6 +62,14 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};
 }
 
+// As tensor cores multiply weights of type T: int8 ones are bfloat16 numbers, too.
+template <typename T> struct MultipliedAs {
+  typedef T Type;
+};
+template <> struct MultipliedAs<i8> {
+  typedef bf16 Type;
+};
+
 // -- a float as a sum of TERMS numbers of a half type, each in an array of its own ------------------------------------
 // Three hold a float. Those in float16 take a power of two, by which the sum has its range and its small numbers.
 constexpr int FLOAT_TERMS = 3;

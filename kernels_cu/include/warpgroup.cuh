@@ -1,7 +1,7 @@
 // what      What Hopper's kernels share whose warpgroups hold states while one warp moves chunks: how chunks come and
 //           go, states, products with them. CHUNK, the tokens of a chunk, is the including kernel's.
 // limits    sm_90a; bfloat16
-#include "ptx.cuh"
+#include "wgmma.cuh"
 #include "swizzled.cuh"
 #include "tensor.cuh"
 
@@ -171,16 +171,23 @@ __device__ __forceinline__ auto own_panels(X (&tile)[PANELS][CHUNK][PANEL<X>], i
 
 // ---- states: a warpgroup has 64 channels and all columns of V ------------------------------------------------
 
-// Calls f(two values, where they are in [K, V]) for those of this lane that exist.
-template <int BV, typename P, class F>
+// Calls f(two values, where they are in [K, V]) for those of this lane that exist. APART: by code of its own where all
+// columns do, without a branch for each.
+template <int BV, bool APART = false, typename P, class F>
 __device__ __forceinline__ void each_of_state(float (&S)[BV / 2], P* state, const Shape& shape, int channel, F f) {
   const int t = threadIdx.x & 3;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    const bool whole = APART && shape.V == BV && channel + 8 * h < shape.K;
+    if (whole) {
 #pragma unroll
-    for (int n = 0; n < BV / 8; ++n)
-      if (channel + 8 * h < shape.K && 8 * n < shape.V)
-        f(S[4 * n + 2 * h], S[4 * n + 2 * h + 1], state + (channel + 8 * h) * shape.V + 8 * n + 2 * t);
+      for (int n = 0; n < BV / 8; ++n)
+        f(S[4 * n + 2 * h], S[4 * n + 2 * h + 1], state + (channel + 8 * h) * BV + 8 * n + 2 * t);
+    } else
+#pragma unroll
+      for (int n = 0; n < BV / 8; ++n)
+        if (channel + 8 * h < shape.K && 8 * n < shape.V)
+          f(S[4 * n + 2 * h], S[4 * n + 2 * h + 1], state + (channel + 8 * h) * shape.V + 8 * n + 2 * t);
     __syncwarp();
   }
 }

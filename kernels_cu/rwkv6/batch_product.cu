@@ -1,34 +1,24 @@
 // what      Products of weights with a batch's vectors, at the rate of the memory.
 // math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
-// shapes    each stack of products: w [C, M, K], x [TERMS, C, B, K] of type T, y [C, B, M], or [SPLIT, C, B, M] in
-//           parts; relu(W x)^2 in terms as x. Up to eight vectors, COLUMNS = 8, come in three terms, others in one
+// shapes    each stack of products: w [C, M, K] of type T, scales [C, M] with int8, x [TERMS, C, B, K], y [C, B, M], or
+//           [SPLIT, C, B, M] in parts; relu(W x)^2 in terms as x. Up to eight vectors, COLUMNS = 8, come in three
+//           terms, others in one; x is of type T, or bfloat16 beside int8
 // grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; each
 //           has a part of K. Two warpgroups with 64 rows each; a thread that copies weights, and one for vectors
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
-// numerics  tensor cores: x, or the three terms that hold a float, and weights as they are; float32 sums in a fixed
-//           order. A column does not depend on others
+// numerics  tensor cores: x, or the three terms that hold a float, and weights as they are, int8 ones as bfloat16
+//           numbers; float32 sums in a fixed order, times the row's scale. A column does not depend on others
 // source    Peng et al., 2024, "Eagle and Finch", for the products
-// limits    K a multiple of 8; all start on 16 bytes; sm_90a
+// limits    K a multiple of 8, with int8 of 16; all start on 16 bytes; sm_90a
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
-#include "decode.cuh"
+#include "rwkv6/products.cuh"
+#include "wgmma.cuh"
 
-constexpr int ROWS = 128, DEPTH = 64, STACKS = 2;
+constexpr int ROWS = 128;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
-// Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
-constexpr int FLIGHT = 2;
 constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
-
-enum class Finish : i64 { Write, ReluSquared = 2, Parts };
-
-struct Stack {
-  TensorMap w;  // boxes of DEPTH by ROWS
-  TensorMap x;  // of DEPTH by COLUMNS
-  void* y;
-  i64 C, M;
-  Finish finish;
-};
 
 struct Args {
   Stack stacks[STACKS];  // C = 0 where there is one
@@ -37,12 +27,18 @@ struct Args {
 
 template <int COLUMNS> constexpr int TERMS = COLUMNS == 8 ? FLOAT_TERMS : 1;
 
-template <typename T, int COLUMNS, bool DEEP> struct Shared {
+template <typename T, int COLUMNS_, bool DEEP> struct Shared {
+  typedef typename MultipliedAs<T>::Type X;
+  static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>;
+  static constexpr int DEPTH = SWIZZLED / sizeof(T), BOX = SWIZZLED / sizeof(X);  // of K a step, and a box of vectors
   // Two blocks share a multiprocessor, or one has it almost for itself where DEEP.
-  static constexpr int STAGES = DEEP ? 11 : COLUMNS == 64 ? 5 : 6, X_STAGES = 4;
+  static constexpr int STAGES = DEEP ? 11 : COLUMNS == 64 ? 5 : 6, X_STAGES = (DEEP ? 8 : 4) * BOX / DEPTH;
+  // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
+  static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
   union {
     struct {
-      T w[STAGES][ROWS][DEPTH], x[X_STAGES][TERMS<COLUMNS>][COLUMNS][DEPTH];  // in the 128-byte swizzle
+      T w[STAGES][ROWS][DEPTH];  // in the 128-byte swizzle
+      X x[X_STAGES][DEPTH / BOX][TERMS][COLUMNS][BOX];
     };
     float parts[COLUMNS][PITCH];
   };
@@ -52,72 +48,90 @@ template <typename T, int COLUMNS, bool DEEP> struct Shared {
 
 // 128 rows of a product, some vectors, and this block's part of K.
 struct Tile {
-  int stack, which, row, column, k, steps;
+  RowTile rows;
+  int column;
+  Steps steps;
 };
 
-template <int COLUMNS, int SPLIT> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
-  const int all = int(args.K + DEPTH - 1) / DEPTH, each = (all + SPLIT - 1) / SPLIT, rank = blockIdx.x % SPLIT;
-  const auto tiles_of = [&](int stack) { return int(args.stacks[stack].M + ROWS - 1) / ROWS; };
+template <int COLUMNS, int SPLIT, int DEPTH> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   const int across = int(args.B + COLUMNS - 1) / COLUMNS, column = blockIdx.x / SPLIT % across * COLUMNS;
-  int tile = blockIdx.x / SPLIT / across, stack = 0, tiles = tiles_of(0);
-  if (const int before = tiles * int(args.stacks[0].C); tile >= before) tile -= before, stack = 1, tiles = tiles_of(1);
-  const int steps = min(each, max(0, all - rank * each));
-  return {stack, tile / tiles, tile % tiles * ROWS, column, rank * each * DEPTH, steps};
+  return {rows_of_tile<ROWS>(args.stacks, blockIdx.x / SPLIT / across), column,
+          steps_of_part<DEPTH>(args.K, blockIdx.x % SPLIT, SPLIT)};
 }
 
 // One thread copies weights for all.
-template <typename T, int COLUMNS, bool DEEP>
-__device__ __forceinline__ void copy_weights(Shared<T, COLUMNS, DEEP>& s, const Stack& stack, const Tile& tile) {
-  constexpr int STAGES = Shared<T, COLUMNS, DEEP>::STAGES;
+template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stack& stack, const Tile& tile) {
 #pragma unroll 1
-  for (int step = 0; step < tile.steps; ++step) {
-    Barrier& full = s.w_full[step % STAGES];
-    if (step >= STAGES) barrier_wait(s.empty[step % STAGES], step / STAGES - 1 & 1);
-    if (const int last = step - FLIGHT; last >= 0 && !s.started)
-      barrier_wait(s.w_full[last % STAGES], last / STAGES & 1);
+  for (int step = 0; step < tile.steps.count; ++step) {
+    Barrier& full = s.w_full[step % S::STAGES];
+    if (step >= S::STAGES) barrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
+    if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
+      barrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
     barrier_expect(full, sizeof s.w[0]);
-    tensor_load_once(s.w[step % STAGES], stack.w, full, tile.k + step * DEPTH, tile.row, tile.which, 0);
+    tensor_load_once(s.w[step % S::STAGES], stack.w, full, tile.steps.k + step * S::DEPTH, tile.rows.row,
+                     tile.rows.which, 0);
   }
 }
 
 // Another copies vectors, once they stand.
-template <typename T, int COLUMNS, bool DEEP>
-__device__ __forceinline__ void copy_vectors(Shared<T, COLUMNS, DEEP>& s, const Stack& stack, const Tile& tile) {
-  constexpr int STAGES = Shared<T, COLUMNS, DEEP>::STAGES, X_STAGES = Shared<T, COLUMNS, DEEP>::X_STAGES;
+template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stack& stack, const Tile& tile) {
   prefetch_map(stack.x);
   wait_for_previous();
   s.started = 1;
 #pragma unroll 1
-  for (int step = 0; step < tile.steps; ++step) {
-    const int before = step - X_STAGES;  // whose place this takes
-    if (before >= 0) barrier_wait(s.empty[before % STAGES], before / STAGES & 1);
-    auto& x = s.x[step % X_STAGES];
-    Barrier& full = s.x_full[step % X_STAGES];
+  for (int step = 0; step < tile.steps.count; ++step) {
+    const int before = step - S::X_STAGES;  // whose place this takes
+    if (before >= 0) barrier_wait(s.empty[before % S::STAGES], before / S::STAGES & 1);
+    auto& x = s.x[step % S::X_STAGES];
+    Barrier& full = s.x_full[step % S::X_STAGES];
     barrier_expect(full, sizeof x);
-    for (int term = 0; term < TERMS<COLUMNS>; ++term)
-      tensor_load(x[term], stack.x, full, tile.k + step * DEPTH, tile.column, tile.which, term);
+    for (int box = 0; box < S::DEPTH / S::BOX; ++box)
+      tensor_load(x[box], stack.x, full, tile.steps.k + step * S::DEPTH + box * S::BOX, tile.column, 0,
+                  tile.rows.which);
+  }
+}
+
+// A warp's 16 rows of a stage of int8 weights, as wgmma takes them.
+template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][4], const i8 (&w)[ROWS][DEPTH]) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u16* const upper = reinterpret_cast<const u16*>(w[(threadIdx.x >> 5) * 16 + g]);
+#pragma unroll
+  for (int k = 0; k < DEPTH / 16; ++k) {
+    const u16* const pairs = upper + (k ^ g) * 8 + t;  // 16 bytes of a row stand where the swizzle has them
+    a[k][0] = bf16_of_i8<0>(pairs[0]), a[k][1] = bf16_of_i8<0>(pairs[8 * DEPTH / 2]);
+    a[k][2] = bf16_of_i8<0>(pairs[4]), a[k][3] = bf16_of_i8<0>(pairs[8 * DEPTH / 2 + 4]);
   }
 }
 
 // A warpgroup's 64 rows of the block's part of y, term by term.
-template <typename T, int COLUMNS, bool DEEP>
-__device__ __forceinline__ void multiply(Shared<T, COLUMNS, DEEP>& s, int steps,
-                                         float (&sums)[TERMS<COLUMNS> * COLUMNS / 2]) {
-  constexpr int STAGES = Shared<T, COLUMNS, DEEP>::STAGES, X_STAGES = Shared<T, COLUMNS, DEEP>::X_STAGES;
+template <typename T, class S>
+__device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS * S::COLUMNS / 2]) {
+  typedef typename S::X X;
+  constexpr int N = S::TERMS * S::COLUMNS, IN_BOX = S::BOX / 16;  // products of 16 of K
   const int warp = threadIdx.x >> 5;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    barrier_wait(s.w_full[step % STAGES], step / STAGES & 1);
-    barrier_wait(s.x_full[step % X_STAGES], step / X_STAGES & 1);
-    const u64 w = wgmma_tile(s.w[step % STAGES][warp / 4 * 64], 16, 1024),
-              x = wgmma_tile(s.x[step % X_STAGES], 16, 1024);
-    wgmma_fence();
+    const int stage = step % S::STAGES;
+    auto& vectors = s.x[step % S::X_STAGES];
+    barrier_wait(s.w_full[stage], step / S::STAGES & 1);
+    if constexpr (sizeof(T) == 1) {
+      u32 a[S::DEPTH / 16][4];
+      widen(a, s.w[stage]);
+      barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
+      wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < DEPTH / 16; ++k)
-      wgmma<T, TERMS<COLUMNS> * COLUMNS, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
+      for (int k = 0; k < S::DEPTH / 16; ++k)
+        wgmma<X, N, false>(sums, a[k], wgmma_tile(vectors[k / IN_BOX], 16, 1024) + k % IN_BOX * 32 / 16, true);
+    } else {
+      barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
+      const u64 w = wgmma_tile(s.w[stage][warp / 4 * 64], 16, 1024), x = wgmma_tile(vectors, 16, 1024);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < IN_BOX; ++k) wgmma<X, N, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
+    }
     wgmma_commit();
     wgmma_wait<0>();  // weights come more slowly: what counts is room for them
-    if ((threadIdx.x & 31) == 0) barrier_arrive(s.empty[step % STAGES]);
+    if ((threadIdx.x & 31) == 0) barrier_arrive(s.empty[stage]);
   }
   wgmma_keep(sums);
 }
@@ -136,16 +150,13 @@ __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-__device__ __forceinline__ float relu_squared(float x) { return x > 0.f ? x * x : 0.f; }
-
 // This block's part, as it is: who reads y adds all of them.
-template <int SPLIT, typename T, int COLUMNS, bool DEEP>
-__device__ __forceinline__ void store_part(const Shared<T, COLUMNS, DEEP>& s, const Args& args, const Tile& tile) {
-  const Stack& stack = args.stacks[tile.stack];
-  const int m = threadIdx.x % (ROWS / 4) * 4, row = tile.row + m, inside = int(stack.M) - row;
-  const i64 matrices = blockIdx.x % SPLIT * stack.C + tile.which;
+template <int SPLIT, class S>
+__device__ __forceinline__ void store_part(const S& s, const Args& args, const Stack& stack, const Tile& tile) {
+  const int m = threadIdx.x % (ROWS / 4) * 4, row = tile.rows.row + m, inside = int(stack.M) - row;
+  const i64 matrices = blockIdx.x % SPLIT * stack.C + tile.rows.which;
 #pragma unroll 4
-  for (int n = threadIdx.x / (ROWS / 4); n < COLUMNS; n += THREADS / (ROWS / 4)) {
+  for (int n = threadIdx.x / (ROWS / 4); n < S::COLUMNS; n += THREADS / (ROWS / 4)) {
     const int b = tile.column + n;
     if (b >= args.B || inside <= 0) break;
     store<1>(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, 0, inside, load4(&s.parts[n][m]));
@@ -155,7 +166,8 @@ __device__ __forceinline__ void store_part(const Shared<T, COLUMNS, DEEP>& s, co
 template <typename T, int COLUMNS, int SPLIT, bool DEEP>
 __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT, 1, 1)
     rwkv6_batch_product(const __grid_constant__ Args args) {
-  auto& s = *reinterpret_cast<Shared<T, COLUMNS, DEEP>*>(dynamic_smem());
+  typedef Shared<T, COLUMNS, DEEP> S;
+  auto& s = *reinterpret_cast<S*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (tid == 0) {
@@ -165,17 +177,22 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     for (int stage = 0; stage < s.X_STAGES; ++stage) barrier_init(s.x_full[stage], 1);
   }
   __syncthreads();  // the barriers stand
-  const Tile tile = tile_of_block<COLUMNS, SPLIT>(args);
-  const Stack& stack = args.stacks[tile.stack];
+  const Tile tile = tile_of_block<COLUMNS, SPLIT, S::DEPTH>(args);
+  const Stack& stack = args.stacks[tile.rows.stack];
   if (warp >= WARPS) {
     if (lane == 0 && warp == WARPS) copy_weights(s, stack, tile);
     if (lane == 0 && warp > WARPS) copy_vectors(s, stack, tile);
     __syncwarp();
   } else {
-    float sums[TERMS<COLUMNS> * COLUMNS / 2] = {};
-    multiply(s, tile.steps, sums);
-    barrier_sync(1, CONSUMERS);  // the ring is free
     const int row = warp * 16 + (lane >> 2);
+    float scales[2] = {1.f, 1.f};
+    if constexpr (sizeof(T) == 1)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        scales[half] = stack.scales[tile.rows.which * stack.M + min(tile.rows.row + row + 8 * half, int(stack.M) - 1)];
+    float sums[TERMS<COLUMNS> * COLUMNS / 2] = {};
+    multiply<T>(s, tile.steps.count, sums);
+    barrier_sync(1, CONSUMERS);  // the ring is free
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
@@ -183,14 +200,14 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
         float sum = 0.f;  // of the terms, the least first
 #pragma unroll
         for (int term = TERMS<COLUMNS> - 1; term >= 0; --term)
-          sum = fmaf(unit_of_term<T, TERMS<COLUMNS>>(term), sums[4 * n + term * COLUMNS / 2 + e], sum);
-        s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = sum;
+          sum = fmaf(unit_of_term<typename S::X, TERMS<COLUMNS>>(term), sums[4 * n + term * COLUMNS / 2 + e], sum);
+        s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = scales[e / 2] * sum;
       }
   }
   wait_for_previous();
   if (stack.finish == Finish::Parts) {
     __syncthreads();  // the block's part stands
-    return store_part<SPLIT>(s, args, tile);
+    return store_part<SPLIT>(s, args, stack, tile);
   }
   // The blocks' parts stand.
   if constexpr (SPLIT > 1) cluster_sync_shared();
@@ -198,7 +215,8 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
 
   constexpr int QUADS = ROWS / 4, EACH = COLUMNS / SPLIT;  // columns that this block finishes
   constexpr int TURNS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
-  const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.row + m, inside = int(stack.M) - row;
+  const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.rows.row + m;
+  const int inside = int(stack.M) - row;
   float4 sums[TURNS] = {};  // all loads at once: another block's memory is far
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn) {
@@ -215,9 +233,9 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     const int n = tid / QUADS + turn * (CONSUMERS / QUADS), b = tile.column + first + n;
     if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
     const float4& sum = sums[turn];
-    const i64 to = (tile.which * args.B + b) * stack.M + row;
+    const i64 to = (tile.rows.which * args.B + b) * stack.M + row;
     if (stack.finish == Finish::ReluSquared)
-      store<TERMS<COLUMNS>>(static_cast<T*>(stack.y) + to, stack.C * args.B * stack.M, inside,
+      store<TERMS<COLUMNS>>(static_cast<typename S::X*>(stack.y) + to, stack.C * args.B * stack.M, inside,
                             {relu_squared(sum.x), relu_squared(sum.y), relu_squared(sum.z), relu_squared(sum.w)});
     else store<1>(static_cast<float*>(stack.y) + to, 0, inside, sum);
   }

@@ -1,4 +1,5 @@
-// what      All layers of one token for up to 8 sequences, and its logits; every weight is read once.
+// what      All layers of one token for up to 8 sequences with float32 weights, and its logits; every weight is read
+//           once.
 // math      phases of a layer: low = tanh(maa_down mix(LN x)) | mixed_c = xx + d (maa_c + up_c low_c) |
 //           decay_low = tanh(decay_down mixed_w), k v r g = W mixed | y = time mix, group norm, gate |
 //           x += output y | activated = relu(key mix(LN x))^2, gate = sigmoid(receptance mix(LN x)) |
@@ -9,76 +10,43 @@
 // grid      as many blocks as multiprocessors, all at work at once unless phases [first, last) are a single one;
 //           256 threads: of 16 rows of a product a warp takes every 8th step of K, a lane its neighbours in two rows;
 //           and four warps that copy the weights
-// smem      Shared, then what a product takes: [B, D] and, where a float is three bfloat16 numbers, their [B, 3, D];
-//           or all of the channel mix's activations, where `staged`
+// smem      Shared, then what a product takes: [B, D], or all of the channel mix's activations, where `staged`
 // barriers  the grid's between two phases; the block's where a comment says what stands
-// numerics  tensor cores take x as a sum: of three bfloat16 numbers, or else two of tf32, as float32 weights; half
-//           weights are taken as they are, int8 ones times their row's scale. PAIRED, for few sequences, has the
-//           numbers side by side as columns. float32 sums in a fixed order. A sequence does not depend on the others,
-//           so neither on B.
+// numerics  tensor cores take x and weights as sums of two tf32 numbers. PAIRED, for few sequences, has x's two side
+//           by side as columns. float32 sums in a fixed order. A sequence does not depend on the others, so neither on
+//           B.
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split
-// limits    B up to 8; D and F multiples of 8, with int8 of 16, N of 4 and up to 256, W up to 512; weights aligned to
+// limits    B up to 8; D and F multiples of 8, N of 4 and up to 256, W up to 512; weights aligned to
 //           16 bytes; at least two blocks; sm_90a
 #include "rwkv6/decode_block.cuh"
 #include "words.cuh"
 
-template <typename T, typename S, int STAGES, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
+template <typename S, int STAGES, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<float, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
                                        int input, u32 sense, bool first);
 
 // Sequences whose numbers fit side by side: warps that share one's norm are WARPS over these.
-template <typename T, bool PAIRED> constexpr int SEQUENCES_OF = PAIRED ? COLUMNS / Split<T>::PARTS : COLUMNS;
+template <bool PAIRED> constexpr int SEQUENCES_OF = PAIRED ? COLUMNS / Split<float>::PARTS : COLUMNS;
 
-template <typename T, typename S, int STAGES, bool PAIRED>
-struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
-  typedef DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> Block;
+template <typename S, int STAGES, bool PAIRED>
+struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
+  typedef DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> Block;
   using Block::args, Block::s, Block::staging, Block::B, Block::D, Block::tid, Block::stage, Block::parity;
   using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
   typedef typename Block::Channels Channels;
   typedef typename Block::Norm Norm;
-  typedef typename Block::Up Up;
   const u32 sense;  // of the barrier before this phase
 
-  __device__ __forceinline__ Decode(const Args<T, S, float>& args, Shared<STAGES>& s, u32 sense, int turn)
+  __device__ __forceinline__ Decode(const Args<float, S, float>& args, Shared<STAGES>& s, u32 sense, int turn)
       : Block(args, s, turn), sense(sense) {}
 
   // What the phases before wrote can be read; between their end and here is time to load what does not change.
   __device__ __forceinline__ void ready() { grid_wait<THREADS>(args.arrived, sense); }
 
-  static constexpr int GROUP = sizeof(T) > 1 ? 4 : PAIRED ? 2 : 1;  // stages whose vectors are held
-  static constexpr int WORDS = PAIRED ? Split<T>::WORDS : EACH;
+  static constexpr int GROUP = 4;  // stages whose vectors are held
+  static constexpr int WORDS = PAIRED ? Split<float>::WORDS : EACH;
   typedef float Sums[PAIRED ? 1 : PARTS][EACH / 4][4];
   static constexpr int HELD = PAIRED ? 2 : 1;  // times four channels of a norm, which a thread has under way
-  // Whether what products take stands in its three bfloat16 parts, a row each, split by those who make it.
-  static constexpr bool IN_PARTS = PAIRED && PARTS == 3;
-
-  // Neighbours of sequence b of some [B, D], by their parts.
-  __device__ __forceinline__ void put(u16* vectors, int b, int j, float4 y) const {
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-      const u32 x[4] = {__float_as_uint(y.x), __float_as_uint(y.y), __float_as_uint(y.z), __float_as_uint(y.w)};
-      *reinterpret_cast<uint2*>(vectors + (b * PARTS + part) * D + j) = {x[0] >> 16 | (x[1] & 0xffff0000u),
-                                                                         x[2] >> 16 | (x[3] & 0xffff0000u)};
-      y = {without_upper(x[0]), without_upper(x[1]), without_upper(x[2]), without_upper(x[3])};
-    }
-  }
-  static __device__ __forceinline__ float without_upper(u32 x) {
-    return __uint_as_float(x) - __uint_as_float(x & 0xffff0000u);
-  }
-  // A number of some [B, K], by its parts where there are any.
-  __device__ __forceinline__ void put(float* vectors, int K, int b, int k, float y) const {
-    if constexpr (!IN_PARTS) vectors[b * K + k] = y;
-    else
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        const u32 x = __float_as_uint(y);
-        reinterpret_cast<u16*>(vectors)[(b * PARTS + part) * K + k] = u16(x >> 16);
-        y = without_upper(x);
-      }
-  }
-  // Floats that [B, K] takes.
-  __device__ __forceinline__ int floats(int K) const { return IN_PARTS ? B * K * PARTS / 2 : B * K; }
-
   static constexpr int PASS = PAIRED ? 16 : 8;
 
   // staging = `count` values, a multiple of four; all are on their way at once.
@@ -107,8 +75,7 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
       float4 y = Block::normed(x, mean, scale, c);
       if (xx) *reinterpret_cast<float4*>(xx + b * D + j) = y;
       if (norm.shift) y = Block::mixed(y, old, c);
-      if constexpr (IN_PARTS) put(reinterpret_cast<u16*>(staging + B * D), b, j, y);
-      else *reinterpret_cast<float4*>(staging + b * D + j) = y;
+      *reinterpret_cast<float4*>(staging + b * D + j) = y;
     };
     Channels held[HELD];  // the thread's first, on their way while other blocks are waited for
     float4 old[HELD][SEQUENCES];
@@ -160,7 +127,7 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
       case FFN_INPUTS:
         if (input == 0) {
           m += tile * ROWS;
-          if (m < args.F) put(args.activated, int(args.F), b, m, sum > 0.f ? sum * sum : 0.f);
+          if (m < args.F) args.activated[b * args.F + m] = sum > 0.f ? sum * sum : 0.f;
         } else {
           m += (tile - tiles_of(args.F)) * ROWS;
           if (m < D) args.gate[b * D + m] = sigmoid(sum);
@@ -183,13 +150,13 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
   __device__ __forceinline__ const float* vectors_of(int phase, int input) const {
     switch (phase) {
       case INPUTS:
-        return args.mixed + input * floats(D);
+        return args.mixed + input * B * D;
       case OUTPUT:
         return args.y;
       case FFN_VALUE:
         return args.activated;
     }
-    return IN_PARTS ? staging + B * D : staging;
+    return staging;
   }
 
   // The next stage's 16 rows by the lane's columns. x is a part of a sequence's vector, or all of it.
@@ -201,13 +168,13 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
       const uint4* from = reinterpret_cast<const uint4*>(row + step * (PIECE / STEPS));
       const uint4 above = from[0], below = from[8 * PITCH / 16];
       if constexpr (PAIRED) {
-        Split<T>::multiply(sums[0], above, below, x[step]);
+        Split<float>::multiply(sums[0], above, below, x[step]);
       } else {
 #pragma unroll
         for (int which = 0; which < PARTS; ++which) {
-          u32 part[Split<T>::WORDS];
-          Split<T>::part(part, x[step], which);
-          Split<T>::multiply(sums[which], above, below, part);
+          u32 part[Split<float>::WORDS];
+          Split<float>::part(part, x[step], which);
+          Split<float>::multiply(sums[which], above, below, part);
         }
       }
     }
@@ -220,50 +187,48 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
     const bool busy = tiles.first < tiles.stop;
     if (busy && normed)
-      ::normalise<T, S, STAGES, PAIRED>(args, s, layer, phase, input_of(phase, tiles.first), sense, tiles.first == 0);
+      ::normalise<S, STAGES, PAIRED>(args, s, layer, phase, input_of(phase, tiles.first), sense, tiles.first == 0);
     else ready();
     if (!busy) return;
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
-    const int K = opaque(depth_of(args, phase)), stages = (K + Lane<T>::STAGE - 1) / Lane<T>::STAGE;
+    const int K = opaque(depth_of(args, phase)), stages = (K + Lane<float>::STAGE - 1) / Lane<float>::STAGE;
     const int own = min(PAIRED ? g / PARTS : g, B - 1) * K;
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop;) {
       const int input = input_of(phase, tile), stop = min(tiles.stop, end_of(phase, input));
       const float* vectors = vectors_of(phase, input);
       if (phase == FFN_VALUE && args.staged) {
-        fetch(vectors, floats(K));
+        fetch(vectors, B * K);
         vectors = staging;
       }
-      vectors += IN_PARTS ? min(g, PARTS * B - 1) * K / 2 : own;
+      vectors += own;
       u32 x[GROUP][STEPS][WORDS] = {};
       bool fresh = true;
 #pragma unroll 1
       for (; tile < stop; ++tile, fresh = false) {
         Sums sums = {};
-        float before = 0.f, gate = 1.f, xx = 0.f, scale = 1.f;
+        float before = 0.f, gate = 1.f, xx = 0.f;
         const int me = opaque(tid), b = me / ROWS, m = me % ROWS, at = b * D + tile * ROWS + m;
         if ((phase == OUTPUT || phase == FFN_VALUE) && b < B && tile * ROWS + m < D) {
           before = args.x[at];
           if (phase == FFN_VALUE) gate = args.gate[at], xx = args.xx[at];
         }
-        if constexpr (sizeof(T) == 1)
-          if (b < B) scale = rows_of(args, layer, phase, tile).scales[m];
 #pragma unroll 1
         for (int group = 0; group < stages; group += GROUP) {
           if (fresh || stages > GROUP) {
 #pragma unroll
             for (int n = 0; n < GROUP * STEPS; ++n) {
-              const int k = Lane<T>::start(tid) + group * Lane<T>::STAGE + n * Lane<T>::STRIDE;
-              const float* from = vectors + (k < K ? k : 0) / (IN_PARTS ? 2 : 1);
+              const int k = Lane<float>::start(tid) + group * Lane<float>::STAGE + n * Lane<float>::STRIDE;
+              const float* from = vectors + (k < K ? k : 0);
               u32(&to)[WORDS] = x[n / STEPS][n % STEPS];
-              u32 all[IN_PARTS ? WORDS : EACH];
+              u32 all[EACH];
 #pragma unroll
               for (int i = 0; i < int(sizeof(all)) / 4; i += 4) {
                 const float4 four = load4(from + i);
                 all[i] = __float_as_uint(four.x), all[i + 1] = __float_as_uint(four.y);
                 all[i + 2] = __float_as_uint(four.z), all[i + 3] = __float_as_uint(four.w);
               }
-              if constexpr (PAIRED && !IN_PARTS) Split<T>::part(to, all, g % PARTS);
+              if constexpr (PAIRED) Split<float>::part(to, all, g % PARTS);
               else
 #pragma unroll
                 for (int i = 0; i < WORDS; ++i) to[i] = all[i];
@@ -299,7 +264,7 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
               part += parts[n][PAIRED ? PARTS * b + which : b][m];
             sum += part;
           }
-          finish(layer, phase, tile, input, b, m, fmaf(gate, scale * sum, before), xx);
+          finish(layer, phase, tile, input, b, m, fmaf(gate, sum, before), xx);
         }
       }
     }
@@ -313,8 +278,8 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
 #pragma unroll 1
     for (int unit = blockIdx.x; first || unit < units; unit += gridDim.x, first = false) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
-      const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
-      Up weight[PASS];
+      const float* up = args.maa_up + (layer * 5 + c) * A * D + j;
+      float weight[PASS];
       float maa = 0.f;
       const bool inside = unit < units && j < D;
       Block::load_rows(weight, up, share, SHARES, inside ? A : 0);
@@ -335,7 +300,7 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
 #pragma unroll
         for (int n = 0; n < SHARES; ++n) sum += s.mix[b][n][channel];
         if (b > share) vectors(b);
-        put(args.mixed + c * floats(D), D, b, j, fmaf(old - xx, sum, xx));
+        args.mixed[(c * B + b) * D + j] = fmaf(old - xx, sum, xx);
       }
     }
   }
@@ -351,8 +316,8 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
       const bool busy = unit < units;
       const int h = unit % H, b = busy ? unit / H : 0, of_head = h * N, at = b * D + of_head;
       S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
-      const Up* up = args.decay_up + layer * W * D + of_head + channel;
-      Up weight[PASS];
+      const float* up = args.decay_up + layer * W * D + of_head + channel;
+      float weight[PASS];
       Block::load_rows(weight, up, share, shares, busy && share < shares ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;
@@ -378,39 +343,38 @@ struct Decode : DecodeBlock<T, S, float, STAGES, SEQUENCES_OF<T, PAIRED>> {
       sync();  // the inputs stand
 
       Block::decay_parts(s, weight, up, share, shares, channel, N);
-      time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
-                    [&](int n, float y) { put(args.y, D, b, of_head + n, y); });
+      time_mix_head(s, part, state, N, tid, own, float(args.group_eps), [&](int n, float y) { args.y[at + n] = y; });
     }
   }
 };
 
 // What goes on in a block need not be kept in registers meanwhile.
-template <typename T, typename S, int STAGES, bool PAIRED>
-__device__ __noinline__ void normalise(const Args<T, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
+template <typename S, int STAGES, bool PAIRED>
+__device__ __noinline__ void normalise(const Args<float, S, float>& args, Shared<STAGES>& s, i64 layer, int phase,
                                        int input, u32 sense, bool first) {
-  Decode<T, S, STAGES, PAIRED> block(args, s, sense, 0);
+  Decode<S, STAGES, PAIRED> block(args, s, sense, 0);
   block.normalise(block.norm_of(layer, phase, input), first ? args.xx : nullptr);
 }
 
 // Phases one by one. `turn` is the number of the stage that is next, and the parity of its `full`.
-template <typename T, typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ int products(const Args<T, S, float>& args, Shared<STAGES>& s, int layer, int phase,
+template <typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ int products(const Args<float, S, float>& args, Shared<STAGES>& s, int layer, int phase,
                                         u32 sense, int turn) {
-  Decode<T, S, STAGES, PAIRED> block(args, s, sense, turn);
+  Decode<S, STAGES, PAIRED> block(args, s, sense, turn);
   block.products(layer, phase);
   return block.stage * 2 + int(block.parity);
 }
-template <typename T, typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ void mix(const Args<T, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
-  Decode<T, S, STAGES, PAIRED>(args, s, sense, 0).mix(layer);
+template <typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ void mix(const Args<float, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
+  Decode<S, STAGES, PAIRED>(args, s, sense, 0).mix(layer);
 }
-template <typename T, typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ void time_mix(const Args<T, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
-  Decode<T, S, STAGES, PAIRED>(args, s, sense, 0).time_mix(layer);
+template <typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ void time_mix(const Args<float, S, float>& args, Shared<STAGES>& s, int layer, u32 sense) {
+  Decode<S, STAGES, PAIRED>(args, s, sense, 0).time_mix(layer);
 }
 
-template <typename T, typename S, int STAGES, bool PAIRED>
-__device__ __forceinline__ void decode(const Args<T, S, float>& args, Shared<STAGES>& s) {
+template <typename S, int STAGES, bool PAIRED>
+__device__ __forceinline__ void decode(const Args<float, S, float>& args, Shared<STAGES>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
   int turn = 0;
@@ -419,19 +383,19 @@ __device__ __forceinline__ void decode(const Args<T, S, float>& args, Shared<STA
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
     if (n > args.first) grid_arrive<THREADS>(args.arrived);
     const u32 before = n > args.first ? sense : NO_BARRIER;
-    if (phase == MIX) mix<T, S, STAGES, PAIRED>(args, s, layer, before);
-    else if (phase == TIME_MIX) time_mix<T, S, STAGES, PAIRED>(args, s, layer, before);
-    else turn = products<T, S, STAGES, PAIRED>(args, s, layer, phase, before, turn);
+    if (phase == MIX) mix<S, STAGES, PAIRED>(args, s, layer, before);
+    else if (phase == TIME_MIX) time_mix<S, STAGES, PAIRED>(args, s, layer, before);
+    else turn = products<S, STAGES, PAIRED>(args, s, layer, phase, before, turn);
     if (n > args.first) sense = next_sense(sense);
   }
 }
 
-template <typename T, typename S, int STAGES, bool PAIRED>
+template <typename S, int STAGES, bool PAIRED>
 __global__ void __launch_bounds__(THREADS + 32 * COPIERS, 1)
-    rwkv6_decode_step(const __grid_constant__ Args<T, S, float> args) {
+    rwkv6_decode_step(const __grid_constant__ Args<float, S, float> args) {
   Shared<STAGES>& s = *reinterpret_cast<Shared<STAGES>*>(dynamic_smem());
   launch_next();
   init_stages(s);
-  if (threadIdx.x < THREADS) decode<T, S, STAGES, PAIRED>(args, s);
+  if (threadIdx.x < THREADS) decode<S, STAGES, PAIRED>(args, s);
   else copy_weights(args, s);
 }

@@ -2,7 +2,7 @@
 // math      y_b = W x_b, or y_b = relu(W x_b)^2, or the sum of y_b's parts is W x_b
 // shapes    each stack of products: w [C, M, K], x [C, B, K], y [C, B, M], or [parts, C, B, M]; x of type T
 // grid      a cluster of HALVES blocks for every ROWS rows, part of K, and HALVES times VECTORS vectors; a block has a
-//           warpgroup for every 64 of its VECTORS, and a warp that copies
+//           warpgroup for every 64 of its VECTORS, a thread that copies weights, and one for vectors
 // smem      Shared: W_STAGES of weights and X_STAGES of vectors on their way
 // barriers  full: a stage stands; empty: it may be written, here and in the block to which this one copies
 // numerics  tensor cores: x and weights as they are, float32 sums in a fixed order. A column does not depend on others
@@ -12,19 +12,11 @@
 // Two halves take turns to copy weights to both. Weights do not wait for the kernel before this one: as much of them as
 // there is room for is on its way when vectors come.
 #include "clusters.cuh"
-#include "decode.cuh"
+#include "rwkv6/products.cuh"
+#include "wgmma.cuh"
 
-constexpr int DEPTH = 64, STACKS = 2;
-
-enum class Finish : i64 { Write, ReluSquared = 2, Parts };
-
-struct Stack {
-  TensorMap w;  // boxes of DEPTH by ROWS
-  TensorMap x;  // of DEPTH by VECTORS
-  void* y;
-  i64 C, M;
-  Finish finish;
-};
+constexpr int DEPTH = 64;
+constexpr int AHEAD = 4;  // steps for which pairs ask beyond their stages
 
 struct Args {
   Stack stacks[STACKS];  // C = 0 where there is one
@@ -34,18 +26,23 @@ struct Args {
 template <int ROWS_, int HALVES_, int GROUPS> struct Layout {
   static constexpr int ROWS = ROWS_, HALVES = HALVES_, VECTORS = 64 * GROUPS, WARPS = 4 * GROUPS;
   // Two blocks share a multiprocessor, unless there are as many vectors as keep its tensor cores busy.
-  static constexpr int W_STAGES = HALVES == 1 ? 640 / ROWS : 6, X_STAGES = HALVES == 1 ? 4 : 6;
+  static constexpr int W_STAGES = HALVES == 1 ? 512 / ROWS : 6, X_STAGES = 6;
+  // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
+  static constexpr int FLIGHT = HALVES == 1 ? 4 : W_STAGES;
   static_assert(W_STAGES % HALVES == 0, "a stage has one block that copies to it");
 };
 
 template <typename T, class S> struct Shared {
   T w[S::W_STAGES][S::ROWS][DEPTH], x[S::X_STAGES][S::VECTORS][DEPTH];  // in the 128-byte swizzle
   Barrier w_full[S::W_STAGES], w_empty[S::W_STAGES], x_full[S::X_STAGES], x_empty[S::X_STAGES];
+  volatile u64 started;  // whether x stands
 };
 
 // Some rows of a product, some vectors and a part of K.
 struct Tile {
-  int stack, which, row, column, part, k, steps;
+  RowTile rows;
+  int column, part;
+  Steps steps;
 };
 
 // Whether this is the half that copies to a stage of weights.
@@ -53,49 +50,45 @@ template <class S> __device__ __forceinline__ bool copies(int stage) { return (b
 
 template <class S> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   constexpr int COLUMNS = S::HALVES * S::VECTORS;  // of a cluster
-  const int all = int(args.K + DEPTH - 1) / DEPTH, parts = int(args.parts), each = (all + parts - 1) / parts;
-  const int across = int(args.B + COLUMNS - 1) / COLUMNS;
-  const auto tiles_of = [&](int stack) { return int(args.stacks[stack].M + S::ROWS - 1) / S::ROWS; };
-  int tile = blockIdx.x / S::HALVES, stack = 0, tiles = tiles_of(0);
+  const int across = int(args.B + COLUMNS - 1) / COLUMNS, parts = int(args.parts), tile = blockIdx.x / S::HALVES;
   const int column = tile % across * COLUMNS + blockIdx.x % S::HALVES * S::VECTORS, part = tile / across % parts;
-  tile /= across * parts;
-  if (const int before = tiles * int(args.stacks[0].C); tile >= before) tile -= before, stack = 1, tiles = tiles_of(1);
-  return {stack,
-          tile / tiles,
-          tile % tiles * S::ROWS,
-          column,
-          part,
-          part * each * DEPTH,
-          min(each, max(0, all - part * each))};
+  return {rows_of_tile<S::ROWS>(args.stacks, tile / across / parts), column, part,
+          steps_of_part<DEPTH>(args.K, part, parts)};
 }
 
-// One thread copies for all.
-template <typename T, class S>
-__device__ __forceinline__ void copy(Shared<T, S>& s, const Stack& stack, const Tile& tile) {
-  const auto weights = [&](int step) {
-    if (step >= tile.steps) return;
-    const int stage = step % S::W_STAGES, k = tile.k + step * DEPTH;
-    barrier_expect(s.w_full[stage], sizeof s.w[0]);
-    if constexpr (S::HALVES == 1) tensor_load(s.w[stage], stack.w, s.w_full[stage], k, tile.row, tile.which, 0);
-    else if (copies<S>(stage))
-      tensor_load_to((1 << S::HALVES) - 1, s.w[stage], stack.w, s.w_full[stage], k, tile.row, tile.which, 0);
-  };
-  const auto vectors = [&](int step) {
-    if (step >= tile.steps) return;
-    const int stage = step % S::X_STAGES, k = tile.k + step * DEPTH;
-    barrier_expect(s.x_full[stage], sizeof s.x[0]);
-    tensor_load(s.x[stage], stack.x, s.x_full[stage], k, tile.column, tile.which, 0);
-  };
-  prefetch_map(stack.x);
-  for (int step = 0; step < S::W_STAGES; ++step) weights(step);
-  wait_for_previous();
-  for (int step = 0; step < S::X_STAGES; ++step) vectors(step);
+// One thread copies weights for all.
+template <class S, class Memory>
+__device__ __forceinline__ void copy_weights(Memory& s, const Stack& stack, const Tile& tile) {
 #pragma unroll 1
-  for (int step = 0; step < tile.steps; ++step) {
-    if (step + S::X_STAGES < tile.steps) barrier_wait(s.x_empty[step % S::X_STAGES], step / S::X_STAGES & 1);
-    vectors(step + S::X_STAGES);
-    if (step + S::W_STAGES < tile.steps) barrier_wait(s.w_empty[step % S::W_STAGES], step / S::W_STAGES & 1);
-    weights(step + S::W_STAGES);
+  for (int step = 0; step < tile.steps.count; ++step) {
+    const int stage = step % S::W_STAGES, k = tile.steps.k + step * DEPTH;
+    if (step >= S::W_STAGES) barrier_wait(s.w_empty[stage], step / S::W_STAGES - 1 & 1);
+    if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
+      barrier_wait(s.w_full[last % S::W_STAGES], last / S::W_STAGES & 1);
+    barrier_expect(s.w_full[stage], sizeof s.w[0]);
+    if constexpr (S::HALVES == 1)
+      tensor_load_once(s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
+    else if (copies<S>(stage))
+      tensor_load_to((1 << S::HALVES) - 1, s.w[stage], stack.w, s.w_full[stage], k, tile.rows.row, tile.rows.which, 0);
+    // Two blocks' weights come to L2 before there is room for them.
+    if (const int later = step + AHEAD;
+        S::HALVES > 1 && step >= S::W_STAGES && later < tile.steps.count && copies<S>(later))
+      tensor_prefetch(stack.w, tile.steps.k + later * DEPTH, tile.rows.row, tile.rows.which, 0);
+  }
+}
+
+// Another copies vectors, once they stand.
+template <class S, class Memory>
+__device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, const Tile& tile) {
+  prefetch_map(stack.x);
+  wait_for_previous();
+  s.started = 1;
+#pragma unroll 1
+  for (int step = 0; step < tile.steps.count; ++step) {
+    const int stage = step % S::X_STAGES;
+    if (step >= S::X_STAGES) barrier_wait(s.x_empty[stage], step / S::X_STAGES - 1 & 1);
+    barrier_expect(s.x_full[stage], sizeof s.x[0]);
+    tensor_load(s.x[stage], stack.x, s.x_full[stage], tile.steps.k + step * DEPTH, tile.column, 0, tile.rows.which);
   }
 }
 
@@ -143,13 +136,14 @@ __device__ __forceinline__ void store(Y* y, i64 M, int row, int b, int B, const 
 }
 
 template <typename T, int ROWS, int HALVES, int GROUPS>
-__global__ void __launch_bounds__(128 * GROUPS + 32, ROWS <= 128 ? 2 : 1) __cluster_dims__(HALVES, 1, 1)
+__global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims__(HALVES, 1, 1)
     rwkv6_wide_product(const __grid_constant__ Args args) {
   using S = Layout<ROWS, HALVES, GROUPS>;
   auto& s = *reinterpret_cast<Shared<T, S>*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (tid == 0) {
+    s.started = 0;
     for (int stage = 0; stage < S::W_STAGES; ++stage) {
       barrier_init(s.w_full[stage], 1);
       barrier_init(s.w_empty[stage], S::WARPS * (copies<S>(stage) ? HALVES : 1));
@@ -163,19 +157,19 @@ __global__ void __launch_bounds__(128 * GROUPS + 32, ROWS <= 128 ? 2 : 1) __clus
   if constexpr (HALVES > 1) cluster_sync();
   else __syncthreads();
   const Tile tile = tile_of_block<S>(args);
-  const Stack& stack = args.stacks[tile.stack];
-  if (warp == S::WARPS) {
-    if (lane == 0) copy(s, stack, tile);
+  const Stack& stack = args.stacks[tile.rows.stack];
+  if (warp >= S::WARPS) {
+    if (lane == 0 && warp == S::WARPS) copy_weights<S>(s, stack, tile);
+    if (lane == 0 && warp > S::WARPS) copy_vectors<S>(s, stack, tile);
     __syncwarp();
   } else {
     float sums[ROWS / 2] = {};
-    multiply(s, tile.steps, sums);
+    multiply(s, tile.steps.count, sums);
     wait_for_previous();
-    const int row = tile.row + 2 * (lane & 3), b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
-    const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.which : tile.which;
+    const int row = tile.rows.row + 2 * (lane & 3), b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
+    const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
     if (stack.finish == Finish::ReluSquared)
-      store<ROWS>(static_cast<T*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums,
-                  [](float x) { return x > 0.f ? x * x : 0.f; });
+      store<ROWS>(static_cast<T*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums, relu_squared);
     else
       store<ROWS>(static_cast<float*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums,
                   [](float x) { return x; });

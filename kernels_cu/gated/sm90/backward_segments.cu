@@ -1,7 +1,8 @@
 // what      GLA and RWKV-6 backward on Hopper, for sequences cut into segments: what each leaves behind in the state
 //           after it, and in the gradient of the state before it.
-// math      per chunk of 32, with the decays of decays.cuh: S <- D S + sum_j L_j k_j v_j^T; backwards C <- D C + scale
-//           sum_i E_i q_i do_i^T
+// math      per chunk of 32, with the decays of decays.cuh, from the last one back: S += sum_j D L_j k_j v_j^T, and D,
+//           the decay so far, times the chunk's, until D is next to nothing; backwards from the first one on: C +=
+//           scale sum_i D E_i q_i do_i^T. Where gates grow the other way, as the passes: S <- D S + sum_j L_j k_j v_j^T
 // shapes    q k g [B, H, T, K], v do [B, H, T, V]; states [2, N, H, K, V] and decays [2, N, H, K] float32: S, then C,
 //           that a segment starts from: of a sequence's P segments the first in either direction from the given one [N
 //           / P, H, K, V], the second from what that leaves, and the others from what the one before leaves by itself:
@@ -9,8 +10,8 @@
 // grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp
 //           that moves chunks
 // smem      Stage: a chunk's tokens
-// barriers  full: the tokens are there; done: they have been read
-// numerics  as the two passes
+// barriers  full: the tokens are there; WALK: those of the chunk before have been read, and whether others are wanted
+// numerics  as the two passes; but what has decayed to e^-48 before it reaches the segment's end counts as nothing
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    as the two passes
 #include "gated/sm90/growth.cuh"
@@ -37,38 +38,174 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int STAGES = sizeof(G) == 2 ? 4 : 3;
   Stage<T, G, BK, BV> stages[STAGES];
-  Barrier full[STAGES], done[STAGES];
+  Barrier full[STAGES];
 };
 
+constexpr int WALK = 1;  // the named barrier
+template <int BK> constexpr int THREADS = 2 * BK + 32;
+
+// All threads go over a segment's chunks together, as far as somebody wants. `started`: how many came in the walk
+// before, whose stages this one goes on with.
+template <typename T, typename G, int BK, int BV> struct Walk {
+  static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
+  Shared<T, G, BK, BV>& s;
+  int chunks, started;
+
+  __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const Place& at, int started = 0)
+      : s(s), chunks((at.tokens + CHUNK - 1) / CHUNK), started(started) {}
+  __device__ __forceinline__ int stage(int n) const { return (started + n) % STAGES; }
+  __device__ __forceinline__ void wait(int n) const {
+    barrier_wait(s.full[stage(n)], (started + n) / STAGES & 1);  // the n-th chunk is there
+  }
+  // Whether there is one behind the n-th, and somebody wants it.
+  __device__ __forceinline__ bool goes_on(int n, bool wanted) const {
+    return barrier_any(WALK, THREADS<BK>, wanted) && n + 1 < chunks;  // the chunk before the n-th has been read
+  }
+  // How many come where the first `taken` were wanted.
+  __device__ __forceinline__ int coming(int taken) const { return min(chunks, taken + STAGES - 2); }
+};
+
+// The warp that moves chunks; how many have come.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at, bool backwards) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
+__device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const Place& at,
+                                    bool backwards, bool from_last) {
+  constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
-  const int last = (at.tokens - 1) / CHUNK;
-#pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    if (iteration >= STAGES) barrier_wait(s.done[iteration % STAGES], iteration / STAGES - 1 & 1);  // the stage is free
-    fetch_chunk(s.full[iteration % STAGES], at, (backwards ? last - iteration : iteration) * CHUNK, [&](auto f) {
+  const auto fetch = [&](int n) {
+    if (n >= walk.chunks) return;
+    Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
+    const int chunk = from_last ? walk.chunks - 1 - n : n;
+    fetch_chunk(walk.s.full[walk.stage(n)], at, chunk * CHUNK, [&](auto f) {
       f(in.g, args.g, args.g_rows, K);
       f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K);
       f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
     });
-  }
+    __syncwarp();
+  };
+  if (!walk.chunks) return 0;
+#pragma unroll 1
+  for (int n = 0; n < STAGES - 1; ++n) fetch(n);
+  int n = 0;
+#pragma unroll 1
+  for (; walk.goes_on(n, false); ++n) fetch(n + STAGES - 1);
+  return walk.coming(n + 1);
 }
 
+// ---- from the border on: S += (what is left of x at the border)^T y ------------------------------------------------
+
+constexpr float LOST = 1.4251641e-21f;  // e^-48, of which float32 adds nothing to a state of like size
+constexpr float MOST = 0x1p60f;         // how much may grow on its way
+
+// Of two channels: the decay between a chunk and the border, over `down`, and S is over it, too: a NARROW type has
+// nothing that small.
+struct Passed {
+  float decay[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
+
+  __device__ __forceinline__ float all(int h) const { return decay[h] * down[h]; }
+};
+
+// Has what a chunk's first token is decayed by be near to 1. far: decays from the start of a sub-chunk, or to its end.
+template <bool FIRST_DECAYS, int BV>
+__device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, const Chunk& far) {
+  constexpr int LEAST_EXPONENT = -72;  // of `down`: about LOST
+  float up[2] = {1.f, 1.f}, down[2] = {1.f, 1.f};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float nearest = passed.decay[h];
+    if (FIRST_DECAYS) nearest *= __shfl_sync(0xffffffffu, far[0][2 * h], threadIdx.x & 28);
+    const int exponent = int(__float_as_uint(nearest) >> 23) - 127;
+    if (exponent >= -8 && exponent <= 8) continue;
+    const int by = max(exponent, LEAST_EXPONENT + 127 - int(__float_as_uint(passed.down[h]) >> 23));
+    up[h] = __uint_as_float(u32(127 - by) << 23), down[h] = __uint_as_float(u32(127 + by) << 23);
+  }
+  if (!__any_sync(0xffffffffu, up[0] != 1.f || up[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < BV / 2; ++i) S[i] *= up[i >> 1 & 1];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) passed.decay[h] *= up[h], passed.down[h] *= down[h];
+}
+
+// The segment's S from nothing, of as many chunks as some channel remembers. `decays`: over all of them, 0 where others
+// were left out. grown: whether gates were met that products cannot follow: then S is nothing to go by. How many came.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
-  const int offset = lane_offset();
+__device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& grown,
+                                               const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
+  const int warpgroup = threadIdx.x / 128, offset = lane_offset();
+  const float scale = BACKWARDS ? float(args.scale) : 1.f;
   const Counts<ReadOrder, G> counts;
-  float S[BV / 2] = {}, all[2] = {1.f, 1.f};
-  start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel);
-#pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
+  Passed passed;
+  Operand x;
+  int n = 0;
+  for (bool more = walk.chunks; more; more = walk.goes_on(n++, more)) {
+    walk.wait(n);
+    Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
+    Gates<G> gates;
+    Operand loaded;
+    Chunk far;
+    SubChunkDecays own;
+    gates.load(own_panels(in.g, warpgroup), offset);
+    grown |= any_grows<T>(gates);
+    decays_of(own, gates);
+    load_operand(loaded, in.x[warpgroup], offset);
+    if (BACKWARDS) decays_from_start(far, gates, counts);
+    else decays_to_end(far, gates, counts);
+    wgmma_wait<0>();  // the products of the chunk before, under way beside what comes before this line
+    wgmma_keep(S);
+    if (NARROW<T>) fit_range<BACKWARDS && !ReadOrder::reads_before_write, BV>(S, passed, far);
+    each_pair([&](int n, int h) {
+      const float2 two = unpack<T>(pair_of(loaded, n, h));
+      const float by = scale * passed.decay[h] * (BACKWARDS ? own.before(n, h) : own.behind(n, h));
+      pair_of(x, n, h) = pack<T>(by * far[n][2 * h] * two.x, by * far[n][2 * h + 1] * two.y);
+    });
+    wgmma_fence();
+    start_write<T, BV>(S, x, in.y);
+    wgmma_commit();
+    more = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      passed.decay[h] *= own.all(h);
+      grown |= passed.all(h) > MOST;
+      more |= channel + 8 * h < args.shape.K && !(passed.all(h) <= LOST);
+    }
+  }
+  wgmma_wait<0>();
+  wgmma_keep(S);
+#pragma unroll
+  for (int i = 0; i < BV / 2; ++i) S[i] *= passed.down[i >> 1 & 1];
+  for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : passed.all(h);
+  const int came = walk.coming(n);
+  for (; n < came; ++n) walk.wait(n);  // nothing is under way any more
+  return came;
+}
+
+// The same from the given state on, which it puts where the segment starts from.
+template <int BV, class Args>
+__device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
+                                          const Place& at, bool backwards, int channel) {
+  if (!is_first(at, args.P, backwards)) return;
+  const float* const given = backwards ? args.dht : args.initial;
+  const i64 size = args.shape.K * args.shape.V;
+  float* const states = args.states + slot_of(at, backwards) * size;
+  const float* const from = given + (at.sequence / args.P * args.shape.H + at.head) * size;
+  each_of_state<BV, true>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
+    const float2 two = given ? *reinterpret_cast<const float2*>(from + (to - states)) : float2{0.f, 0.f};
+    const float decay = decays[&x - S >> 1 & 1];
+    if (decay != 0.f) x = fmaf(decay, two.x, x), y = fmaf(decay, two.y, y);
+    *reinterpret_cast<float2*>(to) = two;
+  });
+}
+
+// ---- to the border: S <- D S + x^T y, whatever grows ---------------------------------------------------------------
+
+template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)[2], const Walk<T, G, BK, BV>& walk,
+                                                const Args<T, G>& args) {
+  const int warpgroup = threadIdx.x / 128, offset = lane_offset();
+  const Counts<ReadOrder, G> counts;
+  int n = 0;
+  do {
+    walk.wait(n);
+    Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     Gates<G> gates;
     Operand x;
     Chunk far;
@@ -103,31 +240,48 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_wait<0>();
     wgmma_keep(S);
     if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, range);
-    barrier_arrive(s.done[iteration % STAGES]);
-  }
+  } while (walk.goes_on(n++, true));
+}
+
+// ---- a block -------------------------------------------------------------------------------------------------------
+
+template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at) {
+  const int lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
+  float S[BV / 2] = {}, decays[2];
+  bool grown = false;
+  const int came = sum_from_border<ReadOrder, BACKWARDS>(S, decays, grown, Walk(s, at), args, channel);
+  if (barrier_any(WALK, THREADS<BK>, grown)) {  // all know it, and have read what has come
+#pragma unroll
+    for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
+    decays[0] = decays[1] = 1.f;
+    start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel);
+    carry_to_border<ReadOrder, BACKWARDS>(S, decays, Walk(s, at, came), args);
+  } else add_start<BV>(S, decays, args, at, BACKWARDS, channel);
   const i64 slot = slot_of(at, BACKWARDS), K = args.shape.K, next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
-  each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
-                    [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
+  each_of_state<BV, true>(S, args.states + next * K * args.shape.V, args.shape, channel,
+                          [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
-    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = all[h];
+    if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = decays[h];
 }
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
+__global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
+                                               : BV == 128 ? 2
+                                                           : 3)
     gated_sm90_backward_segments(const __grid_constant__ Args<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
-    for (int stage = 0; stage < Shared<T, G, BK, BV>::STAGES; ++stage) {
-      barrier_init(s.full[stage], 32);
-      barrier_init(s.done[stage], CONSUMERS);
-    }
+    for (Barrier& full : s.full) barrier_init(full, 32);
   __syncthreads();  // the barriers stand
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
   if (backwards < args.first || is_last(at, args.P, backwards)) return;
   if (args.ends && !is_first(at, args.P, backwards)) return;
-  if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
-  else if (backwards) consume<ReadOrder, true>(s, args, at);
+  if (threadIdx.x >= CONSUMERS) {
+    const int came = move(Walk(s, at), args, at, backwards, !backwards);
+    if (barrier_any(WALK, THREADS<BK>, false)) move(Walk(s, at, came), args, at, backwards, backwards);
+  } else if (backwards) consume<ReadOrder, true>(s, args, at);
   else consume<ReadOrder, false>(s, args, at);
 }

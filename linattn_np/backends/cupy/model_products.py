@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, maps, pointers, structs
-from .kernel import HALF, ModelKernel
+from .kernel import HALF, INT8, ModelKernel
 from .plan import Draft, TensorMap, ceil_div
 
 FLOAT_TERMS = 3  # numbers of a half type, each in an array of its own, whose sum is a float
@@ -50,42 +50,49 @@ class Matvec(ModelKernel):
 
 
 STACKS = 2  # in one launch
-STACK = (*maps("w x"), *pointers("y"), *integers("C M finish"))
+STACK = (*maps("w x"), *pointers("y scales"), *integers("C M finish"))
+SWIZZLED = 128  # bytes of K in a box of weights or of vectors
 
 
-def stacked(products, depth, rows, vectors) -> list[dict]:
-    """Stacks of products (w, x, y, finish), which come in boxes of so much of K by rows of w or vectors of x."""
+def stacked(products, rows, vectors) -> list[dict]:
+    """Stacks of products (w, scales, x, y, finish), which come in boxes of so many rows of w or vectors of x."""
+
+    def boxes(array, many, heads=1):
+        return TensorMap(array, SWIZZLED // array.dtype.itemsize, many, True, heads)
+
     stacks = [
         {
-            "w": TensorMap(w[None], depth, rows, True),
-            "x": TensorMap(x, depth, vectors, True),
+            "w": boxes(w[None], rows),
+            "x": boxes(x.swapaxes(0, 1), vectors, x.shape[0]),
             "y": y,
+            "scales": scales,
             "C": w.shape[0],
             "M": w.shape[1],
             "finish": finish,
         }
-        for w, x, y, finish in products
+        for w, scales, x, y, finish in products
     ]
     return stacks + [stacks[0] | {"C": 0}] * (STACKS - len(stacks))
 
 
 @dataclass(frozen=True)
 class BatchProduct(ModelKernel):
-    """Half-precision weights by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of K."""
+    """Weights in half precision or int8 by the vectors of a batch. `SPLIT` blocks share a tile, each with a part of
+    K."""
 
     file = "rwkv6/batch_product"
     ROWS: ClassVar[int] = 128  # of a weight
-    DEPTH: ClassVar[int] = 64  # of K a step
-    # Of weights and of vectors, by how many of these a block has.
+    # Of weights, and of vectors with 64 of K, by how many vectors a block has.
     STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
     EXACT: ClassVar[int] = 8  # vectors at most that come in `FLOAT_TERMS`, as floats
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     FEW_ROWS: ClassVar[int] = 256
+    DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
     shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}>",)
     arch, threads = "sm_90a", 320
-    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 4)  # the same where a block has a multiprocessor almost for itself
+    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
     DEEP_COLUMNS: ClassVar[int] = 16  # at most
     dtype: np.dtype
     COLUMNS: int
@@ -99,7 +106,7 @@ class BatchProduct(ModelKernel):
         `early`: whether its weights can come while small kernels before it run.
         """
         few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
-        if device.capability != 90 or dtype not in HALF or B > cls.MOST and not few_rows:
+        if device.capability != 90 or dtype not in cls.DTYPES or B > cls.MOST and not few_rows:
             return None
         columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
         kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
@@ -111,16 +118,21 @@ class BatchProduct(ModelKernel):
         """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
         the memory's rate, so that it counts how many there are in all."""
         waves = max(1.0, self.blocks(B, rows) / device.multiprocessors)
-        return waves * (ceil_div(K, self.DEPTH * self.SPLIT) + 4)
+        return waves * (ceil_div(K, self.depth * self.SPLIT) + 4)
 
     def blocks(self, B, rows) -> int:
         return sum(C * ceil_div(M, self.ROWS) for C, M in rows) * ceil_div(B, self.COLUMNS) * self.SPLIT
 
     def launch(self, draft: Draft, products, B, K):
-        """`products`: stacks (w [C, M, K], x [terms, C, B, K], y [C, B, M], in parts [SPLIT, C, B, M], or as x,
-        finish)."""
+        """`products`: stacks (w [C, M, K], scales [C, M] or None, x [terms, C, B, K], y [C, B, M], in parts
+        [SPLIT, C, B, M], or as x, finish)."""
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products])
-        draft.launch(self, blocks, stacks=stacked(products, self.DEPTH, self.ROWS, self.COLUMNS), B=B, K=K)
+        draft.launch(self, blocks, stacks=stacked(products, self.ROWS, self.COLUMNS), B=B, K=K)
+
+    @property
+    def depth(self) -> int:
+        """Of K a step."""
+        return SWIZZLED // self.dtype.itemsize
 
     @property
     def terms(self):
@@ -133,7 +145,8 @@ class BatchProduct(ModelKernel):
     @property
     def shared_bytes(self):
         of_w, of_x = self.DEEP_STAGES if self.DEEP else self.STAGES[self.COLUMNS]
-        ring = (of_w * self.ROWS + of_x * self.terms * self.COLUMNS) * 2 * self.DEPTH
+        ring = SWIZZLED * (of_w * self.ROWS + of_x * self.terms * self.COLUMNS)
+        of_x = of_x * SWIZZLED // 2 // self.depth
         return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x + 1)
 
 
@@ -142,11 +155,11 @@ class FewRowsProduct(ModelKernel):
     """A product of few rows with up to eight vectors in terms, left in parts; the next one has room beside it."""
 
     file = "rwkv6/few_rows_product"
-    arguments = (*pointers("w x y"), *integers("B K M"))
+    arguments = (*pointers("w scales x y"), *integers("B K M"))
     shared = ("Shared",)
     ROWS: ClassVar[int] = 16  # of a weight
     SLICE: ClassVar[int] = 512  # of K
-    threads, shared_bytes = 256, 4 * 8 * 8 * 17
+    arch, threads, shared_bytes = "sm_90a", 256, 4 * 8 * 8 * 17
     dtype: np.dtype
 
     @classmethod
@@ -166,7 +179,7 @@ class WideProduct(ModelKernel):
     # Stages of weights and of vectors, by vectors, then rows, halves and groups: with one of these numbers of rows a
     # model's products fill one wave.
     SHAPES: ClassVar[dict[int, dict]] = {
-        64: {(64, 1, 1): (10, 4), (72, 1, 1): (8, 4)},
+        64: {(64, 1, 1): (8, 6), (72, 1, 1): (7, 6)},
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
     LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)
@@ -211,9 +224,10 @@ class WideProduct(ModelKernel):
         return tiles * parts * ceil_div(B, self.HALVES * self.vectors) * self.cluster
 
     def launch(self, draft: Draft, products, B, K, parts):
-        """`products`: stacks (w [C, M, K], x [1, C, B, K], y [C, B, M], in parts [parts, C, B, M], or as x, finish)."""
+        """`products`: stacks (w [C, M, K], None, x [1, C, B, K], y [C, B, M], in parts [parts, C, B, M], or as x,
+        finish)."""
         blocks = self.blocks(B, [w.shape[:2] for w, *_ in products], parts)
-        stacks = stacked(products, self.DEPTH, self.ROWS, self.vectors)
+        stacks = stacked(products, self.ROWS, self.vectors)
         draft.launch(self, blocks, stacks=stacks, B=B, K=K, parts=parts)
 
     @property
@@ -227,9 +241,9 @@ class WideProduct(ModelKernel):
 
     @property
     def threads(self):
-        return 128 * self.GROUPS + 32
+        return 128 * self.GROUPS + 64
 
     @property
     def shared_bytes(self):
         of_w, of_x = self.SHAPES[self.HALVES * self.vectors][self.ROWS, self.HALVES, self.GROUPS]
-        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 2 * 8 * (of_w + of_x)
+        return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 8 * (2 * (of_w + of_x) + 1)

@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, pointers, reals
-from .kernel import INT8, ModelKernel, padded
+from .kernel import ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
@@ -71,16 +71,15 @@ class TimeMixBatch(ModelKernel):
     MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # sequences of a block
     dtype: np.dtype
-    X: np.dtype
     state: np.dtype
     TERMS: int
     SEQUENCES: int
 
     @classmethod
-    def fitting(cls, dtype, X, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
+    def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
         """The kernel, and the bytes of shared memory behind its own; None where it does not serve. So many sequences a
         block that almost every multiprocessor has one."""
-        kernels = [cls(dtype, X, state, terms, width) for width in cls.WIDTHS]
+        kernels = [cls(dtype, state, terms, width) for width in cls.WIDTHS]
         busy = (kernel for kernel in kernels if kernel.blocks(B, H) >= 0.9 * device.multiprocessors)
         kernel = next(busy, kernels[-1])
         more = W * (4 * kernel.SEQUENCES + N * dtype.itemsize)
@@ -105,13 +104,11 @@ class TimeMixBatch(ModelKernel):
 
 @dataclass(frozen=True)
 class DecodeStep(ModelKernel):
-    """All layers in one launch."""
+    """All layers in one launch, of float32 weights."""
 
     file = "rwkv6/decode_step"
     arguments = (
         *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_up decay_up"),
-        *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
-        *pointers("ffn_value_scales head_scales"),
         *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
         *pointers("xx low mixed kvrg_out decay_low y activated gate x logits arrived"),
         *integers("L B P D H N A W F V staged first last"),
@@ -121,48 +118,27 @@ class DecodeStep(ModelKernel):
     arch, threads = "sm_90a", 384
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
-    STAGES: ClassVar[tuple[int, ...]] = (12, 11, 10, 8, 6, 4)  # 16 KB of weights on their way each: as many as leave
-    # room for the vectors
-    dtype: np.dtype
+    STAGES: ClassVar[tuple[int, ...]] = (10, 8, 4)  # 16 KB of weights on their way each: as many as leave room for the
+    # vectors
     state: np.dtype
     stages: int
     paired: bool
 
     @classmethod
-    def fitting(cls, dtype, state, B, D, F, device) -> tuple[DecodeStep, int] | None:
-        """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages.
-
-        Vectors in parts are as fast from L2, and leave a stage more: 1.08 for 1.10 ms a token of 1.6 B parameters.
-        """
+    def fitting(cls, state, B, D, F, device) -> tuple[DecodeStep, int] | None:
+        """The kernel and the vectors' bytes of shared memory, those of the widest product if that costs few stages."""
         if B > cls.COLUMNS:
             return None
-        parts = 3 if dtype in (BFLOAT16, INT8) else 2
-        for widest, least in ((True, 8), (False, cls.STAGES[-1])):
+        for widest, least in ((max(D, F), 8), (D, cls.STAGES[-1])):
             for stages in cls.STAGES:
-                kernel = cls(dtype, state, stages, parts * B <= cls.COLUMNS)
-                room = max(kernel.vector_bytes(B, D), kernel.staged_bytes(B, F) * widest)
-                if widest and kernel.bytes_of_parts:
-                    continue
+                kernel, room = cls(state, stages, 2 * B <= cls.COLUMNS), 4 * B * widest
                 if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
                     return kernel, room
         return None
 
-    def vector_bytes(self, B, D) -> int:
-        """Of a norm's result, beside what products take where that stands in parts."""
-        return B * D * (4 + self.bytes_of_parts)
-
-    def staged_bytes(self, B, F) -> int:
-        """Of the channel mix's activations."""
-        return B * F * (self.bytes_of_parts or 4)
-
     def staged(self, B, sizes, room) -> bool:
-        """Whether vectors of so many bytes can be these."""
-        return room >= self.staged_bytes(B, sizes["F"])
-
-    @property
-    def bytes_of_parts(self) -> int:
-        """Of a number that products take as three in bfloat16, split by who made it; 0 where products split it."""
-        return 6 if self.paired and self.dtype in (BFLOAT16, INT8) else 0
+        """Whether vectors of so many bytes can be the channel mix's activations."""
+        return room >= 4 * B * sizes["F"]
 
     @property
     def shared_bytes(self):
@@ -205,12 +181,12 @@ class DecodeFew(ModelKernel):
     @property
     def bytes_of_operand(self) -> int:
         """Of a float in the stage: three bfloat16 numbers, or itself."""
-        return 6 if self.dtype in (BFLOAT16, INT8) else 4
+        return 6 if self.dtype == BFLOAT16 else 4
 
     @property
     def shared_bytes(self):
         """Without the stage."""
-        return DecodeStep(self.dtype, self.state, self.stages, True).shared_bytes
+        return DecodeStep(self.state, self.stages, True).shared_bytes
 
 
 @dataclass(frozen=True)
@@ -257,7 +233,6 @@ class DataMix(ModelKernel):
     arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A P"))
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
-    MOST_PARTS: ClassVar[int] = 8  # of `low`, where a float is several TERMS
     dtype: np.dtype
     X: np.dtype
     PARTS: int
@@ -275,6 +250,11 @@ class DataMix(ModelKernel):
         return cls(dtype, dtype, 2, 2, 1, 1)
 
     @property
+    def most_parts(self) -> int:
+        """Of `low`."""
+        return 8 if self.TILES == self.INPUTS == 1 and self.X != FLOAT32 else 1
+
+    @property
     def shared_bytes(self):
         return low_rank_shared(self.dtype, self.TILES, self.PARTS)
 
@@ -282,29 +262,31 @@ class DataMix(ModelKernel):
         return low_rank_blocks(self.TILES, tokens, D) * 5 // self.INPUTS
 
 
+class OfElements(ModelKernel):
+    """A thread has EACH neighbours of an array."""
+
+    EACH: ClassVar[int]
+    threads = 256
+
+    def blocks(self, count) -> int:
+        return ceil_div(count, self.EACH * self.threads)
+
+
 @dataclass(frozen=True)
-class ReluSquared(ModelKernel):
+class ReluSquared(OfElements):
     file = "rwkv6/relu_squared"
     arguments = (*pointers("x y"), *integers("count"))
-    EACH: ClassVar[int] = 8  # elements a thread
-    threads = 256
+    EACH = 8
     X: np.dtype
     Y: np.dtype
 
-    def blocks(self, count) -> int:
-        return ceil_div(count, self.EACH * self.threads)
-
 
 @dataclass(frozen=True)
-class Widen(ModelKernel):
+class Widen(OfElements):
     file = "rwkv6/widen"
     arguments = (*pointers("q scales w"), *integers("count K"))
-    EACH: ClassVar[int] = 16  # elements a thread
-    threads = 256
+    EACH = 16
     dtype: np.dtype
-
-    def blocks(self, count) -> int:
-        return ceil_div(count, self.EACH * self.threads)
 
 
 # -- prompts: all tokens at once ---------------------------------------------------------------------------------------
@@ -361,14 +343,10 @@ class GatedNorm(ModelKernel):
 
 
 @dataclass(frozen=True)
-class GatedAdd(ModelKernel):
+class GatedAdd(OfElements):
     file = "rwkv6/gated_add"
     arguments = (*pointers("x gate value"), *integers("count"))
-    EACH: ClassVar[int] = 4  # elements a thread
-    threads = 256
-
-    def blocks(self, count) -> int:
-        return ceil_div(count, self.EACH * self.threads)
+    EACH = 4
 
 
 def recurrence(draft: Draft, device, r: Array, k: Array, v: Array, w: Array, u: Array, o: Array, state, spans: Spans):

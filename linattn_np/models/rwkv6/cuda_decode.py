@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
 Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
-one launch for one sequence, and where weights are float32 or int8; otherwise a layer is nine. Beyond eight sequences
-cuBLAS multiplies on other cards, and on Hopper beyond 256. All arrays of a step are allocated once, and a step neither
-allocates nor waits, so a CUDA graph can hold it.
+one launch for one sequence, but for int8 weights, and where weights are float32; otherwise a layer is nine. Beyond
+eight sequences cuBLAS multiplies on other cards, and on Hopper beyond 256, or 128 with int8. All arrays of a step are
+allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ...arrays import BFLOAT16
 from ...backends.cupy import model_products
 from ...backends.cupy import rwkv6 as kernels
 from ...backends.cupy.execute import Compiled
-from ...backends.cupy.kernel import HALF, INT8
+from ...backends.cupy.kernel import INT8
 from ...backends.cupy.model_products import ADD, PARTS, RELU_SQUARED, WRITE
 from ...backends.cupy.plan import Array, Draft, Plan, ceil_div, contiguous, describe_parts
 from ...errors import ContractTypeError, NotSupported
 from . import weights as table
 from .checks import one_of, refuse
-from .cuda_weights import FLOAT32, apart, array_of, first_of, scales_of, stacked, widened
+from .cuda_weights import FLOAT32, SCALES, apart, array_of, first_of, stacked, widened
 from .math import GROUP_NORM_EPS, LAYER_NORM_EPS
 from .names import parameters
 from .state import DTYPES as STATE_DTYPES
@@ -34,7 +34,6 @@ from .state import STATE, State, check_state
 INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
-MOST_TOGETHER = 1  # sequences with half-precision weights that one launch serves faster than many
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -43,9 +42,9 @@ class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
     Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
-    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`. int8 has a scale for every
-    row of a matrix; beyond eight sequences scaled rows and inputs are rounded to bfloat16. The embedding and the second
-    matrices of low rank are bfloat16 then.
+    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`, and beside int8 to
+    bfloat16. int8 has a scale for every row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The
+    embedding and the second matrices of low rank are bfloat16 then.
 
     Parameters
     ----------
@@ -117,12 +116,14 @@ class CudaDecoder:
 
         self.batch, self.kernel = batch, self.kernel_of_all(batch)
         few = batch <= model_products.Matvec.COLUMNS
-        self.split = few and not self.kernel and self.device.capability == 90 and self.matrices in HALF
+        widens = self.matrices == INT8 and batch > model_products.BatchProduct.MOST
+        on_tensors = self.device.capability == 90 and self.matrices in model_products.BatchProduct.DTYPES
+        self.split = few and not self.kernel and on_tensors
         self.by_rows = few and not self.split
         terms = model_products.FLOAT_TERMS if self.split else 1
-        low_parts = kernels.DataMix.MOST_PARTS if self.split else 1
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
+        low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
@@ -137,7 +138,7 @@ class CudaDecoder:
             ffn_mixed=buffer(terms, 2, B, D, dtype=X),
             activated=buffer(terms, 1, B, F, dtype=X),
             hidden=None if few else buffer(1, B, F),
-            wide=None if few or self.matrices != INT8 else buffer(max(4 * D, F, V) * D, dtype=self.dtype),
+            wide=buffer(max(4 * D, F, V) * D, dtype=self.dtype) if widens else None,
             gate=buffer(1, B, D),
             added=buffer(1 if self.by_rows else kernels.NormShift.PARTS_AT_MOST[-1], 1, B, D),
             normed=buffer(terms, 1, B, D, dtype=X),
@@ -146,19 +147,18 @@ class CudaDecoder:
         )
         if isinstance(self.kernel and self.kernel[0], kernels.DecodeFew):
             vars(self.buffers).update(self.words())
-        elif self.kernel and (size := self.kernel[0].bytes_of_parts):  # in place of what other kernels take
-            self.buffers.mixed, self.buffers.y = buffer(5, B, D * size // 4), buffer(1, B, D * size // 4)
-            self.buffers.activated = buffer(1, B, F * size // 4)
         self.bound, self.held, self.launches, self.graph = None, None, (), None
 
     def kernel_of_all(self, batch):
         """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
         D, F = self.sizes["D"], self.sizes["F"]
-        if self.device.capability != 90 or self.matrices in HALF and batch > MOST_TOGETHER:
+        if self.device.capability != 90 or self.matrices == INT8:
             return None
         if batch == 1:
             return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
-        return kernels.DecodeStep.fitting(self.matrices, self.state_dtype, batch, D, F, self.device)
+        if self.matrices == FLOAT32:
+            return kernels.DecodeStep.fitting(self.state_dtype, batch, D, F, self.device)
+        return None
 
     def words(self) -> dict:
         """What the blocks of `DecodeFew` hand to each other, each number a word of turn 0; and their turns."""
@@ -315,8 +315,7 @@ class Step:
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
         found = buffers | vars(self.model) | {"slots": self.slots}
-        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
-        fields = {name: found.get(name) if name.endswith("_scales") else found[name] for name in names}
+        fields = {member.name: found[member.name] for member in kernel.arguments if member.kind == "pointer"}
         count = layers * PHASES + 1
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
@@ -366,7 +365,7 @@ class Step:
             A=A,
             P=parts,
         )
-        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, terms, B, H, N, W, my.device)
+        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, my.state_dtype, terms, B, H, N, W, my.device)
         kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
         parts = self.in_parts(
             layer,
@@ -414,12 +413,11 @@ class Step:
 
     def low_rank_down(self, layer) -> int:
         """What the data mix takes as `low`; in how many parts."""
-        buffers, (w,), (terms, _, B, K) = self.buffers, layer.maa_down, self.buffers.mixed_x.shape
-        kernel, M = model_products.FewRowsProduct(self.my.dtype), w.shape[0]
-        if terms == 1 or kernel.parts(K) > buffers.low.shape[0]:
-            self.matmul(layer, ("maa_down", buffers.mixed_x, buffers.low[0], WRITE))
-            return 1
-        self.draft.launch(kernel, kernel.blocks(M, K), w=w, x=buffers.mixed_x, y=buffers.low, B=B, K=K, M=M)
+        x, low, (w, scales) = self.buffers.mixed_x, self.buffers.low, matrix_of(layer, "maa_down")
+        kernel, M, (terms, _, B, K) = model_products.FewRowsProduct(self.my.matrices), w.shape[1], x.shape
+        if terms == 1 or kernel.parts(K) > low.shape[0]:
+            return self.in_parts(layer, low.shape[0], ("maa_down", x, low))
+        self.draft.launch(kernel, kernel.blocks(M, K), w=w, scales=scales, x=x, y=low, B=B, K=K, M=M)
         return kernel.parts(K)
 
     def in_parts(self, layer, most, *named, early=False) -> int:
@@ -428,7 +426,7 @@ class Step:
         matrices, (_, _, B, K) = [getattr(layer, name) for name, *_ in named], named[0][1].shape
         kernel = self.batch_product(matrices, B, K, early) if most > 1 else None
         if kernel and kernel.SPLIT <= most:
-            products = [(w, x, y[: kernel.SPLIT], PARTS) for w, (_, x, y) in zip(matrices, named)]
+            products = [(*matrix_of(layer, name), x, y[: kernel.SPLIT], PARTS) for name, x, y in named]
             kernel.launch(self.draft, products, B, K)
             return kernel.SPLIT
         self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named))
@@ -441,7 +439,7 @@ class Step:
         if found:
             launch, parts = found
             added = self.buffers.added[:parts]
-            launch(self.draft, [(w, vectors, added, PARTS)], B, K)
+            launch(self.draft, [(*matrix_of(layer, name), vectors, added, PARTS)], B, K)
             return added[:, 0]
         added = self.buffers.added[0]
         self.matmul(layer, (name, vectors, *((added, WRITE) if x is None else (x, ADD))))
@@ -473,19 +471,18 @@ class Step:
 
     def matmul(self, weights, *named):
         """Products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) that have B and K in common."""
-        my, matrices = self.my, [getattr(weights, name) for name, *_ in named]
-        products = [product for _, *product in named]
-        *_, B, K = products[0][0].shape
-        if my.by_rows:
-            self.by_rows(matrices, products, B, K)
-        elif found := self.product_of_batch(matrices, B, K):
+        products = [(*matrix_of(weights, name), *product) for name, *product in named]
+        *_, B, K = named[0][1].shape
+        if self.my.by_rows:
+            self.by_rows(products, B, K)
+        elif found := self.product_of_batch([w for w, *_ in products], B, K):
             launch, _ = found
-            launch(self.draft, [(w, *product) for w, product in zip(matrices, products)], B, K)
+            launch(self.draft, products, B, K)
         elif len(named) > 1:
             for product in named:
                 self.matmul(weights, product)
         else:
-            self.by_library(weights, matrices, products)
+            self.by_library(*products[0])
 
     def product_of_batch(self, matrices, B, K, in_parts=False):
         """What launches products, and of how many parts those are that end in parts; None where the library is
@@ -501,14 +498,14 @@ class Step:
         rows = [w.shape[:2] for w in matrices]
         return model_products.BatchProduct.fitting(self.my.matrices, B, K, rows, self.my.device, early)
 
-    def by_rows(self, matrices, products, B, K):
+    def by_rows(self, products, B, K):
         listed = [
             {"w": w, "x": x, "y": y, "M": w.shape[0], "finish": finish}
-            for stack, (vectors, sums, finish) in zip(matrices, products)
+            for stack, _, vectors, sums, finish in products
             for w, x, y in zip(stack, vectors[0], sums)
         ]
         none = {"w": None, "x": None, "y": None, "M": 0, "finish": WRITE}
-        blocks = sum(stack.shape[0] * ceil_div(stack.shape[1], model_products.Matvec.ROWS) for stack in matrices)
+        blocks = sum(w.shape[0] * ceil_div(w.shape[1], model_products.Matvec.ROWS) for w, *_ in products)
         self.draft.launch(
             model_products.Matvec.fitting(self.my.dtype, blocks, self.my.device),
             blocks,
@@ -517,15 +514,19 @@ class Step:
             K=K,
         )
 
-    def by_library(self, weights, matrices, products):
-        for w, (x, y, finish) in zip(matrices, products):
-            if w.dtype == INT8:
-                w = widened(self.draft, w, scales_of(weights, w), self.buffers.wide, self.my.dtype)
-            to = self.buffers.hidden if finish == RELU_SQUARED else y
-            self.draft.product(w, x[0], to, finish == ADD)
-            if finish == RELU_SQUARED:
-                kernel = kernels.ReluSquared(to.dtype, y.dtype)
-                self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
+    def by_library(self, w, scales, x, y, finish):
+        if scales is not None:
+            w = widened(self.draft, w, scales, self.buffers.wide, self.my.dtype)
+        to = self.buffers.hidden if finish == RELU_SQUARED else y
+        self.draft.product(w, x[0], to, finish == ADD)
+        if finish == RELU_SQUARED:
+            kernel = kernels.ReluSquared(to.dtype, y.dtype)
+            self.draft.launch(kernel, kernel.blocks(y.size), x=to, y=y, count=y.size)
+
+
+def matrix_of(weights, name) -> tuple:
+    """A matrix, and its scales, or None."""
+    return getattr(weights, name), getattr(weights, f"{name}{SCALES}", None)
 
 
 def fitting(sizes, dtype):

@@ -27,12 +27,6 @@ def widened(draft: Draft, q: Array, scales: Array, buffer: Array, dtype) -> Arra
     return w
 
 
-def scales_of(weights, q):
-    """Those of an int8 matrix among `weights`."""
-    (name,) = (name for name, array in vars(weights).items() if array is q)
-    return getattr(weights, f"{name}{SCALES}")
-
-
 def array_of(load, dtype, field, weight, names):
     """A weight on the device; matrices that products take are (out, in) with rows to spare, and scales in int8."""
     if not weight.matrix:
