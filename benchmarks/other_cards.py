@@ -1,4 +1,4 @@
-"""What the kernels of every card may take on cards that nobody here has: estimates, out of their times on one that has.
+"""What the portable kernels may take on cards that were not measured: estimates from their times on one that was.
 
     python benchmarks/run.py --kernels portable --out benchmarks/results/portable/<card>.json
     python benchmarks/other_cards.py            prints the tables that benchmarks/speed_table.py writes
@@ -52,9 +52,9 @@ def of(path, dtypes, sources) -> str:
     result = json.loads(path.read_text())
     measured = MEASURED[result["meta"]["card"]]
     said = (
-        f"`{OPERATOR}` with the kernels of every card, trained gates, milliseconds forward / backward: measured on an "
-        f"{measured.name} made to take them, **estimated** (~) for the others: the longer of that time scaled by "
-        "bandwidth and by tensor cores' rate, as published."
+        f"`{OPERATOR}` with the portable kernels and trained gates, milliseconds forward / backward. The "
+        f"{measured.name} took them in place of its own; other cards' times are **estimated** (~), scaled by the "
+        "published bandwidth or rate of tensor cores, whichever gives more."
     )
     if sources:
         said += " No other card was measured. Bandwidths, dense rates of half and tf32 products: " + "; ".join(

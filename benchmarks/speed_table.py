@@ -79,12 +79,12 @@ def titled_card(path) -> str:
 
 
 def of_portable_kernels(path) -> str:
-    """The kernels of every card on one that has its own, with the gates of trained models."""
+    """The portable kernels on a card that has its own, with the gates of trained models."""
     result = json.loads(path.read_text())
     meta, rows = result["meta"], [row for row in result["rows"] if row["gate"] == "trained" and row["ours_ms"]]
     said = (
-        f"Other cards than Hopper, and float32, take the kernels of every card. Here they were forced on the "
-        f"{meta['card']} (commit {meta['commit']}, `python benchmarks/run.py --kernels portable`); no other card was "
+        f"Cards other than Hopper, and float32, take the portable kernels. Here the {meta['card']} took them in place "
+        f"of its own (commit {meta['commit']}, `python benchmarks/run.py --kernels portable`); no other card was "
         f"measured. Milliseconds as above."
     )
     heads = ["B, T, H, D", "", "floor", "`gla`", "fla", "`rwkv6`", "fla"]
@@ -201,12 +201,13 @@ def machine(meta) -> str:
     if "fla-core" in meta:
         text += f", fla-core {meta['fla-core']} on torch {meta['torch']} and Triton {meta['triton']}"
     return (
-        f"{text}. Everything in bfloat16 where nothing else is said, `gla` and `rwkv6` with the gates of trained "
-        "RWKV-6 models (`trained` in benchmarks/gates.py), the others with logsigmoid's. Weak gates are a 16th of "
-        "logsigmoid's, strong ones 20 times them; resets are gates of -inf at every 64th token. The floor is every "
-        f"input and result once at the {meta['copy_tb_per_s']:.2f} TB/s of a copy in the same run. Packed sequences "
-        "have 24 to 2047 tokens. fla's kernels do the same work for every gate: its times with gates other than "
-        "logsigmoid's may be those with logsigmoid's."
+        f"{text}. Rows are bfloat16 unless they say otherwise. `gla` and `rwkv6` have the gates of trained RWKV-6 "
+        "models (`trained` in benchmarks/gates.py), the other operators logsigmoid's. Weak gates are a 16th of "
+        "logsigmoid's, strong ones 20 times as large; resets are gates of -inf at every 64th token. The floor is the "
+        "time to read every input once and to write every result once at "
+        f"{meta['copy_tb_per_s']:.2f} TB/s, the speed of a copy in the same run. Packed sequences have 24 to 2047 "
+        "tokens. fla's kernels do the same work whatever the gates are: where a row has other gates than logsigmoid's, "
+        "fla's time may be the one with logsigmoid's."
     )
 
 

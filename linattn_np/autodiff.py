@@ -59,8 +59,8 @@ def resumed(op, arrays, arguments, kept=()):
     """`vjp`, which goes on from what `dispatch.summarise` kept."""
     backend, arguments = arguments["backend"], {name: x for name, x in arguments.items() if name != "backend"}
     problem = bind(op, arrays, arguments)
-    name, shares = split_to_fit(problem, backend)
-    done = [backend_module(name).vjp(with_output(share), *([kept] if kept else [])) for share in shares]
+    name, parts = split_to_fit(problem, backend)
+    done = [backend_module(name).vjp(with_output(part), *([kept] if kept else [])) for part in parts]
     o, final_state = together([result for result, _ in done], problem)
     result = in_kind(problem, to_caller(problem, o, problem.op.out))
     if problem.output_final_state:
@@ -71,8 +71,8 @@ def resumed(op, arrays, arguments, kept=()):
 def pullback(op, *arrays, backend="auto", **arguments):
     """The pullback of `vjp` without the result: where a backend's backward needs no forward pass, none runs."""
     problem = bind(op, arrays, arguments)
-    name, shares = split_to_fit(problem, backend)
-    return Checked(problem, [backend_module(name).pullback(share) for share in shares])
+    name, parts = split_to_fit(problem, backend)
+    return Checked(problem, [backend_module(name).pullback(part) for part in parts])
 
 
 def bind(op, arrays, arguments):
@@ -85,7 +85,7 @@ def bind(op, arrays, arguments):
 
 
 def together(results, problem):
-    """(o, final state's parts or None) of the problem from those of its shares."""
+    """(o, final state's parts or None) of the problem from those of its parts."""
     o, finals = zip(*results)
     if finals[0] is None:
         return beside(o), None
@@ -95,7 +95,7 @@ def together(results, problem):
 
 
 def pulled(pulls, problem, do, dht):
-    """(gradients in the order of the arrays, those of the initial state or None), from the pullbacks of the shares."""
+    """(gradients in the order of the arrays, those of the initial state or None), from the pullbacks of the parts."""
     V, op = problem.sizes["V"] // len(pulls), problem.op
     done = []
     for n, pull in enumerate(pulls):
@@ -113,7 +113,7 @@ def pulled(pulls, problem, do, dht):
 
 
 class Checked:
-    """The pullbacks of a problem's shares as the caller's: of any arrays that fit, and with results in kind."""
+    """The pullbacks of a problem's parts as the caller's: of any arrays that fit, and with results in kind."""
 
     def __init__(self, problem, pulls):
         self.problem, self.pulls = problem, pulls

@@ -82,9 +82,9 @@ def summarise(op: Op, arrays, *, backend="auto", gradient=False, ahead=False, **
     where it would keep nothing. `kept` is for `call`, or with `gradient` for `vjp`, on the same arrays.
     """
     problem = op.bind(arrays, gradient=gradient, **arguments)
-    name, shares = split_to_fit(problem, backend)
+    name, parts = split_to_fit(problem, backend)
     module = backend_module(name)
-    possible = hasattr(module, "summarise") and len(shares) == 1 and (getattr(module, "KEEPS", False) or not ahead)
+    possible = hasattr(module, "summarise") and len(parts) == 1 and (getattr(module, "KEEPS", False) or not ahead)
     found = module.summarise(problem) if possible else None
     if found is None:
         return None

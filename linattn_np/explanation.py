@@ -106,16 +106,16 @@ class Explanation:
 def explain_problem(problem: Problem, backend="auto") -> Explanation:
     moved = bytes_moved(problem)
     try:
-        name, shares = split_to_fit(problem, backend)
+        name, parts = split_to_fit(problem, backend)
     except NotSupported:
-        name, shares = None, [problem]
-    reasons = {against: reason for against, reason in reasons_against(shares[0]).items() if reason is not None}
+        name, parts = None, [problem]
+    reasons = {against: reason for against, reason in reasons_against(parts[0]).items() if reason is not None}
     if name is None:
         return Explanation(problem.op.name, None, bytes=moved, reasons=reasons)
-    found = backend_module(name).describe(shares[0], moved)
+    found = backend_module(name).describe(parts[0], moved)
     found["copies"] = (*copies(problem), *found["copies"])
-    if len(shares) > 1:
-        found["tiles"] = found["tiles"] | {"shares": len(shares)}
+    if len(parts) > 1:
+        found["tiles"] = found["tiles"] | {"value_head_parts": len(parts)}
     return Explanation(problem.op.name, name, bytes=moved, reasons=reasons, **found)
 
 

@@ -3,7 +3,11 @@
 A fault that shows in one case alone of a product of axes nearly always needs the values of one axis or of two.
 """
 
+import random
+from functools import cache
 from itertools import combinations
+
+ORDERS = 30  # in which a choice of few cases is looked for
 
 
 def choose(cases, axes, together=2):
@@ -33,6 +37,17 @@ def axes_of(item, joined=()):
 
 
 def instances(kernels, together=2):
-    """Instances of one kernel that have between them every value of every template argument, or every pair of them."""
-    together = min(together, len(kernels[0].template))
-    return choose(kernels, lambda kernel: enumerate(kernel.template), together) if together else kernels
+    """Instances of one kernel that have between them every value of every template argument, or every pair of them:
+    the fewest that were found, since each costs a compilation.
+    """
+    return [*_instances(tuple(kernels), min(together, len(kernels[0].template)))]
+
+
+@cache
+def _instances(kernels, together):
+    if not together:
+        return kernels
+    draw = random.Random(0)
+    orders = [kernels, *(draw.sample(kernels, len(kernels)) for _ in range(ORDERS))]
+    fewest = min((choose(order, lambda kernel: enumerate(kernel.template), together) for order in orders), key=len)
+    return [kernel for kernel in kernels if kernel in fewest]

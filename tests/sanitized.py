@@ -29,6 +29,7 @@ from linattn_np.declarations import (
     SOFTMAX_ATTENTION,
 )
 from linattn_np.declarations import RWKV6 as RWKV6_OP
+from linattn_np.dispatch import summarise
 from linattn_np.kernel_choice import choose_kernels
 from linattn_np.models import RWKV6
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
@@ -167,6 +168,17 @@ def family(rng, run, as_filled):
         yield as_filled(run, backward, op, *arrays, **keywords)
 
 
+def messages(rng, run, as_filled):
+    """What ranks tell each other of their tokens, before the others' messages are there."""
+    for op, declared in (*DECLARED, (simple_gla, SIMPLE_GLA)):
+        arrays, _ = drawn(declared, rng, (1, 1, 1100, 64, 64), BFLOAT16)
+        yield as_filled(run, told, op, declared, *arrays)
+
+
+def told(op, declared, *arrays, **how):
+    return summarise(declared, arrays, **how), vjp(op, *arrays, **how)[1].summarise(arrays[2])
+
+
 def steps(rng, run):
     for op, declared in ((gla_step, GLA_STEP), (rwkv6_step, RWKV6_STEP)):
         for sizes, dtype, state_dtype, slots in STEPS:
@@ -175,21 +187,23 @@ def steps(rng, run):
             yield run(op, *draw(declared, rng, dict(zip("BHKV", sizes)), dtype), state, slots=slots)
 
 
-EIGHT_BITS = (np.dtype(np.int8), 1, True), (np.dtype(np.int8), 9, False)
+EIGHT_BITS = np.dtype(np.int8)
 
 
 def decoding(rng, device):
-    """A model's steps: all in one launch, in several, and beyond eight sequences, where cuBLAS multiplies int8."""
-    few = synthetic(rng, SMALL, BFLOAT16)
+    """A model's steps: all in one launch, in several, and beyond 128 sequences, where cuBLAS multiplies int8."""
+    few, wide = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"]))
     for dtype, B, together, weights in (
         (BFLOAT16, 1, True, few),
         (SINGLE, 8, True, few),
         (SINGLE, 3, False, few),
         (HALF, 3, False, few),
         (BFLOAT16, 9, False, few),
-        (BFLOAT16, 33, False, synthetic(rng, SIZES["wide heads"], BFLOAT16)),
+        (BFLOAT16, 33, False, wide),
         (BFLOAT16, 130, False, few),
-        *((*call, few) for call in EIGHT_BITS),
+        (EIGHT_BITS, 1, False, few),
+        (EIGHT_BITS, 9, False, few),
+        (EIGHT_BITS, 130, False, wide),
     ):
         decoder = CudaDecoder(weights, dtype, B, device)
         decoder.kernel = decoder.kernel if together else None
@@ -224,6 +238,7 @@ def calls(rng, run, as_older, as_filled, device):
         attention(rng, run),
         attention(rng, as_older),
         family(rng, run, as_filled),
+        messages(rng, run, as_filled),
         steps(rng, run),
         decoding(rng, device),
         prompts(rng, as_filled),

@@ -87,7 +87,9 @@ def over_the_sequence(name, rng, reverse=False, check=True, **options):
 
 
 def with_all_options(rng):
-    """The normaliser's pair of states, [B, T, H, ...], grouped value heads and states [N, HV, V, K]; half precision."""
+    """The normaliser's pair of states, [B, T, H, ...], grouped value heads and states [N, HV, V, K]; half precision,
+    outside of jit, where JAX compiles each of a function's steps by itself.
+    """
     q, k = rng.standard_normal((2, B, T, H, K))
     v, S = rng.standard_normal((B, T, 2 * H, V)), rng.standard_normal((B, 2 * H, V, K))
     z = np.abs(rng.standard_normal((B, H, K)))
@@ -106,12 +108,13 @@ def with_all_options(rng):
         in_specs=(spec,) * 3,
         out_specs=(spec, P()),
     )
-    compare("the normaliser over the sequence", mapped(q, k, v), interop.linear_attention(q, k, v, **options))
+    compare("the normaliser over the sequence", jax.jit(mapped)(q, k, v), interop.linear_attention(q, k, v, **options))
     g, gv = -np.exp(rng.standard_normal((B, T, H, K))), -np.exp(rng.standard_normal((B, T, 2 * H, V)))
     mapped = jax.shard_map(
         partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 5, out_specs=spec
     )
-    compare("a gate of values over the sequence", mapped(q, k, v, g, gv), interop.gla(q, k, v, g, gv, layout="bthd"))
+    found = jax.jit(mapped)(q, k, v, g, gv)
+    compare("a gate of values over the sequence", found, interop.gla(q, k, v, g, gv, layout="bthd"))
     half = [jax.numpy.asarray(x, "bfloat16") for x in (q, k, v, g)]
     mapped = jax.shard_map(
         partial(interop.gla, layout="bthd", axis_name="devices"), mesh=MESH, in_specs=(spec,) * 4, out_specs=spec

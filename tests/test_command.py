@@ -13,9 +13,9 @@ from test_examples import AUSTEN, ENVIRONMENT
 
 import linattn_np
 from linattn_np.__main__ import main
-from linattn_np.command import COMMANDS, bench, info, quantise, threads
+from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads
 from linattn_np.command.terminal import Parser
-from linattn_np.models import austen, example
+from linattn_np.models import austen, devices, example
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -202,3 +202,41 @@ def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):
     monkeypatch.setattr(generate, "write", lambda options, model, state: seen.extend(blas_threads()))
     code, *_ = called(capsys, "generate", "--device", "cpu")
     assert code == 0 and set(seen) == {1}
+
+
+class Driver:
+    """CUDA's, of a host with two devices; notes what it was asked for."""
+
+    def __init__(self, status=0):
+        self.status, self.opened = status, []
+
+    def cuInit(self, flags):
+        return self.status
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device, number):
+        device._obj.value = number
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        self.opened.append(device.value)
+        return 0
+
+
+def test_devices_are_counted_and_opened_without_cupy(monkeypatch):
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
+    driver = Driver()
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: driver)
+    assert devices.cuda_devices() == 2 and cards.devices("auto") == 2 and cards.devices("cpu") == 0
+    devices.open_beside(1).join()
+    assert driver.opened == [1]
+    driver.status = 100  # no device
+    assert devices.cuda_devices() == 0
+    devices.open_beside().join()
+    assert driver.opened == [1]
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    driver.status = 0
+    assert devices.cuda_devices() == 0

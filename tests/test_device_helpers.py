@@ -316,25 +316,28 @@ def test_emulated_arrays_are_poisoned():
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 @pytest.mark.parametrize("at", [(0, 0), (0, 24), (64, 8), (64, 30)], ids=str)
 @pytest.mark.parametrize("swizzled", [False, True], ids=["rows", "swizzled"])
-def test_tensor_copies_of_boxes_that_leave_the_array(hopper, rng, swizzled, at, layout):
-    """A box of 16 tokens of an array of 40 tokens and 80 columns: zeros come from outside, nothing goes there."""
-    columns, tokens, head, batch = 64, 16, 1, 1
+@pytest.mark.parametrize("heads", [1, 2])
+def test_tensor_copies_of_boxes_that_leave_the_array(hopper, rng, heads, swizzled, at, layout):
+    """A box of 16 tokens of an array of 3 heads, 40 tokens and 80 columns: zeros come from outside, nothing goes
+    there."""
+    columns, tokens, batch, head = 64, 16, 1, 3 - heads
     x = rng.integers(0, 2**16, (2, 3, 40, 80), dtype=np.uint16)
     order = (0, 1, 2, 3) if layout == "bhtd" else (0, 2, 1, 3)
     from_, to = (
         hopper.upload(np.ascontiguousarray(y.transpose(order)).view(np.float16)).transpose(order)
         for y in (x, np.full_like(x, 7))
     )
-    raw = hopper.empty((tokens, columns // 8, 8), np.uint16)
-    maps = [hopper.tensor_map(y, columns, tokens, swizzled) for y in (from_, to)]
+    raw = hopper.empty((heads * tokens, columns // 8, 8), np.uint16)
+    maps = [hopper.tensor_map(y, columns, tokens, swizzled, heads) for y in (from_, to)]
     fields = dict(raw=hopper.pointer(raw), bytes=raw.nbytes, column=at[0], token=at[1], head=head, batch=batch)
     kernel = TestKernel(f"{KERNELS}/tensor_copies", (), threads=32, arch="sm_90a")
     hopper.launch(kernel, 1, pack(*maps, **fields), smem=1024 + raw.nbytes)
 
-    box = np.pad(x[batch, head], ((0, 16), (0, 128)))[at[1] : at[1] + tokens, at[0] : at[0] + columns]
-    pieces = np.arange(8) ^ (np.arange(tokens) % 8)[:, None] if swizzled else np.tile(np.arange(8), (tokens, 1))
-    np.testing.assert_array_equal(host(raw)[np.arange(tokens)[:, None], pieces].reshape(tokens, columns), box)
+    box = np.pad(x[batch, head:], ((0, 0), (0, 16), (0, 128)))[:, at[1] : at[1] + tokens, at[0] : at[0] + columns]
+    rows = np.arange(heads * tokens)
+    pieces = np.arange(8) ^ (rows % 8)[:, None] if swizzled else np.tile(np.arange(8), (len(rows), 1))
+    np.testing.assert_array_equal(host(raw)[rows[:, None], pieces].reshape(box.shape), box)
     want = np.full_like(x, 7)
-    inside = slice(at[1], at[1] + tokens), slice(at[0], at[0] + columns)
-    want[batch, head][inside] = x[batch, head][inside]
+    inside = slice(head, None), slice(at[1], at[1] + tokens), slice(at[0], at[0] + columns)
+    want[batch][inside] = x[batch][inside]
     np.testing.assert_array_equal(np.ascontiguousarray(host(to)).view(np.uint16), want)

@@ -1,5 +1,7 @@
 """A segment's call in two halves on Hopper: what it does to a state, then its outputs, and no pass twice."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from conftest import HALF
@@ -13,7 +15,7 @@ from linattn_np.backends.cupy import PLANNERS, execute, tuning
 from linattn_np.backends.cupy.instances import SEGMENT_STATE
 from linattn_np.dispatch import call, summarise
 from linattn_np.distributed import run_threads
-from linattn_np.distributed.recurrence import Recurrence
+from linattn_np.distributed.recurrence import Recurrence, Row
 
 FAMILY = [name for name in VARIANTS if name not in ("gla-gv", "linear_attention-normalized")]
 SIZES = {"B": 1, "H": 1, "K": 16, "V": 8, "N": 1}
@@ -49,12 +51,18 @@ def test_a_summary_and_what_goes_on_from_it(hopper, operator, dtype, rng):
     assert same_bits(again, o) and same_bits(state, whole)
     initial = rng.standard_normal(final.shape, dtype=np.float32)
     _, moved = function(*arrays, initial_state=initial, **more)
-    by = decays.reshape(-1, SIZES["K"]).prod(axis=0)[:, None]
+    by = decay_of(op, own, decays)
     assert_close("the state", by * initial + final, moved, np.dtype(np.float32))
     problem = op.bind(arrays, **own).replace(memo=None)
     plan = execute.plan_of(PLANNERS[problem.op], problem, hopper.device, kept)
     assert not any(is_summary(kernel) for kernel in plan.kernels)
     assert any(map(is_summary, execute.plan_of(PLANNERS[problem.op], problem, hopper.device).kernels))
+
+
+def decay_of(op, own, decays, tokens=TOKENS):
+    """What multiplies any other state over so many tokens; a backend need not say what all know."""
+    assert (decays is None) == (not op.gates)
+    return own.get("gamma", [1.0])[0] ** tokens if decays is None else decays.reshape(-1, 1)
 
 
 def is_summary(kernel):
@@ -76,7 +84,7 @@ def test_a_gradients_summary_and_what_goes_on_from_it(hopper, operator, dtype, r
     *_, alone = pullback(do)
     wanted = pullback(do, dht)
     assert_close("the gradient for a dht of zero", own_part, alone, dtype)
-    by = decays.reshape(-1, SIZES["K"]).prod(axis=0)[:, None]
+    by = decay_of(op, own, decays, tokens=300)
     assert_close("the gradient", by * dht + own_part, wanted[-1], dtype)
     for number, (x, y) in enumerate(zip(pullback.resumed(do, dht, kept), wanted, strict=True)):
         assert_close(f"gradient {number}", x, y, dtype)
@@ -195,3 +203,35 @@ def test_a_rank_adds_up_no_states_but_those_before_its_own(gradient, rng, monkey
     call = Call("gla", rng, total=100)
     call.compare(call.by_ranks([25] * 4, gradient), call.exactly(gradient))
     assert sorted(map(by_rank.count, set(by_rank))) == ([3, 3, 3, 3] if gradient else [1, 2, 3])
+
+
+class OnCard:
+    """As much of a CuPy array as a message looks at."""
+
+    class Memory:
+        def __init__(self, mem, ptr):
+            self.mem, self.ptr = mem, ptr
+
+        def __add__(self, offset):
+            return OnCard.Memory(self.mem, self.ptr + offset)
+
+    def __init__(self, shape, dtype, data, contiguous=True):
+        self.shape, self.dtype, self.data = shape, np.dtype(dtype), data
+        self.nbytes, self.flags = int(np.prod(shape)) * self.dtype.itemsize, SimpleNamespace(c_contiguous=contiguous)
+
+
+def test_a_message_that_lies_side_by_side_is_not_copied():
+    row, single, there = Row([(1, 2, 4, 3), (1, 2, 4)]), np.dtype(np.float32), OnCard.Memory("card", 512)
+    state = OnCard((1, 2, 4, 3), single, there)
+    decay = OnCard((1, 2, 4), single, there + state.nbytes)
+    seen = row.seen_in([state, decay], single)
+    assert seen.shape == (1, row.length) and seen.data is there
+    others = OnCard.Memory("another", 512 + state.nbytes)
+    for part in (
+        OnCard((1, 2, 4), single, others),
+        OnCard((1, 2, 4), single, there + state.nbytes + 4),
+        OnCard((1, 2, 4), single, decay.data, contiguous=False),
+        OnCard((1, 2, 4), np.float64, decay.data),
+    ):
+        assert row.seen_in([state, part], single) is None
+    assert row.seen_in([np.zeros(24, single), np.zeros(8, single)], single) is None

@@ -71,6 +71,23 @@ def test_a_batch_of_another_model():
     assert batch.step() == {a: 24, c: 25}
 
 
+def test_a_step_does_not_wait_for_the_logits_that_follow_it():
+    class Late(Adder):
+        fetched = 0
+
+        def to_host(self, array):
+            self.fetched += 1
+            return array
+
+    model = Late()
+    batch = Batch(model, slots=2)
+    (a,) = batch.join([[1, 2]], GREEDY)
+    assert model.fetched == 0 and batch.step() == {a: 3}
+    assert model.fetched == 1
+    assert batch.sequences[a].logits.argmax() == 6 and batch.step() == {a: 6}
+    assert model.fetched == 2
+
+
 def test_text_of_another_model():
     requests = [Request([16, 16], GREEDY, length=3), Request([300], GREEDY, length=1), Request([33], GREEDY, length=1)]
     written = {number: text for number, text, _ in complete(Adder(), Bytes(), requests, slots=2)}

@@ -44,17 +44,17 @@ def test_gates_that_nobody_sees_change_nothing(backend, rng, op, K, gate):
     """A strong gate in chunks 1 and 4 of six, where no query or key can see it."""
     needs_half_data(backend, op)
     arrays = problem(op, rng, K)
-    mild = run(backend, op, arrays)
+    weak = run(backend, op, arrays)
     wanted, _ = exact(OPS[op], list(arrays.values()))
     gates = arrays[list(arrays)[3]]
     gates[..., [CHUNK + 5, 4 * CHUNK + 31], 0] = gate
     strong = run(backend, op, arrays)
-    for what, o in ("mild", mild), ("strong", strong):
+    for what, o in ("weak", weak), ("strong", strong):
         assert_close(what, o, wanted, BFLOAT16)
     if backend.gates_choose_the_route:
         return
     same = CHUNK if gate > 0 else None  # a chunk whose gates grow is computed another way
-    assert (bits(mild)[:, :, :same] == bits(strong)[:, :, :same]).all()
+    assert (bits(weak)[:, :, :same] == bits(strong)[:, :, :same]).all()
 
 
 @pytest.mark.pairwise
@@ -122,7 +122,7 @@ def test_large_keys_overflow_nothing(backend, rng, size):
 @pytest.mark.parametrize("op", (linattn_np.gla, linattn_np.rwkv6), ids=lambda op: op.__name__)
 @pytest.mark.parametrize("large", range(3), ids="qkv")
 def test_large_arrays_overflow_no_gradient(rng, op, large):
-    """Arrays that NumPy's factors of mild gates would push over float32's end, forward or backward."""
+    """Arrays that NumPy's factors of weak gates would push over float32's end, forward or backward."""
     arrays = list(rng.standard_normal((4, 1, 2, 3 * CHUNK, 16)))
     arrays[3] = np.full_like(arrays[3], -1.8)
     arrays[3][..., CHUNK + 5, :] = -np.inf

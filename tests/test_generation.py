@@ -291,12 +291,25 @@ def part(change):
 )
 def test_a_state_is_checked_wherever_it_enters(austen, change, complaint):
     state = change(austen.initial_state())
-    enters = [austen.on_device, lambda state: Batch(austen, 2).join([b"a"], Sampling(), [state])]
+    enters = [austen.on_device]
     if state is not None:  # which means a fresh one here
         enters += [lambda state: austen.forward([[1]], state), lambda state: read(austen, b"a", state)]
+        enters += [lambda state: Batch(austen, 2).join([b"a"], Sampling(), [state])]
     for enter in enters:
         with pytest.raises(ContractError, match=f"RWKV6: {complaint}"):
             enter(state)
+
+
+def test_some_go_on_from_a_state_and_some_begin(austen):
+    """Whatever the slots' last sequences have left."""
+    batch, how = Batch(austen, 3), Sampling(temperature=0)
+    for slot in batch.join(PROMPTS[:3], how):
+        batch.leave(slot)
+    _, state = austen.forward([list(b"Miss Wood")])
+    slots = batch.join([b"Captain Went", b"h", b"Miss Woodh"], how, [None, state, None])
+    written = [batch.step() for _ in range(5)]
+    found = [bytes(tokens[slot] for tokens in written) for slot in slots]
+    assert found == [b"worth", b"ouse,", b"ouse,"]
 
 
 def test_a_sequence_goes_on_from_one_sequence(austen):
@@ -347,15 +360,20 @@ def test_top_k_keeps_the_likeliest():
 
 
 def test_few_are_sorted_of_many_and_nothing_changes(rng):
-    """The likeliest of all logits, sorted as a whole, against what `likeliest` finds first."""
+    """The likeliest of all logits, sorted as a whole, against what `likeliest` finds first; equals by their ids."""
     for top_k, top_p in ((0, 0.5), (0, 0.99), (3, 1.0), (40, 0.9), (500, 0.3)):
-        p = rng.dirichlet(np.full(300, 0.1))
-        wanted = np.argsort(-p, kind="stable")[: top_k or None]
-        cumulated = np.cumsum(p[wanted])
-        wanted = wanted[: np.searchsorted(cumulated, top_p * cumulated[-1]) + 1]
-        found = likeliest(p, top_k, top_p)
-        np.testing.assert_array_equal(found[: len(wanted)], wanted)
-        assert top_k > 300 or len(found) < 300
+        rows = rng.dirichlet(np.full(300, 0.1), 5).astype(np.float32)
+        rows[1, ::2], rows[2] = rows[1, 1::2], 1 / 300
+        ids, chosen, counts = likeliest(rows, top_k, top_p)
+        assert top_k > 300 or (counts < 300).any()
+        for p, found, probabilities, count in zip(rows, ids, chosen, counts):
+            wanted = np.argsort(-p, kind="stable")[: top_k or None]
+            cumulated = np.cumsum(p[wanted], dtype=np.float64)
+            kept = min(np.searchsorted(cumulated, top_p * cumulated[-1]) + 1, len(wanted))
+            assert kept <= count
+            np.testing.assert_array_equal(found[:kept], wanted[:kept])
+            np.testing.assert_array_equal(probabilities[:count], p[found[:count]])
+            assert not probabilities[count:].any()
 
 
 def test_penalties_follow_their_equation():
@@ -443,16 +461,48 @@ def test_many_draw_what_each_draws_alone(vocabulary, rng):
         {"temperature": 1e-3},
         {"top_k": 2},
         {"top_p": 0.9},
+        {"temperature": 0.7, "top_k": 3, "top_p": 0.8},
         {"presence": 3.0, "fading": 0.5},
+        {"presence": 1.0, "top_p": 0.9},
         {"vocabulary": max(1, vocabulary - 2)},
         {"fading": 0.5},
     ]
     hows = [Sampling(seed=seed, **how) for seed, how in enumerate(2 * ways)]
     many, alone = ([how.sampler() for how in hows] for _ in range(2))
-    for _ in range(4):
-        logits = list(4 * rng.standard_normal((len(hows), vocabulary), dtype=np.float32))
+    for turn in range(4):
+        logits = 4 * rng.standard_normal((len(hows), vocabulary), dtype=np.float32)
+        logits[4:6] = logits[4:6].round()  # many are equal
+        logits = logits if turn % 2 else list(logits)
+        before = np.array(logits)
         assert draw_each(many, logits) == [draw(row) for draw, row in zip(alone, logits)]
+        np.testing.assert_array_equal(logits, before)
     assert [draw.counts for draw in many] == [draw.counts for draw in alone]
     logits[3][0], logits[5][:], logits[8][-1] = np.nan, -np.inf, np.inf
     found = {number: why for number, draw in enumerate(alone) if (why := draw.complaint(logits[number]))}
     assert complaints(many, logits) == found and {3, 5, 8} <= set(found)
+
+
+def drawn_literally(how, random, logits):
+    """One token, by sorting all of a sequence's probabilities."""
+    scaled = ((logits - logits.max()).astype(np.float64) / how.temperature).astype(np.float32)
+    p = np.exp(scaled)
+    p /= p.sum()
+    some = how.top_k or how.top_p < 1
+    order = np.argsort(-p, kind="stable")[: how.top_k or None] if some else np.arange(len(p))
+    cumulated = np.cumsum(p[order], dtype=np.float64)
+    bound = how.top_p * (cumulated[-1] if how.top_k else 1)
+    cumulated = cumulated[: cumulated.searchsorted(bound) + 1]
+    return order[cumulated.searchsorted(random.random() * cumulated[-1], side="right")]
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 40_000])
+@pytest.mark.parametrize(
+    "how", [{}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 40, "top_p": 0.5}, {"top_p": 1e-9}], ids=str
+)
+def test_tokens_are_drawn_from_the_likeliest(how, vocabulary, rng):
+    hows = [Sampling(temperature=0.8, seed=seed, **how) for seed in range(6)]
+    samplers, randoms = [how.sampler() for how in hows], [np.random.default_rng(seed) for seed in range(6)]
+    for _ in range(10):
+        logits = 4 * rng.standard_normal((6, vocabulary), dtype=np.float32)
+        logits[::2] = logits[::2].round()  # many are equal
+        assert draw_each(samplers, logits) == [*map(drawn_literally, hows, randoms, logits)]

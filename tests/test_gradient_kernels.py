@@ -437,8 +437,8 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
     call = Call(op, Case(T=T, K=32, V=32, H=3, dtype="bfloat16", initial=None), rng)
     bonus = [u.astype(np.float32) for u in call.arrays[4:]]  # else it is copied, and the plan drawn up at every call
     arrays, do = [card.asarray(x) for x in (*call.arrays[:4], *bonus)], card.asarray(call.do)
-    gates, mild = arrays[3], arrays[3].copy()
-    strong = mild.copy()
+    gates, weak = arrays[3], arrays[3].copy()
+    strong = weak.copy()
     strong[0, 1, T - 20 : T - 15] = -20
     _, pull = card.run(vjp, call.function, *arrays)
 
@@ -446,7 +446,7 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
         gates[...] = given
         return list(map(card.tohost, pull(do)))
 
-    wanted = [of(given) for given in (strong, mild, strong)]
+    wanted = [of(given) for given in (strong, weak, strong)]
     stream = card.cupy.cuda.Stream(non_blocking=True)
     card.cupy.cuda.Device().synchronize()
     with stream:
@@ -455,7 +455,7 @@ def test_a_captured_pullback(op, T, card, rng, monkeypatch):
         stream.begin_capture()
         found = pull(do)
         graph = stream.end_capture()
-        for given, gradients in zip((strong, mild, strong), wanted):
+        for given, gradients in zip((strong, weak, strong), wanted):
             gates[...] = given
             graph.launch(stream)
             assert all(same_bits(card.tohost(x), y) for x, y in zip(found, gradients, strict=True))

@@ -1,4 +1,4 @@
-"""Gradients on Hopper of sequences that are cut: what the forward pass leaves, and what is summarised by itself."""
+"""Gradients of sequences that are cut: what the forward pass leaves, and what is summarised by itself."""
 
 import numpy as np
 import planned
@@ -126,3 +126,23 @@ def test_nothing_may_grow(op, hopper, segments, first, rng, monkeypatch):
     found, wanted = summarised_both_ways(call, hopper, segments, monkeypatch), call.exact[1]
     for name, x, exact in zip(call.names[:3], found, wanted):
         assert_close(f"d{name}", x[:, :, first:], exact[:, :, first:], "bfloat16", rows=4)
+
+
+@pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "gate32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monkeypatch):
+    """By the kernels of every card: a NaN that a segment's end has forgotten, or its start, stays in the segment; where
+    one channel keeps, nothing is left out."""
+    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: 2)
+    declared, device = BY_NAME[op][0], EmulatedDevice()
+    call = Call(op, Case(T=1210, K=72, V=16, H=2, dtype=dtype, gate="weak", gate_dtype=gate_dtype, dht=False), rng)
+    _, keys, _, gates, *_ = call.arrays
+    gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    problem = declared.bind(call.arrays, gradient=True, initial_state=call.options["initial_state"])
+    call.assert_close("cut", sum(planned.pull(problem, device, call.do, None), ()), call.exact[1])
+    clean = planned.pull(problem, device, call.do, None)[0]
+    keys[:, :, 10], call.do[:, :, 1200] = np.nan, np.nan
+    dq, dk, *_ = planned.pull(problem, device, call.do, None)[0]
+    assert same_bits(dq[:, :1, 640:1152], clean[0][:, :1, 640:1152])
+    assert same_bits(dk[:, :1, 64:640], clean[1][:, :1, 64:640])
+    assert np.isnan(dq[:, 1, 640:].astype(np.float32)).any() and np.isnan(dk[:, 1, 64:640].astype(np.float32)).any()

@@ -143,8 +143,8 @@ def test_wide_groups_are_taken_whole(backend, rng):
     op = VARIANTS["gla"][0]
     problem = op.bind([backend.asarray(x) for x in drawn(op, {}, rng, WIDE)[0]])
     for gradient in (False, True):
-        name, shares = backend.run(split_to_fit, problem.replace(gradient=gradient, memo=None))
-        assert (name, len(shares)) == (backend.name, 1)
+        name, parts = backend.run(split_to_fit, problem.replace(gradient=gradient, memo=None))
+        assert (name, len(parts)) == (backend.name, 1)
 
 
 def compare_gradients(backend, variant, sizes, rng, layout="bhtd", turns=False):

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="thi
 def two_threads(monkeypatch):
     monkeypatch.setattr(cores, "workers", lambda: 3)
     cores.pool.cache_clear()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     yield
+    signal.signal(signal.SIGINT, before)
     cores.pool().shutdown()
     cores.pool.cache_clear()
 
@@ -85,6 +87,7 @@ def test_out_is_nobodys_after_ctrl_c():
 import signal, threading, time, numpy as np
 from linattn_np import gla
 from linattn_np.backends.numpy import cores
+signal.signal(signal.SIGINT, signal.default_int_handler)
 cores.workers = lambda: 3
 q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 20_000, 32), dtype=np.float32)
 g, out = -np.abs(q), np.empty_like(v)

@@ -5,7 +5,7 @@ import planned
 import pytest
 from emulator import EmulatedDevice
 from planned import results
-from reference import assert_close, draw, errors, exact, same_bits
+from reference import assert_close, draw, errors, exact, same_bits, size_of_terms
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
@@ -45,8 +45,10 @@ def test_segments(portable, rng, monkeypatch, op, K, V, dtype, packed, P, R, fin
     arrays = draw(op, rng, sizes, dtype, "trained")
     start = rng.standard_normal((sizes["N"], 2, K, V)).astype(np.float32) if final else None
     found = results(op, arrays, portable, start, final, **arguments)
-    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
-        assert_close(what, x, y, dtype)
+    wanted = exact(OPS[op], arrays, initial_state=start, **arguments)
+    terms = size_of_terms(OPS[op], arrays, initial_state=start, **arguments)
+    for what, x, y, of in zip(("o", "state"), found, wanted, (terms, None)):
+        assert_close(what, x, y, dtype, terms=of)
     assert all(map(same_bits, found, results(op, arrays, portable, start, final, **arguments)))
 
 
@@ -102,6 +104,32 @@ def test_rows_begin_anywhere(portable, rng, monkeypatch, dtype, gate_dtype, off,
 
     o, _ = planned.run(GLA.bind([shifted(x) for x in arrays]), portable)
     assert same_bits(planned.host(o), results(GLA, arrays, portable)[0])
+
+
+@pytest.mark.parametrize("gate_dtype", [None, SINGLE], ids=["", "gate32"])
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize(
+    "op, K, V, dtype",
+    [(GLA, 64, 128, BFLOAT16), (RWKV6, 72, 71, SINGLE), (GLA, 200, 130, BFLOAT16), (RWKV6, 40, 7, HALF)],
+    ids=["gla", "rwkv6-float32", "wide-gla", "small-rwkv6"],
+)
+def test_what_a_segments_end_forgets_is_not_summarised(portable, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
+    """A NaN there stays in its own segment; where one channel keeps, or grows, nothing is left out."""
+    monkeypatch.setattr(tuning, "segments", lambda *sizes: 2)
+    monkeypatch.setattr(tuning, "parts", lambda *sizes: R)
+    arrays = draw(op, rng, {"B": 1, "H": 3, "T": 410, "K": K, "V": V}, dtype, "weak", gate_dtype)
+    keys, gates = arrays[1], arrays[3]
+    gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    gates[:, 0, 160:164] = 0.5
+    gates[:, 2, 190] = -np.inf
+    wanted = exact(OPS[op], arrays)
+    for what, x, y in zip(("o", "state"), results(op, arrays, portable, None, True), wanted):
+        assert_close(what, x, y, dtype)
+    keys[:, :, 10] = np.nan
+    o, state = results(op, arrays, portable, None, True)
+    assert_close("o", o[:, ::2, 224:], wanted[0][:, ::2, 224:], dtype)
+    assert_close("state", state[:, ::2], wanted[1][:, ::2], dtype)
+    assert np.isnan(o[:, 1, 224:].astype(np.float32)).any() and np.isnan(o[:, 0, 12:200].astype(np.float32)).any()
 
 
 @pytest.mark.parametrize("op", [GLA, RWKV6], ids=lambda op: op.name)

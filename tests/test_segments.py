@@ -235,7 +235,7 @@ def test_a_short_segment_for_idle_multiprocessors(blocks, T, length):
 @pytest.mark.parametrize(
     "blocks, T, length",
     [
-        (96, 8192, 1920),  # 36 multiprocessors make three each, while the others make what is left
+        (96, 8192, 2048),  # 36 multiprocessors make three each, while the others make what is left
         (96, 1024, 0),  # two more launches would take what is gained
         (128, 8192, 0),  # four idle ones cannot do much
         (256, 4096, 0),

@@ -1,9 +1,10 @@
-"""Translates every kernel with another NVRTC than the one that is installed: the oldest that is served.
+"""Compiles kernels with another NVRTC than the one that is installed: the oldest that is served.
 
 python tests/translated.py FOLDER 13.0      the folder holds its library, as pip puts it: pip install --target FOLDER
 
-The front end alone, which is what differs between releases, for Hopper, so that all code is read: of each kernel the
-instances that have between them every pair of template arguments.
+For Hopper, so that all code is read: of each kernel the instances that have between them every pair of template
+arguments. Most go through the front end alone, which is what differs between releases. Products of warpgroups go
+through the assembler, too: an older one may have no registers for what a newer one can do, and serialise them.
 """
 
 import ctypes
@@ -30,16 +31,32 @@ def load(folder, wanted):
         raise RuntimeError(f"NVRTC is {found}, expected {wanted}")
 
 
-def complaint(kernels):
-    """Why the compiler refuses these instances of one file, or nothing."""
+def translated(kernels):
+    """(why the compiler refuses these instances of one file, or nothing; whether they have products of warpgroups)."""
     import nvrtc
 
     from linattn_np.backends.cupy import source
 
     try:
-        nvrtc.translate(source.program(kernels), [kernel.expression for kernel in kernels], ARCH, "-G")
+        ptx = nvrtc.translate(source.program(kernels), [kernel.expression for kernel in kernels], ARCH, "-G")
     except RuntimeError as error:
-        return f"{kernels[0].file}:\n{error}"
+        return f"{kernels[0].file}:\n{error}", False
+    return None, "wgmma.mma_async" in ptx.code
+
+
+def assembled(kernel):
+    """Why the assembler refuses an instance, or that it serialises products, or nothing."""
+    import nvrtc
+
+    from linattn_np.backends.cupy import source
+
+    try:
+        nvrtc.compile_text(source.program([kernel]), [kernel.expression], kernel.arch)
+    except RuntimeError as error:
+        said = str(error)
+        if "serialized" in said or not nvrtc.ADVICE.search(said):  # other advice may differ between releases
+            return f"{kernel.expression}:\n{said}"
+    return None
 
 
 def main(folder, wanted):
@@ -51,10 +68,20 @@ def main(folder, wanted):
     for kernel in catalog.kernels():
         every[kernel.file].append(kernel)
     chosen = [pairs.instances(kernels) for kernels in every.values()]
-    processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted)) as pool:
-        complaints = list(filter(None, pool.map(complaint, chosen)))
-    print("\n".join(complaints) or f"NVRTC {wanted} takes {sum(map(len, chosen))} instances of {len(chosen)} files")
+
+    def pool():  # NVRTC remembers -G: what assembles has processes of its own
+        processes = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(mp_context=processes, initializer=partial(load, folder, wanted))
+
+    with pool() as first, pool() as second:
+        results = list(first.map(translated, chosen))
+        products = [
+            kernel for kernels, (_, multiplies) in zip(chosen, results, strict=True) if multiplies for kernel in kernels
+        ]
+        advice = second.map(assembled, products)
+        complaints = [said for said in (*(said for said, _ in results), *advice) if said]
+    done = f"takes {sum(map(len, chosen))} instances of {len(chosen)} files, and assembles {len(products)}"
+    print("\n".join(complaints) or f"NVRTC {wanted} {done}")
     return bool(complaints)
 
 

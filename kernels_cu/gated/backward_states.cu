@@ -10,8 +10,10 @@
 // grid      a block for every (direction, sequence or segment, head, tile of 64 channels, tile of 64 columns),
 //           directions slowest; a warp for every 16 channels
 // smem      STAGES times 32 tokens
-// barriers  one every 32 tokens: they have arrived, and those before the last are read
-// numerics  S and C in float32 accumulators; products as fragments.cuh has it
+// barriers  one every 32 tokens: they have arrived, and those before the last are read; of a segment also one every 32
+//           tokens that are looked at, another every 256, and one behind them
+// numerics  S and C in float32 accumulators; products as fragments.cuh has it. Of a segment, tokens are left out that
+//           every channel has FORGOTTEN_NATS where the walk ends
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    none
 #include "backward.cuh"
@@ -48,6 +50,43 @@ struct Place {
   int k_tile, v_tile;
   Span span;
 };
+
+// The first of so many steps that the end of a walk remembers: a look at gates, from the end on, before it. 0 where
+// nothing is forgotten, or less than a quarter to judge by the gates so far. fetch(step, stage) asks for gates.
+template <typename T, typename G, class Fetch>
+__device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps, int channel, int K, Fetch fetch) {
+  constexpr int OFTEN = 8;  // steps between judgements
+  const int warp = threadIdx.x >> 5;
+  float total[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
+#pragma unroll
+  for (int step = 0; step < STAGES - 1; ++step) fetch(steps - 1 - step, step);
+  int looked = 0, first = 0;
+#pragma unroll 1
+  for (; looked < steps; ++looked) {
+    cp_async_wait<STAGES - 2>();
+    const bool kept = !(total[0] <= FORGOTTEN_NATS && total[1] <= FORGOTTEN_NATS);
+    if (!__syncthreads_or(kept)) {  // these gates have arrived; those before are read
+      first = steps - looked;
+      break;
+    }
+    const float most = FORGOTTEN_NATS * looked, rest = 0.75f * steps;
+    if (looked && looked % OFTEN == 0 &&
+        __syncthreads_or(kept && !(total[0] * rest <= most && total[1] * rest <= most)))
+      break;
+    fetch(steps - looked - STAGES, (looked + STAGES - 1) % STAGES);
+    const G* gates = s.stages[looked % STAGES].g + 16 * warp;
+#pragma unroll
+    for (int m = 0; m < STEP / 16; ++m) {
+      float2 x[4];
+      load_channels(x, gates + 16 * m * LD<G, TILE>, LD<G, TILE>);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) total[p & 1] += sums(x[p].x + x[p].y).all;
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // all gates are read
+  return first;
+}
 
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int PRODUCTS>
 __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, const Place& at) {
@@ -87,12 +126,17 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
   }
 
   const int chunks = int((at.span.stop - at.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
+  const auto token_of = [&](int step) { return at.span.start + STEP * (BACKWARDS ? steps - 1 - step : step); };
+  const auto fetch_gates = [&](int step, int stage) {
+    fetch_rows<STEP, TILE, LD<G, TILE>>(s.stages[stage].g, args.g, at.b, at.h, token_of(step), at.span.stop,
+                                        at.k_tile * TILE, K, args.vectors);
+  };
   const auto fetch = [&](int step) {
     if (step < steps) {
       Stage<T, G>& in = s.stages[step % STAGES];
-      const i64 token = at.span.start + STEP * (BACKWARDS ? steps - 1 - step : step), stop = at.span.stop;
+      const i64 token = token_of(step), stop = at.span.stop;
       const bool vectors = args.vectors;
-      fetch_rows<STEP, TILE, LD<G, TILE>>(in.g, args.g, at.b, at.h, token, stop, at.k_tile * TILE, K, vectors);
+      fetch_gates(step, step % STAGES);
       fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, BACKWARDS ? args.q : args.k, at.b, at.h, token, stop, at.k_tile * TILE,
                                           K, vectors);
       fetch_rows<STEP, TILE, LD<T, TILE>>(in.y, BACKWARDS ? args.do_ : args.v, at.b, at.h, token, stop,
@@ -100,12 +144,19 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
     }
     cp_async_commit();
   };
-  float whole[2] = {1.f, 1.f};  // decays of the segment
+  int first = 0;
+  if (segments)
+    first = first_remembered<T, G>(s, steps, channel, K, [&](int step, int stage) {
+      if (step >= 0) fetch_gates(step, stage);
+      cp_async_commit();
+    });
+  const float before = first ? 0.f : 1.f;
+  float whole[2] = {before, before};  // decays of the segment
   const i64 first_chunk = chunks_of(shape, at.n % shape.count).start;
 #pragma unroll
-  for (int step = 0; step < STAGES - 1; ++step) fetch(step);
+  for (int step = 0; step < STAGES - 1; ++step) fetch(first + step);
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = first; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);

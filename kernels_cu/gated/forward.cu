@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
 
   // Whether outputs, and what they are the sum of, go to memory in pairs.
   const bool in_pairs = bytes >= int(2 * sizeof(T)) && (Schedule::all_channels || shape.V % 2 == 0);
-  const float scale = float(args.scale);
 
   State<BK> S;
   const auto each = [&](auto f) {
@@ -114,32 +113,22 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
   }
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
+    SpanDecays<Mine> decays;
     cp_async_wait<0>();
     // a chunk has arrived and its spans' decays stand; the last one's place is free
-    const bool grows = __syncthreads_or(put_spans<Mine, BK>(s));
+    const bool grows = __syncthreads_or(put_spans<Mine, BK>(s, decays));
     const bool more = token + C < tokens;
     if (more) fetch(token + C, stage ^ 1);
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
-      if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me);
+      if (me.any()) make_operands<ReadOrder, PRODUCTS>(s, stage, me, decays, grows);
     }
     if (more) fetch_next_gates(token + C);
     __syncthreads();  // the operands stand
 
     Output<T> o = {};
-#pragma unroll 1
-    for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-      if (grows && task < C / BC) {
-        const i64 at = span.start + token + BC * task;
-        const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
-        const G* g = args.g.row(b, h, at) + args.channel;
-        score_one_by_one<ReadOrder, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
-                                              tokens - token - BC * task, channels);
-      } else {
-        make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, task);
-      }
-    }
+    score_chunk<ReadOrder, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
     read_state<PRODUCTS, T, BK>(o, S, state_q(s, stage));
     write_state<PRODUCTS, T, BK, BV>(S, state_k(s, stage), s.v[stage], s.decay, 16 * (threadIdx.x >> 5));
     __syncthreads();  // the scores stand
@@ -149,6 +138,7 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
     const int rows = tokens - token - g;
     const bool first = Schedule::all_channels || args.channel == 0;
     const bool last = Schedule::all_channels || args.channel + BK >= shape.K;
+    const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
     float* sums = nullptr;
     if (!Schedule::all_channels)
       sums = args.sums + ((i64(b) * H + h) * shape.T + span.start + token + g) * shape.V + v_tile + column;
@@ -157,10 +147,10 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
       for (int n = 0; n < C / 8; ++n) {
 #pragma unroll
         for (int across = 0; across < 2; ++across) {
-          if (8 * n >= rows || column + 8 * across >= columns) continue;
+          const bool inside = 8 * n < rows && column + 8 * across < columns;
           float x[2] = {o[n / 2][across][n % 2 * 2], o[n / 2][across][n % 2 * 2 + 1]};
           Piece<2, float> sum;
-          if (!first) {
+          if (!first && inside) {
             sum.load(sums + 8 * across);
             x[0] += sum.get(0), x[1] += sum.get(1);
           }
@@ -168,10 +158,10 @@ __global__ void __launch_bounds__(2 * BV, RESIDENT<Schedule, T, BK, BV>) gated_f
             const float scaled[2] = {scale * x[0], scale * x[1]};
             Piece<2, T> two;
             two.set(scaled);
-            two.store(to + 8 * across);
+            if (inside) two.store(to + 8 * across);
           } else {
             sum.set(x);
-            sum.store(sums + 8 * across);
+            if (inside) sum.store(sums + 8 * across);
           }
         }
         to += 8 * args.o.t;

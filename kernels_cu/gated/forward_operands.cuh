@@ -84,6 +84,19 @@ template <int W, typename G> __device__ __forceinline__ bool any_grows(const Gat
   return !(most <= GROWTH);
 }
 
+// Decays of a lane's tokens of a span. Where registers allow it, they are made once, with those of whole spans.
+template <class Share> struct SpanDecays {
+  static constexpr bool held = Share::AT_ONCE == 2;
+  float a[SPAN][Share::W];
+
+  template <typename G> __device__ __forceinline__ void make(const Gates<Share::W, G>& gates) {
+#pragma unroll
+    for (int i = 0; i < SPAN; ++i)
+#pragma unroll
+      for (int c = 0; c < Share::W; ++c) a[i][c] = decay_of(gates[i].get(c));
+  }
+};
+
 template <int BK, class Share>
 __device__ __forceinline__ void put_decay(float (&row)[BK], const Share& me, const float (&decay)[Share::W]) {
   Piece<Share::W, float> piece;
@@ -91,12 +104,33 @@ __device__ __forceinline__ void put_decay(float (&row)[BK], const Share& me, con
   piece.store(&row[me.channel]);
 }
 
+// Of a chunk of 32 the half that a span is not in: its decay, where lanes of a warp are in either, who would take turns
+// at it on their ways to the chunk's ends. Not where gates grow, and the order of a product counts.
+template <class Share> struct OtherHalf {
+  static constexpr bool known = Share::SPANS == 8 && Share::AT_ONCE == 2;
+  float decay[Share::W];
+
+  template <int SPANS, int BK> __device__ __forceinline__ OtherHalf(const float (&spans)[SPANS][BK], const Share& me) {
+    if constexpr (known) {
+#pragma unroll
+      for (int n = 0; n < SPANS / 2; ++n) {
+        Piece<Share::W, float> next;
+        next.load(&spans[(me.span & 4 ^ 4) + n][me.channel]);
+#pragma unroll
+        for (int c = 0; c < Share::W; ++c) decay[c] = n ? decay[c] * next.get(c) : next.get(c);
+      }
+    }
+  }
+};
+
 // Decays of the spans between this one and the borders that its tokens meet others at, before or behind it.
 template <int W, bool BEFORE> struct Between {
   float sub[W], half[W], chunk[W];
 
-  template <int SPANS, int BK>
-  __device__ __forceinline__ Between(const float (&spans)[SPANS][BK], int span, int channel) {
+  template <int SPANS, int BK, class Share>
+  __device__ __forceinline__ Between(const float (&spans)[SPANS][BK], const Share& me, const OtherHalf<Share>& other,
+                                     bool grows) {
+    const int span = me.span, channel = me.channel;
     const auto times_spans = [&](float (&x)[W], int first, int count) {
 #pragma unroll 2
       for (int n = 0; n < count; ++n) {
@@ -115,7 +149,12 @@ template <int W, bool BEFORE> struct Between {
     if (outside(2)) times_spans(half, (span ^ 2) & ~1, 2);
 #pragma unroll
     for (int c = 0; c < W; ++c) chunk[c] = half[c];
-    if (SPANS == 8 && outside(4)) times_spans(chunk, (span ^ 4) & ~3, 4);
+    if (OtherHalf<Share>::known && !grows) {
+#pragma unroll
+      for (int c = 0; c < W; ++c) chunk[c] = outside(4) ? half[c] * other.decay[c] : half[c];
+    } else if (SPANS == 8 && outside(4)) {
+      times_spans(chunk, (span ^ 4) & ~3, 4);
+    }
   }
 };
 
@@ -242,7 +281,8 @@ __device__ __forceinline__ void score_directly(Shared& s, const Share& me, const
 // Queries decayed from where they meet keys of other sub-chunks and the state.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
 __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
-                                              const float (&a)[SPAN][Share::W]) {
+                                              const float (&a)[SPAN][Share::W], const OtherHalf<Share>& other,
+                                              bool grows) {
   constexpr int W = Share::W;
   constexpr bool INCLUSIVE = !ReadOrder::reads_before_write;
   const int sub = me.span / 2;
@@ -251,7 +291,7 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
   Piece<W, T> q[SPAN];
   load_span<BK>(q, s.q[stage], me);
   __syncwarp();  // they are read, and may be overwritten
-  const Between<W, true> before(s.spans, me.span, me.channel);
+  const Between<W, true> before(s.spans, me, other, grows);
   float decay[W], x[SPAN][W];
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
@@ -270,14 +310,15 @@ __device__ __forceinline__ void decay_queries(Shared<Schedule, T, G, BK, BV>& s,
 // Keys decayed to where they meet queries of other sub-chunks and the state; the chunk's decay.
 template <int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
 __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
-                                           const float (&a)[SPAN][Share::W]) {
+                                           const float (&a)[SPAN][Share::W], const OtherHalf<Share>& other,
+                                           bool grows) {
   constexpr int W = Share::W;
   const int sub = me.span / 2;
   const Spot<BK, W, typename OperandOf<T>::Type> spot(me.row(0), me.channel);
   Piece<W, T> k[SPAN];
   load_span<BK>(k, s.k[stage], me);
   __syncwarp();  // they are read, and may be overwritten
-  const Between<W, false> after(s.spans, me.span, me.channel);
+  const Between<W, false> after(s.spans, me, other, grows);
   float decay[W], x[SPAN][W];
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
@@ -298,19 +339,18 @@ __device__ __forceinline__ void decay_keys(Shared<Schedule, T, G, BK, BV>& s, in
   }
 }
 
-// The operands of one warp's share, from queries, keys and gates that have arrived.
+// The operands of one warp's share, from queries, keys and gates that have arrived. grows: whether any gate does.
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, typename G, int BK, int BV, class Share>
-__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me) {
+__device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s, int stage, const Share& me,
+                                              SpanDecays<Share>& decays, bool grows) {
   constexpr int W = Share::W;
-  float a[SPAN][W];
   const auto make_decays = [&] {
+    if constexpr (SpanDecays<Share>::held) return;
     Gates<W, G> gates;
     load_gates<BK>(gates, s.gates, me);
-#pragma unroll
-    for (int i = 0; i < SPAN; ++i)
-#pragma unroll
-      for (int c = 0; c < W; ++c) a[i][c] = decay_of(gates[i].get(c));
+    decays.make(gates);
   };
+  float (&a)[SPAN][W] = decays.a;
   if constexpr (Schedule::reads) {
     Piece<W, T> q[SPAN], k[SPAN];
     load_span<BK>(q, s.q[stage], me);
@@ -320,15 +360,17 @@ __device__ __forceinline__ void make_operands(Shared<Schedule, T, G, BK, BV>& s,
     make_decays();
     if (me.span & 1) meet_in_middle<ReadOrder, true, PRODUCTS>(s, me, q, k, a);
     else meet_in_middle<ReadOrder, false, PRODUCTS>(s, me, q, k, a);
-    decay_queries<ReadOrder, PRODUCTS>(s, stage, me, a);
   } else {
     make_decays();
   }
-  decay_keys<PRODUCTS>(s, stage, me, a);
+  const OtherHalf<Share> other(s.spans, me);
+  if constexpr (Schedule::reads) decay_queries<ReadOrder, PRODUCTS>(s, stage, me, a, other, grows);
+  decay_keys<PRODUCTS>(s, stage, me, a, other, grows);
 }
 
-// Decays of spans whose gates this thread has fetched; whether any grows.
-template <class Share, int BK, class Shared> __device__ __forceinline__ bool put_spans(Shared& s) {
+// Decays of spans whose gates this thread has fetched, and of their tokens where those are held; whether any grows.
+template <class Share, int BK, class Shared>
+__device__ __forceinline__ bool put_spans(Shared& s, SpanDecays<Share>& decays) {
   bool grows = false;
 #pragma unroll
   for (int n = 0; n < Share::PER; ++n) {
@@ -337,9 +379,17 @@ template <class Share, int BK, class Shared> __device__ __forceinline__ bool put
     Gates<Share::W, typename Shared::Gate> gates;
     float decay[Share::W];
     load_gates<BK>(gates, s.gates, me);
-    decay_of_span<Share::W>(decay, gates);
+    const bool mine = any_grows<Share::W>(gates);
+    if constexpr (SpanDecays<Share>::held) {
+      decays.make(gates);
+#pragma unroll
+      for (int c = 0; c < Share::W; ++c) decay[c] = decays.a[0][c] * decays.a[1][c] * decays.a[2][c] * decays.a[3][c];
+      if (mine) decay_of_span<Share::W>(decay, gates);  // a product of such may leave the range
+    } else {
+      decay_of_span<Share::W>(decay, gates);
+    }
     put_decay(s.spans[me.span], me, decay);
-    grows |= any_grows<Share::W>(gates);
+    grows |= mine;
   }
   return grows;
 }

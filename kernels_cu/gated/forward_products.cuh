@@ -51,11 +51,12 @@ template <typename T> struct ScoreTask {
   int kind, n, first;
   bool within, across;
 
-  __device__ __forceinline__ explicit ScoreTask(int task)
+  // Callers that know where a task is say so, which spares branches.
+  __device__ __forceinline__ ScoreTask(int task, bool within)
       : kind(CHUNK<T> == 16 && task == 2 ? 2 : task / 2),
         n(task & 1),
         first(16 * (kind & 1)),
-        within(kind < 2),
+        within(within),
         across(kind == 3) {}
   __device__ __forceinline__ bool has(int half) const { return half == n || across; }  // or the other sub-chunk's
   __device__ __forceinline__ int row(int half) const {
@@ -110,8 +111,7 @@ __device__ __forceinline__ void put_scores(ScoreStorage<Schedule, T, BK>& s, con
               operand_value<T, PRODUCTS>(d[2 * x + 1]), CHUNK<T> * LDA);
 }
 template <class ReadOrder, int PRODUCTS, class Schedule, typename T, int BK>
-__device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, int number) {
-  const ScoreTask<T> task(number);
+__device__ __forceinline__ void make_scores(ScoreStorage<Schedule, T, BK>& s, const ScoreTask<T>& task) {
   float d[4];
   score_task<ReadOrder, PRODUCTS>(d, s, task);
   put_scores<PRODUCTS>(s, task, d);
@@ -132,6 +132,29 @@ __device__ __noinline__ void score_one_by_one(ScoreStorage<Schedule, T, BK>& s, 
   if (lane < PAIRS) put(pair.query, pair.key, score);
   const int row = BC * subchunk + lane % BC;
   if (lane < BC) put(lane, lane, s.direct[0][0][row] + s.direct[0][1][row]);
+}
+
+// All scores of the chunk that begins with `token` of a span's so many, WARPS tasks at once: from operands, or where
+// gates grow, within sub-chunks, from rows in memory.
+template <class ReadOrder, int PRODUCTS, int WARPS, class Schedule, typename T, int BK, class Args>
+__device__ __forceinline__ void score_chunk(ScoreStorage<Schedule, T, BK>& s, const Args& args, u32 b, u32 h,
+                                            const Span& span, int token, int tokens, int channels, bool grows) {
+  constexpr int SUBCHUNKS = CHUNK<T> / BC, TURNS = (TASKS<T> + WARPS - 1) / WARPS;
+  constexpr bool ONE_OF_EACH = TASKS<T> == 2 * SUBCHUNKS && WARPS == SUBCHUNKS;  // within a sub-chunk, and between two
+#pragma unroll ONE_OF_EACH ? 2 : 1
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int task = (threadIdx.x >> 5) + turn * WARPS;
+    if (TASKS<T> % WARPS && task >= TASKS<T>) break;
+    const bool within = ONE_OF_EACH ? turn == 0 : task < SUBCHUNKS;
+    if (grows && within) {
+      const i64 at = span.start + token + BC * task;
+      score_one_by_one<ReadOrder, PRODUCTS>(s, task, args.q.row(b, h, at) + args.channel,
+                                            args.k.row(b, h, at) + args.channel, args.g.row(b, h, at) + args.channel,
+                                            args.q.t, args.k.t, args.g.t, tokens - token - BC * task, channels);
+    } else {
+      make_scores<ReadOrder, PRODUCTS, Schedule, T, BK>(s, ScoreTask<T>(task, within));
+    }
+  }
 }
 
 // Rows row...row + 15 and keys key...key + 15 of the scores, and what is left of them.

@@ -1,15 +1,17 @@
 // what      The state that the tokens of a segment leave behind by themselves, and their decay: the forward pass on
 //           every card takes them where it cuts sequences.
 // math      S = sum_j (k_j decayed to the segment's end)^T v_j, the last tokens first, so that S itself never decays
-// shapes    k g [B, H, T, K], v [B, H, T, V]; left [N, H, K, V] and decays [N, H, 2, K] float32: of all tokens, then
-//           ones
-// grid      a block for every (segment that is needed, head, BV columns of V), segment slowest, of BK channels; a warp
-//           for every 16
+// shapes    k g [B, H, T, K], v [B, H, T, V]; left [N, parts, H, K, V] and decays [N, parts, H, 2, K] float32, of N
+//           segments: what a part's tokens leave, and the segment's decay by the first part, ones elsewhere
+// grid      a block for every (segment that is needed, part, head, BV columns of V), segment slowest, of BK channels; a
+//           warp for every 16. Of `parts` STEPs in turn each part has one, and only looks at the gates of the others
 // smem      STAGES times STEP tokens
-// barriers  one every STEP tokens: they have arrived, and those before the last are read
+// barriers  one every STEP tokens: they have arrived, those before the last are read, and whether anything before them
+//           is remembered: a block stops where the gates of all its channels add up to FORGOTTEN_NATS
 // numerics  S in float32 accumulators, products as fragments.cuh has it. A token's decay is exp of the sum of the gates
 //           behind it, from which nothing is subtracted. Where they grow, it may leave float32's range though a small
-//           key times it does not: then it is two factors (`take_half`)
+//           key times it does not: then it is two factors (`take_half`). What is forgotten is e^-48 of a state
+//           (1.4e-21), which float32 adds to nothing of a size near to it
 // source    Yang et al., 2024, section 4; Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    BK and BV of 64, 128; more channels are more launches
 #include "decays.cuh"
@@ -28,6 +30,7 @@ template <typename T, typename G> struct Args {
   Shape shape;
   i64 channel;     // the first one
   i64 of, needed;  // of so many segments in turn so many are computed
+  i64 parts;       // blocks that share a segment's tokens
   i64 bytes;       // all rows of k, v and g are whole pieces of so many: 16, 8, 4 or 2
 };
 
@@ -72,8 +75,8 @@ __device__ __noinline__ void copy_slowly(Tile<T, E, COLS>& to, const E* from, i6
   else copy_rows<sizeof(E), THREADS>(to, from, stride, rows, columns);
 }
 
-// The rows of an array, a STEP before the other, from the last one on; zeros where there are none. Where rows are whole
-// pieces of 16 bytes, a thread has every so many of those.
+// The rows of an array, some STEPs before the others, from a late one on; zeros where there are none. Where rows are
+// whole pieces of 16 bytes, a thread has every so many of those.
 template <int THREADS, typename T, typename E, int COLS> struct Walk {
   using Columns = Tile<T, E, COLS>;
   static constexpr int ACROSS = COLS / Columns::PIECE, AT_ONCE = THREADS / ACROSS;
@@ -82,20 +85,20 @@ template <int THREADS, typename T, typename E, int COLS> struct Walk {
 
   __device__ __forceinline__ static int row() { return threadIdx.x / ACROSS; }
   __device__ __forceinline__ static int col() { return threadIdx.x % ACROSS * Columns::PIECE; }
-  __device__ __forceinline__ Walk(const E* rows, i64 stride, int steps, int bytes)
-      : from(rows + (steps - 1) * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
+  __device__ __forceinline__ Walk(const E* rows, i64 stride, int first, int bytes)
+      : from(rows + first * STEP<T> * stride + (bytes == 16 ? row() * stride + col() : 0)) {}
 
-  __device__ __forceinline__ void copy(Columns& to, i64 stride, int rows, int columns) {
+  __device__ __forceinline__ void copy(Columns& to, i64 stride, int every, int rows, int columns) {
     const int left = col() < columns ? rows - row() : 0;
     E* const here = to.x + to.place(row() / OWN<T>, row() % OWN<T>, col());
 #pragma unroll
     for (int down = 0; down < STEP<T>; down += AT_ONCE)
       cp_async<16>(here + to.place(down / OWN<T>, 0, 0), from + down * stride, down < left);
-    from -= STEP<T> * stride;
+    from -= every * STEP<T> * stride;
   }
-  __device__ __forceinline__ void copy(Columns& to, i64 stride, int rows, int columns, int bytes) {
+  __device__ __forceinline__ void copy(Columns& to, i64 stride, int every, int rows, int columns, int bytes) {
     copy_slowly<THREADS>(to, from, stride, rows, columns, bytes);
-    from -= STEP<T> * stride;
+    from -= every * STEP<T> * stride;
   }
 };
 
@@ -157,51 +160,56 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const Shape& shape = args.shape;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, own = 16 * (threadIdx.x >> 5);
   const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), count = u32(shape.count), needed = u32(args.needed);
-  const u32 h = blockIdx.x / tiles % H, turn = blockIdx.x / tiles / H;
-  const u32 n = turn / needed * u32(args.of) + turn % needed, b = n / count, pair = n * H + h;
+  const u32 h = blockIdx.x / tiles % H, parts = u32(args.parts), part = blockIdx.x / tiles / H % parts;
+  const u32 turn = blockIdx.x / tiles / H / parts, n = turn / needed * u32(args.of) + turn % needed, b = n / count;
+  const u32 pair = (n * parts + part) * H + h;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);
   const int channels = int(min(shape.K - args.channel, i64(BK))), columns = int(min(shape.V - v_tile, i64(BV)));
-  const int steps = (tokens + STEP<T> - 1) / STEP<T>;
+  const int steps = (tokens + STEP<T> - 1) / STEP<T>, first = steps - 1 - part;
 
-  Walk<THREADS, T, T, BK> k(args.k.row(b, h, span.start) + args.channel, args.k.t, steps, bytes);
-  Walk<THREADS, T, T, BV> v(args.v.row(b, h, span.start) + v_tile, args.v.t, steps, bytes);
-  Walk<THREADS, T, G, BK> gates(args.g.row(b, h, span.start) + args.channel, args.g.t, steps, bytes);
-  int rows = tokens - STEP<T> * (steps - 1);  // of the last step, which comes first
+  Walk<THREADS, T, T, BK> k(args.k.row(b, h, span.start) + args.channel, args.k.t, first, bytes);
+  Walk<THREADS, T, T, BV> v(args.v.row(b, h, span.start) + v_tile, args.v.t, first, bytes);
+  Walk<THREADS, T, G, BK> gates(args.g.row(b, h, span.start) + args.channel, args.g.t, steps - 1, bytes);
+  const auto is_mine = [&](int step) { return u32(step) % parts == part; };
   const auto fetch = [&](int step) {
     if (step < steps) {
       auto& to = s.stages[step % STAGES];
+      const int rows = tokens - STEP<T> * (steps - 1 - step);  // from this step's on
+      const bool own = is_mine(step);
       if (bytes == 16) {
-        gates.copy(to.g, args.g.t, rows, channels);
-        k.copy(to.k, args.k.t, rows, channels);
-        v.copy(to.v, args.v.t, rows, columns);
+        gates.copy(to.g, args.g.t, 1, rows, channels);
+        if (own) k.copy(to.k, args.k.t, parts, rows, channels), v.copy(to.v, args.v.t, parts, rows, columns);
       } else {
-        gates.copy(to.g, args.g.t, rows, channels, bytes);
-        k.copy(to.k, args.k.t, rows, channels, bytes);
-        v.copy(to.v, args.v.t, rows, columns, bytes);
+        gates.copy(to.g, args.g.t, 1, rows, channels, bytes);
+        if (own)
+          k.copy(to.k, args.k.t, parts, rows, channels, bytes), v.copy(to.v, args.v.t, parts, rows, columns, bytes);
       }
-      rows = STEP<T>;
     }
     cp_async_commit();
   };
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(step);
 
-  float S[BV / 16][2][4] = {};   // channels own + g and own + g + 8, pairs of columns
-  float behind[2] = {0.f, 0.f};  // sums of their gates behind this step
+  float S[BV / 16][2][4] = {};  // channels own + g and own + g + 8, pairs of columns
+  float behind[2];              // sums of their gates behind this step; of those beyond K nothing is remembered
+#pragma unroll
+  for (int row = 0; row < 2; ++row) behind[row] = own + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
+  int step = 0;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tokens have arrived; those of the last one are read
+    const bool kept = !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
+    if (!__syncthreads_or(kept)) break;  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
     const bool grown = __any_sync(0xffffffffu, behind[0] > GROWN || behind[1] > GROWN);
+    const bool mine = is_mine(step);
     Left<M> a[DEPTHS];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float gate[OWN<T>], key[OWN<T>], sum = 0.f;
+      float gate[OWN<T>], sum = 0.f;
       load_own(gate, in.g, own + 8 * row);
-      load_own(key, in.k, own + 8 * row);
 #pragma unroll
       for (int i = OWN<T> - 1; i >= 0; --i) {
         const float here = gate[i];
@@ -211,6 +219,9 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
       const Around lanes = sums(sum);
       float others = lanes.behind + behind[row];
       behind[row] += lanes.all;
+      if (!mine) continue;
+      float key[OWN<T>];
+      load_own(key, in.k, own + 8 * row);
       if (grown) take_half(key, gate, others), others = 0.f;
       others *= LOG2E;
 #pragma unroll
@@ -218,6 +229,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
 #pragma unroll
       for (int n = 0; n < OWN<T> / 2; ++n) a[n / 2].set(n % 2 * 2 + row, float2{key[2 * n], key[2 * n + 1]});
     }
+    if (!mine) continue;
 #pragma unroll
     for (int m = 0; m < DEPTHS; ++m)
 #pragma unroll
@@ -242,6 +254,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     for (int row = 0; row < 2; ++row) {
       const int channel = own + g + 8 * row;
       float* decays = args.decays + i64(pair) * 2 * shape.K + args.channel + channel;
-      if (channel < channels) decays[0] = decay_of(behind[row]), decays[shape.K] = 1.f;
+      const float all = step < steps ? 0.f : decay_of(behind[row]);
+      if (channel < channels) decays[0] = pair / H % parts ? 1.f : all, decays[shape.K] = 1.f;
     }
 }

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
 
   for (int at = threadIdx.x; at < SCORES; at += THREADS) s.A[at] = from_float<T>(0.f);
   for (int at = threadIdx.x; at < 2 * C; at += THREADS) s.direct[at / C][1][at % C] = 0.f;
-  const ScoreTask<T> task(warp);
+  const ScoreTask<T> task(warp, warp < C / BC);
   float scores[4] = {}, itself = 0.f;  // of this warp's task; of token threadIdx.x with itself
   bool grows = false;
   fetch(0, 0);
@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(256, 2) gated_wide_operands(const Args<T, G> a
     }
     __syncthreads();  // the tile has arrived and its spans' decays stand; the last one's operands are read
     if (tile + 1 < tiles) fetch(tile + 1, stage ^ 1);
-    make_operands<ReadOrder, PRODUCTS>(s, stage, Mine(0));
+    SpanDecays<Mine> decays;
+    make_operands<ReadOrder, PRODUCTS>(s, stage, Mine(0), decays, grows);
     if (tile + 1 < tiles) fetch_gates_of(tile + 1);
     cp_async_commit();
     __syncthreads();  // the operands stand

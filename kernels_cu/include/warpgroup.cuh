@@ -1,7 +1,7 @@
 // what      What Hopper's kernels share whose warpgroups hold states while one warp moves chunks: how chunks come and
 //           go, states, products with them. CHUNK, the tokens of a chunk, is the including kernel's.
 // limits    sm_90a; bfloat16
-#include "ptx.cuh"
+#include "wgmma.cuh"
 #include "swizzled.cuh"
 #include "tensor.cuh"
 

@@ -14,11 +14,10 @@
 //
 // Weights do not wait for the kernel before this one: as much of them as there is room for is on its way when x comes.
 #include "rwkv6/products.cuh"
+#include "wgmma.cuh"
 
 constexpr int ROWS = 128;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
-// Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
-constexpr int FLIGHT = 2;
 constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
 
 struct Args {
@@ -33,7 +32,9 @@ template <typename T, int COLUMNS_, bool DEEP> struct Shared {
   static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>;
   static constexpr int DEPTH = SWIZZLED / sizeof(T), BOX = SWIZZLED / sizeof(X);  // of K a step, and a box of vectors
   // Two blocks share a multiprocessor, or one has it almost for itself where DEEP.
-  static constexpr int STAGES = DEEP ? 11 : COLUMNS == 64 ? 5 : 6, X_STAGES = 4 * BOX / DEPTH;
+  static constexpr int STAGES = DEEP ? 11 : COLUMNS == 64 ? 5 : 6, X_STAGES = (DEEP ? 8 : 4) * BOX / DEPTH;
+  // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
+  static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
   union {
     struct {
       T w[STAGES][ROWS][DEPTH];  // in the 128-byte swizzle
@@ -64,7 +65,7 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
   for (int step = 0; step < tile.steps.count; ++step) {
     Barrier& full = s.w_full[step % S::STAGES];
     if (step >= S::STAGES) barrier_wait(s.empty[step % S::STAGES], step / S::STAGES - 1 & 1);
-    if (const int last = step - FLIGHT; last >= 0 && !s.started)
+    if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
       barrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
     barrier_expect(full, sizeof s.w[0]);
     tensor_load_once(s.w[step % S::STAGES], stack.w, full, tile.steps.k + step * S::DEPTH, tile.rows.row,
@@ -85,9 +86,8 @@ template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stac
     Barrier& full = s.x_full[step % S::X_STAGES];
     barrier_expect(full, sizeof x);
     for (int box = 0; box < S::DEPTH / S::BOX; ++box)
-      for (int term = 0; term < S::TERMS; ++term)
-        tensor_load(x[box][term], stack.x, full, tile.steps.k + step * S::DEPTH + box * S::BOX, tile.column,
-                    tile.rows.which, term);
+      tensor_load(x[box], stack.x, full, tile.steps.k + step * S::DEPTH + box * S::BOX, tile.column, 0,
+                  tile.rows.which);
   }
 }
 

@@ -7,7 +7,7 @@
 // barriers  two a pass over 32 of the rank: the tiles may change, and stand
 // numerics  tensor cores (rwkv6/low_rank.cuh), float32; rounded once, or in three terms exactly
 // source    Peng et al., 2024, "Eagle and Finch", eq. 14-15
-// limits    D a multiple of 8; P = 1, or up to 8 where TILES = 1
+// limits    D a multiple of 8; P = 1, or up to 8 where TILES and INPUTS are 1 and X is half
 #include "rwkv6/low_rank.cuh"
 
 template <typename T, typename X> struct Args {
@@ -20,9 +20,13 @@ template <typename T, typename X> struct Args {
   i64 tokens, D, A, P;
 };
 
+// Whether a block takes `low` in parts; several of them share a multiprocessor, where all parts' loads would take all
+// registers.
+template <typename X, int TILES, int INPUTS> constexpr bool IN_PARTS = sizeof(X) == 2 && TILES == 1 && INPUTS == 1;
+
 template <typename T, typename X, int PARTS, int TILES, int INPUTS, int TERMS>
-__global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args) {
-  constexpr int LOW_PARTS = TILES == 1 ? 8 : 1;
+__global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) rwkv6_data_mix(const Args<T, X> args) {
+  constexpr int LOW_PARTS = IN_PARTS<X, TILES, INPUTS> ? 8 : 1;
   auto& s = *reinterpret_cast<LowRank<T, TILES, PARTS>*>(dynamic_smem());
   launch_next();
   const i64 A = args.A, D = args.D, across = (D + COLUMNS - 1) / COLUMNS, rest = blockIdx.x / across;
@@ -31,7 +35,8 @@ __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args)
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
   float4 xx[TILES][2], d[TILES][2];
 #pragma unroll 1
-  for (i64 c = input; c < input + INPUTS; ++c) {
+  for (int n = 0; n < INPUTS; ++n) {
+    const i64 c = input + n;
     const float4 maa = j < D ? load4(args.maa + c * D + j) : float4{};  // long before it is needed
     const auto sums = low_rank<LOW_PARTS>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A, tokens,
                                           args.up + c * A * D, A, D, column);
@@ -42,7 +47,7 @@ __global__ void __launch_bounds__(THREADS) rwkv6_data_mix(const Args<T, X> args)
       for (int half = 0; half < 2; ++half) {
         const i64 t = tile * TILE_TOKENS + half * 8 + token, at = (first + t) * D + j;
         if (t >= tokens) continue;
-        if (c == input) xx[tile][half] = load4(args.xx + at), d[tile][half] = load4(args.d + at);
+        if (n == 0) xx[tile][half] = load4(args.xx + at), d[tile][half] = load4(args.d + at);
         const float4 m = sums.of(tile, half), x = xx[tile][half], by = d[tile][half];
         store4_terms<TERMS>(args.mixed + c * args.tokens * D + at, 5 * args.tokens * D,
                             {fmaf(by.x, maa.x + m.x, x.x), fmaf(by.y, maa.y + m.y, x.y), fmaf(by.z, maa.z + m.z, x.z),

@@ -6,7 +6,6 @@
 
 // X is the type of what blocks hand to each other. The warps share up to MOST sequences.
 template <typename T, typename S, typename X, int STAGES, int MOST> struct DecodeBlock {
-  typedef typename Args<T, S, X>::Up Up;
   static constexpr int SEQUENCES = MOST;
   static constexpr int EACH = Lane<T>::EACH, PARTS = Split<T>::PARTS;
 
@@ -119,7 +118,7 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
   // -- second matrices of low rank: a thread has a channel and every `shares`-th row, PASS of them at a time ----------
   template <int PASS>
-  __device__ __forceinline__ void load_rows(Up (&weight)[PASS], const Up* up, int first, int shares, int rows) const {
+  __device__ __forceinline__ void load_rows(T (&weight)[PASS], const T* up, int first, int shares, int rows) const {
 #pragma unroll
     for (int i = 0; i < PASS; ++i)
       if (first + i * shares < rows) weight[i] = up[i64(first + i * shares) * D];
@@ -127,7 +126,7 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
   // The parts of the mixes' products; low_of(b) has those numbers of sequence b. `weight` has the first rows.
   template <int PASS, typename Low>
-  __device__ __forceinline__ void mix_parts(Up (&weight)[PASS], const Up* up, bool inside, int share, int channel,
+  __device__ __forceinline__ void mix_parts(T (&weight)[PASS], const T* up, bool inside, int share, int channel,
                                             const Low& low_of) {
     const int A = int(args.A);
     for (int start = 0; start < A; start += PASS * SHARES) {
@@ -148,8 +147,8 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 
   // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
   template <int PASS>
-  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, Up (&weight)[PASS], const Up* up, int share,
-                                              int shares, int channel, int N) const {
+  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, T (&weight)[PASS], const T* up, int share, int shares,
+                                              int channel, int N) const {
     const int W = int(args.W);
     if (share >= shares) return;
     float sum = 0.f;

@@ -28,7 +28,6 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
   using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
   typedef typename Block::Channels Channels;
   typedef typename Block::Norm Norm;
-  typedef typename Block::Up Up;
   const u32 turn;  // of what this layer writes
 
   __device__ __forceinline__ DecodeFew(const Args<T, S, u64>& args, Shared<STAGES>& s, u32 turn, int next)
@@ -267,15 +266,13 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
     for (int tile = tiles.first; tile < tiles.stop; ++tile) {
       const int input = input_of(phase, tile);
       Sums sums = {};
-      float before = 0.f, scale = 1.f;
+      float before = 0.f;
       const int me = opaque(tid), b = me / ROWS, m = me % ROWS, at = b * D + tile * ROWS + m;
       const bool adds = (phase == OUTPUT || phase == FFN_VALUE) && b < B && tile * ROWS + m < D;
       const bool gated = adds && phase == FFN_VALUE;
       const u64* const side_words[2] = {args.gate + at, normed_words(true) + at};
       u64 side[2] = {};  // those of the channel mix, on their way while it multiplies
       if (adds) before = args.x[at];
-      if constexpr (sizeof(T) == 1)
-        if (b < B) scale = rows_of(args, layer, phase, tile).scales[m];
 #pragma unroll 1
       for (int start = 0; start < K; start += held) {
         const int count = min(held, K - start);
@@ -308,7 +305,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
           sum += part;
         }
         const float gate = phase == FFN_VALUE ? number(side[0]) : 1.f;
-        finish(layer, phase, tile, input, b, m, fmaf(gate, scale * sum, before), number(side[1]));
+        finish(layer, phase, tile, input, b, m, fmaf(gate, sum, before), number(side[1]));
       }
     }
   }
@@ -325,8 +322,8 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
       const bool inside = j < D;
-      const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
-      Up weight[PASS];
+      const T* up = args.maa_up + (layer * 5 + c) * A * D + j;
+      T weight[PASS];
       Block::load_rows(weight, up, share, SHARES, inside ? A : 0);
       const float maa = inside ? args.maa[(layer * 5 + c) * D + j] : 0.f;
       float old[OWN] = {};  // of the sequences that this thread finishes
@@ -371,8 +368,8 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int h = unit % H, b = unit / H, of_head = h * N, at = b * D + of_head;
       S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
-      const Up* up = args.decay_up + layer * W * D + of_head + channel;
-      Up weight[PASS];
+      const T* up = args.decay_up + layer * W * D + of_head + channel;
+      T weight[PASS];
       Block::load_rows(weight, up, share, shares, share < shares ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;

@@ -1,6 +1,5 @@
 // what      Vectors as sums of numbers that tensor cores read exactly, and their products with 16 rows of weights.
-// numerics  three bfloat16 numbers hold a float beside bfloat16 weights, and int8 ones, which are bfloat16 numbers too;
-//           else two in tf32, where float32 weights are two as well
+// numerics  three bfloat16 numbers hold a float beside bfloat16 weights; else two in tf32, as float32 weights are
 // source    Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for the split
 #include "rwkv6/decode_weights.cuh"
 
@@ -40,44 +39,14 @@ template <typename T> struct Split {
 };
 
 // In bfloat16, of which three hold a float; two neighbours a word.
-template <int EACH_> struct SplitInThree {
-  static constexpr int EACH = EACH_, PARTS = 3, WORDS = EACH / 2;
+template <> struct Split<bf16> {
+  static constexpr int EACH = Lane<bf16>::EACH, PARTS = 3, WORDS = EACH / 2;
 
-  static __device__ __forceinline__ u32 rest(u32 x) {
-    return __float_as_uint(__uint_as_float(x) - __uint_as_float(x & 0xffff0000u));
-  }
-  static __device__ __forceinline__ void part(u32 (&to)[WORDS], const u32 (&x)[EACH], int which) {
-    u32 left[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      left[i] = which > 0 ? rest(x[i]) : x[i];
-      if (which > 1) left[i] = rest(left[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) to[i] = left[2 * i] >> 16 | (left[2 * i + 1] & 0xffff0000u);
-  }
-};
-
-template <> struct Split<bf16> : SplitInThree<8> {
   static __device__ __forceinline__ void multiply(float (&sums)[2][4], const uint4& upper, const uint4& lower,
                                                   const u32 (&x)[WORDS]) {
     const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
     const u32 x_first[2] = {x[0], x[1]}, x_second[2] = {x[2], x[3]};
     mma_bf16(sums[0], first, x_first);
     mma_bf16(sums[1], second, x_second);
-  }
-};
-
-template <> struct Split<i8> : SplitInThree<16> {
-  static __device__ __forceinline__ void multiply(float (&sums)[4][4], const uint4& upper, const uint4& lower,
-                                                  const u32 (&x)[WORDS]) {
-    const u32 above[4] = {upper.x, upper.y, upper.z, upper.w}, below[4] = {lower.x, lower.y, lower.z, lower.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 w[4] = {bf16_of_i8<0>(above[i]), bf16_of_i8<0>(below[i]), bf16_of_i8<1>(above[i]),
-                        bf16_of_i8<1>(below[i])};
-      const u32 pair[2] = {x[2 * i], x[2 * i + 1]};
-      mma_bf16(sums[i], w, pair);
-    }
   }
 };

@@ -35,7 +35,6 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
   using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
   typedef typename Block::Channels Channels;
   typedef typename Block::Norm Norm;
-  typedef typename Block::Up Up;
   const u32 sense;  // of the barrier before this phase
 
   __device__ __forceinline__ Decode(const Args<float, S, float>& args, Shared<STAGES>& s, u32 sense, int turn)
@@ -279,8 +278,8 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
 #pragma unroll 1
     for (int unit = blockIdx.x; first || unit < units; unit += gridDim.x, first = false) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
-      const Up* up = args.maa_up + (layer * 5 + c) * A * D + j;
-      Up weight[PASS];
+      const float* up = args.maa_up + (layer * 5 + c) * A * D + j;
+      float weight[PASS];
       float maa = 0.f;
       const bool inside = unit < units && j < D;
       Block::load_rows(weight, up, share, SHARES, inside ? A : 0);
@@ -317,8 +316,8 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
       const bool busy = unit < units;
       const int h = unit % H, b = busy ? unit / H : 0, of_head = h * N, at = b * D + of_head;
       S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
-      const Up* up = args.decay_up + layer * W * D + of_head + channel;
-      Up weight[PASS];
+      const float* up = args.decay_up + layer * W * D + of_head + channel;
+      float weight[PASS];
       Block::load_rows(weight, up, share, shares, busy && share < shares ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;

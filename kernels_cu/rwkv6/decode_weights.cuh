@@ -17,22 +17,10 @@ constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a uni
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
-// Low ranks' second matrices, which are not taken by rows, are in half precision beside int8.
-template <typename T> struct Unscaled {
-  typedef T Type;
-};
-template <> struct Unscaled<i8> {
-  typedef bf16 Type;
-};
-
 // S is the type of the recurrent state, X of what blocks hand to each other: floats, or words.
 template <typename T, typename S, typename X> struct Args {
-  typedef typename Unscaled<T>::Type Up;
   const T *maa_down, *decay_down, *kvrg, *output, *ffn_key, *ffn_receptance, *ffn_value, *head;
-  const Up *maa_up, *decay_up;
-  // A number for each row of these matrices in int8, or null.
-  const float *maa_down_scales, *decay_down_scales, *kvrg_scales, *output_scales, *ffn_key_scales,
-      *ffn_receptance_scales, *ffn_value_scales, *head_scales;
+  const T *maa_up, *decay_up;
   const float *ln1, *ln2, *ln_x, *ln_out, *maa_x, *maa, *ffn_maa, *decay, *bonus;
   float *att_shift, *ffn_shift;
   S* wkv;
@@ -95,37 +83,32 @@ __device__ __forceinline__ int depth_of(const Args<T, S, X>& args, int phase) {
   return int(phase == FFN_VALUE ? args.F : args.D);
 }
 
-// The first row of a tile, and the scales of its rows.
-template <typename T> struct TileRows {
-  const T* w;
-  const float* scales;
-};
-
+// The first row of a tile.
 template <typename T, typename S, typename X>
-__device__ __forceinline__ TileRows<T> rows_of(const Args<T, S, X>& args, i64 layer, int phase, int tile) {
+__device__ __forceinline__ const T* rows_of(const Args<T, S, X>& args, i64 layer, int phase, int tile) {
   const int D = tiles_of(args.D), F = tiles_of(args.F), W = tiles_of(args.W);
-  TileRows<T> rows = {args.head, args.head_scales};
+  const T* rows = args.head;
   i64 row = tile;
   switch (phase) {
     case MIX_DOWN:
-      rows = {args.maa_down, args.maa_down_scales}, row += layer * tiles_of(5 * args.A);
+      rows = args.maa_down, row += layer * tiles_of(5 * args.A);
       break;
     case INPUTS:
-      if (tile < W) rows = {args.decay_down, args.decay_down_scales}, row += layer * W;
-      else rows = {args.kvrg, args.kvrg_scales}, row += layer * 4 * D - W;
+      if (tile < W) rows = args.decay_down, row += layer * W;
+      else rows = args.kvrg, row += layer * 4 * D - W;
       break;
     case OUTPUT:
-      rows = {args.output, args.output_scales}, row += layer * D;
+      rows = args.output, row += layer * D;
       break;
     case FFN_INPUTS:
-      if (tile < F) rows = {args.ffn_key, args.ffn_key_scales}, row += layer * F;
-      else rows = {args.ffn_receptance, args.ffn_receptance_scales}, row += layer * D - F;
+      if (tile < F) rows = args.ffn_key, row += layer * F;
+      else rows = args.ffn_receptance, row += layer * D - F;
       break;
     case FFN_VALUE:
-      rows = {args.ffn_value, args.ffn_value_scales}, row += layer * D;
+      rows = args.ffn_value, row += layer * D;
       break;
   }
-  return {rows.w + row * ROWS * depth_of(args, phase), rows.scales + row * ROWS};
+  return rows + row * ROWS * depth_of(args, phase);
 }
 
 // How a lane has its weights: 16 bytes of a row are EACH neighbours, a warp's STEP of them four lanes'.
@@ -194,7 +177,7 @@ __device__ __forceinline__ void copy_weights(const Args<T, S, X>& args, Shared<S
     if (n > args.first && copier == 0) prefetch_inputs(args, layer, phase);
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.stop; ++tile) {
-      const T* rows = rows_of(args, layer, phase, tile).w + i64(copier * EACH) * K;
+      const T* rows = rows_of(args, layer, phase, tile) + i64(copier * EACH) * K;
 #pragma unroll 1
       for (int k = 0; k < K; k += Lane<T>::STAGE) {
         barrier_wait(s.empty[stage], parity);

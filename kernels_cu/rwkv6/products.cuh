@@ -10,7 +10,7 @@ enum class Finish : i64 { Write, ReluSquared = 2, Parts };
 // Products that have their number of rows in common.
 struct Stack {
   TensorMap w;  // boxes of some of K by a block's rows
-  TensorMap x;  // by its vectors
+  TensorMap x;  // by its vectors, in all their terms
   void* y;
   const float* scales;  // [C, M] of int8 weights, or null
   i64 C, M;

@@ -19,7 +19,7 @@ constexpr int N = 64;
 constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
 constexpr int ROWS = N / GROUPS;                   // of the state a lane
 
-template <typename T, typename X, typename S> struct Args {
+template <typename T, typename S> struct Args {
   const float* k;
   const float* v;
   const float* r;
@@ -32,7 +32,7 @@ template <typename T, typename X, typename S> struct Args {
   const float* bias;
   S* state;
   const i64* slots;  // or null: sequence b has state b
-  X* y;
+  T* y;
   i64 B, H, N, W, P;
   double eps;
 };
@@ -75,9 +75,9 @@ template <bool TWO> __device__ __forceinline__ float4 load4_parts(const float* x
   return {first.x + second.x, first.y + second.y, first.z + second.z, first.w + second.w};
 }
 
-template <typename T, typename X, typename S, int TERMS, int SEQUENCES>
+template <typename T, typename S, int TERMS, int SEQUENCES>
 __global__ void __launch_bounds__(32 * SEQUENCES, SEQUENCES < 8 ? 8 / SEQUENCES : 2)
-    rwkv6_time_mix_batch(const Args<T, X, S> args) {
+    rwkv6_time_mix_batch(const Args<T, S> args) {
   constexpr bool ALL = SEQUENCES < 8, TWO = ALL;  // whether there are registers for all rows, and for two parts
   constexpr int THREADS = 32 * SEQUENCES, HELD = ALL ? ROWS : ROWS / 2;  // rows of the state on their way
   auto& s = *reinterpret_cast<Shared<SEQUENCES>*>(dynamic_smem());

@@ -13,6 +13,7 @@
 // there is room for is on its way when vectors come.
 #include "clusters.cuh"
 #include "rwkv6/products.cuh"
+#include "wgmma.cuh"
 
 constexpr int DEPTH = 64;
 constexpr int AHEAD = 4;  // steps for which pairs ask beyond their stages
@@ -25,7 +26,7 @@ struct Args {
 template <int ROWS_, int HALVES_, int GROUPS> struct Layout {
   static constexpr int ROWS = ROWS_, HALVES = HALVES_, VECTORS = 64 * GROUPS, WARPS = 4 * GROUPS;
   // Two blocks share a multiprocessor, unless there are as many vectors as keep its tensor cores busy.
-  static constexpr int W_STAGES = HALVES == 1 ? 640 / ROWS : 6, X_STAGES = HALVES == 1 ? 4 : 6;
+  static constexpr int W_STAGES = HALVES == 1 ? 512 / ROWS : 6, X_STAGES = 6;
   // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
   static constexpr int FLIGHT = HALVES == 1 ? 4 : W_STAGES;
   static_assert(W_STAGES % HALVES == 0, "a stage has one block that copies to it");
@@ -87,7 +88,7 @@ __device__ __forceinline__ void copy_vectors(Memory& s, const Stack& stack, cons
     const int stage = step % S::X_STAGES;
     if (step >= S::X_STAGES) barrier_wait(s.x_empty[stage], step / S::X_STAGES - 1 & 1);
     barrier_expect(s.x_full[stage], sizeof s.x[0]);
-    tensor_load(s.x[stage], stack.x, s.x_full[stage], tile.steps.k + step * DEPTH, tile.column, tile.rows.which, 0);
+    tensor_load(s.x[stage], stack.x, s.x_full[stage], tile.steps.k + step * DEPTH, tile.column, 0, tile.rows.which);
   }
 }
 

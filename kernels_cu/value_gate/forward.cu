@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
   cp_async_commit();
   int stage = 0;
   for (int token = 0; token < tokens; token += C, stage ^= 1) {
+    SpanDecays<Mine> decays;
     cp_async_wait<0>();
-    bool grows = put_spans<Mine, BK>(s);
+    bool grows = put_spans<Mine, BK>(s, decays);
     // a chunk has arrived and its spans' decays stand; the last one's place is free
     if constexpr (READS) grows = __syncthreads_or(grows);
     else __syncthreads();
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
 #pragma unroll
     for (int x = 0; x < Mine::PER; ++x) {
       const Mine me(x);
-      if (me.any()) make_operands<AfterWrite, PRODUCTS>(s, stage, me);
+      if (me.any()) make_operands<AfterWrite, PRODUCTS>(s, stage, me, decays, grows || !READS);  // no vote there
     }
     if (more) fetch_next_gates(token + C);
     cp_async_commit();
@@ -131,18 +132,7 @@ __global__ void __launch_bounds__(2 * BV, sizeof(ValueShared<Schedule, T, G, BK,
     __syncthreads();  // the operands stand; the gates of values have arrived
 
     if constexpr (READS)
-#pragma unroll 1
-      for (int task = threadIdx.x >> 5; task < TASKS<T>; task += WARPS) {
-        if (grows && task < SUBS) {
-          const i64 at = span.start + token + BC * task;
-          const T *q = args.q.row(b, h, at) + args.channel, *k = args.k.row(b, h, at) + args.channel;
-          const G* g = args.g.row(b, h, at) + args.channel;
-          score_one_by_one<AfterWrite, PRODUCTS>(s, task, q, k, g, args.q.t, args.k.t, args.g.t,
-                                                 tokens - token - BC * task, channels);
-        } else {
-          make_scores<AfterWrite, PRODUCTS, Schedule, T, BK>(s, task);
-        }
-      }
+      score_chunk<AfterWrite, PRODUCTS, WARPS, Schedule, T, BK>(s, args, b, h, span, token, tokens, channels, grows);
     const int column = threadIdx.x >> 5 << 4;
     const ColumnsReader<BV, G> gates(column);
     const ColumnsReader<BV, T> values(column);

@@ -7,27 +7,31 @@ import signal
 from multiprocessing.connection import wait
 
 from .. import NotSupported
-from ..models.devices import check_device
+from ..models.devices import check_device, cuda_devices
 
 RAISED = {error.__name__: error for error in (ImportError, MemoryError, OSError)}  # the rest is a ValueError
 
 
 def devices(wanted) -> int:
-    """CUDA devices that `--device` can use, 0 for the CPU."""
+    """CUDA devices that `--device` may use, 0 for the CPU."""
+    return 0 if wanted == "cpu" else cuda_devices()
+
+
+def use(number, wanted):
+    """Makes a CUDA device the current one, where CUDA can be used."""
     if wanted == "cpu":
-        return 0
+        return
     try:
         check_device("generate", "cuda")
-    except NotSupported:
-        return 0
+    except NotSupported:  # whoever loads a model says so, or takes the CPU
+        return
     import cupy
 
-    return cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(number).use()
 
 
-def processes(options, texts, slots) -> int:
-    """How many share the work: --cards, else every card for which there are texts enough."""
-    there = devices(options.device)
+def processes(options, there, texts, slots) -> int:
+    """How many share the work: --cards, else every card of those `there` for which there are texts enough."""
     if options.cards and there and options.cards > there:
         raise ValueError(f"argument --cards: is {options.cards}, but this host has {there} CUDA devices")
     return max(1, min(options.cards or there, -(-texts // slots)))
@@ -36,16 +40,16 @@ def processes(options, texts, slots) -> int:
 def spread(prepare, count, texts):
     """(number, line) of every text, in the order in which they are done.
 
-    prepare : a function of the number of the process, which can be pickled
-        Loads what is needed, checks all texts, and returns a function that takes an iterator of their numbers and
-        yields (number, line). No process begins before all have come so far.
+    prepare : a function of the number of the process and of how many there are, which can be pickled
+        Loads what is needed, checks its part of the texts, and returns a function that takes an iterator of their
+        numbers and yields (number, line). No process begins before all have come so far.
     """
     context = multiprocessing.get_context("spawn")
     taken, started = context.Value("q", 0), {}
     try:
         for card in range(count):
             pipe, theirs = context.Pipe()
-            process = context.Process(target=work, args=(prepare, card, taken, texts, theirs), daemon=True)
+            process = context.Process(target=work, args=(prepare, card, count, taken, texts, theirs), daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of its messages
             started[pipe] = card, process
@@ -80,11 +84,11 @@ def receive(pipe, card, process):
     return found[0]
 
 
-def work(prepare, card, taken, texts, pipe):
+def work(prepare, card, count, taken, texts, pipe):
     """What a process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
     try:
-        write = prepare(card)
+        write = prepare(card, count)
         pipe.send(("ready", None))
         pipe.recv()
         for found in write(numbers(taken, texts)):

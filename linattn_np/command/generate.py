@@ -15,6 +15,7 @@ import signal
 import stat
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,12 @@ from .. import NotSupported
 from ..models import RWKV6, Batch, Bytes, Sampling, State, World, austen
 from ..models.checkpoint import located
 from ..models.checks import shown
+from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
 from ..models.text import Request, Text, complete, read
 from ..models.tokenizers import VOCABULARY
-from .cards import devices, processes, spread
-from .terminal import bar, say, some_text, status, whole
+from .cards import devices, processes, spread, use
+from .terminal import add_device, add_tokenizer, bar, say, some_text, status, whole
 from .threads import blas_for
 
 DTYPES = {"cuda": ("float32", "float16", "bfloat16", "int8"), "cpu": ("float32", "bfloat16", "int8", "int4")}
@@ -52,6 +54,8 @@ def run(options):
     if options.batch_file:
         write_batch(options)
         return
+    if options.device != "cpu":
+        open_beside()
     model = load(options)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
@@ -61,12 +65,7 @@ def run(options):
 
 def declare(parser):
     add = parser.add_argument_group("the model").add_argument
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda where CuPy can use it, else cpu (default)",
-    )
+    add_device(add)
     add(
         "--dtype",
         choices=("auto", *dict.fromkeys(sum(DTYPES.values(), ()))),
@@ -80,17 +79,7 @@ def declare(parser):
         help="a checkpoint, .pth or .safetensors, or a folder of Hugging Face "
         "(default: a small model of Jane Austen's novels that comes with the package)",
     )
-    add(
-        "--tokenizer",
-        choices=("auto", "bytes", "world"),
-        default="auto",
-        help="auto: bytes for a vocabulary of 256, world for 65536 (default)",
-    )
-    add(
-        "--vocab",
-        metavar="PATH",
-        help="World's vocabulary file (default: that in the folder of --model, or of an installed package)",
-    )
+    add_tokenizer(add)
 
     add = parser.add_argument_group("what is read").add_argument
     add(
@@ -400,27 +389,30 @@ class Texts:
     def __init__(self, options, asked):
         self.options, self.asked = options, asked
 
-    def __call__(self, process=None):
+    def __call__(self, process=0, count=1):
         """A function that writes the texts of the numbers that it is given; the first process tells how it begins."""
         options = self.options
-        if process and devices(options.device):
-            import cupy
-
-            cupy.cuda.Device(process).use()
+        if options.device != "cpu":
+            open_beside(process)
+        if process:
+            use(process, options.device)
         model = load(options, *([quiet, no_status] if process else []))
         options.vocabulary = tokenizer_of(options, model)
-        state = load_state(options, model)
-        requests = [request(options, line, number, state) for number, line in self.asked]
-        return partial(self.write, model, requests)
+        self.state = load_state(options, model)
+        self.requests = {number: self.request(number) for number in range(process, len(self.asked), count)}
+        return partial(self.write, model)
 
-    def write(self, model, requests, numbers):
+    def request(self, number):
+        return request(self.options, self.asked[number][1], self.asked[number][0], self.state)
+
+    def write(self, model, numbers):
         """(number, line of --output) in the order in which they are done."""
         begun = []
 
         def taken():
             for number in numbers:
                 begun.append(number)
-                yield requests[number]
+                yield self.requests.pop(number, None) or self.request(number)
 
         with blas_for(model.device, model.sizes):
             for place, text, how in complete(model, self.options.vocabulary, taken(), self.options.slots or SLOTS):
@@ -447,8 +439,11 @@ def no_status(first):
 
 def write_batch(options):
     """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
-    asked, done = list(read_lines(options)), {}
-    count, prepare = processes(options, len(asked), options.slots or SLOTS), Texts(options, asked)
+    with ThreadPoolExecutor(1) as beside:
+        there = beside.submit(devices, options.device)
+        asked, done = list(read_lines(options)), {}
+    count = processes(options, there.result(), len(asked), options.slots or SLOTS)
+    prepare = Texts(options, asked)
     texts = spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
     start = time.perf_counter()
     try:

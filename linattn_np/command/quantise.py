@@ -16,7 +16,7 @@ from ..models import RWKV6, austen, checkpoint
 from ..models.files import check_writable, same_file, write_arrays
 from ..models.matrices import loops
 from .generate import tokenizer_of
-from .terminal import bar, say, status, whole
+from .terminal import add_tokenizer, bar, say, status, whole
 from .threads import blas_for
 
 PIECE = 512  # tokens that are read at a time
@@ -40,13 +40,7 @@ def declare(parser):
     add("--out", required=True, metavar="FILE", help="a .safetensors file")
     add("--text", required=True, metavar="FILE", help="what the loss is measured on")
     add("--tokens", type=whole(2), default=4096, help="of the text (default: %(default)s)")
-    add(
-        "--tokenizer",
-        choices=("auto", "bytes", "world"),
-        default="auto",
-        help="auto: bytes for a vocabulary of 256, world for 65536 (default)",
-    )
-    add("--vocab", metavar="PATH", help="World's vocabulary file")
+    add_tokenizer(add)
 
 
 def run(options):

@@ -57,6 +57,31 @@ def whole(least):
     return number
 
 
+def add_device(add):
+    """--device, of what computes a model."""
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda where CuPy can use it, else cpu (default)",
+    )
+
+
+def add_tokenizer(add):
+    """--tokenizer and --vocab, which `generate.tokenizer_of` reads."""
+    add(
+        "--tokenizer",
+        choices=("auto", "bytes", "world"),
+        default="auto",
+        help="auto: bytes for a vocabulary of 256, world for 65536 (default)",
+    )
+    add(
+        "--vocab",
+        metavar="PATH",
+        help="World's vocabulary file (default: that in the folder of --model, or of an installed package)",
+    )
+
+
 # -- messages ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def status(first):

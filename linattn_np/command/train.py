@@ -19,7 +19,7 @@ from ..models.devices import check_device
 from ..models.files import same_file
 from ..models.ranks import OneProcess
 from ..models.training import Settings, Training
-from .terminal import bar, say, status, whole
+from .terminal import add_device, bar, say, status, whole
 from .threads import blas_for
 
 # What is trained where nothing else is said: a small model on the CPU, one of 4 million parameters on the GPU.
@@ -66,12 +66,7 @@ def declare(parser):
         help="go on with the training in --out; on the CPU it ends with the same bits "
         "as one that was never interrupted",
     )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda where CuPy can use it, else cpu (default)",
-    )
+    add_device(add)
     add(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -185,19 +180,19 @@ def steps(training, folder, every):
         f"{len(training.text.held):,} held out"
     )
     with status("training ...") as show:
-        part = Part(training)
+        interval = Interval(training)
         while training.done < 1:
-            part.step()
-            if part.unseen > SHOWN:
-                show(f"training {bar(training.done)} {part.seen()}")
-            if part.seconds > every and training.done < 1:
-                part.report(folder, show)
-                part = Part(training)
-        part.report(folder, show)
+            interval.step()
+            if interval.since_shown > SHOWN:
+                show(f"training {bar(training.done)} {interval.latest()}")
+            if interval.seconds > every and training.done < 1:
+                interval.report(folder, show)
+                interval = Interval(training)
+        interval.report(folder, show)
     say(f"wrote {folder / MODEL}")
 
 
-class Part:
+class Interval:
     """The steps from one report to the next."""
 
     def __init__(self, training):
@@ -212,10 +207,10 @@ class Part:
         return time.perf_counter() - self.start
 
     @property
-    def unseen(self):
+    def since_shown(self):
         return time.perf_counter() - self.shown
 
-    def seen(self) -> str:
+    def latest(self) -> str:
         loss = float(self.losses[-1])  # waits for the device, so it comes before the speed
         self.shown = time.perf_counter()
         return f"loss {loss:.3f}, {self.speed():,.0f} bytes/s"

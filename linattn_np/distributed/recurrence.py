@@ -84,7 +84,7 @@ class Recurrence:
         own, decays, kept = found
         if decays is None:
             return list(own), self.gates(arrays, given.get("mask")), kept
-        return list(own), self.multiplied(decays, len(own[0])), kept
+        return list(own), self.told(decays), kept
 
     def final_state(self, declared, function, arrays, given):
         """The final state from zero, without o where a backend can."""
@@ -96,10 +96,13 @@ class Recurrence:
         final = function(*arrays, output_final_state=True, state_dtype=self.dtype, **given)[1]
         return list(final) if isinstance(final, tuple) else [final]
 
-    def multiplied(self, decays, rows):
-        """A backend's decays [rows, parts, H, n, K], or with parts and rows in one, as `gates`: one after another."""
-        whole = decays.reshape(rows, -1, *decays.shape[-3:]).prod(axis=(1, 3))
-        return [whole if len(shape) == 3 else whole[..., 0] for shape in self.gate_shapes(rows)]
+    def told(self, decays):
+        """A backend's decays [rows, heads, channels] as `gates`; None where all ranks know them."""
+        return (
+            []
+            if decays is None
+            else [decays if len(shape) == 3 else decays[..., 0] for shape in self.gate_shapes(len(decays))]
+        )
 
     @property
     def turns_over(self) -> bool:
@@ -176,3 +179,15 @@ class Row:
 
     def parts(self, row):
         return [row[place].reshape(shape) for place, shape in self.places]
+
+    def seen_in(self, arrays, dtype):
+        """A message [1, length] in the memory of `arrays`, where a backend has put them side by side on a card."""
+        first, *others = arrays
+        if isinstance(first, np.ndarray) or any(x.dtype != dtype or not x.flags.c_contiguous for x in arrays):
+            return None
+        end = first.data + first.nbytes
+        for x in others:
+            if x.data.mem is not first.data.mem or x.data.ptr != end.ptr:
+                return None
+            end += x.nbytes
+        return type(first)((1, self.length), dtype, first.data)

@@ -220,9 +220,11 @@ class Share:
 
         The function that comes back waits for all ranks', and gives a function of (rank, slot) that gives the arrays.
         """
-        message = self.empty((count, row.length))  # nobody reads what nothing is put into
-        for slot, arrays in mine.items():
-            row.put(message[slot], arrays)
+        message = row.seen_in(mine[0], self.recurrence.dtype) if count == len(mine) == 1 else None
+        if message is None:
+            message = self.empty((count, row.length))  # nobody reads what nothing is put into
+            for slot, arrays in mine.items():
+                row.put(message[slot], arrays)
         wait = self.comm.all_gather(message)
 
         def messages():
@@ -444,7 +446,7 @@ class Share:
         """What a piece makes of the gradient that comes in, then the decays; see `summary`."""
         if len(segment.pieces) == 1 and (found := self.pulls[segment.index].summarise(do[:, :, start:stop])):
             own, decays, self.kept[segment.index] = found
-            return [*own, *self.recurrence.multiplied(decays, self.rows)]
+            return [*own, *self.recurrence.told(decays)]
         if self.recurrence.turns_over:
             given = self.common | self.masked(start, stop)
             found = self.recurrence.gradient_summary(self.tokens(start, stop, self.arrays), do[:, :, start:stop], given)

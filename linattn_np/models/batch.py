@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -13,13 +14,31 @@ from .face import Model, State
 from .sampling import Sampler, Sampling, complaints, draw_each
 
 
+class Logits:
+    """Logits [N, V] of a call, which a device may still be computing until they are asked for."""
+
+    def __init__(self, model: Model, logits):
+        self.model, self.logits = model, logits
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """On the host."""
+        return self.model.to_host(self.logits)
+
+
 @dataclass
 class Sequence:
-    """One sequence of a batch: its row in the state pool, how it draws, and the logits of its next token."""
+    """One sequence of a batch: its row in the state pool, how it draws, and where the next token's logits are."""
 
     slot: int
     sampler: Sampler
-    logits: np.ndarray  # [V], host
+    source: Logits
+    row: int
+
+    @property
+    def logits(self) -> np.ndarray:
+        """[V], host."""
+        return self.source.rows[self.row]
 
 
 class Batch:
@@ -48,6 +67,7 @@ class Batch:
         self.model, self.pool = model, model.initial_state(slots)
         self.slots = slots
         self.sequences: dict[int, Sequence] = {}
+        self.untouched = set(range(slots))  # rows of the pool that are as the model made them
 
     def __repr__(self):
         return f"Batch({self.model!r}, {len(self.sequences)} of {self.slots} slots in use)"
@@ -56,11 +76,11 @@ class Batch:
     def free(self) -> int:
         return self.slots - len(self.sequences)
 
-    def join(self, prompts, how: Sampling | list[Sampling], states: list[State] | None = None) -> list[int]:
+    def join(self, prompts, how: Sampling | list[Sampling], states: list[State | None] | None = None) -> list[int]:
         """Reads `prompts` (host integers, of any lengths) in one packed pass; returns the slot of each sequence.
 
         how : for all of them, or one each; a seed that is shared draws alike.
-        states : for each prompt the state that it goes on from, one sequence each; fresh ones by default.
+        states : for each prompt the state that it goes on from, one sequence each; None for the beginning.
 
         ContractError for any of them that does not fit; then nobody has joined.
         """
@@ -83,18 +103,21 @@ class Batch:
             refuse(f"{len(prompts)} prompts want to join, but only {self.free} of {self.slots} slots are free")
         tokens = self.model.checked(np.concatenate(prompts)[None])
         samplers = [one.sampler() for one in how]
-        if states is None:
-            states = [self.model.initial_state()] * len(prompts)
-        else:
-            states = [self.model.on_device(state, rows=1) for state in states]
+        states = [
+            None if state is None else self.model.on_device(state, rows=1) for state in states or [None] * len(how)
+        ]
         slots = [slot for slot in range(self.slots) if slot not in self.sequences][: len(prompts)]
+        if used := [slot for slot, state in zip(slots, states) if state is None and slot not in self.untouched]:
+            self.pool.put(used, self.model.initial_state())
+        self.untouched.difference_update(slots)
         for slot, state in zip(slots, states):
-            self.pool.put(slot, state)
+            if state is not None:
+                self.pool.put(slot, state)
         bounds = np.cumsum([0, *map(len, prompts)])
         logits, _ = self.model.forward(tokens, self.pool, cu_seqlens=bounds, slots=slots, last=True)
+        source = Logits(self.model, logits)
         self.sequences |= {
-            slot: Sequence(slot, sampler, row)
-            for slot, sampler, row in zip(slots, samplers, self.model.to_host(logits))
+            slot: Sequence(slot, sampler, source, row) for row, (slot, sampler) in enumerate(zip(slots, samplers))
         }
         return slots
 
@@ -110,23 +133,32 @@ class Batch:
 
     def drawing(self):
         """(samplers, their rows of logits), in the order of the sequences."""
-        sequences = self.sequences.values()
-        return [sequence.sampler for sequence in sequences], [sequence.logits for sequence in sequences]
+        sequences = list(self.sequences.values())
+        source = sequences[0].source if sequences else None
+        together = all(sequence.source is source and sequence.row == row for row, sequence in enumerate(sequences))
+        rows = source.rows[: len(sequences)] if together and source else [sequence.logits for sequence in sequences]
+        return [sequence.sampler for sequence in sequences], rows
 
     def step(self) -> dict[int, int]:
-        """The next token of every sequence, by slot.
+        """The next token of every sequence, by slot. What follows them is computed while the caller goes on.
 
         ContractError, before any is drawn, where a sequence has a `complaint`; without it the others can go on.
         """
-        if not self.sequences:
-            return {}
         for slot, complaint in self.complaints().items():
             refuse(f"the sequence in slot {slot} cannot go on: {complaint}")
+        return self.advance()
+
+    def advance(self) -> dict[int, int]:
+        """`step` where no sequence has a complaint."""
+        if not self.sequences:
+            return {}
         drawn = dict(zip(self.sequences, draw_each(*self.drawing())))
         tokens = np.array(list(drawn.values()))[:, None]
         logits, _ = self.model.forward(tokens, self.pool, slots=list(drawn), last=True)
-        for slot, row in zip(drawn, self.model.to_host(logits)):
-            self.sequences[slot].logits = row
+        source = Logits(self.model, logits)
+        for row, slot in enumerate(drawn):
+            sequence = self.sequences[slot]
+            sequence.source, sequence.row = source, row
         return drawn
 
     def state(self, slot: int) -> State:

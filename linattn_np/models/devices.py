@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import threading
+
 import numpy as np
 
 from ..errors import ContractError, NotSupported
@@ -23,6 +27,36 @@ def check_device(owner: str, device: str):
         from cupy.cuda import cublas  # noqa: F401  the matrix products are cuBLAS's
     except ImportError as error:
         raise NotSupported(f"{owner}: device 'cuda' cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def cuda_devices() -> int:
+    """CUDA devices that the driver shows to this process, 0 without CuPy, which it takes half a second to import."""
+    driver, count = cuda_driver(), ctypes.c_int()
+    if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def open_beside(number: int = 0) -> threading.Thread:
+    """Has a thread open a CUDA device, where there is one, while this one imports CuPy: both take a quarter of a
+    second. The process does not end before the thread has, which CUDA would not like."""
+
+    def opened():
+        driver, device, context = cuda_driver(), ctypes.c_int(), ctypes.c_void_p()
+        if driver and not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # CUDA's runtime takes the same one
+
+    thread = threading.Thread(target=opened)
+    thread.start()
+    return thread
+
+
+def cuda_driver():
+    """None where it is not there, or of no use for want of CuPy."""
+    try:
+        return ctypes.CDLL("libcuda.so.1") if importlib.util.find_spec("cupy") else None
+    except OSError:
+        return None
 
 
 def on_host(array):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 
@@ -14,8 +14,8 @@ class State(Protocol):
     def row(self, slot: int) -> Self:
         """One row, as the state of one sequence; views."""
 
-    def put(self, slot: int, state: Self) -> None:
-        """Replaces one row by the state of one sequence."""
+    def put(self, slots: int | Sequence[int], state: Self) -> None:
+        """Replaces one row, or each of several, by the state of one sequence."""
 
 
 S = TypeVar("S", bound=State)  # a model's own

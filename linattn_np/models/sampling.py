@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import ContractError
 from .checks import real, shown, whole
+from .threads import count
 
 AT_ONCE = 1 << 16  # logits of several sequences that one call of NumPy looks at: more would leave a core's cache
+ORDERED_BITS = np.int64((1 << 30) - 1)  # at least the bits of any probability, as float32
 PENALTY = "a finite number from -1e30 to 1e30"  # so that a penalty, times its count, stays a float32
 
 
@@ -78,10 +82,10 @@ class Sampling:
                 "what else numpy.random.default_rng takes"
             ) from None
 
-    @property
-    def of_all(self) -> bool:
-        """Whether any token can be drawn, by the model's distribution alone."""
-        return bool(self.temperature and self.top_k == 0 and self.top_p == 1 and not (self.presence or self.frequency))
+    @cached_property
+    def kind(self) -> tuple:
+        """Sequences of one kind share the calls that draw their tokens."""
+        return self.vocabulary, self.temperature, self.top_k, self.top_p, bool(self.presence or self.frequency)
 
     def sampler(self) -> Sampler:
         """One sequence's drawing: it has the random numbers and remembers what was drawn."""
@@ -110,59 +114,21 @@ class Sampler:
     def __call__(self, logits) -> int:
         if complaint := self.complaint(logits):
             raise ContractError(f"Sampling: {complaint}")
-        return self.drawn(self.draw(self.penalized(np.asarray(logits[: self.how.vocabulary], np.float32))))
+        return draw_each([self], [np.asarray(logits)])[0]
 
-    def drawn(self, token) -> int:
-        """The token, which counts from now on."""
+    def count(self, token: int):
+        """A token that was drawn counts from now on."""
         if self.how.fading != 1:
             self.counts = {other: count * self.how.fading for other, count in self.counts.items()}
         self.counts[token] = self.counts.get(token, 0.0) + 1
-        return token
 
     def penalized(self, logits):
         how = self.how
-        if not (how.presence or how.frequency) or not self.counts:
+        if not self.counts:
             return logits
         logits = logits.copy()
         logits[list(self.counts)] -= how.presence + how.frequency * np.array(list(self.counts.values()))
         return logits
-
-    def draw(self, logits) -> int:
-        how = self.how
-        if how.temperature == 0:
-            return int(logits.argmax())
-        p = probabilities(logits, how.temperature)
-        order = likeliest(p, how.top_k, how.top_p)
-        cumulated = np.cumsum(p[order], dtype=np.float64)
-        return int(order[self.place(cumulated, how.top_p * (cumulated[-1] if how.top_k else 1))])
-
-    def place(self, cumulated, bound) -> int:
-        """Where the next random number falls among probabilities that are added up, as far as they reach a bound."""
-        kept = cumulated.searchsorted(bound) + 1  # the token that crosses it is still in
-        cumulated = cumulated[:kept]
-        return int(cumulated.searchsorted(self.rng.random() * cumulated[-1], side="right"))
-
-
-def probabilities(logits, temperature):
-    """Of float32 logits [..., V], each row by itself."""
-    with np.errstate(over="ignore"):  # a quotient of -inf is what a small temperature means
-        p = np.exp(
-            np.divide(logits - logits.max(axis=-1, keepdims=True), temperature, dtype=np.float64).astype(np.float32)
-        )
-    p /= p.sum(axis=-1, keepdims=True)
-    return p
-
-
-def likeliest(p, top_k, top_p):
-    """Ids from the likeliest on, `top_k` of them or at least as many as hold `top_p`: few are sorted, of many."""
-    if top_k == 0 and top_p == 1:
-        return np.arange(len(p))  # any order will do
-    if top_k:
-        least = -np.partition(-p, min(top_k, len(p)) - 1)[min(top_k, len(p)) - 1]
-    else:
-        least = (1 - top_p) / len(p)  # all that are less hold less than 1 - top_p together
-    ids = np.flatnonzero(p >= least)
-    return ids[np.argsort(-p[ids], kind="stable")][: top_k or None]
 
 
 # -- many sequences ----------------------------------------------------------------------------------------------------
@@ -176,27 +142,93 @@ def complaints(samplers, logits) -> dict[int, str]:
 
 
 def draw_each(samplers, logits) -> list[int]:
-    """The token of each sampler from its row of `logits`, as it draws it alone, in fewer calls of NumPy.
+    """The token of each sampler from its row of `logits`, an array [N, V] or N rows; none of them has a complaint.
 
-    None of them has a complaint.
+    What one draws does not depend on who is beside it: they only share the calls of NumPy, or the host's cores.
     """
-    tokens = {}
-    kinds = [(sampler.how.vocabulary, sampler.how.temperature) if sampler.how.of_all else None for sampler in samplers]
-    for (_, temperature), numbers, rows in alike(logits, kinds):
-        p = probabilities(rows.astype(np.float32, copy=False), temperature)
-        for number, cumulated in zip(numbers, np.cumsum(p, axis=1, dtype=np.float64)):
-            tokens[number] = samplers[number].drawn(samplers[number].place(cumulated, 1))
-    return [tokens[n] if n in tokens else sampler(row) for n, (sampler, row) in enumerate(zip(samplers, logits))]
+    kinds = [sampler.how.kind for sampler in samplers]
+    chances = [sampler.rng.random() if sampler.how.temperature else 0.0 for sampler in samplers]
+
+    def draw(part):
+        (_, temperature, top_k, top_p, penalizes), numbers, rows = part
+        rows = rows.astype(np.float32, copy=False)
+        if penalizes:
+            for place, number in enumerate(numbers):
+                rows[place] = samplers[number].penalized(rows[place])
+        if temperature == 0:
+            return rows.argmax(axis=1)
+        return picked(probabilities(rows, temperature), top_k, top_p, [chances[number] for number in numbers])
+
+    parts = list(alike(logits, kinds))
+    tokens: dict[int, int] = {}
+    for ((*_, penalizes), numbers, _), found in zip(parts, in_threads(draw, parts)):
+        tokens.update(zip(numbers, found.tolist()))
+        if penalizes:
+            for number in numbers:
+                samplers[number].count(tokens[number])
+    return [tokens[number] for number in range(len(samplers))]
 
 
 def alike(logits, kinds) -> Iterator[tuple]:
-    """(kind, numbers, their rows of `logits`) of one kind, (vocabulary, ...), each; None is no kind."""
+    """(kind, numbers, a copy of their rows of `logits`) of one kind, (vocabulary, ...), each; few at a time."""
     by_kind: dict[tuple, list[int]] = {}
     for number, kind in enumerate(kinds):
-        if kind is not None:
-            by_kind.setdefault(kind, []).append(number)
+        by_kind.setdefault(kind, []).append(number)
     for kind, numbers in by_kind.items():
-        rows = [logits[number][: kind[0]] for number in numbers]
-        count = max(1, AT_ONCE // len(rows[0]))
-        for start in range(0, len(rows), count):
-            yield kind, numbers[start : start + count], np.stack(rows[start : start + count])
+        count = max(1, AT_ONCE // len(logits[numbers[0]]))
+        for start in range(0, len(numbers), count):
+            some = numbers[start : start + count]
+            rows = logits[some] if isinstance(logits, np.ndarray) else np.stack([logits[number] for number in some])
+            yield kind, some, rows[:, : kind[0]]
+
+
+def in_threads(work, parts) -> list:
+    """The results of `work`, in order. NumPy leaves Python's lock to other threads."""
+    if len(parts) == 1:
+        return [work(parts[0])]
+    with ThreadPoolExecutor(min(count(), len(parts))) as pool:
+        return list(pool.map(work, parts))
+
+
+def probabilities(logits, temperature):
+    """Of float32 logits [N, V], each row by itself."""
+    with np.errstate(over="ignore"):  # a quotient of -inf is what a small temperature means
+        p = np.exp(
+            np.divide(logits - logits.max(axis=-1, keepdims=True), temperature, dtype=np.float64).astype(np.float32)
+        )
+    p /= p.sum(axis=-1, keepdims=True)
+    return p
+
+
+def picked(p, top_k, top_p, chances):
+    """An id for each row of probabilities [N, V]: where its chance, from 0 up and below 1, falls among those kept."""
+    ids, p, counts = likeliest(p, top_k, top_p)
+    rows, cumulated = np.arange(len(p)), np.cumsum(p, axis=1, dtype=np.float64)
+    bound = top_p * (cumulated[:, -1:] if top_k else 1)
+    last = np.minimum((cumulated < bound).sum(axis=1), counts - 1)  # the one that crosses the bound is still in
+    place = (cumulated <= (np.array(chances) * cumulated[rows, last])[:, None]).sum(axis=1)
+    return place if ids is None else ids[rows, place]
+
+
+def likeliest(p, top_k, top_p):
+    """(ids, their probabilities, how many) of each row of float32 p [N, V], from the likeliest on, zeros behind them.
+
+    `top_k` of them, or at least as many as hold `top_p`: few are sorted, of many. None for ids is all in their order.
+    """
+    V = p.shape[1]
+    if top_k == 0 and top_p == 1:
+        return None, p, V  # any order will do
+    if top_k:
+        least = -np.partition(-p, min(top_k, V) - 1, axis=1)[:, min(top_k, V) - 1, None]
+    else:
+        least = (1 - top_p) / V  # all that are less hold less than 1 - top_p together
+    row, id = np.divmod(np.flatnonzero(p >= least), V)
+    counts = np.bincount(row, minlength=len(p))
+    place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # One number that sorts by probability downwards, then by id: from 0 up, float32 is ordered as its bits are.
+    keys = np.full((len(p), counts.max()), ORDERED_BITS << 32)
+    keys[row, place] = ORDERED_BITS - p[row, id].view(np.int32) << 32 | id
+    keys.sort(axis=1)
+    keys = keys[:, : top_k or None]
+    chosen = (ORDERED_BITS - (keys >> 32)).astype(np.int32).view(np.float32)
+    return keys & (1 << 32) - 1, chosen, np.minimum(counts, top_k) if top_k else counts

@@ -45,11 +45,30 @@ class Text:
             raise ContractError(f"Text: stop is {stop!r}, expected a sequence of strings, none of them empty")
         if length is not None:
             whole("Text", "length", length, 1)
-        self.length, self.stop, self.end = length, tuple(stop), tokenizer.end
+        self.length, self.stop, self.end, self.tokenizer = length, tuple(stop), tokenizer.end, tokenizer
         self.error: str | None = None
         self.stream, self.held = tokenizer.stream(), ""
         self.finish: str | None = None
         self.count = 0
+        self.pieces: list[str] = []  # of a text that is taken, what has been decoded
+        self.tokens: list[int] = []  # and what has not
+
+    def take(self, token: int):
+        """`feed`, of a text that nobody reads before its `whole`."""
+        if self.stop:
+            self.pieces.append(self.feed(token))
+            return
+        self.count += 1
+        if token == self.end:
+            self.finish = "end"
+            return
+        self.tokens.append(token)
+        if self.count == self.length:
+            self.finish = "length"
+
+    def whole(self) -> str:
+        """All that was taken, and what `close` was told."""
+        return "".join(self.pieces) + self.tokenizer.decode(self.tokens)
 
     def feed(self, token: int) -> str:
         """The text that is certain with this token."""
@@ -112,7 +131,7 @@ def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], sl
     [(0, 'ouse,'), (1, 'y')]
     """
     batch, waiting = Batch(model, slots), enumerate(requests)
-    running: dict[int, tuple[int, Text, list[str]]] = {}
+    running: dict[int, tuple[int, Text]] = {}
     while True:
         asked, joining = list(islice(waiting, batch.free)), []
         for number, request in asked:
@@ -124,21 +143,21 @@ def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], sl
         if joining:
             numbers, texts, hows, rests, states = zip(*joining)
             slots_taken = batch.join(list(rests), list(hows), list(states))
-            running |= {slot: (number, text, []) for slot, number, text in zip(slots_taken, numbers, texts)}
+            running |= {slot: (number, text) for slot, number, text in zip(slots_taken, numbers, texts)}
         if not asked and not running:
             return
         for slot, complaint in batch.complaints().items():
-            number, text, pieces = running.pop(slot)
+            number, text = running.pop(slot)
             batch.leave(slot)
-            pieces.append(text.close("error", complaint))
-            yield number, "".join(pieces), text
-        for slot, token in batch.step().items():
-            number, text, pieces = running[slot]
-            pieces.append(text.feed(token))
+            text.pieces.append(text.close("error", complaint))
+            yield number, text.whole(), text
+        for slot, token in batch.advance().items():  # the device computes what follows meanwhile
+            number, text = running[slot]
+            text.take(token)
             if text.finish:
                 batch.leave(slot)
                 del running[slot]
-                yield number, "".join(pieces), text
+                yield number, text.whole(), text
 
 
 def begun(model, tokenizer, request):
@@ -154,10 +173,16 @@ def read(
     prompt: Sequence[int],
     state: State | None = None,
     progress: Callable[[int], object] = lambda done: None,
-) -> tuple[Sequence[int], State]:
-    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before."""
+) -> tuple[Sequence[int], State | None]:
+    """``(rest, state)``: the last tokens of `prompt`, `PIECE` at most, and a new state that has read those before.
+
+    None for the state where nothing has been read.
+    """
     model.checked([list(prompt)])
-    state = model.initial_state() if state is None else model.on_device(state, rows=1).copy()
+    if state is not None:
+        state = model.on_device(state, rows=1).copy()
+    elif len(prompt) > PIECE:
+        state = model.initial_state()
     start = 0
     while len(prompt) - start > PIECE:
         model.forward([prompt[start : start + PIECE]], state, last=True)

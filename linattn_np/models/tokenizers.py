@@ -48,7 +48,7 @@ class Tokenizer:
         return b"".join([self.token(id) for id in ids])
 
     def token(self, id: int) -> bytes:
-        if not is_int(id) or id not in self.tokens:
+        if (type(id) is not int and not is_int(id)) or id not in self.tokens:  # most are int, which is quickly told
             self.refuse("decode", f"ids holds {id!r}, expected whole numbers from 0 to {self.size - 1}")
         return self.tokens[id]
 

@@ -276,17 +276,23 @@ def truth(call, arrays, arguments):
 
 
 def softmax(call, q, k, v, bounds, scale):
-    """Row by row, so that no row meets a token that it does not see."""
     o, scale = np.empty(v.shape), call.K**-0.5 if scale is None else scale
-    bounds = [0, call.T] if bounds is None else bounds
     with np.errstate(all="ignore"):
-        for start, stop in zip(bounds[:-1], bounds[1:]):
-            for t in range(start, stop):
-                seen = slice(start, t + 1 if call.causal else stop)
-                scores = scale * np.einsum("bhk,bhsk->bhs", q[:, :, t], k[:, :, seen])
-                weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
-                o[:, :, t] = np.einsum("bhs,bhsv->bhv", weights / weights.sum(-1, keepdims=True), v[:, :, seen])
+        for t, seen, weights in softmax_rows(call, q, k, bounds, scale):
+            o[:, :, t] = np.einsum("bhs,bhsv->bhv", weights, v[:, :, seen])
     return o
+
+
+def softmax_rows(call, q, k, bounds, scale):
+    """(a token, the tokens that it sees, its weights on them [B, H, S]) one by one: no row meets a token that it cannot
+    see."""
+    bounds = [0, call.T] if bounds is None else bounds
+    for start, stop in zip(bounds[:-1], bounds[1:]):
+        for t in range(start, stop):
+            seen = slice(start, t + 1 if call.causal else stop)
+            scores = scale * np.einsum("bhk,bhsk->bhs", q[:, :, t], k[:, :, seen])
+            weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
+            yield t, seen, weights / weights.sum(-1, keepdims=True)
 
 
 def magnitudes(call, arrays, arguments):

@@ -22,6 +22,7 @@ from attack.calls import (
     judge,
     least,
     magnitudes,
+    softmax_rows,
     there,
     truth,
 )
@@ -267,19 +268,13 @@ def stepwise_gradients(call, do, dht):
 def softmax_gradients(call, q, k, v, bounds, do):
     scale = call.K**-0.5 if call.scale is None else call.scale
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    bounds = [0, call.T] if bounds is None else bounds
     with np.errstate(all="ignore"):
-        for start, stop in zip(bounds[:-1], bounds[1:]):
-            for t in range(start, stop):
-                seen = slice(start, t + 1 if call.causal else stop)
-                scores = scale * np.einsum("bhk,bhsk->bhs", q[:, :, t], k[:, :, seen])
-                p = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
-                p /= p.sum(-1, keepdims=True)
-                dp = np.einsum("bhv,bhsv->bhs", do[:, :, t], v[:, :, seen])
-                ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
-                dv[:, :, seen] += p[..., None] * do[:, :, t, None]
-                dq[:, :, t] = np.einsum("bhs,bhsk->bhk", ds, k[:, :, seen])
-                dk[:, :, seen] += ds[..., None] * q[:, :, t, None]
+        for t, seen, p in softmax_rows(call, q, k, bounds, scale):
+            dp = np.einsum("bhv,bhsv->bhs", do[:, :, t], v[:, :, seen])
+            ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+            dv[:, :, seen] += p[..., None] * do[:, :, t, None]
+            dq[:, :, t] = np.einsum("bhs,bhsk->bhk", ds, k[:, :, seen])
+            dk[:, :, seen] += ds[..., None] * q[:, :, t, None]
     return [dq, dk, dv]
 
 

@@ -113,10 +113,10 @@ class EmulatedDevice:
     def pointer(self, x) -> int:
         return x.__array_interface__["data"][0]
 
-    def tensor_map(self, x, columns, tokens, swizzled) -> bytes:
+    def tensor_map(self, x, columns, tokens, swizzled, heads=1) -> bytes:
         sizes, strides = x.shape[::-1], x.strides[::-1]
-        box = columns, tokens, x.dtype.itemsize, swizzled
-        return struct.pack("=q4q4q4i", self.pointer(x), *sizes, *strides, *box).ljust(128, b"\0")
+        box = columns, tokens, heads, x.dtype.itemsize, swizzled
+        return struct.pack("=q4q4q5i", self.pointer(x), *sizes, *strides, *box).ljust(128, b"\0")
 
     def compile(self, kernels):
         pass

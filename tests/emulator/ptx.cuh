@@ -188,6 +188,12 @@ inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = em
   emulator::matrix_collective("ldmatrix_x4", r, row, emulator::load_matrices<false>, where);
 }
 
+inline void ldmatrix_x4_flipped(u32 (&r)[4], const void* at, int flip, int offset,
+                                emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<const unsigned char*>(at) - emulator::shared_memory;
+  ldmatrix_x4(r, emulator::shared_memory + (place ^ flip) + offset, where);
+}
+
 inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
   emulator::matrix_collective("ldmatrix_x4_trans", r, row, emulator::load_matrices<true>, where);
 }
@@ -211,6 +217,14 @@ inline void store_if(bool wanted, void* to, uint2 x, emulator::Where where = emu
 inline void store_flipped(void* at, int flip, int offset, uint2 x, emulator::Where where = emulator::here()) {
   const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
   store_if(true, emulator::shared_memory + (place ^ flip) + offset, x, where);
+}
+
+inline void store_flipped(void* at, int flip, int offset, u32 x, emulator::Where where = emulator::here()) {
+  const u64 place = static_cast<unsigned char*>(at) - emulator::shared_memory;
+  u32* const to = reinterpret_cast<u32*>(emulator::shared_memory + (place ^ flip) + offset);
+  EMULATOR_CHECK(emulator::in_shared(to, 4), "store_flipped to a place not aligned or not in shared memory (%s:%d)",
+                 where.file, where.line);
+  *to = x;
 }
 
 template <int BYTES>
@@ -402,7 +416,7 @@ inline void copy_once(void* to, const void* from, u32 bytes, Barrier& b, emulato
 struct alignas(64) TensorMap {
   unsigned char* array;
   i64 sizes[4], strides[4];  // columns, tokens, heads, batch; in elements and bytes
-  i32 columns, tokens, bytes, swizzled;  // of the box; of an element
+  i32 columns, tokens, heads, bytes, swizzled;  // of the box; of an element
 };
 
 namespace emulator {
@@ -415,9 +429,9 @@ void each_piece(const char* call, const void* box, const TensorMap& map, const i
                  call, where.file, where.line);
   EMULATOR_CHECK(at[0] >= 0 && at[1] >= 0 && at[2] >= 0 && at[3] >= 0, "%s from before the array (%s:%d)", call,
                  where.file, where.line);
-  for (int t = 0; t < map.tokens; ++t)
+  for (int t = 0; t < map.heads * map.tokens; ++t)
     for (int byte = 0; byte < row; byte += 16) {
-      const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t, at[2], at[3]};
+      const i64 place[4] = {at[0] + byte / map.bytes, at[1] + t % map.tokens, at[2] + t / map.tokens, at[3]};
       bool inside = true;
       i64 offset = 0;
       for (int axis = 0; axis < 4; ++axis) {
@@ -443,7 +457,7 @@ inline void tensor_load(void* box, const TensorMap& map, Barrier& b, i32 column,
                          else
                            memset(to, 0, 16);
                        });
-  phases->coming -= map.columns * map.bytes / 16 * map.tokens;
+  phases->coming -= map.columns * map.bytes / 16 * map.tokens * map.heads;
   emulator::end_phase(phases);
 }
 
@@ -475,127 +489,3 @@ inline void fence_async() {}
 inline void stmatrix_x4_trans(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {
   emulator::matrix_collective("stmatrix_x4_trans", const_cast<u32*>(r), row, emulator::store_matrices, where);
 }
-
-// ---- warpgroup: each warp multiplies its own rows ---------------------------------------------------------
-
-namespace emulator {
-
-template <class T, int N, bool TRANSPOSED> void multiply_tile(const Started& product) {
-  using F = Format<T>;
-  constexpr int K = F::DEPTH, BYTES = 4 / F::PACKED;
-  const u32 tile = (product.b & 0x3fff) << 4, leading = (product.b >> 16 & 0x3fff) << 4,
-            stride = (product.b >> 32 & 0x3fff) << 4;
-  float A[16][K];
-  Row B[K][N / 8], D[N / 8];
-  const auto value = [&](u32 at) {
-    const u32 swizzled = at ^ (at >> 3 & 0x70);
-    u32 bits = 0;
-    if (swizzled + BYTES > shared_bytes)
-      report("wgmma reads byte %u of %zu bytes of shared memory (%s:%d)", swizzled, shared_bytes, product.where.file,
-             product.where.line);
-    else
-      memcpy(&bits, shared_memory + swizzled, BYTES);
-    return F::value(bits, 0);
-  };
-  if (product.a_tile)
-    for (int row = 0; row < 16; ++row)
-      for (int k = 0; k < K; ++k)
-        A[row][k] = value(((product.a_tile & 0x3fff) << 4) +
-                          (product.first_row + row) / 8 * ((product.a_tile >> 32 & 0x3fff) << 4) + row % 8 * 128 +
-                          k * BYTES);
-  else
-    for (int lane = 0; lane < WARP; ++lane) put_rows<T>(A, lane, product.a[lane]);
-  for (int k = 0; k < K; ++k)
-    for (int n = 0; n < N; ++n)
-      B[k][n / 8][n % 8] = value(tile + (TRANSPOSED ? k / 8 * stride + k % 8 * 128 + n / 64 * leading + n % 64 * BYTES
-                                                    : n / 8 * stride + n % 8 * 128 + k * BYTES));
-  for (int row = 0; row < 16; ++row) {
-    auto own = [&](int n) -> float& {
-      return product.d[row % 8 * 4 + n % 8 / 2][n / 8 * 4 + row / 8 * 2 + n % 2];
-    };
-    for (int n = 0; n < N; ++n) D[n / 8][n % 8] = product.accumulate ? own(n) : 0;
-    for (int k = 0; k < K; ++k)
-      for (int n = 0; n < N / 8; ++n) D[n] += A[row][k] * B[k][n];
-    for (int n = 0; n < N; ++n) own(n) = D[n / 8][n % 8];
-  }
-}
-
-struct TileProduct {
-  void (*multiply)(const Started&);
-  float* d;
-  const u32* a;  // or null: a_tile
-  u64 a_tile, b;
-  bool accumulate;
-  Where where;
-};
-
-static void start(void* const* operands) {
-  Products& own = products[index() / WARP];
-  const TileProduct& first = *static_cast<TileProduct*>(operands[0]);
-  if (own.count == MAX_PRODUCTS)
-    return report("more than %d wgmma under way (%s:%d)", MAX_PRODUCTS, first.where.file, first.where.line);
-  Started& product = own.started[own.count++];
-  const int first_row = int(threadIdx.x / WARP % 4 * 16);
-  product = {first.multiply, {}, {}, first.a_tile, first_row, first.b, first.accumulate, own.groups, first.where};
-  for (int lane = 0; lane < WARP; ++lane) {
-    const TileProduct& operand = *static_cast<TileProduct*>(operands[lane]);
-    if (operand.b != first.b || operand.a_tile != first.a_tile || operand.accumulate != first.accumulate)
-      return report("the lanes of a warp give wgmma different tiles (%s:%d)", first.where.file,
-                    first.where.line);
-    product.d[lane] = operand.d;
-    if (operand.a) memcpy(product.a[lane], operand.a, sizeof product.a[lane]);
-  }
-}
-
-static void commit(void* const*) { ++products[index() / WARP].groups; }
-
-template <int N> void finish(void* const*) {
-  Products& own = products[index() / WARP];
-  int done = 0;
-  for (; done < own.count && own.started[done].group < own.groups - N; ++done)
-    own.started[done].multiply(own.started[done]);
-  own.count -= done;
-  memmove(own.started, own.started + done, own.count * sizeof(Started));
-}
-
-}  // namespace emulator
-
-inline u64 wgmma_tile(const void* p, u32 leading, u32 stride, emulator::Where where = emulator::here()) {
-  EMULATOR_CHECK(emulator::in_shared(p, 16) && (leading | stride) % 16 == 0 && (leading | stride) < 1 << 18,
-                 "wgmma_tile: an address or a distance no multiple of 16, or not in shared memory (%s:%d)",
-                 where.file, where.line);
-  const u64 address = static_cast<const unsigned char*>(p) - emulator::shared_memory;
-  return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
-}
-
-inline void wgmma_fence(emulator::Where where = emulator::here()) {
-  emulator::collective("wgmma_fence", where, nullptr, nullptr);
-}
-
-inline void wgmma_commit(emulator::Where where = emulator::here()) {
-  emulator::collective("wgmma_commit", where, emulator::commit, nullptr);
-}
-
-template <int N> void wgmma_wait(emulator::Where where = emulator::here()) {
-  emulator::collective("wgmma_wait", where, emulator::finish<N>, nullptr);
-}
-
-template <int N> void wgmma_keep(float (&d)[N]) {}
-
-template <class T, int N, bool TRANSPOSED>
-void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate,
-           emulator::Where where = emulator::here()) {
-  static_assert(N == 16 || N == 24 || N == 32 || N == 64 || N == 128 || N == 256, "no such product");
-  static_assert(!TRANSPOSED || emulator::Format<T>::PACKED == 2, "tf32 takes no transposed tile");
-  emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, a, 0, b, accumulate, where};
-  emulator::collective("wgmma", where, emulator::start, &operand);
-}
-template <class T, int N, bool TRANSPOSED>
-void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate, emulator::Where where = emulator::here()) {
-  static_assert(N >= 16 && N <= 256 && emulator::Format<T>::PACKED == 2 && !TRANSPOSED, "no such product");
-  emulator::TileProduct operand{emulator::multiply_tile<T, N, TRANSPOSED>, d, nullptr, a, b, accumulate, where};
-  emulator::collective("wgmma", where, emulator::start, &operand);
-}
-
-template <int N> void registers_up() {}
-template <int N> void registers_down() {}

@@ -3,7 +3,7 @@
 // grid      one block of four warps
 // smem      48 KiB
 // limits    sm_90a
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 struct WarpgroupArgs {
   const void* in;

@@ -8,10 +8,14 @@
 //           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
-// grid      as backward_queries
-// smem      Stage: a chunk's tokens, and its results in place of them; Shared: what meets in the chunk, A, and C for dv
-// barriers  full, done: as backward_queries; pairs: dA stands, and v for C; operands: so do the decayed queries and
-//           keys, and C has read v; within: the queries within have been read; scores: A stands
+// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one that
+//           makes dA and moves chunks. Two of 64 channels have another beside them that makes A and dv; where there is
+//           one, it makes dv, and the one that makes dA makes A
+// smem      ChannelStage: what a chunk's channels have, and results in place of it; ValueStage: likewise the columns of
+//           V; Shared: what meets in the chunk, A, and C for dv
+// barriers  full, arrived: a chunk's channels are there, and its columns; done: so are the results; pairs: dA stands,
+//           and v for C; operands: so do the decayed queries and keys and C for dv, and C has read v; within: these
+//           queries and keys have been read; scores: A stands
 // numerics  as backward_queries; sum_v S C goes from chunk to chunk, by what keys and queries add to it and take away.
 //           Where a chunk forgets, it is 0 before: else dg, there far smaller than those sums, would be their rounding.
 //           What had grown before and grows behind may outweigh what is between: there 0 is what may be rounding alone
@@ -35,11 +39,13 @@ template <typename T, typename G> struct Args {
   i64 P, joined;  // as backward_queries
 };
 
-template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
+template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
   Tile<T, BK> q, k;       // q: half of the queries within, then dk; k: then what C has of them
   Tile<G, BK> g, weight;  // g: then the other half of the queries within, then dg
-  Tile<T, BV> v, do_;     // v: then dv
-  Pairs dA;               // RWKV-6: that of a token with itself is its own_at
+};
+template <typename T, int BV> struct alignas(1024) ValueStage {
+  Tile<T, BV> v, do_;  // v: then dv
+  Pairs dA;            // RWKV-6: that of a token with itself is its own_at
 };
 
 // A byte of every warp.
@@ -52,8 +58,9 @@ template <> struct WarpFlagsOf<64> {
 template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
 
 template <typename T, typename G, int BK, int BV> struct Shared {
-  static constexpr int STAGES = 2;
-  Stage<T, G, BK, BV> stages[STAGES];
+  static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as there is room for
+  ChannelStage<T, G, BK> channels[STAGES];
+  ValueStage<T, BV> values[VALUE_STAGES];
   T C[BK / 64][BV][64];         // [column of V, channel], swizzled
   ReadTile<BV> read;            // v of the next chunk, for products with C
   Tile<float, BK> keys_within;  // laid out by within_at, with channels 1 and 2 of four in each other's place
@@ -65,16 +72,15 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
   float keep;                   // for `forgets`
   Place place;                  // here, since registers are scarce
-  Barrier full[STAGES], pairs[STAGES], done[STAGES], operands, within, scores;
+  Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
 };
-constexpr int CONSUMERS_BARRIER = 1;
-constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
+constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
-// Where in a stage the panel with a warpgroup's 32 first or last channels of the queries within is: nobody reads q and
-// g of its 64 any more.
-template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
-  return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
-}
+// Whether a warpgroup of its own makes scores and dv. Two blocks of 64 channels leave no registers for one.
+template <int BK> constexpr bool APART = BK == 128;
+template <int BK> constexpr int CONSUMERS = 2 * BK;
+template <int BK> constexpr int THREADS = CONSUMERS<BK> + (APART<BK> ? 256 : 128);
+constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
 // The largest magnitude of all of C, from every warp's share.
 template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
@@ -112,33 +118,112 @@ template <class F> __device__ __forceinline__ void each_chunk(int tokens, F f) {
   for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
 }
 
-// ---- a warpgroup that multiplies tokens and moves chunks: a warp has 8 queries, and one or two of the arrays --------
+// ---- a warpgroup that makes A and dv: a warp has 8 queries, then 16 columns of every 64 of V -----------------------
 
-// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and
-// t + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
-// other halves nobody needs; keys have them in the order in which these do.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_within(float (&d)[2], Shared<T, G, BK, BV>& s, Stage<T, G, BK, BV>& in,
-                                                int warp, int lane) {
-  const int offset = within_offset(8 * warp + (lane >> 2), 4 * (lane & 3));
-  float sums[2][2][4] = {};  // since products of one sum wait for each other
+// A; each warp makes as much of it as the others.
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in, float scale, int warp,
+                                            int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  const bool sixteen = warp % 2 == 0;
+  const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
+  const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
+  const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
+  float within[2], across[4], own = 0.f;
+  if (ReadOrder::reads_before_write)
+    for (int other = 0; other < BK / 16; ++other) own += s.own[other][8 * warp + g];
+  multiply_within<BK, T, G>(within, s.keys_within, in, warp, lane);
+  barrier_arrive(s.within);  // what lies where dk and dg will has been read
+  multiply_across(across, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
+  int at = score_offset(8 * warp, 8 * warp, lane);
 #pragma unroll
-  for (int c = 0; c < BK / 16; ++c) {
-    const int at = offset ^ c % 2 * 64;
-    const float4 q = *reinterpret_cast<const float4*>(at_offset(in, queries_within<T, G, BK>(c / 2) + at));
-    const float4 k = *reinterpret_cast<const float4*>(at_offset(s.keys_within[c / 2], at));
-    const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
-    const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
-              more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
-    mma_tf32(sums[c % 2][0], a, b);
-    mma_tf32(sums[c % 2][1], a, more_b);
+  for (int p = 0; p < 2; ++p) {
+    const float present = ReadOrder::reads_before_write ? scale * own : to_scores * within[p];
+    put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : present);
   }
-  for (int i = 0; i < 2; ++i) d[i] = (sums[0][0][i] + sums[1][0][i]) + (sums[0][1][2 + i] + sums[1][1][2 + i]);
+  at = score_offset(queries, keys, lane);
+#pragma unroll
+  for (int p = 0; p < 4; ++p)
+    if (p < 2 || sixteen) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
+  fence_async();
+}
+
+// 64 columns of dv, what keys have of C, under way.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in,
+                                             int panel) {
+  const u64 state_tile = wgmma_tile(s.C[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < BK / 16; ++c)
+    wgmma<T, CHUNK, false>(dv, state_tile + (c / 4 * BV * 128 + c % 4 * 32) / 16,
+                           keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
+  wgmma_commit();
+}
+
+// With what queries have of do, in place of v. down: what C was not multiplied by.
+template <typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV>& s, ValueStage<T, BV>& in, int panel,
+                                              float down, int offset) {
+  u32 columns[SUBCHUNKS][4];
+  Operand gradient;
+  load_operand(gradient, in.do_[panel], offset);
+  each_pair([&](int n, int h) {  // as columns of A have queries
+    const float2 two = unpack<T>(pair_of(gradient, n, h));
+    columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
+  });
+  if (NARROW<T>) {
+    wgmma_wait<0>();
+    wgmma_keep(dv);
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; ++i) dv[i] *= down;
+  }
+  wgmma_fence();
+  const u64 scores_tile = wgmma_tile(s.A, 16, 1024);
+#pragma unroll
+  for (int n = 0; n < SUBCHUNKS; ++n) wgmma<tf32, CHUNK, false>(dv, columns[n], scores_tile + n * 32 / 16, true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_keep(dv);
+  Chunk result;
+#pragma unroll
+  for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[i];
+  store_chunk_values(&in.v[panel], result, offset);
 }
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
+__device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
+  const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens, warp = threadIdx.x / 32 % 4;
+  int lane = threadIdx.x & 31;
+  each_chunk(tokens, [&](int iteration, int) {
+    forget(lane);  // addresses are cheaper made anew than held in registers
+    ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
+    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C
+    const bool by_token = goes_by_token<T>(s, iteration);
+    if (by_token) barrier_arrive(s.within);
+    else make_scores<ReadOrder>(s, in, float(args.scale), warp, lane);
+    barrier_arrive(s.scores);
+    if (!by_token) {
+      barrier_wait(s.scores, iteration & 1);  // A stands
+      const float down = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])).down : 1.f;
+#pragma unroll 1
+      for (int panel = 0; panel < BV / 64; ++panel) {
+        Values dv;
+        start_values(dv, s, in, panel);
+        finish_values(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(lane_offset()));
+      }
+      fence_async();
+    }
+    barrier_arrive(s.done[iteration % STAGES]);
+  });
+}
+
+// ---- a warpgroup that makes dA and moves chunks: a warp has 8 queries, and one or two of the arrays -----------------
+
+template <class ReadOrder, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
   const Place& at = s.place;
   // Known to be the same for all threads, unlike `at`.
   const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens;
@@ -147,21 +232,25 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
   const auto fetch = [&](int iteration) {
+    const int stage = iteration % STAGES;
+    if (warp == 1) iteration += VALUE_STAGES - STAGES;
     if (iteration * CHUNK >= tokens) return;
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    fetch_chunk(s.full[iteration % STAGES], at, ((tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
+    ChannelStage<T, G, BK>& in = s.channels[stage];
+    ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
+    Barrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[stage];
+    fetch_chunk(barrier, at, ((tokens - 1) / CHUNK - iteration) * CHUNK, [&](auto f) {
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
-      if (warp == 1) f(in.v, args.v, args.v_rows, V), f(in.do_, args.do_, args.do_rows, V);
+      if (warp == 1) f(values.v, args.v, args.v_rows, V), f(values.do_, args.do_, args.do_rows, V);
       if (warp == 2) f(in.g, args.g, args.g_rows, K);
       if (warp == 3) f(in.weight, args.weight, args.weight_rows, K);
     });
   };
   const auto store = [&](int iteration, int token) {
-    Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+    ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
     store_chunk(at, token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
-      if (warp == 1) f(out.v, args.dv, args.dv_rows, V);
+      if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V);
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
     });
   };
@@ -174,11 +263,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
   const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
     const int i = 8 * warp + (lane >> 2), channel = 32 * warp + lane;
     float d[CHUNK / 2];
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
-    multiply_rows(d, in.do_, in.v, warp, lane);
+    barrier_wait(s.arrived[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // and dA has been read
+    multiply_rows(d, in.do_, in.v);
     const float by = CUT * scale;
     const int behind = i - 2 * (lane & 3), at = pair_index(i, 2 * (lane & 3));
 #pragma unroll
@@ -191,51 +280,26 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
+    if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // C has read v of the chunk behind
     put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
     if (channel == 0) s.growth[iteration & 1] = growth;
     fence_async();
-    barrier_arrive(s.pairs[iteration % STAGES]);
+    barrier_arrive(s.pairs[iteration % VALUE_STAGES]);
   };
-  const auto scores = [&](Stage<T, G, BK, BV>& in, int iteration) {  // A; each warp as much as the others
-    if (goes_by_token<T>(s, iteration)) {                            // nobody reads them
-      barrier_arrive(s.within);
-      barrier_arrive(s.scores);
-      return;
-    }
-    const int g = lane >> 2, t = lane & 3;
-    const bool sixteen = warp % 2 == 0;
-    const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
-    const float to_scores = CUT * CUT * scale;  // operands in tf32 were cut off
-    const auto put = [&](int offset, float x) { *reinterpret_cast<float*>(at_offset(s.A, offset)) = score_value(x); };
-    float within[2], across[4], own = 0.f;
-    multiply_within(within, s, in, warp, lane);
-    multiply_across(across, sixteen ? s.by16 : s.by8, queries, sixteen, keys, lane);
-    barrier_arrive(s.within);  // the queries within have been read
-    if (ReadOrder::reads_before_write)
-      for (int other = 0; other < BK / 16; ++other) own += s.own[other][8 * warp + g];
-    int at = score_offset(8 * warp, 8 * warp, lane);
-#pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      const float present = ReadOrder::reads_before_write ? scale * own : to_scores * within[p];
-      put(p ? (at ^ 16) + 128 : at, 2 * t + p < g ? to_scores * within[p] : 2 * t + p > g ? 0.f : present);
-    }
-    at = score_offset(queries, keys, lane);
-#pragma unroll
-    for (int p = 0; p < 4; ++p)
-      if (p < 2 || sixteen) put((at ^ (p % 2 * 16 + p / 2 * 32)) + p % 2 * 128, scale * across[p]);
-    fence_async();
-    barrier_arrive(s.scores);  // A stands
-  };
-  for (int iteration = 0; iteration < STAGES; ++iteration) fetch(iteration);
+  for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
   if (tokens) gradients(0, sum_of(0), growth_of(0));
   each_chunk(tokens, [&](int iteration, int token) {
     forget(lane);                                           // addresses are cheaper made anew than held in registers
     const float sum = token ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
     const WarpFlags<BK> growth = token ? growth_of(iteration + 1) : 0;
-    barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand
-    scores(s.stages[iteration % STAGES], iteration);
+    if (!APART<BK>) {
+      barrier_wait(s.operands, iteration & 1);                       // the decayed queries and keys stand
+      if (goes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // nobody reads scores
+      else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
+      barrier_arrive(s.scores);
+    }
     if (token) gradients(iteration + 1, sum, growth);
     store(iteration, token);
     fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
@@ -293,7 +357,8 @@ template <bool POSSIBLY, int N> __device__ __forceinline__ void multiply_unless_
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
+  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
+  constexpr int CONSUMERS = ::CONSUMERS<BK>;
   const Segment at = segment_of<true>(args.shape, args.P, args.joined);
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
@@ -314,8 +379,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     if (args.dht && inside[h] && !joins) end[h] = args.ends[at.pair * K + channel + 8 * h];
   }
 
+  const auto wait_for_values = [&](int iteration) {  // of the chunk behind: C for them has been read
+    if (APART<BK> && iteration) barrier_wait(s.done[(iteration - 1) % STAGES], (iteration - 1) / STAGES & 1);
+  };
   const auto by_chunk = [&](int iteration, int token) {  // false: nothing but the waits at its start has been done
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
+    ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     const int next = token + CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < at.tokens || joins)) {  // begin anew
       const float4* from = kept_at<BK, BV>(args.kept, first_kept(args.shape, at) + next / CHECKPOINT_EVERY);
@@ -339,9 +408,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     gates.load(own_panels(in.g, warpgroup), offset);
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares of the largest value stand
+    Chunk near_queries, near;
+    const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, counts, n); };
+    constexpr bool AHEAD = !NARROW<T>;  // otherwise there are no registers for that
+    if (AHEAD) decays_near(0);
+    if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares stand
+    else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
-    barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA stands, and v for C
+    barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
     if (goes_by_token<T>(s, iteration)) return false;
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
@@ -349,32 +423,35 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     Chunk dk, dg, far;
     SubChunkDecays decays;
     Across read, met;
-    const PairReader dA(in.dA);
+    const PairReader dA(values.dA);
     float scores[8] = {};  // RWKV-6: of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
       read_part<BV>(from_state, columns, C, s.read, n);
-      SubChunk within, keys_within, near_queries, near, sum = {};
+      if (!AHEAD) decays_near(n);
+      else if (n < SUBCHUNKS - 1) decays_near(n + 1);
+      SubChunk within, keys_within, sum = {};
       float present[4] = {}, own[2];
       if (ReadOrder::reads_before_write)
-        for (int p = 0; p < 2; ++p) own[p] = own_at(in.dA, 8 * n + 2 * t + p);
+        for (int p = 0; p < 2; ++p) own[p] = own_at(values.dA, 8 * n + 2 * t + p);
       const auto meet_itself = [&](int i, float query, float key) {
         if (!ReadOrder::reads_before_write) return;
         const float x = u[i / 2] * query;
         scores[2 * n + i % 2] = fmaf(x, key, scores[2 * n + i % 2]);
         present[i] = own[i % 2] * x;
       };
-      decay_within<false, ReadOrder, T>(within, keys_within, near_queries, near, q, k, gates, counts, n, meet_itself);
+      decay_within<false, T>(within, keys_within, near_queries[n], near[n], q, k, n, meet_itself);
       put_within(in, within, queries_at, n);
       put_within(s.keys_within, keys_within, keys_at, n);
       dA.add_queries(sum, within, n, n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[i], sum[i], present[i]);
+      for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], present[i]);
     }
     if (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
     wgmma_wait<0>();
     wgmma_keep(from_state);
     multiply_unless_one<NARROW<T>>(C, range.up);
+    wait_for_values(iteration);
     put_state<T, BV>(s.C, C, warpgroup, offset);
     multiply_unless_one<NARROW<T>>(C, range.down);
     __syncwarp();  // else all is made at once: there are no registers for that
@@ -399,25 +476,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     }
     decay_state<BV>(C, decays, reach.up[0], reach.up[1]);
     wgmma_fence();
-    start_write<T, BV>(C, queries, in.do_);
+    start_write<T, BV>(C, queries, values.do_);
     wgmma_commit();
-    barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
-    constexpr int STEPS = BV / 64 > CONSUMERS / 128 ? BV / 64 / (CONSUMERS / 128) : 1;
-    Values dv[STEPS];
-    const auto start_values = [&](int step) {
-      const int panel = warpgroup + step * (CONSUMERS / 128);
-      const u64 state_tile = wgmma_tile(s.C[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
+    constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
+    Values dv[OWN + !OWN];
+    if (OWN) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
 #pragma unroll
-      for (int c = 0; c < BK / 16; ++c)
-        wgmma<T, CHUNK, false>(dv[step], state_tile + (c / 4 * BV * 128 + c % 4 * 32) / 16,
-                               keys_tile + (c / 4 * CHUNK * 128 + c % 4 * 32) / 16, c > 0);
-    };
-    const bool has_panel = warpgroup < BV / 64;
-    if (has_panel) {
-      wgmma_fence();
-      for (int step = 0; step < STEPS; ++step) start_values(step);
-      wgmma_commit();
-    }
+    for (int panel = 0; panel < OWN; ++panel) start_values(dv[panel], s, in, panel);
 
     each_pair([&](int n, int h) {
       const float2 key = unpack<T>(pair_of(keys, n, h));
@@ -449,38 +514,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
-    if (has_panel) {
-      barrier_wait(s.scores, iteration & 1);  // A stands
+    if (OWN) barrier_wait(s.scores, iteration & 1);  // A stands
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const int panel = warpgroup + step * (CONSUMERS / 128);
-        u32 columns[SUBCHUNKS][4];
-        Operand gradient;
-        load_operand(gradient, in.do_[panel], offset);
-        each_pair([&](int n, int h) {  // as columns of A have queries
-          const float2 two = unpack<T>(pair_of(gradient, n, h));
-          columns[n][h] = __float_as_uint(two.x), columns[n][2 + h] = __float_as_uint(two.y);
-        });
-        if (NARROW<T>) {
-          wgmma_wait<0>();
-          wgmma_keep(dv[step]);
-#pragma unroll
-          for (int i = 0; i < CHUNK / 2; ++i) dv[step][i] *= range.down;
-        }
-        wgmma_fence();
-        const u64 scores_tile = wgmma_tile(s.A, 16, 1024);
-#pragma unroll
-        for (int n = 0; n < SUBCHUNKS; ++n)
-          wgmma<tf32, CHUNK, false>(dv[step], columns[n], scores_tile + n * 32 / 16, true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_keep(dv[step]);
-        Chunk result;
-#pragma unroll
-        for (int i = 0; i < CHUNK / 2; ++i) result[i / 4][i % 4] = dv[step][i];
-        store_chunk_values(&in.v[panel], result, offset);
-      }
-    }
+    for (int panel = 0; panel < OWN; ++panel) finish_values(dv[panel], s, values, panel, range.down, offset);
     wgmma_wait<0>();
     wgmma_keep(C);
     scale_down<ReadOrder, T, BV>(C, reach);
@@ -489,11 +525,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     return true;
   };
   const auto by_token = [&](int iteration) {
-    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
+    ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
+    wait_for_values(iteration);
     barrier_arrive(s.operands);
     if (threadIdx.x == 0) s.keep = ROUNDING;  // nobody reads it in this chunk
     grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                       in.weight, in.v, in.do_, in.dA, u, scale, CONSUMERS_BARRIER);
+                                       in.weight, values.v, values.do_, values.dA, u, scale, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // as after any chunk
     barrier_wait(s.scores, iteration & 1);
     fence_async();
@@ -514,34 +552,36 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 }
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, CONSUMERS = 2 * BK;
   if (threadIdx.x == 0) {
     s.place = segment_of<true>(args.shape, args.P, args.joined);
-    for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(s.full[stage], 128);
-      barrier_init(s.pairs[stage], 128);
-      barrier_init(s.done[stage], CONSUMERS);
-    }
-    barrier_init(s.operands, CONSUMERS);
+    for (Barrier& full : s.full) barrier_init(full, 3 * 32);
+    for (Barrier& done : s.done) barrier_init(done, CONSUMERS<BK> + (APART<BK> ? 128 : 0));
+    for (Barrier& arrived : s.arrived) barrier_init(arrived, 32);
+    for (Barrier& pairs : s.pairs) barrier_init(pairs, 128);
+    barrier_init(s.operands, CONSUMERS<BK>);
     barrier_init(s.within, 128);
     barrier_init(s.scores, 128);
   }
-  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += CONSUMERS + 128)
+  for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS<BK>)
     s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
   bool grown = false;
-  if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, CONSUMERS + 128>(args, threadIdx.x));
+  if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, THREADS<BK>>(args, threadIdx.x));
   if (threadIdx.x == 0) s.keep = grown ? ROUNDING : __uint_as_float(0x7f800000u);
   fence_async();
-  __syncthreads();                               // the barriers and zeros stand
+  __syncthreads();  // the barriers and zeros stand
+  const int warpgroup = threadIdx.x / 128;
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
-  if (threadIdx.x < CONSUMERS) {
-    if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 216>();
+  if (warpgroup < BK / 64) {
+    if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 200>();
     consume<ReadOrder>(s, args);
-    return;
+  } else if (APART<BK> && warpgroup == BK / 64) {
+    registers_down<64>();
+    make_values<ReadOrder>(s, args);
+  } else {
+    if constexpr (TIGHT) registers_down<APART<BK> ? 48 : 72>();
+    move_chunks<ReadOrder>(s, args);
   }
-  if constexpr (TIGHT) registers_down<72>();
-  multiply_tokens<ReadOrder>(s, args);
 }

@@ -140,7 +140,8 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
       du[i / 2] = fmaf(q, x, du[i / 2]);
       present[i] = u[i / 2] * x;
     };
-    decay_within<true, ReadOrder, T>(queries, keys, near, near_keys, query, key, gates, counts, n, meet_itself);
+    decays_from_middle(near, near_keys, gates, counts, n);
+    decay_within<true, T>(queries, keys, near, near_keys, query, key, n, meet_itself);
     dA.add_keys(over_keys, keys, n, n);
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll

@@ -7,6 +7,12 @@
 __device__ __forceinline__ int within_offset(int row, int c) {
   return row * 128 + (c / 4 ^ (row & 2) ^ ((row >> 2 ^ row) & 1) * 4) * 16 + c % 4 * 4;
 }
+// Where in the second pass's stage of channels the panel with a warpgroup's 32 first or last channels of the queries
+// within is: nobody reads q and g of its 64 any more.
+template <typename T, typename G, int BK> __device__ __forceinline__ int queries_within(int panel) {
+  return panel % 2 ? int(2 * sizeof(Tile<T, BK>)) + panel / 2 * int(CHUNK * 64 * sizeof(G)) : panel / 2 * CHUNK * 128;
+}
+
 // Where A has a lane's first pair of a block of scores, queries and keys multiples of 8, in bytes: query g, key 2t. Key
 // 2t + 1 is 16 XOR that and a row on; 8 queries on are 32 XOR that. A product in tf32 takes the operand that has 2t at
 // depth t of a sub-chunk, and 2t + 1 at t + 4; so have queries their columns.
@@ -16,24 +22,21 @@ __device__ __forceinline__ int score_offset(int queries, int keys, int lane) {
 
 __device__ __forceinline__ float score_value(float x) { return __uint_as_float(to_tf32(x)); }
 
-// D[query, key] = a b^T for a warp's 8 queries, twice.
+// D[query, key] = a b^T for a warp's 8 queries: of the 16 rows that a warp has of a product, 8 begin 512 bytes before
+// the next warp's and are nobody's.
 template <typename T, int PANELS>
 __device__ __forceinline__ void multiply_rows(float (&d)[CHUNK / 2], T (&a)[PANELS][CHUNK][64],
-                                              T (&b)[PANELS][CHUNK][64], int warp, int lane) {
-  const int first = swizzled_offset(8 * warp + (lane & 7), lane >> 4);
+                                              T (&b)[PANELS][CHUNK][64]) {
+  const u64 queries = wgmma_tile(a, 16, 512), keys = wgmma_tile(b, 16, 1024);
+  wgmma_fence();
 #pragma unroll
-  for (int panel = 0; panel < PANELS; ++panel) {  // one after the other: registers are scarce
-    u32 x[4][4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) ldmatrix_x4(x[c], at_offset(a[panel], first ^ 32 * c));
-    const u64 keys = wgmma_tile(b[panel], 16, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < 4; ++c) wgmma<T, CHUNK, false>(d, x[c], keys + c * 32 / 16, panel || c);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_keep(d);
+  for (int c = 0; c < PANELS * 4; ++c) {
+    const int at = (c / 4 * CHUNK * 128 + c % 4 * 32) / 16;
+    wgmma<T, CHUNK, false>(d, queries + at, keys + at, c > 0);
   }
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_keep(d);
 }
 
 // D[query, key] of 16 queries from row `queries` on (or 8, twice) and 8 keys from row `keys` on of a tile.
@@ -57,4 +60,26 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
     multiply(other, a, second, T{});
   }
   for (int i = 0; i < 4; ++i) d[i] += other[i];
+}
+
+// D[query, key] for the 8 queries and keys of a warp's sub-chunk, from its middle. A lane's 4 channels are depths t and
+// t + 4 of two products: of queries, the first and third as rows g of one, the others as rows g + 8 of the other, whose
+// other halves nobody needs; keys have them in the order in which these do.
+template <int BK, typename T, typename G, class Stage>
+__device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& keys_within, Stage& in, int warp,
+                                                int lane) {
+  const int offset = within_offset(8 * warp + (lane >> 2), 4 * (lane & 3));
+  float sums[2][2][4] = {};  // since products of one sum wait for each other
+#pragma unroll
+  for (int c = 0; c < BK / 16; ++c) {
+    const int at = offset ^ c % 2 * 64;
+    const float4 q = *reinterpret_cast<const float4*>(at_offset(in, queries_within<T, G, BK>(c / 2) + at));
+    const float4 k = *reinterpret_cast<const float4*>(at_offset(keys_within[c / 2], at));
+    const u32 a[4] = {__float_as_uint(q.x), __float_as_uint(q.y), __float_as_uint(q.z), __float_as_uint(q.w)};
+    const u32 b[2] = {__float_as_uint(k.x), __float_as_uint(k.y)},
+              more_b[2] = {__float_as_uint(k.z), __float_as_uint(k.w)};
+    mma_tf32(sums[c % 2][0], a, b);
+    mma_tf32(sums[c % 2][1], a, more_b);
+  }
+  for (int i = 0; i < 2; ++i) d[i] = (sums[0][0][i] + sums[1][0][i]) + (sums[0][1][2 + i] + sums[1][1][2 + i]);
 }

@@ -252,12 +252,10 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
 // What a product in tf32 reads of x where it is used besides: EXACT; or x.
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
-// What meets in sub-chunk n: times decays from the middle, those of queries in `near_queries` and those of keys in
-// `near_keys` too. Calls f(i, query, key) for values as they come.
-template <bool EXACT, class ReadOrder, typename T, typename G, class F>
-__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, SubChunk& near_queries,
-                                             SubChunk& near_keys, const Operand& q, const Operand& k,
-                                             const Gates<G>& gates, const Counts<ReadOrder, G>& counts, int n, F f) {
+// Factors of queries and of keys in sub-chunk n, from its middle.
+template <class ReadOrder, typename G>
+__device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G>& gates,
+                                                   const Counts<ReadOrder, G>& counts, int n) {
   u32 a[4], b[2];
   SubChunk read = {}, minus_written = {};
   gates.template operand<true>(a, n);
@@ -268,14 +266,24 @@ __device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, 
     multiply_gates(minus_written, a, b, typename GateFormat<G>::Type{});
   }
 #pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    queries[i] = exp2_approx(read[i]);
+    keys[i] = ReadOrder::reads_before_write ? exp2_approx(minus_written[i]) : inverse(queries[i]);
+  }
+}
+
+// What meets in sub-chunk n: times its decays from the middle. Calls f(i, query, key) for values as they come.
+template <bool EXACT, typename T, class F>
+__device__ __forceinline__ void decay_within(SubChunk& queries, SubChunk& keys, const SubChunk& near_queries,
+                                             const SubChunk& near_keys, const Operand& q, const Operand& k, int n,
+                                             F f) {
+#pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float2 query = unpack<T>(pair_of(q, n, h)), key = unpack<T>(pair_of(k, n, h));
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int i = 2 * h + p;
       f(i, p ? query.y : query.x, p ? key.y : key.x);
-      near_queries[i] = exp2_approx(read[i]);
-      near_keys[i] = ReadOrder::reads_before_write ? exp2_approx(minus_written[i]) : inverse(near_queries[i]);
       queries[i] = operand_value<EXACT>((p ? query.y : query.x) * near_queries[i]);
       keys[i] = operand_value<EXACT>((p ? key.y : key.x) * near_keys[i]);
     }

@@ -61,13 +61,15 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // barriers and zeros stand, the other block's too
   else __syncthreads();                                      // barriers and zeros stand
   if constexpr (!Schedule::reads) narrow_work<THREADS>(s, args, work);
-  // Where registers are scarce, consumers get some of the producers'.
-  constexpr int UP = THREADS == 384 && Schedule::K_RANKS > 1 ? 192 : 0, DOWN = 120;
+  // Where registers are scarce, consumers get some of the producers', or, where they hold little of a state, give some.
+  constexpr bool WIDE = THREADS == 384 && Schedule::K_RANKS > 1, NARROW = Schedule::reads && BK + BV == 128;
   if (threadIdx.x < CONSUMERS) {
-    if constexpr (UP) registers_up<UP>();
+    if constexpr (WIDE) registers_up<192>();
+    if constexpr (NARROW) registers_down<104>();
     consume(s, args);
   } else {
-    if constexpr (UP) registers_down<DOWN>();
+    if constexpr (WIDE) registers_down<120>();
+    if constexpr (NARROW) registers_up<152>();
     produce<Order>(s, args, threadIdx.x - CONSUMERS);
   }
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // nobody leaves while others copy to it or arrive

@@ -7,6 +7,7 @@
 // limits    sm_90a
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
+#include "wgmma.cuh"
 
 // Calls f(value, pointer to it) for every value of the transposed state that this lane holds and that exists.
 template <int BK, typename P, class F>

@@ -1,13 +1,11 @@
 // what      Which tokens of a segment its end remembers: before a pass that summarises the segment, a look at its gates
 //           from the last one backwards. Most models' heads forget within a thousand tokens or two.
-// math      the last token from which on every channel's gates add up to FORGOTTEN at most
+// math      the last token from which on every channel's gates add up to FORGOTTEN_NATS at most
 // barriers  scan.loaded: a batch of gates is there; then two of the block a batch
 // numerics  what is left out is e^-48 of a state (1.4e-21), which float32 adds to nothing of a size near to it
 // limits    sm_90a; the block's own channels; a gate that all channels share is not looked at
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
-
-constexpr float FORGOTTEN = -48.f;  // nats
 
 // The first token that is remembered, a whole number of chunks behind the segment's start; 0 where nothing is
 // forgotten, or less than a quarter to judge by the gates so far. For all threads of a block that has nothing else yet.
@@ -63,8 +61,8 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
         for (int warp = 0; warp < WARPS; ++warp) total += sums[warp][thread];
       // Growth that meets a reset is no number, and so never forgotten.
       const float looked = float(at.tokens - stop * CHUNK);
-      const bool hopeless = asked && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN * looked);
-      const bool kept = barrier_any(VALUES, THREADS, asked && !(total <= FORGOTTEN));
+      const bool hopeless = asked && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN_NATS * looked);
+      const bool kept = barrier_any(VALUES, THREADS, asked && !(total <= FORGOTTEN_NATS));
       if (kept && !barrier_any(VALUES, THREADS, hopeless)) continue;
       if (stop) barrier_wait(s.scan.loaded, ~batch & 1);  // nothing comes any more
       return kept ? 0 : stop * CHUNK;

@@ -75,8 +75,8 @@ __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, cons
       put_state_query<T>(in_tile(s.operands.q[stage][rank], me.first, me.channel), i, q);
       const int t = i / 2;
       if (me.channel == 0)
-        put_scores<Schedule, T>(reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + (me.first + i) * 128 + t * 4,
-                                (me.subchunk ^ i) * 16 ^ s.operands.flip(stage), i & 1 ? 0.f : score,
+        put_scores<Schedule, T>(reinterpret_cast<char*>(s.operands.scores(stage)[rank]) + me.first * 128 + t * 4,
+                                (me.subchunk ^ i) * 16 ^ s.operands.flip(stage), i * 128, i & 1 ? 0.f : score,
                                 i & 1 ? score : 0.f);
     }
   };

@@ -108,10 +108,11 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
   uint2 next = load(BC - 1);
   // Sub-chunk 0 has two borders to come. A vote, so that the compiler knows that all lanes of a warp go one way.
   bool two_borders = false;
-  int border = 0;
+  char* border = nullptr;  // this lane's place in the first row
   if constexpr (READS) {
     two_borders = __any_sync(0xffffffffu, me.subchunk == 0);
-    border = me.subchunk == 1 ? s.HALF + me.first : s.NEAR + 4 * me.subchunk;
+    const int row = me.subchunk == 1 ? s.HALF + me.first : s.NEAR + 4 * me.subchunk;
+    border = reinterpret_cast<char*>(&s.rows[row].border_k[me.channel]);
   }
   float to_end[W], to_middle[W];
 #pragma unroll
@@ -124,8 +125,9 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
     if (i > 0) next = load(i - 1);
     times(x, k, to_end);
     if constexpr (READS) {
-      if (i == BC - 1) store_if(me.subchunk < 3, &s.rows[border + i].border_k[me.channel], own);
-      else put_four_if(me.subchunk < 3, &s.rows[border + i].border_k[me.channel], x);
+      T* const to = reinterpret_cast<T*>(border + i * sizeof s.rows[0]);
+      if (i == BC - 1) store_if(me.subchunk < 3, to, own);
+      else put_four_if(me.subchunk < 3, to, x);
       if (two_borders) {
         float y[4];
         times(y, x, near);
@@ -147,14 +149,14 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
 }
 
 // Queries, from the first token to the last: decayed from the sub-chunk's start, from the half's by `near`, from the
-// chunk's by `before`, and about the middle; with their own keys (`itself`) and, where they meet it undecayed, the last
-// token's (`last`), which the sub-chunk's first query has where `has_last`. Then keys behind the middle.
-template <class Order, typename T, int W, int BK, class Queries, class Scores>
+// chunk's by `before`, and about the middle; where these read before the write, with their own keys (`itself`). Then
+// keys behind the middle.
+template <class Order, typename T, int W, int BK, class Queries, class Scores, class Direct>
 __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T (&loaded)[CHUNK][BK],
                                             const T (&keys)[CHUNK][BK], const float (&a)[BC][W],
                                             const ProducerCoord<BK>& me, const float (&near)[W],
-                                            const float (&before)[W], const float (&u)[4], bool has_last,
-                                            float (&itself)[BC], float (&last)[BC]) {
+                                            const float (&before)[W], const float (&u)[4], float (&itself)[BC],
+                                            Direct& direct) {
   constexpr int INCLUSIVE = !Order::reads_before_write;
   float from_start[W], from_middle[W], back[BC][W];
 #pragma unroll
@@ -171,18 +173,19 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
     return *reinterpret_cast<const uint2*>(rows[me.first + i] + me.channel);
   };
   char* const first = in_tile(queries, me.first, me.channel);
-  uint2 next = load(loaded, 0), next_key = load(keys, 0);
+  constexpr int FIRST_KEY = INCLUSIVE ? MIDDLE : 0, LAST_KEY = INCLUSIVE ? BC - 2 : BC - 1;
+  uint2 next = load(loaded, 0), next_key = load(keys, FIRST_KEY);
   const bool two_borders = __any_sync(0xffffffffu, me.subchunk == 3);  // behind it, likewise
   const int border = me.subchunk == 2 ? s.HALF : s.NEAR + 4 * (me.subchunk - 1);
-  float before_k[4] = {};  // the last token's key
-  if (!INCLUSIVE && has_last) unpack<T>(before_k, load(keys, -1));
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
     const uint2 own = next;
+    direct.load(i);
     unpack<T>(q, own);
-    unpack<T>(k, next_key);
-    if (i + 1 < BC) next = load(loaded, i + 1), next_key = load(keys, i + 1);
+    if (i + 1 < BC) next = load(loaded, i + 1);
+    if (i >= FIRST_KEY && i <= LAST_KEY) unpack<T>(k, next_key);
+    if (i >= FIRST_KEY && i < LAST_KEY) next_key = load(keys, i + 1);
     if (!INCLUSIVE) times(x, q, from_start);
 #pragma unroll
     for (int c = 0; c < W; ++c) from_start[c] *= a[i][c];
@@ -210,12 +213,10 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
       put_four(&s.rows[me.first + i].middle_k[me.channel], x);
     }
     if (!INCLUSIVE) {
-      last[i] = dot(q, before_k);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) before_k[c] = k[c];
       times(k, k, u);
+      itself[i] = dot(q, k);
     }
-    itself[i] = dot(q, k);
+    direct.multiply_step(i);
   }
 }
 
@@ -289,26 +290,28 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     numbers.row[0] = ALL;
   }
   if constexpr (READS) {
-    float itself[BC], last[BC], u[4];
-    // Not where its key is being cleared, by another warp.
-    const bool has_last = me.subchunk > 0 && !(partial && me.first > partial);
+    constexpr int WARPS = P::THREADS / 32, N = ScoreShare<WARPS>::N;
+    constexpr bool BEFORE = Order::reads_before_write;
+    float itself[BC], u[4];
 #pragma unroll
     for (int c = 0; c < W; ++c) across[c] *= COARSE<T> ? scale : scale * TRUNCATED;
-    if (Order::reads_before_write) unpack(u, &s.u[me.channel]);
-    put_queries<Order>(s.operands.q[stage][rank], scores, in.q, in.k, a, me, outer, across, u, has_last, itself, last);
-    const int lane = me.thread % 32;
-    const auto sum = [&](float (&x)[BC], float (&to)[CHUNK]) {
-      const float sum = sum_each<P::LANES>(x, lane);
-      if (me.thread % P::LANES < BC) to[me.first + me.thread % P::LANES] = sum;
-    };
-    sum(itself, scores.direct[0]);
-    if (Order::reads_before_write) sum(last, scores.direct[1]);
+    if (BEFORE) unpack(u, &s.u[me.channel]);
+    const int lane = me.thread % 32, first = me.thread / 32 * N;
+    __syncwarp();  // keys that other lanes cleared
+    DirectProducts<BEFORE, N, T, BK> direct(in.q, in.k, first, lane);
+    put_queries<Order>(s.operands.q[stage][rank], scores, in.q, in.k, a, me, outer, across, u, itself, direct);
+    if (BEFORE) {
+      const float sum = sum_each<P::LANES>(itself, lane);
+      if (me.thread % P::LANES < BC) scores.itself[me.first + me.thread % P::LANES] = sum;
+      if (lane == 3)
+        for (int m = 0; m < N; ++m) scores.last[(first + m + 1) % NUM_SUBCHUNKS] = direct.sums[m][3];
+    }
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
     refill_rows();
     if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0) send_operands(s, stage, rank, full);
-    make_scores<P::THREADS / 32, Order, Schedule>(s.operands.scores(stage)[rank], scores, s.operands.flip(stage), scale,
-                                                  me.thread / 32, lane);
+    make_scores<WARPS, Order, Schedule>(s.operands.scores(stage)[rank], scores, direct.sums, s.operands.flip(stage),
+                                        scale, me.thread / 32, lane);
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
       barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand
@@ -340,7 +343,8 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   float one = gate_of(maker);
   u32 iteration = 0;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
-    forget(thread);  // addresses are cheaper made anew than held in registers
+    // Addresses are cheaper made anew than held in registers, where these are scarce.
+    if constexpr (BK + BV > 128) forget(thread);
     const P me{GROUPS > 1 ? u32(thread) : u32(thread) % P::THREADS};  // of one group, which the compiler then knows
     const float gate = one;
     const auto refill = [&] {

@@ -15,13 +15,14 @@ __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[4], const
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
-// Stores two scores in a row's piece, and 32 columns on, 64 bytes in the swizzle, what rounding left over.
+// Stores two scores `offset` behind the address of `at` XOR `flip`, and 32 columns on, 64 bytes in the swizzle, what
+// rounding left over.
 template <class Schedule, typename T>
-__device__ __forceinline__ void put_scores(char* row, int piece, float x, float y) {
+__device__ __forceinline__ void put_scores(void* at, int flip, int offset, float x, float y) {
   const u32 two = pack<T>(x, y);
-  *reinterpret_cast<u32*>(row + piece) = two;
+  store_flipped(at, flip, offset, two);
   if constexpr (TWO_NUMBERS<Schedule, T>)
-    *reinterpret_cast<u32*>(row + (piece ^ 64)) = pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)}));
+    store_flipped(at, flip ^ 64, offset, pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)})));
 }
 
 // The share of a warp, one of WARPS: the scores within N of the four sub-chunks, and N of the four tiles of 16 queries
@@ -36,87 +37,131 @@ template <int WARPS> struct ScoreShare {
       : subchunk(warp * N), keys(N == 1 ? warp & 1 : 0), halves(warp >= WARPS / 2) {}
 };
 
-// within[m]: of 8 queries and 8 keys of the share's sub-chunk m, where a product's other 8 queries are none;
-// border[m]: of 16 and 8. A product waits for the one before on its sum: the many of a warp in tf32 have two in turn.
+template <typename X> __device__ __forceinline__ const char* piece_of(const X* row, int piece) {
+  return reinterpret_cast<const char*>(row) + piece * 16;
+}
+
+// A step of products: queries and keys in X at byte `at` of their rows, of which keys come for two sub-chunks, or for
+// two steps, at once.
+constexpr int STEP = 32;  // bytes of a row
+template <typename X, int N>
+__device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries, const char* keys, u32 (&k)[4],
+                                              int at) {
+  u32 q[4];
+  ldmatrix_x4(q, queries + at);
+  if (N == 2 || at % (2 * STEP) == 0) ldmatrix_x4(k, keys + at);
+#pragma unroll
+  for (int m = 0; m < N; ++m) {
+    const int pair = N == 2 ? m : at / STEP & 1;
+    const u32 b[2] = {k[2 * pair], k[2 * pair + 1]};
+    multiply(X{}, to[m], q, b);
+  }
+}
+
+// within[m]: of 8 queries and 8 keys of the share's sub-chunk m, where a product's other 8 queries are the other
+// sub-chunk's or the same ones; border[m]: of 16 and 8. A product waits for the one before on its sum: the many of a
+// warp in tf32 have two in turn.
 template <int WARPS, typename M, typename T, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
                                                const ScoreOperands<true, M, T, BK>& s, const ScoreShare<WARPS>& share,
                                                int lane) {
-  constexpr int N = ScoreShare<WARPS>::N, ROW = sizeof s.rows[0], PIECE = 16 / sizeof(T);
+  constexpr int N = ScoreShare<WARPS>::N;
   constexpr int TURNS = N == 1 && sizeof(M) > sizeof(T) ? 2 : 1;
-  // This lane's row of the 8x8 matrices, of 16 bytes a row: within, queries and keys lie pieces first, then the others;
-  // borders' queries rows of 8, then pieces, their keys the other way round, or, where they are 8, pieces alone.
-  const auto& near = s.rows[BC * share.subchunk + (lane & 7)];
-  const char* const own = reinterpret_cast<const char*>(lane < 16 ? near.middle_q : near.middle_k) + (lane & 8) * 2;
+  // This lane's row of the 8x8 matrices, of 16 bytes a row: queries lie rows of 8, then pieces; keys the other way
+  // round, or, where they are 8, pieces alone.
+  const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
+  const auto* const own = s.rows + BC * share.subchunk;
   const auto* const at = s.rows + (share.halves ? s.HALF : s.NEAR);
-  const char* const queries = reinterpret_cast<const char*>(at[lane & 15].border_q) + (lane & 16);
-  const char* const keys =
-      reinterpret_cast<const char*>(at[BC * (N == 1 ? share.keys : lane >> 4) + (lane & 7)].border_k) +
-      (N == 1 ? lane >> 3 : lane >> 3 & 1) * 16;
+  const char* const own_queries = piece_of(own[lane & (8 * N - 1)].middle_q, lane >> 4);
+  const char* const own_keys = piece_of(own[BC * key + (lane & 7)].middle_k, piece);
+  const char* const queries = piece_of(at[lane & 15].border_q, lane >> 4);
+  const char* const keys = piece_of(at[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
   Sums turns[TURNS][N] = {};
 #pragma unroll
   for (int m = 0; m < N; ++m)
 #pragma unroll
     for (int x = 0; x < 4; ++x) border[m][x] = 0.f;
-  u32 k[4];
+  u32 k[4], own_k[4];
 #pragma unroll
-  for (int c = 0; c < BK; c += 2 * PIECE) {
-    u32 q[4];
-    ldmatrix_x4(q, queries + c * sizeof(T));
-    if (N == 2 || c % (4 * PIECE) == 0) ldmatrix_x4(k, keys + c * sizeof(T));
+  for (int at = 0; at < BK * int(sizeof(T)); at += STEP) {
+    multiply_step<T>(border, queries, keys, k, at);
 #pragma unroll
-    for (int byte = 0; byte < 2 * PIECE * int(sizeof(M)); byte += 32)
-#pragma unroll
-      for (int m = 0; m < N; ++m) {
-        u32 both[4];
-        ldmatrix_x4(both, own + m * BC * ROW + c * sizeof(M) + byte);
-        const u32 a[4] = {both[0], 0, both[1], 0}, b[2] = {both[2], both[3]};
-        multiply(M{}, turns[(c * int(sizeof(M)) + byte) / 32 % TURNS][m], a, b);
-      }
-#pragma unroll
-    for (int m = 0; m < N; ++m) {
-      const int pair = N == 2 ? m : c / (2 * PIECE) & 1;
-      const u32 b[2] = {k[2 * pair], k[2 * pair + 1]};
-      multiply(T{}, border[m], q, b);
+    for (int more = 0; more < int(sizeof(M)); more += sizeof(T)) {
+      const int own_at = (at * int(sizeof(M)) + more * STEP) / int(sizeof(T));
+      multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_keys, own_k, own_at);
     }
   }
 #pragma unroll
   for (int m = 0; m < N; ++m)
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      within[m][x] = TURNS == 1 ? turns[0][m][x] : turns[0][m][x] + turns[TURNS - 1][m][x];
+      const int from = 2 * m + x;
+      within[m][x] = TURNS == 1 ? turns[0][m][from] : turns[0][m][from] + turns[TURNS - 1][m][from];
       if (sizeof(M) > sizeof(T)) within[m][x] *= TRUNCATED;
     }
 }
 
-// A warp's share of the scores; flip: see Operands.
+// q . k as they come, for a token of N sub-chunks from `first` on with itself, or (BEFORE) with the one before: in the
+// places [i, i] or [i, i - 1] of a product of 16 queries and a sub-chunk's keys. Nobody asks for others, so each row
+// may begin with another of its pieces of 16 bytes: 8 rows lie in all banks. A step for each row of a producer, beside
+// whose other work nothing waits for it.
+template <bool BEFORE, int N, typename T, int BK> struct DirectProducts {
+  static constexpr int STEPS = BK * sizeof(T) / STEP;  // of a sub-chunk
+  static_assert(N * STEPS == BC);
+  const char *queries[N], *keys;
+  Sums sums[N] = {};
+  u32 a[4], b[4];
+
+  __device__ __forceinline__ DirectProducts(const T (&q)[CHUNK][BK], const T (&k)[CHUNK][BK], int first, int lane) {
+    const int row = lane & 7;
+    keys = piece_of(k[BC * first + row], lane >> 3 ^ (row + BEFORE & 7));
+#pragma unroll
+    for (int m = 0; m < N; ++m) {
+      // The others of 16 are the next sub-chunk's, whose first one asks; without BEFORE nobody does.
+      const int query = BEFORE ? (BC * (first + m) + (lane & 15)) % CHUNK : BC * (first + m) + row;
+      queries[m] = piece_of(q[query], lane >> 4 ^ row);
+    }
+  }
+  __device__ __forceinline__ void load(int step) {
+    const int m = step / STEPS, at = step % STEPS * STEP;
+    ldmatrix_x4_flipped(a, queries[m], at % 128, at / 128 * 128);
+    if (step % 2 == 0) ldmatrix_x4_flipped(b, keys, at % 128, at / 128 * 128 + m * (BC * BK * int(sizeof(T))));
+  }
+  __device__ __forceinline__ void multiply_step(int step) {
+    const int half = step % 2 * 2;
+    multiply(T{}, sums[step / STEPS], a, {b[half], b[half + 1]});
+  }
+};
+
+// A warp's share of the scores; flip: see Operands; direct: its direct_products.
 template <int WARPS, class Order, class Schedule, typename M, typename T, int BK>
-__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, T, BK>& s, int flip,
-                                            float scale, int warp, int lane) {
+__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, T, BK>& s,
+                                            const Sums (&direct)[ScoreShare<WARPS>::N], int flip, float scale, int warp,
+                                            int lane) {
   using Share = ScoreShare<WARPS>;
   const int g = lane >> 2, t = lane & 3;
   const Share share(warp);
   Sums within[Share::N], border[Share::N];
   score_products<WARPS>(within, border, s, share, lane);
-  char* const first = reinterpret_cast<char*>(A) + g * 128 + t * 4;
-  const auto put = [&](int queries, int keys, float x, float y) {  // of two sub-chunks
-    put_scores<Schedule, T>(first + queries * (BC * 128), (keys ^ g) * 16 ^ flip, scale * x, scale * y);
+  constexpr int ROWS = BC * 128;  // bytes of a sub-chunk's
+  // Of sub-chunks' queries and keys, or of the next queries.
+  const auto put = [&](int queries, int keys, int next, float x, float y) {
+    char* const at = reinterpret_cast<char*>(A) + queries * ROWS + g * (128 + 16) + t * 4;  // its piece XOR keys
+    put_scores<Schedule, T>(at, keys * 16 ^ flip, next * ROWS, scale * x, scale * y);
   };
-  // With the last token's key, which is not decayed yet.
-  const auto last = [&](int queries) { return s.direct[1][BC * queries + g]; };
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
     const int own = share.subchunk + m;
-    const float itself = s.direct[0][BC * own + g];
-    float x = 2 * t < g ? within[m][0] : 2 * t == g ? itself : 0.f;
-    float y = 2 * t + 1 < g ? within[m][1] : 2 * t + 1 == g ? itself : 0.f;
+    float itself[2] = {direct[m][0], direct[m][1]};
+    if (Order::reads_before_write) itself[0] = itself[1] = s.itself[BC * own + g];
+    float x = 2 * t < g ? within[m][0] : 2 * t == g ? itself[0] : 0.f;
+    float y = 2 * t + 1 < g ? within[m][1] : 2 * t + 1 == g ? itself[1] : 0.f;
     if (Order::reads_before_write) {
-      const float before = last(own);
-      if (2 * t + 1 == g) x = before;
-      if (2 * t + 2 == g) y = before;
+      if (2 * t + 1 == g) x = direct[m][0];
+      if (2 * t + 2 == g) y = direct[m][1];
     }
-    put(own, own, x, y);
+    put(share.subchunk, own, m, x, y);
   }
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
@@ -124,8 +169,8 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
     const bool upper = !share.halves && n;
     const float x = upper ? border[m][2] : border[m][0];
     float y = upper ? border[m][3] : border[m][1];
-    if (Order::reads_before_write && lane == 3 && queries == keys + 1) y = last(queries);
-    put(queries, keys, x, y);
-    if (share.halves) put(3, n, border[m][2], border[m][3]);
+    if (Order::reads_before_write && lane == 3 && queries == keys + 1) y = s.last[queries];
+    put(queries, keys, 0, x, y);
+    if (share.halves) put(queries, keys, 1, border[m][2], border[m][3]);
   }
 }

@@ -108,7 +108,8 @@ template <bool READS, typename M, typename T, int BK> struct alignas(128) ScoreO
     float padding[4];              // rows from HALF on the second half with the first
   } rows[CHUNK];
   static constexpr int NEAR = 0, HALF = 16;
-  float direct[2][CHUNK];  // scores that no gate touches, of tokens with themselves and, in RWKV-6, with the last one
+  // RWKV-6's scores that no gate touches: of tokens with themselves, of sub-chunks' first ones with the ones before.
+  float itself[CHUNK], last[NUM_SUBCHUNKS];
 };
 template <typename M, typename T, int BK> struct ScoreOperands<false, M, T, BK> {};
 

@@ -12,7 +12,7 @@
 // source    Shah et al., "FlashAttention-3", 2024, algorithm 2 and section 3.2 for the overlap
 // limits    sm_90a; half data; K, V <= D; D of 64, 128
 #include "softmax.cuh"
-#include "ptx.cuh"
+#include "wgmma.cuh"
 #include "tensor.cuh"
 
 constexpr int QUERIES = 128, KEYS = 128, PANEL = 64, STAGES = 2;

@@ -10,7 +10,8 @@ from ...arrays import BFLOAT16
 from . import elementwise as passes
 from . import float64, model_products, rwkv6, softmax, stages, step, training, value_gate
 from . import instances as gated
-from .kernel import CTYPES, DOUBLE, FLOATS, HALF, INT8
+from .kernel import CTYPES, DOUBLE, FLOATS, HALF
+from .message import Message
 from .wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
@@ -84,6 +85,7 @@ def on_every_card():
     for width in (1, 4):
         yield gated.ScanSegments(width)
     yield gated.ScanBothWays()
+    yield Message()
 
 
 def split_channels(order, T, G, products):
@@ -196,14 +198,14 @@ def of_models():
         for threads in model_products.Matvec.THREADS:
             yield model_products.Matvec(T, threads)
         yield rwkv6.DataMix.of_prompt(T)
+        yield rwkv6.DataMix.of_step(T, T, 256)
+        for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
+            yield rwkv6.TimeMixBatch(T, S, terms, width)
         for X in dict.fromkeys((T, SINGLE)):
             for terms in terms_of(X):
-                for B in (1, 256):
-                    yield rwkv6.DataMix.of_step(T, X, B, terms)
+                yield rwkv6.DataMix.of_step(T, X, 1, terms)
                 for S in CTYPES:
                     yield rwkv6.TimeMixStep(T, X, S, terms)
-                    for width in rwkv6.TimeMixBatch.WIDTHS:
-                        yield rwkv6.TimeMixBatch(T, X, S, terms, width)
             yield rwkv6.ReluSquared(X, T)
             yield rwkv6.ChosenNorm(X, T)
         if T != SINGLE:
@@ -211,7 +213,7 @@ def of_models():
     for S, depth in product(CTYPES, rwkv6.DecodeStep.STAGES):
         for paired in (True, False):
             yield rwkv6.DecodeStep(S, depth, paired)
-        for T in (*CTYPES, INT8):
+        for T in CTYPES:
             yield rwkv6.DecodeFew(T, S, depth)
     many = model_products.BatchProduct
     for T in many.DTYPES:

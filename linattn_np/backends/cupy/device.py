@@ -99,9 +99,9 @@ class CupyDevice:
     def pointer(self, x) -> int:
         return x.data.ptr
 
-    def tensor_map(self, x, columns: int, tokens: int, swizzled: bool) -> bytes:
+    def tensor_map(self, x, columns: int, tokens: int, swizzled: bool, heads: int = 1) -> bytes:
         """The driver's CUtensorMap of `x` [B, H, T, D], as `plan.TensorMap` describes it."""
-        return tensor_map(x.data.ptr, x.shape, x.strides, x.dtype.name, columns, tokens, swizzled)
+        return tensor_map(x.data.ptr, x.shape, x.strides, x.dtype.name, (columns, tokens, heads), swizzled)
 
     # -- launches --
     def compile(self, kernels):
@@ -174,6 +174,9 @@ def capability(device: int) -> int:
 # -- compiling ---------------------------------------------------------------------------------------------------------
 LOADING: dict[tuple, Future] = {}  # by kernel and device
 LOADING_LOCK = Lock()
+BEGUN: set[tuple] = set()  # options of NVRTC
+BEGUN_LOCK = Lock()
+NOTHING = 'extern "C" __global__ void nothing() {}'
 
 
 @cache
@@ -207,8 +210,23 @@ def compiled(kernel, device: int):
 
     options = OPTIONS + ((f"-arch={kernel.arch}",) if kernel.arch else ())
     with cupy.cuda.Device(device):
+        begin_compiling(options)
         module = cupy.RawModule(code=program([kernel]), options=options, name_expressions=(kernel.expression,))
         return module.get_function(kernel.expression)
+
+
+def begin_compiling(options):
+    """Compiles nothing with these options once, while other threads wait.
+
+    CuPy does so to know what compiles, and remembers it; threads that begin together would all do it, one after the
+    other.
+    """
+    import cupy
+
+    with BEGUN_LOCK:
+        if options not in BEGUN:
+            cupy.RawModule(code=NOTHING, options=options).compile()
+            BEGUN.add(options)
 
 
 @cache
@@ -231,8 +249,8 @@ def driver():
 
 
 @lru_cache(1024)  # what a call costs is half of a small call's time; arrays come back to the same places
-def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: int, swizzled: bool) -> bytes:
-    """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last."""
+def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, int], swizzled: bool) -> bytes:
+    """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last; `box` of [D, T, H]."""
     raw = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
     start = -ctypes.addressof(raw) % 64
 
@@ -241,7 +259,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: i
 
     sizes = array(ctypes.c_uint64, shape[::-1])
     steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])  # 0 where there is one element
-    box, ones = array(ctypes.c_uint32, [columns, tokens, 1, 1]), array(ctypes.c_uint32, [1] * 4)
+    ones = array(ctypes.c_uint32, [1] * 4)
     status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(raw) + start),
         TYPES[dtype],
@@ -249,7 +267,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, columns: int, tokens: i
         ctypes.c_void_p(pointer),
         sizes,
         steps,
-        box,
+        array(ctypes.c_uint32, [*box, 1]),
         ones,
         0,
         SWIZZLE_128B if swizzled else 0,

@@ -158,7 +158,7 @@ class Compiled:
             args = self.packed[step].filled(
                 addresses,
                 lambda box: self.device.tensor_map(
-                    self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled
+                    self.reader(box.array)(arrays), box.columns, box.tokens, box.swizzled, box.heads
                 ),
             )
             smem = step.kernel.shared_bytes + step.more_shared

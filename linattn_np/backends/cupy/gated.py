@@ -28,6 +28,7 @@ from .instances import (
     read_order,
 )
 from .kernel import CTYPES, DOUBLE
+from .message import DrawMessage
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
 from .wide_heads import GatedWideForward, GatedWideOperands
 
@@ -82,7 +83,9 @@ def plan(problem, device, kept=()):
     if mode == "staged":
         tiles = staged(draft, problem, o, final)
     elif mode == "recurrent":
-        tiles = recurrent(draft, problem, o, final)
+        q, k, v, g = draft.inputs(problem)
+        kernel = Recurrent(read_order(problem.op), problem.dtype, g.dtype, channels(problem.sizes["K"]))
+        tiles = recurrent(draft, problem, kernel, {"q": q, "k": k, "v": v, "g": g, "u": draft.bonus(problem)}, o, final)
     elif by_hopper:
         launches = OnHopper(draft, problem, device, draft.mapped_inputs(problem), o)
         if problem.gradient:
@@ -106,13 +109,14 @@ def plan_wider(problem, device):
 
 
 def plan_summary(problem, device):
-    """A plan of (the final state from zero, decays [N * parts, H, 2, K] that multiply any other, part by part),
-    without o; what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
+    """A plan of ((the final state from zero,), the decay [N, H, K] of any other), side by side in memory, without o;
+    what it saves spares `plan` the same pass. None where nothing is cheaper than a whole call."""
     if mode_of(problem) != "chunk" or not on_hopper(problem, device):
         return None
     draft = Draft()
     inputs = draft.mapped_inputs(problem)
-    return OnHopper(draft, problem, device, inputs, o=inputs[2]).summary()  # o is not written: v's map stands for its
+    launches = OnHopper(draft, problem, device, inputs, o=inputs[2])  # o is not written: v's map stands for its
+    return launches.summary(problem.sizes["K"])
 
 
 def read_by_tiles(problem) -> list:
@@ -133,19 +137,14 @@ def has_hoppers(problem, device) -> bool:
 
 
 # -- token by token, and in stages -------------------------------------------------------------------------------------
-def recurrent(draft, problem, o, final):
-    q, k, v, g = draft.inputs(problem)
-    N, H, K, V = problem.shape("N H K V")
-    kernel = Recurrent(read_order(problem.op), problem.dtype, g.dtype, channels(K))
+def recurrent(draft, problem, kernel, arrays, o, final):
+    """By a kernel for BV columns a block; the sizes of what runs."""
+    N, H, V = problem.shape("N H V")
     draft.launch(
         kernel,
         N * H * ceil_div(V, kernel.BV),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
+        **arrays,
         o=o,
-        u=draft.bonus(problem),
         initial=draft.initial(problem),
         final=final,
         shape=draft.shape(problem),
@@ -216,13 +215,13 @@ class OnePass:
         self.launches(whole, self.shape(self.cut(P)), self.starts, last, of=P if self.finishes else 1)
         return whole.tiles | {"segments": P}
 
-    def summary(self):
-        """The plan of the final state from zero and the decays; it saves what `run` may go on from."""
-        P = self.segments(self.kernel(self.schedule))
-        final = self.draft.empty(self.problem.shape("N H K V"), FLOAT32)
+    def summary(self, channels):
+        """The plan of the final state from zero and so many channels of its decay; it saves what `run` may go on
+        from."""
+        P, message = self.segments(self.kernel(self.schedule)), DrawMessage(self.draft, self.problem, channels)
         left, decays = self.left_by_segments(P, True)
-        self.between_segments(P, left, decays, None, final)
-        return self.draft.plan(((final,), decays), saved=(left, decays))
+        self.between_segments(P, left, decays, None, message.state)
+        return self.draft.plan(message.finish(decays), saved=(left, decays))
 
     def segments(self, whole) -> int:
         """Into how many a sequence is cut."""
@@ -248,6 +247,11 @@ class OnePass:
         """`needed` of each `of` segments in R parts, to `left` and `decays`; the first from `initial`, if any."""
         parts = self.draft.shape(self.problem, segments.segments(R, kernel.CHUNK) if R > 1 else segments)
         self.launches(kernel, parts, initial, left, decays=decays, of=of * R, needed=needed * R)
+
+    def summarise_remembered(self, kernel, segments, R, left, decays, of, needed, initial=None):
+        """The same by a kernel that makes the parts, of what it finds that a segment's end remembers."""
+        shape = self.draft.shape(self.problem, segments)
+        self.launches(kernel, shape, initial, left, decays=decays, of=of, needed=needed, parts=R)
 
     def between_segments(self, P, left, decays, initial, final):
         """The states [N * P, H, K, V] at the starts of segments, and `final`."""
@@ -279,6 +283,8 @@ class OnePass:
 
 class OnEveryCard(OnePass):
     """By the kernel of every card. More channels than it has are more launches, whose outputs add up."""
+
+    summarise = OnePass.summarise_remembered
 
     @property
     def schedule(self):
@@ -325,14 +331,13 @@ class OnEveryCard(OnePass):
             bytes=common_bytes(*arrays.values()),
         )
 
-    def launch_summary(self, kernel, shape, left, of, needed, **more):
+    def launch_summary(self, kernel, shape, left, of, needed, parts, **more):
         """What `shape`'s segments leave behind, of `of` in turn the first `needed`."""
         B, H, V = self.problem.shape("B H V")
         arrays = {"k": self.k, "v": self.v, "g": self.g}
-        more |= {"shape": shape, "of": of, "needed": needed, "bytes": common_bytes(*arrays.values())}
-        self.draft.launch(
-            kernel, B * H * shape.count // of * needed * tuning.grid(kernel, V), **arrays, left=left, **more
-        )
+        more |= {"shape": shape, "of": of, "needed": needed, "parts": parts, "bytes": common_bytes(*arrays.values())}
+        blocks = B * H * shape.count // of * needed * parts * tuning.grid(kernel, V)
+        self.draft.launch(kernel, blocks, **arrays, left=left, **more)
 
 
 def has_wide_heads(problem, device) -> bool:
@@ -391,6 +396,7 @@ class OnHopper(OnePass):
     """By Hopper's own kernel."""
 
     finishes = True
+    summarise = OnePass.summarise_remembered
 
     def kernel(self, schedule):
         N, H, K, V = self.problem.shape("N H K V")
@@ -481,11 +487,6 @@ class OnHopper(OnePass):
             self.o = self.draft.empty(self.o.shape, self.o.dtype)
             self.run(None)
         return self.marks
-
-    def summarise(self, kernel, segments, R, left, decays, of, needed, initial=None):
-        """The kernel makes the parts, of what it finds that a segment's end remembers."""
-        shape = self.draft.shape(self.problem, segments)
-        self.launches(kernel, shape, initial, left, decays=decays, of=of, needed=needed, parts=R)
 
     def launch(self, kernel, shape, initial, final, decays=None, channel=0, of=1, needed=1, parts=1, left=None):
         """On the sequences or segments that `shape` names, from `channel` on."""

@@ -21,6 +21,7 @@ from .instances import (
     ScanBothWays,
     read_order,
 )
+from .message import DrawMessage
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
@@ -69,8 +70,8 @@ def plan_wider_vjp(problem, device, do, dht, exact):
 
 
 def plan_summary_vjp(problem, device, do, saved=()):
-    """A plan of (the initial state's gradient for a dht of zero, decays [N, parts, H, 1, K] that multiply any other,
-    part by part) alone; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that.
+    """A plan of ((the initial state's gradient for a dht of zero,), the decay [N, H, K] of any other) alone, side by
+    side in memory; what it saves spares `plan_vjp` the same pass. None where nothing is cheaper than that.
 
     `saved` is as `plan_vjp` has it, which then needs none of the states that the pass would find forwards in time.
     """
@@ -85,7 +86,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     launches = OnHopper(draft, problem, P, summary.CHUNK, framed=True)
     known = bool(saved) or P == 1
     first = {"first": int(known), "ends": 0}
-    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, **first)
+    return launches.summary(summary, {"q": q, "k": k, "v": v, "do_": do, "g": g}, K, **first)
 
 
 def as_inputs(draft, problem, do):
@@ -255,14 +256,14 @@ class OnHopper:
             scan_both_ways(self.draft, self.problem, states, decays, self.P, first=int(starts is not None))
         return states[0] if starts is None else starts, states[1]
 
-    def summary(self, kernel, mapped, **more):
-        """The plan of `plan_summary_vjp`."""
-        draft = self.draft
+    def summary(self, kernel, mapped, channels, **more):
+        """The plan of `plan_summary_vjp`, with so many channels of the decay."""
+        draft, message = self.draft, DrawMessage(self.draft, self.problem, channels)
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])
         scan_both_ways(draft, self.problem, joined, decays, self.P, first=1)
-        return draft.plan(((joined[1][:, 0],), decays[1][:, 1:]), saved=(states, decays))
+        return draft.plan(message.finish(decays[1][:, 1:], joined[1][:, 0]), saved=(states, decays))
 
     def resumed(self, states, decays, dht, starts=None):
         """As `between_segments`, from what `summary` saved; `starts` has no empty segments."""

@@ -122,7 +122,7 @@ class GatedSegmentStates(Kernel):
     """What segments leave behind, on every card: BK channels a launch."""
 
     file = "gated/segment_states"
-    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed bytes"))
+    arguments = (*rows("k v g"), *pointers("left decays"), *shape, *integers("channel of needed parts bytes"))
     shared = ("Shared<{dtype}, {gate}, {BK}, {BV}>",)
     cluster = 1
     dtype: np.dtype
@@ -466,10 +466,15 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
     )
 
     @property
+    def threads(self):
+        return 2 * self.BK + (256 if self.BK == 128 else 128)
+
+    @property
     def shared_bytes(self):
         BK, BV = self.BK, self.BV
         rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 34 * BK // 16 + 8 * BK + 48
-        return self.ring(2, 2, 2, 2, 32 * 32 * 4, rest)
+        stages = 3 if self.gate.itemsize == 2 else 2  # of values
+        return self.ring(2, 2, 2, 0, 0, rest + stages * (2 * 32 * 2 * BV + 32 * 32 * 4 + 2 * 8))
 
 
 class GatedBackwardSegmentsSm90(GatedBackwardSm90):

@@ -57,13 +57,13 @@ SWIZZLED = 128  # bytes of K in a box of weights or of vectors
 def stacked(products, rows, vectors) -> list[dict]:
     """Stacks of products (w, scales, x, y, finish), which come in boxes of so many rows of w or vectors of x."""
 
-    def boxes(array, many):
-        return TensorMap(array, SWIZZLED // array.dtype.itemsize, many, True)
+    def boxes(array, many, heads=1):
+        return TensorMap(array, SWIZZLED // array.dtype.itemsize, many, True, heads)
 
     stacks = [
         {
             "w": boxes(w[None], rows),
-            "x": boxes(x, vectors),
+            "x": boxes(x.swapaxes(0, 1), vectors, x.shape[0]),
             "y": y,
             "scales": scales,
             "C": w.shape[0],
@@ -92,7 +92,7 @@ class BatchProduct(ModelKernel):
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
     shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}>",)
     arch, threads = "sm_90a", 320
-    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 4)  # the same where a block has a multiprocessor almost for itself
+    DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
     DEEP_COLUMNS: ClassVar[int] = 16  # at most
     dtype: np.dtype
     COLUMNS: int
@@ -179,7 +179,7 @@ class WideProduct(ModelKernel):
     # Stages of weights and of vectors, by vectors, then rows, halves and groups: with one of these numbers of rows a
     # model's products fill one wave.
     SHAPES: ClassVar[dict[int, dict]] = {
-        64: {(64, 1, 1): (10, 4), (72, 1, 1): (8, 4)},
+        64: {(64, 1, 1): (8, 6), (72, 1, 1): (7, 6)},
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
     LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)

@@ -211,7 +211,7 @@ def mappable_once_copied(arrays) -> bool:
 # -- steps -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """What a Hopper kernel's tensor copies know of [B, H, T, D]: boxes of so many columns and tokens.
+    """What a Hopper kernel's tensor copies know of [B, H, T, D]: boxes of so many columns, tokens and heads.
 
     A box's rows stand side by side in shared memory, or, `swizzled`, 128 bytes each in the 128-byte swizzle.
     """
@@ -220,6 +220,7 @@ class TensorMap:
     columns: int
     tokens: int
     swizzled: bool
+    heads: int = 1
 
 
 @dataclass(frozen=True)

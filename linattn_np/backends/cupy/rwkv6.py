@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...varlen import Spans
 from . import gated
 from .arguments import integers, pointers, reals
-from .kernel import INT8, ModelKernel, padded
+from .kernel import ModelKernel, padded
 from .plan import FLOAT32, Array, Draft, ceil_div
 
 
@@ -71,16 +71,15 @@ class TimeMixBatch(ModelKernel):
     MOST_PARTS: ClassVar[int] = 2  # of what it takes, where a block has fewer than the most sequences
     WIDTHS: ClassVar[tuple[int, ...]] = (8, 4, 2)  # sequences of a block
     dtype: np.dtype
-    X: np.dtype
     state: np.dtype
     TERMS: int
     SEQUENCES: int
 
     @classmethod
-    def fitting(cls, dtype, X, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
+    def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixBatch, int] | None:
         """The kernel, and the bytes of shared memory behind its own; None where it does not serve. So many sequences a
         block that almost every multiprocessor has one."""
-        kernels = [cls(dtype, X, state, terms, width) for width in cls.WIDTHS]
+        kernels = [cls(dtype, state, terms, width) for width in cls.WIDTHS]
         busy = (kernel for kernel in kernels if kernel.blocks(B, H) >= 0.9 * device.multiprocessors)
         kernel = next(busy, kernels[-1])
         more = W * (4 * kernel.SEQUENCES + N * dtype.itemsize)
@@ -110,8 +109,6 @@ class DecodeStep(ModelKernel):
     file = "rwkv6/decode_step"
     arguments = (
         *pointers("maa_down decay_down kvrg output ffn_key ffn_receptance ffn_value head maa_up decay_up"),
-        *pointers("maa_down_scales decay_down_scales kvrg_scales output_scales ffn_key_scales ffn_receptance_scales"),
-        *pointers("ffn_value_scales head_scales"),
         *pointers("ln1 ln2 ln_x ln_out maa_x maa ffn_maa decay bonus att_shift ffn_shift wkv slots"),
         *pointers("xx low mixed kvrg_out decay_low y activated gate x logits arrived"),
         *integers("L B P D H N A W F V staged first last"),
@@ -184,7 +181,7 @@ class DecodeFew(ModelKernel):
     @property
     def bytes_of_operand(self) -> int:
         """Of a float in the stage: three bfloat16 numbers, or itself."""
-        return 6 if self.dtype in (BFLOAT16, INT8) else 4
+        return 6 if self.dtype == BFLOAT16 else 4
 
     @property
     def shared_bytes(self):
@@ -236,7 +233,6 @@ class DataMix(ModelKernel):
     arguments = (*pointers("low up maa xx d mixed"), *integers("tokens D A P"))
     shared = ("LowRank<{dtype}, {TILES}, {PARTS}>",)
     threads = 256
-    MOST_PARTS: ClassVar[int] = 8  # of `low`, in a step
     dtype: np.dtype
     X: np.dtype
     PARTS: int
@@ -252,6 +248,11 @@ class DataMix(ModelKernel):
     @classmethod
     def of_prompt(cls, dtype):
         return cls(dtype, dtype, 2, 2, 1, 1)
+
+    @property
+    def most_parts(self) -> int:
+        """Of `low`."""
+        return 8 if self.TILES == self.INPUTS == 1 and self.X != FLOAT32 else 1
 
     @property
     def shared_bytes(self):

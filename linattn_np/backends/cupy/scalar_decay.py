@@ -60,7 +60,8 @@ def plan_summary(problem, device):
     gla = as_gla(draft, problem)
     if gated.mode_of(gla) != "chunk" or not reads_gate_in_place(gla, device):
         return None
-    inner = forward_on_hopper(draft, gla, device, gla["v"]).summary()  # o is not written: v's map stands for its
+    launches = forward_on_hopper(draft, gla, device, gla["v"])  # o is not written: v's map stands for its
+    inner = launches.summary(len(problem.op.gates))
     return replace(inner, buffers=tuple(draft.buffers), steps=tuple(draft.steps))
 
 
@@ -73,7 +74,7 @@ def plan_summary_vjp(problem, device, do, saved=()):
     gla, arrays = backward_inputs(draft, gla, do)
     launches = gated_vjp.OnHopper(draft, gla, *backward_cut(gla, device), framed=True)
     arrays = arrays | {"do": draft.mapped(arrays["do"], "do")}
-    return launches.summary(*segments_of(gla, arrays), g=arrays["g"])
+    return launches.summary(*segments_of(gla, arrays), len(problem.op.gates), g=arrays["g"])
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=()):

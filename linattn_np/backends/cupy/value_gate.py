@@ -184,16 +184,19 @@ def plan(problem, device):
         return float64.plan(problem, device)
     draft, mode = Draft(), "recurrent" if problem.mode == "recurrent" else "chunk"
     o, final, arrays = draft.output(problem), draft.final(problem), operands(draft, problem)
-    tiles = (recurrent if mode == "recurrent" else in_chunks)(draft, problem, device, arrays, o, final)
+    if mode == "recurrent":
+        named = dict(zip(("q", "k", "v", "g", "gv"), arrays, strict=True))
+        kernel = ValueGateRecurrent(problem.dtype, named["g"].dtype, channels(problem.sizes["K"]))
+        tiles = gated.recurrent(draft, problem, kernel, named, o, final)
+    else:
+        tiles = InChunks(draft, problem, device, arrays, o).run(final)
     return draft.plan((draft.give_back(problem, o), draft.stored(problem, final)), mode=mode, tiles=tiles)
-
-
-def in_chunks(draft, problem, device, arrays, o, final):
-    return InChunks(draft, problem, device, arrays, o).run(final)
 
 
 class InChunks(gated.OnEveryCard):
     """By the kernel of every card that has gates on either side."""
+
+    summarise = gated.OnePass.summarise
 
     def __init__(self, draft, problem, device, arrays, o):
         *ungated, self.gv = arrays
@@ -340,25 +343,3 @@ def operands(draft, problem):
         v,
         *(draft.cast(x, dtype, f"{name}: in float32, as the other gate") for name, x in (("g", g), ("gv", gv))),
     )
-
-
-def recurrent(draft, problem, _device, arrays, o, final):
-    """Token by token."""
-    q, k, v, g, gv = arrays
-    N, H, K, V = problem.shape("N H K V")
-    kernel = ValueGateRecurrent(problem.dtype, g.dtype, channels(K))
-    draft.launch(
-        kernel,
-        N * H * ceil_div(V, kernel.BV),
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        gv=gv,
-        o=o,
-        initial=draft.initial(problem),
-        final=final,
-        shape=draft.shape(problem),
-        scale=problem.scale,
-    )
-    return kernel.tiles

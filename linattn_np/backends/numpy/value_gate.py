@@ -187,7 +187,7 @@ def walk(problem, q, k, v, g, gv, start, scale, apart=False):
     for s, (first, stop) in enumerate(problem.spans):
         S = final[s::count].copy()
         while first < stop - apart:
-            size, sums = mild(gv[:, :, first : stop - apart], problem.chunk_size or chunking.CHUNK)
+            size, sums = factored(gv[:, :, first : stop - apart], problem.chunk_size or chunking.CHUNK)
             tokens = np.s_[:, :, first : first + size]
             arrays = (x[tokens] for x in (q, k, v, g, gv))
             S = move_on(problem, S, *arrays, sums, o[tokens], scale, apart)
@@ -199,7 +199,7 @@ def walk(problem, q, k, v, g, gv, start, scale, apart=False):
     return o, final
 
 
-def mild(gv, chunk):
+def factored(gv, chunk):
     """(how many tokens are to go next, their sums of gv behind the first or None where they go one by one)."""
     sums = np.zeros_like(gv[:, :, : 2 * chunk])
     np.cumsum(gv[:, :, 1 : 2 * chunk], axis=2, out=sums[:, :, 1:])

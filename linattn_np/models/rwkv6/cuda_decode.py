@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
 Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
-one launch for one sequence, and where weights are float32 or int8; otherwise a layer is nine. Beyond eight sequences
-cuBLAS multiplies on other cards, and on Hopper beyond 256. All arrays of a step are allocated once, and a step neither
-allocates nor waits, so a CUDA graph can hold it.
+one launch for one sequence, but for int8 weights, and where weights are float32; otherwise a layer is nine. Beyond
+eight sequences cuBLAS multiplies on other cards, and on Hopper beyond 256, or 128 with int8. All arrays of a step are
+allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from .state import STATE, State, check_state
 INT64, UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 DTYPES = (FLOAT32, np.dtype(np.float16), BFLOAT16, INT8)
 MOST = {"D": 8192, "N": 256, "W": 512}  # what the kernels keep in registers and shared memory
-MOST_TOGETHER = 1  # sequences with half-precision or int8 weights that one launch serves faster than many
 PHASES = 7  # of a layer in decode_step
 PHASE_BLOCKS = 16  # that share a phase where each is a launch of its own
 
@@ -43,9 +42,9 @@ class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
     Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
-    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`. int8 has a scale for every
-    row of a matrix; beyond eight sequences scaled rows and inputs are rounded to bfloat16. The embedding and the second
-    matrices of low rank are bfloat16 then.
+    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`, and beside int8 to
+    bfloat16. int8 has a scale for every row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The
+    embedding and the second matrices of low rank are bfloat16 then.
 
     Parameters
     ----------
@@ -123,8 +122,8 @@ class CudaDecoder:
         self.by_rows = few and not self.split
         terms = model_products.FLOAT_TERMS if self.split else 1
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
-        low_parts = kernels.DataMix.MOST_PARTS if on_tensors and not self.by_rows else 1
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
+        low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
@@ -153,11 +152,13 @@ class CudaDecoder:
     def kernel_of_all(self, batch):
         """The kernel that has all layers in one launch, and its vectors' bytes; None where launches are faster."""
         D, F = self.sizes["D"], self.sizes["F"]
-        if self.device.capability != 90 or self.matrices != FLOAT32 and batch > MOST_TOGETHER:
+        if self.device.capability != 90 or self.matrices == INT8:
             return None
         if batch == 1:
             return kernels.DecodeFew.fitting(self.matrices, self.state_dtype, self.sizes, self.device)
-        return kernels.DecodeStep.fitting(self.state_dtype, batch, D, F, self.device)
+        if self.matrices == FLOAT32:
+            return kernels.DecodeStep.fitting(self.state_dtype, batch, D, F, self.device)
+        return None
 
     def words(self) -> dict:
         """What the blocks of `DecodeFew` hand to each other, each number a word of turn 0; and their turns."""
@@ -314,8 +315,7 @@ class Step:
         sizes = {axis: self.my.sizes[axis] for axis in "DHNAWFV"}
         buffers = vars(self.buffers) | {"kvrg_out": self.buffers.kvrg} | vars(self.layers) | vars(self.state)
         found = buffers | vars(self.model) | {"slots": self.slots}
-        names = [member.name for member in kernel.arguments if member.kind == "pointer"]
-        fields = {name: found.get(name) if name.endswith("_scales") else found[name] for name in names}
+        fields = {member.name: found[member.name] for member in kernel.arguments if member.kind == "pointer"}
         count = layers * PHASES + 1
         for first, last in [(0, count)] if self.device.cooperative else [(n, n + 1) for n in range(count)]:
             self.draft.launch(
@@ -365,7 +365,7 @@ class Step:
             A=A,
             P=parts,
         )
-        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, X, my.state_dtype, terms, B, H, N, W, my.device)
+        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, my.state_dtype, terms, B, H, N, W, my.device)
         kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
         parts = self.in_parts(
             layer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from . import weights as table
 from .checks import one_of
 from .cuda_decode import DTYPES, FLOAT32, INT64, CudaDecoder
@@ -33,7 +35,10 @@ class CudaLayers:
         """[B * T, V], or [N, V] of each sequence's last token; all host integers."""
         if rows.single:
             return self.steps_of(len(tokens))(tokens, state, rows.slots)
-        return self.prompts_of(rows, last)(tokens, state, rows.slots)
+        slots = rows.slots
+        if slots is not None and np.array_equal(slots, np.arange(state.wkv.shape[1])):
+            slots = None  # all rows in their order need not be gathered, by a kernel of CuPy's
+        return self.prompts_of(rows, last)(tokens, state, slots)
 
     def steps_of(self, batch) -> Steps:
         """Those of `batch` sequences."""
@@ -62,14 +67,16 @@ class Steps:
 
     def __init__(self, decoder):
         self.decoder, self.arrays, self.captured = decoder, (), False
-        self.tokens, self.slots = decoder.device.empty((2, decoder.batch), INT64)
+        self.given = decoder.device.empty((2, decoder.batch), INT64)
+        self.tokens, self.slots = self.given
 
     def __call__(self, tokens, state, slots):
         """Logits [B, V], for the caller to keep; `tokens` and `slots` are on the host."""
         device = self.decoder.device
-        device.copy(device.upload(tokens), self.tokens)
-        if slots is not None:
-            device.copy(device.upload(slots), self.slots)
+        if slots is None:
+            device.copy(device.upload(tokens), self.tokens)
+        else:
+            device.copy(device.upload(np.stack((tokens, slots))), self.given)
             slots = self.slots
         logits = device.empty(self.decoder.logits.shape, FLOAT32)
         device.copy(self.run(state, slots), logits)

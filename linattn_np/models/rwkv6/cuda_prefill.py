@@ -36,8 +36,12 @@ class Prompts:
         self.state = {f"{name}_{when}": shape for when in ("before", "after") for name, shape in parts.items()}
         self.x = contiguous("x", (int(rows.bounds[-1]), D), FLOAT32)
         given = {name: contiguous(name, shape, FLOAT32) for name, shape in self.state.items()}
+        tokens = contiguous("tokens", self.x.shape[:1], np.dtype(np.int64))
+        logits = contiguous("logits", (len(self.wanted), decoder.sizes["V"]), FLOAT32)
+        whole = vars(decoder.whole)
+        self.start = self.compiled(self.draw_start, {"tokens": tokens, "x": self.x, **whole})
+        self.head = self.compiled(self.draw_head, {"x": self.x, "logits": logits, **whole})
         self.layer = self.compiled(self.draw_layer, {"x": self.x, **given, **vars(decoder.layers[0])})
-        self.ends: dict = {}
         self.launches: dict[int, list] = {}  # of all layers, by the address of their memory
 
     def __call__(self, tokens, state: State, slots):
@@ -55,9 +59,9 @@ class Prompts:
                 device.copy(gathered(array, slots), copy)
             else:
                 copy[...] = gathered(array, slots)
-        self.run(self.draw_start, {"tokens": device.upload(tokens), "x": x, **vars(my.whole)})
+        self.start([device.upload(tokens), x, *vars(my.whole).values()])
         self.run_layers(x, states, buffers)
-        self.run(self.draw_head, {"x": x, "logits": logits, **vars(my.whole)})
+        self.head([x, logits, *vars(my.whole).values()])
         for array, new in zip(state.arrays, after):
             if slots is None and array.flags.c_contiguous and array.dtype == FLOAT32:
                 device.copy(new, array)
@@ -82,13 +86,6 @@ class Prompts:
         if len(self.launches) >= PLACES:
             self.launches.clear()
         self.launches[address] = made
-
-    def run(self, draw, arrays: dict):
-        """The plan that `draw` makes of such arrays, on these."""
-        name = draw.__name__
-        if name not in self.ends:
-            self.ends[name] = self.compiled(draw, arrays)
-        self.ends[name](arrays.values())
 
     def compiled(self, draw, arrays: dict) -> Compiled:
         """The plan that `draw` makes of arrays that lie like these."""

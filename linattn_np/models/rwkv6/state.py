@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,10 +49,10 @@ class State:
         """One row, as the state of one sequence: views of this state's arrays."""
         return State(*(array[:, slot : slot + 1] for array in self.arrays))
 
-    def put(self, slot: int, state: State):
-        """Replaces one row by the state of one sequence."""
+    def put(self, slots: int | Sequence[int], state: State):
+        """Replaces one row, or each of several, by the state of one sequence."""
         for array, new in zip(self.arrays, state.arrays):
-            array[:, slot] = new[:, 0]
+            array[:, slots] = new if np.ndim(slots) else new[:, 0]
 
     def save(self, path):
         """Writes a `.npz` file, whole or not at all, in float32: `load` gives the same numbers back."""

@@ -1,0 +1,36 @@
+// what      What a rank tells the others of its tokens, in one piece: the state that they leave behind, and the
+//           product of their decays.
+// math      total[n, h, k] = prod over parts p and factors f of decays[n, p, h, f, k]
+// shapes    message: the state [N, H, K, V], then total [N, H, channels], of the first channels of K;
+//           state [N, H, K, V] and decays [N, parts, H, factors, K], each with a stride of its own between sequences;
+//           all float32
+// grid      a thread for every number of the message, of total alone where the state is there already; 256 a block
+// smem      none
+// barriers  none
+// numerics  float32
+// source    Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", 2024, section 4
+// limits    the message has less than 2^32 numbers
+#include "ptx.cuh"
+
+struct Args {
+  const float *state, *decays;  // state null: it is in the message
+  float* message;
+  i64 state_stride, decays_stride, parts, factors, N, H, K, V, channels;
+};
+
+__global__ void __launch_bounds__(256) gated_message(const Args args) {
+  const u32 one = u32(args.H * args.K * args.V), states = u32(args.N) * one, channels = u32(args.channels);
+  u32 at = blockIdx.x * 256 + threadIdx.x;
+  if (args.state) {
+    if (at < states) args.message[at] = args.state[at / one * args.state_stride + at % one];
+    if (at < states || channels == 0) return;
+    at -= states;
+  }
+  const u32 row = at / channels, n = row / u32(args.H), h = row % u32(args.H), step = u32(args.factors * args.K);
+  if (n >= u32(args.N)) return;
+  const float* from = args.decays + n * args.decays_stride + h * step + at % channels;
+  float total = 1.f;
+  for (int part = 0; part < int(args.parts); ++part, from += args.H * step)
+    for (int factor = 0; factor < int(args.factors); ++factor) total *= from[factor * args.K];
+  args.message[states + at] = total;
+}

@@ -1,0 +1,118 @@
+// what      Products of four warps, the first a multiple of four, behind typed functions (wgmma).
+// limits    sm_90a alone
+// twin      tests/emulator/wgmma.cuh has the same names for the CPU: a change here is a change there.
+#include "ptx.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Describes a tile in shared memory to wgmma: rows of 128 bytes, eight of them 1024 bytes, in which address
+// bits 4-6 are XORed with bits 7-9. Adding bytes / 16 moves the tile by so many bytes.
+//   B[N][DEPTH]:   rows are n, eight rows `stride` bytes after the last eight; `leading` is not read
+//   transposed, B[DEPTH][N]:   rows are k, likewise; 64 columns `leading` bytes after the last 64
+__device__ __forceinline__ u64 wgmma_tile(const void* p, u32 leading, u32 stride) {
+  const u32 address = u32(__cvta_generic_to_shared(p)) & 0x3ffff;
+  return address >> 4 | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
+}
+
+// Before the first product, and wherever registers of one were written since.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Close the group of the products started since the last commit.
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Wait until at most N of the latest groups are under way. Before, nobody may touch their d, a or tiles.
+template <int N> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from moving accesses of d over this line.
+template <int N> __device__ __forceinline__ void wgmma_keep(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Start D[64, N] = A[64, DEPTH] B[DEPTH, N], plus D where it accumulates; B is the tile described by `b`.
+// DEPTH is 8 in tf32, 16 in bf16 and f16; N is 16, 24, 32, 64, 128 or 256; tf32 is never transposed.
+// Warp w holds rows 16 w to 16 w + 15: a is as in mma_tf32 and mma_bf16, and with their g and t
+//   d[4n], d[4n+1] = D[g][8n+2t,+1]      d[4n+2], d[4n+3] = D[g+8][8n+2t,+1]
+template <class Format, int N, bool TRANSPOSED>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate);
+
+#define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                                    \
+  template <>                                                                                                      \
+  __device__ __forceinline__ void wgmma<format, n, transposed>(float (&d)[n / 2], const u32(&a)[4], u64 b,         \
+                                                               bool accumulate) {                                  \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate_                                 \
+                 ", 0;\n"                                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #n types " {" d_ "}, {" a_ "}, " b_ ", accumulate, 1, 1" tail \
+                 ";\n}"                                                                                            \
+                 : __VA_ARGS__                                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                      \
+  }
+#define WGMMA_FORMATS(n, ...)                                    \
+  WGMMA(tf32, n, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)     \
+  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
+  WGMMA(bf16, n, true, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__)  \
+  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)    \
+  WGMMA(f16, n, true, "k16.f32.f16.f16", ", 1", __VA_ARGS__)
+
+#define EIGHT(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7"
+#define TEN(t) EIGHT(t) ",%" #t "8,%" #t "9,"
+#define SIXTY TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D8(i) D4(i), D4(i + 4)
+#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+
+WGMMA_FORMATS(16, EIGHT(), "%8,%9,%10,%11", "%12", "%13", D8(0))
+WGMMA_FORMATS(24, TEN() "%10,%11", "%12,%13,%14,%15", "%16", "%17", D8(0), D4(8))
+WGMMA_FORMATS(32, TEN() "%10,%11,%12,%13,%14,%15", "%16,%17,%18,%19", "%20", "%21", D8(0), D8(8))
+WGMMA_FORMATS(64, TEN() TEN(1) TEN(2) "%30,%31", "%32,%33,%34,%35", "%36", "%37", D32(0))
+WGMMA_FORMATS(128, SIXTY "%60,%61,%62,%63", "%64,%65,%66,%67", "%68", "%69", D32(0), D32(32))
+WGMMA_FORMATS(256, SIXTY TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) EIGHT(12), "%128,%129,%130,%131", "%132", "%133",
+              D32(0), D32(32), D32(64), D32(96))
+#undef WGMMA
+
+// The same with A[64, DEPTH] a tile that `a` describes, as B[64][DEPTH] would be; a warpgroup's warp w takes rows 16 w
+// on. In half precision, and N is 16, 24, 32, 64, 72, 128 or 144.
+template <class Format, int N, bool TRANSPOSED>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b, bool accumulate);
+
+#define WGMMA(format, n, transposed, types, tail, d_, a_, b_, accumulate_, ...)                                     \
+  template <>                                                                                                       \
+  __device__ __forceinline__ void wgmma<format, n, transposed>(float (&d)[n / 2], u64 a, u64 b, bool accumulate) {  \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " accumulate_                                  \
+                 ", 0;\n"                                                                                           \
+                 "wgmma.mma_async.sync.aligned.m64n" #n types " {" d_ "}, " a_ ", " b_ ", accumulate, 1, 1, 0" tail \
+                 ";\n}"                                                                                             \
+                 : __VA_ARGS__                                                                                      \
+                 : "l"(a), "l"(b), "r"(int(accumulate)));                                                           \
+  }
+#define WGMMA_TILES(n, ...)                                      \
+  WGMMA(bf16, n, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
+  WGMMA(f16, n, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)
+
+WGMMA_TILES(16, EIGHT(), "%8", "%9", "%10", D8(0))
+WGMMA_TILES(24, TEN() "%10,%11", "%12", "%13", "%14", D8(0), D4(8))
+WGMMA_TILES(32, TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", D8(0), D8(8))
+WGMMA_TILES(64, TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", D32(0))
+WGMMA_TILES(72, TEN() TEN(1) TEN(2) "%30,%31,%32,%33,%34,%35", "%36", "%37", "%38", D32(0), D4(32))
+WGMMA_TILES(128, SIXTY "%60,%61,%62,%63", "%64", "%65", "%66", D32(0), D32(32))
+WGMMA_TILES(144, SIXTY TEN(6) "%70,%71", "%72", "%73", "%74", D32(0), D32(32), D8(64))
+#undef WGMMA
+#undef WGMMA_TILES
+#undef WGMMA_FORMATS
+#undef EIGHT
+#undef TEN
+#undef SIXTY
+#undef D8
+#undef D4
+#undef D32
+
+// Every warp of the warpgroup may use N registers a thread (24 to 256, a multiple of 8) from here on: more
+// than before, once others have given them back, or fewer. Needs a kernel with a bound of its registers.
+template <int N> __device__ __forceinline__ void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+#endif
