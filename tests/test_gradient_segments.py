@@ -3,7 +3,7 @@
 import numpy as np
 import planned
 import pytest
-from conftest import Hopper
+from conftest import Hopper, Kernels
 from emulator import EmulatedDevice
 from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
@@ -143,6 +143,7 @@ def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monke
     call = Call(op, Case(T=1210, K=72, V=16, H=2, dtype=dtype, gate="weak", gate_dtype=gate_dtype, dht=False), rng)
     _, keys, _, gates, *_ = call.arrays
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
+    call.rows = Kernels.gradient_rows
     problem = declared.bind(call.arrays, gradient=True, initial_state=call.options["initial_state"])
     call.assert_close("cut", sum(planned.pull(problem, device, call.do, None), ()), call.exact[1])
     clean = planned.pull(problem, device, call.do, None)[0]
