@@ -148,13 +148,13 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
     ids=["gla", "rwkv6", "wide-gla", "narrow-rwkv6"],
 )
 def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch, op, K, V, dtype, R, gate_dtype):
-    """A NaN there stays in its own segment; where one channel keeps, or grows, nothing is left out."""
+    """A NaN there stays in its own segment; where one channel keeps, nothing is left out."""
     monkeypatch.setattr(tuning, "split_columns", lambda *sizes: False)
     cut(monkeypatch, 2, R)
     arrays = draw(op, rng, {"B": 1, "H": 2, "T": 1210, "K": K, "V": V}, dtype, "weak", gate_dtype)
     keys, gates = arrays[1], arrays[3]
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)
-    gates[:, 0, 500:504] = 0.5
+    gates[:, 0, 20:24] = 0.5
     wanted = exact(OPS[op], arrays)
     for what, x, y in zip(("o", "state"), results(op, arrays, hopper, None, True), wanted):
         assert_close(what, x, y, dtype)
@@ -163,6 +163,20 @@ def test_what_a_segments_end_forgets_is_not_summarised(hopper, rng, monkeypatch,
     assert_close("o", o[:, :1, 608:], wanted[0][:, :1, 608:], dtype)
     assert_close("state", state[:, :1], wanted[1][:, :1], dtype)
     assert np.isnan(o[:, 1, 608:].astype(np.float32)).any() and np.isnan(o[:, 0, 12:608].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["hopper", "portable"])
+@pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
+def test_what_grew_before_it_decayed_is_not_forgotten(hopper, rng, monkeypatch, portable, gate_dtype):
+    """By 60 nats, before 50 nats of decay: one gate that grows near the segment's end, however little, tells of it."""
+    cut(monkeypatch, 2, 1)
+    device = EmulatedDevice() if portable else hopper
+    arrays = draw(GLA, rng, {"B": 1, "H": 1, "T": 1210, "K": 64, "V": 64}, BFLOAT16, "weak", gate_dtype)
+    gates = arrays[3]
+    gates[:, :, :400], gates[:, :, 400:460], gates[:, :, 460:605] = -0.01, 1, -0.35
+    gates[:, :, 600] = 0.01
+    o, state = results(GLA, arrays, device, None, True)
+    assert_results(OPS[GLA], arrays, [o, state], BFLOAT16)
 
 
 def test_an_initial_state_that_begins_anywhere(hopper, rng, monkeypatch):

@@ -13,7 +13,7 @@
 // barriers  one every 32 tokens: they have arrived, and those before the last are read; of a segment also one every 32
 //           tokens that are looked at, another every 256, and one behind them
 // numerics  S and C in float32 accumulators; products as fragments.cuh has it. Of a segment, tokens are left out that
-//           every channel has FORGOTTEN_NATS where the walk ends
+//           every channel has forgotten where the walk ends: gates there add up to FORGOTTEN_NATS, and none grows
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19; Blelloch, 1990, section 1.4.1
 // limits    none
 #include "backward.cuh"
@@ -61,18 +61,19 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps
   float total[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) fetch(steps - 1 - step, step);
+  float most = 0.f;  // of the gates: where one grows, more may have grown before it than was forgotten since
   int looked = 0, first = 0;
 #pragma unroll 1
   for (; looked < steps; ++looked) {
     cp_async_wait<STAGES - 2>();
-    const bool kept = !(total[0] <= FORGOTTEN_NATS && total[1] <= FORGOTTEN_NATS);
+    const bool kept = most > 0.f || !(total[0] <= FORGOTTEN_NATS && total[1] <= FORGOTTEN_NATS);
     if (!__syncthreads_or(kept)) {  // these gates have arrived; those before are read
       first = steps - looked;
       break;
     }
-    const float most = FORGOTTEN_NATS * looked, rest = 0.75f * steps;
+    const float enough = FORGOTTEN_NATS * looked, rest = 0.75f * steps;
     if (looked && looked % OFTEN == 0 &&
-        __syncthreads_or(kept && !(total[0] * rest <= most && total[1] * rest <= most)))
+        __syncthreads_or(most > 0.f || kept && !(total[0] * rest <= enough && total[1] * rest <= enough)))
       break;
     fetch(steps - looked - STAGES, (looked + STAGES - 1) % STAGES);
     const G* gates = s.stages[looked % STAGES].g + 16 * warp;
@@ -81,7 +82,10 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps
       float2 x[4];
       load_channels(x, gates + 16 * m * LD<G, TILE>, LD<G, TILE>);
 #pragma unroll
-      for (int p = 0; p < 4; ++p) total[p & 1] += sums(x[p].x + x[p].y).all;
+      for (int p = 0; p < 4; ++p) {
+        total[p & 1] += sums(x[p].x + x[p].y).all;
+        most = fmaxf(most, fmaxf(x[p].x, x[p].y));
+      }
     }
   }
   cp_async_wait<0>();

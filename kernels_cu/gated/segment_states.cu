@@ -7,7 +7,7 @@
 //           warp for every 16. Of `parts` STEPs in turn each part has one, and only looks at the gates of the others
 // smem      STAGES times STEP tokens
 // barriers  one every STEP tokens: they have arrived, those before the last are read, and whether anything before them
-//           is remembered: a block stops where the gates of all its channels add up to FORGOTTEN_NATS
+//           is remembered: a block stops where the gates of all its channels add up to FORGOTTEN_NATS and none grew
 // numerics  S in float32 accumulators, products as fragments.cuh has it. A token's decay is exp of the sum of the gates
 //           behind it, from which nothing is subtracted. Where they grow, it may leave float32's range though a small
 //           key times it does not: then it is two factors (`take_half`). What is forgotten is e^-48 of a state
@@ -195,11 +195,12 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   float behind[2];              // sums of their gates behind this step; of those beyond K nothing is remembered
 #pragma unroll
   for (int row = 0; row < 2; ++row) behind[row] = own + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
+  float most = 0.f;  // of the gates: where one grows, more may have grown before it than was forgotten since
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    const bool kept = !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
+    const bool kept = most > 0.f || !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
     if (!__syncthreads_or(kept)) break;  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
@@ -215,6 +216,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
         const float here = gate[i];
         gate[i] = sum;
         sum += here;
+        most = fmaxf(most, here);
       }
       const Around lanes = sums(sum);
       float others = lanes.behind + behind[row];

@@ -1,8 +1,9 @@
 // what      Which tokens of a segment its end remembers: before a pass that summarises the segment, a look at its gates
 //           from the last one backwards. Most models' heads forget within a thousand tokens or two.
-// math      the last token from which on every channel's gates add up to FORGOTTEN_NATS at most
+// math      the last token from which on every channel's gates add up to FORGOTTEN_NATS at most, and none of them grows
 // barriers  scan.loaded: a batch of gates is there; then two of the block a batch
-// numerics  what is left out is e^-48 of a state (1.4e-21), which float32 adds to nothing of a size near to it
+// numerics  what is left out is e^-48 of a state (1.4e-21), which float32 adds to nothing of a size near to it. Where a
+//           gate grows, more may have grown before it than was forgotten since: then nothing is left out.
 // limits    sm_90a; the block's own channels; a gate that all channels share is not looked at
 #include "gated/sm90/forward_rows.cuh"
 #include "gated/sm90/forward_storage.cuh"
@@ -29,7 +30,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
         tensor_load(boxes[box], args.g, s.scan.loaded, i32(args.channel), at.start + (stop - 1 - box) * CHUNK, at.head,
                     at.batch);
     };
-    float total = 0.f;
+    float total = 0.f, most = 0.f;  // most: the largest of the gates that this thread has read
     int stop = (at.tokens + CHUNK - 1) / CHUNK;
     if (thread == 0 && stop) fetch(stop);
     for (u32 batch = 0; stop; ++batch) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
           for (int half = 0; half < 2; ++half) {
             unpack(g, boxes[box][i] + channel + 4 * half);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) x[4 * half + c] += g[c];
+            for (int c = 0; c < 4; ++c) x[4 * half + c] += g[c], most = fmaxf(most, g[c]);
           }
         }
 #pragma unroll
@@ -59,10 +60,9 @@ __device__ __forceinline__ i32 first_remembered(Shared<Schedule, T, G, BK, BV>& 
       if (thread == 0 && stop) fetch(stop);
       if (asked)
         for (int warp = 0; warp < WARPS; ++warp) total += sums[warp][thread];
-      // Growth that meets a reset is no number, and so never forgotten.
       const float looked = float(at.tokens - stop * CHUNK);
-      const bool hopeless = asked && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN_NATS * looked);
-      const bool kept = barrier_any(VALUES, THREADS, asked && !(total <= FORGOTTEN_NATS));
+      const bool hopeless = most > 0.f || asked && !(total * (at.tokens - at.tokens / 4) <= FORGOTTEN_NATS * looked);
+      const bool kept = barrier_any(VALUES, THREADS, most > 0.f || asked && !(total <= FORGOTTEN_NATS));
       if (kept && !barrier_any(VALUES, THREADS, hopeless)) continue;
       if (stop) barrier_wait(s.scan.loaded, ~batch & 1);  // nothing comes any more
       return kept ? 0 : stop * CHUNK;
