@@ -96,6 +96,7 @@ FAMILY = (  # operator, B H T K V, dtype, keywords
     (simple_gla, SIMPLE_GLA, (1, 2, 133, 64, 128), BFLOAT16, {"cu_seqlens": PACKED}),
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 256, 64), HALF, {}),
     (simple_gla, SIMPLE_GLA, (1, 1, 1100, 64, 64), BFLOAT16, {}),
+    (simple_gla, SIMPLE_GLA, (1, 1, 1100, 128, 64), BFLOAT16, {}),  # segments summarised by two blocks each
     (linear_attention, LINEAR_ATTENTION, (2, 2, 40, 20, 9), BFLOAT16, {"feature_map": "elu", "normalize": True}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 64, 128), BFLOAT16, {"feature_map": "exp"}),
     (linear_attention, LINEAR_ATTENTION, (2, 2, 70, 20, 9), DOUBLE, {"feature_map": "elu", "normalize": True}),

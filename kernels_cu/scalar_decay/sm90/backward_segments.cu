@@ -4,14 +4,15 @@
 //           S <- E_32 S + sum_j L_j k_j v_j^T;  backwards C <- E_32 C + scale sum_i E_i q_i do_i^T
 // shapes    q k [B, H, T, K], v do [B, H, T, V], g [B, H, T] float32 of any strides; states and decays as
 //           gated_sm90_backward_segments has them
-// grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp
-//           that moves chunks and makes their decays
+// grid      a block for every (direction, segment, head, 64 channels), directions slowest: where heads are so few that
+//           sequences are cut, blocks of all channels would leave half of the card idle; a warpgroup, and a warp that
+//           moves chunks and makes their decays
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens and decays are there; done: they have been read
 // numerics  products of bfloat16 numbers in float32: decayed ones as the sum of two
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
-// limits    sm_90a; bfloat16; K <= BK, V <= BV, multiples of 8; BK and BV of 64, 128; rows start on 16 bytes
-constexpr int CHUNK = 32;
+// limits    sm_90a; bfloat16; K and V multiples of 8, V <= BV; BV of 64, 128; rows start on 16 bytes
+constexpr int CHUNK = 32, CHANNELS = 64;  // of a block
 #include "backward_tokens.cuh"
 
 struct Args {
@@ -25,46 +26,54 @@ struct Args {
   i64 P;  // segments a sequence
 };
 
-template <int BK, int BV> struct alignas(1024) Stage {
-  Tile<bf16, BK> x;          // k or q
+template <int BV> struct alignas(1024) Stage {
+  Tile<bf16, CHANNELS> x;    // k or q
   Tile<bf16, BV> y;          // v or do
   float decays[CHUNK], all;  // to the chunk's end, or from its start with `scale`; over all of it
 };
 
-constexpr int STAGES = 4;
-template <int BK, int BV> struct Shared {
-  Stage<BK, BV> stages[STAGES];
+constexpr int STAGES = 4, CONSUMERS = 128;
+template <int BV> struct Shared {
+  Stage<BV> stages[STAGES];
   Barrier full[STAGES], done[STAGES];
 };
 
-template <int BK, int BV>
-__device__ __forceinline__ void move(Shared<BK, BV>& s, const Args& args, const Place& at, bool backwards) {
+template <int BV>
+__device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const Place& at, int first, bool backwards) {
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (at.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
   const auto first_of = [&](int turn) { return (backwards ? last - turn : turn) * CHUNK; };
-  float gate = gate_of(args.g, at, first_of(0) + lane);
-#pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
-    Stage<BK, BV>& in = s.stages[turn % STAGES];
-    if (turn >= STAGES) barrier_wait(s.done[turn % STAGES], turn / STAGES - 1 & 1);
-    fetch_chunk(s.full[turn % STAGES], at, first_of(turn), [&](auto f) {
-      f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K);
-      f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
-    });
-    __syncwarp();
-    float sum = LOG2E * gate;  // from the start, or to the end, this token inclusive
+  float gates[STAGES];  // of as many chunks: one would be waited for longer than a chunk takes
 #pragma unroll
-    for (int distance = 1; distance < CHUNK; distance *= 2) {
-      const int other = backwards ? lane - distance : lane + distance;
-      const float before = __shfl_sync(0xffffffffu, sum, other & 31);
-      if (other >= 0 && other < CHUNK) sum += before;
+  for (int turn = 0; turn < STAGES; ++turn) gates[turn] = gate_of(args.g, at, first_of(turn) + lane);
+#pragma unroll 1
+  for (int first_turn = 0; first_turn * CHUNK < at.tokens; first_turn += STAGES)
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      const int turn = first_turn + stage;
+      if (turn * CHUNK >= at.tokens) break;
+      Stage<BV>& in = s.stages[stage];
+      if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
+      fetch_chunk(s.full[stage], at, first_of(turn), [&](auto f) {
+        f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
+        f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
+      });
+      __syncwarp();
+      float sum = LOG2E * gates[stage];  // from the start, or to the end, this token inclusive
+#pragma unroll
+      for (int distance = 1; distance < CHUNK; distance *= 2) {
+        const int other = backwards ? lane - distance : lane + distance;
+        const float before = __shfl_sync(0xffffffffu, sum, other & 31);
+        if (other >= 0 && other < CHUNK) sum += before;
+      }
+      const float behind = __shfl_sync(0xffffffffu, sum, lane + 1 & 31);
+      in.decays[lane] = backwards           ? float(args.scale) * exp2_approx(sum)
+                        : lane == CHUNK - 1 ? 1.f
+                                            : exp2_approx(behind);
+      if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
+      barrier_arrive(s.full[stage]);
+      gates[stage] = gate_of(args.g, at, first_of(turn + STAGES) + lane);
     }
-    const float behind = __shfl_sync(0xffffffffu, sum, lane + 1 & 31);
-    in.decays[lane] = backwards ? float(args.scale) * exp2_approx(sum) : lane == CHUNK - 1 ? 1.f : exp2_approx(behind);
-    if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
-    barrier_arrive(s.full[turn % STAGES]);
-    gate = gate_of(args.g, at, first_of(turn + 1) + lane);  // long before it is needed
-  }
 }
 
 // x times factors of tokens, as the sum of two bfloat16 numbers.
@@ -76,20 +85,25 @@ __device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const fl
   });
 }
 
-template <int BK, int BV>
-__device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args, const Place& at, bool backwards) {
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
+template <int BV>
+__device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const Place& at, int first, u32 tiles,
+                                        bool backwards) {
+  const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, all = 1.f;
-  start<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards, channel);
-#pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
-    Stage<BK, BV>& in = s.stages[turn % STAGES];
+  start<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards, channel, tiles);
+  const auto load = [&](u32(&x)[2][4], u32(&rest)[2][4], int turn) {
+    Stage<BV>& in = s.stages[turn % STAGES];
     barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
-    u32 x[2][4], rest[2][4];
     float decays[8];
-    load_channels(x, in.x[warpgroup]);
+    load_channels(x, in.x[0]);
     load_tokens(decays, in.decays);
     decay_tokens(x, rest, decays);
+  };
+  u32 x[2][4], rest[2][4], later[2][4], later_rest[2][4];
+  if (at.tokens > 0) load(x, rest, 0);
+#pragma unroll 1
+  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
+    Stage<BV>& in = s.stages[turn % STAGES];
     const float by = in.all;
     all *= by;
 #pragma unroll
@@ -98,22 +112,25 @@ __device__ __forceinline__ void consume(Shared<BK, BV>& s, const Args& args, con
     write_state<BV>(S, x, in.y);
     write_state<BV>(S, rest, in.y);
     wgmma_commit();
+    if ((turn + 1) * CHUNK < at.tokens) load(later, later_rest, turn + 1);  // while the tensor cores are busy
     wgmma_wait<0>();
     wgmma_keep(S);
     barrier_arrive(s.done[turn % STAGES]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = later[i / 4][i % 4], rest[i / 4][i % 4] = later_rest[i / 4][i % 4];
   }
-  const i64 slot = slot_of(at, backwards), K = args.shape.K, next = slot + (backwards ? -args.shape.H : args.shape.H);
+  const i64 slot = slot_of(at, backwards, tiles), K = args.shape.K,
+            next = slot + (backwards ? -args.shape.H : args.shape.H);
   each_of_state<BV>(S, args.states + next * K * args.shape.V, args.shape, channel,
                     [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
     if ((lane & 3) == 0 && channel + 8 * h < K) args.decays[slot * K + channel + 8 * h] = all;
 }
 
-template <int BK, int BV>
-__global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
+template <int BV>
+__global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
     scalar_decay_sm90_backward_segments(const __grid_constant__ Args args) {
-  Shared<BK, BV>& s = *reinterpret_cast<Shared<BK, BV>*>(dynamic_smem());
-  constexpr int CONSUMERS = 2 * BK;
+  Shared<BV>& s = *reinterpret_cast<Shared<BV>*>(dynamic_smem());
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.full[stage], 2 * 32);  // the tokens, then the decays
@@ -121,8 +138,10 @@ __global__ void __launch_bounds__(2 * BK + 32, BK == 64 ? 3 : 1)
     }
   __syncthreads();
   const bool backwards = blockIdx.x >= gridDim.x / 2;
-  const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
+  const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;
+  const Place at = place_of(args.shape, block / tiles);
+  const int first = block % tiles * CHANNELS;
   if (is_last(at, args.P, backwards)) return;
-  if (threadIdx.x >= CONSUMERS) move(s, args, at, backwards);
-  else consume(s, args, at, backwards);
+  if (threadIdx.x >= CONSUMERS) move(s, args, at, first, backwards);
+  else consume(s, args, at, first, tiles, backwards);
 }

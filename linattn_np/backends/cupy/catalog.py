@@ -127,8 +127,8 @@ def scalar_decays():
     for what, (K, V) in product(("GatedQueries", "GatedKeys"), WIDTHS):
         if V <= K:
             yield gated.WeightedSums(what, SINGLE, K, V)
-    for K, V in WIDTHS:
-        yield gated.ScalarBackwardSegments(K, V)
+    for V in gated.TILES:
+        yield gated.ScalarBackwardSegments(V)
 
 
 def value_gates():

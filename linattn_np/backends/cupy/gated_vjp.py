@@ -237,13 +237,13 @@ class OnHopper:
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
     def launch(self, kernel, mapped, segments=None, **more):
-        """A block for every head of so many segments a sequence, or all; tensor maps and rows of `mapped`."""
-        N, H = self.problem.shape("N H")
+        """Blocks for every head of so many segments a sequence, or all; tensor maps and rows of `mapped`."""
+        N, H, K = self.problem.shape("N H K")
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
             kernel,
-            (segments or self.P) * N * H,
+            (segments or self.P) * N * H * ceil_div(K, kernel.BK),
             **maps,
             **rows,
             **more,

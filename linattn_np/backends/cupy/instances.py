@@ -580,19 +580,16 @@ class ScalarBackwardSegments(Kernel):
         *reals("scale"),
         *integers("P"),
     )
-    shared = ("Shared<{BK}, {BV}>",)
+    shared = ("Shared<{BV}>",)
     arch = SM90
+    threads = 160
     CHUNK: ClassVar[int] = 32
-    BK: int
+    BK: ClassVar[int] = 64
     BV: int
 
     @classmethod
-    def fitting(cls, K, V):
-        return cls(TILES[K > 64], TILES[V > 64])
-
-    @property
-    def threads(self):
-        return 2 * self.BK + 32
+    def fitting(cls, V):
+        return cls(TILES[V > 64])
 
     @property
     def shared_bytes(self):

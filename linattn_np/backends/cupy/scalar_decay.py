@@ -415,7 +415,7 @@ def backward_cut(gla, device):
 def segments_of(gla, arrays):
     """(the kernel that summarises segments, what it reads by tensor maps)."""
     mapped = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"], "do_": arrays["do"]}
-    return ScalarBackwardSegments.fitting(*gla.shape("K V")), mapped
+    return ScalarBackwardSegments.fitting(gla.sizes["V"]), mapped
 
 
 def prepared(own, gla, device, arrays, dht, kept):
