@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from contextlib import suppress
 from multiprocessing.connection import wait
 
 from .. import NotSupported
@@ -17,9 +18,9 @@ def devices(wanted) -> int:
     return 0 if wanted == "cpu" else cuda_devices()
 
 
-def use(number, wanted):
-    """Makes a CUDA device the current one, where CUDA can be used."""
-    if wanted == "cpu":
+def use(number, options):
+    """Makes a CUDA device the current one, where CUDA can be used; ValueError where `--cards` wants more of them."""
+    if options.device == "cpu":
         return
     try:
         check_device("generate", "cuda")
@@ -27,13 +28,14 @@ def use(number, wanted):
         return
     import cupy
 
+    there = cupy.cuda.runtime.getDeviceCount()
+    if options.cards and options.cards > there:
+        raise ValueError(f"argument --cards: is {options.cards}, but this host has {there} CUDA devices")
     cupy.cuda.Device(number).use()
 
 
 def processes(options, there, texts, slots) -> int:
     """How many share the work: --cards, else every card of those `there` for which there are texts enough."""
-    if options.cards and there and options.cards > there:
-        raise ValueError(f"argument --cards: is {options.cards}, but this host has {there} CUDA devices")
     return max(1, min(options.cards or there, -(-texts // slots)))
 
 
@@ -49,10 +51,12 @@ def spread(prepare, count, texts):
     try:
         for card in range(count):
             pipe, theirs = context.Pipe()
-            process = context.Process(target=work, args=(prepare, card, count, taken, texts, theirs), daemon=True)
+            process = context.Process(target=work, args=(card, count, taken, texts, theirs), daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of its messages
             started[pipe] = card, process
+        for pipe in started:
+            hand_over(pipe, prepare)  # all texts, of which a pipe holds few: others have been started meanwhile
         for pipe in started:
             receive(pipe, *started[pipe])
         for pipe in started:
@@ -71,6 +75,12 @@ def spread(prepare, count, texts):
             process.join()
 
 
+def hand_over(pipe, what):
+    """Sends it to a process that may have ended, of which `receive` tells."""
+    with suppress(BrokenPipeError):
+        pipe.send(what)
+
+
 def receive(pipe, card, process):
     """The next message; raises what the process raised, or that it is gone."""
     try:
@@ -84,11 +94,11 @@ def receive(pipe, card, process):
     return found[0]
 
 
-def work(prepare, card, count, taken, texts, pipe):
+def work(card, count, taken, texts, pipe):
     """What a process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
     try:
-        write = prepare(card, count)
+        write = pipe.recv()(card, count)
         pipe.send(("ready", None))
         pipe.recv()
         for found in write(numbers(taken, texts)):

@@ -394,8 +394,8 @@ class Texts:
         options = self.options
         if options.device != "cpu":
             open_beside(process)
-        if process:
-            use(process, options.device)
+        if process or options.cards:
+            use(process, options)
         model = load(options, *([quiet, no_status] if process else []))
         options.vocabulary = tokenizer_of(options, model)
         self.state = load_state(options, model)
@@ -440,9 +440,9 @@ def no_status(first):
 def write_batch(options):
     """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
     with ThreadPoolExecutor(1) as beside:
-        there = beside.submit(devices, options.device)
+        there = None if options.cards else beside.submit(devices, options.device)  # a driver may count for long
         asked, done = list(read_lines(options)), {}
-    count = processes(options, there.result(), len(asked), options.slots or SLOTS)
+    count = processes(options, there and there.result(), len(asked), options.slots or SLOTS)
     prepare = Texts(options, asked)
     texts = spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
     start = time.perf_counter()
