@@ -10,7 +10,8 @@
 //           until that is there. A word is overwritten a layer later, by a block that has seen the work of all who read
 //           it: each of them has written a word since, and every word goes into every number of the next layer. The
 //           block's where a comment says what stands.
-// numerics  those of decode_step.cu, and the same bits
+// numerics  those of decode_step.cu, and the same bits, with float32 weights; half weights are taken as they are, and
+//           beside bfloat16 ones x is a sum of three bfloat16 numbers
 // source    Peng et al., 2024, "Eagle and Finch", section 4; Ootomo and Yokota, 2022, for the split; NVIDIA's NCCL, for
 //           data that carry their own flags
 // limits    B as many as have their numbers in 8 columns: all blocks read all words, 8 bytes a number, which costs more
