@@ -246,6 +246,13 @@ def assert_close(what, x, wanted, dtype, *, factor=1, rows=1, terms=None):
     )
 
 
+def assert_results(function, arrays, found, dtype, **arguments):
+    """o, or o and the final state, of host arrays; o by its terms, since a row of few tokens may cancel as a whole."""
+    wanted, terms = exact(function, arrays, **arguments), size_of_terms(function, arrays, **arguments)
+    for what, x, y, of in zip(("o", "state"), found, wanted, (terms, None)):
+        assert_close(what, x, y, dtype, terms=of)
+
+
 def same_bits(x, y):
     """Equal to the last bit, NaN and signed zeros too."""
     x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)

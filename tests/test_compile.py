@@ -91,6 +91,9 @@ SPILLED = {
     ("gated/forward", "sm_90"): 132,
     ("gated/forward", "sm_100"): 212,
     ("gated/forward", "sm_120"): 212,
+    ("gated/segment_states", "sm_80"): 16,  # of float32 in three products, with 128 channels and columns
+    ("gated/segment_states", "sm_86"): 16,
+    ("gated/segment_states", "sm_89"): 16,
     ("gated/backward_channels", "sm_120"): 236,
     ("gated/backward_values", "sm_120"): 8,
     ("recurrent/step", "sm_100"): 68,
@@ -115,7 +118,7 @@ SPILLED = {
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
 # theirs to functions out of line, for gates that grow.
-STACK = {"gated/sm90/backward_queries": 192, "gated/sm90/backward_keys": 256, "rwkv6/decode_step": 80}
+STACK = {"gated/sm90/backward_queries": 192, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
 
 
 @pytest.fixture

@@ -166,12 +166,15 @@ def test_turns_of_words_begin_anew(hopper, rng):
 @pytest.mark.parametrize("columns", products.BatchProduct.STAGES)
 @pytest.mark.parametrize("split", products.BatchProduct.SPLITS)
 @pytest.mark.parametrize("first", [products.WRITE, products.PARTS])
+@pytest.mark.parametrize("height", [128, 64])
 @pytest.mark.parametrize("K", [48, 656])
-def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, K):
+def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, height, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
     deep = columns <= products.BatchProduct.DEEP_COLUMNS and K > 48
     kernel, B = (
-        products.BatchProduct(dtype, columns, split, deep),
+        products.BatchProduct(
+            dtype, columns, split, deep, height if columns <= max(products.BatchProduct.SHARED) else 128
+        ),
         columns + (5 if first == products.WRITE else -3),
     )
     check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)

@@ -151,6 +151,16 @@ def test_ldmatrix(device, rng, transposed):
     np.testing.assert_array_equal(got, matrices.copy().view(np.uint32).reshape(4, 32).T)
 
 
+def test_flipped_places(device, rng):
+    values, memory = rng.integers(0, 2**32, 96, dtype=np.uint32), np.zeros(256, np.uint32)
+    word, pair = np.arange(32), np.arange(64)
+    memory[(word ^ 64 // 4) + 128 // 4] = values[:32]
+    memory[(pair ^ 32 // 4) + 256 // 4] = values[32:]
+    rows = memory[:128].reshape(4, 4, 2, 4)[:, :, ::-1]
+    got = run(device, "Flipped", values, (32, 4), np.uint32)
+    np.testing.assert_array_equal(got, rows.reshape(4, 32).T)
+
+
 @pytest.mark.parametrize("size", [4, 8, 16])
 @pytest.mark.parametrize("valid", [0, 17, 32])
 def test_cp_async_fills_with_zeros_where_not_valid(device, rng, size, valid):

@@ -85,9 +85,14 @@ def summarised_both_ways(call, device, segments, monkeypatch):
 
 
 @pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "float32"])
-@pytest.mark.parametrize("dtype, K, V", [("bfloat16", 72, 64), ("float16", 64, 128)])
-def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, gate_dtype, rng, monkeypatch):
-    """NaN far from the cut stays in its own segment, in both directions; where a channel keeps, nothing is left out."""
+@pytest.mark.parametrize(
+    "dtype, K, V, alone", [("bfloat16", 72, 64, True), ("bfloat16", 72, 64, False), ("float16", 64, 128, True)]
+)
+def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, alone, gate_dtype, rng, monkeypatch):
+    """NaN far from the cut stays in its own segment, in both directions; where a channel keeps, nothing is left out. By
+    a block alone or by two that have some channels each."""
+    if alone:
+        monkeypatch.setattr(tuning, "summary_channels", lambda K, *_: K)
     call = Call(op, Case(T=1210, K=K, V=V, dtype=dtype, gate="weak", gate_dtype=gate_dtype), rng)
     call.rows, gates = Hopper.gradient_rows, call.arrays[3]
     gates[:, 0] = rng.uniform(-1.2, -0.8, gates[:, 0].shape)

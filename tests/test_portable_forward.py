@@ -5,7 +5,7 @@ import planned
 import pytest
 from emulator import EmulatedDevice
 from planned import results
-from reference import assert_close, draw, errors, exact, same_bits, size_of_terms
+from reference import assert_close, assert_results, draw, errors, exact, same_bits
 
 from linattn_np import OPS
 from linattn_np.arrays import BFLOAT16
@@ -45,10 +45,7 @@ def test_segments(portable, rng, monkeypatch, op, K, V, dtype, packed, P, R, fin
     arrays = draw(op, rng, sizes, dtype, "trained")
     start = rng.standard_normal((sizes["N"], 2, K, V)).astype(np.float32) if final else None
     found = results(op, arrays, portable, start, final, **arguments)
-    wanted = exact(OPS[op], arrays, initial_state=start, **arguments)
-    terms = size_of_terms(OPS[op], arrays, initial_state=start, **arguments)
-    for what, x, y, of in zip(("o", "state"), found, wanted, (terms, None)):
-        assert_close(what, x, y, dtype, terms=of)
+    assert_results(OPS[op], arrays, found, dtype, initial_state=start, **arguments)
     assert all(map(same_bits, found, results(op, arrays, portable, start, final, **arguments)))
 
 
@@ -59,8 +56,7 @@ def test_more_channels_and_columns_than_a_block_has(portable, rng, op, K, V, dty
     arrays = draw(op, rng, {"B": 1, "H": 1, "T": 41, "K": K, "V": V}, dtype)
     start = rng.standard_normal((1, 1, K, V)).astype(np.float32)
     found = results(op, arrays, portable, start, True)
-    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start)):
-        assert_close(what, x, y, dtype)
+    assert_results(OPS[op], arrays, found, dtype, initial_state=start)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -83,8 +79,7 @@ def test_wide_heads(portable, rng, op, K, V, shared, packed):
     wide = ["gated_wide_operands", "gated_wide_forward"] if shared > 99 else ["gated_forward"] * 3
     assert kernels == wide
     found = results(op, arrays, device, start, True, **arguments)
-    for what, x, y in zip(("o", "state"), found, exact(OPS[op], arrays, initial_state=start, **arguments)):
-        assert_close(what, x, y, BFLOAT16)
+    assert_results(OPS[op], arrays, found, BFLOAT16, initial_state=start, **arguments)
     assert all(map(same_bits, found, results(op, arrays, device, start, True, **arguments)))
 
 

@@ -19,6 +19,7 @@
 #include "backward.cuh"
 
 constexpr int STEP = 32, STEP_SUBS = STEP / SUB;  // tokens that are there at once
+constexpr int WORTH_A_LOOK = 16;                  // steps of a segment, of which most models' heads may forget some
 
 template <typename T, typename G> struct Args {
   Rows<const T> q, k, v, do_;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
     cp_async_commit();
   };
   int first = 0;
-  if (segments)
+  if (segments && steps >= WORTH_A_LOOK)
     first = first_remembered<T, G>(s, steps, channel, K, [&](int step, int stage) {
       if (step >= 0) fetch_gates(step, stage);
       cp_async_commit();

@@ -68,15 +68,15 @@ __device__ __forceinline__ bool is_first(const Place& at, i64 P, bool backwards)
 }
 __device__ __forceinline__ bool is_last(const Place& at, i64 P, bool backwards) { return is_first(at, P, !backwards); }
 
-// Where among the states that segments of both directions start from this one's is.
-__device__ __forceinline__ i64 slot_of(const Place& at, bool backwards) {
-  return (backwards ? gridDim.x / 2 : 0) + at.pair;
+// Where among the states that segments of both directions start from this one's is; a block has one of `tiles` of it.
+__device__ __forceinline__ i64 slot_of(const Place& at, bool backwards, u32 tiles = 1) {
+  return (backwards ? gridDim.x / tiles / 2 : 0) + at.pair;
 }
 
 // The first segment starts from the given state, or from zeros, and puts it among the others.
 template <int BV>
 __device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape,
-                                      const Place& at, i64 P, bool backwards, int channel) {
+                                      const Place& at, i64 P, bool backwards, int channel, u32 tiles = 1) {
   if (!is_first(at, P, backwards)) return;
   const i64 size = shape.K * shape.V;
   if (given)
@@ -85,6 +85,6 @@ __device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, fl
                         const float2 two = *reinterpret_cast<const float2*>(from);
                         x = two.x, y = two.y;
                       });
-  each_of_state<BV>(S, states + slot_of(at, backwards) * size, shape, channel,
+  each_of_state<BV>(S, states + slot_of(at, backwards, tiles) * size, shape, channel,
                     [](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
 }

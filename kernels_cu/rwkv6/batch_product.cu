@@ -3,8 +3,9 @@
 // shapes    each stack of products: w [C, M, K] of type T, scales [C, M] with int8, x [TERMS, C, B, K], y [C, B, M], or
 //           [SPLIT, C, B, M] in parts; relu(W x)^2 in terms as x. Up to eight vectors, COLUMNS = 8, come in three
 //           terms, others in one; x is of type T, or bfloat16 beside int8
-// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every 128 rows of a product, products in turn; each
-//           has a part of K. Two warpgroups with 64 rows each; a thread that copies weights, and one for vectors
+// grid      SPLIT blocks, a cluster, for every COLUMNS vectors of every ROWS of a product, products in turn; each has a
+//           part of K. Two warpgroups with 64 rows each, of 128, or the same 64 and half of a step of K each; a thread
+//           that copies weights, and one for vectors
 // smem      Shared: STAGES of weights and X_STAGES of vectors on their way, or the block's part of y
 // barriers  full: a stage stands; empty: all warps have multiplied it; then the warps' parts of y, the blocks' parts
 // numerics  tensor cores: x, or the three terms that hold a float, and weights as they are, int8 ones as bfloat16
@@ -16,9 +17,7 @@
 #include "rwkv6/products.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 128;
 constexpr int CONSUMERS = 256, WARPS = CONSUMERS / 32, THREADS = CONSUMERS + 64;
-constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
 
 struct Args {
   Stack stacks[STACKS];  // C = 0 where there is one
@@ -27,36 +26,42 @@ struct Args {
 
 template <int COLUMNS> constexpr int TERMS = COLUMNS == 8 ? FLOAT_TERMS : 1;
 
-template <typename T, int COLUMNS_, bool DEEP> struct Shared {
+template <typename T, int COLUMNS_, bool DEEP, int ROWS_> struct Shared {
   typedef typename MultipliedAs<T>::Type X;
-  static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>;
-  static constexpr int DEPTH = SWIZZLED / sizeof(T), BOX = SWIZZLED / sizeof(X);  // of K a step, and a box of vectors
+  static constexpr int COLUMNS = COLUMNS_, TERMS = ::TERMS<COLUMNS>, ROWS = ROWS_;
+  static constexpr int PITCH = ROWS + 4;  // of a column of parts; no bank conflicts
+  // Two warpgroups have 64 rows each, or all of them have 64 and each a share of K.
+  static constexpr int SHARES = 128 / ROWS;
+  static constexpr int DEPTH = SWIZZLED / sizeof(T), BOX = SWIZZLED / sizeof(X);  // of K, a box of weights, of vectors
+  static constexpr int STEP = SHARES * DEPTH;
+  static constexpr int MORE = SHARES - 1;  // the more of K a block has, the more vectors
   // Two blocks share a multiprocessor, or one has it almost for itself where DEEP.
-  static constexpr int STAGES = DEEP ? 11 : COLUMNS == 64 ? 5 : 6, X_STAGES = (DEEP ? 8 : 4) * BOX / DEPTH;
+  static constexpr int STAGES = (DEEP ? 11 : COLUMNS == 64 ? 5 : 6) - MORE;
+  static constexpr int X_STAGES = ((DEEP ? 8 : 4) + 4 * MORE) * BOX / STEP;
   // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
   static constexpr int FLIGHT = DEEP && TERMS > 1 ? 1 : 2;
   union {
     struct {
-      T w[STAGES][ROWS][DEPTH];  // in the 128-byte swizzle
-      X x[X_STAGES][DEPTH / BOX][TERMS][COLUMNS][BOX];
+      T w[STAGES][SHARES][ROWS][DEPTH];  // in the 128-byte swizzle
+      X x[X_STAGES][SHARES][DEPTH / BOX][TERMS][COLUMNS][BOX];
     };
-    float parts[COLUMNS][PITCH];
+    float parts[SHARES][COLUMNS][PITCH];
   };
   Barrier w_full[STAGES], x_full[X_STAGES], empty[STAGES];
   volatile u64 started;  // whether x stands
 };
 
-// 128 rows of a product, some vectors, and this block's part of K.
+// ROWS of a product, some vectors, and this block's part of K.
 struct Tile {
   RowTile rows;
   int column;
   Steps steps;
 };
 
-template <int COLUMNS, int SPLIT, int DEPTH> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
+template <int ROWS, int COLUMNS, int SPLIT, int STEP> __device__ __forceinline__ Tile tile_of_block(const Args& args) {
   const int across = int(args.B + COLUMNS - 1) / COLUMNS, column = blockIdx.x / SPLIT % across * COLUMNS;
   return {rows_of_tile<ROWS>(args.stacks, blockIdx.x / SPLIT / across), column,
-          steps_of_part<DEPTH>(args.K, blockIdx.x % SPLIT, SPLIT)};
+          steps_of_part<STEP>(args.K, blockIdx.x % SPLIT, SPLIT)};
 }
 
 // One thread copies weights for all.
@@ -68,8 +73,9 @@ template <class S> __device__ __forceinline__ void copy_weights(S& s, const Stac
     if (const int last = step - S::FLIGHT; last >= 0 && !s.started)
       barrier_wait(s.w_full[last % S::STAGES], last / S::STAGES & 1);
     barrier_expect(full, sizeof s.w[0]);
-    tensor_load_once(s.w[step % S::STAGES], stack.w, full, tile.steps.k + step * S::DEPTH, tile.rows.row,
-                     tile.rows.which, 0);
+    for (int share = 0; share < S::SHARES; ++share)
+      tensor_load_once(s.w[step % S::STAGES][share], stack.w, full, tile.steps.k + step * S::STEP + share * S::DEPTH,
+                       tile.rows.row, tile.rows.which, 0);
   }
 }
 
@@ -85,16 +91,16 @@ template <class S> __device__ __forceinline__ void copy_vectors(S& s, const Stac
     auto& x = s.x[step % S::X_STAGES];
     Barrier& full = s.x_full[step % S::X_STAGES];
     barrier_expect(full, sizeof x);
-    for (int box = 0; box < S::DEPTH / S::BOX; ++box)
-      tensor_load(x[box], stack.x, full, tile.steps.k + step * S::DEPTH + box * S::BOX, tile.column, 0,
+    for (int box = 0; box < S::STEP / S::BOX; ++box)
+      tensor_load(x[0][box], stack.x, full, tile.steps.k + step * S::STEP + box * S::BOX, tile.column, 0,
                   tile.rows.which);
   }
 }
 
-// A warp's 16 rows of a stage of int8 weights, as wgmma takes them.
-template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][4], const i8 (&w)[ROWS][DEPTH]) {
+// A warp's 16 of a warpgroup's rows of int8 weights, as wgmma takes them.
+template <int DEPTH> __device__ __forceinline__ void widen(u32 (&a)[DEPTH / 16][4], const i8 (*w)[DEPTH]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const u16* const upper = reinterpret_cast<const u16*>(w[(threadIdx.x >> 5) * 16 + g]);
+  const u16* const upper = reinterpret_cast<const u16*>(w[(threadIdx.x >> 5) % 4 * 16 + g]);
 #pragma unroll
   for (int k = 0; k < DEPTH / 16; ++k) {
     const u16* const pairs = upper + (k ^ g) * 8 + t;  // 16 bytes of a row stand where the swizzle has them
@@ -108,15 +114,16 @@ template <typename T, class S>
 __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS * S::COLUMNS / 2]) {
   typedef typename S::X X;
   constexpr int N = S::TERMS * S::COLUMNS, IN_BOX = S::BOX / 16;  // products of 16 of K
-  const int warp = threadIdx.x >> 5;
+  const int group = threadIdx.x >> 7, share = S::SHARES > 1 ? group : 0, row = S::SHARES > 1 ? 0 : group * 64;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const int stage = step % S::STAGES;
-    auto& vectors = s.x[step % S::X_STAGES];
+    auto& vectors = s.x[step % S::X_STAGES][share];
+    auto* const weights = s.w[stage][share] + row;
     barrier_wait(s.w_full[stage], step / S::STAGES & 1);
     if constexpr (sizeof(T) == 1) {
       u32 a[S::DEPTH / 16][4];
-      widen(a, s.w[stage]);
+      widen(a, weights);
       barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
       wgmma_fence();
 #pragma unroll
@@ -124,7 +131,7 @@ __device__ __forceinline__ void multiply(S& s, int steps, float (&sums)[S::TERMS
         wgmma<X, N, false>(sums, a[k], wgmma_tile(vectors[k / IN_BOX], 16, 1024) + k % IN_BOX * 32 / 16, true);
     } else {
       barrier_wait(s.x_full[step % S::X_STAGES], step / S::X_STAGES & 1);
-      const u64 w = wgmma_tile(s.w[stage][warp / 4 * 64], 16, 1024), x = wgmma_tile(vectors, 16, 1024);
+      const u64 w = wgmma_tile(weights, 16, 1024), x = wgmma_tile(vectors, 16, 1024);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < IN_BOX; ++k) wgmma<X, N, false>(sums, w + k * 32 / 16, x + k * 32 / 16, true);
@@ -150,23 +157,30 @@ __device__ __forceinline__ float4 plus(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
+// Neighbouring rows of a column, from all who have a share of this block's K.
+template <class S> __device__ __forceinline__ float4 sum_of_shares(const S& s, int n, int m) {
+  const float4 sum = load4(&s.parts[0][n][m]);
+  return S::SHARES > 1 ? plus(sum, load4(&s.parts[S::SHARES - 1][n][m])) : sum;
+}
+
 // This block's part, as it is: who reads y adds all of them.
 template <int SPLIT, class S>
 __device__ __forceinline__ void store_part(const S& s, const Args& args, const Stack& stack, const Tile& tile) {
-  const int m = threadIdx.x % (ROWS / 4) * 4, row = tile.rows.row + m, inside = int(stack.M) - row;
+  constexpr int QUADS = S::ROWS / 4;
+  const int m = threadIdx.x % QUADS * 4, row = tile.rows.row + m, inside = int(stack.M) - row;
   const i64 matrices = blockIdx.x % SPLIT * stack.C + tile.rows.which;
 #pragma unroll 4
-  for (int n = threadIdx.x / (ROWS / 4); n < S::COLUMNS; n += THREADS / (ROWS / 4)) {
+  for (int n = threadIdx.x / QUADS; n < S::COLUMNS; n += THREADS / QUADS) {
     const int b = tile.column + n;
     if (b >= args.B || inside <= 0) break;
-    store<1>(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, 0, inside, load4(&s.parts[n][m]));
+    store<1>(static_cast<float*>(stack.y) + (matrices * args.B + b) * stack.M + row, 0, inside, sum_of_shares(s, n, m));
   }
 }
 
-template <typename T, int COLUMNS, int SPLIT, bool DEEP>
+template <typename T, int COLUMNS, int SPLIT, bool DEEP, int ROWS>
 __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT, 1, 1)
     rwkv6_batch_product(const __grid_constant__ Args args) {
-  typedef Shared<T, COLUMNS, DEEP> S;
+  typedef Shared<T, COLUMNS, DEEP, ROWS> S;
   auto& s = *reinterpret_cast<S*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -177,14 +191,14 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     for (int stage = 0; stage < s.X_STAGES; ++stage) barrier_init(s.x_full[stage], 1);
   }
   __syncthreads();  // the barriers stand
-  const Tile tile = tile_of_block<COLUMNS, SPLIT, S::DEPTH>(args);
+  const Tile tile = tile_of_block<ROWS, COLUMNS, SPLIT, S::STEP>(args);
   const Stack& stack = args.stacks[tile.rows.stack];
   if (warp >= WARPS) {
     if (lane == 0 && warp == WARPS) copy_weights(s, stack, tile);
     if (lane == 0 && warp > WARPS) copy_vectors(s, stack, tile);
     __syncwarp();
   } else {
-    const int row = warp * 16 + (lane >> 2);
+    const int row = warp % (ROWS / 16) * 16 + (lane >> 2);
     float scales[2] = {1.f, 1.f};
     if constexpr (sizeof(T) == 1)
 #pragma unroll
@@ -201,7 +215,7 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
 #pragma unroll
         for (int term = TERMS<COLUMNS> - 1; term >= 0; --term)
           sum = fmaf(unit_of_term<typename S::X, TERMS<COLUMNS>>(term), sums[4 * n + term * COLUMNS / 2 + e], sum);
-        s.parts[8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = scales[e / 2] * sum;
+        s.parts[warp / (ROWS / 16)][8 * n + 2 * (lane & 3) + e % 2][row + e / 2 * 8] = scales[e / 2] * sum;
       }
   }
   wait_for_previous();
@@ -224,8 +238,11 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
     if (tid >= CONSUMERS || n >= EACH) continue;
 #pragma unroll
     for (int block = 0; block < SPLIT; ++block) {
-      const float* const part = &s.parts[first + n][m];
-      sums[turn] = plus(sums[turn], SPLIT > 1 ? load4_of_block(part, block) : load4(part));
+      if (SPLIT == 1) sums[turn] = sum_of_shares(s, n, m);
+      else
+#pragma unroll
+        for (int share = 0; share < S::SHARES; ++share)
+          sums[turn] = plus(sums[turn], load4_of_block(&s.parts[share][first + n][m], block));
     }
   }
 #pragma unroll

@@ -108,6 +108,24 @@ template <bool TRANSPOSED> struct Ldmatrix {
   }
 };
 
+// in: [96] words; out: [32, 4] registers. Words and pairs of them are stored at flipped places, from which rows of
+// matrices are read, each from its neighbour's place.
+struct Flipped {
+  __device__ static void run(const HelpersArgs& args) {
+    const int lane = threadIdx.x;
+    const u32* in = static_cast<const u32*>(args.in);
+    u32* s = reinterpret_cast<u32*>(dynamic_smem());
+    for (int i = lane; i < 256; i += 32) s[i] = 0;
+    __syncthreads();  // s is zero
+    store_flipped(s + lane, 64, 128, in[lane]);
+    store_flipped(s + 2 * lane, 32, 256, {in[32 + 2 * lane], in[33 + 2 * lane]});
+    __syncthreads();  // words and pairs are there
+    u32 r[4];
+    ldmatrix_x4_flipped(r, s + 4 * (lane & 7), 16, lane / 8 * 128);
+    for (int m = 0; m < 4; ++m) static_cast<u32*>(args.out)[4 * lane + m] = r[m];
+  }
+};
+
 // in, out: [32, BYTES / 4] floats; lanes from n on are not valid. Two groups: the even lanes' copies and the
 // odd ones'.
 template <int BYTES> struct CopyAsync {

@@ -410,7 +410,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     load_operand(k, in.k[warpgroup], offset);
     Chunk near_queries, near;
     const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, counts, n); };
-    constexpr bool AHEAD = !NARROW<T>;  // otherwise there are no registers for that
+    constexpr bool AHEAD = !NARROW<T> && sizeof(G) == 2;  // otherwise there are no registers for that
     if (AHEAD) decays_near(0);
     if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares stand
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read

@@ -7,8 +7,8 @@
 //           that a segment starts from: of a sequence's P segments the first in either direction from the given one [N
 //           / P, H, K, V], the second from what that leaves, and the others from what the one before leaves by itself:
 //           scan_both_ways.cu joins them. Nobody needs what the last leaves
-// grid      a block for every (direction, segment, head), directions slowest; a warpgroup for every 64 channels, a warp
-//           that moves chunks
+// grid      a block for every (direction, segment, head, BK channels), directions slowest; a warpgroup for every 64
+//           channels, a warp that moves chunks
 // smem      Stage: a chunk's tokens
 // barriers  full: the tokens are there; WALK: those of the chunk before have been read, and whether others are wanted
 // numerics  as the two passes; but what has decayed to e^-48 before it reaches the segment's end counts as nothing
@@ -42,6 +42,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 };
 
 constexpr int WALK = 1;  // the named barrier
+template <int BK> __device__ __forceinline__ u32 tiles_of(const Shape& shape) { return (u32(shape.K) + BK - 1) / BK; }
 template <int BK> constexpr int THREADS = 2 * BK + 32;
 
 // All threads go over a segment's chunks together, as far as somebody wants. `started`: how many came in the walk
@@ -65,9 +66,9 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   __device__ __forceinline__ int coming(int taken) const { return min(chunks, taken + STAGES - 2); }
 };
 
-// The warp that moves chunks; how many have come.
+// The warp that moves chunks, of the channels from `first` on; how many have come.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const Place& at,
+__device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const Place& at, int first,
                                     bool backwards, bool from_last) {
   constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
@@ -76,8 +77,8 @@ __device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     const int chunk = from_last ? walk.chunks - 1 - n : n;
     fetch_chunk(walk.s.full[walk.stage(n)], at, chunk * CHUNK, [&](auto f) {
-      f(in.g, args.g, args.g_rows, K);
-      f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K);
+      f(in.g, args.g, args.g_rows, K, first);
+      f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
       f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
     });
     __syncwarp();
@@ -179,13 +180,13 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 }
 
 // The same from the given state on, which it puts where the segment starts from.
-template <int BV, class Args>
+template <int BK, int BV, class Args>
 __device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
                                           const Place& at, bool backwards, int channel) {
   if (!is_first(at, args.P, backwards)) return;
   const float* const given = backwards ? args.dht : args.initial;
   const i64 size = args.shape.K * args.shape.V;
-  float* const states = args.states + slot_of(at, backwards) * size;
+  float* const states = args.states + slot_of(at, backwards, tiles_of<BK>(args.shape)) * size;
   const float* const from = given + (at.sequence / args.P * args.shape.H + at.head) * size;
   each_of_state<BV, true>(S, states, args.shape, channel, [&](float& x, float& y, float* to) {
     const float2 two = given ? *reinterpret_cast<const float2*>(from + (to - states)) : float2{0.f, 0.f};
@@ -246,8 +247,8 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
 // ---- a block -------------------------------------------------------------------------------------------------------
 
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at) {
-  const int lane = threadIdx.x & 31, channel = threadIdx.x / 32 * 16 + (lane >> 2);
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at, int first) {
+  const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, decays[2];
   bool grown = false;
   const int came = sum_from_border<ReadOrder, BACKWARDS>(S, decays, grown, Walk(s, at), args, channel);
@@ -255,10 +256,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
-    start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel);
+    start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel,
+              tiles_of<BK>(args.shape));
     carry_to_border<ReadOrder, BACKWARDS>(S, decays, Walk(s, at, came), args);
-  } else add_start<BV>(S, decays, args, at, BACKWARDS, channel);
-  const i64 slot = slot_of(at, BACKWARDS), K = args.shape.K, next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
+  } else add_start<BK, BV>(S, decays, args, at, BACKWARDS, channel);
+  const i64 slot = slot_of(at, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
+            next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
   each_of_state<BV, true>(S, args.states + next * K * args.shape.V, args.shape, channel,
                           [&](float& x, float& y, float* to) { *reinterpret_cast<float2*>(to) = {x, y}; });
   for (int h = 0; h < 2; ++h)
@@ -275,13 +278,15 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   if (threadIdx.x == 0)
     for (Barrier& full : s.full) barrier_init(full, 32);
   __syncthreads();  // the barriers stand
-  const bool backwards = blockIdx.x >= gridDim.x / 2;
-  const Place at = place_of(args.shape, blockIdx.x - backwards * (gridDim.x / 2));
+  const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
+  const int first = blockIdx.x % tiles * BK;  // channel
+  const bool backwards = block >= half;
+  const Place at = place_of(args.shape, block - backwards * half);
   if (backwards < args.first || is_last(at, args.P, backwards)) return;
   if (args.ends && !is_first(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) {
-    const int came = move(Walk(s, at), args, at, backwards, !backwards);
-    if (barrier_any(WALK, THREADS<BK>, false)) move(Walk(s, at, came), args, at, backwards, backwards);
-  } else if (backwards) consume<ReadOrder, true>(s, args, at);
-  else consume<ReadOrder, false>(s, args, at);
+    const int came = move(Walk(s, at), args, at, first, backwards, !backwards);
+    if (barrier_any(WALK, THREADS<BK>, false)) move(Walk(s, at, came), args, at, first, backwards, backwards);
+  } else if (backwards) consume<ReadOrder, true>(s, args, at, first);
+  else consume<ReadOrder, false>(s, args, at, first);
 }

@@ -65,11 +65,11 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
   constexpr bool WIDE = THREADS == 384 && Schedule::K_RANKS > 1, NARROW = Schedule::reads && BK + BV == 128;
   if (threadIdx.x < CONSUMERS) {
     if constexpr (WIDE) registers_up<192>();
-    if constexpr (NARROW) registers_down<104>();
+    if constexpr (NARROW) registers_down<112>();
     consume(s, args);
   } else {
     if constexpr (WIDE) registers_down<120>();
-    if constexpr (NARROW) registers_up<152>();
+    if constexpr (NARROW) registers_up<144>();
     produce<Order>(s, args, threadIdx.x - CONSUMERS);
   }
   if constexpr (Schedule::CLUSTER_SIZE > 1) cluster_sync();  // nobody leaves while others copy to it or arrive

@@ -13,8 +13,8 @@
 //   in different sub-chunks of a half     queries decayed from, keys decayed to the end of the first sub-chunk
 //   in a sub-chunk                        queries and keys decayed to its middle, backwards for those on the same side:
 //                                         three tokens at most, so e^(3 * 20) is the largest factor where gates decay
-//   a token with itself                   q . k (GLA) or q . u k (RWKV-6), which no gate touches, in float32;
-//   a token with the last one             likewise in RWKV-6, within a chunk: rows of few scores keep their digits
+//   a token with itself                   q . k (GLA) or q . u k (RWKV-6), which no gate touches, exact but for a sum
+//   a token with the last one             in float32; likewise in RWKV-6, within a chunk, for rows of few scores
 // A clamped decay lets e^-20 of a token through, to its own sub-chunk alone.
 #include "read_order.cuh"
 #include "gated/sm90/forward_growth.cuh"

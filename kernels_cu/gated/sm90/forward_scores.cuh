@@ -1,6 +1,6 @@
 // what      Scores of a chunk from the operands that its producers have made: the same for every warp.
 // math      A[i, j] = sum_c (q_i decayed from z) (k_j decayed to z), z the middle of their sub-chunk or a border
-//           between theirs
+//           between theirs; q_i k_i as they came, and q_i k_(i - 1) in RWKV-6
 // numerics  the middle's operands in bfloat16 or tf32, the others in T; sums in float32; A as two bfloat16 numbers or
 //           one of float16
 // limits    sm_90a
@@ -58,9 +58,17 @@ __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries
   }
 }
 
+// A step of one sub-chunk's queries and keys, which come at once: keys are the other 8 queries, too, whose products
+// nobody reads.
+template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int at) {
+  u32 x[4];
+  ldmatrix_x4(x, both + at);
+  multiply(X{}, to[0], x, {x[1], x[3]});
+}
+
 // within[m]: of 8 queries and 8 keys of the share's sub-chunk m, where a product's other 8 queries are the other
-// sub-chunk's or the same ones; border[m]: of 16 and 8. A product waits for the one before on its sum: the many of a
-// warp in tf32 have two in turn.
+// sub-chunk's or its keys; border[m]: of 16 and 8. A product waits for the one before on its sum: the many of a warp
+// in tf32 have two in turn.
 template <int WARPS, typename M, typename T, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
@@ -73,7 +81,8 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
   const auto* const own = s.rows + BC * share.subchunk;
   const auto* const at = s.rows + (share.halves ? s.HALF : s.NEAR);
-  const char* const own_queries = piece_of(own[lane & (8 * N - 1)].middle_q, lane >> 4);
+  const auto& row = own[N == 1 ? lane & 7 : lane & 15];
+  const char* const own_queries = piece_of(N == 1 && lane & 8 ? row.middle_k : row.middle_q, lane >> 4);  // N 1: both
   const char* const own_keys = piece_of(own[BC * key + (lane & 7)].middle_k, piece);
   const char* const queries = piece_of(at[lane & 15].border_q, lane >> 4);
   const char* const keys = piece_of(at[BC * (N == 1 ? share.keys : key) + (lane & 7)].border_k, piece);
@@ -89,7 +98,8 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
 #pragma unroll
     for (int more = 0; more < int(sizeof(M)); more += sizeof(T)) {
       const int own_at = (at * int(sizeof(M)) + more * STEP) / int(sizeof(T));
-      multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_keys, own_k, own_at);
+      if constexpr (N == 1) multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_at);
+      else multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_keys, own_k, own_at);
     }
   }
 #pragma unroll
@@ -102,36 +112,50 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     }
 }
 
-// q . k as they come, for a token of N sub-chunks from `first` on with itself, or (BEFORE) with the one before: in the
-// places [i, i] or [i, i - 1] of a product of 16 queries and a sub-chunk's keys. Nobody asks for others, so each row
+// q . k as they come, for a token of N sub-chunks from `first` on with the one before (BEFORE) or with itself: in the
+// places [i, i - 1] or [i, i] of a product of 16 queries and a sub-chunk's keys. Nobody asks for others, so each row
 // may begin with another of its pieces of 16 bytes: 8 rows lie in all banks. A step for each row of a producer, beside
 // whose other work nothing waits for it.
 template <bool BEFORE, int N, typename T, int BK> struct DirectProducts {
   static constexpr int STEPS = BK * sizeof(T) / STEP;  // of a sub-chunk
   static_assert(N * STEPS == BC);
-  const char *queries[N], *keys;
+  const char *queries[N], *keys;  // of two steps
   Sums sums[N] = {};
-  u32 a[4], b[4];
+  u32 q[4], k[4];
 
   __device__ __forceinline__ DirectProducts(const T (&q)[CHUNK][BK], const T (&k)[CHUNK][BK], int first, int lane) {
     const int row = lane & 7;
-    keys = piece_of(k[BC * first + row], lane >> 3 ^ (row + BEFORE & 7));
+    keys = piece_of(k[BC * first + row], lane >> 3 ^ (row + 1 & 7));
 #pragma unroll
-    for (int m = 0; m < N; ++m) {
-      // The others of 16 are the next sub-chunk's, whose first one asks; without BEFORE nobody does.
-      const int query = BEFORE ? (BC * (first + m) + (lane & 15)) % CHUNK : BC * (first + m) + row;
-      queries[m] = piece_of(q[query], lane >> 4 ^ row);
-    }
+    for (int m = 0; m < N; ++m)  // the other 8 are the next sub-chunk's, whose first one asks for the last key
+      queries[m] = piece_of(q[(BC * (first + m) + (lane & 15)) % CHUNK], lane >> 4 ^ row);
   }
   __device__ __forceinline__ void load(int step) {
     const int m = step / STEPS, at = step % STEPS * STEP;
-    ldmatrix_x4_flipped(a, queries[m], at % 128, at / 128 * 128);
-    if (step % 2 == 0) ldmatrix_x4_flipped(b, keys, at % 128, at / 128 * 128 + m * (BC * BK * int(sizeof(T))));
+    ldmatrix_x4_flipped(q, queries[m], at % 128, at / 128 * 128);
+    if (step % 2 == 0) ldmatrix_x4_flipped(k, keys, at % 128, at / 128 * 128 + m * (BC * BK * int(sizeof(T))));
   }
   __device__ __forceinline__ void multiply_step(int step) {
     const int half = step % 2 * 2;
-    multiply(T{}, sums[step / STEPS], a, {b[half], b[half + 1]});
+    multiply(T{}, sums[step / STEPS], q, {k[half], k[half + 1]});
   }
+};
+template <int N, typename T, int BK> struct DirectProducts<false, N, T, BK> {
+  static constexpr int STEPS = BK * sizeof(T) / STEP;
+  static_assert(N * STEPS == BC);
+  const char* both;  // queries and keys, which are the other 8 queries, too
+  Sums sums[N] = {};
+  u32 x[4];
+
+  __device__ __forceinline__ DirectProducts(const T (&q)[CHUNK][BK], const T (&k)[CHUNK][BK], int first, int lane) {
+    const int row = lane & 7;
+    both = piece_of((lane & 8 ? k : q)[BC * first + row], lane >> 4 ^ row);
+  }
+  __device__ __forceinline__ void load(int step) {
+    const int m = step / STEPS, at = step % STEPS * STEP;
+    ldmatrix_x4_flipped(x, both, at % 128, at / 128 * 128 + m * (BC * BK * int(sizeof(T))));
+  }
+  __device__ __forceinline__ void multiply_step(int step) { multiply(T{}, sums[step / STEPS], x, {x[1], x[3]}); }
 };
 
 // A warp's share of the scores; flip: see Operands; direct: its direct_products.

@@ -219,9 +219,9 @@ def of_models():
     for T in many.DTYPES:
         yield model_products.FewRowsProduct(T)
     for T, width, split in product(many.DTYPES, many.STAGES, many.SPLITS):
-        yield many(T, width, split)
-        if width <= many.DEEP_COLUMNS:
-            yield many(T, width, split, True)
+        for deep, height in product((False, True), (128, 64)):
+            if width <= many.DEEP_COLUMNS or not deep and height == 128:
+                yield many(T, width, split, deep, height)
     for T in HALF:
         yield from model_products.WideProduct.all(T)
     yield rwkv6.Widen(BFLOAT16)

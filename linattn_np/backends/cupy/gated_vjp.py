@@ -46,7 +46,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
             saved = (starts(draft, arrays[:4]),)
         known = saved[0] if saved else None
         short = 0 if kept or known is not None else short_segment(problem, device, P)
-        tiles, shares = on_hopper(draft, problem, P, short, arrays, gradients, dht, dh0, kept, known)
+        tiles, shares = on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, kept, known)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
         tiles, shares = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
@@ -189,7 +189,7 @@ def short_segment(problem, device, P) -> int:
     return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def on_hopper(draft, problem, P, short, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
+def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
     runs, and the shares of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
     the states that the forward pass started segments from."""
@@ -209,8 +209,10 @@ def on_hopper(draft, problem, P, short, arrays, gradients, dht, dh0, left: tuple
         states, decays = left
         initial, dht = launches.resumed(states, decays, dht, starts)
     elif P > 1:
-        summary = GatedBackwardSegmentsSm90.fitting(*instance)
         which = {"first": int(starts is not None), "ends": int(short > 0)}
+        blocks = (2 - which["first"]) * (1 if short else P - 1) * N * H
+        most = tuning.summary_channels(K, blocks, device.multiprocessors)
+        summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
     segments = 2 if short else P
@@ -290,5 +292,15 @@ class OnHopper:
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
-        self.launch(summary, mapped, 2 * P, initial=initial, dht=dht, states=states, decays=decays, P=P, **more)
+        self.launch(
+            summary,
+            mapped,
+            2 * P * ceil_div(K, summary.BK),
+            initial=initial,
+            dht=dht,
+            states=states,
+            decays=decays,
+            P=P,
+            **more,
+        )
         return states, decays

@@ -81,8 +81,8 @@ class BatchProduct(ModelKernel):
     K."""
 
     file = "rwkv6/batch_product"
-    ROWS: ClassVar[int] = 128  # of a weight
-    # Of weights, and of vectors with 64 of K, by how many vectors a block has.
+    # Of weights, and of vectors with 64 of K, by how many vectors a block has. Where warpgroups share rows, one of
+    # weights less and four of vectors more.
     STAGES: ClassVar[dict[int, tuple[int, int]]] = {8: (6, 4), 16: (6, 4), 32: (6, 4), 64: (5, 4)}
     EXACT: ClassVar[int] = 8  # vectors at most that come in `FLOAT_TERMS`, as floats
     SPLITS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
@@ -90,14 +90,16 @@ class BatchProduct(ModelKernel):
     DTYPES: ClassVar[tuple[np.dtype, ...]] = (*HALF, INT8)
     MOST: ClassVar[int] = 128  # vectors up to which it is faster than the library, whatever the weights are
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K"))
-    shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}>",)
+    shared = ("Shared<{dtype}, {COLUMNS}, {DEEP}, {ROWS}>",)
     arch, threads = "sm_90a", 320
     DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
     DEEP_COLUMNS: ClassVar[int] = 16  # at most
+    SHARED: ClassVar[range] = range(6, 17)  # vectors where warpgroups share rows, and K is split less
     dtype: np.dtype
     COLUMNS: int
     SPLIT: int
     DEEP: bool = False
+    ROWS: int = 128  # of a weight: 64 for each of two warpgroups, or 64 for both, which share K then
 
     @classmethod
     def fitting(cls, dtype, B, K, rows, device, early=False) -> BatchProduct | None:
@@ -109,7 +111,8 @@ class BatchProduct(ModelKernel):
         if device.capability != 90 or dtype not in cls.DTYPES or B > cls.MOST and not few_rows:
             return None
         columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
-        kernels = [cls(dtype, columns, split) for split in cls.SPLITS]
+        heights = (64, 128) if B in cls.SHARED else (128,)
+        kernels = [cls(dtype, columns, split, ROWS=height) for height in heights for split in cls.SPLITS]
         kernel = min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
         deep = early and columns <= cls.DEEP_COLUMNS and kernel.blocks(B, rows) <= device.multiprocessors
         return replace(kernel, DEEP=deep)
@@ -132,7 +135,12 @@ class BatchProduct(ModelKernel):
     @property
     def depth(self) -> int:
         """Of K a step."""
-        return SWIZZLED // self.dtype.itemsize
+        return SWIZZLED // self.dtype.itemsize * self.shares
+
+    @property
+    def shares(self) -> int:
+        """Of K among the warpgroups that have the same rows."""
+        return 128 // self.ROWS
 
     @property
     def terms(self):
@@ -145,9 +153,12 @@ class BatchProduct(ModelKernel):
     @property
     def shared_bytes(self):
         of_w, of_x = self.DEEP_STAGES if self.DEEP else self.STAGES[self.COLUMNS]
-        ring = SWIZZLED * (of_w * self.ROWS + of_x * self.terms * self.COLUMNS)
+        more = self.shares - 1
+        of_w, of_x = of_w - more, of_x + 4 * more
+        ring = SWIZZLED * (of_w * 128 + of_x * self.terms * self.COLUMNS)
         of_x = of_x * SWIZZLED // 2 // self.depth
-        return max(ring, 4 * self.COLUMNS * (self.ROWS + 4)) + 8 * (2 * of_w + of_x + 1)
+        parts = self.shares * self.COLUMNS * (self.ROWS + 4)
+        return max(ring, 4 * parts) + 8 * (2 * of_w + of_x + 1)
 
 
 @dataclass(frozen=True)

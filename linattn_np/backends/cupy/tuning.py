@@ -100,6 +100,12 @@ def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
     return min(((time(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
 
 
+def summary_channels(K, blocks, most) -> int:
+    """Of how many channels at most a block summarises a segment backward: half of them where `blocks` of all channels
+    leave half of the card's `most` multiprocessors idle: 0.254 for 0.257 ms at 4,2048,16,128."""
+    return TILES[0] if ceil_div(K, TILES[0]) * blocks <= most else K
+
+
 def split_columns(heads, V, longest, device, alone, split) -> bool:
     """Whether two blocks of a cluster share a head's columns of V, and what producers make of it: where the card holds
     them all, sequences need not be cut in more than two, and a block of theirs (`split`) has as many producers as one
