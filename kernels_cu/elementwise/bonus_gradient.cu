@@ -1,6 +1,6 @@
-// what      RWKV-6: du of the shares that the backward passes leave.
+// what      RWKV-6: du of the parts that the backward passes leave.
 // math      du = sum_n shares_n
-// shapes    shares [N, H, K] float32 or float64, of sequences or of their segments; du [H, K]
+// shapes    partial_du [N, H, K] float32 or float64, of sequences or of their segments; du [H, K]
 // grid      a warp for every 4 values; a lane for every eighth share, then their sum
 // smem      none
 // barriers  none
@@ -11,7 +11,7 @@
 #include "real.cuh"
 
 template <typename T> struct Args {
-  const Real<T>* shares;
+  const Real<T>* partial_du;
   T* du;
   i64 N, H, K;
 };
@@ -20,7 +20,7 @@ template <typename T> __global__ void __launch_bounds__(128) elementwise_bonus_g
   const i64 size = args.H * args.K, at = i64(blockIdx.x) * 16 + threadIdx.x / 32 * 4 + threadIdx.x % 4;
   Real<T> sum = 0;
   if (at < size)
-    for (i64 n = threadIdx.x % 32 / 4; n < args.N; n += 8) sum += args.shares[n * size + at];
+    for (i64 n = threadIdx.x % 32 / 4; n < args.N; n += 8) sum += args.partial_du[n * size + at];
 #pragma unroll
   for (int distance = 16; distance >= 4; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   if (at < size && threadIdx.x % 32 < 4) args.du[at] = from_real<T>(sum);

@@ -34,7 +34,7 @@ struct Args {
 
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS) float64_backwards(const Args args) {
-  const Place at(args.shape, args.R);
+  const WorkTile at(args.shape, args.R);
   if (at.r >= args.R) return;
   const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h, every = args.shape.chunk;
   const Span chunks = chunks_of(args.shape, at.n % args.shape.count);

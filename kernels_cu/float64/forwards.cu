@@ -27,7 +27,7 @@ struct Args {
 
 template <class ReadOrder, int COLUMNS>
 __global__ void __launch_bounds__(32 * WARPS) float64_forwards(const Args args) {
-  const Place at(args.shape, args.R);
+  const WorkTile at(args.shape, args.R);
   if (at.r >= args.R) return;
   const i64 b = at.b, h = at.h, r = at.r, state = at.n * args.shape.H + h;
   i64 chunk = chunks_of(args.shape, at.n % args.shape.count).start;

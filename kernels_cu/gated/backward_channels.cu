@@ -7,7 +7,7 @@
 //           of 32, 16 and 8 tokens between them, or in the middle of their sub-chunk: there alone queries count from t
 //           on less keys from t on, with the same operands on both sides, so that pairs behind t cancel to float32.
 //           Where gates of a warp's channels grow, these pairs are summed one by one (growth.cuh)
-// shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, shares of du [B, NC, H, K] float32
+// shapes    q k g dq dk dg [B, H, T, K], v do [B, H, T, V], u [H, K] float32, parts of du [B, NC, H, K] float32
 //           kept: as backward_states leaves it
 // grid      a block for every (batch, head, chunk, tile of 64 channels); a warp for every 16 channels
 // smem      q, k, g; two stages of v and do, where dA stands later, and what both halves of the chunk need
@@ -48,7 +48,7 @@ template <typename T, typename G, typename E> struct Args {
   Rows<G> dg;
   const float* u;  // null for GLA
   const void* kept;
-  float* shares;  // null for GLA
+  float* partial_du;  // null for GLA
   Shape shape;
   i64 first, heads;  // the heads at hand
   double scale;
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(THREADS, 2) gated_backward_channels(
     for (int row = 0; row < 2; ++row) {
       const bool there = channel + 8 * row < shape.K;
       const float sum = sums(du[row]).all;
-      if (there && t == 0) args.shares[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * row] = sum;
+      if (there && t == 0) args.partial_du[((b * shape.NC + c) * shape.H + h) * shape.K + channel + 8 * row] = sum;
       u[row] = there ? args.u[h * shape.K + channel + 8 * row] : 0.f;
     }
   }

@@ -46,7 +46,7 @@ template <typename T, typename G> struct Shared {
 };
 
 // Where a block's tokens and its state are.
-struct Place {
+struct WorkTile {
   int n, b, h;  // sequence or segment, batch, head
   int k_tile, v_tile;
   Span span;
@@ -94,7 +94,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps
 }
 
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int PRODUCTS>
-__device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, const Place& at) {
+__device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, const WorkTile& at) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   const Shape& shape = args.shape;
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   const int v_tiles = int((shape.V + TILE - 1) / TILE), k_tiles = int((shape.K + TILE - 1) / TILE);
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = v_tiles * k_tiles, heads = u32(args.heads);
-  Place at;
+  WorkTile at;
   at.v_tile = block % v_tiles, at.k_tile = block / v_tiles % k_tiles;
   at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
   at.span = tokens_of(shape, at.n % shape.count);

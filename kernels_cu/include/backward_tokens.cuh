@@ -63,20 +63,22 @@ __device__ __forceinline__ void put_token_sums(float* to, float (&x)[8]) {
 
 // ---- segments of sequences, P each, in either direction ---------------------------------------------------------
 
-__device__ __forceinline__ bool is_first(const Place& at, i64 P, bool backwards) {
+__device__ __forceinline__ bool is_first(const WorkTile& at, i64 P, bool backwards) {
   return at.sequence % P == (backwards ? P - 1 : 0);
 }
-__device__ __forceinline__ bool is_last(const Place& at, i64 P, bool backwards) { return is_first(at, P, !backwards); }
+__device__ __forceinline__ bool is_last(const WorkTile& at, i64 P, bool backwards) {
+  return is_first(at, P, !backwards);
+}
 
 // Where among the states that segments of both directions start from this one's is; a block has one of `tiles` of it.
-__device__ __forceinline__ i64 slot_of(const Place& at, bool backwards, u32 tiles = 1) {
+__device__ __forceinline__ i64 slot_of(const WorkTile& at, bool backwards, u32 tiles = 1) {
   return (backwards ? gridDim.x / tiles / 2 : 0) + at.pair;
 }
 
 // The first segment starts from the given state, or from zeros, and puts it among the others.
 template <int BV>
 __device__ __forceinline__ void start(float (&S)[BV / 2], const float* given, float* states, const Shape& shape,
-                                      const Place& at, i64 P, bool backwards, int channel, u32 tiles = 1) {
+                                      const WorkTile& at, i64 P, bool backwards, int channel, u32 tiles = 1) {
   if (!is_first(at, P, backwards)) return;
   const i64 size = shape.K * shape.V;
   if (given)

@@ -1,18 +1,18 @@
 // what      Softmax attention without tensor cores, for any dtype and size: a warp has a query, or a key, and meets the
 //           tokens it is paired with 32 at a time, one a lane.
 // shapes    q k [B, H, T, K], v o do [B, H, T, V]; L and delta [B, H, T] of Real<T>
-// grid      a block for every (sequence, head, tile of 128 columns, 4 tokens), in the order of `Place`
+// grid      a block for every (sequence, head, tile of 128 columns, 4 tokens), in the order of `WorkTile`
 #include "real.cuh"
 #include "tensor.cuh"
 
 constexpr int WARPS = 4, WIDTH = 128, EACH = WIDTH / 32;  // tokens a block; columns a warp, and a lane, has sums of
 
 // A warp's token, and its columns from `column` on.
-struct Place {
+struct WorkTile {
   i64 b, h, t, column;
   Span span;
 
-  __device__ Place(const Shape& shape, i64 tiles) {
+  __device__ WorkTile(const Shape& shape, i64 tiles) {
     const i64 rows = (shape.chunk + WARPS - 1) / WARPS, block = blockIdx.x / rows / tiles, c = block % shape.NC;
     column = blockIdx.x / rows % tiles * WIDTH + threadIdx.x % 32;
     h = block / shape.NC % shape.H, b = block / shape.NC / shape.H;

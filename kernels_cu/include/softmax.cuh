@@ -130,13 +130,13 @@ __device__ __forceinline__ float weigh(float (&s)[N / 8][4], int half, float sca
 
 // Where a block works: a chunk of the tokens of one sequence and head. Tokens count from the sequence's start. It
 // stands in shared memory, since the products leave no registers for it.
-struct Place {
+struct WorkTile {
   int batch, head, start;  // the sequence's first token among all
   int first, length;       // the chunk's first token, the sequence's tokens
   i64 row;                 // where the sequence begins in an array [B, H, T]
 };
 
-__device__ __forceinline__ Place place_of(const Shape& shape, int chunk, u32 pair) {
+__device__ __forceinline__ WorkTile work_tile(const Shape& shape, int chunk, u32 pair) {
   int sequence = 0, last = int(shape.count) - 1;
   while (sequence < last) {  // the last sequence whose chunks do not begin after this one
     const int middle = (sequence + last + 1) / 2;
@@ -157,7 +157,7 @@ __device__ __forceinline__ Place place_of(const Shape& shape, int chunk, u32 pai
 // with `vectors` (rows start on 16 bytes and end on them) in the background until the next cp_async_wait, otherwise at
 // once.
 template <int ROWS, int D, typename T>
-__device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, const Place& at, int first, i64 width,
+__device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, const WorkTile& at, int first, i64 width,
                                       bool vectors, int column = 0) {
   constexpr int ACROSS = D / 8, DOWN = THREADS / ACROSS;
   const int thread = opaque(threadIdx.x % THREADS), piece = thread % ACROSS;
@@ -182,8 +182,8 @@ __device__ __forceinline__ void fetch(T* tile, const Rows<const T>& x, const Pla
 // Store a warp's [16 M, D] values, each times the factor of its row, as tokens first... of the sequence, through rows
 // `row`... of a tile that only this warp uses.
 template <int D, int M, typename T, class F>
-__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x, const Place& at,
-                                      int first, i64 width, bool vectors) {
+__device__ __forceinline__ void store(Fragment<M, D>& d, F factor, T* tile, int row, const Rows<T>& x,
+                                      const WorkTile& at, int first, i64 width, bool vectors) {
   const int lane = threadIdx.x & 31;
   __syncwarp();  // the warp has read what the tile held
 #pragma unroll

@@ -10,12 +10,12 @@ template <typename X> constexpr int PANEL = 128 / sizeof(X);
 template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
 
 // Where a block works: a (sequence, head), and its first chunk among those of all blocks.
-struct Place {
+struct WorkTile {
   i32 sequence, batch, head, start, tokens;
   i64 pair, chunk;
 };
 
-__device__ __forceinline__ Place place_of(const Shape& shape, u32 block) {
+__device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
   const u32 H = u32(shape.H), count = u32(shape.count), n = block / H, h = block % H;
   const Span span = tokens_of(shape, n % count);
   return {i32(n),
@@ -48,7 +48,7 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F
 // each_input calls f(tile, its map, its rows, its width, its first column). What lies behind the sequence's end becomes
 // zero.
 template <class Inputs>
-__device__ __forceinline__ void fetch_chunk(Barrier& full, const Place& at, int token, Inputs each_input) {
+__device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, int token, Inputs each_input) {
   const int rows = at.tokens - token;
   if (rows >= CHUNK) {
     if (threadIdx.x & 31) return barrier_arrive(full);
@@ -74,7 +74,8 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const Place& at, int 
 }
 
 // Copies a chunk's results from shared memory, and returns when that may be filled again.
-template <class Outputs> __device__ __forceinline__ void store_chunk(const Place& at, int token, Outputs each_output) {
+template <class Outputs>
+__device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
   const int rows = at.tokens - token;
   if (rows >= CHUNK) {
     if ((threadIdx.x & 31) == 0) {
@@ -262,7 +263,7 @@ __device__ __forceinline__ void multiply_pairs(Values& y, const Operand& x, bf16
 
 // The gate of a token of the sequence, as it comes, so that nothing waits for it yet; none before and behind the
 // sequence.
-template <typename G> __device__ __forceinline__ G gate_of(const Rows<const G>& gates, const Place& at, int token) {
+template <typename G> __device__ __forceinline__ G gate_of(const Rows<const G>& gates, const WorkTile& at, int token) {
   return token >= 0 && token < at.tokens ? *gates.row(at.batch, at.head, at.start + token) : from_float<G>(0.f);
 }
 

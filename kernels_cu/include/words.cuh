@@ -5,36 +5,36 @@
 #include "ptx.cuh"
 
 // Words that blocks hand to each other, when all of the grid's are at work at once: 48 bits and, above them, the lower
-// 16 of the number of the turn in which they were written. Whoever takes words reads them until they are of the wanted
-// turn: no barrier is needed, nor a fence.
-__device__ __forceinline__ void put_word(u64* to, u64 bits, u32 turn) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(bits | u64(turn) << 48) : "memory");
+// 16 of the number of the epoch in which they were written. Whoever takes words reads them until they are of the wanted
+// epoch: no barrier is needed, nor a fence.
+__device__ __forceinline__ void put_word(u64* to, u64 bits, u32 epoch) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(bits | u64(epoch) << 48) : "memory");
 }
-__device__ __forceinline__ bool of_turn(u64 word, u32 turn) { return u32(word >> 48) == (turn & 0xffffu); }
+__device__ __forceinline__ bool of_epoch(u64 word, u32 epoch) { return u32(word >> 48) == (epoch & 0xffffu); }
 
-// Start reading words; they may be of any turn.
+// Start reading words; they may be of any epoch.
 template <int N> __device__ __forceinline__ void load_words(u64 (&words)[N], const u64* const (&from)[N]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(words[n]) : "l"(from[n]));
 }
-// Read them again until they are of this turn.
-template <int N> __device__ __forceinline__ void settle_words(u64 (&words)[N], const u64* const (&from)[N], u32 turn) {
+// Read them again until they are of this epoch.
+template <int N> __device__ __forceinline__ void settle_words(u64 (&words)[N], const u64* const (&from)[N], u32 epoch) {
   for (;;) {
     bool all = true;
 #pragma unroll
-    for (int n = 0; n < N; ++n) all &= of_turn(words[n], turn);
+    for (int n = 0; n < N; ++n) all &= of_epoch(words[n], epoch);
     if (all) return;
     load_words(words, from);
   }
 }
-template <int N> __device__ __forceinline__ void take_words(u64 (&words)[N], const u64* const (&from)[N], u32 turn) {
+template <int N> __device__ __forceinline__ void take_words(u64 (&words)[N], const u64* const (&from)[N], u32 epoch) {
   load_words(words, from);
-  settle_words(words, from, turn);
+  settle_words(words, from, epoch);
 }
 
 // The same of pairs of neighbours, on 16 bytes, which begin at `from[at[n]]`.
 template <int N>
-__device__ __forceinline__ void take_pairs(u64 (&pairs)[N][2], const u64* from, const int (&at)[N], u32 turn) {
+__device__ __forceinline__ void take_pairs(u64 (&pairs)[N][2], const u64* from, const int (&at)[N], u32 epoch) {
   bool all;
   do {
     all = true;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void take_pairs(u64 (&pairs)[N][2], const u64* from, 
                    : "=l"(pairs[n][0]), "=l"(pairs[n][1])
                    : "l"(from + at[n]));
 #pragma unroll
-    for (int n = 0; n < N; ++n) all &= of_turn(pairs[n][0], turn) && of_turn(pairs[n][1], turn);
+    for (int n = 0; n < N; ++n) all &= of_epoch(pairs[n][0], epoch) && of_epoch(pairs[n][1], epoch);
   } while (!all);
 }
 

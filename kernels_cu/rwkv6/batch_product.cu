@@ -228,28 +228,28 @@ __global__ void __launch_bounds__(THREADS, DEEP ? 1 : 2) __cluster_dims__(SPLIT,
   else __syncthreads();
 
   constexpr int QUADS = ROWS / 4, EACH = COLUMNS / SPLIT;  // columns that this block finishes
-  constexpr int TURNS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
+  constexpr int ITERATIONS = (EACH * QUADS + CONSUMERS - 1) / CONSUMERS;
   const int first = blockIdx.x % SPLIT * EACH, m = tid % QUADS * 4, row = tile.rows.row + m;
   const int inside = int(stack.M) - row;
-  float4 sums[TURNS] = {};  // all loads at once: another block's memory is far
+  float4 sums[ITERATIONS] = {};  // all loads at once: another block's memory is far
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int n = tid / QUADS + turn * (CONSUMERS / QUADS);
+  for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
+    const int n = tid / QUADS + iteration * (CONSUMERS / QUADS);
     if (tid >= CONSUMERS || n >= EACH) continue;
 #pragma unroll
     for (int block = 0; block < SPLIT; ++block) {
-      if (SPLIT == 1) sums[turn] = sum_of_shares(s, n, m);
+      if (SPLIT == 1) sums[iteration] = sum_of_shares(s, n, m);
       else
 #pragma unroll
         for (int share = 0; share < S::SHARES; ++share)
-          sums[turn] = plus(sums[turn], load4_of_block(&s.parts[share][first + n][m], block));
+          sums[iteration] = plus(sums[iteration], load4_of_block(&s.parts[share][first + n][m], block));
     }
   }
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int n = tid / QUADS + turn * (CONSUMERS / QUADS), b = tile.column + first + n;
+  for (int iteration = 0; iteration < ITERATIONS; ++iteration) {
+    const int n = tid / QUADS + iteration * (CONSUMERS / QUADS), b = tile.column + first + n;
     if (tid >= CONSUMERS || n >= EACH || b >= args.B || inside <= 0) continue;
-    const float4& sum = sums[turn];
+    const float4& sum = sums[iteration];
     const i64 to = (tile.rows.which * args.B + b) * stack.M + row;
     if (stack.finish == Finish::ReluSquared)
       store<TERMS<COLUMNS>>(static_cast<typename S::X*>(stack.y) + to, stack.C * args.B * stack.M, inside,

@@ -16,15 +16,15 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
   int stage;  // of weights that is next, and the parity of its `full`
   u32 parity;
 
-  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<STAGES>& s, int turn)
+  __device__ __forceinline__ DecodeBlock(const Args<T, S, X>& args, Shared<STAGES>& s, int next)
       : args(args),
         s(s),
         staging(reinterpret_cast<float*>(&s + 1)),
         B(opaque(int(args.B))),
         D(opaque(int(args.D))),
         tid(opaque(threadIdx.x)),
-        stage(turn >> 1),
-        parity(turn & 1) {}
+        stage(next >> 1),
+        parity(next & 1) {}
 
   __device__ __forceinline__ i64 row_of(int b) const { return args.slots ? args.slots[b] : b; }
 

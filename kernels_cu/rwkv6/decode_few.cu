@@ -21,7 +21,7 @@
 
 template <typename T, typename S, int STAGES>
 __device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<STAGES>& s, i64 layer, int phase, int input,
-                                       u32 turn, bool first);
+                                       u32 epoch, bool first);
 template <typename T, typename S, int STAGES>
 struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
   typedef DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> Block;
@@ -29,10 +29,10 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
   using Block::EACH, Block::PARTS, Block::SEQUENCES, Block::channels, Block::input_of, Block::row_of, Block::together;
   typedef typename Block::Channels Channels;
   typedef typename Block::Norm Norm;
-  const u32 turn;  // of what this layer writes
+  const u32 epoch;  // of what this layer writes
 
-  __device__ __forceinline__ DecodeFew(const Args<T, S, u64>& args, Shared<STAGES>& s, u32 turn, int next)
-      : Block(args, s, next), turn(turn) {}
+  __device__ __forceinline__ DecodeFew(const Args<T, S, u64>& args, Shared<STAGES>& s, u32 epoch, int next)
+      : Block(args, s, next), epoch(epoch) {}
 
   static constexpr int WORDS = Split<T>::WORDS;
   static constexpr bool HALVES = PARTS == 3;  // whether the parts of a number are bfloat16, and not tf32
@@ -72,7 +72,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
 
   // Pairs of neighbours among numbers [first, first + count) of each sequence's K words, taken for `store(b, k, x, y)`.
   template <int EACH_THREAD, typename Store>
-  __device__ __forceinline__ void take(const u64* words, int first, int count, int K, u32 turn, const Store& store) {
+  __device__ __forceinline__ void take(const u64* words, int first, int count, int K, u32 epoch, const Store& store) {
     const int half = count / 2, pairs = B * half;
     const auto sequence = [&](int pair) { return B > 1 ? pair / half : 0; };
 #pragma unroll 1
@@ -84,7 +84,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
         const int p = min(start + n * THREADS, pairs - 1);
         at[n] = 2 * p + sequence(p) * (K - count);
       }
-      take_pairs(pair, words + first, at, turn);
+      take_pairs(pair, words + first, at, epoch);
 #pragma unroll
       for (int n = 0; n < EACH_THREAD; ++n) {
         const int p = start + n * THREADS, b = sequence(p);
@@ -97,8 +97,8 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
   // What products take of `count` numbers of each sequence.
   __device__ __forceinline__ void fetch(const u64* words, int first, int count, int K) {
     const auto store = [&](int b, int k, u64 x, u64 y) { put_operands(count, b, k, x, y); };
-    if (B * count <= 8 * THREADS) take<4>(words, first, count, K, turn, store);
-    else take<7>(words, first, count, K, turn, store);
+    if (B * count <= 8 * THREADS) take<4>(words, first, count, K, epoch, store);
+    else take<7>(words, first, count, K, epoch, store);
   }
 
   // -- norms ---------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
       sync();  // the staging area stands
     } else {
       const bool last_layers = phase != FFN_INPUTS;
-      take<4>(x_words(last_layers), 0, D, D, turn - last_layers, [&](int b, int k, u64 x, u64 y) {
+      take<4>(x_words(last_layers), 0, D, D, epoch - last_layers, [&](int b, int k, u64 x, u64 y) {
         *reinterpret_cast<float2*>(floats() + b * D + k) = {number(x), number(y)};
       });
     }
@@ -159,8 +159,8 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
         const float4 y = Block::normed(x[n], mean, scale, c);
         if (xx) {
           u64* to = xx + b * D + j;
-          put_word(to, plain(y.x), turn), put_word(to + 1, plain(y.y), turn);
-          put_word(to + 2, plain(y.z), turn), put_word(to + 3, plain(y.w), turn);
+          put_word(to, plain(y.x), epoch), put_word(to + 1, plain(y.y), epoch);
+          put_word(to + 2, plain(y.z), epoch), put_word(to + 3, plain(y.w), epoch);
         }
         const float4 mixed = norm.shift ? Block::mixed(y, before, c) : y;
         put_operands(D, b, j, operand(mixed.x), operand(mixed.y));
@@ -182,31 +182,31 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
     switch (phase) {
       case MIX_DOWN:
         m += tile * ROWS;
-        if (m < 5 * args.A) put_word(args.low + b * 5 * args.A + m, plain(tanhf(sum)), turn);
+        if (m < 5 * args.A) put_word(args.low + b * 5 * args.A + m, plain(tanhf(sum)), epoch);
         break;
       case INPUTS:
         if (input == 0) {
           m += tile * ROWS;
-          if (m < args.W) put_word(args.decay_low + b * args.W + m, plain(tanhf(sum)), turn);
+          if (m < args.W) put_word(args.decay_low + b * args.W + m, plain(tanhf(sum)), epoch);
         } else {
           m += (tile - tiles_of(args.W) - (input - 1) * tiles_of(D)) * ROWS;
-          if (m < D) put_word(args.kvrg_out + ((input - 1) * B + b) * D + m, plain(sum), turn);
+          if (m < D) put_word(args.kvrg_out + ((input - 1) * B + b) * D + m, plain(sum), epoch);
         }
         break;
       case FFN_INPUTS:
         if (input == 0) {
           m += tile * ROWS;
-          if (m < args.F) put_word(args.activated + b * args.F + m, operand(sum > 0.f ? sum * sum : 0.f), turn);
+          if (m < args.F) put_word(args.activated + b * args.F + m, operand(sum > 0.f ? sum * sum : 0.f), epoch);
         } else {
           m += (tile - tiles_of(args.F)) * ROWS;
-          if (m < D) put_word(args.gate + b * D + m, plain(sigmoid(sum)), turn);
+          if (m < D) put_word(args.gate + b * D + m, plain(sigmoid(sum)), epoch);
         }
         break;
       case OUTPUT:
       case FFN_VALUE:
         m += tile * ROWS;
         if (m >= D) break;
-        put_word(x_words(phase == FFN_VALUE) + b * D + m, plain(sum), turn);
+        put_word(x_words(phase == FFN_VALUE) + b * D + m, plain(sum), epoch);
         args.x[b * D + m] = sum;  // for this thread itself
         if (phase == FFN_VALUE) args.ffn_shift[(layer * args.P + row_of(b)) * D + m] = xx;
         break;
@@ -258,7 +258,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
     const Tiles tiles = share_of(args, phase);
     if (tiles.first >= tiles.stop) return;
     const bool normed = phase == MIX_DOWN || phase == FFN_INPUTS || phase == HEAD;
-    if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, input_of(phase, tiles.first), turn, tiles.first == 0);
+    if (normed) ::normalise<T, S, STAGES>(args, s, layer, phase, input_of(phase, tiles.first), epoch, tiles.first == 0);
     const int warp = tid >> 5, g = (tid & 31) >> 2, t = tid & 3;
     const int K = opaque(depth_of(args, phase));
     const int held = normed ? K : min(K, int(args.staged));  // numbers of a sequence in the staging area at a time
@@ -286,7 +286,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
 #pragma unroll 2
         for (int k = 0; k < count; k += Lane<T>::STAGE) multiply_slot(sums, count, k);
       }
-      if (gated) settle_words(side, side_words, turn);
+      if (gated) settle_words(side, side_words, epoch);
       auto& parts = s.parts[tile & 1];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -339,7 +339,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
 #pragma unroll 1
       for (int n = min(tid, B * A - 1);; n += THREADS) {
         from[OWN] = args.low + (n / A * 5 + c) * A + n % A;
-        take_words(words, from, turn);
+        take_words(words, from, epoch);
         if (tid < B * A) staging[n] = number(words[OWN]);
         if (n + THREADS >= B * A) break;
       }
@@ -355,7 +355,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
 #pragma unroll
         for (int i = 0; i < SHARES; ++i) sum += s.mix[b][i][channel];
         const float xx = number(words[n]);
-        put_word(args.mixed + (c * B + b) * D + j, operand(fmaf(old[n] - xx, sum, xx)), turn);
+        put_word(args.mixed + (c * B + b) * D + j, operand(fmaf(old[n] - xx, sum, xx)), epoch);
       }
     }
   }
@@ -386,7 +386,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
 #pragma unroll
       for (int n = 0; n < 4; ++n) from[n] = kvrg + n * B * D;
       from[4] = normed_words(false) + at + min(tid, N - 1), from[5] = args.decay_low + b * W + min(tid, W - 1);
-      take_words(words, from, turn);
+      take_words(words, from, epoch);
       sync();  // what was there before is free
       if (tid < N) {
         s.k[tid] = number(words[0]), s.v[tid] = number(words[1]), s.r[tid] = number(words[2]), s.u[tid] = u;
@@ -398,14 +398,14 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
       for (int w = tid + THREADS; w < W; w += THREADS) {
         const u64* const next[1] = {args.decay_low + b * W + w};
         u64 found[1];
-        take_words(found, next, turn);
+        take_words(found, next, epoch);
         s.low[w] = number(found[0]);
       }
       sync();  // the inputs stand
 
       Block::decay_parts(s, weight, up, share, shares, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
-                    [&](int n, float y) { put_word(args.y + at + n, operand(y), turn); });
+                    [&](int n, float y) { put_word(args.y + at + n, operand(y), epoch); });
     }
   }
 };
@@ -413,8 +413,8 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
 // What goes on in a block need not be kept in registers meanwhile.
 template <typename T, typename S, int STAGES>
 __device__ __noinline__ void normalise(const Args<T, S, u64>& args, Shared<STAGES>& s, i64 layer, int phase, int input,
-                                       u32 turn, bool first) {
-  DecodeFew<T, S, STAGES> block(args, s, turn, 0);
+                                       u32 epoch, bool first) {
+  DecodeFew<T, S, STAGES> block(args, s, epoch, 0);
   block.normalise(layer, phase, input, first && phase != HEAD ? block.normed_words(phase == FFN_INPUTS) : nullptr);
 }
 

@@ -37,8 +37,8 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
   typedef typename Block::Norm Norm;
   const u32 sense;  // of the barrier before this phase
 
-  __device__ __forceinline__ Decode(const Args<float, S, float>& args, Shared<STAGES>& s, u32 sense, int turn)
-      : Block(args, s, turn), sense(sense) {}
+  __device__ __forceinline__ Decode(const Args<float, S, float>& args, Shared<STAGES>& s, u32 sense, int next)
+      : Block(args, s, next), sense(sense) {}
 
   // What the phases before wrote can be read; between their end and here is time to load what does not change.
   __device__ __forceinline__ void ready() { grid_wait<THREADS>(args.arrived, sense); }
@@ -356,11 +356,11 @@ __device__ __noinline__ void normalise(const Args<float, S, float>& args, Shared
   block.normalise(block.norm_of(layer, phase, input), first ? args.xx : nullptr);
 }
 
-// Phases one by one. `turn` is the number of the stage that is next, and the parity of its `full`.
+// Phases one by one. `next` is the number of the next stage, and the parity of its `full`.
 template <typename S, int STAGES, bool PAIRED>
 __device__ __forceinline__ int products(const Args<float, S, float>& args, Shared<STAGES>& s, int layer, int phase,
-                                        u32 sense, int turn) {
-  Decode<S, STAGES, PAIRED> block(args, s, sense, turn);
+                                        u32 sense, int next) {
+  Decode<S, STAGES, PAIRED> block(args, s, sense, next);
   block.products(layer, phase);
   return block.stage * 2 + int(block.parity);
 }
@@ -377,7 +377,7 @@ template <typename S, int STAGES, bool PAIRED>
 __device__ __forceinline__ void decode(const Args<float, S, float>& args, Shared<STAGES>& s) {
   wait_for_previous();
   u32 sense = barrier_sense(args.arrived);
-  int turn = 0;
+  int next = 0;
 #pragma unroll 1
   for (int n = int(args.first); n < int(args.last); ++n) {
     const int layer = n / PHASES, phase = layer == args.L ? int(HEAD) : n % PHASES;
@@ -385,7 +385,7 @@ __device__ __forceinline__ void decode(const Args<float, S, float>& args, Shared
     const u32 before = n > args.first ? sense : NO_BARRIER;
     if (phase == MIX) mix<S, STAGES, PAIRED>(args, s, layer, before);
     else if (phase == TIME_MIX) time_mix<S, STAGES, PAIRED>(args, s, layer, before);
-    else turn = products<S, STAGES, PAIRED>(args, s, layer, phase, before, turn);
+    else next = products<S, STAGES, PAIRED>(args, s, layer, phase, before, next);
     if (n > args.first) sense = next_sense(sense);
   }
 }

@@ -32,7 +32,7 @@ template <typename T, int D> struct alignas(128) Shared {
   T g[2][QUERIES * D];
   float L[2][QUERIES];
   float delta[2][QUERIES];
-  Place at;
+  WorkTile at;
 };
 
 template <typename T, int D> __global__ void __launch_bounds__(THREADS, 2) softmax_backward_keys(const Args<T> args) {
@@ -40,9 +40,9 @@ template <typename T, int D> __global__ void __launch_bounds__(THREADS, 2) softm
   static_assert(sizeof(s) == 2 * D * (2 * KEYS + 4 * QUERIES) + 4 * 4 * QUERIES + 128, "what the host asks for");
   const Shape& shape = args.shape;
   const u32 pairs = u32(shape.B * shape.H);
-  if (threadIdx.x == 0) s.at = place_of(shape, int(blockIdx.x / pairs), blockIdx.x % pairs);
+  if (threadIdx.x == 0) s.at = work_tile(shape, int(blockIdx.x / pairs), blockIdx.x % pairs);
   __syncthreads();  // the place stands
-  const Place& at = s.at;
+  const WorkTile& at = s.at;
   const int row = threadIdx.x / 32 * 16, key = at.first + row, lane = threadIdx.x & 31;  // the warp's first
   auto fetch_queries = [&](int first, int stage) {
     fetch<QUERIES, D>(s.q[stage], args.q, at, first, shape.K, args.vectors);

@@ -34,7 +34,7 @@ template <typename T, int D> struct alignas(128) Shared {
     T kv[2][2][KEYS * D];  // keys, values of two tiles
   };
   float delta[QUERIES];
-  Place at;
+  WorkTile at;
 };
 
 template <typename T, int D>
@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_backward_queries(const Arg
   static_assert(sizeof(s) == 2 * D * (2 * QUERIES + 4 * KEYS) + 4 * QUERIES + 128, "what the host asks for");
   const Shape& shape = args.shape;
   const u32 pairs = u32(shape.B * shape.H);
-  if (threadIdx.x == 0) s.at = place_of(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
+  if (threadIdx.x == 0) s.at = work_tile(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
   __syncthreads();  // the place stands
-  const Place& at = s.at;
+  const WorkTile& at = s.at;
   const int row = threadIdx.x / 32 * 32, lane = threadIdx.x & 31;
   // The warp's first query and the keys that the block sees, made anew each time for want of registers.
   auto query = [&] { return at.first + row; };

@@ -19,7 +19,7 @@ template <typename T, int D> struct alignas(128) Shared {
   T q[QUERIES * D];
   T k[2][KEYS * D];
   T v[2][KEYS * D];
-  Place at;
+  WorkTile at;
 };
 
 template <typename T, int D>
@@ -28,9 +28,9 @@ __global__ void __launch_bounds__(THREADS, 2) softmax_forward(const SoftmaxForwa
   static_assert(sizeof(s) == 2 * D * (QUERIES + 4 * KEYS) + 128, "what the host asks for");
   const Shape& shape = args.shape;
   const u32 pairs = u32(shape.B * shape.H);
-  if (threadIdx.x == 0) s.at = place_of(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
+  if (threadIdx.x == 0) s.at = work_tile(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
   __syncthreads();  // the place stands
-  const Place& at = s.at;
+  const WorkTile& at = s.at;
   const int row = threadIdx.x / 32 * 32, query = at.first + row, lane = threadIdx.x & 31;  // the warp's first
   const int seen = args.causal ? min(at.first + QUERIES, at.length) : at.length;
   auto fetch_keys = [&](int first, int stage) {

@@ -23,7 +23,7 @@ template <typename T> struct Args {
 template <typename T> __global__ void __launch_bounds__(32 * WARPS, 4) softmax_plain_forward(const Args<T> args) {
   using R = Real<T>;
   const Shape& shape = args.shape;
-  const Place at(shape, (shape.V + WIDTH - 1) / WIDTH);
+  const WorkTile at(shape, (shape.V + WIDTH - 1) / WIDTH);
   if (at.t < 0) return;  // the whole warp
   const int lane = threadIdx.x % 32;
   const T* q = args.q.row(at.b, at.h, at.t);

@@ -1,32 +1,32 @@
 // include/words.cuh on the CPU, where blocks run in turn: words are there when a launch needs them.
 #include "ptx.cuh"
 
-inline void put_word(u64* to, u64 bits, u32 turn, emulator::Where where = emulator::here()) {
+inline void put_word(u64* to, u64 bits, u32 epoch, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(bits >> 48 == 0, "put_word of more than 48 bits (%s:%d)", where.file, where.line);
-  *to = bits | u64(turn) << 48;
+  *to = bits | u64(epoch) << 48;
 }
 template <int N> void load_words(u64 (&words)[N], const u64* const (&from)[N]) {
   for (int n = 0; n < N; ++n) words[n] = *from[n];
 }
 template <int N>
-void settle_words(u64 (&words)[N], const u64* const (&)[N], u32 turn, emulator::Where where = emulator::here()) {
+void settle_words(u64 (&words)[N], const u64* const (&)[N], u32 epoch, emulator::Where where = emulator::here()) {
   for (u64 word : words)
-    EMULATOR_CHECK(word >> 48 == (turn & 0xffff), "a word of turn %u, not %u (%s:%d)", u32(word >> 48),
-                   turn & 0xffff, where.file, where.line);
+    EMULATOR_CHECK(word >> 48 == (epoch & 0xffff), "a word of epoch %u, not %u (%s:%d)", u32(word >> 48),
+                   epoch & 0xffff, where.file, where.line);
 }
 template <int N>
-void take_words(u64 (&words)[N], const u64* const (&from)[N], u32 turn, emulator::Where where = emulator::here()) {
+void take_words(u64 (&words)[N], const u64* const (&from)[N], u32 epoch, emulator::Where where = emulator::here()) {
   load_words(words, from);
-  settle_words(words, from, turn, where);
+  settle_words(words, from, epoch, where);
 }
 template <int N>
-void take_pairs(u64 (&pairs)[N][2], const u64* from, const int (&at)[N], u32 turn,
+void take_pairs(u64 (&pairs)[N][2], const u64* from, const int (&at)[N], u32 epoch,
                 emulator::Where where = emulator::here()) {
   for (int n = 0; n < N; ++n) {
     EMULATOR_CHECK(reinterpret_cast<u64>(from + at[n]) % 16 == 0, "take_pairs not on 16 bytes (%s:%d)", where.file,
                    where.line);
     const u64* const both[2] = {from + at[n], from + at[n] + 1};
-    take_words(pairs[n], both, turn, where);
+    take_words(pairs[n], both, epoch, where);
   }
 }
 

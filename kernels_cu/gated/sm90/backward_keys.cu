@@ -71,7 +71,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float sums[2][BK];            // of the chunk's queries, as the first pass leaves them; likewise
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
   float keep;                   // for `forgets`
-  Place place;                  // here, since registers are scarce
+  WorkTile place;               // here, since registers are scarce
   Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
@@ -102,7 +102,7 @@ __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread)
   const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
   bool found = false;
   for (i64 n = 1; last / H % args.P + n < args.P; ++n) {
-    const Place at = segment_at(args.shape, u32(last + n * H), args.P);
+    const WorkTile at = segment_at(args.shape, u32(last + n * H), args.P);
     for (int chunk = thread; chunk * CHUNK < at.tokens; chunk += COUNT) {
       const float* sums = args.sums + (at.chunk + chunk) * (args.shape.K + FLAGS);
       found |= *reinterpret_cast<const WarpFlags<BK>*>(sums + args.shape.K) != 0;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
-  const Place& at = s.place;
+  const WorkTile& at = s.place;
   // Known to be the same for all threads, unlike `at`.
   const int tokens = segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;

@@ -53,7 +53,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Place at = segment_of<false>(args.shape, args.P, args.joined);
+  const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
   const i64 K = args.shape.K, V = args.shape.V;
 #pragma unroll 1
   for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {

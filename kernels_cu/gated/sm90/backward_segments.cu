@@ -52,7 +52,7 @@ template <typename T, typename G, int BK, int BV> struct Walk {
   Shared<T, G, BK, BV>& s;
   int chunks, started;
 
-  __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const Place& at, int started = 0)
+  __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& at, int started = 0)
       : s(s), chunks((at.tokens + CHUNK - 1) / CHUNK), started(started) {}
   __device__ __forceinline__ int stage(int n) const { return (started + n) % STAGES; }
   __device__ __forceinline__ void wait(int n) const {
@@ -68,8 +68,8 @@ template <typename T, typename G, int BK, int BV> struct Walk {
 
 // The warp that moves chunks, of the channels from `first` on; how many have come.
 template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const Place& at, int first,
-                                    bool backwards, bool from_last) {
+__device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& at,
+                                    int first, bool backwards, bool from_last) {
   constexpr int STAGES = Walk<T, G, BK, BV>::STAGES;
   const i64 K = args.shape.K, V = args.shape.V;
   const auto fetch = [&](int n) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 // The same from the given state on, which it puts where the segment starts from.
 template <int BK, int BV, class Args>
 __device__ __forceinline__ void add_start(float (&S)[BV / 2], const float (&decays)[2], const Args& args,
-                                          const Place& at, bool backwards, int channel) {
+                                          const WorkTile& at, bool backwards, int channel) {
   if (!is_first(at, args.P, backwards)) return;
   const float* const given = backwards ? args.dht : args.initial;
   const i64 size = args.shape.K * args.shape.V;
@@ -247,7 +247,8 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
 // ---- a block -------------------------------------------------------------------------------------------------------
 
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Place& at, int first) {
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const WorkTile& at,
+                                        int first) {
   const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, decays[2];
   bool grown = false;
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
   const int first = blockIdx.x % tiles * BK;  // channel
   const bool backwards = block >= half;
-  const Place at = place_of(args.shape, block - backwards * half);
+  const WorkTile at = work_tile(args.shape, block - backwards * half);
   if (backwards < args.first || is_last(at, args.P, backwards)) return;
   if (args.ends && !is_first(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) {

@@ -2,7 +2,7 @@
 //           for every gate but those that grow by more than a nat (forward_growth.cuh).
 // math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is
-//           One, a gate [B, H, T] float32 for all channels, of any strides
+//           ScalarDecay, a gate [B, H, T] float32 for all channels, of any strides
 // grid      forward_schedules.cuh. Warps: four for every 64 columns consume; then groups of producers, which take
 //           chunks in turn
 // smem      forward_storage.cuh

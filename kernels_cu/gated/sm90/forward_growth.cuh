@@ -24,8 +24,8 @@ template <typename T> constexpr u32 LARGEST_GATE<T, f16> = COARSE<T> ? 0x3c003c0
 
 // most <- the larger of it and the gates of this lane's token i.
 template <typename T, bool READS, int BK>
-__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, One, BK>&, const ProducerCoord<BK>&,
-                                            float one, int i) {
+__device__ __forceinline__ void note_growth(u32& most, const InputStage<READS, T, ScalarDecay, BK>&,
+                                            const ProducerCoord<BK>&, float one, int i) {
   if (i == 0) most = max(i32(most), i32(__float_as_uint(one)));  // its own token's
 }
 template <typename T, bool READS, int BK>
@@ -57,7 +57,7 @@ template <int K_RANKS> __device__ __forceinline__ bool either_grows(Votes<K_RANK
 }
 
 // Makes the chunk of a stage, which was `used` so often before, and hands it over but for the last arrival; then starts
-// copying the group's next chunk. parity: of rows[group]; one: the gate of this lane's token where G is One.
+// copying the group's next chunk. parity: of rows[group]; one: the gate of this lane's token where G is ScalarDecay.
 template <class Order, class Schedule, typename T, typename G, int BK, int BV>
 __device__ __noinline__ void make_tokens(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, u32 producer,
                                          int chunk, int stage, u32 used, u32 parity, float one) {

@@ -332,7 +332,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   const int tokens = at.tokens, group = GROUPS > 1 ? thread / P::THREADS : 0, K = int(args.shape.K - args.channel);
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
   const int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
-  // One: the gate of a token of the sub-chunk, which its lanes share out; none beyond the end.
+  // ScalarDecay: the gate of a token of the sub-chunk, which its lanes share out; none beyond the end.
   const auto gate_of = [&](int chunk) {
     const int row = chunk * CHUNK + P(thread).first + thread % BC;
     return WIDTH<G> == 1 && row < tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;

@@ -78,8 +78,8 @@ template <typename T> __device__ __forceinline__ void put_state_query(char* firs
 
 // The gates of a sub-chunk's token i: those of a producer's channels, or the one, which the sub-chunk's lane i has.
 template <bool READS, typename T, int BK>
-__device__ __forceinline__ void gates_of(float (&g)[1], const InputStage<READS, T, One, BK>&, const ProducerCoord<BK>&,
-                                         float one, int i) {
+__device__ __forceinline__ void gates_of(float (&g)[1], const InputStage<READS, T, ScalarDecay, BK>&,
+                                         const ProducerCoord<BK>&, float one, int i) {
   constexpr int LANES = ProducerCoord<BK>::LANES;
   g[0] = __shfl_sync(0xffffffffu, one, (threadIdx.x & 31) / LANES * LANES + i);
 }

@@ -11,9 +11,9 @@
 enum Named { VALUES = 1, PRODUCERS = 3 };  // named barriers: one of a warpgroup, one of a producer group
 
 // The type of a gate that all channels of a token share: float32, read without a tile of its own.
-struct One {};
+struct ScalarDecay {};
 template <typename G> constexpr int WIDTH = 4;  // gates of a token that a producer with 4 channels of it has
-template <> constexpr int WIDTH<One> = 1;
+template <> constexpr int WIDTH<ScalarDecay> = 1;
 
 // bfloat16 has float's range and few digits: it holds every operand, and scores take two numbers. float16 has the
 // digits of tf32 and no range: what may be far from 1 is tf32 there.
@@ -43,7 +43,7 @@ template <typename T, typename G> struct Args {
   TensorMap q, k, g;     // boxes of a chunk's tokens and BK channels
   TensorMap v, o_boxes;  // boxes of a chunk's tokens and PANEL columns, swizzled
   Rows<T> o;
-  Rows<const float> one;     // the gate where it is One
+  Rows<const float> one;     // the gate where it is ScalarDecay
   const float *u, *initial;  // [H, K] and [N, H, K, V], of segments or, beside `left`, of whole sequences; null: none
   float* final;              // [N, H, K, V] of whole sequences, of SegmentState's parts; or null
   Shape shape;
@@ -89,14 +89,14 @@ template <bool READS, typename T, typename G, int BK> struct alignas(128) InputS
   T q[CHUNK][BK], k[CHUNK][BK];
   G g[CHUNK][BK];
 };
-template <typename T, int BK> struct alignas(128) InputStage<true, T, One, BK> {
+template <typename T, int BK> struct alignas(128) InputStage<true, T, ScalarDecay, BK> {
   T q[CHUNK][BK], k[CHUNK][BK];
 };
 template <typename T, typename G, int BK> struct alignas(128) InputStage<false, T, G, BK> {
   T k[CHUNK][BK];
   G g[CHUNK][BK];
 };
-template <typename T, int BK> struct alignas(128) InputStage<false, T, One, BK> {
+template <typename T, int BK> struct alignas(128) InputStage<false, T, ScalarDecay, BK> {
   T k[CHUNK][BK];
 };
 

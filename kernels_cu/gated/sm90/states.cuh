@@ -11,7 +11,7 @@ constexpr int CHECKPOINT_EVERY = 1024;  // tokens
 
 // Which of the states that are kept is that before a sequence's first token; that before a multiple of
 // CHECKPOINT_EVERY tokens behind it is as many further.
-__device__ __forceinline__ int first_kept(const Shape& shape, const Place& at) {
+__device__ __forceinline__ int first_kept(const Shape& shape, const WorkTile& at) {
   return int((at.batch * shape.H + at.head) * (shape.T / CHECKPOINT_EVERY + 1)) + at.start / CHECKPOINT_EVERY;
 }
 // A lane's first values of one, the others THREADS apart.
@@ -22,11 +22,11 @@ template <int BK, int BV> __device__ __forceinline__ float4* kept_at(float* kept
 // The segment of a sequence that a block of a pass has. `joined`: of three that a sequence has, a pass takes the one
 // that it begins with by itself, and the others as one; so only what the two passes begin with is summarised. The long
 // ones are the first half of the blocks. `pair` is the first segment's, `last` the last one's.
-struct Segment : Place {
+struct Segment : WorkTile {
   i64 last;
 };
-__device__ __forceinline__ Place segment_at(const Shape& shape, u32 block, i64 P) {
-  Place at = place_of(shape, block);
+__device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i64 P) {
+  WorkTile at = work_tile(shape, block);
   const u32 segment = u32(at.sequence) % u32(shape.count);
   at.chunk += i64(segment / u32(P)) - segment;  // wherever a pass is cut, a chunk's number is the same
   return at;
@@ -36,7 +36,7 @@ template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Sh
   const bool both = joined && blockIdx.x < heads;
   const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : blockIdx.x;
   Segment at = {segment_at(shape, block, P), block};
-  if (both) at.last += H, at.tokens += place_of(shape, block + H).tokens;
+  if (both) at.last += H, at.tokens += work_tile(shape, block + H).tokens;
   return at;
 }
 

@@ -39,22 +39,23 @@ template <int BV> struct Shared {
 };
 
 template <int BV>
-__device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const Place& at, int first, bool backwards) {
+__device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const WorkTile& at, int first, bool backwards) {
   const i64 K = args.shape.K, V = args.shape.V;
   const int last = (at.tokens - 1) / CHUNK, lane = threadIdx.x & 31;
-  const auto first_of = [&](int turn) { return (backwards ? last - turn : turn) * CHUNK; };
+  const auto first_of = [&](int iteration) { return (backwards ? last - iteration : iteration) * CHUNK; };
   float gates[STAGES];  // of as many chunks: one would be waited for longer than a chunk takes
 #pragma unroll
-  for (int turn = 0; turn < STAGES; ++turn) gates[turn] = gate_of(args.g, at, first_of(turn) + lane);
+  for (int iteration = 0; iteration < STAGES; ++iteration)
+    gates[iteration] = gate_of(args.g, at, first_of(iteration) + lane);
 #pragma unroll 1
   for (int first_turn = 0; first_turn * CHUNK < at.tokens; first_turn += STAGES)
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      const int turn = first_turn + stage;
-      if (turn * CHUNK >= at.tokens) break;
+      const int iteration = first_turn + stage;
+      if (iteration * CHUNK >= at.tokens) break;
       Stage<BV>& in = s.stages[stage];
       if (first_turn) barrier_wait(s.done[stage], first_turn / STAGES - 1 & 1);
-      fetch_chunk(s.full[stage], at, first_of(turn), [&](auto f) {
+      fetch_chunk(s.full[stage], at, first_of(iteration), [&](auto f) {
         f(in.x, backwards ? args.q : args.k, backwards ? args.q_rows : args.k_rows, K, first);
         f(in.y, backwards ? args.do_ : args.v, backwards ? args.do_rows : args.v_rows, V);
       });
@@ -72,7 +73,7 @@ __device__ __forceinline__ void move(Shared<BV>& s, const Args& args, const Plac
                                             : exp2_approx(behind);
       if (lane == (backwards ? CHUNK - 1 : 0)) in.all = exp2_approx(sum);
       barrier_arrive(s.full[stage]);
-      gates[stage] = gate_of(args.g, at, first_of(turn + STAGES) + lane);
+      gates[stage] = gate_of(args.g, at, first_of(iteration + STAGES) + lane);
     }
 }
 
@@ -86,14 +87,14 @@ __device__ __forceinline__ void decay_tokens(Operand& x, Operand& rest, const fl
 }
 
 template <int BV>
-__device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const Place& at, int first, u32 tiles,
+__device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const WorkTile& at, int first, u32 tiles,
                                         bool backwards) {
   const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, all = 1.f;
   start<BV>(S, backwards ? args.dht : args.initial, args.states, args.shape, at, args.P, backwards, channel, tiles);
-  const auto load = [&](u32(&x)[2][4], u32(&rest)[2][4], int turn) {
-    Stage<BV>& in = s.stages[turn % STAGES];
-    barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
+  const auto load = [&](u32(&x)[2][4], u32(&rest)[2][4], int iteration) {
+    Stage<BV>& in = s.stages[iteration % STAGES];
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     float decays[8];
     load_channels(x, in.x[0]);
     load_tokens(decays, in.decays);
@@ -102,8 +103,8 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const P
   u32 x[2][4], rest[2][4], later[2][4], later_rest[2][4];
   if (at.tokens > 0) load(x, rest, 0);
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
-    Stage<BV>& in = s.stages[turn % STAGES];
+  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+    Stage<BV>& in = s.stages[iteration % STAGES];
     const float by = in.all;
     all *= by;
 #pragma unroll
@@ -112,10 +113,10 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const P
     write_state<BV>(S, x, in.y);
     write_state<BV>(S, rest, in.y);
     wgmma_commit();
-    if ((turn + 1) * CHUNK < at.tokens) load(later, later_rest, turn + 1);  // while the tensor cores are busy
+    if ((iteration + 1) * CHUNK < at.tokens) load(later, later_rest, iteration + 1);  // while the tensor cores are busy
     wgmma_wait<0>();
     wgmma_keep(S);
-    barrier_arrive(s.done[turn % STAGES]);
+    barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = later[i / 4][i % 4], rest[i / 4][i % 4] = later_rest[i / 4][i % 4];
   }
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, BV == 64 ? 3 : 2)
   __syncthreads();
   const bool backwards = blockIdx.x >= gridDim.x / 2;
   const u32 block = blockIdx.x - backwards * (gridDim.x / 2), tiles = u32(args.shape.K + CHANNELS - 1) / CHANNELS;
-  const Place at = place_of(args.shape, block / tiles);
+  const WorkTile at = work_tile(args.shape, block / tiles);
   const int first = block % tiles * CHANNELS;
   if (is_last(at, args.P, backwards)) return;
   if (threadIdx.x >= CONSUMERS) move(s, args, at, first, backwards);

@@ -113,12 +113,12 @@ template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + 2 * 128;
 __device__ __forceinline__ int tiles_of(i64 width, int BV) { return int(width + BV - 1) / BV; }
 
 // The first token of the chunk that comes so many turns after the first.
-__device__ __forceinline__ int first_of(int turn, const Place& at, bool backwards) {
-  return (backwards ? (at.tokens - 1) / CHUNK - turn : turn) * CHUNK;
+__device__ __forceinline__ int first_of(int iteration, const WorkTile& at, bool backwards) {
+  return (backwards ? (at.tokens - 1) / CHUNK - iteration : iteration) * CHUNK;
 }
 
 // Whether the chunk that starts with a token is the last of its stretch.
-__device__ __forceinline__ bool ends_stretch(int first, const Place& at) {
+__device__ __forceinline__ bool ends_stretch(int first, const WorkTile& at) {
   return first % STRETCH == STRETCH - CHUNK || first + CHUNK >= at.tokens;
 }
 
@@ -145,21 +145,21 @@ __device__ __forceinline__ void sum_gates(Gates& to, float first, float second, 
 }
 
 template <typename G, class S>
-__device__ __forceinline__ void sum_chunks(S& s, const Rows<const G>& gates, const Place& at, bool backwards) {
+__device__ __forceinline__ void sum_chunks(S& s, const Rows<const G>& gates, const WorkTile& at, bool backwards) {
   constexpr int STAGES = S::STAGES;
   const int lane = threadIdx.x & 31;
   G first, second;
-  const auto read = [&](int turn) {
-    const int token = first_of(turn, at, backwards) + lane;
+  const auto read = [&](int iteration) {
+    const int token = first_of(iteration, at, backwards) + lane;
     first = gate_of(gates, at, token), second = gate_of(gates, at, token + 32);
   };
   read(0);
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
-    if (turn >= STAGES) barrier_wait(s.done[turn % STAGES], turn / STAGES - 1 & 1);
-    sum_gates(s.gates[turn % STAGES], to_float(first), to_float(second), lane);
-    barrier_arrive(s.full[turn % STAGES]);
-    read(turn + 1);  // long before they are needed
+  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+    if (iteration >= STAGES) barrier_wait(s.done[iteration % STAGES], iteration / STAGES - 1 & 1);
+    sum_gates(s.gates[iteration % STAGES], to_float(first), to_float(second), lane);
+    barrier_arrive(s.full[iteration % STAGES]);
+    read(iteration + 1);  // long before they are needed
   }
 }
 
@@ -178,18 +178,18 @@ template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&par
 
 // Of the queries' sum what its tokens have, for the other pass.
 template <class Pass, typename G, int BK, int BV>
-__device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const Place& at,
+__device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& at,
                                             int part) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int lane = threadIdx.x & 31;
   const i64 head = (i64(at.batch) * args.shape.H + at.head) * args.parts + part;
   float* to = args.token_sums + head * args.shape.T + at.start + 2 * lane;
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn, to += CHUNK) {
-    barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
-    const float2 sum = sums_of_warps(s.stages[turn % STAGES].partner, lane);
-    barrier_arrive(s.summed[turn % STAGES]);
-    const int rest = at.tokens - turn * CHUNK - 2 * lane;
+  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration, to += CHUNK) {
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
+    const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
+    barrier_arrive(s.summed[iteration % STAGES]);
+    const int rest = at.tokens - iteration * CHUNK - 2 * lane;
     if (rest > 0) to[0] = sum.x;
     if (rest > 1) to[1] = sum.y;
   }
@@ -197,7 +197,7 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
 
 // The gate's gradient, or this block's part of it.
 template <class Pass, typename G, int BK, int BV>
-__device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const Place& at,
+__device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& at,
                                               int part, int parts) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int lane = threadIdx.x & 31, T = int(args.shape.T), count = part ? 0 : int(args.parts);
@@ -207,7 +207,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   float* to = args.dg + (head * T + token) * parts + part;
   float end = 0.f;  // of what is behind in the stretch
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
+  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
     const bool inside = first + 2 * lane < at.tokens, both = first + 2 * lane + 1 < at.tokens;
     float x = 0.f, y = 0.f;
 #pragma unroll 1
@@ -216,9 +216,9 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
       if (inside) x += its[0];
       if (both) y += its[1];
     }
-    barrier_wait(s.done[turn % STAGES], turn / STAGES & 1);
-    const float2 sum = sums_of_warps(s.stages[turn % STAGES].partner, lane);
-    barrier_arrive(s.summed[turn % STAGES]);
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
+    const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
+    barrier_arrive(s.summed[iteration % STAGES]);
     x -= sum.x, y -= sum.y;
     float behind = x + y;  // of this lane and those behind it
 #pragma unroll
@@ -238,18 +238,18 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
 // ---- a warp that moves chunks -------------------------------------------------------------------------------------
 
 template <class Pass, int BK, int BV>
-__device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum& x, const Place& at, int column,
+__device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum& x, const WorkTile& at, int column,
                                      bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
-  for (int turn = -STAGES; turn * CHUNK < at.tokens; ++turn) {
+  for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
     forget(column);  // cheaper made anew than held in a register
-    const int next = turn + STAGES;
+    const int next = iteration + STAGES;
     auto& stage = s.stages[next % STAGES];
-    if (turn >= 0) {
-      barrier_wait((gathers<Pass>() ? s.summed : s.done)[turn % STAGES], turn / STAGES & 1);
+    if (iteration >= 0) {
+      barrier_wait((gathers<Pass>() ? s.summed : s.done)[iteration % STAGES], iteration / STAGES & 1);
       if constexpr (READS<Pass>)
-        store_chunk(at, first_of(turn, at, backwards), [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column); });
+        store_chunk(at, first_of(iteration, at, backwards), [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column); });
     }
     if (next * CHUNK >= at.tokens) continue;
     fetch_chunk(s.full[next % STAGES], at, first_of(next, at, backwards), [&](auto f) {
@@ -327,11 +327,11 @@ template <class Pass, int BK, int BV>
 __device__ __forceinline__ void multiply_tokens(Shared<Pass, BK, BV>& s, int tokens, float scale, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < tokens; ++turn) {
+  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
     const int thread = opaque(threadIdx.x), lane = thread & 31,
               warp = thread / 32 % 4;  // addresses are cheaper made anew
-    auto& in = s.stages[turn % STAGES];
-    barrier_wait(s.full[turn % STAGES], turn / STAGES & 1);
+    auto& in = s.stages[iteration % STAGES];
+    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);
     u32 q[BK / 16][4];
     float d[CHUNK / 2];
 #pragma unroll
@@ -346,11 +346,11 @@ __device__ __forceinline__ void multiply_tokens(Shared<Pass, BK, BV>& s, int tok
     wgmma_wait<0>();
     wgmma_keep(d);
     for (float& x : d) x *= scale;
-    Gates& gates = s.gates[turn % STAGES];
+    Gates& gates = s.gates[iteration % STAGES];
     if (SUMS<Pass> == 2 || SUMS<Pass> > 2 && backwards) put_scores<true, GATED<Pass>>(in.A, d, gates, warp);
     else put_scores<false, GATED<Pass>>(in.A, d, gates, warp);
     fence_async();
-    barrier_arrive(s.scores[turn % STAGES]);
+    barrier_arrive(s.scores[iteration % STAGES]);
   }
 }
 
@@ -390,7 +390,8 @@ template <class F> __device__ __forceinline__ void each_pair(bf16 (&panel)[CHUNK
 }
 
 // Where the states of a token's stretch are kept.
-template <int BK, class Args> __device__ __forceinline__ uint4* kept_of(const Args& args, const Place& at, int token) {
+template <int BK, class Args>
+__device__ __forceinline__ uint4* kept_of(const Args& args, const WorkTile& at, int token) {
   const i64 heads = (i64(at.batch) * args.shape.H + at.head) * (args.shape.T / STRETCH + args.shape.count);
   const i64 slot = heads + at.start / STRETCH + at.sequence % args.shape.count + token / STRETCH;
   return args.kept + slot * (BK / 16) * (BK / 16) * 32;
@@ -421,7 +422,7 @@ __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Value
 
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& x,
-                                        const Place& at, int first, bool backwards) {
+                                        const WorkTile& at, int first, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = at.pair * x.K * x.V;
@@ -431,26 +432,28 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     each_transposed<BK>(S, x.initial + state, x, column, [](float& value, const float* from) { value = *from; });
 
 #pragma unroll 1
-  for (int turn = 0; turn * CHUNK < at.tokens; ++turn) {
-    auto& in = s.stages[turn % STAGES];
-    const Gates& gates = s.gates[turn % STAGES];
-    const u32 phase = turn / STAGES & 1;
-    const bool ends = gathers<Pass>() && ends_stretch(first_of(turn, at, backwards), at);
+  for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+    auto& in = s.stages[iteration % STAGES];
+    const Gates& gates = s.gates[iteration % STAGES];
+    const u32 phase = iteration / STAGES & 1;
+    const bool ends = gathers<Pass>() && ends_stretch(first_of(iteration, at, backwards), at);
     float crossing = 0.f;  // -<S, dS> at the stretch's end, of the warp's columns
     if constexpr (GATED<Pass>) {
       const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
       if (ends && 16 * tile < x.V)
-        each_kept<BK>(S, kept_of<BK>(args, at, first_of(turn, at, backwards)), tile, [&](float (&x)[8], uint4& there) {
-          if constexpr (SUMS<Pass> == 1) {
-            there = {pack<bf16>(x[0], x[1]), pack<bf16>(x[2], x[3]), pack<bf16>(x[4], x[5]), pack<bf16>(x[6], x[7])};
-          } else {
-            const uint4 its = there;
-            crossing -= x[0] * low(its.x) + x[1] * high(its.x) + x[2] * low(its.y) + x[3] * high(its.y) +
-                        x[4] * low(its.z) + x[5] * high(its.z) + x[6] * low(its.w) + x[7] * high(its.w);
-          }
-        });
+        each_kept<BK>(S, kept_of<BK>(args, at, first_of(iteration, at, backwards)), tile,
+                      [&](float (&x)[8], uint4& there) {
+                        if constexpr (SUMS<Pass> == 1) {
+                          there = {pack<bf16>(x[0], x[1]), pack<bf16>(x[2], x[3]), pack<bf16>(x[4], x[5]),
+                                   pack<bf16>(x[6], x[7])};
+                        } else {
+                          const uint4 its = there;
+                          crossing -= x[0] * low(its.x) + x[1] * high(its.x) + x[2] * low(its.y) + x[3] * high(its.y) +
+                                      x[4] * low(its.z) + x[5] * high(its.z) + x[6] * low(its.w) + x[7] * high(its.w);
+                        }
+                      });
     }
-    barrier_wait(s.full[turn % STAGES], phase);
+    barrier_wait(s.full[iteration % STAGES], phase);
     const float all = gates.all(), by[2] = {all, all};
     Values o;
     if constexpr (READS<Pass>) {
@@ -480,7 +483,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
           crossing = warp_sum(crossing);
         }
       load_channels(v, in.v[warpgroup]);
-      barrier_wait(s.scores[turn % STAGES], phase);
+      barrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();
       multiply_pairs<false>(o, v, in.A, true);
       wgmma_commit();
@@ -500,7 +503,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       store_values(&in.v[warpgroup], o);
       fence_async();
     }
-    barrier_arrive(s.done[turn % STAGES]);
+    barrier_arrive(s.done[iteration % STAGES]);
   }
   const bool segments = SUMS<Pass> > 1;  // otherwise every state is kept
   if (x.final && !(segments && at.sequence % args.of)) {
@@ -522,7 +525,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
   const WeightedSum& x = args.sums[blockIdx.x % SUMS<Pass>];
   const i64 widest = SUMS<Pass> > 1 && x.K > x.V ? x.K : x.V;
   const u32 tiles = tiles_of(widest, BV), block = blockIdx.x / SUMS<Pass>;
-  const Place at = place_of(args.shape, block / tiles);
+  const WorkTile at = work_tile(args.shape, block / tiles);
   const int column = block % tiles * BV;
   const bool backwards = SUMS<Pass> == 2 || SUMS<Pass> > 2 && x.backwards;
   if (column >= x.V || !READS<Pass> && at.sequence % args.of >= args.needed) return;

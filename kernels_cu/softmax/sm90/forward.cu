@@ -25,7 +25,7 @@ template <typename T, int D> struct alignas(1024) Shared {
   T k[STAGES][D / PANEL][KEYS * PANEL];
   T v[STAGES][D / PANEL][KEYS * PANEL];
   Barrier keys[STAGES], values[STAGES], keys_read[STAGES], values_read[STAGES];
-  Place at;
+  WorkTile at;
 };
 
 template <int N>
@@ -54,12 +54,12 @@ __device__ __forceinline__ void produce(Shared<T, D>& s, const SoftmaxForwardArg
 
 template <typename T, int D>
 __device__ __forceinline__ void consume(Shared<T, D>& s, const SoftmaxForwardArgs<T>& args, int seen) {
-  const Place& at = s.at;
+  const WorkTile& at = s.at;
   const int lane = threadIdx.x & 31, row = threadIdx.x / 32 * 16, query = at.first + row;  // the warp's first
   const float scale = size_of_scale(args.scale);
 
-  auto wait_for = [](Barrier& b, int turn) {
-    barrier_wait(b, turn & 1);
+  auto wait_for = [](Barrier& b, int iteration) {
+    barrier_wait(b, iteration & 1);
     fence_async();  // what was copied can be read by wgmma
   };
 
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(CONSUMERS + THREADS, 1) softmax_sm90_forward(c
   const Shape& shape = args.shape;
   const u32 pairs = u32(shape.B * shape.H);
   if (threadIdx.x == 0) {
-    s.at = place_of(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
+    s.at = work_tile(shape, int(shape.NC - 1 - blockIdx.x / pairs), blockIdx.x % pairs);
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(s.keys[stage], THREADS);
       barrier_init(s.values[stage], THREADS);

@@ -12,6 +12,7 @@ from . import float64, model_products, rwkv6, softmax, stages, step, training, v
 from . import instances as gated
 from .kernel import CTYPES, DOUBLE, FLOATS, HALF
 from .message import Message
+from .scalar_instances import ScalarBackwardSegments, WeightedSums
 from .wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
@@ -117,18 +118,18 @@ def gated_on_hopper():
 
 def scalar_decays():
     for G, (K, V) in product((BFLOAT16, SINGLE), WIDTHS):
-        yield gated.WeightedSums("Whole", G, K, V)
-        yield gated.WeightedSums("Summary", G, K, V)
+        yield WeightedSums("Whole", G, K, V)
+        yield WeightedSums("Summary", G, K, V)
         if G == SINGLE and V <= K:
-            yield gated.WeightedSums("Gradients", G, K, V)
+            yield WeightedSums("Gradients", G, K, V)
     for K in gated.TILES:
-        yield gated.WeightedSums("Queries", SINGLE, K, gated.PANEL)
-    yield gated.WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
+        yield WeightedSums("Queries", SINGLE, K, gated.PANEL)
+    yield WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
     for what, (K, V) in product(("GatedQueries", "GatedKeys"), WIDTHS):
         if V <= K:
-            yield gated.WeightedSums(what, SINGLE, K, V)
+            yield WeightedSums(what, SINGLE, K, V)
     for V in gated.TILES:
-        yield gated.ScalarBackwardSegments(V)
+        yield ScalarBackwardSegments(V)
 
 
 def value_gates():

@@ -45,7 +45,7 @@ class GateGradient(Kernel):
 @dataclass(frozen=True)
 class BonusGradient(Kernel):
     file = "elementwise/bonus_gradient"
-    arguments = (*pointers("shares du"), *integers("N H K"))
+    arguments = (*pointers("partial_du du"), *integers("N H K"))
     threads = 128
     bonus: np.dtype
 

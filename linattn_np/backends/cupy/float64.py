@@ -85,14 +85,14 @@ def plan_vjp(problem, device, do, dht, saved=()):
     dg, dgv = (gate and draft.empty(x.shape, DOUBLE) for gate, x in ((sides.g, dq), (sides.gv, dv)))
     dh0 = None if initial is None else draft.empty(initial.shape, DOUBLE)
     N, H, K = problem.shape("N H K")
-    shares = draft.empty((N, H, K), DOUBLE) if sides.u else None
+    partial_du = draft.empty((N, H, K), DOUBLE) if sides.u else None
     states = {"initial": initial, "dht": dht}
-    sides.gradients(False, z=do, p=sides.q, results=(dq, dk, dg), dh0=dh0, du=shares, **states)
+    sides.gradients(False, z=do, p=sides.q, results=(dq, dk, dg), dh0=dh0, du=partial_du, **states)
     sides.gradients(True, z=sides.q, p=do, results=(draft.like(dv), dv, dgv), **states)
     found = [x for x in (dq, dk, dv, dg, dgv) if x is not None]
     if sides.u:
         du, kernel = draft.empty((H, K), DOUBLE), BonusGradient(DOUBLE)
-        draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, du=du, N=N, H=H, K=K)
+        draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, N=N, H=H, K=K)
         found.append(draft.cast(du, problem["u"].dtype))
     return draft.plan((tuple(found), None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)))
 

@@ -46,14 +46,16 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
             saved = (starts(draft, arrays[:4]),)
         known = saved[0] if saved else None
         short = 0 if kept or known is not None else short_segment(problem, device, P)
-        tiles, shares = on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, kept, known)
+        tiles, partial_du = on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, kept, known)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
-        tiles, shares = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
+        tiles, partial_du = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     if bonus is not None:
         H, K = problem.shape("H K")
         du, kernel = draft.empty((H, K), bonus.dtype), BonusGradient(bonus.dtype)
-        draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), shares=shares, du=du, N=shares.shape[0], H=H, K=K)
+        draft.launch(
+            kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, N=partial_du.shape[0], H=H, K=K
+        )
         gradients = (*gradients, du)
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
 
@@ -109,7 +111,7 @@ def stored(draft, problem, dh0):
 
 # -- for every card ----------------------------------------------------------------------------------------------------
 def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0):
-    """The kernels for every card; the sizes of what runs, and the shares of du."""
+    """The kernels for every card; the sizes of what runs, and the parts of du."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, K, V = problem.shape("B N H K V")
     instance = read_order(problem.op), problem.dtype, g.dtype, products
@@ -120,7 +122,7 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     shape = draft.shape(problem, problem.spans.segments(P, states.CHUNK) if P > 1 else None, states.CHUNK)
     u, initial, read = draft.bonus(problem), draft.initial(problem), {"q": q, "k": k, "v": v, "do_": do, "g": g}
     both = {"shape": shape, "scale": problem.scale, "vectors": aligned16(*arrays, *gradients)}
-    shares = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
+    partial_du = None if u is None else draft.empty((B * shape.NC, H, K), FLOAT32)
     walk = {**read, **both, "P": P}
 
     if P > 1:
@@ -150,13 +152,13 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
             dk=dk,
             dg=dg,
             u=u,
-            shares=shares,
+            partial_du=partial_du,
             pairs=None,
             own=None,
             decays=None,
         )
         draft.launch(values, chunks * ceil_div(V, values.BV), q=q, k=k, do_=do, g=g, dv=dv, u=u, **both, **here)
-    return states.tiles | ({"segments": P} if P > 1 else {}), shares
+    return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
 def scan_both_ways(draft, problem, states, decays, P, first=0):
@@ -191,7 +193,7 @@ def short_segment(problem, device, P) -> int:
 
 def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
-    runs, and the shares of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
+    runs, and the parts of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
     the states that the forward pass started segments from."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
     B, N, H, T, K, V = problem.shape("B N H T K V")
@@ -237,7 +239,8 @@ class OnHopper:
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
     def launch(self, kernel, mapped, segments=None, **more):
-        """Blocks for every head of so many segments a sequence, or all; tensor maps and rows of `mapped`."""
+        """Blocks for every head of so many segments a sequence, or all, each of them of BK channels; tensor maps and rows
+        of `mapped`."""
         N, H, K = self.problem.shape("N H K")
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
@@ -295,7 +298,7 @@ class OnHopper:
         self.launch(
             summary,
             mapped,
-            2 * P * ceil_div(K, summary.BK),
+            2 * P,
             initial=initial,
             dht=dht,
             states=states,

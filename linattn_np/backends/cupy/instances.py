@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...arrays import BFLOAT16
-from .arguments import integers, maps, pointers, reals, rows, shape, structs
+from .arguments import integers, maps, pointers, reals, rows, shape
 from .kernel import Kernel, padded
 
 CHANNELS = (64, 128, 256)  # BK, the whole of K in one tile, padded up: smaller ones would save nothing that a block of
@@ -235,13 +235,13 @@ class GatedBackwardStates(GatedBackward):
 
 @dataclass(frozen=True)
 class GatedBackwardChannels(GatedBackward):
-    """dq, dk, dg and the shares of du. `columns` says whether those have gates too: "Gated", or, with values for keys,
+    """dq, dk, dg and the parts of du. `columns` says whether those have gates too: "Gated", or, with values for keys,
     "GatedTurned"."""
 
     file = "gated/backward_channels"
     arguments = (
         *rows("q k v do_ g dq dk dg"),
-        *pointers("u kept shares"),
+        *pointers("u kept partial_du"),
         *shape,
         *integers("first heads"),
         *reals("scale"),
@@ -308,7 +308,7 @@ class ScanBothWays(Kernel):
 
 # -- gated, on Hopper --------------------------------------------------------------------------------------------------
 PANEL = 64  # columns of V a warpgroup
-SCALAR = "One"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
+SCALAR = "ScalarDecay"  # to GatedForwardSm90, the type of a scalar decay, which all channels share: float32
 
 
 @dataclass(frozen=True)
@@ -494,108 +494,3 @@ class GatedBackwardSegmentsSm90(GatedBackwardSm90):
     @property
     def shared_bytes(self):
         return self.ring(4 if self.gate.itemsize == 2 else 3, 1, 1, 1, 0, 0)
-
-
-# -- scalar decays: a gate that all channels share, on Hopper ----------------------------------------------------------
-WEIGHTED_SUM = (
-    *maps("q k v o partner"),
-    *rows("q_rows k_rows v_rows partner_rows o_rows"),
-    *pointers("initial final"),
-    *integers("K V state_k state_v"),
-    *reals("read write"),
-    *integers("backwards"),
-)
-SUMS_AT_ONCE = {"Whole": 1, "Summary": 1, "Gradients": 3, "Queries": 1, "Keys": 2, "GatedQueries": 1, "GatedKeys": 2}
-
-
-@dataclass(frozen=True)
-class WeightedSums(Kernel):
-    """Sums of values weighted by decayed products of queries with keys: o is one, and so are dq, dk and dv.
-
-    `what` is "Whole", "Summary" of segments, "Gradients", or of these "Queries" for dq and "Keys" for the others;
-    "GatedQueries" and "GatedKeys" give the gate's gradient as well.
-    """
-
-    file = "scalar_decay/sm90/weighted_sums"
-    shared = ("Shared<{what}, {BK}, {BV}>",)
-    arch = SM90
-    CHUNK: ClassVar[int] = 64
-    STRETCH: ClassVar[int] = 256  # tokens, of which the last state is kept for the gate's gradient
-    what: str
-    gate: np.dtype
-    BK: int
-    BV: int
-
-    @classmethod
-    def fitting(cls, what, gate, K, V):
-        return cls(what, gate, TILES[K > 64], TILES[V > 64])
-
-    @property
-    def arguments(self):
-        return (
-            *structs("sums", SUMS_AT_ONCE[self.what], WEIGHTED_SUM),
-            *rows("g"),
-            *shape,
-            *pointers("decays"),
-            *integers("of needed"),
-            *pointers("kept token_sums dg"),
-            *integers("parts"),
-        )
-
-    @property
-    def threads(self):
-        return 2 * self.BV + 256
-
-    @property
-    def channels(self):
-        """Of a launch."""
-        return self.BK
-
-    @property
-    def resident(self):
-        return 2 if self.BK + self.BV == 128 else 1
-
-    @property
-    def shared_bytes(self):
-        gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2)
-        stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
-        stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
-        return padded(stages * (stage + gates + 8 * 4), 1024)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
-
-
-@dataclass(frozen=True)
-class ScalarBackwardSegments(Kernel):
-    """What segments leave behind in the states and in their gradients, on Hopper under a scalar decay."""
-
-    file = "scalar_decay/sm90/backward_segments"
-    arguments = (
-        *tensor_rows("q k v do_"),
-        *rows("g"),
-        *pointers("initial dht states decays"),
-        *shape,
-        *reals("scale"),
-        *integers("P"),
-    )
-    shared = ("Shared<{BV}>",)
-    arch = SM90
-    threads = 160
-    CHUNK: ClassVar[int] = 32
-    BK: ClassVar[int] = 64
-    BV: int
-
-    @classmethod
-    def fitting(cls, V):
-        return cls(TILES[V > 64])
-
-    @property
-    def shared_bytes(self):
-        stages, stage = 4, padded(32 * 2 * (self.BK + self.BV) + 4 * 33, 1024)
-        return padded(stages * stage + 8 * 2 * stages, 1024)
-
-    @property
-    def tiles(self):
-        return {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}

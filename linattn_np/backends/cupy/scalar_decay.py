@@ -20,13 +20,11 @@ from .instances import (
     SCALAR,
     SEGMENT_STATE,
     SINGLE_PASS,
-    SUMS_AT_ONCE,
     TILES,
-    ScalarBackwardSegments,
-    WeightedSums,
 )
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable, mappable_once_copied
+from .scalar_instances import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
 
 WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from math import inf
 
-from .instances import PANEL, TILES, WeightedSums
+from .instances import PANEL, TILES
 from .plan import FLOAT32, ceil_div
+from .scalar_instances import WeightedSums
 
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept whatever the inputs' size

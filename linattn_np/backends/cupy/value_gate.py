@@ -278,7 +278,7 @@ class Side:
             dg=self.dg,
             u=None,
             kept=kept,
-            shares=None,
+            partial_du=None,
             pairs=other.pairs,
             own=other.own,
             decays=other.decays,
