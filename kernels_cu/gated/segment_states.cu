@@ -52,6 +52,7 @@ template <typename T, typename G, int BK, int BV> struct Stage {
 };
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
+  u32 grows[BK / 16];  // by warp: a gate does, so that more may have grown before it than was forgotten since
 };
 
 // Starts to copy rows that are not whole pieces of 16 bytes, out of the way of those that are.
@@ -195,12 +196,14 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   float behind[2];              // sums of their gates behind this step; of those beyond K nothing is remembered
 #pragma unroll
   for (int row = 0; row < 2; ++row) behind[row] = own + g + 8 * row < channels ? 0.f : FORGOTTEN_NATS;
-  float most = 0.f;  // of the gates: where one grows, more may have grown before it than was forgotten since
+  const bool looks = (threadIdx.x & 31) == 0;  // the lane that looks after `grows`
+  u32& grows = s.grows[threadIdx.x >> 5];
+  if (looks) grows = 0;
   int step = 0;
 #pragma unroll 1
   for (; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    const bool kept = most > 0.f || !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
+    const bool kept = looks && grows || !(behind[0] <= FORGOTTEN_NATS && behind[1] <= FORGOTTEN_NATS);
     if (!__syncthreads_or(kept)) break;  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);
     const auto& in = s.stages[step % STAGES];
@@ -209,7 +212,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
     Left<M> a[DEPTHS];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float gate[OWN<T>], sum = 0.f;
+      float gate[OWN<T>], sum = 0.f, most = 0.f;
       load_own(gate, in.g, own + 8 * row);
 #pragma unroll
       for (int i = OWN<T> - 1; i >= 0; --i) {
@@ -218,6 +221,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
         sum += here;
         most = fmaxf(most, here);
       }
+      if (__any_sync(0xffffffffu, most > 0.f) && looks) grows = 1;
       const Around lanes = sums(sum);
       float others = lanes.behind + behind[row];
       behind[row] += lanes.all;

@@ -109,10 +109,9 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
     return s.ring[stage][(tid & 31) >> 2] + Lane<T>::start(tid) * sizeof(T);
   }
 
-  // All lanes have read the stage.
+  // This lane has read the stage. Each says so itself: racecheck does not follow one that speaks for its warp.
   __device__ __forceinline__ void release_slot() {
-    __syncwarp();
-    if ((tid & 31) == 0) barrier_arrive(s.empty[stage]);
+    barrier_arrive(s.empty[stage]);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 
@@ -175,7 +174,7 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
 template <int STAGES> __device__ __forceinline__ void init_stages(Shared<STAGES>& s) {
   if (threadIdx.x < STAGES) {
     barrier_init(s.full[threadIdx.x], ROWS);
-    barrier_init(s.empty[threadIdx.x], WARPS);
+    barrier_init(s.empty[threadIdx.x], THREADS);
   }
   __syncthreads();  // the barriers stand
 }

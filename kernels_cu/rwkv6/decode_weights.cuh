@@ -1,7 +1,7 @@
 // what      The phases of a decoding step, which weights each of them multiplies by, and the warps that have these
 //           copied.
 // smem      Shared: stages for weights on their way, then what a phase needs
-// barriers  mbarriers: full, the copiers have put a stage's weights; empty, all warps have read them
+// barriers  mbarriers: full, the copiers have put a stage's weights; empty, all lanes have read them
 //
 // The copying warps go through all phases to the last one's end, as far ahead as there are stages: while the others
 // wait for other blocks, their next weights arrive. Few copies at a time are under way, since whatever else crosses

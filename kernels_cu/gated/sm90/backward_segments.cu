@@ -10,7 +10,8 @@
 // grid      a block for every (direction, segment, head, BK channels), directions slowest; a warpgroup for every 64
 //           channels, a warp that moves chunks
 // smem      Stage: a chunk's tokens
-// barriers  full: the tokens are there; WALK: those of the chunk before have been read, and whether others are wanted
+// barriers  full: the tokens are there; WALK: consumers have read those of the chunk before, and vote whether they want
+//           others; voted: the result is there
 // numerics  as the two passes; but what has decayed to e^-48 before it reaches the segment's end counts as nothing
 // source    Blelloch, 1990, "Prefix sums and their applications", section 1.4.1
 // limits    as the two passes
@@ -39,34 +40,55 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   static constexpr int STAGES = sizeof(G) == 2 ? 4 : 3;
   Stage<T, G, BK, BV> stages[STAGES];
   Barrier full[STAGES];
+  Barrier voted[STAGES];  // consumers have read what came before, and `wanted` says whether any wants more
+  u32 wanted[STAGES];
 };
 
-constexpr int WALK = 1;  // the named barrier
+constexpr int WALK = 1;  // the named barrier of consumers
 template <int BK> __device__ __forceinline__ u32 tiles_of(const Shape& shape) { return (u32(shape.K) + BK - 1) / BK; }
-template <int BK> constexpr int THREADS = 2 * BK + 32;
+template <int BK> constexpr int CONSUMERS = 2 * BK;
+template <int BK> constexpr int THREADS = CONSUMERS<BK> + 32;
 
-// All threads go over a segment's chunks together, as far as somebody wants. `started`: how many came in the walk
-// before, whose stages this one goes on with.
+// Consumers and the warp that moves chunks go over a segment together, as far as a consumer wants. `started` and
+// `votes`: how many chunks came in the walk before, whose stages this one goes on with, and how many votes were cast.
 template <typename T, typename G, int BK, int BV> struct Walk {
   static constexpr int STAGES = Shared<T, G, BK, BV>::STAGES;
   Shared<T, G, BK, BV>& s;
-  int chunks, started;
+  int chunks, started, votes;
 
-  __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& at, int started = 0)
-      : s(s), chunks((at.tokens + CHUNK - 1) / CHUNK), started(started) {}
+  __device__ __forceinline__ Walk(Shared<T, G, BK, BV>& s, const WorkTile& at)
+      : s(s), chunks((at.tokens + CHUNK - 1) / CHUNK), started(0), votes(0) {}
+  // The walk after this one, of which the first `taken` chunks were wanted, and the vote on it.
+  __device__ __forceinline__ Walk again(int taken) const {
+    Walk next = *this;
+    next.started = coming(taken), next.votes = taken + 1;
+    return next;
+  }
   __device__ __forceinline__ int stage(int n) const { return (started + n) % STAGES; }
   __device__ __forceinline__ void wait(int n) const {
     barrier_wait(s.full[stage(n)], (started + n) / STAGES & 1);  // the n-th chunk is there
   }
-  // Whether there is one behind the n-th, and somebody wants it.
-  __device__ __forceinline__ bool goes_on(int n, bool wanted) const {
-    return barrier_any(WALK, THREADS<BK>, wanted) && n + 1 < chunks;  // the chunk before the n-th has been read
+  // The n-th vote, by consumers: whether any of them wants more. They have read the chunks before the n-th.
+  __device__ __forceinline__ bool vote(int n, bool wanted) const {
+    const int slot = (votes + n) % STAGES;
+    const bool any = barrier_any(WALK, CONSUMERS<BK>, wanted);
+    if (threadIdx.x == 0) s.wanted[slot] = any;
+    barrier_arrive(s.voted[slot]);
+    return any;
   }
+  // What it was, for the warp that moves chunks.
+  __device__ __forceinline__ bool result(int n) const {
+    const int slot = (votes + n) % STAGES;
+    barrier_wait(s.voted[slot], (votes + n) / STAGES & 1);
+    return s.wanted[slot];
+  }
+  // Whether a chunk follows the n-th where somebody wants it.
+  __device__ __forceinline__ bool goes_on(int n, bool wanted) const { return wanted && n + 1 < chunks; }
   // How many come where the first `taken` were wanted.
   __device__ __forceinline__ int coming(int taken) const { return min(chunks, taken + STAGES - 2); }
 };
 
-// The warp that moves chunks, of the channels from `first` on; how many have come.
+// The warp that moves chunks, of the channels from `first` on; how many were wanted.
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, const WorkTile& at,
                                     int first, bool backwards, bool from_last) {
@@ -88,8 +110,8 @@ __device__ __forceinline__ int move(const Walk<T, G, BK, BV>& walk, const Args<T
   for (int n = 0; n < STAGES - 1; ++n) fetch(n);
   int n = 0;
 #pragma unroll 1
-  for (; walk.goes_on(n, false); ++n) fetch(n + STAGES - 1);
-  return walk.coming(n + 1);
+  for (; walk.goes_on(n, walk.result(n)); ++n) fetch(n + STAGES - 1);
+  return n + 1;
 }
 
 // ---- from the border on: S += (what is left of x at the border)^T y ------------------------------------------------
@@ -127,7 +149,8 @@ __device__ __forceinline__ void fit_range(float (&S)[BV / 2], Passed& passed, co
 }
 
 // The segment's S from nothing, of as many chunks as some channel remembers. `decays`: over all of them, 0 where others
-// were left out. grown: whether gates were met that products cannot follow: then S is nothing to go by. How many came.
+// were left out. grown: whether gates were met that products cannot follow: then S is nothing to go by. How many were
+// wanted.
 template <class ReadOrder, bool BACKWARDS, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decays)[2], bool& grown,
                                                const Walk<T, G, BK, BV>& walk, const Args<T, G>& args, int channel) {
@@ -137,7 +160,7 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
   Passed passed;
   Operand x;
   int n = 0;
-  for (bool more = walk.chunks; more; more = walk.goes_on(n++, more)) {
+  for (bool more = walk.chunks; more; more = walk.goes_on(n, walk.vote(n, more)), ++n) {
     walk.wait(n);
     Stage<T, G, BK, BV>& in = walk.s.stages[walk.stage(n)];
     Gates<G> gates;
@@ -174,9 +197,8 @@ __device__ __forceinline__ int sum_from_border(float (&S)[BV / 2], float (&decay
 #pragma unroll
   for (int i = 0; i < BV / 2; ++i) S[i] *= passed.down[i >> 1 & 1];
   for (int h = 0; h < 2; ++h) decays[h] = n < walk.chunks ? 0.f : passed.all(h);
-  const int came = walk.coming(n);
-  for (; n < came; ++n) walk.wait(n);  // nothing is under way any more
-  return came;
+  for (int late = n; late < walk.coming(n); ++late) walk.wait(late);  // nothing is under way any more
+  return n;
 }
 
 // The same from the given state on, which it puts where the segment starts from.
@@ -241,7 +263,7 @@ __device__ __forceinline__ void carry_to_border(float (&S)[BV / 2], float (&all)
     wgmma_wait<0>();
     wgmma_keep(S);
     if (BACKWARDS) scale_down<ReadOrder, T, BV>(S, range);
-  } while (walk.goes_on(n++, true));
+  } while (walk.goes_on(n, walk.vote(n, true)) && ++n);
 }
 
 // ---- a block -------------------------------------------------------------------------------------------------------
@@ -252,14 +274,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const int lane = threadIdx.x & 31, channel = first + threadIdx.x / 32 * 16 + (lane >> 2);
   float S[BV / 2] = {}, decays[2];
   bool grown = false;
-  const int came = sum_from_border<ReadOrder, BACKWARDS>(S, decays, grown, Walk(s, at), args, channel);
-  if (barrier_any(WALK, THREADS<BK>, grown)) {  // all know it, and have read what has come
+  const Walk walk(s, at);
+  const int taken = sum_from_border<ReadOrder, BACKWARDS>(S, decays, grown, walk, args, channel);
+  if (walk.vote(taken, grown)) {  // all know it, and have read what has come
 #pragma unroll
     for (int i = 0; i < BV / 2; ++i) S[i] = 0.f;
     decays[0] = decays[1] = 1.f;
     start<BV>(S, BACKWARDS ? args.dht : args.initial, args.states, args.shape, at, args.P, BACKWARDS, channel,
               tiles_of<BK>(args.shape));
-    carry_to_border<ReadOrder, BACKWARDS>(S, decays, Walk(s, at, came), args);
+    carry_to_border<ReadOrder, BACKWARDS>(S, decays, walk.again(taken), args);
   } else add_start<BK, BV>(S, decays, args, at, BACKWARDS, channel);
   const i64 slot = slot_of(at, BACKWARDS, tiles_of<BK>(args.shape)), K = args.shape.K,
             next = slot + (BACKWARDS ? -args.shape.H : args.shape.H);
@@ -275,9 +298,9 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
                                                            : 3)
     gated_sm90_backward_segments(const __grid_constant__ Args<T, G> args) {
   Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
-  constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
-    for (Barrier& full : s.full) barrier_init(full, 32);
+    for (int stage = 0; stage < s.STAGES; ++stage)
+      barrier_init(s.full[stage], 32), barrier_init(s.voted[stage], CONSUMERS<BK>);
   __syncthreads();  // the barriers stand
   const u32 tiles = tiles_of<BK>(args.shape), block = blockIdx.x / tiles, half = gridDim.x / tiles / 2;
   const int first = blockIdx.x % tiles * BK;  // channel
@@ -285,9 +308,10 @@ __global__ void __launch_bounds__(THREADS<BK>, BK == 128   ? 1
   const WorkTile at = work_tile(args.shape, block - backwards * half);
   if (backwards < args.first || is_last(at, args.P, backwards)) return;
   if (args.ends && !is_first(at, args.P, backwards)) return;
-  if (threadIdx.x >= CONSUMERS) {
-    const int came = move(Walk(s, at), args, at, first, backwards, !backwards);
-    if (barrier_any(WALK, THREADS<BK>, false)) move(Walk(s, at, came), args, at, first, backwards, backwards);
+  if (threadIdx.x >= CONSUMERS<BK>) {
+    const Walk walk(s, at);
+    const int taken = move(walk, args, at, first, backwards, !backwards);
+    if (walk.result(taken)) move(walk.again(taken), args, at, first, backwards, backwards);
   } else if (backwards) consume<ReadOrder, true>(s, args, at, first);
   else consume<ReadOrder, false>(s, args, at, first);
 }

@@ -159,7 +159,7 @@ class GatedSegmentStates(Kernel):
     @property
     def shared_bytes(self):
         sizes = (self.BK, self.dtype), (self.BV, self.dtype), (self.BK, self.gate)
-        return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes)
+        return 3 * sum(tile_bytes(self.CHUNK, columns, dtype) + 96 for columns, dtype in sizes) + self.BK // 4
 
 
 @dataclass(frozen=True)
