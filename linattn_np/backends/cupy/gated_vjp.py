@@ -239,7 +239,7 @@ class OnHopper:
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
     def launch(self, kernel, mapped, segments=None, **more):
-        """Blocks for every head of so many segments a sequence, or all, each of them of BK channels; tensor maps and rows
+        """Blocks of BK channels for every head of so many segments a sequence, or all; tensor maps and rows
         of `mapped`."""
         N, H, K = self.problem.shape("N H K")
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
