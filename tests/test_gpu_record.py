@@ -66,6 +66,12 @@ def test_what_runs_on_no_card_may_change(root, path):
     assert gpu_record.check(root, path) == 0
 
 
+def test_comments_in_python_may_change_and_strings_may_not():
+    code = b"x = '# one'  # two\n\n# three\ny = 1\n"
+    assert gpu_record.code(code) == gpu_record.code(b"# four\nx = '# one'\ny = 1\n") == b"x = '# one'\ny = 1"
+    assert gpu_record.code(code) != gpu_record.code(code.replace(b"# one", b"# 1"))
+
+
 def test_sources_that_came_and_went(root, path, capsys):
     (root / "kernels_cu/gated/forward.cu").rename(root / "kernels_cu/gated/backward.cu")
     assert gpu_record.check(root, path) == 1

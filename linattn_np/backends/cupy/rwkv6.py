@@ -118,8 +118,8 @@ class DecodeStep(ModelKernel):
     arch, threads = "sm_90a", 384
     ROWS: ClassVar[int] = 16  # of a weight a block: a tensor-core tile
     COLUMNS: ClassVar[int] = 8  # sequences it serves at most: the tile's other side
-    STAGES: ClassVar[tuple[int, ...]] = (12, 10, 8, 4)  # 16 KB of weights on their way each: as many as leave room for the
-    # vectors
+    # 16 KB of weights on their way each: as many as leave room for the vectors
+    STAGES: ClassVar[tuple[int, ...]] = (12, 10, 8, 4)
     state: np.dtype
     stages: int
     paired: bool
