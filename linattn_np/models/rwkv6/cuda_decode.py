@@ -1,9 +1,9 @@
 """One token of an RWKV-6 model on the GPU for B sequences, at close to the speed its weights can be read.
 
-Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards all layers are
-one launch for one sequence, but for int8 weights, and where weights are float32; otherwise a layer is nine. Beyond
-eight sequences cuBLAS multiplies on other cards, and on Hopper beyond 256, or 128 with int8. All arrays of a step are
-allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
+Up to eight sequences each weight is read once, and meets vectors as exact as float32. On Hopper cards one
+launch has all layers, for one sequence in half precision and for up to eight in float32. Otherwise a layer is nine
+launches. cuBLAS multiplies beyond eight sequences on other cards, and on Hopper beyond 256 (int8: 128). All arrays of a
+step are allocated once, and a step neither allocates nor waits, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
