@@ -15,7 +15,6 @@ import signal
 import stat
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
 from ..models.text import Request, Text, complete, read
 from ..models.tokenizers import VOCABULARY
-from .cards import devices, processes, spread, use
+from .cards import processes, spread, use
 from .terminal import add_device, add_tokenizer, bar, say, some_text, status, whole
 from .threads import blas_for
 
@@ -446,10 +445,8 @@ def no_status(first):
 
 def write_batch(options):
     """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
-    with ThreadPoolExecutor(1) as beside:
-        there = None if options.cards else beside.submit(devices, options.device)  # a driver may count for long
-        asked, done = list(read_lines(options)), {}
-    count = processes(options, there and there.result(), len(asked), options.slots or SLOTS)
+    asked, done = list(read_lines(options)), {}
+    count = processes(options, len(asked), options.slots or SLOTS)
     prepare = Texts(options, asked)
     texts = spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
     start = time.perf_counter()
