@@ -15,6 +15,7 @@ import signal
 import stat
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ LINE = {
 }
 SLOTS = 8
 LONGEST = 1 << 24  # bytes of a line of --batch-file
+PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
 
 
 def run(options):
@@ -402,7 +404,13 @@ class Texts:
         model = load(options, *([quiet, no_status] if process else []))
         options.vocabulary = tokenizer_of(options, model)
         self.state = load_state(options, model)
-        self.requests = {number: self.request(number) for number in range(process, len(self.asked), count)}
+        mine = range(process, len(self.asked), count)
+        with ThreadPoolExecutor(1) as beside:
+            slots = min(options.slots or SLOTS, len(mine))
+            warm = beside.submit(model.warm_up, (slots,), PROMPTS) if model.device == "cuda" and slots else None
+            self.requests = {number: self.request(number) for number in mine}
+            if warm:
+                warm.result()
         return partial(self.write, model)
 
     def request(self, number):

@@ -74,6 +74,8 @@ class Sampling:
         whole("Sampling", "top_k", self.top_k, 0)
         if self.vocabulary is not None:
             whole("Sampling", "vocabulary", self.vocabulary, 1)
+        if self.seed is None or type(self.seed) is int and self.seed >= 0:
+            return
         try:
             np.random.default_rng(self.seed)
         except (TypeError, ValueError):
