@@ -313,6 +313,7 @@ OWN_SIZE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dht", [False, True], ids=["no-dht", "dht"])
 @pytest.mark.parametrize("case", OWN_SIZE)
 def test_no_gate_drowns_its_gradient(backend, rng, case, dht):

@@ -84,6 +84,7 @@ def summarised_both_ways(call, device, segments, monkeypatch):
     return [planned.host(x) for x in (*found, *(start or ()))]
 
 
+@pytest.mark.pairwise("dtype", "K", "V", "alone")
 @pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "float32"])
 @pytest.mark.parametrize(
     "dtype, K, V, alone", [("bfloat16", 72, 64, True), ("bfloat16", 72, 64, False), ("float16", 64, 128, True)]
@@ -109,6 +110,7 @@ def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, 
 GATES = ("trained", "all-20", "some-inf", "spikes-40", "zero", "positive", "by_channel", "growth")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_segments_of_any_gates(op, hopper, dtype, gate, rng, monkeypatch):
@@ -133,6 +135,7 @@ def test_nothing_may_grow(op, hopper, segments, first, rng, monkeypatch):
         assert_close(f"d{name}", x[:, :, first:], exact[:, :, first:], "bfloat16", rows=4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "gate32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monkeypatch):

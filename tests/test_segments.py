@@ -140,6 +140,7 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
     assert not final or np.isnan(state[0][0, 0, 3]).all()
 
 
+@pytest.mark.pairwise("op", "K", "V", "dtype")
 @pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
 @pytest.mark.parametrize("R", [1, 3])
 @pytest.mark.parametrize(

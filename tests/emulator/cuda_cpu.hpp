@@ -252,8 +252,8 @@ static void describe(const Thread& thread, char* out, size_t size) {
 // Whether `count` threads wait in the same call at the same line as `one`.
 static bool all_wait_with(const Thread& one, const Thread* group, int count) {
   for (const Thread* other = group; other < group + count; ++other) {
-    if (other->state == one.state && other->operation == one.operation &&
-        other->where.line == one.where.line && !strcmp(other->where.file, one.where.file))
+    if (other->state == one.state && other->operation == one.operation && other->where.line == one.where.line &&
+        (other->where.file == one.where.file || !strcmp(other->where.file, one.where.file)))
       continue;
     char first[400], second[400];
     describe(one, first, sizeof first);
