@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from linattn_np.__main__ import main
 from linattn_np.backends.numpy import cores
 from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads
 from linattn_np.command.terminal import Parser
-from linattn_np.models import austen, devices, example
+from linattn_np.models import Bytes, austen, devices, example
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -273,3 +274,36 @@ def test_processes_are_forked_where_nothing_is_lost(monkeypatch):
         monkeypatch.setattr(cards.threading, "active_count", lambda: active)
         monkeypatch.setattr(cards, "uses_cuda", lambda: driver)
         assert cards.beginning().get_start_method() == method
+
+
+@pytest.mark.parametrize("process, count, given", [(0, 1, None), (0, 1, 1), (0, 2, 2), (1, 2, 2), (1, 2, None)])
+def test_every_thread_of_a_process_uses_its_device(process, count, given, monkeypatch):
+    from linattn_np.command import generate
+
+    current, seen = threading.local(), {}
+
+    class Model:
+        device, sizes = "cuda", {"V": 256}
+
+        def warm_up(self, batches, prompt):
+            seen["warm_up"] = getattr(current, "device", 0), batches
+
+    def load(options, *how):
+        seen["load"] = getattr(current, "device", 0)
+        return Model()
+
+    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(generate, "ahead", lambda device, process: None)
+    monkeypatch.setattr(generate, "use", lambda number, options: setattr(current, "device", number))
+    monkeypatch.setattr(generate, "tokenizer_of", lambda options, model: Bytes())
+    options = parsed("generate", "--batch-file", "in", "--output", "out", *(["--cards", str(given)] if given else []))
+    asked = [(n, {"prompt": "a"}) for n in range(5)]
+    generate.Texts(options, asked)(process, count)
+    assert seen == {"load": process, "warm_up": (process, (len(range(process, 5, count)),))}
+
+
+def parsed(command, *words):
+    """A subcommand's options."""
+    parser = Parser()
+    import_module(f"linattn_np.command.{command}").declare(parser)
+    return parser.parse_args(words)

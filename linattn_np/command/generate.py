@@ -407,11 +407,17 @@ class Texts:
         mine = range(process, len(self.asked), count)
         with ThreadPoolExecutor(1) as beside:
             slots = min(options.slots or SLOTS, len(mine))
-            warm = beside.submit(model.warm_up, (slots,), PROMPTS) if model.device == "cuda" and slots else None
+            warm = beside.submit(self.warm_up, model, process, slots) if model.device == "cuda" and slots else None
             self.requests = {number: self.request(number) for number in mine}
             if warm:
                 warm.result()
         return partial(self.write, model)
+
+    def warm_up(self, model, process, slots):
+        """By another thread, which has a current device of its own."""
+        if process or self.options.cards:
+            use(process, self.options)
+        model.warm_up((slots,), PROMPTS)
 
     def request(self, number):
         return request(self.options, self.asked[number][1], self.asked[number][0], self.state)
