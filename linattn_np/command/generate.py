@@ -55,8 +55,7 @@ def run(options):
     if options.batch_file:
         write_batch(options)
         return
-    if options.device != "cpu":
-        open_beside()
+    ahead(options.device, 0)
     model = load(options)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
@@ -458,14 +457,16 @@ def no_status(first):
 
 
 def ahead(device, process):
-    """What a process does before it knows its texts: its device opens while this thread imports what computes there."""
+    """What a process does first of all: its device opens while this thread loads the code that computes there."""
     if device == "cpu":
         return
     open_beside(process)
-    with suppress(ImportError):  # of which tells who loads a model
-        import cupy  # noqa: F401
+    with suppress(ImportError, RuntimeError):  # of which tells who loads a model
+        from cupy.cuda import cublas, nvrtc  # noqa: F401
 
         from ..models.rwkv6 import cuda_layers  # noqa: F401
+
+        nvrtc.getVersion()
 
 
 def write_batch(options):
