@@ -155,3 +155,19 @@ def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monke
     assert same_bits(dq[:, :1, 640:1152], clean[0][:, :1, 640:1152])
     assert same_bits(dk[:, :1, 64:640], clean[1][:, :1, 64:640])
     assert np.isnan(dq[:, 1, 640:].astype(np.float32)).any() and np.isnan(dk[:, 1, 64:640].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["states", "gradients"])
+def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypatch):
+    """By the kernels of every card: 64 nats, and 51 nats of decay from there to the cut at 640. One gate that grows on
+    the way, however little, tells of it. What comes over the cut is all that the other segment is compared by."""
+    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: 2)
+    declared, device = BY_NAME[op][0], EmulatedDevice()
+    call = Call(op, Case(T=1280, K=16, V=16, H=1, gate="weak", dht=False, initial=None), rng)
+    decay, growth, told = (np.s_[640:768], np.s_[768:832], 650) if backwards else (np.s_[512:640], np.s_[448:512], 630)
+    gates, over = call.arrays[3], np.s_[:, :, :640] if backwards else np.s_[:, :, 640:]
+    gates[...] = -0.01
+    gates[:, :, decay], gates[:, :, growth], gates[:, :, told] = -0.4, 1, 0.01
+    found, _ = planned.pull(declared.bind(call.arrays, gradient=True), device, call.do, None)
+    for name, x, exact in zip(call.names[:3], found, call.exact[1]):
+        assert_close(f"d{name}", x[over], exact[over], "float32", rows=4)

@@ -271,18 +271,19 @@ class Writer:
 
     def answer(self, prompt: bytes, stop) -> Text:
         tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
-        with status("reading ...") as show:
-            rest, state = read(
-                self.model,
-                tokens,
-                self.state,
-                lambda done: show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens"),
-            )
-            batch = Batch(self.model, 1)
-            (slot,) = batch.join([rest], self.how, [state])
-        first = time.perf_counter()
-        text = Text(self.tokenizer, self.options.tokens, stop)
         with interrupts() as interrupted:
+            with status("reading ...") as show:
+
+                def progress(done):
+                    if interrupted():
+                        raise KeyboardInterrupt
+                    show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens")
+
+                rest, state = read(self.model, tokens, self.state, progress)
+                batch = Batch(self.model, 1)
+                (slot,) = batch.join([rest], self.how, [state])
+            first = time.perf_counter()
+            text = Text(self.tokenizer, self.options.tokens, stop)
             while text.finish is None:
                 print(text.close("interrupt") if interrupted() else text.feed(batch.step()[slot]), end="", flush=True)
         print(flush=True)
@@ -304,7 +305,10 @@ class Writer:
 
 @contextmanager
 def interrupts():
-    """A function that tells whether Ctrl-C was pressed. It lets a token be finished; pressed again, it raises."""
+    """A function that tells whether Ctrl-C was pressed. It lets a token be finished; pressed again, it raises.
+
+    An exception that comes at any moment may be lost: a callback of Numba's, as it loads a loop, drops it.
+    """
     pressed, before = [], signal.getsignal(signal.SIGINT)
 
     def press(number, frame):
@@ -414,8 +418,9 @@ class Texts:
                 begun.append(number)
                 yield self.requests.pop(number, None) or self.request(number)
 
-        with blas_for(model.device, model.sizes):
-            for place, text, how in complete(model, self.options.vocabulary, taken(), self.options.slots or SLOTS):
+        slots = self.options.slots or SLOTS
+        with blas_for(model.device, model.sizes), interrupts() as interrupted:
+            for place, text, how in complete(model, self.options.vocabulary, taken(), slots, interrupted):
                 yield (
                     begun[place],
                     {
@@ -426,6 +431,8 @@ class Texts:
                         **({"error": how.error} if how.error else {}),
                     },
                 )
+            if interrupted():
+                raise KeyboardInterrupt
 
 
 def quiet(line):

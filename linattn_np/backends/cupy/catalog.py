@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -219,10 +220,8 @@ def of_models():
     many = model_products.BatchProduct
     for T in many.DTYPES:
         yield model_products.FewRowsProduct(T)
-    for T, width, split in product(many.DTYPES, many.STAGES, many.SPLITS):
-        for deep, height in product((False, True), (128, 64)):
-            if width <= many.DEEP_COLUMNS or not deep and height == 128:
-                yield many(T, width, split, deep, height)
+        for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
+            yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
     for T in HALF:
         yield from model_products.WideProduct.all(T)
     yield rwkv6.Widen(BFLOAT16)

@@ -94,6 +94,7 @@ class BatchProduct(ModelKernel):
     arch, threads = "sm_90a", 320
     DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
     DEEP_COLUMNS: ClassVar[int] = 16  # at most
+    DEEP_STEP: ClassVar[int] = 512  # of K at most, of a cluster's blocks together
     SHARED: ClassVar[range] = range(6, 17)  # vectors where warpgroups share rows, and K is split less
     dtype: np.dtype
     COLUMNS: int
@@ -110,12 +111,24 @@ class BatchProduct(ModelKernel):
         few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in cls.DTYPES or B > cls.MOST and not few_rows:
             return None
-        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
-        heights = (64, 128) if B in cls.SHARED else (128,)
-        kernels = [cls(dtype, columns, split, ROWS=height) for height in heights for split in cls.SPLITS]
-        kernel = min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
-        deep = early and columns <= cls.DEEP_COLUMNS and kernel.blocks(B, rows) <= device.multiprocessors
+        kernel = min(cls.choices(dtype, B), key=lambda kernel: kernel.steps(B, K, rows, device))
+        deep = early and kernel.may_be_deep and kernel.blocks(B, rows) <= device.multiprocessors
         return replace(kernel, DEEP=deep)
+
+    @classmethod
+    def choices(cls, dtype, B) -> list[BatchProduct]:
+        """The kernels for B vectors that `fitting` chooses from."""
+        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
+        if B not in cls.SHARED:
+            return [cls(dtype, columns, split) for split in cls.SPLITS]
+        # Blocks with all rows of 128 and twice the split are as many, and take as many steps: no faster.
+        return [*(cls(dtype, columns, split, ROWS=64) for split in cls.SPLITS), cls(dtype, columns, 1)]
+
+    @property
+    def may_be_deep(self) -> bool:
+        """Whether its blocks can be few enough. What comes `early` has four times as many rows as it has of K, and more
+        of K than half of the cluster's step, or the split would be less."""
+        return self.COLUMNS <= self.DEEP_COLUMNS and self.depth * self.SPLIT <= self.DEEP_STEP
 
     def steps(self, B, K, rows, device) -> float:
         """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
