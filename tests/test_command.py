@@ -1,5 +1,6 @@
 """The command `linattn-np`: what it offers, its help, what it tells, and how many threads it takes."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from test_examples import AUSTEN, ENVIRONMENT
 
 import linattn_np
 from linattn_np.__main__ import main
+from linattn_np.backends.numpy import cores
 from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads
 from linattn_np.command.terminal import Parser
 from linattn_np.models import austen, devices, example
@@ -181,7 +183,7 @@ def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
 
 def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)  # cannot be imported
-    monkeypatch.setattr(threads, "workers", lambda: 2)
+    monkeypatch.setattr(cores, "workers", lambda: 2)
     for name in threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for sizes, said in (({"D": 256, "F": 896}, 1), ({"D": 4096, "F": 14336}, 0)):
@@ -192,7 +194,7 @@ def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
 
 def test_larger_models_take_more():
     assert [threads.wanted(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
-    assert threads.wanted(1 << 40, 1) == 1 <= threads.workers() <= os.cpu_count()
+    assert threads.wanted(1 << 40, 1) == 1
 
 
 def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):
@@ -230,7 +232,7 @@ def test_devices_are_counted_and_opened_without_cupy(monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
     driver = Driver()
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: driver)
-    assert devices.cuda_devices() == 2 and cards.devices("auto") == 2 and cards.devices("cpu") == 0
+    assert devices.cuda_devices() == 2
     devices.open_beside(1).join()
     assert driver.opened == [1]
     driver.status = 100  # no device
@@ -240,3 +242,34 @@ def test_devices_are_counted_and_opened_without_cupy(monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     driver.status = 0
     assert devices.cuda_devices() == 0
+
+
+def test_a_process_of_its_own_counts_the_devices(monkeypatch):
+    monkeypatch.setattr(cards, "beginning", lambda: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(cards, "cuda_devices", lambda: 3)
+    for several, found in ((True, 3), (False, 1)):
+        monkeypatch.setattr(cards, "may_be_several", lambda: several)
+        assert cards.devices("auto") == cards.devices("cuda") == found and cards.devices("cpu") == 0
+    monkeypatch.setattr(cards, "may_be_several", lambda: True)
+    monkeypatch.setattr(cards, "cuda_devices", lambda: os._exit(1))  # a driver that ends the process
+    assert cards.devices("auto") == 1
+
+
+def test_several_devices_are_told_without_the_driver(monkeypatch):
+    nodes = ["nvidiactl", "nvidia-uvm", "nvidia0"]
+    monkeypatch.setattr(devices.Path, "glob", lambda path, pattern: map(devices.Path, nodes))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not devices.may_be_several()
+    nodes.append("nvidia1")
+    for shown, several in (("0,1", True), ("1", False), ("", False)):
+        assert devices.may_be_several()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert devices.may_be_several() is several
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+def test_processes_are_forked_where_nothing_is_lost(monkeypatch):
+    for active, driver, method in ((1, False, "fork"), (2, False, "spawn"), (1, True, "spawn")):
+        monkeypatch.setattr(cards.threading, "active_count", lambda: active)
+        monkeypatch.setattr(cards, "uses_cuda", lambda: driver)
+        assert cards.beginning().get_start_method() == method

@@ -16,7 +16,7 @@ import stat
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
 from ..models.text import Request, Text, complete, read
 from ..models.tokenizers import VOCABULARY
-from .cards import devices, processes, spread, use
+from .cards import Cards, processes, use
 from .terminal import add_device, add_tokenizer, bar, say, some_text, status, whole
 from .threads import blas_for
 
@@ -46,6 +46,7 @@ LINE = {
 }
 SLOTS = 8
 LONGEST = 1 << 24  # bytes of a line of --batch-file
+PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
 
 
 def run(options):
@@ -388,7 +389,7 @@ def ask() -> str:
 
 # -- many texts -------------------------------------------------------------------------------------------------------
 class Texts:
-    """Writes the texts of a batch. Given the number of a process, it is one of several: see `cards.spread`."""
+    """Writes the texts of a batch. Given the number of a process, it is one of several: see `cards.Cards`."""
 
     def __init__(self, options, asked):
         self.options, self.asked = options, asked
@@ -396,14 +397,20 @@ class Texts:
     def __call__(self, process=0, count=1):
         """A function that writes the texts of the numbers that it is given; the first process tells how it begins."""
         options = self.options
-        if options.device != "cpu":
-            open_beside(process)
+        if count == 1:
+            ahead(options.device, 0)
         if process or options.cards:
             use(process, options)
         model = load(options, *([quiet, no_status] if process else []))
         options.vocabulary = tokenizer_of(options, model)
         self.state = load_state(options, model)
-        self.requests = {number: self.request(number) for number in range(process, len(self.asked), count)}
+        mine = range(process, len(self.asked), count)
+        with ThreadPoolExecutor(1) as beside:
+            slots = min(options.slots or SLOTS, len(mine))
+            warm = beside.submit(model.warm_up, (slots,), PROMPTS) if model.device == "cuda" and slots else None
+            self.requests = {number: self.request(number) for number in mine}
+            if warm:
+                warm.result()
         return partial(self.write, model)
 
     def request(self, number):
@@ -444,14 +451,32 @@ def no_status(first):
     yield quiet
 
 
+def ahead(device, process):
+    """What a process does before it knows its texts: its device opens while this thread imports what computes there."""
+    if device == "cpu":
+        return
+    open_beside(process)
+    with suppress(ImportError):  # of which tells who loads a model
+        import cupy  # noqa: F401
+
+        from ..models.rwkv6 import cuda_layers  # noqa: F401
+
+
 def write_batch(options):
     """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
-    with ThreadPoolExecutor(1) as beside:
-        there = None if options.cards else beside.submit(devices, options.device)  # a driver may count for long
-        asked, done = list(read_lines(options)), {}
-    count = processes(options, there and there.result(), len(asked), options.slots or SLOTS)
-    prepare = Texts(options, asked)
-    texts = spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
+    with Cards(partial(ahead, options.device)) as cards:
+        if (options.cards or 1) > 1:
+            cards.begin(min(options.cards, os.cpu_count()))  # there may be fewer texts, or cards
+        asked = list(read_lines(options))
+        count = processes(options, len(asked), options.slots or SLOTS)
+        prepare = Texts(options, asked)
+        texts = cards.spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
+        write_texts(options, asked, texts)
+
+
+def write_texts(options, asked, texts):
+    """The lines of --output, out of (number, line) as they come; tells how far they are, and what is wrong."""
+    done = {}
     start = time.perf_counter()
     try:
         with status("writing ...") as show, closing(texts):
@@ -476,9 +501,9 @@ def write_batch(options):
 
 
 def write_lines(path, objects):
+    encode = json.JSONEncoder(ensure_ascii=False).encode
     with replaced(path) as file:
-        for line in objects:
-            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        file.write(b"".join(f"{encode(line)}\n".encode() for line in objects))
 
 
 def read_lines(options):

@@ -126,9 +126,9 @@ def scalar_decays():
     for K in gated.TILES:
         yield WeightedSums("Queries", SINGLE, K, gated.PANEL)
     yield WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
-    for what, (K, V) in product(("GatedQueries", "GatedKeys"), WIDTHS):
+    for what, G, (K, V) in product(("GatedQueries", "GatedKeys"), (BFLOAT16, SINGLE), WIDTHS):
         if V <= K:
-            yield WeightedSums(what, SINGLE, K, V)
+            yield WeightedSums(what, G, K, V)
     for V in gated.TILES:
         yield ScalarBackwardSegments(V)
 
