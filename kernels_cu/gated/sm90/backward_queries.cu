@@ -13,7 +13,8 @@
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
-// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results
+// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results. Who waits for
+//           pairs waits for full too: they arrive who have waited for it
 // numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
 //           `weight`, of the same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The
 //           state: states.cuh
@@ -118,18 +119,19 @@ struct Gradients {
   Chunk dq, weight, writing;
 };
 
-template <class ReadOrder, typename T, typename G, class F>
+template <class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
                                             const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
-                                            const float (&u)[2], float (&du)[2], int at, F read) {
+                                            const float (&u)[2], float (&du)[2], Values& from_state, int at) {
   Gates<G> gates;
   Operand query, key;
-  gates.load(g, at);
+  gates.template load<true>(g, at);
   load_operand(query, q, at);
   load_operand(key, k, at);
+  wgmma_wait<0>();  // for from_state, under way since the chunk before
+  wgmma_keep(from_state);
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    read(n);
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
     float present[4] = {}, own[2];  // of tokens with themselves
     if (ReadOrder::reads_before_write)
@@ -140,7 +142,7 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
       du[i / 2] = fmaf(q, x, du[i / 2]);
       present[i] = u[i / 2] * x;
     };
-    decays_from_middle(near, near_keys, gates, counts, n);
+    decays_from_middle<true>(near, near_keys, gates, counts, n);
     decay_within<true, T>(queries, keys, near, near_keys, query, key, n, meet_itself);
     dA.add_keys(over_keys, keys, n, n);
     dA.add_queries(over_queries, queries, n, n);
@@ -155,12 +157,12 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
   __syncwarp();  // else all is made at once: there are no registers for that
 }
 
-// from_state: S do. `keys`: what the state has of them.
-template <class ReadOrder, typename T, typename G>
+// from_state: S do. `keys`: what the state has of them; calls write() when they and their decays stand.
+template <class ReadOrder, typename T, typename G, class F>
 __device__ __forceinline__ void meet_across(Gradients& d, const Values& from_state, Operand& keys,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                             T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
-                                            float scale, bool& growth, int at) {
+                                            float scale, bool& growth, int at, F write) {
   Gates<G> gates;
   Across read, met, over = {};
   Chunk far;
@@ -171,7 +173,7 @@ __device__ __forceinline__ void meet_across(Gradients& d, const Values& from_sta
   load_operand(keys, k, at);
   decays_to_end(far, gates, counts);
   decay_keys<true, T>(met, keys, keys, far, decays);
-  __syncwarp();
+  write();
   load_operand(queries, q, at);
   decays_from_start(far, gates, counts);
   const QueryScale range = scale_of_queries<ReadOrder, T>(far);
@@ -238,16 +240,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int h = 0; h < 2; ++h)
       if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
 
+  Values from_state;
+  const auto read = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
+    if (iteration * CHUNK < tokens) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
+    start_read<BV>(from_state, S, s.stages[iteration % STAGES].read);
+  };
+  read(0);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    const u32 phase = iteration / STAGES & 1;
-    barrier_wait(s.full[iteration % STAGES], phase);   // the tokens are there
-    barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
-    Values from_state;
-    u32 columns[BV / 8 / SUBCHUNKS][4];
-    const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
-
     Operand keys;
     Gradients found;
     SubChunkDecays decays;
@@ -255,25 +256,24 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA);
-    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
-    wgmma_wait<0>();
-    wgmma_keep(from_state);
+    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, from_state, offset);
+    const auto write = [&] {  // amid the chunk, so that nobody waits for the product at its end
+      if (growth) {           // what has been computed, and will be, may be anything
+        grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
+        each_pair([&](int n, int h) { pair_of(keys, n, h) = 0, decays.own[n][h] = 1.f; });
+      }
+      if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = growth;
+      decay_state<BV>(S, decays);
+      wgmma_fence();
+      start_write<T, BV>(S, keys, in.v);
+      wgmma_commit();
+    };
     meet_across<ReadOrder>(found, from_state, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, growth,
-                           offset);
-
-    if (growth) {  // what has been computed may be anything
-      grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
-      each_pair([&](int n, int h) { pair_of(keys, n, h) = 0, decays.own[n][h] = 1.f; });
-    }
-    if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = growth;
-    decay_state<BV>(S, decays);
-    wgmma_fence();
-    start_write<T, BV>(S, keys, in.v);
-    wgmma_commit();
+                           offset, write);
 
     if (!growth) {
       float sum[2];
-      sum_tokens<true, !ReadOrder::reads_before_write>(found.weight, sum);
+      sum_tokens_by_shuffles<true, !ReadOrder::reads_before_write>(found.weight, sum);
       if (ReadOrder::reads_before_write)
 #pragma unroll
         for (int n = 0; n < SUBCHUNKS; ++n)
@@ -288,6 +288,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     }
     wgmma_wait<0>();
     wgmma_keep(S);
+    read(iteration + 1);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     const int next = (iteration + 1) * CHUNK;
@@ -298,6 +299,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     }
   }
 
+  wgmma_wait<0>();
+  wgmma_keep(from_state);
   float end[2] = {};
   const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second pass is not cut here
   if (ends)
