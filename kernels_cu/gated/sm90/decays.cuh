@@ -45,6 +45,9 @@ template <class F> __device__ __forceinline__ void each_pair(F f) {
 // An operand's register that holds them.
 template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
 
+// x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which makes it anew.
+__device__ __forceinline__ int held(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
+
 // Where a lane's rows of a panel begin, in bytes, as ldmatrix and stmatrix take a warp's 16 of its 64 columns: 16 rows
 // every 2048.
 __device__ __forceinline__ int lane_offset() {
@@ -360,6 +363,8 @@ struct PairReader {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
     row = opaque(pair_index(g, 2 * t)), column = opaque(pair_index(2 * t, g));
   }
+  // With a place that is held from chunk to chunk.
+  __device__ __forceinline__ PairReader(Pairs& x, int row, int column) : pairs(&x[0][0]), row(row), column(column) {}
   // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
   __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {
     const float2 two = *reinterpret_cast<const float2*>(pairs + (row ^ 8 * keys) + 8 * CHUNK * queries);
