@@ -201,7 +201,8 @@ def test_scalar_decay_of_many_heads(backend, rng, gate_dtype):
     [  # columns of V a block, segments
         (MANY_HEADS, 70, (128, 1), (128, 1)),
         (2, 70, (64, 1), (64, 1)),
-        (11, 300, (128, 2), (64, 2)),
+        (11, 300, (64, 1), (64, 2)),
+        (11, 1400, (128, 10), (64, 2)),
         (64, 2048, (64, 1), (128, 1)),
     ],
 )

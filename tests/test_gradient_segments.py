@@ -14,8 +14,9 @@ pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng):
+def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
+    monkeypatch.setattr(tuning, "SPARED", 0)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
     initial = call.options["initial_state"]

@@ -210,6 +210,22 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
 
 
 @pytest.mark.parametrize(
+    "blocks, longest, most, P",
+    [
+        (64, 512, 264, 1),  # four would spare 384 tokens
+        (64, 1024, 264, 4),
+        (16, 512, 132, 1),
+        (16, 1024, 132, 8),
+        (64, 1024, 132, 1),
+        (64, 2048, 132, 2),
+        (0, 0, 132, 1),
+    ],
+)
+def test_a_cut_of_hoppers_forward_pass_spares_enough(blocks, longest, most, P):
+    assert tuning.segments(blocks, longest, most, tuning.SPARED) == P
+
+
+@pytest.mark.parametrize(
     "blocks, longest, P",
     [
         (256, 4096, 1),  # two waves, nearly full
