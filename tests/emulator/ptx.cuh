@@ -197,6 +197,14 @@ inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
   emulator::multiply_own<f16>("mma_f16", d, a, b, where);
 }
 
+inline void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
+  mma_bf16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
+}
+
+inline void mma_f16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
+  mma_f16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
+}
+
 inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
   emulator::matrix_collective("ldmatrix_x4", r, row, emulator::load_matrices<false>, where);
 }
