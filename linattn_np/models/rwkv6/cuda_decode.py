@@ -365,19 +365,21 @@ class Step:
             A=A,
             P=parts,
         )
-        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, my.state_dtype, terms, B, H, N, W, my.device)
-        kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
+        of_batch = () if my.by_rows else (kernels.TimeMixMany, kernels.TimeMixBatch)
+        fitting = (cls.fitting(T, my.state_dtype, terms, B, H, N, W, my.device) for cls in of_batch)
+        kernel, more_shared = next(filter(None, fitting), (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0))
         parts = self.in_parts(
             layer,
-            kernel.parts if many else 1,
+            kernel.parts,
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
             early=True,
         )
         (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
+        turns = {"turns": kernel.turns(B, H, my.device)} if isinstance(kernel, kernels.TimeMixMany) else {}
         self.draft.launch(
             kernel,
-            kernel.blocks(B, H) if many else B * H,
+            kernel.blocks(B, H, **turns),
             more_shared=more_shared,
             k=k,
             v=v,
@@ -396,7 +398,7 @@ class Step:
             H=H,
             N=N,
             W=W,
-            **({"P": parts} if many else {}),
+            **({"P": parts} if isinstance(kernel, kernels.TimeMixBatch) else turns),
             eps=GROUP_NORM_EPS,
         )
         return self.addend(layer, "output", buffers.y, buffers.x)
