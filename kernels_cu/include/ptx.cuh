@@ -281,6 +281,13 @@ __device__ __forceinline__ void load_in_turn(float4& x, const void* from) {
 __device__ __forceinline__ void load_in_turn(uint2& x, const void* from) {
   asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
 }
+// The same from shared memory.
+__device__ __forceinline__ void load_shared_in_turn(float4& x, const void* from) {
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(u32(__cvta_generic_to_shared(from)))
+               : "memory");
+}
 
 // ---- kernels that overlap: from sm_90 on, nothing before ----------------------------------------------------
 

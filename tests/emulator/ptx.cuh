@@ -299,6 +299,7 @@ inline bool barrier_any(int id, int threads, bool some, emulator::Where where = 
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
 template <typename X> void load_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
+template <typename X> void load_shared_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
 
 inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(reinterpret_cast<u64>(gmem) % 16 == 0 && bytes % 16 == 0,

@@ -206,26 +206,29 @@ class WideProduct(ModelKernel):
         64: {(64, 1, 1): (8, 6), (72, 1, 1): (7, 6)},
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
+    DEEP_STAGES: ClassVar[dict[int, tuple[int, int]]] = {64: (9, 6), 72: (8, 6)}  # the same by rows, where early
     LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)
     DEPTH: ClassVar[int] = 64  # of K a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K parts"))
-    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}>>",)
+    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
     dtype: np.dtype
     ROWS: int
     HALVES: int
     GROUPS: int
+    DEEP: bool = False
 
     @classmethod
     def all(cls, dtype) -> list[WideProduct]:
-        return [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
+        kernels = [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
+        return kernels + [replace(kernel, DEEP=True) for kernel in kernels if kernel.ROWS in cls.DEEP_STAGES]
 
     @classmethod
-    def fitting(cls, dtype, B, K, rows, in_parts, device) -> tuple[WideProduct, int] | None:
+    def fitting(cls, dtype, B, K, rows, in_parts, device, early=False) -> tuple[WideProduct, int] | None:
         """The fastest kernel for stacks (C, M) of products and how many parts it leaves; None where none serves, or
-        another is faster."""
+        another is faster. `early` as `BatchProduct.fitting` has it."""
         many = 64 < B <= BatchProduct.MOST
         if device.capability != 90 or dtype not in HALF or many or not cls.LEAST <= B <= max(cls.SHAPES):
             return None
@@ -234,7 +237,9 @@ class WideProduct(ModelKernel):
         shapes = next(shapes for most, shapes in cls.SHAPES.items() if B <= most)
         choices = [(cls(dtype, *shape), parts) for shape in shapes for parts in (cls.PARTS if in_parts else (1,))]
         kernel, parts = min(choices, key=lambda choice: choice[0].steps(B, K, rows, choice[1], device))
-        return None if kernel.blocks(B, rows, parts) > cls.WAVES * device.multiprocessors else (kernel, parts)
+        blocks = kernel.blocks(B, rows, parts)
+        deep = early and kernel.ROWS in cls.DEEP_STAGES and blocks <= device.multiprocessors
+        return None if blocks > cls.WAVES * device.multiprocessors else (replace(kernel, DEEP=deep), parts)
 
     def steps(self, B, K, rows, parts, device) -> float:
         """That a multiprocessor takes in turn, of 64 or 128 rows: a block's beginning and end and the reader of parts
@@ -269,5 +274,6 @@ class WideProduct(ModelKernel):
 
     @property
     def shared_bytes(self):
-        of_w, of_x = self.SHAPES[self.HALVES * self.vectors][self.ROWS, self.HALVES, self.GROUPS]
+        shapes = self.SHAPES[self.HALVES * self.vectors]
+        of_w, of_x = self.DEEP_STAGES[self.ROWS] if self.DEEP else shapes[self.ROWS, self.HALVES, self.GROUPS]
         return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 8 * (2 * (of_w + of_x) + 1)
