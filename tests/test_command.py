@@ -1,11 +1,14 @@
 """The command `linattn-np`: what it offers, its help, what it tells, and how many threads it takes."""
 
+import json
 import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from linattn_np.__main__ import main
 from linattn_np.backends.numpy import cores
 from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads
 from linattn_np.command.terminal import Parser
-from linattn_np.models import austen, devices, example
+from linattn_np.models import Bytes, austen, devices, example
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -269,7 +272,110 @@ def test_several_devices_are_told_without_the_driver(monkeypatch):
 
 
 def test_processes_are_forked_where_nothing_is_lost(monkeypatch):
-    for active, driver, method in ((1, False, "fork"), (2, False, "spawn"), (1, True, "spawn")):
+    for active, driver, system, method in (
+        (1, False, "linux", "fork"),
+        (2, False, "linux", "spawn"),
+        (1, True, "linux", "spawn"),
+        (1, False, "darwin", "spawn"),
+    ):
+        monkeypatch.setattr(cards.sys, "platform", system)
         monkeypatch.setattr(cards.threading, "active_count", lambda: active)
         monkeypatch.setattr(cards, "uses_cuda", lambda: driver)
         assert cards.beginning().get_start_method() == method
+
+
+@pytest.mark.parametrize("process, count, given", [(0, 1, None), (0, 1, 1), (0, 2, 2), (1, 2, 2), (1, 2, None)])
+def test_every_thread_of_a_process_uses_its_device(process, count, given, monkeypatch):
+    from linattn_np.command import generate
+
+    current, seen = threading.local(), {}
+
+    class Model:
+        device, sizes = "cuda", {"V": 256}
+
+        def warm_up(self, batches, prompt):
+            seen["warm_up"] = getattr(current, "device", 0), batches
+
+    def load(options, *how):
+        seen["load"] = getattr(current, "device", 0)
+        return Model()
+
+    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(generate, "ahead", lambda device, process: None)
+    monkeypatch.setattr(generate, "use", lambda number, options: setattr(current, "device", number))
+    monkeypatch.setattr(generate, "tokenizer_of", lambda options, model: Bytes())
+    options = parsed("generate", "--batch-file", "in", "--output", "out", *(["--cards", str(given)] if given else []))
+    asked = [(n, {"prompt": "a"}) for n in range(5)]
+    generate.Texts(options, asked)(process, count)
+    assert seen == {"load": process, "warm_up": (process, (len(range(process, 5, count)),))}
+
+
+def parsed(command, *words):
+    """A subcommand's options."""
+    parser = Parser()
+    import_module(f"linattn_np.command.{command}").declare(parser)
+    return parser.parse_args(words)
+
+
+THREADED = """
+import sys, threading
+from linattn_np.__main__ import main
+if __name__ == "__main__":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    sys.exit(main())
+"""
+
+
+def test_processes_share_texts_beside_a_thread_too(tmp_path):
+    (tmp_path / "threaded.py").write_text(THREADED)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": "Emm", "tokens": 1, "temperature": 0}) for _ in range(3)))
+    options = ["--batch-file", source, "--output", target, "--slots", "1", "--cards", "2", "--device", "cpu"]
+    command = [sys.executable, tmp_path / "threaded.py", "generate", *options]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["a"] * 3
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+# Numba's callbacks drop what is raised in them; its and other code is run from strings.
+IN_A_CALLBACK = "ctypes.CFUNCTYPE(None)(press)()"
+IN_A_STRING = "exec('press()')"
+MODULE = """
+import ctypes, os, signal, sys
+from linattn_np.__main__ import main
+from linattn_np.models import RWKV6
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(10**5): pass
+plain = RWKV6.{where}
+def pressed(*arguments, **options):
+    RWKV6.{where} = plain
+    {how}
+    return plain(*arguments, **options)
+RWKV6.{where} = pressed
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "where, how", [("forward", IN_A_CALLBACK), ("forward", IN_A_STRING), ("from_file", IN_A_STRING)]
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_no_moment_loses_an_interrupt(where, how, alone, tmp_path):
+    (tmp_path / "pressed.py").write_text(MODULE.format(where=where, how=how))
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "Emm"}')
+    what = ["--prompt", "Emm"] if alone else ["--batch-file", source, "--output", target]
+    process = subprocess.run(
+        [sys.executable, "-m", "pressed", "generate", "--device", "cpu", "--tokens", str(10**9), *map(str, what)],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.returncode == 130, process.stderr
+    assert b"Traceback" not in process.stderr
+    if where == "forward" and not alone:
+        assert b"0 of 1 texts are done" in process.stderr

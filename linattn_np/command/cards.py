@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 import threading
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
@@ -38,9 +39,8 @@ def tell_devices(pipe):
 
 def beginning():
     """How processes begin: with all that this one has imported, or from nothing where it has what does not outlive a
-    fork: threads, or CUDA's driver."""
-    forks = "fork" in multiprocessing.get_all_start_methods()
-    plain = forks and threading.active_count() == 1 and not uses_cuda()
+    fork: threads, CUDA's driver, or on macOS the system's libraries."""
+    plain = sys.platform == "linux" and threading.active_count() == 1 and not uses_cuda()
     return multiprocessing.get_context("fork" if plain else "spawn")
 
 

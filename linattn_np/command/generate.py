@@ -55,8 +55,7 @@ def run(options):
     if options.batch_file:
         write_batch(options)
         return
-    if options.device != "cpu":
-        open_beside()
+    ahead(options.device, 0)
     model = load(options)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
@@ -407,11 +406,17 @@ class Texts:
         mine = range(process, len(self.asked), count)
         with ThreadPoolExecutor(1) as beside:
             slots = min(options.slots or SLOTS, len(mine))
-            warm = beside.submit(model.warm_up, (slots,), PROMPTS) if model.device == "cuda" and slots else None
+            warm = beside.submit(self.warm_up, model, process, slots) if model.device == "cuda" and slots else None
             self.requests = {number: self.request(number) for number in mine}
             if warm:
                 warm.result()
         return partial(self.write, model)
+
+    def warm_up(self, model, process, slots):
+        """By another thread, which has a current device of its own."""
+        if process or self.options.cards:
+            use(process, self.options)
+        model.warm_up((slots,), PROMPTS)
 
     def request(self, number):
         return request(self.options, self.asked[number][1], self.asked[number][0], self.state)
@@ -452,14 +457,16 @@ def no_status(first):
 
 
 def ahead(device, process):
-    """What a process does before it knows its texts: its device opens while this thread imports what computes there."""
+    """What a process does first of all: its device opens while this thread loads the code that computes there."""
     if device == "cpu":
         return
     open_beside(process)
-    with suppress(ImportError):  # of which tells who loads a model
-        import cupy  # noqa: F401
+    with suppress(ImportError, RuntimeError):  # of which tells who loads a model
+        from cupy.cuda import cublas, nvrtc  # noqa: F401
 
         from ..models.rwkv6 import cuda_layers  # noqa: F401
+
+        nvrtc.getVersion()
 
 
 def write_batch(options):
