@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -335,47 +334,3 @@ def test_processes_share_texts_beside_a_thread_too(tmp_path):
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["a"] * 3
-
-
-# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
-# Numba's callbacks drop what is raised in them; its and other code is run from strings.
-IN_A_CALLBACK = "ctypes.CFUNCTYPE(None)(press)()"
-IN_A_STRING = "exec('press()')"
-MODULE = """
-import ctypes, os, signal, sys
-from linattn_np.__main__ import main
-from linattn_np.models import RWKV6
-def press():
-    os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(10**5): pass
-plain = RWKV6.{where}
-def pressed(*arguments, **options):
-    RWKV6.{where} = plain
-    {how}
-    return plain(*arguments, **options)
-RWKV6.{where} = pressed
-sys.exit(main())
-"""
-
-
-@pytest.mark.parametrize(
-    "where, how", [("forward", IN_A_CALLBACK), ("forward", IN_A_STRING), ("from_file", IN_A_STRING)]
-)
-@pytest.mark.parametrize("alone", [True, False])
-def test_no_moment_loses_an_interrupt(where, how, alone, tmp_path):
-    (tmp_path / "pressed.py").write_text(MODULE.format(where=where, how=how))
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "Emm"}')
-    what = ["--prompt", "Emm"] if alone else ["--batch-file", source, "--output", target]
-    process = subprocess.run(
-        [sys.executable, "-m", "pressed", "generate", "--device", "cpu", "--tokens", str(10**9), *map(str, what)],
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=60,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert process.returncode == 130, process.stderr
-    assert b"Traceback" not in process.stderr
-    if where == "forward" and not alone:
-        assert b"0 of 1 texts are done" in process.stderr

@@ -275,6 +275,7 @@ def test_emulator_runs_what_is_right():
     ("MisalignedRow", "thread 1: ldmatrix_x4 of a row not aligned"),
     ("AbsentWarp", r"nobody can go on: thread 0 waits in barrier_sync \(.*\), thread 32 has returned"),
     ("MixedCounts", r"thread 32: barrier_sync\(1, 32\) while others are in barrier_sync\(1, 64\)"),
+    ("BarrierInUse", r"thread 32: barrier_sync\(1, 64\) where other warps may be in the barrier"),
     ("NoSuchBarrier", r"thread 0: barrier_sync\(16, 64\): no such barrier"),
     ("DivergentNamedBarrier", r"thread 0 waits in barrier_sync .*, but thread 16 waits in __syncthreads"),
     ("MissingArrival", r"nobody can go on: thread 0 waits in barrier_wait .*, thread 32 waits in __syncthreads"),
