@@ -50,7 +50,7 @@ __device__ __forceinline__ void take_pairs(u64 (&pairs)[N][2], const u64* from, 
 
 // A barrier of the whole grid, when all its blocks are at work at once, in two halves, for threads 0 to THREADS - 1,
 // which share named barrier 1: what any block wrote before it arrived can be read after the wait. `arrived` changes its
-// highest bit, the sense, when the last block has come; it may start with any value.
+// highest bit, the sense, when the last block has come; the others are 0 between barriers, and at the start.
 constexpr u32 NO_BARRIER = 1;  // for a sense: nothing to wait for
 __device__ __forceinline__ u32 next_sense(u32 sense) { return sense ^ 0x80000000u; }
 
