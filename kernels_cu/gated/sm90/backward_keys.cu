@@ -425,10 +425,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wgmma_keep(from_state);
     const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     if constexpr (TF32_READ<T, BK>) {
-      multiply_unless_one<NARROW<T>>(C, range.up);
       wait_for_values(iteration);
-      put_state<T, BV>(s.C, C, warpgroup, offset);
-      multiply_unless_one<NARROW<T>>(C, range.down);
+      if (NARROW<T> && range.up != 1.f)
+        put_state<T, BV>(s.C, C, warpgroup, offset, [&](float x) { return range.up * x; });
+      else put_state<T, BV>(s.C, C, warpgroup, offset, [](float x) { return x; });
     }
     __syncwarp();  // else all is made at once: there are no registers for that
     decays_of(decays, gates);
