@@ -5,6 +5,7 @@ benchmarks/results/cards.
     torchrun --nproc-per-node 2 benchmarks/cards.py --device cuda --graphs --scaling weak --out ...
     torchrun --nproc-per-node 2 benchmarks/cards_training.py --out benchmarks/results/cards/nvidia-h200.json
     python benchmarks/cards_texts.py --out benchmarks/results/cards/nvidia-h200.json
+    python benchmarks/cards_texts.py --size 24x1024 --texts 4000 --tokens 128 --out ...
     python benchmarks/cards_table.py
 """
 
@@ -114,9 +115,10 @@ def speeds(result) -> str:
         head = ["", "", "cards", "all cards", "one card", "efficiency"]
         blocks += [fill(text, WIDTH), "", *table(head, cells), ""]
     for row in of_kind(result, "texts"):
+        model = "the package's own model" if row["size"] is None else f"random weights of {row['size']} in bfloat16"
         text = (
             f"{row['texts']:,} texts of {row['tokens_each']} tokens by `--batch-file`, {row['slots']} slots a card, "
-            f"the package's own model: {row['seconds']:.1f} s on {row['ranks']} cards, {row['one_seconds']:.1f} s on "
+            f"{model}: {row['seconds']:.1f} s on {row['ranks']} cards, {row['one_seconds']:.1f} s on "
             "one, the start of all processes included; the same lines "
             + ("to the byte." if row["same_lines"] else "up to rounding.")
         )

@@ -105,4 +105,4 @@ def is_int(x) -> bool:
 
 
 def is_real(x) -> bool:
-    return isinstance(x, (numbers.Real, np.floating)) and not isinstance(x, (bool, np.bool_))
+    return type(x) is float or isinstance(x, (numbers.Real, np.floating)) and not isinstance(x, (bool, np.bool_))

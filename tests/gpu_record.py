@@ -38,6 +38,7 @@ SOURCES = (
     "linattn_np/backends/cupy/*.py",
     "linattn_np/backends/numba/*.py",
 )
+LONGEST = 60  # seconds of a test, after which it says where it stands
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LIBRARIES = (
     "numpy",
@@ -147,11 +148,13 @@ def run_tests(root, backend, workers, more) -> dict[str, float]:
             backend,
             "--exhaustive",
             f"--junitxml={report}",
-            "-q",
+            "-v",  # a run that is cut short has said by then what failed, and on which worker
+            "-o",
+            f"faulthandler_timeout={LONGEST}",
             *more,
         ]
-        if workers > 1:
-            command += ["-n", str(workers), "--dist", "loadgroup"]
+        if workers > 1:  # with a new worker for one that crashed, loadgroup waits for ever near the end
+            command += ["-n", str(workers), "--dist", "loadgroup", "--max-worker-restart", "0"]
         status = subprocess.run(command, cwd=root, env=on_card(0)).returncode
         found = counts(report) if report.exists() else {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
         if status and not found["failed"]:

@@ -192,16 +192,18 @@ EIGHT_BITS = np.dtype(np.int8)
 
 
 def decoding(rng, device):
-    """A model's steps: all in one launch, in several, and beyond 128 sequences, where cuBLAS multiplies int8."""
-    few, wide = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"]))
+    """A model's steps: all in one launch, of as many weights as go around a block's ring, in several, and beyond 128
+    sequences, where cuBLAS multiplies int8."""
+    few, wide, around = (synthetic(rng, sizes, BFLOAT16) for sizes in (SMALL, SIZES["wide heads"], SIZES["odd"]))
     for dtype, B, together, weights in (
-        (BFLOAT16, 1, True, few),
-        (SINGLE, 8, True, few),
+        (BFLOAT16, 1, True, around),
+        (SINGLE, 8, True, around),
         (SINGLE, 3, False, few),
         (HALF, 3, False, few),
         (BFLOAT16, 9, False, few),
         (BFLOAT16, 33, False, wide),
         (BFLOAT16, 130, False, few),
+        (BFLOAT16, 1100, False, wide),  # a warp has several sequences in turn
         (EIGHT_BITS, 1, False, few),
         (EIGHT_BITS, 9, False, few),
         (EIGHT_BITS, 130, False, wide),

@@ -31,7 +31,9 @@ RESULT = {
         {"training": "more batch", "size": "2x64@8x64", "ranks": 2, "tokens_s": 3e6, "one_tokens_s": 1.6e6}
         | {"efficiency": 0.9375, "apart": 1e-7},
         {"texts": 1000, "tokens_each": 32, "slots": 64, "ranks": 2, "seconds": 5.0, "one_seconds": 9.0}
-        | {"tokens_s": 7000, "one_tokens_s": 4000, "efficiency": 0.9, "same_lines": True},
+        | {"tokens_s": 7000, "one_tokens_s": 4000, "efficiency": 0.9, "same_lines": True, "size": None},
+        {"texts": 500, "tokens_each": 128, "slots": 64, "ranks": 2, "seconds": 6.0, "one_seconds": 11.0}
+        | {"tokens_s": 7000, "one_tokens_s": 4000, "efficiency": 0.9, "same_lines": True, "size": "24x1024"},
     ],
 }
 
@@ -53,6 +55,7 @@ def test_what_is_said_of_measured_rows(load, tmp_path):
     said = " ".join(lines)
     assert "sends 1.00 to 2.00 MB" in said and "The largest error against float64 is 4.0e-03." in said
     assert "5.0 s on 2 cards, 9.0 s on one" in said and "to the byte" in said
+    assert "the package's own model: 5.0 s" in said and "random weights of 24x1024 in bfloat16: 6.0 s" in said
     assert page.summary(RESULT) == (
         "Efficiency on 2 (4) a card: `gla` forward 90% (88%), backward 95%, training 94%.\n"
     )
@@ -96,9 +99,10 @@ def test_trainings_are_timed(tmp_path):
     assert rows[0]["apart"] < 1e-5 and all(row["tokens_s"] > 0 and row["efficiency"] > 0 for row in rows)
 
 
-def test_texts_are_timed(tmp_path):
+@pytest.mark.parametrize("size", [[], ["--size=1x64"]])
+def test_texts_are_timed(size, tmp_path):
     out = tmp_path / "rows.json"
-    command = [sys.executable, str(BENCHMARKS / "cards_texts.py"), "--texts=3", "--tokens=2", "--slots=1"]
+    command = [sys.executable, str(BENCHMARKS / "cards_texts.py"), "--texts=3", "--tokens=2", "--slots=1", *size]
     environment = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=120, cwd=tmp_path)
     (row,) = json.loads(out.read_text())["rows"]

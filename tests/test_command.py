@@ -1,10 +1,13 @@
 """The command `linattn-np`: what it offers, its help, what it tells, and how many threads it takes."""
 
+import json
+import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -13,9 +16,10 @@ from test_examples import AUSTEN, ENVIRONMENT
 
 import linattn_np
 from linattn_np.__main__ import main
+from linattn_np.backends.numpy import cores
 from linattn_np.command import COMMANDS, bench, cards, info, quantise, threads
 from linattn_np.command.terminal import Parser
-from linattn_np.models import austen, devices, example
+from linattn_np.models import Bytes, austen, devices, example
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -181,7 +185,7 @@ def test_small_models_take_one_thread_of_blas(two_threads, monkeypatch):
 
 def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)  # cannot be imported
-    monkeypatch.setattr(threads, "workers", lambda: 2)
+    monkeypatch.setattr(cores, "workers", lambda: 2)
     for name in threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for sizes, said in (({"D": 256, "F": 896}, 1), ({"D": 4096, "F": 14336}, 0)):
@@ -192,7 +196,7 @@ def test_without_threadpoolctl_it_says_what_would_help(monkeypatch, capsys):
 
 def test_larger_models_take_more():
     assert [threads.wanted(4 * D * 7 * D // 2, 8) for D in (256, 768, 1024, 2048, 4096)] == [1, 1, 3, 8, 8]
-    assert threads.wanted(1 << 40, 1) == 1 <= threads.workers() <= os.cpu_count()
+    assert threads.wanted(1 << 40, 1) == 1
 
 
 def test_decoding_runs_with_them(two_threads, monkeypatch, capsys):
@@ -230,7 +234,7 @@ def test_devices_are_counted_and_opened_without_cupy(monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: name)
     driver = Driver()
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: driver)
-    assert devices.cuda_devices() == 2 and cards.devices("auto") == 2 and cards.devices("cpu") == 0
+    assert devices.cuda_devices() == 2
     devices.open_beside(1).join()
     assert driver.opened == [1]
     driver.status = 100  # no device
@@ -240,3 +244,93 @@ def test_devices_are_counted_and_opened_without_cupy(monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     driver.status = 0
     assert devices.cuda_devices() == 0
+
+
+def test_a_process_of_its_own_counts_the_devices(monkeypatch):
+    monkeypatch.setattr(cards, "beginning", lambda: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(cards, "cuda_devices", lambda: 3)
+    for several, found in ((True, 3), (False, 1)):
+        monkeypatch.setattr(cards, "may_be_several", lambda: several)
+        assert cards.devices("auto") == cards.devices("cuda") == found and cards.devices("cpu") == 0
+    monkeypatch.setattr(cards, "may_be_several", lambda: True)
+    monkeypatch.setattr(cards, "cuda_devices", lambda: os._exit(1))  # a driver that ends the process
+    assert cards.devices("auto") == 1
+
+
+def test_several_devices_are_told_without_the_driver(monkeypatch):
+    nodes = ["nvidiactl", "nvidia-uvm", "nvidia0"]
+    monkeypatch.setattr(devices.Path, "glob", lambda path, pattern: map(devices.Path, nodes))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not devices.may_be_several()
+    nodes.append("nvidia1")
+    for shown, several in (("0,1", True), ("1", False), ("", False)):
+        assert devices.may_be_several()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert devices.may_be_several() is several
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+def test_processes_are_forked_where_nothing_is_lost(monkeypatch):
+    for active, driver, system, method in (
+        (1, False, "linux", "fork"),
+        (2, False, "linux", "spawn"),
+        (1, True, "linux", "spawn"),
+        (1, False, "darwin", "spawn"),
+    ):
+        monkeypatch.setattr(cards.sys, "platform", system)
+        monkeypatch.setattr(cards.threading, "active_count", lambda: active)
+        monkeypatch.setattr(cards, "uses_cuda", lambda: driver)
+        assert cards.beginning().get_start_method() == method
+
+
+@pytest.mark.parametrize("process, count, given", [(0, 1, None), (0, 1, 1), (0, 2, 2), (1, 2, 2), (1, 2, None)])
+def test_every_thread_of_a_process_uses_its_device(process, count, given, monkeypatch):
+    from linattn_np.command import generate
+
+    current, seen = threading.local(), {}
+
+    class Model:
+        device, sizes = "cuda", {"V": 256}
+
+        def warm_up(self, batches, prompt):
+            seen["warm_up"] = getattr(current, "device", 0), batches
+
+    def load(options, *how):
+        seen["load"] = getattr(current, "device", 0)
+        return Model()
+
+    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(generate, "ahead", lambda device, process: None)
+    monkeypatch.setattr(generate, "use", lambda number, options: setattr(current, "device", number))
+    monkeypatch.setattr(generate, "tokenizer_of", lambda options, model: Bytes())
+    options = parsed("generate", "--batch-file", "in", "--output", "out", *(["--cards", str(given)] if given else []))
+    asked = [(n, {"prompt": "a"}) for n in range(5)]
+    generate.Texts(options, asked)(process, count)
+    assert seen == {"load": process, "warm_up": (process, (len(range(process, 5, count)),))}
+
+
+def parsed(command, *words):
+    """A subcommand's options."""
+    parser = Parser()
+    import_module(f"linattn_np.command.{command}").declare(parser)
+    return parser.parse_args(words)
+
+
+THREADED = """
+import sys, threading
+from linattn_np.__main__ import main
+if __name__ == "__main__":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    sys.exit(main())
+"""
+
+
+def test_processes_share_texts_beside_a_thread_too(tmp_path):
+    (tmp_path / "threaded.py").write_text(THREADED)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": "Emm", "tokens": 1, "temperature": 0}) for _ in range(3)))
+    options = ["--batch-file", source, "--output", target, "--slots", "1", "--cards", "2", "--device", "cpu"]
+    command = [sys.executable, tmp_path / "threaded.py", "generate", *options]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["a"] * 3

@@ -1,6 +1,9 @@
 """The kernels of a decoding step through their host plan, token by token, against the NumPy model."""
 
+from dataclasses import replace
 from functools import partial
+from itertools import product
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +12,7 @@ from planned import host
 
 from linattn_np import ContractError, NotSupported
 from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import catalog
 from linattn_np.backends.cupy import model_products as products
 from linattn_np.backends.cupy import rwkv6 as kernels
 from linattn_np.backends.cupy.execute import Compiled
@@ -161,23 +165,41 @@ def test_turns_of_words_begin_anew(hopper, rng):
     np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
 
 
+TILES = list(  # columns, split, rows
+    dict.fromkeys(
+        (kernel.COLUMNS, kernel.SPLIT, kernel.ROWS)
+        for B in range(1, products.BatchProduct.MOST + 1)
+        for kernel in products.BatchProduct.choices(BFLOAT16, B)
+    )
+)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", products.BatchProduct.DTYPES, ids=str)
-@pytest.mark.parametrize("columns", products.BatchProduct.STAGES)
-@pytest.mark.parametrize("split", products.BatchProduct.SPLITS)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("first", [products.WRITE, products.PARTS])
-@pytest.mark.parametrize("height", [128, 64])
 @pytest.mark.parametrize("K", [48, 656])
-def test_products_with_many_vectors(hopper, rng, dtype, columns, split, first, height, K):
+def test_products_with_many_vectors(hopper, rng, dtype, tile, first, K):
     """Two stacks, of which one has a few rows more than a tile, and one fewer; what there is of y beside stays."""
-    deep = columns <= products.BatchProduct.DEEP_COLUMNS and K > 48
+    columns, split, rows = tile
     kernel, B = (
-        products.BatchProduct(
-            dtype, columns, split, deep, height if columns <= max(products.BatchProduct.SHARED) else 128
-        ),
+        products.BatchProduct(dtype, columns, split, ROWS=rows),
         columns + (5 if first == products.WRITE else -3),
     )
+    kernel = replace(kernel, DEEP=kernel.may_be_deep and K > 48)
     check_products(hopper, rng, kernel.launch, dtype, B, K, ((2, 150), (1, 33)), first, split, kernel.terms)
+
+
+def test_some_model_asks_for_each_product():
+    """Of those that are compiled; the early one has keys, values, receptance and gates, and the decay's low rank."""
+    card, cls, asked = SimpleNamespace(capability=90, multiprocessors=132), products.BatchProduct, set()
+    early = (*range(16, 1024, 16), *range(1024, 4097, 128)), True, lambda D: [(4, D), (1, 64)]
+    value = (224, 896, 1792, 3584, 7168, 14336), False, lambda F: [(1, F * 2 // 7)]
+    head = (64, 512, 2048, 8192), False, lambda D: [(1, 65536)]
+    for widths, is_early, rows in (early, value, head):
+        for dtype, B, K in product(cls.DTYPES, (1, 6, 9, 17, 33), widths):
+            asked.add(cls.fitting(dtype, B, K, rows(K), card, is_early))
+    assert {kernel for kernel in catalog.kernels() if isinstance(kernel, cls)} <= asked
 
 
 @pytest.mark.pairwise
@@ -250,12 +272,29 @@ def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
 
 
 @pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
-def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width):
-    weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (9, 2))
-    decoder = CudaDecoder(weights, BFLOAT16, 9, hopper)
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, turns):
+    """A warp has one sequence, or takes several in turn."""
+    weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (21, 2))
+    decoder = CudaDecoder(weights, BFLOAT16, 21, hopper)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
     monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
-    np.testing.assert_array_equal(decoded(decoder.resized(9), hopper, tokens, decoder.initial_state()), wanted)
+    monkeypatch.setattr(kernels.TimeMixMany, "SEQUENCES", 8 if turns else 9)
+    monkeypatch.setattr(kernels.TimeMixMany, "turns", lambda *_: turns)
+    np.testing.assert_array_equal(decoded(decoder.resized(21), hopper, tokens, decoder.initial_state()), wanted)
+
+
+@pytest.mark.parametrize(
+    "B, H, turns", [(64, 32, 1), (130, 32, 3), (256, 32, 4), (480, 2, 1), (1100, 2, 2), (8, 300, 1)]
+)
+def test_all_blocks_of_many_sequences_run_at_once(B, H, turns):
+    card = SimpleNamespace(capability=90, multiprocessors=132, shared_per_multiprocessor=233472)
+    sizes = {"B": B, "H": H, "N": 64, "W": 64, "device": card}
+    kernel, more = kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes)
+    assert kernel.turns(B, H, card) == turns
+    assert 2 * (kernel.shared_bytes + more) < card.shared_per_multiprocessor
+    assert kernels.TimeMixMany.fitting(BFLOAT16, BFLOAT16, 1, **sizes) is None
+    assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes | {"B": 9, "H": 2}) is None
 
 
 def in_terms(x, dtype, terms):

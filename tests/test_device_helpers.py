@@ -127,6 +127,7 @@ def test_shuffles_past_the_end_keep_the_own_value(device):
 
 @pytest.mark.parametrize("case, dtype, depth", [
     ("Tf32Product", np.float32, 8), ("Bf16Product", ml_dtypes.bfloat16, 16), ("F16Product", np.float16, 16),
+    ("Bf16Products", ml_dtypes.bfloat16, 16), ("F16Products", np.float16, 16),
 ])  # fmt: skip
 def test_mma(device, rng, case, dtype, depth):
     a, b = (rng.standard_normal((rows, depth)).astype(dtype) for rows in (16, 8))
@@ -275,6 +276,7 @@ def test_emulator_runs_what_is_right():
     ("MisalignedRow", "thread 1: ldmatrix_x4 of a row not aligned"),
     ("AbsentWarp", r"nobody can go on: thread 0 waits in barrier_sync \(.*\), thread 32 has returned"),
     ("MixedCounts", r"thread 32: barrier_sync\(1, 32\) while others are in barrier_sync\(1, 64\)"),
+    ("BarrierInUse", r"thread 32: barrier_sync\(1, 64\) where other warps may be in the barrier"),
     ("NoSuchBarrier", r"thread 0: barrier_sync\(16, 64\): no such barrier"),
     ("DivergentNamedBarrier", r"thread 0 waits in barrier_sync .*, but thread 16 waits in __syncthreads"),
     ("MissingArrival", r"nobody can go on: thread 0 waits in barrier_wait .*, thread 32 waits in __syncthreads"),

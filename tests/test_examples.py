@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +53,22 @@ def start(*arguments, **options):
         stdout=subprocess.PIPE,
         **{"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, **options},
     )
+
+
+def interruptible(*arguments, **options):
+    return start(
+        *map(str, arguments), **options, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    )
+
+
+def until(descriptor, wanted):
+    """Reads until `wanted` is there."""
+    seen = b""
+    while wanted not in seen:
+        piece = os.read(descriptor, 1000)
+        assert piece, seen
+        seen += piece
+    return seen
 
 
 def austen():
@@ -433,88 +448,6 @@ def test_a_text_that_cannot_go_on_leaves_the_others(batch, tmp_path):
     ]
 
 
-# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
-def interruptible(*arguments, **options):
-    return start(
-        *map(str, arguments), **options, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
-    )
-
-
-def until(descriptor, wanted):
-    """Reads until `wanted` is there."""
-    seen = b""
-    while wanted not in seen:
-        piece = os.read(descriptor, 1000)
-        assert piece, seen
-        seen += piece
-    return seen
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_an_interrupt_keeps_the_texts_that_are_done(finished, tmp_path):
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    first = {"prompt": "Emm", "tokens": 1 if finished else 10**9, "temperature": 0}
-    source.write_text(f'{json.dumps(first)}\n{{"prompt": "a", "tokens": 10000000}}')
-    leader, follower = pty.openpty()
-    process = interruptible("--batch-file", source, "--output", target, stderr=follower)
-    os.close(follower)
-    until(leader, b"1 of 2 texts" if finished else b"writing ...")
-    process.send_signal(signal.SIGINT)
-    wanted = f"1 of 2 texts are done, {target} has" if finished else f"0 of 2 texts are done, {target} is not written"
-    until(leader, wanted.encode())
-    assert process.wait(60) == 130
-    process.stdout.close()
-    os.close(leader)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"][: 1 + finished]
-    if finished:
-        assert json.loads(target.read_text()) == {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"}
-
-
-def test_an_interrupt_writes_the_state(tmp_path):
-    state = tmp_path / "state.npz"
-    process = interruptible("--tokens", 1000000, "--prompt", "Mr. Knight", *GREEDY, "--save-state", state)
-    until(process.stdout.fileno(), b"Mr. Knightley and")
-    process.send_signal(signal.SIGINT)
-    rest, messages = process.communicate(timeout=60)
-    assert (process.returncode, messages) == (130, b"device cpu\n") and rest.endswith(b"\n")
-    done = decode("--load-state", state, "--prompt", " and", "--tokens", 1, *GREEDY)
-    assert done.returncode == 0, done.stderr
-
-
-def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
-    state = tmp_path / "state.npz"
-    process = interruptible(
-        "--chat", "--tokens", 1000000, "--stop", "nowhere", *GREEDY, "--save-state", state, stdin=subprocess.PIPE
-    )
-    for line in (b"How do you do?\n", b"And you?\n"):
-        process.stdin.write(line)
-        process.stdin.flush()
-        assert os.read(process.stdout.fileno(), 10)
-        process.send_signal(signal.SIGINT)
-        until(process.stdout.fileno(), b"\n")
-    process.stdin.close()
-    process.stdout.read()
-    messages = process.stderr.read()
-    assert process.wait(60) == 0, messages
-    assert re.fullmatch(rb"device cpu\nprefill \d+ tokens at .*\ndecode \d+ tokens at \d+ tokens/s\n", messages)
-    assert decode("--load-state", state, "--prompt", "And", "--tokens", 1).returncode == 0
-    process.stdout.close()
-    process.stderr.close()
-
-
-def test_an_interrupt_between_answers_ends_the_chat_and_writes_the_state(tmp_path):
-    state = tmp_path / "state.npz"
-    process = interruptible("--chat", "--tokens", 3, *GREEDY, "--save-state", state, stdin=subprocess.PIPE)
-    process.stdin.write(b"How do you do?\n")
-    process.stdin.flush()
-    until(process.stdout.fileno(), b"\n")
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and state.exists()
-    for stream in (process.stdin, process.stdout, process.stderr):
-        stream.close()
-
-
 def test_a_folder_of_hugging_face_by_its_path(tmp_path):
     """With the vocabulary that stands in such a folder."""
     os.symlink(AUSTEN, tmp_path / "model.safetensors")
@@ -554,11 +487,3 @@ def test_a_closed_pipe_ends_it_quietly():
     messages = process.stderr.read()
     process.stderr.close()
     assert (process.wait(60), messages) == (0, b"device cpu\n")
-
-
-def test_an_interrupt_ends_it_quietly():
-    process = start("--tokens", "1000000", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    process.stdout.read(60)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
-    assert (process.returncode, messages) == (130, b"device cpu\n")

@@ -201,7 +201,8 @@ def test_scalar_decay_of_many_heads(backend, rng, gate_dtype):
     [  # columns of V a block, segments
         (MANY_HEADS, 70, (128, 1), (128, 1)),
         (2, 70, (64, 1), (64, 1)),
-        (11, 300, (128, 2), (64, 2)),
+        (11, 300, (64, 1), (64, 2)),
+        (11, 1400, (128, 10), (64, 2)),
         (64, 2048, (64, 1), (128, 1)),
     ],
 )
@@ -231,6 +232,8 @@ SCALAR_DECAYS = {
         )
     },
     "gate16": {"gate": "some-inf", "gate_dtype": BFLOAT16},
+    "gate16-wide": {"K": 128, "V": 128, "gate_dtype": BFLOAT16},
+    "gate16-packed": {"bounds": [0, 0, 33, 34, 70, 70], "gate_dtype": BFLOAT16},
     "wide": {"K": 128, "V": 128},
     "wide-keys": {"K": 72, "V": 24},
     "wide-values": {"K": 24, "V": 104},
@@ -313,6 +316,7 @@ OWN_SIZE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dht", [False, True], ids=["no-dht", "dht"])
 @pytest.mark.parametrize("case", OWN_SIZE)
 def test_no_gate_drowns_its_gradient(backend, rng, case, dht):
@@ -404,7 +408,7 @@ def test_the_same_gradients_again_the_same_bits(backend, rng, T):
 @pytest.mark.parametrize("T", [70, 1100])
 def test_what_a_pullback_under_scalar_decay_takes(rng, T, gate_dtype):
     """On Hopper two kernels, or all at once where no gradient of a gate is asked for, and no gradient nobody asks
-    for."""
+    for. The two read a bfloat16 gate, and write its gradient, as they are; segments are summarised in float32."""
     for op in SCALAR:
         device = planned.Noting(90)
         problem = op.bind(
@@ -413,7 +417,7 @@ def test_what_a_pullback_under_scalar_decay_takes(rng, T, gate_dtype):
         gradients, _ = planned.pull(problem, device, problem["v"], None)
         plan = planned.plan_of(problem, device)
         names = [name.removeprefix("scalar_decay_sm90_") for name in planned.names(plan)]
-        converted = ["elementwise_feature_map"] * (bool(op.gates) and gate_dtype == BFLOAT16)
+        converted = ["elementwise_feature_map"] * (bool(op.gates) and gate_dtype == BFLOAT16 and T > 1000)
         segments = ["backward_segments", "gated_scan_both_ways"] * (T > 1000)
         assert names == converted + segments + ["weighted_sums"] * (1 + bool(op.gates)) + converted
         assert tuple(device.launched) == plan.kernels

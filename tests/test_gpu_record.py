@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import conftest
@@ -196,15 +197,40 @@ SUITE = {
     [("good", 1, 0, 1), ("failing", 1, 1, 0), ("erring", 1, 1, 0), ("broken", 0, 1, 0)],
 )
 def test_counts_of_a_run(tmp_path, suite, passed, failed, skipped):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "conftest.py").write_text(
+    write_suite(tmp_path, SUITE[suite])
+    found = gpu_record.run_tests(tmp_path, "cupy", 1, [])
+    assert (found["passed"], found["failed"], found["skipped"]) == (passed, failed, skipped)
+
+
+def write_suite(folder, text):
+    (folder / "tests").mkdir()
+    (folder / "tests" / "conftest.py").write_text(
         "def pytest_addoption(parser):\n"
         "    parser.addoption('--backends')\n"
         "    parser.addoption('--exhaustive', action='store_true')\n"
     )
-    (tmp_path / "tests" / "test_cupy.py").write_text(SUITE[suite])
-    found = gpu_record.run_tests(tmp_path, "cupy", 1, [])
-    assert (found["passed"], found["failed"], found["skipped"]) == (passed, failed, skipped)
+    (folder / "tests" / "test_cupy.py").write_text(text)
+
+
+CRASHING = """
+import os, pathlib, pytest
+
+@pytest.mark.parametrize("n", range(60))
+def test(n):
+    crashed = pathlib.Path(__file__).with_name("crashed")
+    if n == 40 and not crashed.exists():
+        crashed.touch()
+        os.abort()
+"""
+
+
+def test_a_run_ends_when_a_worker_crashes(tmp_path, monkeypatch, capfd):
+    """And says on which test it was."""
+    write_suite(tmp_path, CRASHING)
+    monkeypatch.setattr(subprocess, "run", partial(subprocess.run, timeout=60))
+    found = gpu_record.run_tests(tmp_path, "cupy", 2, [])
+    assert found["failed"] == 1 and 20 < found["passed"] < 60
+    assert "crashed while running 'tests/test_cupy.py::test[40]'" in capfd.readouterr().out
 
 
 def test_a_run_without_a_report_has_failed(tmp_path):

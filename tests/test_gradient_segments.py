@@ -14,8 +14,9 @@ pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng):
+def test_the_forward_pass_leaves_the_states_of_segments(op, dtype, rng, monkeypatch):
     """Where both cut alike: then the pass that summarises segments has one direction alone."""
+    monkeypatch.setattr(tuning, "SPARED", 0)
     declared, device = BY_NAME[op][0], EmulatedDevice(90)
     call = Call(op, Case(T=600, K=16, V=16, H=1, dtype=dtype), rng)
     initial = call.options["initial_state"]
@@ -84,6 +85,7 @@ def summarised_both_ways(call, device, segments, monkeypatch):
     return [planned.host(x) for x in (*found, *(start or ()))]
 
 
+@pytest.mark.pairwise("dtype", "K", "V", "alone")
 @pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "float32"])
 @pytest.mark.parametrize(
     "dtype, K, V, alone", [("bfloat16", 72, 64, True), ("bfloat16", 72, 64, False), ("float16", 64, 128, True)]
@@ -109,6 +111,7 @@ def test_what_a_border_has_forgotten_is_not_summarised(op, hopper, dtype, K, V, 
 GATES = ("trained", "all-20", "some-inf", "spikes-40", "zero", "positive", "by_channel", "growth")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_segments_of_any_gates(op, hopper, dtype, gate, rng, monkeypatch):
@@ -133,6 +136,7 @@ def test_nothing_may_grow(op, hopper, segments, first, rng, monkeypatch):
         assert_close(f"d{name}", x[:, :, first:], exact[:, :, first:], "bfloat16", rows=4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gate_dtype", [None, "float32"], ids=["", "gate32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monkeypatch):
@@ -152,3 +156,19 @@ def test_what_a_walk_forgets_is_not_summarised(op, dtype, gate_dtype, rng, monke
     assert same_bits(dq[:, :1, 640:1152], clean[0][:, :1, 640:1152])
     assert same_bits(dk[:, :1, 64:640], clean[1][:, :1, 64:640])
     assert np.isnan(dq[:, 1, 640:].astype(np.float32)).any() and np.isnan(dk[:, 1, 64:640].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["states", "gradients"])
+def test_what_grew_before_it_decayed_is_summarised(op, backwards, rng, monkeypatch):
+    """By the kernels of every card: 64 nats, and 51 nats of decay from there to the cut at 640. One gate that grows on
+    the way, however little, tells of it. What comes over the cut is all that the other segment is compared by."""
+    monkeypatch.setattr(tuning, "summarised_segments", lambda *_: 2)
+    declared, device = BY_NAME[op][0], EmulatedDevice()
+    call = Call(op, Case(T=1280, K=16, V=16, H=1, gate="weak", dht=False, initial=None), rng)
+    decay, growth, told = (np.s_[640:768], np.s_[768:832], 650) if backwards else (np.s_[512:640], np.s_[448:512], 630)
+    gates, over = call.arrays[3], np.s_[:, :, :640] if backwards else np.s_[:, :, 640:]
+    gates[...] = -0.01
+    gates[:, :, decay], gates[:, :, growth], gates[:, :, told] = -0.4, 1, 0.01
+    found, _ = planned.pull(declared.bind(call.arrays, gradient=True), device, call.do, None)
+    for name, x, exact in zip(call.names[:3], found, call.exact[1]):
+        assert_close(f"d{name}", x[over], exact[over], "float32", rows=4)

@@ -136,3 +136,28 @@ def test_growth_that_factors_hold_goes_by_chunks(hopper, rng):
     o, _ = results(GLA, arrays, hopper, None, True)
     arrays[3][:, :, 40] = 2
     assert same_bits(o[:, :, :32], results(GLA, arrays, hopper, None, True)[0][:, :, :32])
+
+
+@pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
+@pytest.mark.parametrize("every", [1, 50])
+@pytest.mark.parametrize("q, k", [(1e-6, 1), (1, 1e-7), (1e6, 1), (1e-3, 1e5), (1e-30, 1e20)])
+@pytest.mark.parametrize("schedule", ["whole", "segments", "columns", "packed"])
+@pytest.mark.parametrize(
+    "op, K, V",
+    [(GLA, 64, 64), (RWKV6, 64, 128), (GLA, 128, 72), (RWKV6, 128, 64), (GLA, 136, 64), (SIMPLE_GLA, 64, 64)],
+    ids=["gla", "rwkv6", "gla-128", "rwkv6-128", "wide-gla", "simple_gla"],
+)
+@pytest.mark.pairwise
+def test_rows_of_any_size(hopper, rng, monkeypatch, op, K, V, schedule, q, k, every, gate_dtype):
+    """Queries and keys, all of them or some, that float16 does not hold, in which bfloat16's meet at borders."""
+    sizes, arguments = {"B": 1, "H": 1, "T": 140, "K": K, "V": V, "N": 1}, {}
+    if schedule == "packed":
+        sizes, arguments = sizes | {"T": BOUNDS[-1], "N": len(BOUNDS) - 1}, {"cu_seqlens": BOUNDS}
+    if schedule == "columns":
+        split_columns(monkeypatch)
+    if schedule == "segments":
+        cut(monkeypatch, 2, 2)
+    arrays = draw(op, rng, sizes, BFLOAT16, "weak", gate_dtype)
+    for x, by in zip(arrays, (q, k)):
+        x[:, :, 3::every] = (double(x[:, :, 3::every]) * by).astype(BFLOAT16)
+    check(hopper, op, arrays, **arguments)

@@ -81,6 +81,7 @@ def test_is_the_call_without_padding(backend, variant, reverse, rng):
                 assert_close("state", backend.tohost(part)[b : b + 1], x, SINGLE)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
 def test_gradients(backend, variant, reverse, rng):
     """Those of the sequences alone in float64, and 0 at padding; a bonus's are the sum over the sequences."""

@@ -140,6 +140,7 @@ def test_states_that_nobody_needs_are_not_waited_for(hopper, rng, monkeypatch, f
     assert not final or np.isnan(state[0][0, 0, 3]).all()
 
 
+@pytest.mark.pairwise("op", "K", "V", "dtype")
 @pytest.mark.parametrize("gate_dtype", [None, np.float32], ids=["", "float32"])
 @pytest.mark.parametrize("R", [1, 3])
 @pytest.mark.parametrize(
@@ -206,6 +207,22 @@ def test_as_many_parts_as_fill_the_card(heads, longest, final, P, R):
     summary = forward(128, instances.SEGMENT_STATE)
     assert tuning.segments(heads, longest, tuning.resident_blocks(summary, H200)) == P
     assert tuning.parts(summary, heads, 128, P, longest, final, H200) == R
+
+
+@pytest.mark.parametrize(
+    "blocks, longest, most, P",
+    [
+        (64, 512, 264, 1),  # four would spare 384 tokens
+        (64, 1024, 264, 4),
+        (16, 512, 132, 1),
+        (16, 1024, 132, 8),
+        (64, 1024, 132, 1),
+        (64, 2048, 132, 2),
+        (0, 0, 132, 1),
+    ],
+)
+def test_a_cut_of_hoppers_forward_pass_spares_enough(blocks, longest, most, P):
+    assert tuning.segments(blocks, longest, most, tuning.SPARED) == P
 
 
 @pytest.mark.parametrize(

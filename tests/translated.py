@@ -3,11 +3,12 @@
 python tests/translated.py FOLDER 13.0      the folder holds its library, as pip puts it: pip install --target FOLDER
 
 For Hopper, so that all code is read: of each kernel the instances that have between them every pair of template
-arguments. Most go through the front end alone, which is what differs between releases. Products of warpgroups go
-through the assembler, too: an older one may have no registers for what a newer one can do, and serialise them.
+arguments go through the front end, which is what differs between releases. Where warpgroups multiply, the widest go
+through the assembler, too: an older one may have no registers for what a newer one can do, and serialise products.
 """
 
 import ctypes
+import math
 import multiprocessing
 import os
 import sys
@@ -15,6 +16,8 @@ from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+
+import pairs
 
 ARCH = "compute_90a"
 
@@ -44,24 +47,33 @@ def translated(kernels):
     return None, "wgmma.mma_async" in ptx.code
 
 
-def assembled(kernel):
-    """Why the assembler refuses an instance, or that it serialises products, or nothing."""
+def widest(kernels):
+    """The largest of instances that differ in sizes alone, since it wants most registers: of these, enough for every
+    pair of the other arguments.
+    """
+    by_types = defaultdict(list)
+    for kernel in kernels:
+        by_types[tuple(word for word in kernel.template if not word.isdigit())].append(kernel)
+    size = lambda kernel: math.prod(int(word) for word in kernel.template if word.isdigit())
+    return pairs.instances([max(alike, key=size) for alike in by_types.values()])
+
+
+def assembled(kernels):
+    """Why the assembler refuses instances of one file, or that it serialises products, or nothing."""
     import nvrtc
 
     from linattn_np.backends.cupy import source
 
     try:
-        nvrtc.compile_text(source.program([kernel]), [kernel.expression], kernel.arch)
+        nvrtc.compile_text(source.program(kernels), [kernel.expression for kernel in kernels], kernels[0].arch)
     except RuntimeError as error:
         said = str(error)
         if "serialized" in said or not nvrtc.ADVICE.search(said):  # other advice may differ between releases
-            return f"{kernel.expression}:\n{said}"
+            return f"{kernels[0].file}:\n{said}"
     return None
 
 
 def main(folder, wanted):
-    import pairs
-
     from linattn_np.backends.cupy import catalog
 
     every = defaultdict(list)
@@ -76,11 +88,11 @@ def main(folder, wanted):
     with pool() as first, pool() as second:
         results = list(first.map(translated, chosen))
         products = [
-            kernel for kernels, (_, multiplies) in zip(chosen, results, strict=True) if multiplies for kernel in kernels
+            widest(kernels) for kernels, (_, multiplies) in zip(every.values(), results, strict=True) if multiplies
         ]
         advice = second.map(assembled, products)
         complaints = [said for said in (*(said for said, _ in results), *advice) if said]
-    done = f"takes {sum(map(len, chosen))} instances of {len(chosen)} files, and assembles {len(products)}"
+    done = f"takes {sum(map(len, chosen))} instances of {len(chosen)} files, and assembles {sum(map(len, products))}"
     print("\n".join(complaints) or f"NVRTC {wanted} {done}")
     return bool(complaints)
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps
   constexpr int OFTEN = 8;  // steps between judgements
   const int warp = threadIdx.x >> 5;
   float total[2] = {channel < K ? 0.f : FORGOTTEN_NATS, channel + 8 < K ? 0.f : FORGOTTEN_NATS};
-#pragma unroll
+#pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(steps - 1 - step, step);
   float most = 0.f;  // of the gates: where one grows, more may have grown before it than was forgotten since
   int looked = 0, first = 0;
@@ -93,8 +93,8 @@ __device__ __forceinline__ int first_remembered(const Shared<T, G>& s, int steps
   return first;
 }
 
-template <class ReadOrder, bool BACKWARDS, typename T, typename G, int PRODUCTS>
-__device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, const WorkTile& at) {
+template <class ReadOrder, typename T, typename G, int PRODUCTS>
+__device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, const WorkTile& at, bool backwards) {
   using M = Math<T, PRODUCTS>;
   using Stored = typename M::Stored;
   const Shape& shape = args.shape;
@@ -114,24 +114,21 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
         if (row < K && across < V) f(S[n / 2][n % 2][x], i64(row) * V + across);
       }
   };
-  const int segment = BACKWARDS ? P - 1 - at.n % P : at.n % P;
+  const int segment = backwards ? P - 1 - at.n % P : at.n % P;
   const i64 state = i64(K) * V;
-  const float* given = BACKWARDS ? args.dht : args.initial;
-  const i64 slot = (BACKWARDS * (shape.B * shape.count) + at.n) * shape.H + at.h;
-  if (given && (segment == 0 || !segments)) {
-    const float* from = given + ((segments ? at.n / P : at.n) * shape.H + at.h) * state;
-    each([&](float& x, i64 offset) { x = from[offset]; });
-    if (segments) {
-      float* to = args.states + slot * state;
-      each([&](float& x, i64 offset) { to[offset] = x; });
-    }
-  } else if (segment == 0 && segments) {
-    float* to = args.states + slot * state;
-    each([&](float&, i64 offset) { to[offset] = 0.f; });
+  const float* given = backwards ? args.dht : args.initial;
+  const i64 slot = (backwards * (shape.B * shape.count) + at.n) * shape.H + at.h;
+  if (segment == 0 || !segments) {
+    const float* from = given ? given + ((segments ? at.n / P : at.n) * shape.H + at.h) * state : nullptr;
+    float* to = segments ? args.states + slot * state : nullptr;
+    each([&](float& x, i64 offset) {
+      if (from) x = from[offset];
+      if (to) to[offset] = x;
+    });
   }
 
   const int chunks = int((at.span.stop - at.span.start + CHUNK - 1) / CHUNK), steps = CHUNK / STEP * chunks;
-  const auto token_of = [&](int step) { return at.span.start + STEP * (BACKWARDS ? steps - 1 - step : step); };
+  const auto token_of = [&](int step) { return at.span.start + STEP * (backwards ? steps - 1 - step : step); };
   const auto fetch_gates = [&](int step, int stage) {
     fetch_rows<STEP, TILE, LD<G, TILE>>(s.stages[stage].g, args.g, at.b, at.h, token_of(step), at.span.stop,
                                         at.k_tile * TILE, K, args.vectors);
@@ -142,9 +139,9 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       const i64 token = token_of(step), stop = at.span.stop;
       const bool vectors = args.vectors;
       fetch_gates(step, step % STAGES);
-      fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, BACKWARDS ? args.q : args.k, at.b, at.h, token, stop, at.k_tile * TILE,
+      fetch_rows<STEP, TILE, LD<T, TILE>>(in.x, backwards ? args.q : args.k, at.b, at.h, token, stop, at.k_tile * TILE,
                                           K, vectors);
-      fetch_rows<STEP, TILE, LD<T, TILE>>(in.y, BACKWARDS ? args.do_ : args.v, at.b, at.h, token, stop,
+      fetch_rows<STEP, TILE, LD<T, TILE>>(in.y, backwards ? args.do_ : args.v, at.b, at.h, token, stop,
                                           at.v_tile * TILE, V, vectors);
     }
     cp_async_commit();
@@ -158,7 +155,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
   const float before = first ? 0.f : 1.f;
   float whole[2] = {before, before};  // decays of the segment
   const i64 first_chunk = chunks_of(shape, at.n % shape.count).start;
-#pragma unroll
+#pragma unroll 1
   for (int step = 0; step < STAGES - 1; ++step) fetch(first + step);
 #pragma unroll 1
   for (int step = first; step < steps; ++step) {
@@ -166,9 +163,9 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
     __syncthreads();  // this step's tokens have arrived; those of the last one are read
     fetch(step + STAGES - 1);
     if (!segments && step % 2 == 0) {
-      const i64 chunk = first_chunk + (BACKWARDS ? chunks - 1 - step / 2 : step / 2);
+      const i64 chunk = first_chunk + (backwards ? chunks - 1 - step / 2 : step / 2);
       Stored* to = static_cast<Stored*>(args.kept) +
-                   tile_at(shape, args.heads, BACKWARDS, at.b, at.h - args.first, chunk, at.k_tile, at.v_tile);
+                   tile_at(shape, args.heads, backwards, at.b, at.h - args.first, chunk, at.k_tile, at.v_tile);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n)
 #pragma unroll
@@ -187,7 +184,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       for (int p = 0; p < 4; ++p) {
         const Decays<ReadOrder> decays(decays_of(gates[p]));
         const int n = 2 * m + (p >> 1), row = p & 1;
-        factors[n][row] = BACKWARDS ? decays.start : decays.end;
+        factors[n][row] = backwards ? decays.start : decays.end;
         all[row][n] = decays.all;
       }
     }
@@ -207,7 +204,7 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
       for (int p = 0; p < 4; ++p) {
         const int n = 2 * m + (p >> 1), row = p & 1;
         const float far =
-            BACKWARDS ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS);
+            backwards ? float(args.scale) * product_of(all[row], 0, n) : product_of(all[row], n + 1, STEP_SUBS);
         a.set(p, far * factors[n][row] * x[p]);
       }
 #pragma unroll
@@ -219,15 +216,15 @@ __device__ __forceinline__ void walk(Shared<T, G>& s, const Args<T, G>& args, co
     }
   }
   cp_async_wait<0>();
+  float* to = nullptr;
   if (segments) {
-    float* to = args.states + (slot + (BACKWARDS ? -shape.H : shape.H)) * state;
-    each([&](float& x, i64 offset) { to[offset] = x; });
+    to = args.states + (slot + (backwards ? -shape.H : shape.H)) * state;
     for (int row = 0; row < 2; ++row)
       if (t == 0 && at.v_tile == 0 && channel + 8 * row < K) args.decays[slot * K + channel + 8 * row] = whole[row];
-  } else if (BACKWARDS && args.dh0 && segment == P - 1) {
-    float* to = args.dh0 + (at.n / P * shape.H + at.h) * state;
-    each([&](float& x, i64 offset) { to[offset] = x; });
+  } else if (backwards && args.dh0 && segment == P - 1) {
+    to = args.dh0 + (at.n / P * shape.H + at.h) * state;
   }
+  if (to) each([&](float& x, i64 offset) { to[offset] = x; });
 }
 
 template <class ReadOrder, typename T, typename G, int PRODUCTS>
@@ -243,6 +240,5 @@ __global__ void __launch_bounds__(THREADS, sizeof(typename Math<T, PRODUCTS>::St
   at.h = int(args.first) + block / tiles % heads, at.n = block / tiles / heads, at.b = at.n / int(shape.count);
   at.span = tokens_of(shape, at.n % shape.count);
   if (!args.kept && at.n % args.P == (backwards ? 0 : args.P - 1)) return;  // nobody needs what the last one leaves
-  if (backwards) walk<ReadOrder, true, T, G, PRODUCTS>(s, args, at);
-  else walk<ReadOrder, false, T, G, PRODUCTS>(s, args, at);
+  walk<ReadOrder, T, G, PRODUCTS>(s, args, at, backwards);
 }

@@ -161,6 +161,19 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// D[16, 8] += A[16, 8] B[8, 8], likewise.
+//   a = A[g][2t,+1], A[g+8][2t,+1]      b = B[2t,+1][g]
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+__device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[2], u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // Four 8x8 matrices of 16-bit values: lane l gives the 16-byte row l % 8 of matrix l / 8.
 //   r[m] = M_m[g][2t,+1]
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], const void* row) {
@@ -267,6 +280,13 @@ __device__ __forceinline__ void load_in_turn(float4& x, const void* from) {
 }
 __device__ __forceinline__ void load_in_turn(uint2& x, const void* from) {
   asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
+}
+// The same from shared memory.
+__device__ __forceinline__ void load_shared_in_turn(float4& x, const void* from) {
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(u32(__cvta_generic_to_shared(from)))
+               : "memory");
 }
 
 // ---- kernels that overlap: from sm_90 on, nothing before ----------------------------------------------------

@@ -33,13 +33,27 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
   const i64 column = blockIdx.x % across * COLUMNS, input = rest % (5 / INPUTS) * INPUTS;
   const i64 first = rest / (5 / INPUTS) * (TILES * TILE_TOKENS), tokens = args.tokens - first;
   const i64 token = (threadIdx.x & 31) >> 2, j = column_of_lane(column);
+  constexpr bool EARLY = TILES == 1 && INPUTS == 1 && TERMS == 1;  // whether xx and d come before `low` is multiplied
   float4 xx[TILES][2], d[TILES][2];
+  const auto load_tokens = [&] {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i64 t = tile * TILE_TOKENS + half * 8 + token, at = (first + t) * D + j;
+        if (t < tokens && j < D) xx[tile][half] = load4(args.xx + at), d[tile][half] = load4(args.d + at);
+      }
+  };
 #pragma unroll 1
   for (int n = 0; n < INPUTS; ++n) {
     const i64 c = input + n;
     const float4 maa = j < D ? load4(args.maa + c * D + j) : float4{};  // long before it is needed
+    const auto load_early = [&] {
+      if (EARLY && n == 0) load_tokens();
+    };
     const auto sums = low_rank<LOW_PARTS>(s, args.low + (first * 5 + c) * A, 5 * A, args.P, args.tokens * 5 * A, tokens,
-                                          args.up + c * A * D, A, D, column);
+                                          args.up + c * A * D, A, D, column, load_early);
+    if (!EARLY && n == 0) load_tokens();
     if (j >= D) continue;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
@@ -47,7 +61,6 @@ __global__ void __launch_bounds__(THREADS, IN_PARTS<X, TILES, INPUTS> ? 3 : 1) r
       for (int half = 0; half < 2; ++half) {
         const i64 t = tile * TILE_TOKENS + half * 8 + token, at = (first + t) * D + j;
         if (t >= tokens) continue;
-        if (n == 0) xx[tile][half] = load4(args.xx + at), d[tile][half] = load4(args.d + at);
         const float4 m = sums.of(tile, half), x = xx[tile][half], by = d[tile][half];
         store4_terms<TERMS>(args.mixed + c * args.tokens * D + at, 5 * args.tokens * D,
                             {fmaf(by.x, maa.x + m.x, x.x), fmaf(by.y, maa.y + m.y, x.y), fmaf(by.z, maa.z + m.z, x.z),

@@ -109,8 +109,10 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
     return s.ring[stage][(tid & 31) >> 2] + Lane<T>::start(tid) * sizeof(T);
   }
 
-  // This lane has read the stage. Each says so itself: racecheck does not follow one that speaks for its warp.
+  // This lane has read the stage, before a bulk copy writes there, which no barrier alone puts behind plain reads: each
+  // lane says so itself behind a fence of its own.
   __device__ __forceinline__ void release_slot() {
+    fence_async();
     barrier_arrive(s.empty[stage]);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }

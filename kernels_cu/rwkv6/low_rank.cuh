@@ -113,15 +113,15 @@ template <int TILES> struct LowRankSums {
 };
 
 // low has `tokens` rows of `rank` numbers, so far apart, and is the sum of `parts` such arrays, MOST at most, each one
-// `part_apart` behind the one before; up has `rank` rows of D, of which this takes 128 from `column` on.
-template <int MOST, int TILES, int PARTS, typename T>
+// `part_apart` behind the one before; up has `rank` rows of D, of which this takes 128 from `column` on. `load_more`
+// sets out what its caller reads later, once the kernel before this one has ended.
+template <int MOST, int TILES, int PARTS, typename T, typename F>
 __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>& s, const float* low, i64 apart,
                                                        i64 parts, i64 part_apart, i64 tokens, const T* up, i64 rank,
-                                                       i64 D, i64 column) {
+                                                       i64 D, i64 column, const F& load_more) {
   constexpr int EIGHTS = PASS * COLUMNS / 8 / THREADS, LOWS = TILES * TILE_TOKENS * PASS / THREADS;
   LowRankSums<TILES> sums = {};
-#pragma unroll 1
-  for (i64 start = 0; start < rank; start += PASS) {
+  const auto pass = [&](i64 start, const auto& load_more) {
     typename LowRank<T, TILES, PARTS>::Eight eights[EIGHTS];
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
@@ -140,6 +140,7 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>&
         from_parts[p][n] = inside ? low[p * part_apart + token * apart + start + a] : 0.f;
       }
     }
+    load_more();
     __syncthreads();  // the tiles may change
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n) {
@@ -156,6 +157,10 @@ __device__ __forceinline__ LowRankSums<TILES> low_rank(LowRank<T, TILES, PARTS>&
     }
     __syncthreads();  // the tiles stand
     s.multiply(sums.x);
-  }
+  };
+  i64 start = 0;
+#pragma unroll 1
+  for (; start + PASS < rank; start += PASS) pass(start, [] {});
+  pass(start, load_more);  // the last one
   return sums;
 }

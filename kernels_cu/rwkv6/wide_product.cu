@@ -23,10 +23,11 @@ struct Args {
   i64 B, K, parts;
 };
 
-template <int ROWS_, int HALVES_, int GROUPS> struct Layout {
+template <int ROWS_, int HALVES_, int GROUPS, bool DEEP> struct Layout {
   static constexpr int ROWS = ROWS_, HALVES = HALVES_, VECTORS = 64 * GROUPS, WARPS = 4 * GROUPS;
-  // Two blocks share a multiprocessor, unless there are as many vectors as keep its tensor cores busy.
-  static constexpr int W_STAGES = HALVES == 1 ? 512 / ROWS : 6, X_STAGES = 6;
+  // Two blocks share a multiprocessor, unless there are as many vectors as keep its tensor cores busy. Where DEEP, a
+  // block has too much for that: it begins when the product before has ended there.
+  static constexpr int W_STAGES = HALVES > 1 ? 6 : 512 / ROWS + DEEP, X_STAGES = 6;
   // Stages of weights asked for and not yet come until x stands: what small kernels load before queues behind them.
   static constexpr int FLIGHT = HALVES == 1 ? 4 : W_STAGES;
   static_assert(W_STAGES % HALVES == 0, "a stage has one block that copies to it");
@@ -123,22 +124,56 @@ __device__ __forceinline__ void multiply(Shared<T, S>& s, int steps, float (&sum
 }
 
 // A warpgroup's lane has two neighbouring rows of two vectors in every eight rows.
-template <int ROWS, typename Y, typename F>
-__device__ __forceinline__ void store(Y* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2], const F& f) {
+template <int ROWS>
+__device__ __forceinline__ void store(float* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
+  row += 2 * (threadIdx.x & 3);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (b + 8 * half >= B) continue;
 #pragma unroll
     for (int n = 0; n < ROWS / 8; ++n)
       if (row + 8 * n < M)
-        store2(y + (b + 8 * half) * M + row + 8 * n, {f(sums[4 * n + 2 * half]), f(sums[4 * n + 2 * half + 1])});
+        store2(y + (b + 8 * half) * M + row + 8 * n, {sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]});
   }
 }
 
-template <typename T, int ROWS, int HALVES, int GROUPS>
+// x[i] of lane n among four neighbours becomes x[n] of lane i.
+__device__ __forceinline__ void transpose(u32 (&x)[4]) {
+#pragma unroll
+  for (int by = 1; by < 4; by *= 2) {
+    const bool upper = threadIdx.x & by;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & by) continue;
+      const u32 from_other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + by], by);
+      (upper ? x[i] : x[i + by]) = from_other;
+    }
+  }
+}
+
+// The same in half precision: four lanes exchange what they have of 32 rows, so that each stores eight at once.
+template <int ROWS, typename T>
+__device__ __forceinline__ void store_squares(T* y, i64 M, int row, int b, int B, const float (&sums)[ROWS / 2]) {
+  row += 8 * (threadIdx.x & 3);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int first = 0; first < ROWS / 8; first += 4) {
+      u32 x[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (const int n = first + i; n < ROWS / 8)
+          x[i] = pack<T>(relu_squared(sums[4 * n + 2 * half]), relu_squared(sums[4 * n + 2 * half + 1]));
+      transpose(x);
+      if (b + 8 * half < B && first + (threadIdx.x & 3) < ROWS / 8 && row + 8 * first < M)
+        *reinterpret_cast<uint4*>(y + (b + 8 * half) * M + row + 8 * first) = {x[0], x[1], x[2], x[3]};
+    }
+}
+
+template <typename T, int ROWS, int HALVES, int GROUPS, bool DEEP>
 __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims__(HALVES, 1, 1)
     rwkv6_wide_product(const __grid_constant__ Args args) {
-  using S = Layout<ROWS, HALVES, GROUPS>;
+  using S = Layout<ROWS, HALVES, GROUPS, DEEP>;
   auto& s = *reinterpret_cast<Shared<T, S>*>(dynamic_smem());
   launch_next();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -166,13 +201,12 @@ __global__ void __launch_bounds__(128 * GROUPS + 64, 3 - HALVES) __cluster_dims_
     float sums[ROWS / 2] = {};
     multiply(s, tile.steps.count, sums);
     wait_for_previous();
-    const int row = tile.rows.row + 2 * (lane & 3), b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
+    const int row = tile.rows.row, b = tile.column + warp * 16 + (lane >> 2), B = int(args.B);
     const i64 first = stack.finish == Finish::Parts ? tile.part * stack.C + tile.rows.which : tile.rows.which;
+    const i64 at = first * B * stack.M;
     if (stack.finish == Finish::ReluSquared)
-      store<ROWS>(static_cast<T*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums, relu_squared);
-    else
-      store<ROWS>(static_cast<float*>(stack.y) + first * B * stack.M, stack.M, row, b, B, sums,
-                  [](float x) { return x; });
+      store_squares<ROWS>(static_cast<T*>(stack.y) + at, stack.M, row, b, B, sums);
+    else store<ROWS>(static_cast<float*>(stack.y) + at, stack.M, row, b, B, sums);
   }
   if constexpr (HALVES > 1) cluster_leave();  // nobody copies or arrives where a block has ended
 }

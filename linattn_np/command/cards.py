@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from contextlib import suppress
+import sys
+import threading
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 
 from .. import NotSupported
-from ..models.devices import check_device, cuda_devices
+from ..models.devices import check_device, cuda_devices, may_be_several, uses_cuda
 
 RAISED = {error.__name__: error for error in (ImportError, MemoryError, OSError)}  # the rest is a ValueError
 
 
 def devices(wanted) -> int:
-    """CUDA devices that `--device` may use, 0 for the CPU."""
-    return 0 if wanted == "cpu" else cuda_devices()
+    """CUDA devices that `--device` may use, 0 for the CPU; 1 where there may be one at most."""
+    if wanted == "cpu":
+        return 0
+    if not may_be_several():
+        return 1
+    pipe, theirs = multiprocessing.Pipe(duplex=False)
+    process = beginning().Process(target=tell_devices, args=(theirs,), daemon=True)
+    process.start()  # as processes that are forked from one that has asked the driver cannot use it
+    theirs.close()
+    try:
+        return pipe.recv()
+    except EOFError:
+        return 1
+    finally:
+        process.join()
+
+
+def tell_devices(pipe):
+    pipe.send(cuda_devices())
+
+
+def beginning():
+    """How processes begin: with all that this one has imported, or from nothing where it has what does not outlive a
+    fork: threads, CUDA's driver, or on macOS the system's libraries."""
+    plain = sys.platform == "linux" and threading.active_count() == 1 and not uses_cuda()
+    return multiprocessing.get_context("fork" if plain else "spawn")
 
 
 def use(number, options):
@@ -34,45 +60,81 @@ def use(number, options):
     cupy.cuda.Device(number).use()
 
 
-def processes(options, there, texts, slots) -> int:
-    """How many share the work: --cards, else every card of those `there` for which there are texts enough."""
-    return max(1, min(options.cards or there, -(-texts // slots)))
+def processes(options, texts, slots) -> int:
+    """How many share the work: --cards, else every card of this host for which there are texts enough."""
+    full = -(-texts // slots)
+    return max(1, min(options.cards or full > 1 and devices(options.device), full))
 
 
-def spread(prepare, count, texts):
-    """(number, line) of every text, in the order in which they are done.
+class Cards:
+    """Processes that share the texts of a batch, one for each card; they end with the block.
 
-    prepare : a function of the number of the process and of how many there are, which can be pickled
-        Loads what is needed, checks its part of the texts, and returns a function that takes an iterator of their
-        numbers and yields (number, line). No process begins before all have come so far.
+    ahead : a function of a process's number, which can be pickled
+        What it does while it waits for its texts.
     """
-    context = multiprocessing.get_context("spawn")
-    taken, started = context.Value("q", 0), {}
-    try:
-        for card in range(count):
-            pipe, theirs = context.Pipe()
-            process = context.Process(target=work, args=(card, count, taken, texts, theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that the end of the process is the end of its messages
-            started[pipe] = card, process
-        for pipe in started:
-            hand_over(pipe, prepare)  # all texts, of which a pipe holds few: others have been started meanwhile
-        for pipe in started:
-            receive(pipe, *started[pipe])
-        for pipe in started:
+
+    def __init__(self, ahead):
+        self.ahead, self.context, self.started = ahead, None, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *why):
+        for _, process in self.started.values():
+            process.terminate()
+        for _, process in self.started.values():
+            process.join()
+
+    def begin(self, count):
+        """Starts processes until there are so many."""
+        if self.context is None:
+            self.context = beginning()
+            self.taken = self.context.Value("q", 0)
+        with no_interrupts():
+            for card in range(len(self.started), count):
+                pipe, theirs = self.context.Pipe()
+                process = self.context.Process(target=work, args=(card, self.ahead, self.taken, theirs), daemon=True)
+                process.start()
+                theirs.close()  # so that the end of the process is the end of its messages
+                self.started[pipe] = card, process
+
+    def spread(self, prepare, count, texts):
+        """(number, line) of every text, in the order in which they are done; `count` processes share them.
+
+        prepare : a function of the number of the process and of how many there are, which can be pickled
+            Loads what is needed, checks its part of the texts, and returns a function that takes an iterator of their
+            numbers and yields (number, line). No process begins before all have come so far.
+        """
+        self.begin(count)
+        at_work, idle = list(self.started)[:count], list(self.started)[count:]
+        for pipe in at_work:
+            hand_over(pipe, (prepare, count, texts))  # of which a pipe holds few: all have been started meanwhile
+        for pipe in idle:
+            hand_over(pipe, None)
+        for pipe in at_work:
+            receive(pipe, *self.started[pipe])
+        for pipe in at_work:
             pipe.send("begin")
-        at_work = list(started)
         while at_work:
             for pipe in wait(at_work):
-                found = receive(pipe, *started[pipe])
+                found = receive(pipe, *self.started[pipe])
                 if found is None:
                     at_work.remove(pipe)
                 else:
                     yield found
+
+
+@contextmanager
+def no_interrupts():
+    """Ctrl-C comes later. Processes that begin inside get none, and need none: the first process ends them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
     finally:
-        for _, process in started.values():
-            process.terminate()
-            process.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def hand_over(pipe, what):
@@ -94,16 +156,23 @@ def receive(pipe, card, process):
     return found[0]
 
 
-def work(card, count, taken, texts, pipe):
+def work(card, ahead, taken, pipe):
     """What a process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where `no_interrupts` can do nothing
     try:
-        write = pipe.recv()(card, count)
+        ahead(card)
+        given = pipe.recv()
+        if given is None:
+            return
+        prepare, count, texts = given
+        write = prepare(card, count)
         pipe.send(("ready", None))
         pipe.recv()
         for found in write(numbers(taken, texts)):
             pipe.send(("text", found))
         pipe.send(("done", None))
+    except EOFError:  # the first process has ended
+        return
     except Exception as error:
         pipe.send(("failed", type(error).__name__, str(error)))
 

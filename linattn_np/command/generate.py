@@ -16,7 +16,7 @@ import stat
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from ..models.devices import open_beside
 from ..models.files import check_writable, json_object, lines, replaced, same_file
 from ..models.text import Request, Text, complete, read
 from ..models.tokenizers import VOCABULARY
-from .cards import devices, processes, spread, use
+from .cards import Cards, processes, use
 from .terminal import add_device, add_tokenizer, bar, say, some_text, status, whole
 from .threads import blas_for
 
@@ -46,6 +46,7 @@ LINE = {
 }
 SLOTS = 8
 LONGEST = 1 << 24  # bytes of a line of --batch-file
+PROMPTS = 1024  # tokens, about as many as the prompts that begin a batch together: the same kernels read them
 
 
 def run(options):
@@ -54,8 +55,7 @@ def run(options):
     if options.batch_file:
         write_batch(options)
         return
-    if options.device != "cpu":
-        open_beside()
+    ahead(options.device, 0)
     model = load(options)
     options.vocabulary = tokenizer_of(options, model)
     state = load_state(options, model)
@@ -271,18 +271,19 @@ class Writer:
 
     def answer(self, prompt: bytes, stop) -> Text:
         tokens, start = self.tokenizer.encode(prompt), time.perf_counter()
-        with status("reading ...") as show:
-            rest, state = read(
-                self.model,
-                tokens,
-                self.state,
-                lambda done: show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens"),
-            )
-            batch = Batch(self.model, 1)
-            (slot,) = batch.join([rest], self.how, [state])
-        first = time.perf_counter()
-        text = Text(self.tokenizer, self.options.tokens, stop)
         with interrupts() as interrupted:
+            with status("reading ...") as show:
+
+                def progress(done):
+                    if interrupted():
+                        raise KeyboardInterrupt
+                    show(f"reading {bar(done / len(tokens))} {done} of {len(tokens)} tokens")
+
+                rest, state = read(self.model, tokens, self.state, progress)
+                batch = Batch(self.model, 1)
+                (slot,) = batch.join([rest], self.how, [state])
+            first = time.perf_counter()
+            text = Text(self.tokenizer, self.options.tokens, stop)
             while text.finish is None:
                 print(text.close("interrupt") if interrupted() else text.feed(batch.step()[slot]), end="", flush=True)
         print(flush=True)
@@ -304,7 +305,10 @@ class Writer:
 
 @contextmanager
 def interrupts():
-    """A function that tells whether Ctrl-C was pressed. It lets a token be finished; pressed again, it raises."""
+    """A function that tells whether Ctrl-C was pressed. It lets a token be finished; pressed again, it raises.
+
+    An exception that comes at any moment may be lost: a callback of Numba's, as it loads a loop, drops it.
+    """
     pressed, before = [], signal.getsignal(signal.SIGINT)
 
     def press(number, frame):
@@ -384,7 +388,7 @@ def ask() -> str:
 
 # -- many texts -------------------------------------------------------------------------------------------------------
 class Texts:
-    """Writes the texts of a batch. Given the number of a process, it is one of several: see `cards.spread`."""
+    """Writes the texts of a batch. Given the number of a process, it is one of several: see `cards.Cards`."""
 
     def __init__(self, options, asked):
         self.options, self.asked = options, asked
@@ -392,15 +396,27 @@ class Texts:
     def __call__(self, process=0, count=1):
         """A function that writes the texts of the numbers that it is given; the first process tells how it begins."""
         options = self.options
-        if options.device != "cpu":
-            open_beside(process)
+        if count == 1:
+            ahead(options.device, 0)
         if process or options.cards:
             use(process, options)
         model = load(options, *([quiet, no_status] if process else []))
         options.vocabulary = tokenizer_of(options, model)
         self.state = load_state(options, model)
-        self.requests = {number: self.request(number) for number in range(process, len(self.asked), count)}
+        mine = range(process, len(self.asked), count)
+        with ThreadPoolExecutor(1) as beside:
+            slots = min(options.slots or SLOTS, len(mine))
+            warm = beside.submit(self.warm_up, model, process, slots) if model.device == "cuda" and slots else None
+            self.requests = {number: self.request(number) for number in mine}
+            if warm:
+                warm.result()
         return partial(self.write, model)
+
+    def warm_up(self, model, process, slots):
+        """By another thread, which has a current device of its own."""
+        if process or self.options.cards:
+            use(process, self.options)
+        model.warm_up((slots,), PROMPTS)
 
     def request(self, number):
         return request(self.options, self.asked[number][1], self.asked[number][0], self.state)
@@ -414,8 +430,9 @@ class Texts:
                 begun.append(number)
                 yield self.requests.pop(number, None) or self.request(number)
 
-        with blas_for(model.device, model.sizes):
-            for place, text, how in complete(model, self.options.vocabulary, taken(), self.options.slots or SLOTS):
+        slots = self.options.slots or SLOTS
+        with blas_for(model.device, model.sizes), interrupts() as interrupted:
+            for place, text, how in complete(model, self.options.vocabulary, taken(), slots, interrupted):
                 yield (
                     begun[place],
                     {
@@ -426,6 +443,8 @@ class Texts:
                         **({"error": how.error} if how.error else {}),
                     },
                 )
+            if interrupted():
+                raise KeyboardInterrupt
 
 
 def quiet(line):
@@ -437,14 +456,34 @@ def no_status(first):
     yield quiet
 
 
+def ahead(device, process):
+    """What a process does first of all: its device opens while this thread loads the code that computes there."""
+    if device == "cpu":
+        return
+    open_beside(process)
+    with suppress(ImportError, RuntimeError):  # of which tells who loads a model
+        from cupy.cuda import cublas, nvrtc  # noqa: F401
+
+        from ..models.rwkv6 import cuda_layers  # noqa: F401
+
+        nvrtc.getVersion()
+
+
 def write_batch(options):
     """A line for every line, in their order; whatever ends the work early, the texts that are done are written."""
-    with ThreadPoolExecutor(1) as beside:
-        there = None if options.cards else beside.submit(devices, options.device)  # a driver may count for long
-        asked, done = list(read_lines(options)), {}
-    count = processes(options, there and there.result(), len(asked), options.slots or SLOTS)
-    prepare = Texts(options, asked)
-    texts = spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
+    with Cards(partial(ahead, options.device)) as cards:
+        if (options.cards or 1) > 1:
+            cards.begin(min(options.cards, os.cpu_count()))  # there may be fewer texts, or cards
+        asked = list(read_lines(options))
+        count = processes(options, len(asked), options.slots or SLOTS)
+        prepare = Texts(options, asked)
+        texts = cards.spread(prepare, count, len(asked)) if count > 1 else prepare()(range(len(asked)))
+        write_texts(options, asked, texts)
+
+
+def write_texts(options, asked, texts):
+    """The lines of --output, out of (number, line) as they come; tells how far they are, and what is wrong."""
+    done = {}
     start = time.perf_counter()
     try:
         with status("writing ...") as show, closing(texts):
@@ -469,9 +508,9 @@ def write_batch(options):
 
 
 def write_lines(path, objects):
+    encode = json.JSONEncoder(ensure_ascii=False).encode
     with replaced(path) as file:
-        for line in objects:
-            file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        file.write(b"".join(f"{encode(line)}\n".encode() for line in objects))
 
 
 def read_lines(options):

@@ -25,6 +25,7 @@ def run(command, name, arguments=None) -> int:
     try:
         command.run(options)
     except KeyboardInterrupt:
+        eval("0")  # where it came in a string that was run, CPython would end by the signal, until it runs another
         return 130
     except BrokenPipeError:  # whoever read has left: leave too, and let Python flush into nothing
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

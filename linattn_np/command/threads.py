@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
-from ..backends.numpy.cores import workers
 from .terminal import say
 
 SHARE = 4 << 20  # bytes of a matrix for which another thread pays
@@ -23,8 +22,13 @@ def blas_for(device: str, sizes: dict):
 
     A user who has set one of VARIABLES has chosen, and without threadpoolctl BLAS stays as it is.
     """
+    if device != "cpu" or any(map(os.environ.get, VARIABLES)):
+        yield
+        return
+    from ..backends.numpy.cores import workers  # late, as cards need none of it
+
     count = wanted(4 * sizes["D"] * sizes["F"], workers())
-    if device != "cpu" or count == workers() or any(map(os.environ.get, VARIABLES)):
+    if count == workers():
         yield
         return
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..arguments import is_int, is_real
@@ -19,10 +21,10 @@ def whole(owner: str, name: str, value, least: int, most: int | None = None) -> 
 def real(owner: str, name: str, value, wanted: str, fits) -> float:
     """`value` as a float, once it is a real number, not infinite as one, and `fits`; else ContractError."""
     try:
-        number = float(value) if is_real(value) else np.nan
+        number = float(value) if is_real(value) else math.nan
     except OverflowError:  # an int beyond float64
-        number = np.inf
-    if not np.isfinite(number) or not fits(number):
+        number = math.inf
+    if not math.isfinite(number) or not fits(number):
         raise ContractError(f"{owner}: {name} is {shown(value)}, expected {wanted}")
     return number
 

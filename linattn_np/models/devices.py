@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 
@@ -35,6 +37,24 @@ def cuda_devices() -> int:
     if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
+
+
+def may_be_several() -> bool:
+    """Whether this host may show more than one CUDA device, as far as one sees without asking its driver."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    return len(nodes) != 1 and (shown is None or "," in shown)
+
+
+def uses_cuda() -> bool:
+    """Whether this process has loaded CUDA's driver."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+        return True
+    except OSError:
+        return False
 
 
 def open_beside(number: int = 0) -> threading.Thread:

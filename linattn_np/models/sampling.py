@@ -74,6 +74,8 @@ class Sampling:
         whole("Sampling", "top_k", self.top_k, 0)
         if self.vocabulary is not None:
             whole("Sampling", "vocabulary", self.vocabulary, 1)
+        if self.seed is None or type(self.seed) is int and self.seed >= 0:
+            return
         try:
             np.random.default_rng(self.seed)
         except (TypeError, ValueError):
@@ -136,7 +138,8 @@ def complaints(samplers, logits) -> dict[int, str]:
     """{number: its `complaint`} of the samplers that cannot draw from their row of `logits`."""
     found = {}
     for _, numbers, rows in alike(logits, [(sampler.how.vocabulary,) for sampler in samplers]):
-        for place in np.flatnonzero(~np.isfinite(rows.max(axis=1))):
+        finite = np.isfinite(rows.max(axis=1))
+        for place in () if finite.all() else np.flatnonzero(~finite):
             found[numbers[place]] = samplers[numbers[place]].complaint(logits[numbers[place]])
     return found
 
@@ -151,7 +154,7 @@ def draw_each(samplers, logits) -> list[int]:
 
     def draw(part):
         (_, temperature, top_k, top_p, penalizes), numbers, rows = part
-        rows = rows.astype(np.float32, copy=False)
+        rows = rows.astype(np.float32, copy=penalizes)
         if penalizes:
             for place, number in enumerate(numbers):
                 rows[place] = samplers[number].penalized(rows[place])
@@ -170,7 +173,13 @@ def draw_each(samplers, logits) -> list[int]:
 
 
 def alike(logits, kinds) -> Iterator[tuple]:
-    """(kind, numbers, a copy of their rows of `logits`) of one kind, (vocabulary, ...), each; few at a time."""
+    """(kind, numbers, their rows of `logits`, to be read) of one kind, (vocabulary, ...), each; few at a time."""
+    if len(set(kinds)) == 1 and isinstance(logits, np.ndarray):
+        count = max(1, AT_ONCE // logits.shape[1])
+        for start in range(0, len(kinds), count):
+            rows = logits[start : start + count, : kinds[0][0]]
+            yield kinds[0], range(start, start + len(rows)), rows
+        return
     by_kind: dict[tuple, list[int]] = {}
     for number, kind in enumerate(kinds):
         by_kind.setdefault(kind, []).append(number)
@@ -178,8 +187,7 @@ def alike(logits, kinds) -> Iterator[tuple]:
         count = max(1, AT_ONCE // len(logits[numbers[0]]))
         for start in range(0, len(numbers), count):
             some = numbers[start : start + count]
-            rows = logits[some] if isinstance(logits, np.ndarray) else np.stack([logits[number] for number in some])
-            yield kind, some, rows[:, : kind[0]]
+            yield kind, some, np.stack([logits[number] for number in some])[:, : kind[0]]
 
 
 def in_threads(work, parts) -> list:

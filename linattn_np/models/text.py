@@ -116,11 +116,19 @@ class Request:
     state: State | None = None
 
 
-def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], slots: int) -> Iterator[tuple]:
+def complete(
+    model: Model,
+    tokenizer: Tokenizer,
+    requests: Iterable[Request],
+    slots: int,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple]:
     """``(number of the request, its text, its `Text`)`` of every request, in the order in which they are done.
 
     Up to `slots` are written side by side; the next one joins as soon as another is done. A request that cannot be
     read, or whose logits are no numbers, ends alone: its `Text` has the finish "error", and `error` says why.
+
+    interrupted : asked before every token; once it says so nothing more is written, and texts under way are dropped.
 
     Example
     -------
@@ -132,7 +140,7 @@ def complete(model: Model, tokenizer: Tokenizer, requests: Iterable[Request], sl
     """
     batch, waiting = Batch(model, slots), enumerate(requests)
     running: dict[int, tuple[int, Text]] = {}
-    while True:
+    while not interrupted():
         asked, joining = list(islice(waiting, batch.free)), []
         for number, request in asked:
             try:

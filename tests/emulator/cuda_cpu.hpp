@@ -197,15 +197,22 @@ static bool in_shared(const void* pointer, size_t bytes) {
 
 // ---- barriers of some warps -------------------------------------------------------------------------------
 
-// threads: of the wait under way; times: how often it was over; some, any: what barrier_any has gathered, and had last
-struct NamedBarrier { int threads, arrived, times; bool some, any; };
+// threads: of the wait under way; times: how often it was over; some, any: what barrier_any has gathered, and had last;
+// warps, before: bits of those that have come, and that came to the last wait, when the block had met `met` times
+struct NamedBarrier { int threads, arrived, times; bool some, any; unsigned warps, before; int met; };
 struct Arrival { int id, threads, times; };
 static NamedBarrier named_barriers[MAX_CLUSTER][16], cluster_barrier;
+static int meetings[MAX_CLUSTER];  // of all of a block's threads
 
 // A warp comes to a barrier.
 static void arrive(void* const* operands) {
   const Arrival& first = *static_cast<Arrival*>(operands[0]);
   NamedBarrier& barrier = named_barriers[rank][first.id];
+  const unsigned warp = 1u << threadIdx.x / WARP;
+  // On a card an instruction is illegal that asks for another number of threads than those who are still there.
+  if (barrier.before && !(barrier.before & warp) && barrier.met == meetings[rank])
+    return report("thread %u: barrier_sync(%d, %d) where other warps may be in the barrier: all have not met since",
+                  threadIdx.x / WARP * WARP, first.id, first.threads);
   if (!barrier.arrived) barrier.threads = first.threads;
   for (int lane = 0; lane < WARP; ++lane) {
     Arrival& own = *static_cast<Arrival*>(operands[lane]);
@@ -215,8 +222,11 @@ static void arrive(void* const* operands) {
                     threadIdx.x / WARP * WARP + lane, own.id, own.threads, first.id, barrier.threads);
   }
   barrier.arrived += WARP;
+  barrier.warps |= warp;
   if (barrier.arrived < barrier.threads) return;
-  barrier.arrived = 0;
+  barrier.before = barrier.warps, barrier.met = meetings[rank];
+  meetings[rank] += barrier.threads == int(blockDim.x);
+  barrier.arrived = barrier.warps = 0;
   ++barrier.times;
   barrier.any = barrier.some;
   barrier.some = false;
@@ -252,8 +262,8 @@ static void describe(const Thread& thread, char* out, size_t size) {
 // Whether `count` threads wait in the same call at the same line as `one`.
 static bool all_wait_with(const Thread& one, const Thread* group, int count) {
   for (const Thread* other = group; other < group + count; ++other) {
-    if (other->state == one.state && other->operation == one.operation &&
-        other->where.line == one.where.line && !strcmp(other->where.file, one.where.file))
+    if (other->state == one.state && other->operation == one.operation && other->where.line == one.where.line &&
+        (other->where.file == one.where.file || !strcmp(other->where.file, one.where.file)))
       continue;
     char first[400], second[400];
     describe(one, first, sizeof first);
@@ -347,6 +357,7 @@ static Turn run_block(Thread* own) {
     if (waits || !waiting) return all;
     if (!all_wait_with(*waiting, own, count)) return Turn::Failed;
     for (int i = 0; i < count; ++i) own[i].state = State::Ready;
+    ++meetings[rank];
   }
 }
 
@@ -356,6 +367,7 @@ static void run_cluster(unsigned char* stacks, void (*entry)()) {
   memset(named_barriers, 0, sizeof named_barriers);
   cluster_barrier = {};
   memset(votes, 0, sizeof votes);
+  memset(meetings, 0, sizeof meetings);
   for (int i = 0; i < cluster * count / WARP; ++i) products[i].count = products[i].groups = 0;
   waiting_count = 0;
   for (int i = 0; i < cluster * count; ++i) {

@@ -101,7 +101,22 @@ template <> struct Format<bf16> : Packed<bf16> {};
 template <> struct Format<f16> : Packed<f16> {};
 
 struct Product { float* d; const u32* a; const u32* b; };
-typedef float Row __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+
+// Adds K products to each of eight sums: those of a row of A and as many rows of B, which lie `stride` floats apart.
+template <int K> void multiply_row(float* sums, const float* a, const float* b, int stride) {
+  Four low, high, x, y;
+  memcpy(&low, sums, sizeof low);
+  memcpy(&high, sums + 4, sizeof high);
+  for (int k = 0; k < K; ++k, b += stride) {
+    memcpy(&x, b, sizeof x);
+    memcpy(&y, b + 4, sizeof y);
+    low += a[k] * x;
+    high += a[k] * y;
+  }
+  memcpy(sums, &low, sizeof low);
+  memcpy(sums + 4, &high, sizeof high);
+}
 
 // A lane's part of A, as mma and wgmma take it.
 template <class T> void put_rows(float (&A)[16][Format<T>::DEPTH], int lane, const u32* a) {
@@ -113,8 +128,7 @@ template <class T> void put_rows(float (&A)[16][Format<T>::DEPTH], int lane, con
 
 template <class T> void multiply(void* const* operands) {
   constexpr int P = Format<T>::PACKED, K = Format<T>::DEPTH;
-  float A[16][K];
-  Row B[K], D[16];
+  float A[16][K], B[K][8], D[16][8];
   for (int lane = 0; lane < WARP; ++lane) {
     const Product& own = *static_cast<Product*>(operands[lane]);
     const int g = lane / 4, t = lane % 4;
@@ -123,8 +137,7 @@ template <class T> void multiply(void* const* operands) {
       for (int r = 0; r < 2; ++r) B[t * P + i + r * (K / 2)][g] = Format<T>::value(own.b[r], i);
     for (int r = 0; r < 4; ++r) D[g + r / 2 * 8][t * 2 + r % 2] = own.d[r];
   }
-  for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < K; ++k) D[row] += A[row][k] * B[k];
+  for (int row = 0; row < 16; ++row) multiply_row<K>(D[row], A[row], B[0], 8);
   for (int lane = 0; lane < WARP; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int r = 0; r < 4; ++r) static_cast<Product*>(operands[lane])->d[r] = D[g + r / 2 * 8][t * 2 + r % 2];
@@ -182,6 +195,14 @@ inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
 inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                     emulator::Where where = emulator::here()) {
   emulator::multiply_own<f16>("mma_f16", d, a, b, where);
+}
+
+inline void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
+  mma_bf16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
+}
+
+inline void mma_f16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
+  mma_f16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
 }
 
 inline void ldmatrix_x4(u32 (&r)[4], const void* row, emulator::Where where = emulator::here()) {
@@ -278,6 +299,7 @@ inline bool barrier_any(int id, int threads, bool some, emulator::Where where = 
 // ---- kernels that overlap: here they run in turn -------------------------------------------------------------
 
 template <typename X> void load_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
+template <typename X> void load_shared_in_turn(X& x, const void* from) { x = *static_cast<const X*>(from); }
 
 inline void prefetch_l2(const void* gmem, u32 bytes, emulator::Where where = emulator::here()) {
   EMULATOR_CHECK(reinterpret_cast<u64>(gmem) % 16 == 0 && bytes % 16 == 0,

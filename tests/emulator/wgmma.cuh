@@ -5,42 +5,51 @@ namespace emulator {
 
 template <class T, int N, bool TRANSPOSED> void multiply_tile(const Started& product) {
   using F = Format<T>;
-  constexpr int K = F::DEPTH, BYTES = 4 / F::PACKED;
+  constexpr int K = F::DEPTH, BYTES = 4 / F::PACKED, PIECE = 16 / BYTES;
   const u32 tile = (product.b & 0x3fff) << 4, leading = (product.b >> 16 & 0x3fff) << 4,
             stride = (product.b >> 32 & 0x3fff) << 4;
-  float A[16][K];
-  Row B[K][N / 8], D[N / 8];
-  const auto value = [&](u32 at) {
+  float A[16][K], B[K][N], piece[PIECE];
+  const auto read = [&](u32 at) {  // 16 bytes, which swizzles leave together
     const u32 swizzled = at ^ (at >> 3 & 0x70);
-    u32 bits = 0;
-    if (swizzled + BYTES > shared_bytes)
-      report("wgmma reads byte %u of %zu bytes of shared memory (%s:%d)", swizzled, shared_bytes, product.where.file,
-             product.where.line);
-    else
-      memcpy(&bits, shared_memory + swizzled, BYTES);
-    return F::value(bits, 0);
+    if (swizzled + 16 > shared_bytes)
+      return report("wgmma reads byte %u of %zu bytes of shared memory (%s:%d)", swizzled, shared_bytes,
+                    product.where.file, product.where.line);
+    for (int i = 0; i < PIECE; ++i) {
+      u32 bits = 0;
+      memcpy(&bits, shared_memory + swizzled + i * BYTES, BYTES);
+      piece[i] = F::value(bits, 0);
+    }
   };
   if (product.a_tile)
     for (int row = 0; row < 16; ++row)
-      for (int k = 0; k < K; ++k)
-        A[row][k] = value(((product.a_tile & 0x3fff) << 4) +
-                          (product.first_row + row) / 8 * ((product.a_tile >> 32 & 0x3fff) << 4) + row % 8 * 128 +
-                          k * BYTES);
+      for (int k = 0; k < K; k += PIECE) {
+        read(((product.a_tile & 0x3fff) << 4) + (product.first_row + row) / 8 * ((product.a_tile >> 32 & 0x3fff) << 4) +
+             row % 8 * 128 + k * BYTES);
+        memcpy(A[row] + k, piece, sizeof piece);
+      }
   else
     for (int lane = 0; lane < WARP; ++lane) put_rows<T>(A, lane, product.a[lane]);
-  for (int k = 0; k < K; ++k)
-    for (int n = 0; n < N; ++n)
-      B[k][n / 8][n % 8] = value(tile + (TRANSPOSED ? k / 8 * stride + k % 8 * 128 + n / 64 * leading + n % 64 * BYTES
-                                                    : n / 8 * stride + n % 8 * 128 + k * BYTES));
-  for (int row = 0; row < 16; ++row) {
-    auto own = [&](int n) -> float& {
-      return product.d[row % 8 * 4 + n % 8 / 2][n / 8 * 4 + row / 8 * 2 + n % 2];
-    };
-    for (int n = 0; n < N; ++n) D[n / 8][n % 8] = product.accumulate ? own(n) : 0;
+  if (TRANSPOSED)
     for (int k = 0; k < K; ++k)
-      for (int n = 0; n < N / 8; ++n) D[n] += A[row][k] * B[k][n];
-    for (int n = 0; n < N; ++n) own(n) = D[n / 8][n % 8];
-  }
+      for (int n = 0; n < N; n += PIECE) {
+        read(tile + k / 8 * stride + k % 8 * 128 + n / 64 * leading + n % 64 * BYTES);
+        memcpy(B[k] + n, piece, sizeof piece);
+      }
+  else
+    for (int n = 0; n < N; ++n)
+      for (int k = 0; k < K; k += PIECE) {
+        read(tile + n / 8 * stride + n % 8 * 128 + k * BYTES);
+        for (int i = 0; i < PIECE; ++i) B[k + i][n] = piece[i];
+      }
+  for (int row = 0; row < 16; ++row)
+    for (int n = 0; n < N; n += 8) {
+      float sums[8] = {};
+      auto own = [&](int i) -> float& { return product.d[row % 8 * 4 + i / 2][n / 2 + row / 8 * 2 + i % 2]; };
+      if (product.accumulate)
+        for (int i = 0; i < 8; ++i) sums[i] = own(i);
+      multiply_row<K>(sums, A[row], B[0] + n, N);
+      for (int i = 0; i < 8; ++i) own(i) = sums[i];
+    }
 }
 
 struct TileProduct {

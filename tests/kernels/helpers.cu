@@ -76,6 +76,17 @@ struct Bf16Product {
 struct F16Product {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
 };
+// In two products of 8.
+struct Bf16Products {
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    for (int half = 0; half < 2; ++half) mma_bf16(d, {a[2 * half], a[2 * half + 1]}, b[half]);
+  }
+};
+struct F16Products {
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    for (int half = 0; half < 2; ++half) mma_f16(d, {a[2 * half], a[2 * half + 1]}, b[half]);
+  }
+};
 
 // in: A [16, 8 words] then B transposed, [8, 8 words]; a word is a float or a pair of 16-bit values.
 // out: D [16, 8] = A B + 1.

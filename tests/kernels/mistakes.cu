@@ -26,10 +26,8 @@ struct MissingBarrier {
 
 struct DivergentBarrier {
   __device__ static float run(float* s, const float* in) {
-    if (threadIdx.x < 32)
-      __syncthreads();
-    else
-      __syncthreads();
+    if (threadIdx.x < 32) __syncthreads();
+    else __syncthreads();
     return 0;
   }
 };
@@ -121,6 +119,14 @@ struct AbsentWarp {
 struct MixedCounts {
   __device__ static float run(float* s, const float* in) {
     barrier_sync(1, threadIdx.x < 32 ? 64 : 32);
+    return 0;
+  }
+};
+
+struct BarrierInUse {
+  __device__ static float run(float* s, const float* in) {
+    if (threadIdx.x < 32) barrier_sync(1, 32);
+    barrier_sync(1, 64);
     return 0;
   }
 };

@@ -20,7 +20,7 @@ struct NamedBarrier {
     s[thread] = static_cast<const float*>(args.in)[thread];
     barrier_sync(1 + half, 64);  // the half of s is whole
     out[thread] = s[thread ^ 63];
-    barrier_sync(1, 128);  // s is whole
+    barrier_sync(3, 128);  // s is whole; the other half may still be in its own barrier
     out[128 + thread] = s[thread ^ 127];
   }
 };

@@ -391,7 +391,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     Across read, met;
     const uint4 places = known(PLACES);
     const int queries_at = int(places.x), keys_at = int(places.y);
-    const PairReader dA(values.dA, int(places.z));
+    const PairReader dA(values.dA, 0, int(places.z));
     float scores[ReadOrder::reads_before_write ? 8 : 1] = {};  // of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {

@@ -13,7 +13,8 @@
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
 //           three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them
-// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results
+// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results. Who waits for
+//           pairs waits for full too: they arrive who have waited for it
 // numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
 //           `weight`, of the same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The
 //           state: states.cuh
@@ -118,18 +119,28 @@ struct Gradients {
   Chunk dq, weight, writing;
 };
 
-template <class ReadOrder, typename T, typename G, class F>
-__device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64],
-                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
-                                            const float (&u)[2], float (&du)[2], int at, F read) {
+// A chunk's tokens: a warp's channels of them.
+template <typename T, typename G> struct TokenOperands {
   Gates<G> gates;
-  Operand query, key;
-  gates.load(g, at);
-  load_operand(query, q, at);
-  load_operand(key, k, at);
+  Operand queries, keys;
+
+  // NEAR: gates for what meets in a sub-chunk alone.
+  template <bool NEAR>
+  __device__ __forceinline__ void load(G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64], T (&k)[CHUNK][64], int at) {
+    gates.template load<NEAR>(g, at);
+    load_operand(queries, q, at);
+    load_operand(keys, k, at);
+  }
+};
+// Whether there are registers for them from the end of the chunk before on.
+template <typename G, int BV> constexpr bool HELD = sizeof(G) == 2 && BV == 64;
+
+template <bool NEAR, class ReadOrder, typename T, typename G>
+__device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T, G>& tokens,
+                                            const Counts<ReadOrder, G>& counts, const PairReader& dA, Pairs& pairs,
+                                            const float (&u)[2], float (&du)[2]) {
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) {
-    read(n);
     SubChunk queries, keys, near, near_keys, over_keys = {}, over_queries = {};
     float present[4] = {}, own[2];  // of tokens with themselves
     if (ReadOrder::reads_before_write)
@@ -140,8 +151,8 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
       du[i / 2] = fmaf(q, x, du[i / 2]);
       present[i] = u[i / 2] * x;
     };
-    decays_from_middle(near, near_keys, gates, counts, n);
-    decay_within<true, T>(queries, keys, near, near_keys, query, key, n, meet_itself);
+    decays_from_middle<NEAR>(near, near_keys, tokens.gates, counts, n);
+    decay_within<true, T>(queries, keys, near, near_keys, tokens.queries, tokens.keys, n, meet_itself);
     dA.add_keys(over_keys, keys, n, n);
     dA.add_queries(over_queries, queries, n, n);
 #pragma unroll
@@ -155,32 +166,35 @@ __device__ __forceinline__ void meet_within(Gradients& d, G (*g)[CHUNK][PANEL<G>
   __syncwarp();  // else all is made at once: there are no registers for that
 }
 
-// from_state: S do. `keys`: what the state has of them.
-template <class ReadOrder, typename T, typename G>
-__device__ __forceinline__ void meet_across(Gradients& d, const Values& from_state, Operand& keys,
+// from_state: S do. Makes of tokens.keys what the state has of them, and calls write() when these and their decays
+// stand.
+template <bool HELD, class ReadOrder, typename T, typename G, class F>
+__device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& tokens, const Values& from_state,
                                             SubChunkDecays& decays, G (*g)[CHUNK][PANEL<G>], T (&q)[CHUNK][64],
                                             T (&k)[CHUNK][64], const Counts<ReadOrder, G>& counts, const PairReader& dA,
-                                            float scale, bool& growth, int at) {
-  Gates<G> gates;
+                                            float scale, bool& growth, int at, F write) {
+  Operand &queries = tokens.queries, &keys = tokens.keys;
   Across read, met, over = {};
   Chunk far;
-  Operand queries;
-  gates.load(g, at);
-  growth = __any_sync(0xffffffffu, any_grows<T>(gates));
-  decays_of(decays, gates);
-  load_operand(keys, k, at);
-  decays_to_end(far, gates, counts);
+  if (!HELD) tokens.gates.load(g, at);
+  growth = __any_sync(0xffffffffu, any_grows<T>(tokens.gates));
+  decays_of(decays, tokens.gates);
+  if (!HELD) load_operand(keys, k, at);
+  decays_to_end(far, tokens.gates, counts);
   decay_keys<true, T>(met, keys, keys, far, decays);
-  __syncwarp();
-  load_operand(queries, q, at);
-  decays_from_start(far, gates, counts);
-  const QueryScale range = scale_of_queries<ReadOrder, T>(far);
-  decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     dA.add_keys(over.by8[x], met.by8[x], 2 * x + 1, 2 * x);
     dA.add_keys(over.by16[x], met.by16[0], 2 + x, 0);
     dA.add_keys(over.by16[x], met.by16[1], 2 + x, 1);
+  }
+  write();
+  if (!HELD) load_operand(queries, q, at);
+  decays_from_start(far, tokens.gates, counts);
+  const QueryScale range = scale_of_queries<ReadOrder, T>(far);
+  decay_queries<true, T>(read, queries, queries, far, decays, {scale * range.up[0], scale * range.up[1]});
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       d.weight[2 * x + 1][i] = fmaf(read.by8[x][i], over.by8[x][i], d.weight[2 * x + 1][i]);
@@ -226,11 +240,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const Segment at = segment_of<false>(args.shape, args.P, args.joined);
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int kept = first_kept(args.shape, at);
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = opaque(lane_offset());
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
+  const int pair_row = held(pair_index(lane >> 2, 2 * t)), pair_column = held(pair_index(2 * t, lane >> 2));
 
   float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
@@ -238,42 +253,46 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int h = 0; h < 2; ++h)
       if (inside[h]) u[h] = args.u[at.head * K + channel + 8 * h];
 
+  Values from_state;
+  TokenOperands<T, G> operands;
+  const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
+    if (iteration * CHUNK < tokens) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
+    Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
+    start_read<BV>(from_state, S, in.read);
+    if (HELD<G, BV>)
+      operands.template load<false>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
+  };
+  begin(0);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    const u32 phase = iteration / STAGES & 1;
-    barrier_wait(s.full[iteration % STAGES], phase);   // the tokens are there
-    barrier_wait(s.pairs[iteration % STAGES], phase);  // so are dA and do for the state
-    Values from_state;
-    u32 columns[BV / 8 / SUBCHUNKS][4];
-    const auto read = [&](int n) { read_part<BV>(from_state, columns, S, in.read, n); };
-
-    Operand keys;
     Gradients found;
     SubChunkDecays decays;
     bool growth;
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
-    const PairReader dA(in.dA);
-    meet_within<ReadOrder>(found, g_panels, q_panel, k_panel, counts, dA, in.dA, u, du, offset, read);
-    wgmma_wait<0>();
+    const PairReader dA(in.dA, pair_row, pair_column);
+    if (!HELD<G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
+    wgmma_wait<0>();  // for from_state, under way since the chunk before
     wgmma_keep(from_state);
-    meet_across<ReadOrder>(found, from_state, keys, decays, g_panels, q_panel, k_panel, counts, dA, scale, growth,
-                           offset);
+    meet_within<!HELD<G, BV>, ReadOrder>(found, operands, counts, dA, in.dA, u, du);
+    const auto write = [&] {  // amid the chunk, so that nobody waits for the product at its end
+      if (growth) {           // what has been computed, and will be, may be anything
+        grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
+        each_pair([&](int n, int h) { pair_of(operands.keys, n, h) = 0, decays.own[n][h] = 1.f; });
+      }
+      if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = growth;
+      decay_state<BV>(S, decays);
+      wgmma_fence();
+      start_write<T, BV>(S, operands.keys, in.v);
+      wgmma_commit();
+    };
+    meet_across<HELD<G, BV>, ReadOrder>(found, operands, from_state, decays, g_panels, q_panel, k_panel, counts, dA,
+                                        scale, growth, offset, write);
 
-    if (growth) {  // what has been computed may be anything
-      grow_queries<ReadOrder, T, G, BK, BV>(S, sums, inside, in.q, in.k, in.g, in.v, in.do_, in.dA, u, scale);
-      each_pair([&](int n, int h) { pair_of(keys, n, h) = 0, decays.own[n][h] = 1.f; });
-    }
-    if (lane == 0) reinterpret_cast<bool*>(sums - channel + K)[threadIdx.x / 32] = growth;
-    decay_state<BV>(S, decays);
-    wgmma_fence();
-    start_write<T, BV>(S, keys, in.v);
-    wgmma_commit();
-
+    float sum[2];
     if (!growth) {
-      float sum[2];
-      sum_tokens<true, !ReadOrder::reads_before_write>(found.weight, sum);
+      sum_tokens_by_shuffles<true, !ReadOrder::reads_before_write>(found.weight, sum);
       if (ReadOrder::reads_before_write)
 #pragma unroll
         for (int n = 0; n < SUBCHUNKS; ++n)
@@ -282,14 +301,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, found.dq, offset);
       store_chunk_values(g_panels, found.weight, offset);
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (t == 0 && inside[h]) sums[8 * h] = sum[h];
     }
     wgmma_wait<0>();
     wgmma_keep(S);
+    begin(iteration + 1);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (!growth && t == 0 && inside[h]) sums[8 * h] = sum[h];
     const int next = (iteration + 1) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
@@ -298,6 +318,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     }
   }
 
+  wgmma_wait<0>();
+  wgmma_keep(from_state);
   float end[2] = {};
   const bool ends = args.dht && (!args.joined || at.last != at.pair);  // else the second pass is not cut here
   if (ends)

@@ -45,6 +45,9 @@ template <class F> __device__ __forceinline__ void each_pair(F f) {
 // An operand's register that holds them.
 template <class X> __device__ __forceinline__ auto& pair_of(X& x, int n, int h) { return x[n / 2][n % 2 * 2 + h]; }
 
+// x in a register of its own. `opaque` hides x from the compiler, but not from the assembler, which makes it anew.
+__device__ __forceinline__ int held(int x) { return __shfl_sync(0xffffffffu, x, threadIdx.x & 31); }
+
 // Where a lane's rows of a panel begin, in bytes, as ldmatrix and stmatrix take a warp's 16 of its 64 columns: 16 rows
 // every 2048.
 __device__ __forceinline__ int lane_offset() {
@@ -128,13 +131,14 @@ template <> struct GateFormat<float> {
   static constexpr u32 ONE[2] = {0x3f80u, 0x3f80u};
 };
 
-// A chunk's gates of this lane's channels: no less than NOTHING; float32 ones times log2 e.
+// A chunk's gates of this lane's channels: no less than NOTHING, NEAR: than LEAST; float32 ones times log2 e.
 template <typename G> struct Gates {
   Operand x;
 
-  __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
+  template <bool NEAR = false> __device__ __forceinline__ void load(G (*panels)[CHUNK][64], int at) {
+    constexpr u32 BOUND = NEAR ? GateFormat<G>::LEAST_TWO : GateFormat<G>::NOTHING_TWO;
     load_operand(x, *panels, at);
-    each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), GateFormat<G>::NOTHING_TWO); });
+    each_pair([&](int n, int h) { pair_of(x, n, h) = at_least<G>(pair_of(x, n, h), BOUND); });
   }
   // Sub-chunk n as an operand A; NEAR: no less than LEAST.
   template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
@@ -146,10 +150,10 @@ template <typename G> struct Gates {
 template <> struct Gates<float> {
   Chunk x;
 
-  __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
+  template <bool NEAR = false> __device__ __forceinline__ void load(float (*panels)[CHUNK][32], int at) {
     load_chunk(x, panels, at);
     each_pair([&](int n, int h) {
-      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], NOTHING);
+      for (int p = 2 * h; p < 2 * h + 2; ++p) x[n][p] = LOG2E * at_least(x[n][p], NEAR ? LEAST : NOTHING);
     });
   }
   template <bool NEAR> __device__ __forceinline__ void operand(u32 (&a)[4], int n) const {
@@ -261,13 +265,13 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
 // Factors of queries and of keys in sub-chunk n, from its middle.
-template <class Counts, typename G>
+template <bool LOADED_NEAR = false, class Counts, typename G>
 __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G>& gates,
                                                    const Counts& counts, int n) {
   constexpr bool READS_BEFORE_WRITE = Counts::Order::reads_before_write;
   u32 a[4], b[2];
   SubChunk read = {}, minus_written = {};
-  gates.template operand<true>(a, n);
+  gates.template operand<!LOADED_NEAR>(a, n);
   counts.read_from_middle(b);
   multiply_gates(read, a, b, typename GateFormat<G>::Type{});
   if (READS_BEFORE_WRITE) {
@@ -368,8 +372,8 @@ struct PairReader {
     const int thread = opaque(threadIdx.x), g = thread >> 2 & 7, t = thread & 3;
     row = opaque(pair_index(g, 2 * t)), column = opaque(pair_index(2 * t, g));
   }
-  __device__ __forceinline__ PairReader(Pairs& x, int column)
-      : pairs(&x[0][0]), row(0), column(column) {}  // add_queries
+  // With a place that is held from chunk to chunk.
+  __device__ __forceinline__ PairReader(Pairs& x, int row, int column) : pairs(&x[0][0]), row(row), column(column) {}
   // Sums over the keys of a sub-chunk, for queries of one: to_i += sum_j pairs_ij k_j.
   __device__ __forceinline__ void add_keys(SubChunk& to, const SubChunk& k, int queries, int keys) const {
     const float2 two = *reinterpret_cast<const float2*>(pairs + (row ^ 8 * keys) + 8 * CHUNK * queries);

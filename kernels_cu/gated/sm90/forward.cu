@@ -1,5 +1,5 @@
 // what      GLA and RWKV-6 forward in one pass on Hopper: producer warps decay, consumer warpgroups multiply. One way
-//           for every gate but those that grow by more than a nat (forward_growth.cuh).
+//           for every gate but those that grow by more than 1/8 (forward_growth.cuh).
 // math      per chunk of 32:  o = scale ((q decayed) S + A v),   S <- diag(decay) S + (k decayed)^T v
 // shapes    q k g [B, H, T, K], v o [B, H, T, V], u [H, K], initial and final state [N, H, K, V] float32; where G is
 //           ScalarDecay, a gate [B, H, T] float32 for all channels, of any strides
@@ -43,6 +43,8 @@ __global__ void __cluster_dims__(Schedule::CLUSTER_SIZE)
     }
     for (int slot = 0; slot < BV / PANEL * S::AHEAD; ++slot) barrier_init(s.values[0][slot], 1);
     for (int stage = 0; stage < S::STAGES; ++stage) s.numbers[stage].row[0] = ALL;
+    if constexpr (Schedule::reads)
+      for (int group = 0; group < S::GROUPS; ++group) s.scores[group].beyond = false;
     if constexpr (!Schedule::reads) barrier_init(s.scan.loaded, 1);
     if constexpr (Schedule::K_RANKS > 1)
       for (Barrier& told : s.votes.told) barrier_init(told, Schedule::K_RANKS);

@@ -2,7 +2,8 @@
 // math      a_t = e^(g_t), multiplied up from and to borders; no difference of cumulated gates: resets are exact there
 // barriers  two a chunk of a group: every sub-chunk's decay stands | all operands stand; one more where another block
 //           gets the scores
-// numerics  within a sub-chunk factors about its middle, of decays of at least LEAST: see below
+// numerics  within a sub-chunk factors about its middle, of decays of at least LEAST: see below. What meets at borders
+//           is float16 beside bfloat16, whose digits are few, as long as it has the range: see forward_scores.cuh
 // limits    sm_90a; K and V multiples of 8; rows start on 16 bytes
 //
 // A producer warp has a sub-chunk of 8 tokens (BK = 64: two), a lane 4 channels of it: no decay needs a shuffle. All
@@ -24,31 +25,20 @@
 constexpr float LEAST = 2.0611536e-9f;  // e^-20
 constexpr int MIDDLE = BC / 2;          // of a sub-chunk: before this token
 
-// Each of 8 values summed over LANES lanes; lane l gets the sum of value l % 8.
-template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[8], int lane) {
-#pragma unroll
-  for (int half = 4; half > 0; half /= 2) {
-    const bool upper = lane & half;
-#pragma unroll
-    for (int n = 0; n < half; ++n) {
-      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
-      x[n] = (upper ? x[n + half] : x[n]) + other;
-    }
-  }
-  float sum = x[0];
-#pragma unroll
-  for (int distance = 8; distance < LANES; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  return sum;
-}
-
 // Stores 4 neighbours as they came: x is what `loaded` holds.
 template <typename T> __device__ __forceinline__ void put_loaded(T* to, uint2 loaded, const float (&)[4]) {
   *reinterpret_cast<uint2*>(to) = loaded;
 }
 __device__ __forceinline__ void put_loaded(float* to, uint2, const float (&x)[4]) { put_four(to, x); }
 
-template <typename T> __device__ __forceinline__ void put_four_if(bool wanted, T* to, const float (&x)[4]) {
-  store_if(wanted, to, {pack<T>(x[0], x[1]), pack<T>(x[2], x[3])});
+template <typename B> __device__ __forceinline__ void put_four_if(bool wanted, B* to, const float (&x)[4]) {
+  store_if(wanted, to, {pack<B>(x[0], x[1]), pack<B>(x[2], x[3])});
+}
+// The same of 4 neighbours as they came in T: x is what `loaded` holds.
+template <typename T, typename B>
+__device__ __forceinline__ void put_loaded_if(bool wanted, B* to, uint2 loaded, const float (&x)[4]) {
+  if constexpr (COARSE<T> == COARSE<B>) store_if(wanted, to, loaded);
+  else put_four_if(wanted, to, x);
 }
 
 // The sub-chunks' decays, each put by its own warp for the group's others.
@@ -70,22 +60,6 @@ template <int BK>
 __device__ __forceinline__ void get_decay(float (&x)[1], const Decays<BK>& decays, const ProducerCoord<BK>&,
                                           int subchunk) {
   x[0] = decays[subchunk][0];
-}
-
-// Tokens of this lane's sub-chunk behind the sequence's end, as if they were not: they decay nothing and write nothing.
-// What their queries read is not stored.
-template <bool READS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_gates(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
-  if constexpr (WIDTH<G> == 4)
-    for (int row = max(first, tokens); row < first + BC; ++row)
-      for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
-  fence_async();  // the next chunk comes to the same place by another way
-}
-template <bool READS, typename T, typename G, int BK>
-__device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
-  for (int row = max(first, tokens); row < first + BC; ++row)
-    for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
-  fence_async();  // likewise
 }
 
 // decay *= a token's decays, of at least LEAST.
@@ -125,8 +99,8 @@ __device__ __forceinline__ void put_keys(Keys& keys, Scores& s, const T (&loaded
     if (i > 0) next = load(i - 1);
     times(x, k, to_end);
     if constexpr (READS) {
-      T* const to = reinterpret_cast<T*>(border + i * sizeof s.rows[0]);
-      if (i == BC - 1) store_if(me.subchunk < 3, to, own);
+      auto* const to = reinterpret_cast<typename Scores::Border*>(border + i * sizeof s.rows[0]);
+      if (i == BC - 1) put_loaded_if<T>(me.subchunk < 3, to, own, k);
       else put_four_if(me.subchunk < 3, to, x);
       if (two_borders) {
         float y[4];
@@ -181,7 +155,8 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
   for (int i = 0; i < BC; ++i) {
     float q[4], k[4], x[4];
     const uint2 own = next;
-    direct.load(i);
+    if (i == 0) direct.load(0);  // a step early, so that nobody waits for the last one
+    else if (i + 1 < BC) direct.load(i + 1);
     unpack<T>(q, own);
     if (i + 1 < BC) next = load(loaded, i + 1);
     if (i >= FIRST_KEY && i <= LAST_KEY) unpack<T>(k, next_key);
@@ -190,13 +165,14 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
 #pragma unroll
     for (int c = 0; c < W; ++c) from_start[c] *= a[i][c];
     if (INCLUSIVE) times(x, q, from_start);
-    if (!INCLUSIVE && i == 0) store_if(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], own);
+    if (!INCLUSIVE && i == 0) put_loaded_if<T>(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], own, q);
     else put_four_if(me.subchunk > 0, &s.rows[border + i].border_q[me.channel], x);
     if (two_borders) {
       float y[4];
       times(y, x, near);
       put_four(&s.rows[s.HALF + me.first - 16 + i].border_q[me.channel], y);
     }
+    if (i == 0) direct.multiply_step(0), direct.load(1);
     times(x, x, before);
     put_state_query<T>(first, i, x);
     if (i > 0) {
@@ -216,7 +192,7 @@ __device__ __forceinline__ void put_queries(Queries& queries, Scores& s, const T
       times(k, k, u);
       itself[i] = dot(q, k);
     }
-    direct.multiply_step(i);
+    if (i + 1 < BC) direct.multiply_step(i + 1);
   }
 }
 
@@ -237,20 +213,20 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   auto& numbers = s.numbers[stage];
   const auto& decays = s.decays[me.group];
   float a[BC][W], decay[W];
-  u32 most = LARGEST_GATE<T, G>;
+  u32 most = LARGEST_GATE<G>;
 #pragma unroll
   for (int c = 0; c < W; ++c) decay[c] = 1.f;
 #pragma unroll
   for (int i = 0; i < BC; ++i) {
     float g[W];
     gates_of(g, in, me, one, i);
-    note_growth<T>(most, in, me, one, i);
+    note_growth(most, in, me, one, i);
 #pragma unroll
     for (int c = 0; c < W; ++c) decay[c] *= a[i][c] = decay_of(g[c]);
   }
   put_decay(s.decays[me.group], me, decay);
   // Decays stand; gates and the last operands of scores are read.
-  bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST_GATE<T, G>);
+  bool grows = barrier_any(PRODUCERS + me.group, P::THREADS, most != LARGEST_GATE<G>);
   if constexpr (Schedule::K_RANKS > 1) tell(grows);
   else if (!grows) refill();  // not after the wait for room: how long gates are on their way shows
   // Decays of the half's other sub-chunk, and of the other half. Those of what lies behind this sub-chunk, or before
@@ -275,10 +251,14 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
   join(me.subchunk % 2 == 0, me.subchunk < 2);  // behind
   room();
   if constexpr (Schedule::K_RANKS > 1) grows = either();
-  if (__builtin_expect(grows, false)) return by_tokens();
+  if (__builtin_expect(grows, false)) return by_tokens(false);
   if constexpr (Schedule::K_RANKS > 1) refill();
   barrier_wait(s.rows[me.group], parity);
   if (partial) clear_keys(s.inputs[me.group], me.first, partial, me.channel);
+  constexpr int WARPS = P::THREADS / 32, N = ScoreShare<WARPS>::N;
+  constexpr bool BEFORE = Order::reads_before_write;
+  // Whether borders have a type with less range.
+  constexpr bool NARROWS = READS && COARSE<T> != COARSE<typename BorderOf<Schedule::K_RANKS, T>::type>;
   put_keys<READS, T>(s.operands.k[stage][rank], scores, in.k, a, me, outer, across);
   join(me.subchunk % 2 == 1, me.subchunk >= 2);  // before
   if (me.subchunk == NUM_SUBCHUNKS - 1) {
@@ -290,28 +270,23 @@ __device__ __forceinline__ void make_chunk(Shared<Schedule, T, G, BK, BV>& s, u3
     numbers.row[0] = ALL;
   }
   if constexpr (READS) {
-    constexpr int WARPS = P::THREADS / 32, N = ScoreShare<WARPS>::N;
-    constexpr bool BEFORE = Order::reads_before_write;
     float itself[BC], u[4];
 #pragma unroll
     for (int c = 0; c < W; ++c) across[c] *= COARSE<T> ? scale : scale * TRUNCATED;
     if (BEFORE) unpack(u, &s.u[me.channel]);
-    const int lane = me.thread % 32, first = me.thread / 32 * N;
+    const int lane = u32(me.thread) % 32, warp = u32(me.thread) / 32;
     __syncwarp();  // keys that other lanes cleared
-    DirectProducts<BEFORE, N, T, BK> direct(in.q, in.k, first, lane);
+    DirectProducts<BEFORE, NARROWS, N, T, BK> direct(in.q, in.k, warp * N, lane);
     put_queries<Order>(s.operands.q[stage][rank], scores, in.q, in.k, a, me, outer, across, u, itself, direct);
-    if (BEFORE) {
-      const float sum = sum_each<P::LANES>(itself, lane);
-      if (me.thread % P::LANES < BC) scores.itself[me.first + me.thread % P::LANES] = sum;
-      if (lane == 3)
-        for (int m = 0; m < N; ++m) scores.last[(first + m + 1) % NUM_SUBCHUNKS] = direct.sums[m][3];
-    }
+    if (NARROWS && direct.out_of_range(lane)) scores.beyond = true;
     if constexpr (Schedule::CLUSTER_SIZE > 1) fence_async();
     barrier_sync(PRODUCERS + me.group, P::THREADS);  // all operands stand, queries and keys are read
+    const bool beyond = NARROWS && scores.beyond;
     refill_rows();
-    if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0) send_operands(s, stage, rank, full);
-    make_scores<WARPS, Order, Schedule>(s.operands.scores(stage)[rank], scores, direct.sums, s.operands.flip(stage),
-                                        scale, me.thread / 32, lane);
+    if (Schedule::CLUSTER_SIZE > 1 && me.thread == 0 && !beyond) send_operands(s, stage, rank, full);
+    make_scores<WARPS, Order, Schedule>(s.operands.scores(stage)[rank], scores, direct.scores, itself,
+                                        s.operands.flip(stage), scale, warp, lane);
+    if (NARROWS && __builtin_expect(__any_sync(0xffffffffu, beyond), false)) return by_tokens(true);
     if constexpr (Schedule::CLUSTER_SIZE > 1) {
       fence_async();
       barrier_sync(PRODUCERS + me.group, P::THREADS);  // the scores stand
@@ -329,18 +304,12 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
   using S = Shared<Schedule, T, G, BK, BV>;
   constexpr int GROUPS = S::GROUPS, CHUNK_RANKS = Schedule::CHUNK_RANKS;
   const WorkTile& at = s.work;
-  const int tokens = at.tokens, group = GROUPS > 1 ? thread / P::THREADS : 0, K = int(args.shape.K - args.channel);
+  const int tokens = at.tokens, group = GROUPS > 1 ? u32(thread) / P::THREADS : 0, K = int(args.shape.K - args.channel);
   const int rank = Schedule::K_RANKS > 1 ? rank_of<Schedule>() : 0;
   const int maker = group * CHUNK_RANKS + (CHUNK_RANKS > 1 ? rank_of<Schedule>() : 0);
-  // ScalarDecay: the gate of a token of the sub-chunk, which its lanes share out; none beyond the end.
-  const auto gate_of = [&](int chunk) {
-    const int row = chunk * CHUNK + P(thread).first + thread % BC;
-    return WIDTH<G> == 1 && row < tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
-  };
-
   const float scale = float(args.scale);
   if (thread % P::THREADS == 0) fetch_gates(s, args, group, maker, tokens), fetch_rows(s, args, group, maker, tokens);
-  float one = gate_of(maker);
+  float one = gate_of(s, args, P(thread), maker);
   u32 iteration = 0;
   for (int chunk = maker; chunk * CHUNK < tokens; chunk += S::MAKERS, ++iteration) {
     // Addresses are cheaper made anew than held in registers, where these are scarce.
@@ -349,7 +318,7 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const float gate = one;
     const auto refill = [&] {
       if (thread % P::THREADS == 0) fetch_gates(s, args, group, chunk + S::MAKERS, tokens);
-      one = gate_of(chunk + S::MAKERS);
+      one = gate_of(s, args, P(thread), chunk + S::MAKERS);
     };
     const auto refill_rows = [&] {
       if (thread % P::THREADS == 0) fetch_rows(s, args, group, chunk + S::MAKERS, tokens);
@@ -367,9 +336,9 @@ __device__ __forceinline__ void produce(Shared<Schedule, T, G, BK, BV>& s, const
     const auto either = [&] {
       if constexpr (Schedule::K_RANKS > 1) return either_grows(s.votes, stage, used & 1);
     };
-    const auto by_tokens = [&] {
-      make_tokens<Order>(s, args, thread, chunk, stage, used, iteration & 1, gate);
-      one = gate_of(chunk + S::MAKERS);
+    const auto by_tokens = [&](bool again) {
+      make_tokens<Order>(s, args, thread, chunk, stage, used, iteration & 1, again);
+      one = gate_of(s, args, P(thread), chunk + S::MAKERS);
     };
     if (WIDTH<G> == 4) barrier_wait(s.gates[group], iteration & 1);
     if (WIDTH<G> == 4 && partial) clear_gates(s.inputs[group], me.first, partial, me.channel);

@@ -89,6 +89,31 @@ __device__ __forceinline__ void gates_of(float (&g)[4], const InputStage<READS, 
   unpack(g, in.g[me.first + i] + me.channel);
 }
 
+// ScalarDecay: the gate of a token of the sub-chunk, which its lanes share out; none beyond the end.
+template <class Schedule, typename T, typename G, int BK, int BV>
+__device__ __forceinline__ float gate_of(const Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args,
+                                         const ProducerCoord<BK>& me, int chunk) {
+  const WorkTile& at = s.work;
+  const int row = chunk * CHUNK + me.first + me.thread % BC;
+  return WIDTH<G> == 1 && row < at.tokens ? *args.one.row(at.batch, at.head, at.start + row) : 0.f;
+}
+
+// Tokens of this lane's sub-chunk behind the sequence's end, as if they were not: they decay nothing and write nothing.
+// What their queries read is not stored.
+template <bool READS, typename T, typename G, int BK>
+__device__ __noinline__ void clear_gates(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
+  if constexpr (WIDTH<G> == 4)
+    for (int row = max(first, tokens); row < first + BC; ++row)
+      for (int c = channel; c < channel + 4; ++c) in.g[row][c] = from_float<G>(0.f);
+  fence_async();  // the next chunk comes to the same place by another way
+}
+template <bool READS, typename T, typename G, int BK>
+__device__ __noinline__ void clear_keys(InputStage<READS, T, G, BK>& in, int first, int tokens, int channel) {
+  for (int row = max(first, tokens); row < first + BC; ++row)
+    for (int c = channel; c < channel + 4; ++c) in.k[row][c] = from_float<T>(0.f);
+  fence_async();  // likewise
+}
+
 // Starts copying the gates, or queries and keys, of a group's chunk; by one thread.
 template <class Schedule, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void fetch_gates(Shared<Schedule, T, G, BK, BV>& s, const Args<T, G>& args, int group,

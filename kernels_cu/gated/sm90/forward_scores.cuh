@@ -1,8 +1,8 @@
 // what      Scores of a chunk from the operands that its producers have made: the same for every warp.
 // math      A[i, j] = sum_c (q_i decayed from z) (k_j decayed to z), z the middle of their sub-chunk or a border
 //           between theirs; q_i k_i as they came, and q_i k_(i - 1) in RWKV-6
-// numerics  the middle's operands in bfloat16 or tf32, the others in T; sums in float32; A as two bfloat16 numbers or
-//           one of float16
+// numerics  the middle's operands in bfloat16 or tf32, those of borders in float16 or, where two blocks' scores add up,
+//           T; sums in float32; A as two bfloat16 numbers or one of float16
 // limits    sm_90a
 #include "gated/sm90/forward_storage.cuh"
 
@@ -13,6 +13,8 @@ constexpr float TRUNCATED = 1.f + 2 * 3.522e-4f;
 using Sums = float[4];
 __device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a, b); }
 __device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }
+__device__ __forceinline__ void multiply(bf16, Sums& d, const u32 (&a)[2], u32 b) { mma_bf16(d, a, b); }
+__device__ __forceinline__ void multiply(f16, Sums& d, const u32 (&a)[2], u32 b) { mma_f16(d, a, b); }
 __device__ __forceinline__ void multiply(float, Sums& d, const u32 (&a)[4], const u32 (&b)[2]) { mma_tf32(d, a, b); }
 
 // Stores two scores `offset` behind the address of `at` XOR `flip`, and 32 columns on, 64 bytes in the swizzle, what
@@ -24,6 +26,11 @@ __device__ __forceinline__ void put_scores(void* at, int flip, int offset, float
   if constexpr (TWO_NUMBERS<Schedule, T>)
     store_flipped(at, flip ^ 64, offset, pack<T>(x - to_float(T{u16(two)}), y - to_float(T{u16(two >> 16)})));
 }
+
+// Queries and keys at borders are float16, whose digits make a score as good as tf32's do. It holds those of bfloat16
+// whose square, of a whole row, is 0 or between these: 16 gates that grow make no number infinite, and what underflows
+// is no more than bfloat16 would round off. As bits, which are in order.
+constexpr u32 LEAST_SQUARE = 0x31800000, LARGEST_SQUARE = 0x4c800000;  // 2^-28 and 2^26
 
 // The share of a warp, one of WARPS: the scores within N of the four sub-chunks, and N of the four tiles of 16 queries
 // and 8 keys that meet at borders: sub-chunks 1 and 3 with 0 or 2, of which half counts, and the second half with 0 or
@@ -63,19 +70,21 @@ __device__ __forceinline__ void multiply_step(Sums (&to)[N], const char* queries
 template <typename X> __device__ __forceinline__ void multiply_step(Sums (&to)[1], const char* both, int at) {
   u32 x[4];
   ldmatrix_x4(x, both + at);
-  multiply(X{}, to[0], x, {x[1], x[3]});
+  if constexpr (sizeof(X) == 2)  // as DirectProducts
+    multiply(X{}, to[0], {x[0], x[1]}, x[1]), multiply(X{}, to[0], {x[2], x[3]}, x[3]);
+  else multiply(X{}, to[0], x, {x[1], x[3]});
 }
 
 // within[m]: of 8 queries and 8 keys of the share's sub-chunk m, where a product's other 8 queries are the other
 // sub-chunk's or its keys; border[m]: of 16 and 8. A product waits for the one before on its sum: the many of a warp
 // in tf32 have two in turn.
-template <int WARPS, typename M, typename T, int BK>
+template <int WARPS, typename M, typename B, int BK>
 __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>::N],
                                                Sums (&border)[ScoreShare<WARPS>::N],
-                                               const ScoreOperands<true, M, T, BK>& s, const ScoreShare<WARPS>& share,
+                                               const ScoreOperands<true, M, B, BK>& s, const ScoreShare<WARPS>& share,
                                                int lane) {
   constexpr int N = ScoreShare<WARPS>::N;
-  constexpr int TURNS = N == 1 && sizeof(M) > sizeof(T) ? 2 : 1;
+  constexpr int TURNS = N == 1 && sizeof(M) == 4 ? 2 : 1;
   // This lane's row of the 8x8 matrices, of 16 bytes a row: queries lie rows of 8, then pieces; keys the other way
   // round, or, where they are 8, pieces alone.
   const int key = N == 1 ? 0 : lane >> 4, piece = N == 1 ? lane >> 3 : lane >> 3 & 1;
@@ -93,11 +102,11 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     for (int x = 0; x < 4; ++x) border[m][x] = 0.f;
   u32 k[4], own_k[4];
 #pragma unroll
-  for (int at = 0; at < BK * int(sizeof(T)); at += STEP) {
-    multiply_step<T>(border, queries, keys, k, at);
+  for (int at = 0; at < BK * int(sizeof(B)); at += STEP) {
+    multiply_step<B>(border, queries, keys, k, at);
 #pragma unroll
-    for (int more = 0; more < int(sizeof(M)); more += sizeof(T)) {
-      const int own_at = (at * int(sizeof(M)) + more * STEP) / int(sizeof(T));
+    for (int more = 0; more < int(sizeof(M)); more += sizeof(B)) {
+      const int own_at = (at * int(sizeof(M)) + more * STEP) / int(sizeof(B));
       if constexpr (N == 1) multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_at);
       else multiply_step<M>(turns[own_at / STEP % TURNS], own_queries, own_keys, own_k, own_at);
     }
@@ -108,65 +117,82 @@ __device__ __forceinline__ void score_products(Sums (&within)[ScoreShare<WARPS>:
     for (int x = 0; x < 2; ++x) {
       const int from = 2 * m + x;
       within[m][x] = TURNS == 1 ? turns[0][m][from] : turns[0][m][from] + turns[TURNS - 1][m][from];
-      if (sizeof(M) > sizeof(T)) within[m][x] *= TRUNCATED;
+      if (sizeof(M) == 4) within[m][x] *= TRUNCATED;
     }
 }
 
-// q . k as they come, for a token of N sub-chunks from `first` on with the one before (BEFORE) or with itself: in the
-// places [i, i - 1] or [i, i] of a product of 16 queries and a sub-chunk's keys. Nobody asks for others, so each row
-// may begin with another of its pieces of 16 bytes: 8 rows lie in all banks. A step for each row of a producer, beside
-// whose other work nothing waits for it.
-template <bool BEFORE, int N, typename T, int BK> struct DirectProducts {
+// Of queries and keys of N sub-chunks from `first` on, as they come: scores[.][0] and [1] have q . k of a token with
+// the one before (BEFORE) or with itself, in the places [i, i - 1] or [i, i] of a product; [2] and [3] have |k|^2 in
+// [i, i], and squares[.][0] and [1] |q|^2. Nobody asks for other places, so each row may begin with another of its
+// pieces of 16 bytes: 8 rows lie in all banks. A step for each row of queries, beside whose other work nothing waits
+// for it. In products of 8 channels no register has to move.
+template <bool BEFORE, bool SQUARES, int N, typename T, int BK> struct DirectProducts {
   static constexpr int STEPS = BK * sizeof(T) / STEP;  // of a sub-chunk
   static_assert(N * STEPS == BC);
-  const char *queries[N], *keys;  // of two steps
-  Sums sums[N] = {};
-  u32 q[4], k[4];
-
-  __device__ __forceinline__ DirectProducts(const T (&q)[CHUNK][BK], const T (&k)[CHUNK][BK], int first, int lane) {
-    const int row = lane & 7;
-    keys = piece_of(k[BC * first + row], lane >> 3 ^ (row + 1 & 7));
-#pragma unroll
-    for (int m = 0; m < N; ++m)  // the other 8 are the next sub-chunk's, whose first one asks for the last key
-      queries[m] = piece_of(q[(BC * (first + m) + (lane & 15)) % CHUNK], lane >> 4 ^ row);
-  }
-  __device__ __forceinline__ void load(int step) {
-    const int m = step / STEPS, at = step % STEPS * STEP;
-    ldmatrix_x4_flipped(q, queries[m], at % 128, at / 128 * 128);
-    if (step % 2 == 0) ldmatrix_x4_flipped(k, keys, at % 128, at / 128 * 128 + m * (BC * BK * int(sizeof(T))));
-  }
-  __device__ __forceinline__ void multiply_step(int step) {
-    const int half = step % 2 * 2;
-    multiply(T{}, sums[step / STEPS], q, {k[half], k[half + 1]});
-  }
-};
-template <int N, typename T, int BK> struct DirectProducts<false, N, T, BK> {
-  static constexpr int STEPS = BK * sizeof(T) / STEP;
-  static_assert(N * STEPS == BC);
   const char* both;  // queries and keys, which are the other 8 queries, too
-  Sums sums[N] = {};
+  Sums scores[N] = {}, squares[N] = {};
   u32 x[4];
 
   __device__ __forceinline__ DirectProducts(const T (&q)[CHUNK][BK], const T (&k)[CHUNK][BK], int first, int lane) {
     const int row = lane & 7;
-    both = piece_of((lane & 8 ? k : q)[BC * first + row], lane >> 4 ^ row);
+    both = piece_of((lane & 8 ? k : q)[BC * first + row], lane >> 4 ^ (BEFORE && lane & 8 ? row + 1 & 7 : row));
   }
   __device__ __forceinline__ void load(int step) {
     const int m = step / STEPS, at = step % STEPS * STEP;
     ldmatrix_x4_flipped(x, both, at % 128, at / 128 * 128 + m * (BC * BK * int(sizeof(T))));
   }
-  __device__ __forceinline__ void multiply_step(int step) { multiply(T{}, sums[step / STEPS], x, {x[1], x[3]}); }
+  __device__ __forceinline__ void multiply_step(int step) {
+#pragma unroll
+    for (int half = 0; half < 4; half += 2) {
+      multiply(T{}, scores[step / STEPS], {x[half], x[half + 1]}, x[half + 1]);
+      if (SQUARES) multiply(T{}, squares[step / STEPS], {x[half], x[half + 1]}, x[half]);
+    }
+  }
+  // Whether this lane has the square of a query or key that float16 might not hold.
+  __device__ __forceinline__ bool out_of_range(int lane) const {
+    const int row = lane >> 2;
+    u32 largest = 0, least = ~0u;  // less 1: 0 does not count
+    const auto look = [&](const float* own) {
+      const u32 square = __float_as_uint(row & 1 ? own[1] : own[0]);
+      largest = max(largest, square), least = min(least, square - 1);
+    };
+#pragma unroll
+    for (int m = 0; m < N; ++m) look(scores[m] + 2), look(squares[m]);
+    return (largest > LARGEST_SQUARE || least < LEAST_SQUARE - 1) && row / 2 == (lane & 3);
+  }
 };
 
-// A warp's share of the scores; flip: see Operands; direct: its direct_products.
-template <int WARPS, class Order, class Schedule, typename M, typename T, int BK>
-__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, T, BK>& s,
-                                            const Sums (&direct)[ScoreShare<WARPS>::N], int flip, float scale, int warp,
-                                            int lane) {
+// Each of 8 values summed over LANES lanes; lane l gets the sum of value l % 8.
+template <int LANES> __device__ __forceinline__ float sum_each(float (&x)[8], int lane) {
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+    const bool upper = lane & half;
+#pragma unroll
+    for (int n = 0; n < half; ++n) {
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + half], half);
+      x[n] = (upper ? x[n + half] : x[n]) + other;
+    }
+  }
+  float sum = x[0];
+#pragma unroll
+  for (int distance = 8; distance < LANES; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  return sum;
+}
+
+// A warp's share of the scores, of sub-chunks that its own lanes have made; flip: see Operands; direct: of its
+// DirectProducts; itself: RWKV-6's scores of tokens with themselves, this lane's share, of its sub-chunk. Their sums
+// are made here, where products are waited for.
+template <int WARPS, class Order, class Schedule, typename M, typename B, typename T, int BK>
+__device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOperands<true, M, B, BK>& s,
+                                            const Sums (&direct)[ScoreShare<WARPS>::N], float (&itself)[BC], int flip,
+                                            float scale, int warp, int lane) {
   using Share = ScoreShare<WARPS>;
   const int g = lane >> 2, t = lane & 3;
   const Share share(warp);
   Sums within[Share::N], border[Share::N];
+  constexpr int LANES = 32 / Share::N;  // of a sub-chunk
+  float sum = 0.f;
+  if (Order::reads_before_write) sum = sum_each<LANES>(itself, lane);
   score_products<WARPS>(within, border, s, share, lane);
   constexpr int ROWS = BC * 128;  // bytes of a sub-chunk's
   // Of sub-chunks' queries and keys, or of the next queries.
@@ -177,10 +203,10 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
 #pragma unroll
   for (int m = 0; m < Share::N; ++m) {
     const int own = share.subchunk + m;
-    float itself[2] = {direct[m][0], direct[m][1]};
-    if (Order::reads_before_write) itself[0] = itself[1] = s.itself[BC * own + g];
-    float x = 2 * t < g ? within[m][0] : 2 * t == g ? itself[0] : 0.f;
-    float y = 2 * t + 1 < g ? within[m][1] : 2 * t + 1 == g ? itself[1] : 0.f;
+    float present[2] = {direct[m][0], direct[m][1]};
+    if (Order::reads_before_write) present[0] = present[1] = __shfl_sync(0xffffffffu, sum, LANES * m + g);
+    float x = 2 * t < g ? within[m][0] : 2 * t == g ? present[0] : 0.f;
+    float y = 2 * t + 1 < g ? within[m][1] : 2 * t + 1 == g ? present[1] : 0.f;
     if (Order::reads_before_write) {
       if (2 * t + 1 == g) x = direct[m][0];
       if (2 * t + 2 == g) y = direct[m][1];
@@ -191,10 +217,7 @@ __device__ __forceinline__ void make_scores(T (&A)[CHUNK][PANEL], const ScoreOpe
   for (int m = 0; m < Share::N; ++m) {
     const int n = share.keys + m, queries = share.halves ? 2 : 2 * n + 1, keys = share.halves ? n : 2 * n;
     const bool upper = !share.halves && n;
-    const float x = upper ? border[m][2] : border[m][0];
-    float y = upper ? border[m][3] : border[m][1];
-    if (Order::reads_before_write && lane == 3 && queries == keys + 1) y = s.last[queries];
-    put(queries, keys, 0, x, y);
+    put(queries, keys, 0, upper ? border[m][2] : border[m][0], upper ? border[m][3] : border[m][1]);
     if (share.halves) put(queries, keys, 1, border[m][2], border[m][3]);
   }
 }

@@ -35,6 +35,15 @@ template <typename T> struct MiddleOf<1, T> {
   using type = Wide<T>;
 };
 
+// Operands at borders, which no decay makes larger: float16 where a chunk that is out of its range can take another way
+// (forward_scores.cuh). Where another block makes scores of the same tokens, this one cannot alone.
+template <int K_RANKS, typename T> struct BorderOf {
+  using type = T;
+};
+template <typename T> struct BorderOf<1, T> {
+  using type = f16;
+};
+
 // Whether A takes a second number, for what rounding leaves over: bfloat16 has few digits, and scores that cancel
 // between two blocks' channels must not leave the rounding of both.
 template <class Schedule, typename T> constexpr bool TWO_NUMBERS = COARSE<T> || Schedule::K_RANKS > 1;
@@ -101,17 +110,17 @@ template <typename T, int BK> struct alignas(128) InputStage<false, T, ScalarDec
 };
 
 // Operands of scores, in rows that are padded so that 16 bytes of eight of them lie in all banks.
-template <bool READS, typename M, typename T, int BK> struct alignas(128) ScoreOperands {
+template <bool READS, typename M, typename B, int BK> struct alignas(128) ScoreOperands {
+  using Border = B;
   struct alignas(16) Row {
     M middle_q[BK], middle_k[BK];  // within sub-chunks, about their middles
-    T border_q[BK], border_k[BK];  // decayed from and to a border: rows from NEAR on sub-chunks 1 and 3 with 0 and 2,
+    B border_q[BK], border_k[BK];  // decayed from and to a border: rows from NEAR on sub-chunks 1 and 3 with 0 and 2,
     float padding[4];              // rows from HALF on the second half with the first
   } rows[CHUNK];
   static constexpr int NEAR = 0, HALF = 16;
-  // RWKV-6's scores that no gate touches: of tokens with themselves, of sub-chunks' first ones with the ones before.
-  float itself[CHUNK], last[NUM_SUBCHUNKS];
+  i32 beyond;  // whether a row is beyond the range of borders
 };
-template <typename M, typename T, int BK> struct ScoreOperands<false, M, T, BK> {};
+template <typename M, typename B, int BK> struct ScoreOperands<false, M, B, BK> {};
 
 // K_RANKS blocks: whether gates of either's channels grow too much, of the chunk of a stage.
 template <int K_RANKS> struct alignas(16) Votes {
@@ -143,7 +152,7 @@ template <class Schedule, typename T, typename G, int BK, int BV> struct Shared 
 
   Operands<READS, T, BK, K_RANKS, STAGES, SHARED> operands;
   T v[BV / PANEL][AHEAD][CHUNK][PANEL];  // then o
-  ScoreOperands<READS, typename MiddleOf<K_RANKS, T>::type, T, BK> scores[GROUPS];
+  ScoreOperands<READS, typename MiddleOf<K_RANKS, T>::type, typename BorderOf<K_RANKS, T>::type, BK> scores[GROUPS];
   InputStage<READS, T, G, BK> inputs[GROUPS];
   float decays[GROUPS][NUM_SUBCHUNKS][BK];  // of every sub-chunk
   float u[BK];                              // the bonus

@@ -157,6 +157,22 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
+// x[channel, token] = S tokens^T in tf32, under way, all at once: where there are registers for a copy of S.
+template <int BV>
+__device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
+  u32 columns[BV / 8][4];
+#pragma unroll
+  for (int n = 0; n < BV / 8; ++n)
+#pragma unroll
+    for (int m = 0; m < 4; ++m) columns[n][m] = __float_as_uint(CUT * S[4 * n + (m == 1 ? 2 : m == 2 ? 1 : m)]);
+  const u64 b = wgmma_tile(tokens, 16, 1024);
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < BV / 8; ++n)
+    wgmma<tf32, CHUNK, false>(x, columns[n], b + (n / 4 * CHUNK * 128 + n % 4 * 32) / 16, n > 0);
+  wgmma_commit();
+}
+
 // S += x^T tokens, under way; x the warp's channels.
 template <typename T, int BV>
 __device__ __forceinline__ void start_write(float (&S)[BV / 2], const Operand& x, T (&tokens)[BV / 64][CHUNK][64]) {
@@ -199,10 +215,27 @@ template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void tokens_in
   const int bound = i + (BEHIND != INCLUSIVE);  // the first token behind, or the first that is not before
   some[0] = token >= bound == BEHIND ? one : 0, some[1] = token + 1 >= bound == BEHIND ? one : 0;
 }
-template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
-  u32 some[2];
-  tokens_in_sum<BEHIND, INCLUSIVE>(some);
-  sum_tokens<BEHIND>(x, all, some);
+// The same without tensor cores, for where these are busy with a state, behind whose products such sums would wait.
+template <bool BEHIND, bool INCLUSIVE>
+__device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {
+  const int t = opaque(threadIdx.x) & 3;
+  const bool next_counts = t % 2 == !BEHIND, far_counts = t / 2 == !BEHIND;  // the other lane of two; the other two
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    all[h] = 0.f;
+#pragma unroll
+    for (int step = 0; step < SUBCHUNKS; ++step) {
+      SubChunk& at = x[BEHIND ? SUBCHUNKS - 1 - step : step];
+      float &more = at[2 * h + !BEHIND], &less = at[2 * h + BEHIND];  // more: the token that all others count for
+      const float own = more + less, next = __shfl_xor_sync(0xffffffffu, own, 1), two = own + next;
+      const float far = __shfl_xor_sync(0xffffffffu, two, 2);
+      float others = all[h];
+      if (next_counts) others += next;
+      if (far_counts) others += far;
+      all[h] += two + far;
+      more = others + (INCLUSIVE ? own : less), less = INCLUSIVE ? others + less : others;
+    }
+  }
 }
 
 // The state that a block starts from: given, or zeros.

@@ -8,7 +8,7 @@
 //           dg_t = <S, dS> at the end of t's stretch of 256 tokens + sum_{i>=t} (q_i . dq_i - k_i . dk_i) in it,
 //           without what i = j gives either, which no gate touches
 // shapes    q k [B, H, T, K], v o [B, H, T, V], g [B, H, T] of any strides; initial and final state [N, H, K, V]
-//           float32; sums [B, H, parts, T] and dg [B, H, T, tiles of dk] float32
+//           float32; sums [B, H, parts, T] float32; dg [B, H, T] as g, or [B, H, T, tiles of dk] float32
 // grid      a block for every (sequence, head, BV columns of V, sum), sequence slowest: a warpgroup for every 64
 //           columns, with their state transposed in its registers, a warpgroup for A, a warp that moves chunks, one
 //           that sums up gates, one that sums up dg
@@ -74,7 +74,7 @@ template <class Pass, typename G> struct Args {
                       // Gradients: of every so many segments the first, whose final state is kept
   uint4* kept;        // Gated: [stretches, BK / 16, BK / 16, 32], their last state in bfloat16, as lanes have it
   float* token_sums;  // Gated: q_i . dq_i
-  float* dg;          // GatedKeys
+  void* dg;           // GatedKeys: as the gates are, or of parts float32
   i64 parts;          // Gated: of the sums
 };
 
@@ -204,7 +204,11 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   int first = first_of(0, at, true);
   const i64 head = i64(at.batch) * args.shape.H + at.head, token = at.start + first + 2 * lane;
   const float* from = args.token_sums + head * args.parts * T + token;
-  float* to = args.dg + (head * T + token) * parts + part;
+  i64 to = (head * T + token) * parts + part;
+  const auto put = [&](i64 at, float x) {
+    if (parts == 1) static_cast<G*>(args.dg)[at] = from_float<G>(x);
+    else static_cast<float*>(args.dg)[at] = x;
+  };
   float end = 0.f;  // of what is behind in the stretch
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
@@ -228,8 +232,8 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     }
     const float next = __shfl_sync(0xffffffffu, behind, lane + 1 & 31), all = __shfl_sync(0xffffffffu, behind, 0);
     y += end + (lane < 31 ? next : 0.f);
-    if (inside) to[0] = x + y;
-    if (both) to[parts] = y;
+    if (inside) put(to, x + y);
+    if (both) put(to + parts, y);
     end = first % STRETCH ? end + all : 0.f;
     first -= CHUNK, from -= CHUNK, to -= CHUNK * parts;
   }

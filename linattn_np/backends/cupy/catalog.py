@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -125,9 +126,9 @@ def scalar_decays():
     for K in gated.TILES:
         yield WeightedSums("Queries", SINGLE, K, gated.PANEL)
     yield WeightedSums("Keys", SINGLE, gated.TILES[-1], gated.TILES[-1])
-    for what, (K, V) in product(("GatedQueries", "GatedKeys"), WIDTHS):
+    for what, G, (K, V) in product(("GatedQueries", "GatedKeys"), (BFLOAT16, SINGLE), WIDTHS):
         if V <= K:
-            yield WeightedSums(what, SINGLE, K, V)
+            yield WeightedSums(what, G, K, V)
     for V in gated.TILES:
         yield ScalarBackwardSegments(V)
 
@@ -202,6 +203,7 @@ def of_models():
         yield rwkv6.DataMix.of_step(T, T, 256)
         for S, terms, width in product(CTYPES, terms_of(T), rwkv6.TimeMixBatch.WIDTHS):
             yield rwkv6.TimeMixBatch(T, S, terms, width)
+        yield rwkv6.TimeMixMany(T)
         for X in dict.fromkeys((T, SINGLE)):
             for terms in terms_of(X):
                 yield rwkv6.DataMix.of_step(T, X, 1, terms)
@@ -219,10 +221,8 @@ def of_models():
     many = model_products.BatchProduct
     for T in many.DTYPES:
         yield model_products.FewRowsProduct(T)
-    for T, width, split in product(many.DTYPES, many.STAGES, many.SPLITS):
-        for deep, height in product((False, True), (128, 64)):
-            if width <= many.DEEP_COLUMNS or not deep and height == 128:
-                yield many(T, width, split, deep, height)
+        for kernel in dict.fromkeys(kernel for B in range(1, many.MOST + 1) for kernel in many.choices(T, B)):
+            yield from (replace(kernel, DEEP=deep) for deep in (False, True) if kernel.may_be_deep or not deep)
     for T in HALF:
         yield from model_products.WideProduct.all(T)
     yield rwkv6.Widen(BFLOAT16)

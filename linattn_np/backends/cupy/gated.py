@@ -183,6 +183,7 @@ class OnePass:
     schedule = SINGLE_PASS  # that of uncut sequences
     column_decays = None  # of the parts of segments, where columns have gates too
     starts = None  # the states that segments start from
+    spared = 0  # tokens of a block that a cut has to spare
     finishes = False  # whether the last segments leave the final states, which the join of summaries gives otherwise
 
     def kernel(self, schedule):
@@ -227,7 +228,7 @@ class OnePass:
         """Into how many a sequence is cut."""
         N, H, V = self.problem.shape("N H V")
         resident = tuning.resident_blocks(whole, self.device)
-        return tuning.segments(N * H * tuning.grid(whole, V), self.longest, resident)
+        return tuning.segments(N * H * tuning.grid(whole, V), self.longest, resident, self.spared)
 
     def cut(self, P):
         """P segments of every sequence."""
@@ -396,6 +397,7 @@ class OnHopper(OnePass):
     """By Hopper's own kernel."""
 
     finishes = True
+    spared = property(lambda self: tuning.SPARED)
     summarise = OnePass.summarise_remembered
 
     def kernel(self, schedule):

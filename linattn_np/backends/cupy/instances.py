@@ -382,7 +382,7 @@ class GatedForwardSm90(Kernel):
         pairs = (stages if coarse or self.cluster > 1 else 1) * ranks * 32 * PANEL * half * reads
         numbers, votes = stages * (4 * ranks * BK + 16), 80 if ranks > 1 else 8 if reads else 24
         slots = self.BV // PANEL * (2 if reads and not coarse else 4 if gate <= 2 else 3)
-        scores = 32 * (2 * BK * (middle + half) + 16) + 256 if reads else 128  # what is empty takes its alignment
+        scores = 32 * (2 * BK * (middle + half) + 16) * reads + 128  # what is empty takes its alignment
         group = scores + 32 * BK * (half * (1 + reads) + gate) + 4 * BK * 4 + 2 * 8
         used = tiles + pairs + slots * 32 * PANEL * half + groups * group + 4 * BK + numbers + votes + 40
         used += 8 * (slots + 2 * stages)

@@ -94,6 +94,7 @@ class BatchProduct(ModelKernel):
     arch, threads = "sm_90a", 320
     DEEP_STAGES: ClassVar[tuple[int, int]] = (11, 8)  # the same where a block has a multiprocessor almost for itself
     DEEP_COLUMNS: ClassVar[int] = 16  # at most
+    DEEP_STEP: ClassVar[int] = 512  # of K at most, of a cluster's blocks together
     SHARED: ClassVar[range] = range(6, 17)  # vectors where warpgroups share rows, and K is split less
     dtype: np.dtype
     COLUMNS: int
@@ -110,12 +111,24 @@ class BatchProduct(ModelKernel):
         few_rows = sum(C * M for C, M in rows) <= cls.FEW_ROWS
         if device.capability != 90 or dtype not in cls.DTYPES or B > cls.MOST and not few_rows:
             return None
-        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
-        heights = (64, 128) if B in cls.SHARED else (128,)
-        kernels = [cls(dtype, columns, split, ROWS=height) for height in heights for split in cls.SPLITS]
-        kernel = min(kernels, key=lambda kernel: kernel.steps(B, K, rows, device))
-        deep = early and columns <= cls.DEEP_COLUMNS and kernel.blocks(B, rows) <= device.multiprocessors
+        kernel = min(cls.choices(dtype, B), key=lambda kernel: kernel.steps(B, K, rows, device))
+        deep = early and kernel.may_be_deep and kernel.blocks(B, rows) <= device.multiprocessors
         return replace(kernel, DEEP=deep)
+
+    @classmethod
+    def choices(cls, dtype, B) -> list[BatchProduct]:
+        """The kernels for B vectors that `fitting` chooses from."""
+        columns = next((width for width in cls.STAGES if B <= width), max(cls.STAGES))
+        if B not in cls.SHARED:
+            return [cls(dtype, columns, split) for split in cls.SPLITS]
+        # Blocks with all rows of 128 and twice the split are as many, and take as many steps: no faster.
+        return [*(cls(dtype, columns, split, ROWS=64) for split in cls.SPLITS), cls(dtype, columns, 1)]
+
+    @property
+    def may_be_deep(self) -> bool:
+        """Whether its blocks can be few enough. What comes `early` has four times as many rows as it has of K, and more
+        of K than half of the cluster's step, or the split would be less."""
+        return self.COLUMNS <= self.DEEP_COLUMNS and self.depth * self.SPLIT <= self.DEEP_STEP
 
     def steps(self, B, K, rows, device) -> float:
         """That a multiprocessor takes in turn, its blocks' beginnings and ends among them. Two blocks share its part of
@@ -193,26 +206,29 @@ class WideProduct(ModelKernel):
         64: {(64, 1, 1): (8, 6), (72, 1, 1): (7, 6)},
         256: {(128, 2, 2): (6, 6), (144, 2, 2): (6, 6)},
     }
+    DEEP_STAGES: ClassVar[dict[int, tuple[int, int]]] = {64: (9, 6), 72: (8, 6)}  # the same by rows, where early
     LEAST: ClassVar[int] = 56  # vectors; fewer leave its tiles empty (1.91 for 1.87 ms at 48, 1.94 for 1.99 at 64)
     DEPTH: ClassVar[int] = 64  # of K a step
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 8)
     WAVES: ClassVar[int] = 2  # beyond which tiles of more rows, for which vectors come less often, are faster
     arguments = (*structs("stacks", STACKS, STACK), *integers("B K parts"))
-    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}>>",)
+    shared = ("Shared<{dtype}, Layout<{ROWS}, {HALVES}, {GROUPS}, {DEEP}>>",)
     arch = "sm_90a"
     dtype: np.dtype
     ROWS: int
     HALVES: int
     GROUPS: int
+    DEEP: bool = False
 
     @classmethod
     def all(cls, dtype) -> list[WideProduct]:
-        return [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
+        kernels = [cls(dtype, *shape) for shapes in cls.SHAPES.values() for shape in shapes]
+        return kernels + [replace(kernel, DEEP=True) for kernel in kernels if kernel.ROWS in cls.DEEP_STAGES]
 
     @classmethod
-    def fitting(cls, dtype, B, K, rows, in_parts, device) -> tuple[WideProduct, int] | None:
+    def fitting(cls, dtype, B, K, rows, in_parts, device, early=False) -> tuple[WideProduct, int] | None:
         """The fastest kernel for stacks (C, M) of products and how many parts it leaves; None where none serves, or
-        another is faster."""
+        another is faster. `early` as `BatchProduct.fitting` has it."""
         many = 64 < B <= BatchProduct.MOST
         if device.capability != 90 or dtype not in HALF or many or not cls.LEAST <= B <= max(cls.SHAPES):
             return None
@@ -221,7 +237,9 @@ class WideProduct(ModelKernel):
         shapes = next(shapes for most, shapes in cls.SHAPES.items() if B <= most)
         choices = [(cls(dtype, *shape), parts) for shape in shapes for parts in (cls.PARTS if in_parts else (1,))]
         kernel, parts = min(choices, key=lambda choice: choice[0].steps(B, K, rows, choice[1], device))
-        return None if kernel.blocks(B, rows, parts) > cls.WAVES * device.multiprocessors else (kernel, parts)
+        blocks = kernel.blocks(B, rows, parts)
+        deep = early and kernel.ROWS in cls.DEEP_STAGES and blocks <= device.multiprocessors
+        return None if blocks > cls.WAVES * device.multiprocessors else (replace(kernel, DEEP=deep), parts)
 
     def steps(self, B, K, rows, parts, device) -> float:
         """That a multiprocessor takes in turn, of 64 or 128 rows: a block's beginning and end and the reader of parts
@@ -256,5 +274,6 @@ class WideProduct(ModelKernel):
 
     @property
     def shared_bytes(self):
-        of_w, of_x = self.SHAPES[self.HALVES * self.vectors][self.ROWS, self.HALVES, self.GROUPS]
+        shapes = self.SHAPES[self.HALVES * self.vectors]
+        of_w, of_x = self.DEEP_STAGES[self.ROWS] if self.DEEP else shapes[self.ROWS, self.HALVES, self.GROUPS]
         return (of_w * self.ROWS + of_x * self.vectors) * 2 * self.DEPTH + 8 * (2 * (of_w + of_x) + 1)

@@ -48,12 +48,15 @@ class TimeMixStep(ModelKernel):
     file = "rwkv6/time_mix_step"
     arguments = (*pointers("k v r gate low up decay u weight bias state slots y"), *integers("B H N W"), *reals("eps"))
     shared = ("TimeMixScratch",)
-    threads = 256
+    threads, parts = 256, 1
     shared_bytes = 4 * (5 * 256 + 512 + 4 * 256 + 2 * 8)
     dtype: np.dtype
     X: np.dtype
     state: np.dtype
     TERMS: int
+
+    def blocks(self, B, H) -> int:
+        return B * H
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,42 @@ class TimeMixBatch(ModelKernel):
 
     def blocks(self, B, H) -> int:
         return ceil_div(B, self.SEQUENCES) * H
+
+
+@dataclass(frozen=True)
+class TimeMixMany(ModelKernel):
+    """The same on Hopper where a block has eight sequences at a time: warps take several in turn."""
+
+    file = "rwkv6/time_mix_many"
+    arguments = (
+        *pointers("k v r gate low up decay u weight bias state slots y"),
+        *integers("B H N W turns"),
+        *reals("eps"),
+    )
+    shared = ("Shared",)
+    SEQUENCES: ClassVar[int] = 8  # of a block at a time
+    arch, threads, parts = "sm_90a", 256, 1
+    shared_bytes = 4 * 64 * (8 * (4 + 3 + 2) + 4)
+    dtype: np.dtype
+
+    @classmethod
+    def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixMany, int] | None:
+        """As `TimeMixBatch.fitting`."""
+        found = TimeMixBatch.fitting(dtype, state, terms, B, H, N, W, device)
+        if not found or found[0].SEQUENCES < cls.SEQUENCES or device.capability != 90:
+            return None
+        kernel, more = cls(dtype), W * (2 * 4 * cls.SEQUENCES + N * dtype.itemsize)
+        room = device.shared_per_multiprocessor // 2 - 1024
+        serves = terms == 1 and state == FLOAT32 and kernel.shared_bytes + more <= room
+        return (kernel, more) if serves else None
+
+    def turns(self, B, H, device) -> int:
+        """Of sequences that a warp takes: so many that all blocks run at once, two a multiprocessor."""
+        most = max(2 * device.multiprocessors, H)
+        return next(turns for turns in range(1, B + 1) if self.blocks(B, H, turns) <= most)
+
+    def blocks(self, B, H, turns) -> int:
+        return ceil_div(B, self.SEQUENCES * turns) * H
 
 
 @dataclass(frozen=True)

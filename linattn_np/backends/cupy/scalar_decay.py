@@ -69,7 +69,8 @@ def plan_summary_vjp(problem, device, do, saved=()):
     gla = as_gla(draft, problem)
     if normalized(problem) or not backward_reads_gate_in_place(gla, device):
         return None
-    gla, arrays = backward_inputs(draft, gla, do)
+    gla = in_float32(draft, gla)
+    arrays = backward_inputs(draft, gla, do)
     launches = gated_vjp.OnHopper(draft, gla, *backward_cut(gla, device), framed=True)
     arrays = arrays | {"do": draft.mapped(arrays["do"], "do")}
     return launches.summary(*segments_of(gla, arrays), len(problem.op.gates), g=arrays["g"])
@@ -209,7 +210,7 @@ def split(draft, problem, joined, dtypes):
 
 
 def gradient_of_gate(draft, problem, dg):
-    """The gradient of a gate that all channels share, in float32 or from [B, H, T, C], whose sums it is."""
+    """The gradient of a gate that all channels share, [B, H, T] or from [B, H, T, C], whose sums it is."""
     if dg.ndim == 3 and dg.dtype == problem["g"].dtype:
         return dg
     found = draft.empty(problem.shape("B H T"), problem["g"].dtype)
@@ -372,14 +373,16 @@ SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 
 
 def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=()):
-    """A plan of gla's pullback under a scalar decay. Its dg is float32, [B, H, T] or of parts [B, H, T, C], or None
-    where tokens share the gate."""
+    """A plan of gla's pullback under a scalar decay. Its dg is [B, H, T] as the kernels read g, or of parts
+    [B, H, T, C] in float32, or None where tokens share the gate."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
     if not backward_reads_gate_in_place(gla, device):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True)
     own = Draft()
-    gla, arrays = backward_inputs(own, gla, do)
+    if kept or not sums_read_gate(gla, device):
+        gla = in_float32(own, gla)
+    arrays = backward_inputs(own, gla, do)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
     found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
     dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
@@ -392,10 +395,14 @@ def backward_reads_gate_in_place(gla, device) -> bool:
 
 
 def backward_inputs(draft, gla, do):
-    """(the problem with its gate in float32, what kernels read by name)."""
-    gla = in_float32(draft, gla)
+    """What kernels read, by name."""
     arrays = {name: draft.mapped(gla[name], name) for name in "qkv"}
-    return gla, arrays | {"do": gated_vjp.as_inputs(draft, gla, do), "g": gla["g"]}
+    return arrays | {"do": gated_vjp.as_inputs(draft, gla, do), "g": gla["g"]}
+
+
+def sums_read_gate(gla, device) -> bool:
+    """Whether the kernels that give the gate's gradient are all there are: they read a bfloat16 gate as it is."""
+    return gla["g"].dtype == BFLOAT16 and has_own_gates(gla) and backward_cut(gla, device)[0] == 1
 
 
 def has_own_gates(gla) -> bool:
@@ -434,7 +441,7 @@ def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept):
     K, V = gla.shape("K V")
     on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
     P, gate = on_hopper.P, has_own_gates(gla)
-    sums, kernels = [], tuning.weighted_sums(gla, FLOAT32, P, device, gate)
+    sums, kernels = [], tuning.weighted_sums(gla, gla["g"].dtype, P, device, gate)
     for name, parts in SUMS.items():
         of = (*(arrays[part] for part in parts), found[name])
         partner = arrays[name[1:]] if gate else None
@@ -458,6 +465,6 @@ def gate_sums(own, gla, shape, queries, keys):
     return {
         "kept": own.empty((B, H, stretches, queries.BK, queries.BK), BFLOAT16),
         "token_sums": own.empty((B, H, parts, T), FLOAT32),
-        "dg": own.empty((B, H, T) if tiles == 1 else (B, H, T, tiles), FLOAT32),
+        "dg": own.empty((B, H, T), keys.gate) if tiles == 1 else own.empty((B, H, T, tiles), FLOAT32),
         "parts": parts,
     }

@@ -14,6 +14,7 @@ from .scalar_instances import WeightedSums
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
+SPARED = 600  # tokens that a cut of Hopper's forward pass has to spare: as long as two launches more and states take
 BLOCK_START = 64  # tokens that take as long in the main backward kernels as a block's start
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
@@ -33,9 +34,13 @@ def resident_blocks(kernel, device) -> int:
     return device.multiprocessors * max(1, min(kernel.resident, fitting))
 
 
-def segments(blocks, longest, most) -> int:
-    """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become at most `most`."""
-    return max(1, min(most // max(blocks, 1), longest // SEGMENT))
+def segments(blocks, longest, most, spared=0) -> int:
+    """Into how many a sequence is cut, so that `blocks` blocks of the uncut problem become at most `most`; one where
+    that spares a block fewer tokens than `spared`. gla's milliseconds on Hopper so / in segments, with trained gates:
+    8,512,8,64 .021/.027, 8,768,8,64 .031/.033, 1,512,16,128 .020/.028; and where it is cut for that, 1,768,16,64
+    .027/.020, 2,1536,16,128 .059/.056."""
+    P = max(1, min(most // max(blocks, 1), longest // SEGMENT))
+    return P if longest * (P - 1) >= spared * P else 1
 
 
 def summarised_segments(kernel, blocks, problem, device) -> int:
@@ -114,7 +119,7 @@ def split_columns(heads, V, longest, device, alone, split) -> bool:
     4,2048,16,128 .069/.101, 2,16384,16,128 .330/.346; in four and eight segments, 1,32768,16,128 .367/.346; in float16,
     where shared memory has room for half the producers, 4,2048,16,128 .109/.102, 2,16384,16,128 .473/.357."""
     blocks, most = 2 * heads * ceil_div(V, 2 * PANEL), device.multiprocessors
-    fits = V > PANEL and blocks <= most and segments(blocks, longest, most) <= 2
+    fits = V > PANEL and blocks <= most and segments(blocks, longest, most, SPARED) <= 2
     return fits and split.producer_groups >= alone.producer_groups
 
 
@@ -139,7 +144,7 @@ def narrow_blocks(heads, V, longest, device) -> bool:
     scalar decay they take two thirds of a wider block's time, and no pass that summarises: 0.049 for 0.075 ms at
     4,2048,16,128; with gates for all channels in float16 0.106 for 0.110 ms."""
     blocks, most = heads * ceil_div(V, TILES[0]), device.multiprocessors
-    return blocks <= most and segments(blocks, longest, most) == 1
+    return blocks <= most and segments(blocks, longest, most, SPARED) == 1
 
 
 def weighted_sums(problem, dtype, P, device, gate=False) -> tuple[WeightedSums, ...]:

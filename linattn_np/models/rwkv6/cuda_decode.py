@@ -365,19 +365,21 @@ class Step:
             A=A,
             P=parts,
         )
-        many = None if my.by_rows else kernels.TimeMixBatch.fitting(T, my.state_dtype, terms, B, H, N, W, my.device)
-        kernel, more_shared = many or (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0)
+        of_batch = () if my.by_rows else (kernels.TimeMixMany, kernels.TimeMixBatch)
+        fitting = (cls.fitting(T, my.state_dtype, terms, B, H, N, W, my.device) for cls in of_batch)
+        kernel, more_shared = next(filter(None, fitting), (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0))
         parts = self.in_parts(
             layer,
-            kernel.parts if many else 1,
+            kernel.parts,
             ("kvrg", buffers.mixed[:, 1:], buffers.kvrg),
             ("decay_down", buffers.mixed[:, :1], buffers.decay_low),
             early=True,
         )
         (k, v, r, gate), (weight, bias) = buffers.kvrg[0], layer.ln_x
+        turns = {"turns": kernel.turns(B, H, my.device)} if isinstance(kernel, kernels.TimeMixMany) else {}
         self.draft.launch(
             kernel,
-            kernel.blocks(B, H) if many else B * H,
+            kernel.blocks(B, H, **turns),
             more_shared=more_shared,
             k=k,
             v=v,
@@ -396,7 +398,7 @@ class Step:
             H=H,
             N=N,
             W=W,
-            **({"P": parts} if many else {}),
+            **({"P": parts} if isinstance(kernel, kernels.TimeMixBatch) else turns),
             eps=GROUP_NORM_EPS,
         )
         return self.addend(layer, "output", buffers.y, buffers.x)
@@ -429,7 +431,7 @@ class Step:
             products = [(*matrix_of(layer, name), x, y[: kernel.SPLIT], PARTS) for name, x, y in named]
             kernel.launch(self.draft, products, B, K)
             return kernel.SPLIT
-        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named))
+        self.matmul(layer, *((name, x, y[0], WRITE) for name, x, y in named), early=early)
         return 1
 
     def addend(self, layer, name, vectors, x=None) -> Array | None:
@@ -469,13 +471,14 @@ class Step:
             eps=LAYER_NORM_EPS,
         )
 
-    def matmul(self, weights, *named):
-        """Products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) that have B and K in common."""
+    def matmul(self, weights, *named, early=False):
+        """Products (name of w [C, M, K], x [terms, C, B, K], y [C, B, M], finish) that have B and K in common; `early`
+        as `BatchProduct.fitting` has it."""
         products = [(*matrix_of(weights, name), *product) for name, *product in named]
         *_, B, K = named[0][1].shape
         if self.my.by_rows:
             self.by_rows(products, B, K)
-        elif found := self.product_of_batch([w for w, *_ in products], B, K):
+        elif found := self.product_of_batch([w for w, *_ in products], B, K, early=early):
             launch, _ = found
             launch(self.draft, products, B, K)
         elif len(named) > 1:
@@ -484,14 +487,14 @@ class Step:
         else:
             self.by_library(*products[0])
 
-    def product_of_batch(self, matrices, B, K, in_parts=False):
+    def product_of_batch(self, matrices, B, K, in_parts=False, early=False):
         """What launches products, and of how many parts those are that end in parts; None where the library is
         faster."""
         my, rows = self.my, [w.shape[:2] for w in matrices]
-        if wide := model_products.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device):
+        if wide := model_products.WideProduct.fitting(my.matrices, B, K, rows, in_parts, my.device, early):
             kernel, parts = wide
             return partial(kernel.launch, parts=parts), parts
-        kernel = self.batch_product(matrices, B, K)
+        kernel = self.batch_product(matrices, B, K, early)
         return kernel and (kernel.launch, kernel.SPLIT)
 
     def batch_product(self, matrices, B, K, early=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from os import PathLike
 from typing import Any, Literal
 
@@ -296,7 +297,7 @@ class RWKV6:
         slots = np.asarray(slots)
         if slots.shape != (len(bounds) - 1,) or slots.dtype.kind not in "iu":
             refuse(f"slots is {slots.shape} {slots.dtype}, expected integers [N] = ({len(bounds) - 1},)")
-        if len(np.unique(slots)) < len(slots):
+        if len(set(slots.tolist())) < len(slots):
             refuse("slots names a row twice; two sequences cannot update one state")
         return Rows(bounds, slots.astype(np.int64))
 
@@ -323,14 +324,14 @@ class RWKV6:
 
 def layers_on(device) -> Callable:
     """What makes what runs the layers there; NotSupported says why the GPU cannot be used."""
-    check_device("RWKV6", device)
     if device == "cpu":
         from .cpu_layers import cpu_layers
 
         return cpu_layers
-    from .cuda_layers import CudaLayers
-
-    return CudaLayers
+    if find_spec("cupy"):
+        from . import cuda_layers  # first, as another thread may still be opening the device: see `open_beside`
+    check_device("RWKV6", device)
+    return cuda_layers.CudaLayers
 
 
 def counted(weights, progress):

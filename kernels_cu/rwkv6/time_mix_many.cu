@@ -1,0 +1,144 @@
+// what      The time mix of one token of many sequences, as time_mix_batch.cu has it: a warp takes several sequences in
+//           turn, and asks for the next one's state and inputs while it computes with this one's.
+// math      w = exp(-exp(decay + tanh(low) up));  o = r^T (S + diag(u) k v^T);  S = diag(w) S + k v^T
+//           y = GroupNorm_H(o) silu(gate)
+// shapes    k v r gate [B, H, N], low [B, W], y [B, H, N], up [W, H, N], decay u weight bias [H, N],
+//           state [P, H, N, N], slots [B] or null; N = 64
+// grid      a block for every (head, turns WARPS sequences), heads slowest; 256 threads: a lane has four columns of a
+//           state and every second channel
+// smem      Shared, then low of two sequences of each warp, as it is and its tanh, then `up` of a head
+// barriers  one: what a head's sequences share stands. Warps work alone
+// numerics  float32; the variance from centred values
+// source    Peng et al., 2024, "Eagle and Finch", eq. 16-19
+// limits    N = 64, W even; all start on 16 bytes; some launch between this one and the last that wrote the states has
+//           waited for the one before it before it let the next begin: states are read without waiting; sm_90a
+#include "decode.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, N = 64;
+constexpr int QUADS = N / 4, GROUPS = 32 / QUADS;  // lanes that share a channel, channels that a warp has at once
+constexpr int ROWS = N / GROUPS, HELD = ROWS / 2;  // of a state a lane, and how many of them are on their way
+
+template <typename T> struct Args {
+  const float* k;
+  const float* v;
+  const float* r;
+  const float* gate;
+  const float* low;
+  const T* up;
+  const float* decay;
+  const float* u;
+  const float* weight;
+  const float* bias;
+  float* state;
+  const i64* slots;  // or null: sequence b has state b
+  T* y;
+  i64 B, H, N, W, turns;
+  double eps;
+};
+
+struct Shared {
+  float4 channels[WARPS][N];  // what a channel's row of the state meets: k, r, decay, k u
+  float inputs[WARPS][3][N];  // k, v and r of the next sequence
+  float gates[WARPS][2][N];   // of this one and the next
+  float head[4][N];           // decay, u, weight, bias
+};
+
+template <typename T> __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_mix_many(const Args<T> args) {
+  Shared& s = *reinterpret_cast<Shared*>(dynamic_smem());
+  launch_next();
+  const int W = int(args.W), H = int(args.H), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int each = WARPS * int(args.turns), groups = (int(args.B) + each - 1) / each, h = blockIdx.x / groups;
+  const int start = blockIdx.x % groups * each, first = start + warp, stop = min(int(args.B), start + each);
+  float* const s_low = reinterpret_cast<float*>(&s + 1) + warp * 2 * W;
+  T* const s_up = reinterpret_cast<T*>(reinterpret_cast<float*>(&s + 1) + WARPS * 2 * W);
+
+  constexpr int EACH = 16 / sizeof(T);
+  for (int n = tid; n < W * (N / EACH); n += THREADS) {
+    const int w = n / (N / EACH), j = n % (N / EACH) * EACH;
+    cp_async<16>(s_up + w * N + j, args.up + (i64(w) * H + h) * N + j, true);
+  }
+  if (tid < 4 * QUADS) {
+    const int which = tid / QUADS, j = tid % QUADS * 4;
+    const float* const from = which == 0 ? args.decay : which == 1 ? args.u : which == 2 ? args.weight : args.bias;
+    cp_async<16>(&s.head[which][j], from + h * N + j, true);
+  }
+  cp_async_commit();
+  // The lane's part of a sequence's state.
+  const auto state_of = [&](int b) {
+    return args.state + ((args.slots ? args.slots[b] : b) * H + h) * N * N + lane / QUADS * N + lane % QUADS * 4;
+  };
+  const auto place = [](int row) { return row * GROUPS * N; };
+  float* state = first < stop ? state_of(first) : nullptr;
+  float4 held[HELD] = {};
+  if (state)
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) load_in_turn(held[n], state + place(n));
+  cp_async_wait<0>();
+  __syncthreads();  // what a head's sequences share stands
+  wait_for_previous();
+
+  // Has a sequence's inputs copied.
+  const auto copy_inputs = [&](int b, int turn) {
+    const int j = lane % QUADS * 4;
+    const i64 at = (i64(b) * H + h) * N + j;
+    const bool lower = lane < QUADS;
+    cp_async<16>(&s.inputs[warp][lower ? 0 : 1][j], (lower ? args.k : args.v) + at, true);
+    cp_async<16>(lower ? &s.inputs[warp][2][j] : &s.gates[warp][turn][j], (lower ? args.r : args.gate) + at, true);
+    for (int w = 2 * lane; w < W; w += 64) cp_async<8>(s_low + W + w, args.low + i64(b) * W + w, true);
+    cp_async_commit();
+  };
+  if (state) copy_inputs(first, 0);
+  int turn = 0;
+#pragma unroll 1
+  for (int b = first; b < stop; b += WARPS, turn ^= 1) {
+    // Places are computed anew, or they would be kept in registers.
+    const int me = opaque(lane), own = 2 * me, column = me % QUADS * 4;
+    cp_async_wait<0>();
+    __syncwarp();  // the warp's inputs stand
+    for (int w = me; w < W; w += 32) s_low[w] = tanhf(s_low[W + w]);
+    const float2 k = load2(&s.inputs[warp][0][own]), r = load2(&s.inputs[warp][2][own]), u = load2(&s.head[1][own]);
+    const float4 v = load4(&s.inputs[warp][1][column]);
+    float2 z = load2(&s.head[0][own]);
+    __syncwarp();  // tanh(low) stands
+#pragma unroll 8
+    for (int w = 0; w < W; ++w) {
+      const float2 up = load2(s_up + w * N + own);
+      z = {fmaf(s_low[w], up.x, z.x), fmaf(s_low[w], up.y, z.y)};
+    }
+    s.channels[warp][own] = {k.x, r.x, decay_of(-expf(z.x)), k.x * u.x};
+    s.channels[warp][own + 1] = {k.y, r.y, decay_of(-expf(z.y)), k.y * u.y};
+    __syncwarp();  // the channels stand, and the inputs' places are free
+
+    float* const next = b + WARPS < stop ? state_of(b + WARPS) : nullptr;
+    if (next) copy_inputs(b + WARPS, turn ^ 1);
+    float4 o = {};
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      const float4 old = held[row % HELD];
+      float4 c;  // all rows' at once would take all registers
+      load_shared_in_turn(c, &s.channels[warp][row * GROUPS + lane / QUADS]);
+      store4(state + place(row), step_channel(o, old, v, c.x, c.y, c.z, c.w));
+      if (row + HELD < ROWS) load_in_turn(held[row % HELD], state + place(row + HELD));
+      else if (next) load_in_turn(held[row % HELD], next + place(row + HELD - ROWS));
+    }
+    state = next;
+    // All groups' channels: every lane has the sum of its columns.
+#pragma unroll
+    for (int by = QUADS; by < 32; by *= 2) {
+      o = {o.x + __shfl_xor_sync(0xffffffffu, o.x, by), o.y + __shfl_xor_sync(0xffffffffu, o.y, by),
+           o.z + __shfl_xor_sync(0xffffffffu, o.z, by), o.w + __shfl_xor_sync(0xffffffffu, o.w, by)};
+    }
+    constexpr float SHARE = 1.f / (N * GROUPS);  // each column is in GROUPS lanes
+    const float mean = warp_sum((o.x + o.y) + (o.z + o.w)) * SHARE;
+    o = {o.x - mean, o.y - mean, o.z - mean, o.w - mean};
+    const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
+    const float scale = inverse_root(variance + float(args.eps));
+    const float4 gain = load4(&s.head[2][column]), bias = load4(&s.head[3][column]);
+    const float4 gate = load4(&s.gates[warp][turn][column]);
+    const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
+    if (me < QUADS)
+      store4(args.y + (i64(b) * H + h) * N + column,
+             {gated(fmaf(o.x * scale, gain.x, bias.x), gate.x), gated(fmaf(o.y * scale, gain.y, bias.y), gate.y),
+              gated(fmaf(o.z * scale, gain.z, bias.z), gate.z), gated(fmaf(o.w * scale, gain.w, bias.w), gate.w)});
+  }
+}

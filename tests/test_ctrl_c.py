@@ -1,0 +1,129 @@
+"""Ctrl-C at `linattn-np generate`: what is done is kept, and the exit code is 130."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_examples import ENVIRONMENT, GREEDY, decode, interruptible, until
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_interrupt_keeps_the_texts_that_are_done(finished, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    first = {"prompt": "Emm", "tokens": 1 if finished else 10**9, "temperature": 0}
+    source.write_text(f'{json.dumps(first)}\n{{"prompt": "a", "tokens": 10000000}}')
+    leader, follower = pty.openpty()
+    process = interruptible("--batch-file", source, "--output", target, stderr=follower)
+    os.close(follower)
+    until(leader, b"1 of 2 texts" if finished else b"writing ...")
+    process.send_signal(signal.SIGINT)
+    wanted = f"1 of 2 texts are done, {target} has" if finished else f"0 of 2 texts are done, {target} is not written"
+    until(leader, wanted.encode())
+    assert process.wait(60) == 130
+    process.stdout.close()
+    os.close(leader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"][: 1 + finished]
+    if finished:
+        assert json.loads(target.read_text()) == {"prompt": "Emm", "text": "a", "tokens": 1, "finish": "length"}
+
+
+# Numba's callbacks drop what is raised in them; its and other code is run from strings.
+IN_A_CALLBACK = "ctypes.CFUNCTYPE(None)(press)()"
+IN_A_STRING = "exec('press()')"
+MODULE = """
+import ctypes, os, signal, sys
+from linattn_np.__main__ import main
+from linattn_np.models import RWKV6
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(10**5): pass
+plain = RWKV6.{where}
+def pressed(*arguments, **options):
+    RWKV6.{where} = plain
+    {how}
+    return plain(*arguments, **options)
+RWKV6.{where} = pressed
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "where, how", [("forward", IN_A_CALLBACK), ("forward", IN_A_STRING), ("from_file", IN_A_STRING)]
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_no_moment_loses_an_interrupt(where, how, alone, tmp_path):
+    (tmp_path / "pressed.py").write_text(MODULE.format(where=where, how=how))
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "Emm"}')
+    what = ["--prompt", "Emm"] if alone else ["--batch-file", source, "--output", target]
+    process = subprocess.run(
+        [sys.executable, "-m", "pressed", "generate", "--device", "cpu", "--tokens", str(10**9), *map(str, what)],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.returncode == 130, process.stderr
+    assert b"Traceback" not in process.stderr
+    if where == "forward" and not alone:
+        assert b"0 of 1 texts are done" in process.stderr
+
+
+def test_an_interrupt_writes_the_state(tmp_path):
+    state = tmp_path / "state.npz"
+    process = interruptible("--tokens", 1000000, "--prompt", "Mr. Knight", *GREEDY, "--save-state", state)
+    until(process.stdout.fileno(), b"Mr. Knightley and")
+    process.send_signal(signal.SIGINT)
+    rest, messages = process.communicate(timeout=60)
+    assert (process.returncode, messages) == (130, b"device cpu\n") and rest.endswith(b"\n")
+    done = decode("--load-state", state, "--prompt", " and", "--tokens", 1, *GREEDY)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_stops_an_answer_and_the_chat_goes_on(tmp_path):
+    state = tmp_path / "state.npz"
+    process = interruptible(
+        "--chat", "--tokens", 1000000, "--stop", "nowhere", *GREEDY, "--save-state", state, stdin=subprocess.PIPE
+    )
+    for line in (b"How do you do?\n", b"And you?\n"):
+        process.stdin.write(line)
+        process.stdin.flush()
+        assert os.read(process.stdout.fileno(), 10)
+        process.send_signal(signal.SIGINT)
+        until(process.stdout.fileno(), b"\n")
+    process.stdin.close()
+    process.stdout.read()
+    messages = process.stderr.read()
+    assert process.wait(60) == 0, messages
+    assert re.fullmatch(rb"device cpu\nprefill \d+ tokens at .*\ndecode \d+ tokens at \d+ tokens/s\n", messages)
+    assert decode("--load-state", state, "--prompt", "And", "--tokens", 1).returncode == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_an_interrupt_between_answers_ends_the_chat_and_writes_the_state(tmp_path):
+    state = tmp_path / "state.npz"
+    process = interruptible("--chat", "--tokens", 3, *GREEDY, "--save-state", state, stdin=subprocess.PIPE)
+    process.stdin.write(b"How do you do?\n")
+    process.stdin.flush()
+    until(process.stdout.fileno(), b"\n")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and state.exists()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+
+
+def test_an_interrupt_ends_it_quietly():
+    process = interruptible("--tokens", 1000000)
+    process.stdout.read(60)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
+    assert (process.returncode, messages) == (130, b"device cpu\n")
