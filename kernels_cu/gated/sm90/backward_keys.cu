@@ -22,7 +22,7 @@
 // source    Yang et al., 2024, section 4.4; Peng et al., 2024, eq. 18-19
 // limits    as backward_queries
 #include "gated/sm90/growth.cuh"
-#include "gated/sm90/backward_scores.cuh"
+#include "gated/sm90/backward_lookups.cuh"
 
 template <typename T, typename G> struct Args {
   TensorMap q, k, v, do_, g, weight, dk, dv, dg;  // boxes of a chunk's tokens and 128 bytes, swizzled
@@ -62,7 +62,7 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
   T C[BK / 64][BV][64];         // [column of V, channel], swizzled
-  ReadTile<BV> read;            // v of the next chunk, for products with C
+  ReadTile<BV> read;            // v of the next chunk, for products with C in tf32
   Tile<float, BK> keys_within;  // laid out by within_at, with channels 1 and 2 of four in each other's place
   Tile<T, BK> by8, by16;        // Across: queries and keys have different sub-chunks
   float A[CHUNK][CHUNK];        // [key, query], queries and keys by score_offset
@@ -70,11 +70,16 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float largest[2][BK / 16];    // of C, every warp's share; chunks take turns
   float sums[2][BK];            // of the chunk's queries, as the first pass leaves them; likewise
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
-  float keep;                   // for `forgets`
-  WorkTile place;               // here, since registers are scarce
+  alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
+  float keep;      // for `forgets`
+  WorkTile place;  // here, since registers are scarce
   Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
 };
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
+
+// Whether C for its product with v is tf32, or two bfloat16 numbers, and v as it came. float16 has no range for two.
+// With 128 channels they cost more instructions than a copy of v costs time.
+template <typename T, int BK> constexpr bool TF32_READ = NARROW<T> || BK == 128;
 
 // Whether a warpgroup of its own makes scores and dv. Two blocks of 64 channels leave no registers for one.
 template <int BK> constexpr bool APART = BK == 128;
@@ -280,8 +285,10 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
-    if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // C has read v of the chunk behind
-    put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
+    if (TF32_READ<T, BK>) {
+      if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // C has read v of the chunk behind
+      put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
+    }
     if (channel < BK) s.sums[iteration & 1][channel] = sum;
     if (channel == 0) s.growth[iteration & 1] = growth;
     fence_async();
@@ -309,52 +316,6 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A warp's 16 channels of what meets in sub-chunk n; `at`: where in `place` this lane's first value of sub-chunk 0 is,
-// in bytes. Its others are an XOR away, and the next token a row further.
-template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int at, int n) {
-  const auto put = [&](int turn, float value) {
-    *reinterpret_cast<float*>(at_offset(place, (at ^ turn) + (turn / 64 + 8 * n) * 128)) = value;
-  };
-  put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
-}
-
-// Queries and keys that meet across sub-chunks, each where it has rows.
-template <typename T>
-__device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
-                                           int at) {
-  Operand x;
-  each_pair([&](int n, int h) {
-    const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
-    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
-  });
-  store_operand(by8, x, at);
-  each_pair([&](int n, int h) {
-    const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
-    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
-  });
-  store_operand(by16, x, at);
-}
-
-// C for dv, transposed and rounded to T.
-template <typename T, int BV>
-__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&C)[BV / 2], int warpgroup, int at) {
-  at = opaque(warpgroup * int(sizeof *to) + at);  // else it is made anew for each part
-#pragma unroll
-  for (int part = 0; part < BV / 16; ++part) {
-    u32 columns[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) columns[m] = pack<T>(C[8 * part + 2 * m], C[8 * part + 2 * m + 1]);
-    stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
-  }
-}
-
-// By a power of 2, where that is POSSIBLY not 1.
-template <bool POSSIBLY, int N> __device__ __forceinline__ void multiply_unless_one(float (&C)[N], float by) {
-  if (POSSIBLY && by != 1.f)
-#pragma unroll
-    for (int i = 0; i < N; ++i) C[i] *= by;
-}
-
 template <class ReadOrder, typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
   constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
@@ -365,11 +326,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const i64 K = args.shape.K;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
-  const Counts<ReadOrder, G> counts;
-  const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
-  const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // channels 1 and 2 of four change places
-  const int queries_at = queries_within<T, G, BK>(warp / 2) + within;
-  const int keys_at = warp / 2 * CHUNK * 128 + (within ^ key_order);
+  const auto known = [&](Lookup what) {
+    return what < LOOKUPS<G, BK> ? s.lookups.at(what, warpgroup, offset) : made_anew<ReadOrder, T, G, BK>(what);
+  };
+  const Counts<ReadOrder, G> own_counts;
+  const auto counts = [&] {
+    if constexpr (LOOKUPS<G, BK> > TOKENS)
+      return KnownCounts<ReadOrder, G>{known(FROM_MIDDLE), known(PLACES).w, known(TOKENS).w};
+    else return own_counts;
+  };
 
   const bool joins = at.last != at.pair;    // then it ends where a state is kept
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
@@ -409,25 +374,32 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     load_operand(q, in.q[warpgroup], offset);
     load_operand(k, in.k[warpgroup], offset);
     Chunk near_queries, near;
-    const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, counts, n); };
+    const auto near_counts = counts();
+    const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
     constexpr bool AHEAD = !NARROW<T> && sizeof(G) == 2;  // otherwise there are no registers for that
     if (AHEAD) decays_near(0);
     if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares stand
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
-    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
     if (goes_by_token<T>(s, iteration)) return false;
+    if (!TF32_READ<T, BK>) wait_for_values(iteration);
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
     Chunk dk, dg, far;
     SubChunkDecays decays;
     Across read, met;
-    const PairReader dA(values.dA);
-    float scores[8] = {};  // RWKV-6: of tokens with themselves, over this warp's channels
+    const uint4 places = known(PLACES);
+    const int queries_at = int(places.x), keys_at = int(places.y);
+    const PairReader dA(values.dA, 0, int(places.z));
+    float scores[ReadOrder::reads_before_write ? 8 : 1] = {};  // of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      read_part<BV>(from_state, columns, C, s.read, n);
+      if constexpr (TF32_READ<T, BK>) read_part<BV>(from_state, columns, C, s.read, n);
+      else
+        read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // C for dv
+          stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
+        });
       if (!AHEAD) decays_near(n);
       else if (n < SUBCHUNKS - 1) decays_near(n + 1);
       SubChunk within, keys_within, sum = {};
@@ -435,10 +407,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       if (ReadOrder::reads_before_write)
         for (int p = 0; p < 2; ++p) own[p] = own_at(values.dA, 8 * n + 2 * t + p);
       const auto meet_itself = [&](int i, float query, float key) {
-        if (!ReadOrder::reads_before_write) return;
-        const float x = u[i / 2] * query;
-        scores[2 * n + i % 2] = fmaf(x, key, scores[2 * n + i % 2]);
-        present[i] = own[i % 2] * x;
+        if constexpr (ReadOrder::reads_before_write) {
+          const float x = u[i / 2] * query;
+          scores[2 * n + i % 2] = fmaf(x, key, scores[2 * n + i % 2]);
+          present[i] = own[i % 2] * x;
+        }
       };
       decay_within<false, T>(within, keys_within, near_queries[n], near[n], q, k, n, meet_itself);
       put_within(in, within, queries_at, n);
@@ -447,20 +420,23 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], present[i]);
     }
-    if (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
+    if constexpr (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
     wgmma_wait<0>();
     wgmma_keep(from_state);
-    multiply_unless_one<NARROW<T>>(C, range.up);
-    wait_for_values(iteration);
-    put_state<T, BV>(s.C, C, warpgroup, offset);
-    multiply_unless_one<NARROW<T>>(C, range.down);
+    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
+    if constexpr (TF32_READ<T, BK>) {
+      wait_for_values(iteration);
+      if (NARROW<T> && range.up != 1.f)
+        put_state<T, BV>(s.C, C, warpgroup, offset, [&](float x) { return range.up * x; });
+      else put_state<T, BV>(s.C, C, warpgroup, offset, [](float x) { return x; });
+    }
     __syncwarp();  // else all is made at once: there are no registers for that
     decays_of(decays, gates);
-    decays_from_start(far, gates, counts);
+    decays_from_start(far, gates, counts());
     const QueryScale reach = scale_of_queries<ReadOrder, T>(far);
     decay_queries<false, T>(read, queries, q, far, decays, {scale * reach.up[0], scale * reach.up[1]});
     __syncwarp();
-    decays_to_end(far, gates, counts);
+    decays_to_end(far, gates, counts());
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
@@ -499,14 +475,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       }
     });
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
-    sum_tokens<false, false>(dg, before);
+    const uint4 tokens = known(TOKENS);
+    sum_tokens<false>(dg, before, {tokens.y, tokens.z});
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
       before[h] = forgets(decays.all(h), rest, end[h], s.keep) ? 0.f : rest;
       end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
     }
-    add_chunk(dg, own_panels(in.weight, warpgroup), offset);
+    add_chunk(dg, own_panels(in.weight, warpgroup), offset, tokens.x);
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n)
 #pragma unroll
@@ -567,6 +544,10 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
   }
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS<BK>)
     s.A[i / CHUNK][i % CHUNK] = 0.f;  // no key behind its query
+  if constexpr (LOOKUPS<G, BK> > 0)
+    if (threadIdx.x < CONSUMERS<BK>)
+      for (int what = 0; what < LOOKUPS<G, BK>; ++what)
+        s.lookups.at(what, threadIdx.x / 128, lane_offset()) = made_anew<ReadOrder, T, G, BK>(Lookup(what));
   bool grown = false;
   if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, THREADS<BK>>(args, threadIdx.x));
   if (threadIdx.x == 0) s.keep = grown ? ROUNDING : __uint_as_float(0x7f800000u);

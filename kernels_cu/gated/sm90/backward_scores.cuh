@@ -83,3 +83,43 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
   }
   for (int i = 0; i < 2; ++i) d[i] = (sums[0][0][i] + sums[1][0][i]) + (sums[0][1][2 + i] + sums[1][1][2 + i]);
 }
+
+// A warp's 16 channels of what meets in sub-chunk n; `at`: where in `place` this lane's first value of sub-chunk 0 is,
+// in bytes. Its others are an XOR away, and the next token a row further.
+template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int at, int n) {
+  const auto put = [&](int turn, float value) {
+    *reinterpret_cast<float*>(at_offset(place, (at ^ turn) + (turn / 64 + 8 * n) * 128)) = value;
+  };
+  put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
+}
+
+// Queries and keys that meet across sub-chunks, each where it has rows.
+template <typename T>
+__device__ __forceinline__ void put_across(T (&by8)[CHUNK][64], T (&by16)[CHUNK][64], const Across& q, const Across& k,
+                                           int at) {
+  Operand x;
+  each_pair([&](int n, int h) {
+    const SubChunk& from = n % 2 ? q.by8[n / 2] : k.by8[n / 2];
+    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+  });
+  store_operand(by8, x, at);
+  each_pair([&](int n, int h) {
+    const SubChunk& from = n > 1 ? q.by16[n - 2] : k.by16[n];
+    pair_of(x, n, h) = pack<T>(from[2 * h], from[2 * h + 1]);
+  });
+  store_operand(by16, x, at);
+}
+
+// C for dv, transposed and rounded to T, of what value(x) makes of each x.
+template <typename T, int BV, class Value>
+__device__ __forceinline__ void put_state(T (*to)[BV][64], const float (&C)[BV / 2], int warpgroup, int at,
+                                          Value value) {
+  at = opaque(warpgroup * int(sizeof *to) + at);  // else it is made anew for each part
+#pragma unroll
+  for (int part = 0; part < BV / 16; ++part) {
+    u32 columns[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) columns[m] = pack<T>(value(C[8 * part + 2 * m]), value(C[8 * part + 2 * m + 1]));
+    stmatrix_x4_trans(reinterpret_cast<char*>(to) + at + 2048 * part, columns);
+  }
+}

@@ -87,8 +87,15 @@ __device__ __forceinline__ void store_chunk_values(float (*panels)[CHUNK][32], c
   each_float(panels, [&](int at, float& value) { value = x[at / 4][at % 4]; });
 }
 
-// x += such a tile. bfloat16, by a product with ones: 4 instructions for 32.
-template <typename G> __device__ __forceinline__ void add_chunk(Chunk& x, G (*panels)[CHUNK][PANEL<G>], int at) {
+// What of a lane's two depths is its column, in bfloat16: a product with these moves nothing.
+__device__ __forceinline__ u32 ones_of_lane() {
+  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
+  return token == i ? 0x3f80u : token + 1 == i ? 0x3f800000u : 0;
+}
+
+// x += such a tile. bfloat16, by a product with `ones_of_lane`: 4 instructions for 32.
+template <typename G>
+__device__ __forceinline__ void add_chunk(Chunk& x, G (*panels)[CHUNK][PANEL<G>], int at, u32 = 0) {
   Chunk more;
   load_chunk(more, panels, at);
 #pragma unroll
@@ -96,11 +103,9 @@ template <typename G> __device__ __forceinline__ void add_chunk(Chunk& x, G (*pa
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[n][i] += more[n][i];
 }
-template <> __device__ __forceinline__ void add_chunk<bf16>(Chunk& x, bf16 (*panels)[CHUNK][64], int at) {
+template <> __device__ __forceinline__ void add_chunk<bf16>(Chunk& x, bf16 (*panels)[CHUNK][64], int at, u32 one) {
   Operand two;
   load_operand(two, *panels, at);
-  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
-  const u32 one = token == i ? 0x3f80u : token + 1 == i ? 0x3f800000u : 0;
 #pragma unroll
   for (int n = 0; n < SUBCHUNKS; ++n) mma_bf16(x[n], two[n / 2], {n % 2 ? 0 : one, n % 2 ? one : 0});
 }
@@ -165,6 +170,7 @@ template <> struct Gates<float> {
 // What tokens of a sub-chunk count in a sum for its token i, 0, 1 or -1, as an operand B; made of masks where it is
 // used, since registers are scarce.
 template <class ReadOrder, typename G> struct Counts {
+  using Order = ReadOrder;
   int written, read, early;  // whether two tokens are up to i; to where i reads; before the middle
 
   __device__ __forceinline__ Counts() {
@@ -181,6 +187,8 @@ template <class ReadOrder, typename G> struct Counts {
     const u32 minus = (negative ? ~early : early) & 0x80008000u;
     make(b, [&](u32 one) { return (mask ^ early) & (one ^ minus); });
   }
+  __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { from_middle(b, read); }
+  __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { from_middle(b, written, true); }  // negative
   __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
     const int mask = opaque(read);
     make(b, [&](u32 one) { return mask & one; });
@@ -219,14 +227,14 @@ __device__ __forceinline__ void exponentiate(Chunk& to, const Gates<G>& g, const
 }
 
 // Factors of queries from the start of a sub-chunk, and of keys to its end.
-template <class ReadOrder, typename G>
-__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G>& g, const Counts<ReadOrder, G>& counts) {
+template <class Counts, typename G>
+__device__ __forceinline__ void decays_from_start(Chunk& to, const Gates<G>& g, const Counts& counts) {
   u32 b[2];
   counts.from_start(b);
   exponentiate<false>(to, g, b, 1.f);
 }
-template <class ReadOrder, typename G>
-__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G>& g, const Counts<ReadOrder, G>& counts) {
+template <class Counts, typename G>
+__device__ __forceinline__ void decays_to_end(Chunk& to, const Gates<G>& g, const Counts& counts) {
   u32 b[2];
   counts.to_end(b);
   exponentiate<false>(to, g, b, 1.f);
@@ -257,22 +265,23 @@ template <typename G> __device__ __forceinline__ void decays_of(SubChunkDecays& 
 template <bool EXACT> __device__ __forceinline__ float operand_value(float x) { return EXACT ? cut_off(x) : x; }
 
 // Factors of queries and of keys in sub-chunk n, from its middle.
-template <bool LOADED_NEAR = false, class ReadOrder, typename G>
+template <bool LOADED_NEAR = false, class Counts, typename G>
 __device__ __forceinline__ void decays_from_middle(SubChunk& queries, SubChunk& keys, const Gates<G>& gates,
-                                                   const Counts<ReadOrder, G>& counts, int n) {
+                                                   const Counts& counts, int n) {
+  constexpr bool READS_BEFORE_WRITE = Counts::Order::reads_before_write;
   u32 a[4], b[2];
   SubChunk read = {}, minus_written = {};
   gates.template operand<!LOADED_NEAR>(a, n);
-  counts.from_middle(b, counts.read);
+  counts.read_from_middle(b);
   multiply_gates(read, a, b, typename GateFormat<G>::Type{});
-  if (ReadOrder::reads_before_write) {
-    counts.from_middle(b, counts.written, true);
+  if (READS_BEFORE_WRITE) {
+    counts.written_to_middle(b);
     multiply_gates(minus_written, a, b, typename GateFormat<G>::Type{});
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     queries[i] = exp2_approx(read[i]);
-    keys[i] = ReadOrder::reads_before_write ? exp2_approx(minus_written[i]) : inverse(queries[i]);
+    keys[i] = READS_BEFORE_WRITE ? exp2_approx(minus_written[i]) : inverse(queries[i]);
   }
 }
 

@@ -1,10 +1,10 @@
 // what      States in the registers of warpgroups, for the Hopper backward of GLA and RWKV-6: products with them, and
 //           sums over a chunk's tokens.
-// numerics  A state is read in tf32, which has float32's range. What is cut off there adds up in the gate's gradient
-//           from chunk to chunk, so the first pass keeps a state every CHECKPOINT_EVERY tokens, from which the second
-//           begins anew. What a chunk adds to a state is a product in T. float16 has nothing below 6e-8: there queries
-//           that meet a state go into products times a power of 2, by the chunk's first gate, and so does C for dv, by
-//           its largest value.
+// numerics  A state is read in tf32, which has float32's range, or in two bfloat16 numbers. What tf32 cuts off adds up
+//           in the gate's gradient from chunk to chunk, so the first pass keeps a state every CHECKPOINT_EVERY tokens,
+//           from which the second begins anew. What a chunk adds to a state is a product in T. float16 has nothing
+//           below 6e-8: there queries that meet a state go into products times a power of 2, by the chunk's first gate,
+//           and so does C for dv, by its largest value.
 #include "gated/sm90/decays.cuh"
 
 constexpr int CHECKPOINT_EVERY = 1024;  // tokens
@@ -131,6 +131,32 @@ __device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUB
   wgmma_commit();
 }
 
+// The same in two bfloat16 numbers of S, of tokens as they came; `put` is given the first ones of 16 columns.
+template <int BV, class Put>
+__device__ __forceinline__ void read_part(Values& x, u32 (&columns)[BV / 8 / SUBCHUNKS][4], const float (&S)[BV / 2],
+                                          bf16 (&tokens)[BV / 64][CHUNK][64], int part, Put put) {
+  constexpr int TILES = BV / 16 / SUBCHUNKS;
+  if (part) wgmma_wait<0>();
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const float* from = S + 8 * (part * TILES + n);
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      columns[2 * n][m] = pack<bf16>(from[2 * m], from[2 * m + 1]);
+      columns[2 * n + 1][m] = remainder_of(columns[2 * n][m], from[2 * m], from[2 * m + 1]);
+    }
+    put(part * TILES + n, columns[2 * n]);
+  }
+  const u64 b = wgmma_tile(tokens, 16, 1024);
+  wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < 2 * TILES; ++n) {
+    const int tile = part * TILES + n / 2;
+    wgmma<bf16, CHUNK, false>(x, columns[n], b + (tile / 4 * CHUNK * 128 + tile % 4 * 32) / 16, part + n > 0);
+  }
+  wgmma_commit();
+}
+
 // x[channel, token] = S tokens^T in tf32, under way, all at once: where there are registers for a copy of S.
 template <int BV>
 __device__ __forceinline__ void start_read(Values& x, const float (&S)[BV / 2], ReadTile<BV>& tokens) {
@@ -165,12 +191,9 @@ __device__ __forceinline__ void decay_state(float (&S)[BV / 2], const SubChunkDe
 }
 
 // x[channel, i] <- the sum of x over tokens of the chunk, in products with ones of x as two tf32 numbers: those behind
-// i or, otherwise, before it, INCLUSIVE or not of i itself. all: over all of them.
-template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2]) {
-  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
+// i or, otherwise, before it, INCLUSIVE or not of i itself: `some` says which. all: over all of them.
+template <bool BEHIND> __device__ __forceinline__ void sum_tokens(Chunk& x, float (&all)[2], const u32 (&some)[2]) {
   const u32 one = __float_as_uint(1.f), ones[2] = {one, one};
-  const int bound = i + (BEHIND != INCLUSIVE);  // the first token behind, or the first that is not before
-  const u32 some[2] = {token >= bound == BEHIND ? one : 0, token + 1 >= bound == BEHIND ? one : 0};
   SubChunk sum = {};
 #pragma unroll
   for (int step = 0; step < SUBCHUNKS; ++step) {
@@ -185,6 +208,13 @@ template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void sum_token
   all[0] = sum[0], all[1] = sum[2];
 }
 
+// Which of a lane's two tokens of a sub-chunk count in such a sum.
+template <bool BEHIND, bool INCLUSIVE> __device__ __forceinline__ void tokens_in_sum(u32 (&some)[2]) {
+  const int thread = opaque(threadIdx.x), i = thread >> 2 & 7, token = 2 * (thread & 3);
+  const u32 one = __float_as_uint(1.f);
+  const int bound = i + (BEHIND != INCLUSIVE);  // the first token behind, or the first that is not before
+  some[0] = token >= bound == BEHIND ? one : 0, some[1] = token + 1 >= bound == BEHIND ? one : 0;
+}
 // The same without tensor cores, for where these are busy with a state, behind whose products such sums would wait.
 template <bool BEHIND, bool INCLUSIVE>
 __device__ __forceinline__ void sum_tokens_by_shuffles(Chunk& x, float (&all)[2]) {

@@ -473,6 +473,8 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
     def shared_bytes(self):
         BK, BV = self.BK, self.BV
         rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 34 * BK // 16 + 8 * BK + 48
+        lookups = 0 if BK == 64 else 3 if self.gate.itemsize == 2 else 1
+        rest += 32 * BK * lookups + 32
         stages = 3 if self.gate.itemsize == 2 else 2  # of values
         return self.ring(2, 2, 2, 0, 0, rest + stages * (2 * 32 * 2 * BV + 32 * 32 * 4 + 2 * 8))
 

@@ -1,0 +1,55 @@
+// what      What threads with channels know of their own places in a chunk, for the second pass of the Hopper backward
+//           of GLA and RWKV-6: looked up in shared memory.
+#include "gated/sm90/backward_scores.cuh"
+
+// What a thread with channels would make anew in every chunk, 80 of 1,100 instructions, since to hold it takes
+// registers. The first ones of these are looked up: as many as there is room for; 64 channels gain nothing.
+enum Lookup { PLACES, FROM_MIDDLE, TOKENS };
+template <typename G, int BK> constexpr int LOOKUPS = BK == 64 ? 0 : sizeof(G) == 2 ? 3 : 1;
+template <int COUNT, int BK> struct Lookups {
+  uint4 tables[COUNT][BK / 64][128];
+
+  __device__ __forceinline__ uint4& at(int what, int warpgroup, int offset) {  // lane_offset, 16 bytes a thread
+    return *reinterpret_cast<uint4*>(at_offset(tables[what][warpgroup], offset));
+  }
+};
+template <int BK> struct Lookups<0, BK> {
+  __device__ __forceinline__ uint4 at(int, int, int) { return {}; }
+};
+
+// PLACES: where queries and keys within go, and dA is; Counts::read. FROM_MIDDLE: Counts::read_from_middle and
+// written_to_middle. TOKENS: ones_of_lane, tokens_in_sum, Counts::written.
+template <class ReadOrder, typename T, typename G, int BK> __device__ __forceinline__ uint4 made_anew(Lookup what) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
+  const Counts<ReadOrder, G> counts;
+  if (what == PLACES) {
+    const int within = within_offset(2 * t, warp % 2 * 16 + (lane >> 2));
+    const int key_order = (lane >> 2 ^ lane >> 3) & 1 ? 12 : 0;  // channels 1 and 2 of four change places
+    return {u32(queries_within<T, G, BK>(warp / 2) + within), u32(warp / 2 * CHUNK * 128 + (within ^ key_order)),
+            u32(pair_index(2 * t, lane >> 2)), u32(counts.read)};
+  }
+  if (what == FROM_MIDDLE) {
+    u32 read[2], written[2];
+    counts.read_from_middle(read), counts.written_to_middle(written);
+    return {read[0], read[1], written[0], written[1]};
+  }
+  u32 some[2];
+  tokens_in_sum<false, false>(some);
+  return {ones_of_lane(), some[0], some[1], u32(counts.written)};
+}
+
+// Counts, as they were looked up.
+template <class ReadOrder, typename G> struct KnownCounts {
+  using Order = ReadOrder;
+  uint4 middle;
+  u32 read, written;
+
+  __device__ __forceinline__ void read_from_middle(u32 (&b)[2]) const { b[0] = middle.x, b[1] = middle.y; }
+  __device__ __forceinline__ void written_to_middle(u32 (&b)[2]) const { b[0] = middle.z, b[1] = middle.w; }
+  __device__ __forceinline__ void from_start(u32 (&b)[2]) const {
+    Counts<ReadOrder, G>::make(b, [&](u32 one) { return read & one; });
+  }
+  __device__ __forceinline__ void to_end(u32 (&b)[2]) const {
+    Counts<ReadOrder, G>::make(b, [&](u32 one) { return ~written & one; });
+  }
+};
