@@ -191,7 +191,7 @@ __device__ __forceinline__ void sum_chunks(S& s, const WeightedSum& x, const Row
 // The sums over warps of what they have of tokens 2 lane and 2 lane + 1.
 template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&partner)[PANELS][CHUNK][64], int lane) {
   float2 sum = {0.f, 0.f};
-#pragma unroll 1
+#pragma unroll
   for (int warp = 0; warp < 4 * PANELS; ++warp) {
     const float2 its = *reinterpret_cast<const float2*>(swizzled(partner[warp / 4][0], lane, 2 * (warp % 4)));
     sum.x += its.x, sum.y += its.y;
@@ -233,20 +233,27 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     else static_cast<float*>(args.dg)[at] = x;
   };
   float end = 0.f;  // of what is behind in the stretch
+  float early[BK / 64], late[BK / 64];
+  const auto read = [&](int first) {
+#pragma unroll
+    for (int p = 0; p < BK / 64; ++p) {
+      const bool there = p < count && first >= 0;
+      early[p] = there && first + 2 * lane < at.tokens ? from[p * i64(T)] : 0.f;
+      late[p] = there && first + 2 * lane + 1 < at.tokens ? from[p * i64(T) + 1] : 0.f;
+    }
+    from -= CHUNK;
+  };
+  read(first);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
     const bool inside = first + 2 * lane < at.tokens, both = first + 2 * lane + 1 < at.tokens;
-    float x = 0.f, y = 0.f;
-#pragma unroll 1
-    for (int p = 0; p < count; ++p) {  // long before they are needed
-      const float* const its = from + p * i64(T);
-      if (inside) x += its[0];
-      if (both) y += its[1];
-    }
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
     barrier_arrive(s.summed[iteration % STAGES]);
-    x -= sum.x, y -= sum.y;
+    float x = -sum.x, y = -sum.y;
+#pragma unroll
+    for (int p = 0; p < BK / 64; ++p) x += early[p], y += late[p];
+    read(first - CHUNK);   // long before they are needed
     float behind = x + y;  // of this lane and those behind it
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -258,7 +265,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     if (inside) put(to, x + y);
     if (both) put(to + parts, y);
     end = first % STRETCH ? end + all : 0.f;
-    first -= CHUNK, from -= CHUNK, to -= CHUNK * parts;
+    first -= CHUNK, to -= CHUNK * parts;
   }
 }
 
@@ -615,6 +622,7 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
     else if constexpr (GATED<Pass>)
       if (warp == 2 && gathers<Pass>()) {
         if constexpr (SUMS<Pass> == 1) sum_queries(s, args, at, column / BV);
+        else if constexpr (BK == BV) sum_gradients(s, args, at, 0, 1);  // known: fewer registers
         else sum_gradients(s, args, at, column / BV, tiles_of(x.V, BV));
       }
   }
