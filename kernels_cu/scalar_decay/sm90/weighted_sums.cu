@@ -218,6 +218,15 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
   }
 }
 
+// Where the states of a token's stretch are kept.
+template <int BK, class Args>
+__device__ __forceinline__ uint4* kept_of(const Args& args, const WorkTile& at, int token) {
+  const i64 heads = (i64(at.batch) * args.shape.H + at.head) * (args.shape.T / STRETCH + args.shape.count);
+  const int slot_of_sequence = at.sequence - at.batch * i32(args.shape.count);
+  const i64 slot = heads + at.start / STRETCH + slot_of_sequence + token / STRETCH;
+  return args.kept + slot * (BK / 16) * (BK / 16) * 32;
+}
+
 // The gate's gradient, or this block's part of it.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& at,
@@ -246,6 +255,8 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   read(first);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+    if (lane == 0 && ends_stretch(first, at) && first >= STRETCH)  // memory takes longer than a chunk for those
+      prefetch_l2(kept_of<BK>(args, at, first - STRETCH) + part * (BV / 16) * (BK / 16 * 32), BV * BK * sizeof(bf16));
     const bool inside = first + 2 * lane < at.tokens, both = first + 2 * lane + 1 < at.tokens;
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
@@ -445,15 +456,6 @@ template <class F> __device__ __forceinline__ void each_pair(bf16 (&panel)[CHUNK
 #pragma unroll
     for (int m = 0; m < 4; ++m) f(8 * s + m / 2 * 4 + m % 2 * 2, two[m]);
   }
-}
-
-// Where the states of a token's stretch are kept.
-template <int BK, class Args>
-__device__ __forceinline__ uint4* kept_of(const Args& args, const WorkTile& at, int token) {
-  const i64 heads = (i64(at.batch) * args.shape.H + at.head) * (args.shape.T / STRETCH + args.shape.count);
-  const int slot_of_sequence = at.sequence - at.batch * i32(args.shape.count);
-  const i64 slot = heads + at.start / STRETCH + slot_of_sequence + token / STRETCH;
-  return args.kept + slot * (BK / 16) * (BK / 16) * 32;
 }
 
 // Adds two lanes' x, of which each keeps a half of HALF.
