@@ -255,7 +255,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
   read(first);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
-    if (lane == 0 && ends_stretch(first, at) && first >= STRETCH)  // memory takes longer than a chunk for those
+    if (lane == 0 && ends_stretch(first, at) && first >= STRETCH)  // from memory they take as long as a chunk
       prefetch_l2(kept_of<BK>(args, at, first - STRETCH) + part * (BV / 16) * (BK / 16 * 32), BV * BK * sizeof(bf16));
     const bool inside = first + 2 * lane < at.tokens, both = first + 2 * lane + 1 < at.tokens;
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
@@ -315,8 +315,8 @@ __device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum&
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
 // Puts the scores of a warp, of which a lane has two queries and two neighbours of every 8 keys; those with keys behind
-// their queries, or BACKWARDS before them, are 0; so are those of a token with itself where they stand apart. The same
-// code for all warps, since the instruction cache has no room for four: so some scores are made for nobody.
+// their queries, or BACKWARDS before them, are 0; so are those of a token with itself where they stand apart. All warps
+// have the same code, a quarter of what one for each would be: so some scores are made for nobody.
 template <bool BACKWARDS, bool GATE>
 __device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], float scale, Gates& gates,
                                            int warp) {
