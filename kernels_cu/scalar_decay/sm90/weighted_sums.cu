@@ -84,7 +84,7 @@ template <class Pass, typename G> struct Args {
 struct alignas(16) Gates {
   static constexpr int LEVELS = 6;
   float until[LEVELS][CHUNK], behind[LEVELS - 1][CHUNK];  // a token inclusive, a token exclusive, from level 1 on
-  u32 own[CHUNK];                                         // GATED: a token's score with itself, in the upper half
+  u32 own[CHUNK];                                         // GATED: a token's score with itself, the sum of its halves
   float read[CHUNK];                                      // E or, backwards, L, decays, with what they multiply o by
   uint2 write[CHUNK / 2];  // L or E of v: of two tokens as the sum of two bfloat16 numbers
   alignas(16) float all;   // of the chunk
@@ -370,7 +370,8 @@ __device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUN
     const int block = block_of(warp, half), row = 8 * block + lane % 8, panel = lane / 8;
     stmatrix_x4(swizzled(A[0], row, HALF * half + panel), near[half]);
     if (BACKWARDS != (half == 1)) stmatrix_x4(swizzled(A[0], row, HALF * (1 - half) + panel), far);
-    if (GATE && t == g / 2) gates.own[8 * block + g] = pack<bf16>(0.f, own[half]);
+    if (GATE && t == g / 2)
+      gates.own[8 * block + g] = pack<bf16>(own[half] - to_float(from_float<bf16>(own[half])), own[half]);
   }
 }
 
@@ -485,15 +486,19 @@ __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Value
 // or none.
 __device__ __forceinline__ void add_own(Values& o, bf16 (&panel)[CHUNK][64], const u32 (&own)[CHUNK]) {
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2;
-  const u32 selected = (lane & 3) != g / 2 ? 0x4444 : g & 1 ? 0x3244 : 0x4432;
+  const bool has_one = (lane & 3) == g / 2;
+  const u32 upper = !has_one ? 0x4444 : g & 1 ? 0x3244 : 0x4432, lower = !has_one ? 0x4444 : g & 1 ? 0x1044 : 0x4410;
 #pragma unroll
   for (int s = 0; s < CHUNK / 16; ++s) {
     u32 v[4];
     ldmatrix_x4_trans(v, matrix_row(panel[0], 16 * s));
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-      mma_bf16(*reinterpret_cast<float (*)[4]>(o + 8 * s + 4 * m), v[2 * m], v[2 * m + 1],
-               __byte_perm(own[16 * s + 8 * m + g], 0, selected));
+    for (int m = 0; m < 2; ++m) {
+      auto& sums = *reinterpret_cast<float (*)[4]>(o + 8 * s + 4 * m);
+      const u32 its = own[16 * s + 8 * m + g];
+      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(its, 0, upper));
+      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(its, 0, lower));
+    }
   }
 }
 
