@@ -91,9 +91,6 @@ SPILLED = {
     ("gated/forward", "sm_90"): 132,
     ("gated/forward", "sm_100"): 212,
     ("gated/forward", "sm_120"): 212,
-    ("gated/segment_states", "sm_80"): 16,  # of float32 in three products, with 128 channels and columns
-    ("gated/segment_states", "sm_86"): 16,
-    ("gated/segment_states", "sm_89"): 16,
     ("gated/backward_channels", "sm_120"): 236,
     ("gated/backward_values", "sm_120"): 8,
     ("recurrent/step", "sm_100"): 68,

@@ -135,6 +135,26 @@ def test_mma(device, rng, case, dtype, depth):
     np.testing.assert_allclose(got, product(a, b.T) + 1, rtol=1e-5, atol=1e-5)
 
 
+def test_mma_of_eight(device, rng):
+    a, b = (rng.standard_normal((rows, 16)).astype(ml_dtypes.bfloat16) for rows in (16, 8))
+    got = run(device, "Mma<HalfBf16Product>", words(a, b), (16, 8), np.float32)
+    np.testing.assert_allclose(got, product(a[:, :8], b[:, :8].T) + 1, rtol=1e-5, atol=1e-5)
+
+
+def test_fma_of_pairs_rounds_once(device, rng):
+    """With factors as the sum of two numbers x is as good as x times a float, rounded: how values are decayed."""
+    x, y = rng.standard_normal((2, 256)).astype(ml_dtypes.bfloat16), rng.random((2, 128), np.float32).ravel()
+    first = y.astype(ml_dtypes.bfloat16)
+    second = (y - first.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    (x, z), pairs = x, (128,)
+    given = words(x, second, np.zeros_like(x)), words(x, first, z)
+    got = [run(device, "Fma", values, pairs, np.uint32).view(ml_dtypes.bfloat16) for values in given]
+    np.testing.assert_array_equal(got[1], (x.astype(np.float64) * first + z.astype(np.float64)).astype(x.dtype))
+    whole = run(device, "Fma", words(x, first, got[0]), pairs, np.uint32).view(x.dtype).astype(np.float64)
+    exact = x.astype(np.float64) * y
+    assert (np.abs(whole - exact) <= 1.01 * 2.0**-8 * np.abs(exact)).all()
+
+
 def test_tf32_product_through_cp_async(device, rng):
     a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((5, 16, 8), (5, 8, 8)))
     arrays = [device.upload(a), device.upload(b), device.empty((5, 16, 8), np.float32)]
@@ -195,11 +215,12 @@ def test_barrier_passes_stages_on_in_turn(hopper, rng, steps):
     np.testing.assert_array_equal(got, np.tile(want, (3, 1)))
 
 
-def test_stmatrix_is_the_inverse_of_ldmatrix(hopper, rng):
+@pytest.mark.parametrize("transposed", ["false", "true"])
+def test_stmatrix_is_the_inverse_of_ldmatrix(hopper, rng, transposed):
     matrices = rng.integers(0, 2**16, (4, 4, 8, 8), dtype=np.uint16)
-    rows = matrices.transpose(0, 1, 3, 2).copy().view(np.uint32)
+    rows = (matrices.transpose(0, 1, 3, 2) if transposed == "true" else matrices).copy().view(np.uint32)
     registers = rows.reshape(4, 4, 32).transpose(0, 2, 1).copy()
-    got = run_warpgroup(hopper, "Stmatrix", registers, matrices.shape, np.uint16)
+    got = run_warpgroup(hopper, f"Stmatrix<{transposed}>", registers, matrices.shape, np.uint16)
     np.testing.assert_array_equal(got, matrices)
 
 

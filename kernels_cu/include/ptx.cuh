@@ -152,7 +152,15 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same in half precision.
+// D[16, 8] += A[16, 8] B[8, 8] in bfloat16.
+//   a0 = A[g][2t,+1]    a1 = A[g+8][2t,+1]    b = B[2t,+1][g]
+__device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+
+// D[16, 8] += A[16, 16] B[16, 8] in half precision.
 __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -495,6 +503,13 @@ template <int PAIR> __device__ __forceinline__ u32 bf16_of_i8(u32 four) {
   return y;
 }
 
+// x y + z of two pairs of bfloat16 side by side.
+__device__ __forceinline__ u32 fma_bf16(u32 x, u32 y, u32 z) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z));
+  return d;
+}
+
 // Of two pairs of bfloat16 the larger magnitudes, with any sign.
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {
   u32 y;
@@ -511,6 +526,15 @@ __device__ __forceinline__ u32 larger_signed(u32 a, u32 b) {
 
 // What this thread stored to shared memory can be read by wgmma, after a barrier also by others' wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The inverse of ldmatrix_x4: lane l gives the 16-byte row l % 8 of matrix l / 8.
+//   M_m[g][2t,+1] = r[m]
+__device__ __forceinline__ void stmatrix_x4(void* row, const u32 (&r)[4]) {
+  const u32 address = u32(__cvta_generic_to_shared(row));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
 
 // The inverse of ldmatrix_x4_trans: lane l gives the 16-byte row l % 8 of matrix l / 8.
 //   M_m[2t,+1][g] = r[m]

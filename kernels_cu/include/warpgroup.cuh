@@ -276,9 +276,15 @@ __device__ __forceinline__ void load_tokens(float (&x)[CHUNK / 4], const float* 
   }
 }
 
-// x times factors of tokens, to bfloat16.
-__device__ __forceinline__ void decay_tokens(Operand& x, const float (&by)[CHUNK / 4]) {
-  each_two([&](int at, int s, int m) {
-    x[s][m] = pack<bf16>(low(x[s][m]) * by[at / 4 * 2], high(x[s][m]) * by[at / 4 * 2 + 1]);
-  });
+// x times factors of two tokens each, in bfloat16, the sums of two such numbers.
+__device__ __forceinline__ void decay_tokens(Operand& x, const uint2 (&by)[CHUNK / 2]) {
+#pragma unroll
+  for (int n = 0; n < CHUNK / 8; ++n) {
+    const uint2 its = by[4 * n + (threadIdx.x & 3)];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      u32& two = x[n / 2][n % 2 * 2 + h];
+      two = fma_bf16(two, its.x, fma_bf16(two, its.y, 0));
+    }
+  }
 }

@@ -500,6 +500,13 @@ inline unsigned __float_as_uint(float x) {
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selected) {
+  const unsigned long long both = low | (unsigned long long)(high) << 32;
+  unsigned y = 0;
+  for (int byte = 0; byte < 4; ++byte) y |= unsigned(both >> 8 * (selected >> 4 * byte & 7) & 255) << 8 * byte;
+  return y;
+}
+
 inline float __uint_as_float(unsigned bits) {
   float x;
   memcpy(&x, &bits, sizeof x);

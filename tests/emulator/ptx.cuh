@@ -53,6 +53,14 @@ template <int PAIR> u32 bf16_of_i8(u32 four) {
   return pack<bf16>(float(i8(four >> 16 * PAIR)), float(i8(four >> (16 * PAIR + 8))));
 }
 
+inline u32 fma_bf16(u32 x, u32 y, u32 z) {
+  const auto of = [](u32 x, u32 y, u32 z) {
+    const auto value = [](u32 bits) { return double(__uint_as_float(bits << 16)); };
+    return float(value(x) * value(y) + value(z));
+  };
+  return pack<bf16>(of(x, y, z), of(x >> 16, y >> 16, z >> 16));
+}
+
 inline u32 larger(u32 a, u32 b) {
   const auto of = [](u32 a, u32 b) { return (a & 0x7fff) > (b & 0x7fff) ? a & 0x7fff : b & 0x7fff; };
   return of(a, b) | of(a >> 16, b >> 16) << 16;
@@ -158,13 +166,15 @@ template <bool TRANSPOSED> void load_matrices(void* const* operands) {
   }
 }
 
-static void store_matrices(void* const* operands) {
+template <bool TRANSPOSED> void store_matrices(void* const* operands) {
   for (int lane = 0; lane < WARP; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int m = 0; m < 4; ++m)
-      for (int i = 0; i < 2; ++i)
-        static_cast<MatrixRow*>(operands[m * 8 + 2 * t + i])->row[g] =
-            u16(static_cast<MatrixRow*>(operands[lane])->r[m] >> 16 * i);
+      for (int i = 0; i < 2; ++i) {
+        const u16 value = u16(static_cast<MatrixRow*>(operands[lane])->r[m] >> 16 * i);
+        if (TRANSPOSED) static_cast<MatrixRow*>(operands[m * 8 + 2 * t + i])->row[g] = value;
+        else static_cast<MatrixRow*>(operands[m * 8 + g])->row[2 * t + i] = value;
+      }
   }
 }
 
@@ -190,6 +200,11 @@ inline void mma_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
 inline void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                      emulator::Where where = emulator::here()) {
   emulator::multiply_own<bf16>("mma_bf16", d, a, b, where);
+}
+
+inline void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 b, emulator::Where where = emulator::here()) {
+  const u32 left[4] = {a0, a1, 0, 0}, right[2] = {b, 0};
+  emulator::multiply_own<bf16>("mma_bf16", d, left, right, where);
 }
 
 inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
@@ -508,6 +523,10 @@ inline void copies_arrive(Barrier& b, emulator::Where where = emulator::here()) 
 
 inline void fence_async() {}
 
+inline void stmatrix_x4(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {
+  emulator::matrix_collective("stmatrix_x4", const_cast<u32*>(r), row, emulator::store_matrices<false>, where);
+}
+
 inline void stmatrix_x4_trans(void* row, const u32 (&r)[4], emulator::Where where = emulator::here()) {
-  emulator::matrix_collective("stmatrix_x4_trans", const_cast<u32*>(r), row, emulator::store_matrices, where);
+  emulator::matrix_collective("stmatrix_x4_trans", const_cast<u32*>(r), row, emulator::store_matrices<true>, where);
 }

@@ -37,6 +37,16 @@ template <typename T> struct Pack {
   }
 };
 
+// in: x, y and z, [n / 3] pairs each; out: x y + z.
+struct Fma {
+  __device__ static void run(const HelpersArgs& args) {
+    const u32* const in = static_cast<const u32*>(args.in);
+    const i64 n = args.n / 3;
+    for (i64 i = threadIdx.x; i < n; i += 32)
+      static_cast<u32*>(args.out)[i] = fma_bf16(in[i], in[n + i], in[2 * n + i]);
+  }
+};
+
 struct Tf32 {
   __device__ static void run(const HelpersArgs& args) {
     each<float, u32>(args, [](float x) { return to_tf32(x); });
@@ -72,6 +82,9 @@ struct Tf32Product {
 };
 struct Bf16Product {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a, b); }
+};
+struct HalfBf16Product {
+  __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_bf16(d, a[0], a[1], b[0]); }
 };
 struct F16Product {
   __device__ static void run(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) { mma_f16(d, a, b); }

@@ -62,13 +62,14 @@ struct Stages {
 };
 
 // in [4 warps, 32 lanes, 4] registers; out [4 warps, 4, 8, 8] 16-bit values.
-struct Stmatrix {
+template <bool TRANSPOSED> struct Stmatrix {
   __device__ static void run(const WarpgroupArgs& args) {
     const int thread = threadIdx.x;
     u32* s = reinterpret_cast<u32*>(dynamic_smem());  // a row, four words, a thread
     const u32* in = static_cast<const u32*>(args.in) + 4 * thread;
     const u32 r[4] = {in[0], in[1], in[2], in[3]};
-    stmatrix_x4_trans(s + 4 * thread, r);
+    if constexpr (TRANSPOSED) stmatrix_x4_trans(s + 4 * thread, r);
+    else stmatrix_x4(s + 4 * thread, r);
     __syncthreads();  // s is whole
     for (int i = 0; i < 4; ++i) static_cast<u32*>(args.out)[4 * thread + i] = s[4 * thread + i];
   }

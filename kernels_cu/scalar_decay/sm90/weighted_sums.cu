@@ -27,6 +27,7 @@
 // source    Yang et al., 2024, sections 4 and 4.4; Sun et al., 2023, section 2.2
 // limits    sm_90a; bfloat16; K <= BK, V a multiple of 8; BK and BV of 64, 128; rows start on 16 bytes
 constexpr int CHUNK = 64, STRETCH = 256;  // tokens
+constexpr float LARGEST = 3.38e38f;       // that bfloat16 has
 #include "warpgroup.cuh"
 
 struct Whole {};
@@ -79,15 +80,14 @@ template <class Pass, typename G> struct Args {
 };
 
 // A chunk's gates, summed within blocks of 2^level tokens, as logarithms to the base 2. Of two tokens in the two halves
-// of a block, the decay between is that of the second's half until it and of the first's half behind it: see
-// `level_of`.
-struct Gates {
+// of a block, the decay between is that of the second's half until it and of the first's half behind it.
+struct alignas(16) Gates {
   static constexpr int LEVELS = 6;
   float until[LEVELS][CHUNK], behind[LEVELS - 1][CHUNK];  // a token inclusive, a token exclusive, from level 1 on
-  float own[CHUNK];                                       // GATED: a token's score with itself
-  float start[CHUNK], end[CHUNK];                         // E and L: decays, no logarithms
-
-  __device__ float all() const { return start[CHUNK - 1]; }
+  u32 own[CHUNK];                                         // GATED: a token's score with itself, the sum of its halves
+  float read[CHUNK];                                      // E or, backwards, L, decays, with what they multiply o by
+  uint2 write[CHUNK / 2];  // L or E of v: of two tokens as the sum of two bfloat16 numbers
+  alignas(16) float all;   // of the chunk
 };
 
 template <int BV, bool GATE> struct Partner {};
@@ -110,6 +110,15 @@ template <class Pass, int BK, int BV> struct Shared {
 template <int BV> constexpr int CONSUMERS = 2 * BV;
 template <int BV> constexpr int ALL_THREADS = CONSUMERS<BV> + 2 * 128;
 
+// Registers of a thread by role, of those that the block starts with: a block that asks for more waits for ever.
+template <int BK, int BV> struct Registers {
+  static constexpr bool SMALL = BK + BV == 128;
+  static constexpr int BLOCKS = SMALL ? 2 : 1, AT_FIRST = 65536 / (BLOCKS * ALL_THREADS<BV>) / 8 * 8;
+  static constexpr int CONSUMER = SMALL ? 128 : BV == 128 ? 184 : 240;
+  static constexpr int SCORES = SMALL ? 80 : 96, OTHERS = SMALL ? 32 : 48;
+  static_assert(BV / 64 * CONSUMER + SCORES + OTHERS <= ALL_THREADS<BV> / 128 * AT_FIRST);
+};
+
 __device__ __forceinline__ int tiles_of(i64 width, int BV) { return int(width + BV - 1) / BV; }
 
 // The first token of the chunk that comes so many turns after the first.
@@ -125,7 +134,8 @@ __device__ __forceinline__ bool ends_stretch(int first, const WorkTile& at) {
 // ---- a warp that sums up gates ------------------------------------------------------------------------------------
 
 // The gates of tokens `lane` and 32 + lane.
-__device__ __forceinline__ void sum_gates(Gates& to, float first, float second, int lane) {
+__device__ __forceinline__ void sum_gates(Gates& to, float first, float second, int lane, float read, float write,
+                                          bool backwards) {
   float until[2] = {LOG2E * first, LOG2E * second}, behind[2] = {0.f, 0.f};
 #pragma unroll
   for (int level = 0; level < Gates::LEVELS; ++level) {
@@ -140,13 +150,26 @@ __device__ __forceinline__ void sum_gates(Gates& to, float first, float second, 
     }
   }
   const float early = __shfl_sync(0xffffffffu, until[0], 31), late = __shfl_sync(0xffffffffu, until[1], 31);
-  to.start[lane] = exp2_approx(until[0]), to.start[32 + lane] = exp2_approx(early + until[1]);
-  to.end[lane] = exp2_approx(behind[0] + late), to.end[32 + lane] = exp2_approx(behind[1]);
+  const float start[2] = {exp2_approx(until[0]), exp2_approx(early + until[1])};
+  const float end[2] = {exp2_approx(behind[0] + late), exp2_approx(behind[1])};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = 32 * half + lane;
+    to.read[token] = read * (backwards ? end[half] : start[half]);
+    const float x = write * (backwards ? start[half] : end[half]);
+    const bf16 first = from_float<bf16>(x);
+    bf16* const two = reinterpret_cast<bf16*>(&to.write[token / 2]) + token % 2;
+    two[0] = first;
+    two[2] = from_float<bf16>(fabsf(x) <= LARGEST ? x - to_float(first) : 0.f);
+  }
+  if (lane == 31) to.all = start[1];
 }
 
 template <typename G, class S>
-__device__ __forceinline__ void sum_chunks(S& s, const Rows<const G>& gates, const WorkTile& at, bool backwards) {
+__device__ __forceinline__ void sum_chunks(S& s, const WeightedSum& x, const Rows<const G>& gates, const WorkTile& at,
+                                           bool backwards) {
   constexpr int STAGES = S::STAGES;
+  const float factors[2] = {float(x.read), float(x.write)};
   const int lane = threadIdx.x & 31;
   G first, second;
   const auto read = [&](int iteration) {
@@ -157,7 +180,7 @@ __device__ __forceinline__ void sum_chunks(S& s, const Rows<const G>& gates, con
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
     if (iteration >= STAGES) barrier_wait(s.done[iteration % STAGES], iteration / STAGES - 1 & 1);
-    sum_gates(s.gates[iteration % STAGES], to_float(first), to_float(second), lane);
+    sum_gates(s.gates[iteration % STAGES], to_float(first), to_float(second), lane, factors[0], factors[1], backwards);
     barrier_arrive(s.full[iteration % STAGES]);
     read(iteration + 1);  // long before they are needed
   }
@@ -168,7 +191,7 @@ __device__ __forceinline__ void sum_chunks(S& s, const Rows<const G>& gates, con
 // The sums over warps of what they have of tokens 2 lane and 2 lane + 1.
 template <int PANELS> __device__ __forceinline__ float2 sums_of_warps(bf16 (&partner)[PANELS][CHUNK][64], int lane) {
   float2 sum = {0.f, 0.f};
-#pragma unroll 1
+#pragma unroll
   for (int warp = 0; warp < 4 * PANELS; ++warp) {
     const float2 its = *reinterpret_cast<const float2*>(swizzled(partner[warp / 4][0], lane, 2 * (warp % 4)));
     sum.x += its.x, sum.y += its.y;
@@ -195,6 +218,15 @@ __device__ __forceinline__ void sum_queries(Shared<Pass, BK, BV>& s, const Args<
   }
 }
 
+// Where the states of a token's stretch are kept.
+template <int BK, class Args>
+__device__ __forceinline__ uint4* kept_of(const Args& args, const WorkTile& at, int token) {
+  const i64 heads = (i64(at.batch) * args.shape.H + at.head) * (args.shape.T / STRETCH + args.shape.count);
+  const int slot_of_sequence = at.sequence - at.batch * i32(args.shape.count);
+  const i64 slot = heads + at.start / STRETCH + slot_of_sequence + token / STRETCH;
+  return args.kept + slot * (BK / 16) * (BK / 16) * 32;
+}
+
 // The gate's gradient, or this block's part of it.
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WorkTile& at,
@@ -210,20 +242,29 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     else static_cast<float*>(args.dg)[at] = x;
   };
   float end = 0.f;  // of what is behind in the stretch
+  float early[BK / 64], late[BK / 64];
+  const auto read = [&](int first) {
+#pragma unroll
+    for (int p = 0; p < BK / 64; ++p) {
+      const bool there = p < count && first >= 0;
+      early[p] = there && first + 2 * lane < at.tokens ? from[p * i64(T)] : 0.f;
+      late[p] = there && first + 2 * lane + 1 < at.tokens ? from[p * i64(T) + 1] : 0.f;
+    }
+    from -= CHUNK;
+  };
+  read(first);
 #pragma unroll 1
   for (int iteration = 0; iteration * CHUNK < at.tokens; ++iteration) {
+    if (lane == 0 && ends_stretch(first, at) && first >= STRETCH)  // from memory they take as long as a chunk
+      prefetch_l2(kept_of<BK>(args, at, first - STRETCH) + part * (BV / 16) * (BK / 16 * 32), BV * BK * sizeof(bf16));
     const bool inside = first + 2 * lane < at.tokens, both = first + 2 * lane + 1 < at.tokens;
-    float x = 0.f, y = 0.f;
-#pragma unroll 1
-    for (int p = 0; p < count; ++p) {  // long before they are needed
-      const float* const its = from + p * i64(T);
-      if (inside) x += its[0];
-      if (both) y += its[1];
-    }
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);
     const float2 sum = sums_of_warps(s.stages[iteration % STAGES].partner, lane);
     barrier_arrive(s.summed[iteration % STAGES]);
-    x -= sum.x, y -= sum.y;
+    float x = -sum.x, y = -sum.y;
+#pragma unroll
+    for (int p = 0; p < BK / 64; ++p) x += early[p], y += late[p];
+    read(first - CHUNK);   // long before they are needed
     float behind = x + y;  // of this lane and those behind it
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -235,7 +276,7 @@ __device__ __forceinline__ void sum_gradients(Shared<Pass, BK, BV>& s, const Arg
     if (inside) put(to, x + y);
     if (both) put(to + parts, y);
     end = first % STRETCH ? end + all : 0.f;
-    first -= CHUNK, from -= CHUNK, to -= CHUNK * parts;
+    first -= CHUNK, to -= CHUNK * parts;
   }
 }
 
@@ -273,29 +314,33 @@ __device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum&
 // others.
 __device__ __forceinline__ constexpr int block_of(int warp, int half) { return half ? CHUNK / 8 - 1 - warp : warp; }
 
-// The level of the block that has two different tokens in different halves.
-__device__ __forceinline__ constexpr int level_of(int difference) {
-  int level = -1;
-  for (; difference; difference >>= 1) ++level;
-  return level;
-}
-
-// Puts the scores of warp WARP, of which a lane has two queries and two neighbours of every 8 keys; those with keys
-// behind their queries, or BACKWARDS before them, stay 0; so do those of a token with itself where they stand apart.
-template <int WARP, bool BACKWARDS, bool GATE>
-__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], Gates& gates) {
+// Puts the scores of a warp, of which a lane has two queries and two neighbours of every 8 keys; those with keys behind
+// their queries, or BACKWARDS before them, are 0; so are those of a token with itself where they stand apart. All warps
+// have the same code, a quarter of what one for each would be: so some scores are made for nobody.
+template <bool BACKWARDS, bool GATE>
+__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], float scale, Gates& gates,
+                                           int warp) {
+  constexpr int HALF = CHUNK / 16;  // blocks of 8 keys in half a chunk
   const float *const until = gates.until[0], *const behind = gates.behind[0] - CHUNK;
   const float *const of_query = BACKWARDS ? behind : until, *const of_key = BACKWARDS ? until : behind;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+  u32 far[HALF], near[2][HALF];  // of keys in the other half of the chunk, and in this
+  float own[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int block = block_of(WARP, half), i = 8 * block + g;
-#pragma unroll
-    for (int n = BACKWARDS ? block + 1 : 0; n < (BACKWARDS ? CHUNK / 8 : block); ++n) {
-      const int level = 3 + level_of(block ^ n);
+    const int block = block_of(warp, half), i = 8 * block + g, quarter = block >> 1 & 1;
+    const auto decayed = [&](int n, int level) {
       const float query = of_query[level * CHUNK + i];
-      const float2 keys = *reinterpret_cast<const float2*>(&of_key[level * CHUNK + 8 * n + 2 * t]);
-      d[4 * n + 2 * half] *= exp2_approx(query + keys.x), d[4 * n + 2 * half + 1] *= exp2_approx(query + keys.y);
+      const float2 keys = *reinterpret_cast<const float2*>(&of_key[level * CHUNK + 2 * t + 8 * n]);
+      return pack<bf16>(d[4 * n + 2 * half] * (scale * exp2_approx(query + keys.x)),
+                        d[4 * n + 2 * half + 1] * (scale * exp2_approx(query + keys.y)));
+    };
+    float same[2];  // of the block whose queries and keys are the same tokens
+#pragma unroll
+    for (int m = 0; m < HALF; ++m) {
+      const int n = HALF * half + m;
+      if (m == 0 || n == block) same[0] = d[4 * n + 2 * half], same[1] = d[4 * n + 2 * half + 1];
+      if (BACKWARDS != (half == 1)) far[m] = decayed(n ^ HALF, 5);
     }
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -304,27 +349,30 @@ __device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUN
       const int earlier = BACKWARDS ? i : 8 * block + key;
       const float decay = exp2_approx(until[level * CHUNK + later] +
                                       (level ? behind[level * CHUNK + earlier] : 0.f));  // 0: a neighbour
-      float& x = d[4 * block + 2 * half + p];
-      if (GATE && key == g) gates.own[i] = x;
+      float& x = same[p];
+      x *= scale;
+      if (key == g) own[half] = x;
       x = (BACKWARDS ? key < g : key > g) || GATE && key == g ? 0.f : key == g ? x : x * decay;
+    }
+#pragma unroll
+    for (int m = 0; m < HALF; ++m) {
+      const int n = HALF * half + m;
+      u32 two = 0;
+      if (m != (BACKWARDS ? 0 : HALF - 1)) {  // no warp has others of these
+        two = decayed(n, m / 2 ? 4 - quarter : 3 + quarter);
+        if (BACKWARDS ? n < block : n > block) two = 0;
+      }
+      near[half][m] = n == block ? pack<bf16>(same[0], same[1]) : two;
     }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // only now: for all the compiler knows, gates could change
-    const int block = block_of(WARP, half);
-#pragma unroll
-    for (int n = BACKWARDS ? block : 0; n < (BACKWARDS ? CHUNK / 8 : block + 1); ++n)
-      reinterpret_cast<u32*>(swizzled(A[0], 8 * block + g, n))[t] =
-          pack<bf16>(d[4 * n + 2 * half], d[4 * n + 2 * half + 1]);
+    const int block = block_of(warp, half), row = 8 * block + lane % 8, panel = lane / 8;
+    stmatrix_x4(swizzled(A[0], row, HALF * half + panel), near[half]);
+    if (BACKWARDS != (half == 1)) stmatrix_x4(swizzled(A[0], row, HALF * (1 - half) + panel), far);
+    if (GATE && t == g / 2)
+      gates.own[8 * block + g] = pack<bf16>(own[half] - to_float(from_float<bf16>(own[half])), own[half]);
   }
-}
-
-template <bool BACKWARDS, bool GATE>
-__device__ __forceinline__ void put_scores(bf16 (&A)[CHUNK][64], float (&d)[CHUNK / 2], Gates& gates, int warp) {
-  if (warp == 0) put_scores<0, BACKWARDS, GATE>(A, d, gates);
-  if (warp == 1) put_scores<1, BACKWARDS, GATE>(A, d, gates);
-  if (warp == 2) put_scores<2, BACKWARDS, GATE>(A, d, gates);
-  if (warp == 3) put_scores<3, BACKWARDS, GATE>(A, d, gates);
 }
 
 template <class Pass, int BK, int BV>
@@ -349,10 +397,9 @@ __device__ __forceinline__ void multiply_tokens(Shared<Pass, BK, BV>& s, int tok
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_keep(d);
-    for (float& x : d) x *= scale;
     Gates& gates = s.gates[iteration % STAGES];
-    if (SUMS<Pass> == 2 || SUMS<Pass> > 2 && backwards) put_scores<true, GATED<Pass>>(in.A, d, gates, warp);
-    else put_scores<false, GATED<Pass>>(in.A, d, gates, warp);
+    if (SUMS<Pass> == 2 || SUMS<Pass> > 2 && backwards) put_scores<true, GATED<Pass>>(in.A, d, scale, gates, warp);
+    else put_scores<false, GATED<Pass>>(in.A, d, scale, gates, warp);
     fence_async();
     barrier_arrive(s.scores[iteration % STAGES]);
   }
@@ -375,11 +422,30 @@ __device__ __forceinline__ void each_transposed(float (&S)[BK / 2], P* state, co
   }
 }
 
-// Calls f(two numbers of the state, where their bfloat16 are) for those of this lane, of which a warp has 16 columns.
-template <int BK, class F> __device__ __forceinline__ void each_kept(float (&S)[BK / 2], uint4* kept, int tile, F f) {
+// Calls f(the state in bfloat16, where it is kept) for each 16 channels of the 16 columns that a warp has.
+template <int BK, class F>
+__device__ __forceinline__ void each_kept(const float (&S)[BK / 2], uint4* kept, int tile, F f) {
   uint4* const to = kept + tile * (BK / 16 * 32) + (threadIdx.x & 31);
 #pragma unroll
-  for (int c = 0; c < BK / 16; ++c) f(*reinterpret_cast<float (*)[8]>(S + 8 * c), to[32 * c]);
+  for (int c = 0; c < BK / 16; ++c) {
+    u32 two[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) two[m] = pack<bf16>(S[8 * c + 2 * m], S[8 * c + 2 * m + 1]);
+    f(two, to[32 * c]);
+  }
+}
+
+// This lane's share of the sum over the state times what is kept: the diagonals of products of the one with the other
+// transposed, in fewer instructions than the numbers one by one.
+template <int BK> __device__ __forceinline__ float product_with_kept(const float (&S)[BK / 2], uint4* kept, int tile) {
+  float early[4] = {}, late[4] = {};  // with the first 8 columns, and with the others
+  each_kept<BK>(S, kept, tile, [&](const u32(&own)[4], const uint4& there) {
+    const uint4 its = there;
+    mma_bf16(early, own, {its.x, its.z});
+    mma_bf16(late, own, {its.y, its.w});
+  });
+  const int lane = threadIdx.x & 31, g = lane >> 2;
+  return (lane & 3) != g / 2 ? 0.f : g & 1 ? early[1] + late[3] : early[0] + late[2];
 }
 
 // Calls f(where in Values the first of two tokens is, the two of a panel) as `each_two` does, few at a time.
@@ -391,14 +457,6 @@ template <class F> __device__ __forceinline__ void each_pair(bf16 (&panel)[CHUNK
 #pragma unroll
     for (int m = 0; m < 4; ++m) f(8 * s + m / 2 * 4 + m % 2 * 2, two[m]);
   }
-}
-
-// Where the states of a token's stretch are kept.
-template <int BK, class Args>
-__device__ __forceinline__ uint4* kept_of(const Args& args, const WorkTile& at, int token) {
-  const i64 heads = (i64(at.batch) * args.shape.H + at.head) * (args.shape.T / STRETCH + args.shape.count);
-  const i64 slot = heads + at.start / STRETCH + at.sequence % args.shape.count + token / STRETCH;
-  return args.kept + slot * (BK / 16) * (BK / 16) * 32;
 }
 
 // Adds two lanes' x, of which each keeps a half of HALF.
@@ -424,13 +482,32 @@ __device__ __forceinline__ void put_sums(bf16 (&partner)[CHUNK][64], const Value
   *reinterpret_cast<float2*>(swizzled(partner[0], lane, thread / 32 % 4 * 2)) = {x[0], x[1]};
 }
 
+// Adds to o each token's value by its score with itself: products with diagonal matrices, of which a lane has a number
+// or none.
+__device__ __forceinline__ void add_own(Values& o, bf16 (&panel)[CHUNK][64], const u32 (&own)[CHUNK]) {
+  const int lane = opaque(threadIdx.x) & 31, g = lane >> 2;
+  const bool has_one = (lane & 3) == g / 2;
+  const u32 upper = !has_one ? 0x4444 : g & 1 ? 0x3244 : 0x4432, lower = !has_one ? 0x4444 : g & 1 ? 0x1044 : 0x4410;
+#pragma unroll
+  for (int s = 0; s < CHUNK / 16; ++s) {
+    u32 v[4];
+    ldmatrix_x4_trans(v, matrix_row(panel[0], 16 * s));
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      auto& sums = *reinterpret_cast<float (*)[4]>(o + 8 * s + 4 * m);
+      const u32 its = own[16 * s + 8 * m + g];
+      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(its, 0, upper));
+      mma_bf16(sums, v[2 * m], v[2 * m + 1], __byte_perm(its, 0, lower));
+    }
+  }
+}
+
 template <class Pass, typename G, int BK, int BV>
 __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass, G>& args, const WeightedSum& x,
                                         const WorkTile& at, int first, bool backwards) {
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
   const int warpgroup = threadIdx.x / 128, column = first + threadIdx.x / 32 * 16 + (threadIdx.x >> 2 & 7);
   const i64 state = at.pair * x.K * x.V;
-  const float read = float(x.read), write = float(x.write);
   float S[BK / 2] = {}, total = 1.f;
   if (x.initial)
     each_transposed<BK>(S, x.initial + state, x, column, [](float& value, const float* from) { value = *from; });
@@ -444,21 +521,16 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     float crossing = 0.f;  // -<S, dS> at the stretch's end, of the warp's columns
     if constexpr (GATED<Pass>) {
       const int tile = (first + opaque(threadIdx.x) / 2) / 16;  // a warp has 16 columns
-      if (ends && 16 * tile < x.V)
-        each_kept<BK>(S, kept_of<BK>(args, at, first_of(iteration, at, backwards)), tile,
-                      [&](float (&x)[8], uint4& there) {
-                        if constexpr (SUMS<Pass> == 1) {
-                          there = {pack<bf16>(x[0], x[1]), pack<bf16>(x[2], x[3]), pack<bf16>(x[4], x[5]),
-                                   pack<bf16>(x[6], x[7])};
-                        } else {
-                          const uint4 its = there;
-                          crossing -= x[0] * low(its.x) + x[1] * high(its.x) + x[2] * low(its.y) + x[3] * high(its.y) +
-                                      x[4] * low(its.z) + x[5] * high(its.z) + x[6] * low(its.w) + x[7] * high(its.w);
-                        }
-                      });
+      if (ends && 16 * tile < x.V) {
+        uint4* const kept = kept_of<BK>(args, at, first_of(iteration, at, backwards));
+        if constexpr (SUMS<Pass> == 1)
+          each_kept<BK>(S, kept, tile,
+                        [](const u32(&its)[4], uint4& there) { there = {its[0], its[1], its[2], its[3]}; });
+        else crossing = -product_with_kept<BK>(S, kept, tile);
+      }
     }
     barrier_wait(s.full[iteration % STAGES], phase);
-    const float all = gates.all(), by[2] = {all, all};
+    const float all = gates.all, by[2] = {all, all};
     Values o;
     if constexpr (READS<Pass>) {
       read_state<BK, true, BK / 64, EXACT<Pass>>(o, S, by, in.q, [](int, const u32(&)[4], const u32(&)[4]) {});
@@ -469,8 +541,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     Operand v;
     float decay[CHUNK / 4];
     load_channels(v, in.v[warpgroup]);
-    load_tokens(decay, backwards ? gates.start : gates.end, write);
-    decay_tokens(v, decay);
+    decay_tokens(v, gates.write);
     wgmma_keep(S);
     wgmma_fence();
     write_state<BK>(S, v, in.k);
@@ -478,7 +549,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
     if constexpr (READS<Pass>) {
       wgmma_wait<1>();
       wgmma_keep(o);
-      load_tokens(decay, backwards ? gates.end : gates.start, read);
+      load_tokens(decay, gates.read);
       each_two([&](int i, int, int) { o[i] *= decay[i / 4 * 2], o[i + 1] *= decay[i / 4 * 2 + 1]; });
       if constexpr (GATED<Pass> && SUMS<Pass> > 1)
         if (ends) {
@@ -498,10 +569,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
       wgmma_keep(o);
       if constexpr (GATED<Pass>) {
         if (gathers<Pass>()) put_sums(in.partner[warpgroup], o, crossing);
-        load_tokens(decay, gates.own);
-        each_pair(in.v[warpgroup], [&](int i, u32 two) {
-          o[i] = fmaf(decay[i / 4 * 2], low(two), o[i]), o[i + 1] = fmaf(decay[i / 4 * 2 + 1], high(two), o[i + 1]);
-        });
+        add_own(o, in.v[warpgroup], gates.own);
       }
       __syncwarp();
       store_values(&in.v[warpgroup], o);
@@ -522,7 +590,7 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
 }
 
 template <class Pass, typename G, int BK, int BV>
-__global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
+__global__ void __launch_bounds__(ALL_THREADS<BV>, Registers<BK, BV>::BLOCKS)
     scalar_decay_sm90_weighted_sums(const __grid_constant__ Args<Pass, G> args) {
   auto& s = *reinterpret_cast<Shared<Pass, BK, BV>*>(dynamic_smem());
   constexpr int STAGES = Shared<Pass, BK, BV>::STAGES;
@@ -544,23 +612,24 @@ __global__ void __launch_bounds__(ALL_THREADS<BV>, BK + BV == 128 ? 2 : 1)
     reinterpret_cast<u32*>(s.stages[i / (CHUNK * 32)].A)[i % (CHUNK * 32)] = 0;
   fence_async();
   __syncthreads();
-  constexpr bool SMALL = BK + BV == 128;
+  using Own = Registers<BK, BV>;
   if (threadIdx.x < CONSUMERS<BV>) {
-    registers_up<SMALL ? 128 : BV == 128 ? 184 : 240>();
+    registers_up<Own::CONSUMER>();
     consume<Pass, G, BK, BV>(s, args, x, at, column, backwards);
   } else if (threadIdx.x < CONSUMERS<BV> + 128) {
-    registers_down<SMALL ? 80 : 104>();
+    registers_down<Own::SCORES>();
     if constexpr (READS<Pass>) multiply_tokens<Pass, BK, BV>(s, at.tokens, float(x.read * x.write), backwards);
   } else {
-    registers_down<SMALL ? 32 : 40>();
+    registers_down<Own::OTHERS>();
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0) {
       if (gathers<Pass>()) move(s, args.sums[0], at, column, backwards);  // constant addresses spare registers
       else move(s, args.sums[GATED<Pass> ? SUMS<Pass> - 1 : blockIdx.x % SUMS<Pass>], at, column, backwards);
-    } else if (warp == 1) sum_chunks(s, args.g, at, backwards);
+    } else if (warp == 1) sum_chunks(s, x, args.g, at, backwards);
     else if constexpr (GATED<Pass>)
       if (warp == 2 && gathers<Pass>()) {
         if constexpr (SUMS<Pass> == 1) sum_queries(s, args, at, column / BV);
+        else if constexpr (BK == BV) sum_gradients(s, args, at, 0, 1);  // known: fewer registers
         else sum_gradients(s, args, at, column / BV, tiles_of(x.V, BV));
       }
   }

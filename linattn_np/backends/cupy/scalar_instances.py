@@ -71,7 +71,7 @@ class WeightedSums(Kernel):
 
     @property
     def shared_bytes(self):
-        gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2)
+        gated, gates = self.what.startswith("Gated"), 4 * 64 * (2 * 6 + 2) + 16
         stages = 3 if gated == (self.BK != self.BV) or self.BK + self.BV == 256 else 2 if gated else 4
         stage = 64 * 2 * (2 * self.BK + (1 + gated) * self.BV + 64)
         return padded(stages * (stage + gates + 8 * 4), 1024)
