@@ -132,8 +132,10 @@ template <typename T, typename G> struct TokenOperands {
     load_operand(keys, k, at);
   }
 };
-// Whether there are registers for them from the end of the chunk before on.
+// Whether there are registers for them until their last use; and whether they are loaded when the chunk before ends.
 template <typename G, int BV> constexpr bool HELD = sizeof(G) == 2 && BV == 64;
+template <class ReadOrder, typename G, int BV>
+constexpr bool EARLY = HELD<G, BV> || (sizeof(G) == 2 && ReadOrder::reads_before_write);
 
 template <bool NEAR, class ReadOrder, typename T, typename G>
 __device__ __forceinline__ void meet_within(Gradients& d, const TokenOperands<T, G>& tokens,
@@ -240,12 +242,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   const Segment at = segment_of<false>(args.shape, args.P, args.joined);
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int kept = first_kept(args.shape, at);
-  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = held(lane_offset());
+  // All in float16 with 128 columns has no registers for a lane's places.
+  const auto place = [](int x) { return NARROW<T> && sizeof(G) == 2 && BV == 128 ? opaque(x) : held(x); };
+  const int channel = threadIdx.x / 32 * 16 + (lane >> 2), offset = place(lane_offset());
   const i64 K = args.shape.K, state = at.pair * K * args.shape.V;
   const float scale = __uint_as_float(opaque(__float_as_uint(float(args.scale))));  // else made anew each time
   const bool inside[2] = {channel < K, channel + 8 < K};
   const Counts<ReadOrder, G> counts;
-  const int pair_row = held(pair_index(lane >> 2, 2 * t)), pair_column = held(pair_index(2 * t, lane >> 2));
+  const int pair_row = place(pair_index(lane >> 2, 2 * t)), pair_column = place(pair_index(2 * t, lane >> 2));
 
   float S[BV / 2], u[2] = {}, du[2] = {}, *sums = args.sums + at.chunk * (K + FLAGS) + channel;
   load_state<BV>(S, args.initial ? args.initial + state : nullptr, args.shape, channel);
@@ -259,8 +263,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     if (iteration * CHUNK < tokens) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
-    if (HELD<G, BV>)
-      operands.template load<false>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
+    if (EARLY<ReadOrder, G, BV>)
+      operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
   begin(0);
 #pragma unroll 1
@@ -272,7 +276,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const auto g_panels = own_panels(in.g, warpgroup);
     T(&q_panel)[CHUNK][64] = in.q[warpgroup], (&k_panel)[CHUNK][64] = in.k[warpgroup];
     const PairReader dA(in.dA, pair_row, pair_column);
-    if (!HELD<G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
+    if (!EARLY<ReadOrder, G, BV>) operands.template load<true>(g_panels, q_panel, k_panel, offset);
     wgmma_wait<0>();  // for from_state, under way since the chunk before
     wgmma_keep(from_state);
     meet_within<!HELD<G, BV>, ReadOrder>(found, operands, counts, dA, in.dA, u, du);
