@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(2 * BK, 256 / BK) gated_segment_states(const A
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, own = 16 * (threadIdx.x >> 5);
   const u32 tiles = u32(shape.V + BV - 1) / BV, H = u32(shape.H), count = u32(shape.count), needed = u32(args.needed);
   const u32 h = blockIdx.x / tiles % H, parts = u32(args.parts), part = blockIdx.x / tiles / H % parts;
-  const u32 turn = blockIdx.x / tiles / H / parts, n = turn / needed * u32(args.of) + turn % needed, b = n / count;
+  const u32 index = blockIdx.x / tiles / H / parts, n = index / needed * u32(args.of) + index % needed, b = n / count;
   const u32 pair = (n * parts + part) * H + h;
   const Span span = tokens_of(shape, n % count);
   const int v_tile = blockIdx.x % tiles * BV, tokens = int(span.stop - span.start), bytes = int(args.bytes);

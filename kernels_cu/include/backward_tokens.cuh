@@ -25,10 +25,10 @@ __device__ __forceinline__ void pair_products(float (&d)[2][4], T (&a)[PANELS][C
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel)
 #pragma unroll
-    for (int turn = 0; turn < 128; turn += 32) {  // 16 channels
+    for (int flip = 0; flip < 128; flip += 32) {  // 16 channels
       u32 x[4], y[4];
-      ldmatrix_x4(x, at_offset(a[panel], query ^ turn));
-      ldmatrix_x4(y, at_offset(b[panel], key ^ turn));
+      ldmatrix_x4(x, at_offset(a[panel], query ^ flip));
+      ldmatrix_x4(y, at_offset(b[panel], key ^ flip));
       multiply(d[0], x, {y[0], y[1]}, T{});
       multiply(d[1], x, {y[2], y[3]}, T{});
     }

@@ -117,51 +117,51 @@ template <typename T, typename S, typename X, int STAGES, int MOST> struct Decod
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 
-  // -- second matrices of low rank: a thread has a channel and every `shares`-th row, PASS of them at a time ----------
+  // -- second matrices of low rank: a thread has a channel and every `splits`-th row, PASS of them at a time ----------
   template <int PASS>
-  __device__ __forceinline__ void load_rows(T (&weight)[PASS], const T* up, int first, int shares, int rows) const {
+  __device__ __forceinline__ void load_rows(T (&weight)[PASS], const T* up, int first, int splits, int rows) const {
 #pragma unroll
     for (int i = 0; i < PASS; ++i)
-      if (first + i * shares < rows) weight[i] = up[i64(first + i * shares) * D];
+      if (first + i * splits < rows) weight[i] = up[i64(first + i * splits) * D];
   }
 
   // The parts of the mixes' products; low_of(b) has those numbers of sequence b. `weight` has the first rows.
   template <int PASS, typename Low>
-  __device__ __forceinline__ void mix_parts(T (&weight)[PASS], const T* up, bool inside, int share, int channel,
+  __device__ __forceinline__ void mix_parts(T (&weight)[PASS], const T* up, bool inside, int split, int channel,
                                             const Low& low_of) {
     const int A = int(args.A);
-    for (int start = 0; start < A; start += PASS * SHARES) {
-      if (start > 0) load_rows(weight, up, start + share, SHARES, inside ? A : 0);
+    for (int start = 0; start < A; start += PASS * SPLITS) {
+      if (start > 0) load_rows(weight, up, start + split, SPLITS, inside ? A : 0);
 #pragma unroll 2
       for (int b = 0; b < B; ++b) {
         const float* low = low_of(b);
-        float part = start > 0 ? s.mix[b][share][channel] : 0.f;
+        float part = start > 0 ? s.mix[b][split][channel] : 0.f;
 #pragma unroll
         for (int i = 0; i < PASS; ++i) {
-          const int a = start + share + i * SHARES;
+          const int a = start + split + i * SPLITS;
           if (inside && a < A) part = fmaf(low[a], to_float(weight[i]), part);
         }
-        s.mix[b][share][channel] = part;
+        s.mix[b][split][channel] = part;
       }
     }
   }
 
   // The parts of a head's decay, from `low` in shared memory. `weight` has the first rows.
   template <int PASS>
-  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, T (&weight)[PASS], const T* up, int share, int shares,
+  __device__ __forceinline__ void decay_parts(TimeMixScratch& s, T (&weight)[PASS], const T* up, int split, int splits,
                                               int channel, int N) const {
     const int W = int(args.W);
-    if (share >= shares) return;
+    if (split >= splits) return;
     float sum = 0.f;
-    for (int start = 0; start < W; start += PASS * shares) {
-      if (start > 0) load_rows(weight, up, start + share, shares, W);
+    for (int start = 0; start < W; start += PASS * splits) {
+      if (start > 0) load_rows(weight, up, start + split, splits, W);
 #pragma unroll
       for (int i = 0; i < PASS; ++i) {
-        const int w = start + share + i * shares;
+        const int w = start + split + i * splits;
         if (w < W) sum = fmaf(s.low[w], to_float(weight[i]), sum);
       }
     }
-    s.parts[share * N + channel] = sum;
+    s.parts[split * N + channel] = sum;
   }
 
   // What a thread has of its channel of a head, but the gate.

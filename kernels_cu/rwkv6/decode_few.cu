@@ -313,26 +313,26 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
 
   // -- what lies between products ------------------------------------------------------------------------------------
   static constexpr int PASS = 16;  // of a low rank's second matrix at a time
-  static constexpr int OWN = (SEQUENCES + SHARES - 1) / SHARES;
+  static constexpr int OWN = (SEQUENCES + SPLITS - 1) / SPLITS;
 
-  // A unit is 128 channels of one of the five inputs; a thread has a channel and every SHARES-th row of `up`.
+  // A unit is 128 channels of one of the five inputs; a thread has a channel and every SPLITS-th row of `up`.
   __device__ __forceinline__ void mix(i64 layer) {
     const int A = int(args.A), across = (D + CHANNELS - 1) / CHANNELS, units = 5 * across;
-    const int share = tid / CHANNELS, channel = tid % CHANNELS;
+    const int split = tid / CHANNELS, channel = tid % CHANNELS;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int c = unit / across, j = unit % across * CHANNELS + channel;
       const bool inside = j < D;
       const T* up = args.maa_up + (layer * 5 + c) * A * D + j;
       T weight[PASS];
-      Block::load_rows(weight, up, share, SHARES, inside ? A : 0);
+      Block::load_rows(weight, up, split, SPLITS, inside ? A : 0);
       const float maa = inside ? args.maa[(layer * 5 + c) * D + j] : 0.f;
       float old[OWN] = {};  // of the sequences that this thread finishes
       u64 words[OWN + 1];   // of xx for them, and of `low`
       const u64* from[OWN + 1];
 #pragma unroll
       for (int n = 0; n < OWN; ++n) {
-        const int b = share + n * SHARES;
+        const int b = split + n * SPLITS;
         from[n] = normed_words(false) + (inside && b < B ? b * D + j : 0);
         if (inside && b < B) old[n] = args.att_shift[(layer * args.P + row_of(b)) * D + j];
       }
@@ -344,16 +344,16 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
         if (n + THREADS >= B * A) break;
       }
       sync();  // `low` stands, and the parts of the unit before are free
-      Block::mix_parts(weight, up, inside, share, channel, [&](int b) { return staging + b * A; });
+      Block::mix_parts(weight, up, inside, split, channel, [&](int b) { return staging + b * A; });
       sync();  // the parts stand
       if (!inside) continue;
 #pragma unroll
       for (int n = 0; n < OWN; ++n) {
-        const int b = share + n * SHARES;
+        const int b = split + n * SPLITS;
         if (b >= B) break;
         float sum = maa;
 #pragma unroll
-        for (int i = 0; i < SHARES; ++i) sum += s.mix[b][i][channel];
+        for (int i = 0; i < SPLITS; ++i) sum += s.mix[b][i][channel];
         const float xx = number(words[n]);
         put_word(args.mixed + (c * B + b) * D + j, operand(fmaf(old[n] - xx, sum, xx)), epoch);
       }
@@ -364,14 +364,14 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
   __device__ __forceinline__ void time_mix(i64 layer) {
     TimeMixScratch& s = this->s.time_mix;
     const int N = int(args.N), W = int(args.W), H = int(args.H), units = B * H;
-    const int shares = THREADS / N, share = tid / N, channel = tid % N;
+    const int splits = THREADS / N, split = tid / N, channel = tid % N;
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int h = unit % H, b = unit / H, of_head = h * N, at = b * D + of_head;
       S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
       const T* up = args.decay_up + layer * W * D + of_head + channel;
       T weight[PASS];
-      Block::load_rows(weight, up, share, shares, share < shares ? W : 0);
+      Block::load_rows(weight, up, split, splits, split < splits ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;
       if (tid < N) {
@@ -403,7 +403,7 @@ struct DecodeFew : DecodeBlock<T, S, u64, STAGES, COLUMNS / Split<T>::PARTS> {
       }
       sync();  // the inputs stand
 
-      Block::decay_parts(s, weight, up, share, shares, channel, N);
+      Block::decay_parts(s, weight, up, split, splits, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps),
                     [&](int n, float y) { put_word(args.y + at + n, operand(y), epoch); });
     }

@@ -270,10 +270,10 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
     }
   }
 
-  // A unit is 128 channels of one of the five inputs; a thread has a channel and every SHARES-th row of `up`.
+  // A unit is 128 channels of one of the five inputs; a thread has a channel and every SPLITS-th row of `up`.
   __device__ __forceinline__ void mix(i64 layer) {
     const int A = int(args.A), across = (D + CHANNELS - 1) / CHANNELS, units = 5 * across;
-    const int share = tid / CHANNELS, channel = tid % CHANNELS;
+    const int split = tid / CHANNELS, channel = tid % CHANNELS;
     bool first = true;
 #pragma unroll 1
     for (int unit = blockIdx.x; first || unit < units; unit += gridDim.x, first = false) {
@@ -282,7 +282,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
       float weight[PASS];
       float maa = 0.f;
       const bool inside = unit < units && j < D;
-      Block::load_rows(weight, up, share, SHARES, inside ? A : 0);
+      Block::load_rows(weight, up, split, SPLITS, inside ? A : 0);
       if (inside) maa = args.maa[(layer * 5 + c) * D + j];
       if (first) ready();
       else sync();  // the parts of the unit before are free
@@ -291,15 +291,15 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
       const auto vectors = [&](int b) {
         xx = args.xx[b * D + j], old = args.att_shift[(layer * args.P + row_of(b)) * D + j];
       };
-      if (inside && share < B) vectors(share);
-      Block::mix_parts(weight, up, inside, share, channel, [&](int b) { return args.low + (b * 5 + c) * A; });
+      if (inside && split < B) vectors(split);
+      Block::mix_parts(weight, up, inside, split, channel, [&](int b) { return args.low + (b * 5 + c) * A; });
       sync();  // the parts stand
       if (!inside) continue;
-      for (int b = share; b < B; b += SHARES) {
+      for (int b = split; b < B; b += SPLITS) {
         float sum = maa;
 #pragma unroll
-        for (int n = 0; n < SHARES; ++n) sum += s.mix[b][n][channel];
-        if (b > share) vectors(b);
+        for (int n = 0; n < SPLITS; ++n) sum += s.mix[b][n][channel];
+        if (b > split) vectors(b);
         args.mixed[(c * B + b) * D + j] = fmaf(old - xx, sum, xx);
       }
     }
@@ -309,7 +309,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
   __device__ __forceinline__ void time_mix(i64 layer) {
     TimeMixScratch& s = this->s.time_mix;
     const int N = int(args.N), W = int(args.W), H = int(args.H), units = B * H;
-    const int shares = THREADS / N, share = tid / N, channel = tid % N;
+    const int splits = THREADS / N, split = tid / N, channel = tid % N;
     bool first = true;
 #pragma unroll 1
     for (int unit = blockIdx.x; first || unit < units; unit += gridDim.x, first = false) {
@@ -318,7 +318,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
       S* state = args.wkv + ((layer * args.P + row_of(b)) * H + h) * N * N;
       const float* up = args.decay_up + layer * W * D + of_head + channel;
       float weight[PASS];
-      Block::load_rows(weight, up, share, shares, busy && share < shares ? W : 0);
+      Block::load_rows(weight, up, split, splits, busy && split < splits ? W : 0);
       ChannelOfHead own = {};
       float u = 0.f;
       if (busy && tid < N) {
@@ -342,7 +342,7 @@ struct Decode : DecodeBlock<float, S, float, STAGES, SEQUENCES_OF<PAIRED>> {
       for (int w = tid; w < W; w += THREADS) s.low[w] = args.decay_low[b * W + w];
       sync();  // the inputs stand
 
-      Block::decay_parts(s, weight, up, share, shares, channel, N);
+      Block::decay_parts(s, weight, up, split, splits, channel, N);
       time_mix_head(s, part, state, N, tid, own, float(args.group_eps), [&](int n, float y) { args.y[at + n] = y; });
     }
   }

@@ -13,7 +13,7 @@ constexpr int COPIERS = 4;                                           // warps th
 constexpr int FLIGHT = 2;                                            // stages asked for and not yet come
 constexpr int STEPS = 2;                                             // a stage
 constexpr int PIECE = STEPS * THREADS / 8 * 16, PITCH = PIECE + 64;  // bytes of a row in a stage; no bank conflicts
-constexpr int CHANNELS = 128, SHARES = THREADS / CHANNELS;           // of a unit of the mix
+constexpr int CHANNELS = 128, SPLITS = THREADS / CHANNELS;           // of a unit of the mix
 
 enum Phase : int { MIX_DOWN, MIX, INPUTS, TIME_MIX, OUTPUT, FFN_INPUTS, FFN_VALUE, PHASES, HEAD = PHASES };
 
@@ -38,7 +38,7 @@ template <int STAGES> struct Shared {
   float sum[WARPS], squares[WARPS];  // the warps' parts of norms
   union {
     float parts[2][WARPS][COLUMNS][ROWS + 1];
-    float mix[COLUMNS][SHARES][CHANNELS];
+    float mix[COLUMNS][SPLITS][CHANNELS];
     TimeMixScratch time_mix;
   };
 };

@@ -78,19 +78,19 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_m
   wait_for_previous();
 
   // Has a sequence's inputs copied.
-  const auto copy_inputs = [&](int b, int turn) {
+  const auto copy_inputs = [&](int b, int slot) {
     const int j = lane % QUADS * 4;
     const i64 at = (i64(b) * H + h) * N + j;
     const bool lower = lane < QUADS;
     cp_async<16>(&s.inputs[warp][lower ? 0 : 1][j], (lower ? args.k : args.v) + at, true);
-    cp_async<16>(lower ? &s.inputs[warp][2][j] : &s.gates[warp][turn][j], (lower ? args.r : args.gate) + at, true);
+    cp_async<16>(lower ? &s.inputs[warp][2][j] : &s.gates[warp][slot][j], (lower ? args.r : args.gate) + at, true);
     for (int w = 2 * lane; w < W; w += 64) cp_async<8>(s_low + W + w, args.low + i64(b) * W + w, true);
     cp_async_commit();
   };
   if (state) copy_inputs(first, 0);
-  int turn = 0;
+  int slot = 0;
 #pragma unroll 1
-  for (int b = first; b < stop; b += WARPS, turn ^= 1) {
+  for (int b = first; b < stop; b += WARPS, slot ^= 1) {
     // Places are computed anew, or they would be kept in registers.
     const int me = opaque(lane), own = 2 * me, column = me % QUADS * 4;
     cp_async_wait<0>();
@@ -110,7 +110,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_m
     __syncwarp();  // the channels stand, and the inputs' places are free
 
     float* const next = b + WARPS < stop ? state_of(b + WARPS) : nullptr;
-    if (next) copy_inputs(b + WARPS, turn ^ 1);
+    if (next) copy_inputs(b + WARPS, slot ^ 1);
     float4 o = {};
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -134,7 +134,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS, 2) rwkv6_time_m
     const float variance = warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * SHARE;
     const float scale = inverse_root(variance + float(args.eps));
     const float4 gain = load4(&s.head[2][column]), bias = load4(&s.head[3][column]);
-    const float4 gate = load4(&s.gates[warp][turn][column]);
+    const float4 gate = load4(&s.gates[warp][slot][column]);
     const auto gated = [](float normed, float gate) { return normed * gate * sigmoid(gate); };
     if (me < QUADS)
       store4(args.y + (i64(b) * H + h) * N + column,

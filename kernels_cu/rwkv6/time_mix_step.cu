@@ -52,12 +52,12 @@ __global__ void __launch_bounds__(THREADS) rwkv6_time_mix_step(const Args<T, X, 
   for (int j = tid; j < W; j += THREADS) s.low[j] = tanhf(args.low[b * W + j]);
   sync();  // the inputs stand
 
-  const int shares = THREADS / N, share = tid / N;
-  if (share < shares) {
+  const int splits = THREADS / N, split = tid / N;
+  if (split < splits) {
     float sum = 0.f;
 #pragma unroll 8
-    for (int j = share; j < W; j += shares) sum = fmaf(s.low[j], to_float(args.up[j * D + head + tid % N]), sum);
-    s.parts[share * N + tid % N] = sum;
+    for (int j = split; j < W; j += splits) sum = fmaf(s.low[j], to_float(args.up[j * D + head + tid % N]), sum);
+    s.parts[split * N + tid % N] = sum;
   }
   time_mix_head(s, part, state, N, tid, channel, float(args.eps),
                 [&](int n, float y) { store_terms<TERMS>(args.y + at + n, args.B * D, y); });

@@ -24,13 +24,13 @@ class Feed:
             np.frombuffer(cupy.cuda.alloc_pinned_memory(self.device.nbytes), np.int64, count + 4) for _ in range(AHEAD)
         ]
         self.copied = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)]
-        self.turn = 0
+        self.next = 0
 
     def __call__(self, tokens, seeds, schedule):
-        host, copied = self.hosts[self.turn], self.copied[self.turn]
+        host, copied = self.hosts[self.next], self.copied[self.next]
         copied.synchronize()
         host[: tokens.size], host[tokens.size :][:2] = tokens.reshape(-1), seeds
         host[tokens.size + 2 :].view(np.float32)[...] = schedule
         self.device.data.copy_from_host_async(host.ctypes.data, host.nbytes)
         copied.record()
-        self.turn = (self.turn + 1) % AHEAD
+        self.next = (self.next + 1) % AHEAD

@@ -88,9 +88,9 @@ template <int BK> constexpr int THREADS = CONSUMERS<BK> + (APART<BK> ? 256 : 128
 constexpr float TOO_LARGE = 0x1p29f;  // for values of size 1 beside it to be normal numbers of float16
 
 // The largest magnitude of all of C, from every warp's share.
-template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&shares)[WARPS]) {
-  float x = shares[0];
-  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, shares[other]);
+template <int WARPS> __device__ __forceinline__ float largest_of_all(const float (&parts)[WARPS]) {
+  float x = parts[0];
+  for (int other = 1; other < WARPS; ++other) x = fmaxf(x, parts[other]);
   return x;
 }
 
@@ -378,7 +378,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
     constexpr bool AHEAD = !NARROW<T> && sizeof(G) == 2;  // otherwise there are no registers for that
     if (AHEAD) decays_near(0);
-    if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all shares stand
+    if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all parts stand
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
     if (goes_by_token<T>(s, iteration)) return false;

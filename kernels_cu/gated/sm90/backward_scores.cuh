@@ -50,13 +50,13 @@ __device__ __forceinline__ void multiply_across(float (&d)[4], T (&x)[PANELS][CH
   const int query = swizzled_offset(queries + (lane & (sixteen ? 15 : 7)), lane >> 4);
 #pragma unroll
   for (int c = 0; c < PANELS * 2; ++c) {  // 32 channels
-    const int turn = c % 2 * 64;
+    const int flip = c % 2 * 64;
     u32 a[4], b[4];
-    ldmatrix_x4(b, at_offset(x[c / 2], key ^ turn));
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn));
+    ldmatrix_x4(b, at_offset(x[c / 2], key ^ flip));
+    ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip));
     const u32 first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
     multiply(d, a, first, T{});
-    ldmatrix_x4(a, at_offset(x[c / 2], query ^ turn ^ 32));
+    ldmatrix_x4(a, at_offset(x[c / 2], query ^ flip ^ 32));
     multiply(other, a, second, T{});
   }
   for (int i = 0; i < 4; ++i) d[i] += other[i];
@@ -87,8 +87,8 @@ __device__ __forceinline__ void multiply_within(float (&d)[2], Tile<float, BK>& 
 // A warp's 16 channels of what meets in sub-chunk n; `at`: where in `place` this lane's first value of sub-chunk 0 is,
 // in bytes. Its others are an XOR away, and the next token a row further.
 template <class Where> __device__ __forceinline__ void put_within(Where& place, const SubChunk& x, int at, int n) {
-  const auto put = [&](int turn, float value) {
-    *reinterpret_cast<float*>(at_offset(place, (at ^ turn) + (turn / 64 + 8 * n) * 128)) = value;
+  const auto put = [&](int flip, float value) {
+    *reinterpret_cast<float*>(at_offset(place, (at ^ flip) + (flip / 64 + 8 * n) * 128)) = value;
   };
   put(0, x[0]), put(64, x[1]), put(32, x[2]), put(96, x[3]);
 }

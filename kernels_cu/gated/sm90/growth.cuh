@@ -226,11 +226,11 @@ __device__ __forceinline__ void grow_queries(float (&S)[BV / 2], float* sums, co
   }
 }
 
-// Of the second pass's dv what a warp's channels add to a token's row, for row `row` of `shares`: sum_v keys C, and
+// Of the second pass's dv what a warp's channels add to a token's row, for row `row` of `parts`: sum_v keys C, and
 // `present` do.
 template <typename T, int BV>
-__device__ __forceinline__ void put_value_share(float* shares, const float (&C)[BV / 2], float2 key, float present,
-                                                T (&do_)[BV / 64][CHUNK][64], int row) {
+__device__ __forceinline__ void put_value_part(float* parts, const float (&C)[BV / 2], float2 key, float present,
+                                               T (&do_)[BV / 64][CHUNK][64], int row) {
   constexpr int N = BV / 4;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
   float x[N];
@@ -241,13 +241,13 @@ __device__ __forceinline__ void put_value_share(float* shares, const float (&C)[
   share_sums<N>(x);
 #pragma unroll
   for (int i = 0; i < N / 8; i += 2)
-    *reinterpret_cast<float2*>(shares + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
+    *reinterpret_cast<float2*>(parts + 8 * (N / 16 * g + i / 2) + 2 * t) = {x[i], x[i + 1]};
 }
 
-// The second pass's chunk: its results in place of q, g and v. shares: [BC][BK / 16][BV]; barrier: of its 2 BK
+// The second pass's chunk: its results in place of q, g and v. parts: [BC][BK / 16][BV]; barrier: of its 2 BK
 // threads.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* shares,
+__device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], const float* sums, float* parts,
                                           Tile<T, BK>& q, Tile<T, BK>& k, Tile<G, BK>& g, Tile<G, BK>& weight,
                                           Tile<T, BV>& v, Tile<T, BV>& do_, Pairs& dA, const float (&u)[2], float scale,
                                           int barrier) {
@@ -273,11 +273,11 @@ __device__ __forceinline__ void grow_keys(float (&C)[BV / 2], float (&end)[2], c
       present = scale * (first * key.x + second * key.y);
     }
     if (row % 4 == t) dk[0][row / 4] = x[0], dk[1][row / 4] = x[1];
-    put_value_share<T, BV>(shares + (row % BC * WARPS + warp) * BV, C, key, present, do_, row);
+    put_value_part<T, BV>(parts + (row % BC * WARPS + warp) * BV, C, key, present, do_, row);
     if (row % BC) return;
-    barrier_sync(barrier, THREADS);  // all shares of a sub-chunk stand, and its v has been read
+    barrier_sync(barrier, THREADS);  // all parts of a sub-chunk stand, and its v has been read
     for (int at = opaque(threadIdx.x); at < BC * BV; at += THREADS) {
-      const float* from = shares + at / BV * (WARPS * BV) + at % BV;
+      const float* from = parts + at / BV * (WARPS * BV) + at % BV;
       float dv = 0.f;
       for (int other = 0; other < WARPS; ++other) dv += from[other * BV];
       value_at(v, row + at / BV, at % BV) = from_float<T>(dv);

@@ -101,11 +101,11 @@ __device__ __forceinline__ void put_read_tile(ReadTile<BV>& to, T (&from)[BV / 6
   const int first = swizzled_offset(row, piece % 8), second = swizzled_offset(row, piece % 4 * 2);
 #pragma unroll 1
   for (int step = warp; step < CHUNK / ROWS; step += WARPS) {
-    const int down = step * ROWS * 128, turn = step * ROWS % 8 * 16;  // what rows further down add, and XOR
-    const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, source + down + (first ^ turn)));
+    const int down = step * ROWS * 128, flip = step * ROWS % 8 * 16;  // what rows further down add, and XOR
+    const uint4 x = *reinterpret_cast<const uint4*>(at_offset(from, source + down + (first ^ flip)));
     const float2 a = unpack<T>(x.x), b = unpack<T>(x.y), c = unpack<T>(x.z), d = unpack<T>(x.w);
-    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ turn))) = {a.x, b.x, c.x, d.x};
-    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ turn ^ 16))) = {a.y, b.y, c.y, d.y};
+    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ flip))) = {a.x, b.x, c.x, d.x};
+    *reinterpret_cast<float4*>(at_offset(to, target + down + (second ^ flip ^ 16))) = {a.y, b.y, c.y, d.y};
   }
 }
 

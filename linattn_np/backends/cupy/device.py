@@ -251,8 +251,8 @@ def driver():
 @lru_cache(1024)  # what a call costs is half of a small call's time; arrays come back to the same places
 def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, int], swizzled: bool) -> bytes:
     """CUtensorMap of [B, H, T, D] with the strides in bytes, multiples of 16 but the last; `box` of [D, T, H]."""
-    raw = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
-    start = -ctypes.addressof(raw) % 64
+    buffer = ctypes.create_string_buffer(128 + 64)  # it must begin on 64 bytes
+    start = -ctypes.addressof(buffer) % 64
 
     def array(ctype, values):
         return (ctype * len(values))(*values)
@@ -261,7 +261,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, in
     steps = array(ctypes.c_uint64, [max(16, step) for step in strides[-2::-1]])  # 0 where there is one element
     ones = array(ctypes.c_uint32, [1] * 4)
     status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(raw) + start),
+        ctypes.c_void_p(ctypes.addressof(buffer) + start),
         TYPES[dtype],
         4,
         ctypes.c_void_p(pointer),
@@ -276,7 +276,7 @@ def tensor_map(pointer: int, shape, strides, dtype: str, box: tuple[int, int, in
     )
     if status:
         raise RuntimeError(f"the driver makes no tensor map of {shape} with strides {strides}: CUresult {status}")
-    return raw.raw[start : start + 128]
+    return buffer.raw[start : start + 128]
 
 
 # -- launches that begin before the one before them ends ---------------------------------------------------------------

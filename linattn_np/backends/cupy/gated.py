@@ -28,7 +28,7 @@ from .instances import (
     read_order,
 )
 from .kernel import CTYPES, DOUBLE
-from .message import DrawMessage
+from .message import MessageDraft
 from .plan import FLOAT32, Draft, TensorMap, ceil_div, common_bytes, has_rows, mappable, mappable_once_copied
 from .wide_heads import GatedWideForward, GatedWideOperands
 
@@ -219,7 +219,7 @@ class OnePass:
     def summary(self, channels):
         """The plan of the final state from zero and so many channels of its decay; it saves what `run` may go on
         from."""
-        P, message = self.segments(self.kernel(self.schedule)), DrawMessage(self.draft, self.problem, channels)
+        P, message = self.segments(self.kernel(self.schedule)), MessageDraft(self.draft, self.problem, channels)
         left, decays = self.left_by_segments(P, True)
         self.between_segments(P, left, decays, None, message.state)
         return self.draft.plan(message.finish(decays), saved=(left, decays))

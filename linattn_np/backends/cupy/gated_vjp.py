@@ -21,7 +21,7 @@ from .instances import (
     ScanBothWays,
     read_order,
 )
-from .message import DrawMessage
+from .message import MessageDraft
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
@@ -263,7 +263,7 @@ class OnHopper:
 
     def summary(self, kernel, mapped, channels, **more):
         """The plan of `plan_summary_vjp`, with so many channels of the decay."""
-        draft, message = self.draft, DrawMessage(self.draft, self.problem, channels)
+        draft, message = self.draft, MessageDraft(self.draft, self.problem, channels)
         states, decays = self.left_by_segments(kernel, mapped, self.initial, None, **more)
         joined = draft.empty(states.shape, states.dtype)
         draft.copy(states[1], joined[1])

@@ -20,8 +20,8 @@ class Message(Kernel):
     threads = 256
 
 
-class DrawMessage:
-    """Draws a message of a problem, whose memory is one buffer. `channels` of the decays are told apart, or none."""
+class MessageDraft:
+    """A message of a problem, in one buffer, as a plan makes it. `channels` of the decays are told apart, or none."""
 
     def __init__(self, draft, problem, channels):
         self.draft, self.sizes = draft, problem.shape("N H K V")

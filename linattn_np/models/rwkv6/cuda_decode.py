@@ -161,7 +161,7 @@ class CudaDecoder:
         return None
 
     def words(self) -> dict:
-        """What the blocks of `DecodeFew` hand to each other, each number a word of turn 0; and their turns."""
+        """What the blocks of `DecodeFew` hand to each other, each number a word of epoch 0; and the blocks' epochs."""
         B, (D, F, A, W) = self.batch, (self.sizes[axis] for axis in "DFAW")
         shapes = {"xx": (4, B, D), "low": (B, 5 * A), "mixed": (5, B, D), "kvrg": (4, B, D), "decay_low": (B, W)}
         shapes |= {"y": (B, D), "activated": (B, F), "gate": (B, D)}
