@@ -476,7 +476,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     });
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
     const uint4 tokens = known(TOKENS);
-    sum_tokens<false>(dg, before, {tokens.y, tokens.z});
+    // With a bonus the sums by products would stand behind the state's; without one they are the faster ones.
+    if constexpr (ReadOrder::reads_before_write) sum_tokens_by_shuffles<false, false>(dg, before);
+    else sum_tokens<false>(dg, before, {tokens.y, tokens.z});
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
