@@ -1,7 +1,7 @@
 """Times many texts on all cards of a host against one: `linattn-np generate --batch-file`, from its start to its end.
 
     python benchmarks/cards_texts.py [--cards 2 4] [--texts 10000] [--tokens 64] [--slots 64] [--out ROWS.json]
-    python benchmarks/cards_texts.py --size 24x1024 --texts 4000 --tokens 128 --out ROWS.json
+    python benchmarks/cards_texts.py --size 24x1024 --tokens 128 --out ROWS.json
 
 The model is the package's own, in bfloat16 on cards, or with --size, layers x width, one of bytes with random weights.
 Seconds are those of the whole command, with the start of its processes; the rate is what it says itself.
