@@ -126,6 +126,15 @@ def size_of_terms(function, arrays, **arguments):
     return np.sqrt(exact(function, squares, **arguments)[0])
 
 
+def size_of_gradients_terms(function, arrays, do):
+    """The same of the gradient of each array, which o is linear in; None of gates, whose gradient is no such sum."""
+    op, arrays = declaration(function, "size_of_gradients_terms"), [double(x) for x in arrays]
+    squares = [2 * x if name in DECAYS else x**2 for name, x in zip(op.arrays, arrays)]
+    _, pull = vjp(function, *squares, scale=1 / arrays[0].shape[-1], mode="recurrent", backend="numpy")
+    of_squares = pull(double(do) ** 2)
+    return [None if name in DECAYS else np.sqrt(x) for name, x in zip(op.arrays, of_squares)]
+
+
 def exact_vjp(function, arrays, do, dht=None, **arguments):
     """(o, final state or None, gradients) of host arrays [B, H, T, ...] in float64, back through every token."""
     arguments |= {"initial_state": double(arguments.get("initial_state")), "output_final_state": True}

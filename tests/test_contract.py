@@ -20,10 +20,12 @@ from reference import (
     draw_states,
     errors,
     exact,
+    exact_vjp,
     guarded,
     literal,
     rms,
     same_bits,
+    size_of_gradients_terms,
     size_of_terms,
     stated,
 )
@@ -270,6 +272,21 @@ def test_size_of_terms(rng):
             total += exact(function, given, initial_state=start * sign[4:].reshape(1, 1, 2, 1))[0] ** 2
         found = size_of_terms(function, arrays, initial_state=start)
         np.testing.assert_allclose(found, np.sqrt(total / len(signs)), rtol=1e-12)
+
+
+def test_size_of_gradients_terms(rng):
+    for name in ("gla", "rwkv6", "simple_gla"):
+        op, function = BY_NAME[name]
+        arrays = draw(op, rng, {"B": 1, "H": 2, "T": 2, "K": 2, "V": 1}, np.float64)
+        do, signs = rng.standard_normal((1, 2, 2, 1)), np.array([*np.ndindex((2,) * 4)]).reshape(-1, 1, 1, 2, 2) * 2 - 1
+        for signed, seen in ((0, [1, 2]), (1, [0])):  # the signs of queries, and of keys
+            total = 0
+            for sign in signs:
+                given = [x * sign if n == signed else x for n, x in enumerate(arrays)]
+                total += np.array([np.linalg.norm(x) ** 2 for x in exact_vjp(function, given, do)[2][:3]])
+            found = size_of_gradients_terms(function, arrays, do)
+            norms = np.array([np.linalg.norm(x) for x in found[:3]])
+            np.testing.assert_allclose(norms[seen], np.sqrt(total / len(signs))[seen], rtol=1e-12)
 
 
 @pytest.mark.parametrize("op", [op for op in BY_NAME if op != "softmax_attention"])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import HALF
-from reference import LIMITS, assert_close, draw, errors, same_bits, size_of_terms
+from reference import LIMITS, assert_close, draw, errors, same_bits, size_of_gradients_terms, size_of_terms
 from test_distributed import VARIANTS, Call
 
 import linattn_np
@@ -162,7 +162,8 @@ def test_gates_of_every_strength(hopper, operator, gate, rng):
     o, pullback = linattn_np.vjp(function, *arrays, backend="hopper")
     exact, exact_pullback = linattn_np.vjp(function, *(x.astype(np.float64) for x in arrays), mode="recurrent")
     wanted = exact, *exact_pullback(do.astype(np.float64))
-    terms = [size_of_terms(function, arrays)] + [None] * len(arrays)  # a row of o that few tokens make may cancel
+    # a row that few tokens make may cancel as a whole
+    terms = size_of_terms(function, arrays), *size_of_gradients_terms(function, arrays, do)
     results = zip(axes, zip(*run_threads(on_rank, 2)), (o, *pullback(do)), wanted, terms, strict=True)
     for of, parts, one, want, sums in results:
         found = np.concatenate(parts, axis=2) if "T" in of.split() else parts[0]
