@@ -66,6 +66,18 @@ def check(device, op, arrays, start=None, **arguments):
         assert_right(what, *compared, arrays[0].dtype)
 
 
+def scheduled(schedule, monkeypatch, K, V):
+    """Sizes of a call that takes this schedule, and the arguments that make it."""
+    if schedule == "columns":
+        split_columns(monkeypatch)
+    if schedule == "segments":
+        cut(monkeypatch, 2, 2)
+    sizes = {"B": 1, "H": 1, "T": 140, "K": K, "V": V, "N": 1}
+    if schedule == "packed":
+        return sizes | {"T": BOUNDS[-1], "N": len(BOUNDS) - 1}, {"cu_seqlens": BOUNDS}
+    return sizes, {}
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("started", [False, True], ids=["", "started"])
 @pytest.mark.parametrize("schedule", ["whole", "segments", "columns", "packed"])
@@ -77,13 +89,7 @@ def check(device, op, arrays, start=None, **arguments):
     ids=["gla", "rwkv6", "wide-gla", "wide-rwkv6", "simple_gla", "wide-simple_gla"],
 )
 def test_growth_beside_strong_decay(hopper, rng, monkeypatch, op, K, V, dtype, mix, schedule, started):
-    sizes, arguments = {"B": 1, "H": 1, "T": 140, "K": K, "V": V, "N": 1}, {}
-    if schedule == "packed":
-        sizes, arguments = sizes | {"T": BOUNDS[-1], "N": len(BOUNDS) - 1}, {"cu_seqlens": BOUNDS}
-    if schedule == "columns":
-        split_columns(monkeypatch)
-    if schedule == "segments":
-        cut(monkeypatch, 2, 2)
+    sizes, arguments = scheduled(schedule, monkeypatch, K, V)
     arrays = problem(op, rng, sizes, mix, dtype)
     start = rng.standard_normal((sizes["N"], 1, K, V)).astype(np.float32) * 1e-3 if started else None
     check(hopper, op, arrays, start, **arguments)
@@ -150,13 +156,7 @@ def test_growth_that_factors_hold_goes_by_chunks(hopper, rng):
 @pytest.mark.pairwise
 def test_rows_of_any_size(hopper, rng, monkeypatch, op, K, V, schedule, q, k, every, gate_dtype):
     """Queries and keys, all of them or some, that float16 does not hold, in which bfloat16's meet at borders."""
-    sizes, arguments = {"B": 1, "H": 1, "T": 140, "K": K, "V": V, "N": 1}, {}
-    if schedule == "packed":
-        sizes, arguments = sizes | {"T": BOUNDS[-1], "N": len(BOUNDS) - 1}, {"cu_seqlens": BOUNDS}
-    if schedule == "columns":
-        split_columns(monkeypatch)
-    if schedule == "segments":
-        cut(monkeypatch, 2, 2)
+    sizes, arguments = scheduled(schedule, monkeypatch, K, V)
     arrays = draw(op, rng, sizes, BFLOAT16, "weak", gate_dtype)
     for x, by in zip(arrays, (q, k)):
         x[:, :, 3::every] = (double(x[:, :, 3::every]) * by).astype(BFLOAT16)
