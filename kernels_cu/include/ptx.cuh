@@ -483,6 +483,17 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, const void* b
       : "memory");
 }
 
+// The same, but the box is added to what the array holds, each sum rounded to its numbers.
+template <typename T>
+__device__ __forceinline__ void tensor_add(const TensorMap& map, const T* box, i32 column, i32 token, i32 head,
+                                           i32 batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(u32(__cvta_generic_to_shared(box))), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
 // Wait until this thread's stores have read their boxes.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 

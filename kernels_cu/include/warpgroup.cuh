@@ -73,24 +73,36 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
   barrier_arrive(full);
 }
 
-// Copies a chunk's results from shared memory, and returns when that may be filled again.
+// Adds 16 bytes of numbers to others, each sum rounded to them.
+template <typename X> __device__ __forceinline__ void add_piece(X* sums, const X* more) {
+#pragma unroll
+  for (u32 n = 0; n < 16 / sizeof(X); ++n) sums[n] = from_float<X>(to_float(sums[n]) + to_float(more[n]));
+}
+
+// Copies a chunk's results from shared memory, and returns when that may be filled again. each_output is as each_input
+// above, and may say last whether results add to what the array holds.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
   const int rows = at.tokens - token;
   if (rows >= CHUNK) {
     if ((threadIdx.x & 31) == 0) {
-      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0) {
-        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
-          tensor_store(map, tile[panel], first + i32(panel * columns_of(tile)), at.start + token, at.head, at.batch);
+      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
+        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {
+          const i32 column = first + i32(panel * columns_of(tile));
+          if (adds) tensor_add(map, tile[panel][0], column, at.start + token, at.head, at.batch);
+          else tensor_store(map, tile[panel], column, at.start + token, at.head, at.batch);
+        }
       });
       tensor_store_wait();
     }
   } else {
-    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0) {
+    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0, bool adds = false) {
       const int columns = int(width) - first;
       each_piece(tile, [&](uint4* from, int row, int column) {
-        if (row < rows && column < columns)
-          *reinterpret_cast<uint4*>(to.row(at.batch, at.head, at.start + token + row) + first + column) = *from;
+        if (row >= rows || column >= columns) return;
+        auto* there = to.row(at.batch, at.head, at.start + token + row) + first + column;
+        if (adds) add_piece(there, reinterpret_cast<const decltype(to.p)>(from));
+        else *reinterpret_cast<uint4*>(there) = *from;
       });
     });
     fence_async();

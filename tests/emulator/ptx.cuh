@@ -513,6 +513,21 @@ inline void tensor_store(const TensorMap& map, const void* box, i32 column, i32 
                        });
 }
 
+template <typename T>
+void tensor_add(const TensorMap& map, const T* box, i32 column, i32 token, i32 head, i32 batch,
+                emulator::Where where = emulator::here()) {
+  EMULATOR_CHECK(map.bytes == sizeof(T), "tensor_add of other numbers than the array's (%s:%d)", where.file,
+                 where.line);
+  emulator::each_piece("tensor_add", box, map, {column, token, head, batch}, where,
+                       [](const unsigned char* from, unsigned char* to) {
+                         if (!to) return;
+                         for (unsigned n = 0; n < 16 / sizeof(T); ++n) {
+                           T& sum = reinterpret_cast<T*>(to)[n];
+                           sum = from_float<T>(to_float(sum) + to_float(reinterpret_cast<const T*>(from)[n]));
+                         }
+                       });
+}
+
 inline void tensor_store_wait() {}
 
 inline void copies_arrive(Barrier& b, emulator::Where where = emulator::here()) {

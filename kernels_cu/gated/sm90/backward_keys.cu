@@ -37,6 +37,8 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P, joined;  // as backward_queries
+  i64 adds;       // whether dk and dg add to what they are for other columns
+  i64 adds_dv;    // whether dv adds to what it is for other channels
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
@@ -254,9 +256,9 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
     store_chunk(at, token, [&](auto f) {
-      if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
-      if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V);
-      if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
+      if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
+      if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V, 0, args.adds_dv);
+      if (warp == 2) f(out.g, args.dg, args.dg_rows, K, 0, args.adds);
     });
   };
   const auto sum_of = [&](int iteration) {  // what the first pass leaves for a lane's channel

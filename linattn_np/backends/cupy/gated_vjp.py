@@ -2,10 +2,13 @@
 
 On every card: one kernel keeps the state at every chunk's start and its gradient at every chunk's end, and then all
 chunks are computed at once, dq, dk and dg by one kernel and dv by another. On Hopper: one kernel forwards in time for
-dq and du, one backwards for all else.
+dq and du, one backwards for all else,
+where there are more channels or columns than a block has, a tile of the state after the other.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from . import pieces, tuning
 from .elementwise import BonusGradient
@@ -22,7 +25,7 @@ from .instances import (
     read_order,
 )
 from .message import MessageDraft
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
+from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=None):
@@ -34,13 +37,17 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
     the inputs that gives what would be saved, or None.
     """
     P, bonus = segments(problem, device), problem.arrays.get("u")
-    if not P and pieces.backward_gains(problem, do):
+    of_tiles = 0 if P or exact else segments_of_tiles(problem, device)
+    if not (P or of_tiles) and pieces.backward_gains(problem, do):
         return plan_wider_vjp(problem, device, do, dht, exact)
     draft = Draft()
-    q, k, v, g = draft.mapped_inputs(problem) if P else draft.inputs(problem)
+    q, k, v, g = draft.mapped_inputs(problem) if P or of_tiles else draft.inputs(problem)
     do = as_inputs(draft, problem, do)
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
+    if of_tiles:
+        tiles, du = tile_after_tile(draft, problem, device, of_tiles, arrays, gradients, dht, dh0)
+        return draft.plan((gradients + du, stored(draft, problem, dh0)), tiles=tiles)
     if P:
         if P > 1 and starts and not saved and not kept:
             saved = (starts(draft, arrays[:4]),)
@@ -51,12 +58,8 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
         tiles, partial_du = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     if bonus is not None:
-        H, K = problem.shape("H K")
-        du, kernel = draft.empty((H, K), bonus.dtype), BonusGradient(bonus.dtype)
-        draft.launch(
-            kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, N=partial_du.shape[0], H=H, K=K
-        )
-        gradients = (*gradients, du)
+        gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
+        sum_of_bonus(draft, partial_du, gradients[-1])
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
 
 
@@ -102,6 +105,12 @@ def cotangent(draft, dht):
 
 def gradient_of_state(draft, problem):
     return None if problem.initial_state is None else draft.empty(problem.shape("N H K V"), FLOAT32)
+
+
+def sum_of_bonus(draft, partial_du, du):
+    """du of its parts."""
+    (N, H, K), kernel = partial_du.shape, BonusGradient(du.dtype)
+    draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, N=N, H=H, K=K)
 
 
 def stored(draft, problem, dh0):
@@ -171,8 +180,12 @@ def scan_both_ways(draft, problem, states, decays, P, first=0):
 # -- Hopper's own ------------------------------------------------------------------------------------------------------
 def fits_hopper(problem, device, arrays) -> bool:
     """Whether Hopper's own backward kernels can read a problem's arrays, or copies of them."""
-    narrow = max(problem.shape("K V")) <= TILES[-1]
-    return device.capability == 90 and problem.dtype.itemsize == 2 and narrow and mappable_once_copied(arrays)
+    return max(problem.shape("K V")) <= TILES[-1] and fits_hopper_in_tiles(problem, device, arrays)
+
+
+def fits_hopper_in_tiles(problem, device, arrays) -> bool:
+    """Whether they can read tiles of as many channels and columns as they have."""
+    return device.capability == 90 and problem.dtype.itemsize == 2 and mappable_once_copied(arrays)
 
 
 def segments(problem, device) -> int:
@@ -183,6 +196,15 @@ def segments(problem, device) -> int:
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
+def segments_of_tiles(problem, device) -> int:
+    """Into how many they cut a sequence of more channels or columns than they have; 0 where they do not run."""
+    (N, H, K, V), arrays = problem.shape("N H K V"), [x for name, x in problem.arrays.items() if name != "u"]
+    if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
+        return 0
+    P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
+    return P if tuning.worth_tiles(K, V, N * H * P, device.multiprocessors) else 0
+
+
 def short_segment(problem, device, P) -> int:
     """How long the segments are that Hopper's main kernels begin with, where the rest is longer; 0 for P equal ones."""
     if problem.varlen:
@@ -191,11 +213,27 @@ def short_segment(problem, device, P) -> int:
     return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
-def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
+def on_hopper(
+    draft,
+    problem,
+    device,
+    P,
+    short,
+    arrays,
+    gradients,
+    dht,
+    dh0,
+    left: tuple = (),
+    starts=None,
+    adds=False,
+    adds_dv=False,
+):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
     runs, and the parts of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
-    the states that the forward pass started segments from."""
+    the states that the forward pass started segments from. `adds`: whether dq, dk and dg add to what these hold, those
+    of other columns, and `adds_dv`: whether dv does, that of other channels."""
     (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    weight = draft.like(dg) if adds else dg
     B, N, H, T, K, V = problem.shape("B N H T K V")
     launches = OnHopper(draft, problem, P, GatedBackwardSm90.CHUNK, framed=bool(left), short=short)
     P = launches.P
@@ -218,9 +256,81 @@ def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, lef
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
     segments = 2 if short else P
-    launches.launch(queries, read | {"dq": dq, "weight": dg}, segments, initial=initial, du=du, **both)
-    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, segments, dh0=dh0, **both)
+    both |= {"adds": adds}
+    launches.launch(queries, read | {"dq": dq, "weight": weight}, segments, initial=initial, du=du, **both)
+    both |= {"adds_dv": adds_dv}
+    launches.launch(keys, read | {"weight": weight, "dk": dk, "dv": dv, "dg": dg}, segments, dh0=dh0, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
+
+
+def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
+    """Hopper's own kernels for as many channels and columns at a time as they have; the sizes of what runs, and (du,)
+    if there is one. o is a sum over channels, and columns have nothing to do with each other: so the gradients of each
+    tile are those of an operator of its own, and add up: dq, dk, dg and du over columns, dv over channels."""
+    (H, K, V), bonus = problem.shape("H K V"), problem.arrays.get("u")
+    memory, short, found = Reused(draft), short_segment(problem, device, P), {}
+    du = () if bonus is None else (draft.empty(bonus.shape, bonus.dtype),)
+    for across in tiles_of(K):
+        parts = draft.empty((len(tiles_of(V)), H, across.stop - across.start), FLOAT32) if du else ()
+        for n, down in enumerate(tiles_of(V)):
+            tile, own, state = memory.again(), (across, across, down, across), (..., across, down)
+            smaller = of_tile(problem, across, down)
+            found, partial_du = on_hopper(
+                tile,
+                smaller,
+                device,
+                P,
+                short,
+                [x[..., part] for x, part in zip(arrays, (*own, down), strict=True)],
+                [x[..., part] for x, part in zip(gradients, own, strict=True)],
+                tile.plain(dht and dht[state], "dht"),
+                dh0_of_tile := gradient_of_state(tile, smaller),
+                adds=down.start > 0,
+                adds_dv=across.start > 0,
+            )
+            if dh0 is not None:
+                draft.copy(dh0_of_tile, dh0[state])
+            if du:
+                sum_of_bonus(draft, partial_du, parts[n])
+        if du:
+            of_channels = draft.empty(parts.shape[1:], bonus.dtype)
+            sum_of_bonus(draft, parts, of_channels)
+            draft.copy(of_channels, du[0][..., across])
+    return found | {"tiles": len(tiles_of(K)) * len(tiles_of(V))}, du
+
+
+def tiles_of(size) -> list[slice]:
+    """Of channels or columns, as many as Hopper's own kernels have."""
+    return [slice(first, min(first + TILES[-1], size)) for first in range(0, size, TILES[-1])]
+
+
+def of_tile(problem, across, down):
+    """The problem of some channels and columns alone."""
+    which = {"K": across, "V": down}
+    arrays = {name: x[..., which[problem.op.arrays[name].split()[-1]]] for name, x in problem.arrays.items()}
+    sizes = problem.sizes | {axis: part.stop - part.start for axis, part in which.items()}
+    initial = problem.initial_state and (problem.initial_state[0][..., across, down],)
+    return problem.replace(arrays=arrays, sizes=sizes, initial_state=initial)
+
+
+class Reused(Draft):
+    """Drafts of a part of a call each, one after the other in the same memory."""
+
+    def __init__(self, draft):
+        super().__init__()
+        self.buffers, self.steps, self.known, self.taken = draft.buffers, draft.steps, {}, {}
+
+    def again(self) -> Reused:
+        """For the next part, which needs nothing of the last one."""
+        self.taken, self.made_plain = {}, {}
+        return self
+
+    def empty(self, shape, dtype, axes=None) -> Array:
+        kind = tuple(shape), np.dtype(dtype), axes
+        self.taken[kind] = number = self.taken.get(kind, 0) + 1
+        if (kind, number) not in self.known:
+            self.known[kind, number] = super().empty(*kind)
+        return self.known[kind, number]
 
 
 class OnHopper:

@@ -106,6 +106,12 @@ def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
     return min(((time(length), length) for length in range(aligned, T // 2 + 1, aligned)), default=(inf, 0))
 
 
+def worth_tiles(K, V, blocks, most) -> bool:
+    """Whether Hopper's own backward kernels, a tile of the state after the other, each of so many blocks, take less
+    time than the kernels for every card: where they fill half of the card's `most` multiprocessors."""
+    return 2 * blocks >= most
+
+
 def summary_channels(K, blocks, most) -> int:
     """Of how many channels at most a block summarises a segment backward: half of them where `blocks` of all channels
     leave half of the card's `most` multiprocessors idle: 0.254 for 0.257 ms at 4,2048,16,128."""
