@@ -1,0 +1,120 @@
+"""Gradients of heads wider than Hopper's own backward kernels, which these compute a tile of the state after the other:
+what adds up is held to NumPy's in float64."""
+
+import numpy as np
+import planned
+import pytest
+from conftest import Hopper
+from emulator import EmulatedDevice
+from planned import host
+from reference import same_bits
+from test_gradient_kernels import Call, Case, large
+
+from linattn_np.arrays import BFLOAT16
+from linattn_np.backends.cupy import gated_vjp, tuning
+from linattn_np.declarations import GLA, RWKV6
+
+CASES = {  # on both sides of the tiles' edges; each for one operator, since every instance takes seconds to compile
+    "gla-K136-V264": Case(T=70, K=136, V=264, dtype="bfloat16"),
+    "gla-K128-V136": Case(T=33, K=128, V=136, H=3, dtype="bfloat16", gate="weak", initial="bfloat16"),
+    "gla-K256-V128-bthd": Case(T=64, K=256, V=128, B=2, dtype="bfloat16", layout="bthd", dht=False),
+    "gla-K8-V192-packed": Case(lengths=(0, 33, 64, 3, 1), K=8, V=192, dtype="bfloat16", layout="bthd"),
+    "gla-K320-V8": Case(T=40, K=320, V=8, H=1, dtype="bfloat16", gate="all-20", initial=None, dht=False),
+    "gla-growth": Case(T=70, K=136, V=136, H=1, dtype="bfloat16", gate="positive"),
+    "rwkv6-K200-V136": Case(T=70, K=200, V=136, dtype="float16"),
+    "rwkv6-K72-V200-gate32": Case(T=40, K=72, V=200, H=1, dtype="bfloat16", gate_dtype="float32"),
+    "rwkv6-K136-V72-packed": Case(lengths=(65, 0, 31), K=136, V=72, dtype="bfloat16", gate="some-inf"),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_heads_are_worth_it(monkeypatch):
+    monkeypatch.setattr(tuning, "worth_tiles", lambda *_: True)
+
+
+class WideCall(Call):
+    """A call of which a device's planner gives the gradients."""
+
+    def __init__(self, name, case, rng):
+        super().__init__(name.partition("-")[0], case, rng)
+        self.rows = Hopper.gradient_rows
+
+    def problem(self, device):
+        there = [self.placed(x, device) for x in self.arrays]
+        start = self.options.get("initial_state")
+        options = self.options | ({} if start is None else {"initial_state": device.upload(start)})
+        return self.op.bind(there, gradient=True, **options)
+
+    def placed(self, x, device):
+        turns = self.case.layout == "bthd" and x.ndim == 4
+        return device.upload(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2) if turns else device.upload(x)
+
+    def pulled(self, device):
+        dht = None if self.dht is None else (device.upload(self.dht),)
+        found, start = planned.pull(self.problem(device), device, self.placed(self.do, device), dht)
+        return [host(x) for x in (*found, *(start or ()))]
+
+
+def steps_of(plan, name):
+    return [step for step in plan.launches if step.kernel.name == f"gated_sm90_backward_{name}"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_add_up(hopper, name, rng):
+    call = WideCall(name, CASES[name], rng)
+    plan, (K, V) = planned.plan_of(call.problem(hopper), hopper), (CASES[name].K, CASES[name].V)
+    tiles = -(-K // 128) * -(-V // 128)
+    assert plan.tiles["tiles"] == tiles == len(steps_of(plan, "queries")) == len(steps_of(plan, "keys"))
+    call.assert_close(name, call.pulled(hopper), call.exact[1])
+
+
+def test_tiles_of_segments_add_up(hopper, rng, monkeypatch):
+    monkeypatch.setattr(tuning, "backward_segments", lambda *_: 3)
+    call = WideCall("gla", Case(T=300, K=136, V=136, H=1, dtype="bfloat16", gate="weak"), rng)
+    assert len(steps_of(planned.plan_of(call.problem(hopper), hopper), "segments")) == 4
+    call.assert_close("in segments", call.pulled(hopper), call.exact[1])
+
+
+def test_rows_that_are_not_whole_pieces_are_copied(hopper, rng, monkeypatch):
+    monkeypatch.setattr("linattn_np.backends.cupy.pieces.WORTH_COPIES", 0)
+    call = WideCall("gla", Case(T=40, K=130, V=131, H=1, dtype="bfloat16"), rng)
+    assert planned.plan_of(call.problem(hopper), hopper).tiles["tiles"] == 4
+    call.assert_close("uneven rows", call.pulled(hopper), call.exact[1])
+
+
+def test_same_call_again_same_bits(hopper, rng):
+    call = WideCall("gla", CASES["gla-K136-V264"], rng)
+    assert all(same_bits(x, y) for x, y in zip(call.pulled(hopper), call.pulled(hopper), strict=True))
+
+
+def test_results_add_from_the_second_tile_on():
+    """dq, dk and dg over columns, dv over channels; what queries leave for dg has memory of its own from then on."""
+    plan = planned.plan_of(large(GLA, K=200, V=264), EmulatedDevice(90))
+    queries, keys = steps_of(plan, "queries"), steps_of(plan, "keys")
+    assert [step.args["adds"] for step in queries] == [step.args["adds"] for step in keys] == [False, True, True] * 2
+    assert [step.args["adds_dv"] for step in keys] == [False] * 3 + [True] * 3
+    assert [step.args["weight"].array.memory is step.args["dg"].array.memory for step in keys] == [
+        True,
+        False,
+        False,
+    ] * 2
+
+
+@pytest.mark.parametrize("op", [GLA, RWKV6])
+def test_tiles_share_their_scratch(op):
+    """Four times as many take no more than their longer rows need."""
+    one, many = (planned.plan_of(large(op, T=4096, K=K, V=K, H=64), EmulatedDevice(90)).scratch for K in (256, 512))
+    assert many < 1.1 * one
+
+
+@pytest.mark.parametrize("blocks, taken", [(65, False), (66, True)])
+def test_few_heads_take_the_kernels_for_every_card(blocks, taken, monkeypatch):
+    monkeypatch.undo()
+    problem = large(GLA, K=256, V=256, T=100, H=blocks)
+    assert bool(gated_vjp.segments_of_tiles(problem, EmulatedDevice(90))) == taken
+    assert ("tiles" in planned.plan_of(problem, EmulatedDevice(90)).tiles) == taken
+
+
+@pytest.mark.parametrize("capability, dtype", [(80, BFLOAT16), (90, np.float32)])
+def test_other_cards_and_dtypes_have_no_tiles(capability, dtype):
+    assert "tiles" not in planned.plan_of(large(GLA, dtype, K=256, V=256), EmulatedDevice(capability)).tiles
