@@ -7,12 +7,13 @@ import pytest
 from conftest import Hopper
 from emulator import EmulatedDevice
 from planned import host
-from reference import same_bits
+from reference import assert_close, exact_vjp, same_bits
 from test_gradient_kernels import Call, Case, large
 
+from linattn_np import retention
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import gated_vjp, tuning
-from linattn_np.declarations import GLA, RWKV6
+from linattn_np.declarations import GLA, LINEAR_ATTENTION, RETENTION, RWKV6, SIMPLE_GLA
 
 CASES = {  # on both sides of the tiles' edges; each for one operator, since every instance takes seconds to compile
     "gla-K136-V264": Case(T=70, K=136, V=264, dtype="bfloat16"),
@@ -118,3 +119,20 @@ def test_few_heads_take_the_kernels_for_every_card(blocks, taken, monkeypatch):
 @pytest.mark.parametrize("capability, dtype", [(80, BFLOAT16), (90, np.float32)])
 def test_other_cards_and_dtypes_have_no_tiles(capability, dtype):
     assert "tiles" not in planned.plan_of(large(GLA, dtype, K=256, V=256), EmulatedDevice(capability)).tiles
+
+
+@pytest.mark.parametrize("op, taken", [(RETENTION, True), (LINEAR_ATTENTION, True), (SIMPLE_GLA, False)])
+def test_a_shared_gates_gradient_takes_no_tiles(op, taken):
+    """A sum over channels of what each tile would round; without one there is nothing to lose."""
+    assert ("tiles" in planned.plan_of(large(op, K=256, V=256), EmulatedDevice(90)).tiles) == taken
+
+
+def test_fixed_decays_by_tiles(hopper, rng):
+    arrays = [rng.standard_normal((1, 2, 50, 136)).astype(BFLOAT16) for _ in range(3)]
+    do = rng.standard_normal((1, 2, 50, 136)).astype(BFLOAT16)
+    problem = RETENTION.bind([hopper.upload(x) for x in arrays], gradient=True, gamma=(0.9, 0.99))
+    _, _, wanted = exact_vjp(retention, arrays, do, None, gamma=(0.9, 0.99))
+    assert planned.plan_of(problem, hopper).tiles["tiles"] == 4
+    found, _ = planned.pull(problem, hopper, hopper.upload(do), None)
+    for name, x, exact in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        assert_close(name, host(x), exact, "bfloat16", rows=Hopper.gradient_rows["bfloat16"])

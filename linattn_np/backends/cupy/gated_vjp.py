@@ -28,18 +28,19 @@ from .message import MessageDraft
 from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
 
 
-def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=None):
+def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gate=True, starts=None):
     """(gradients in the order of the arrays, that of the initial state or None).
 
     `saved`: the states at its segments' starts, where the forward pass cuts as this one does. `kept`: what
-    `plan_summary_vjp` of the same `do` has left. `exact`: half-precision data too are multiplied in
-    float32, for a gate that many channels share, whose gradient is a sum of theirs. `starts`: a function of a draft and
-    the inputs that gives what would be saved, or None.
+    `plan_summary_vjp` of the same `do` has left. `exact`: the kernels for every card
+    multiply half-precision data, too, in float32, for a gate that many channels share. `exact_gate`: whether its
+    gradient, a sum of theirs, is wanted, which each tile would round. `starts`: a function of a draft and the inputs
+    that gives what would be saved, or None.
     """
     P, bonus = segments(problem, device), problem.arrays.get("u")
-    of_tiles = 0 if P or exact else segments_of_tiles(problem, device)
+    of_tiles = 0 if P or exact and exact_gate else segments_of_tiles(problem, device)
     if not (P or of_tiles) and pieces.backward_gains(problem, do):
-        return plan_wider_vjp(problem, device, do, dht, exact)
+        return plan_wider_vjp(problem, device, do, dht, exact=exact, exact_gate=exact_gate)
     draft = Draft()
     q, k, v, g = draft.mapped_inputs(problem) if P or of_tiles else draft.inputs(problem)
     do = as_inputs(draft, problem, do)
@@ -63,9 +64,9 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
 
 
-def plan_wider_vjp(problem, device, do, dht, exact):
+def plan_wider_vjp(problem, device, do, dht, **how):
     """The same by copies whose rows are whole pieces of 16 bytes, which Hopper's own kernels may take too."""
-    draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, exact=exact), do, dht)
+    draft, plan = pieces.widened(problem, lambda wide, do, dht: plan_vjp(wide, device, do, dht, **how), do, dht)
     found, dh0 = draft.include(plan)
     arrays = problem.arrays.values()
     gradients = tuple(pieces.narrower(draft, x, of.shape) for x, of in zip(found, arrays, strict=True))

@@ -85,7 +85,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=()):
         dyz, kernel = draft.empty(y.shape, y.dtype), DivideGradient(problem.dtype)
         by_token(draft, problem, kernel, yz=y, do_=do, dyz=dyz, V=problem.sizes["V"], columns=y.shape[-1])
         do, dht = dyz, dht and (joined_state(draft, problem, dht, "dht"),)
-    inner = plan_gla_vjp(draft, gla, device, do, dht, reason, kept)
+    inner = plan_gla_vjp(draft, gla, device, do, dht, reason, kept, exact_gate=bool(problem.op.gates))
     (dq, dk, dv, dg), dh0 = draft.include(inner)
     if phi := feature_map(problem):
         dq, dk = (through(draft, phi, problem[name], x, name) for name, x in (("q", dq), ("k", dk)))
@@ -372,13 +372,13 @@ def launch_sums(draft, problem, kernel, sums, g, shape, widest, decays=None, of=
 SUMS = {"dq": ("do", "v", "k"), "dk": ("v", "do", "q"), "dv": ("k", "q", "do")}
 
 
-def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=()):
+def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     """A plan of gla's pullback under a scalar decay. Its dg is [B, H, T] as the kernels read g, or of parts
-    [B, H, T, C] in float32, or None where tokens share the gate."""
+    [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
     if not backward_reads_gate_in_place(gla, device):
-        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True)
+        return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True, exact_gate=exact_gate)
     own = Draft()
     if kept or not sums_read_gate(gla, device):
         gla = in_float32(own, gla)
