@@ -127,12 +127,15 @@ def test_a_shared_gates_gradient_takes_no_tiles(op, taken):
     assert ("tiles" in planned.plan_of(large(op, K=256, V=256), EmulatedDevice(90)).tiles) == taken
 
 
-def test_fixed_decays_by_tiles(hopper, rng):
-    arrays = [rng.standard_normal((1, 2, 50, 136)).astype(BFLOAT16) for _ in range(3)]
-    do = rng.standard_normal((1, 2, 50, 136)).astype(BFLOAT16)
-    problem = RETENTION.bind([hopper.upload(x) for x in arrays], gradient=True, gamma=(0.9, 0.99))
-    _, _, wanted = exact_vjp(retention, arrays, do, None, gamma=(0.9, 0.99))
-    assert planned.plan_of(problem, hopper).tiles["tiles"] == 4
-    found, _ = planned.pull(problem, hopper, hopper.upload(do), None)
-    for name, x, exact in zip(("dq", "dk", "dv"), found, wanted, strict=True):
-        assert_close(name, host(x), exact, "bfloat16", rows=Hopper.gradient_rows["bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fixed_decays_by_tiles(hopper, dtype, rng):
+    q, k, v, do = (rng.standard_normal((1, 2, 150, D)).astype(dtype) for D in (136, 136, 264, 264))
+    start, dht = (rng.standard_normal((1, 2, 136, 264)).astype(np.float32) for _ in range(2))
+    options = {"gamma": (0.9, 0.99), "initial_state": start}
+    _, _, wanted = exact_vjp(retention, [q, k, v], do, dht, **options)
+    options["initial_state"] = hopper.upload(start)
+    problem = RETENTION.bind([hopper.upload(x) for x in (q, k, v)], gradient=True, **options)
+    assert planned.plan_of(problem, hopper).tiles["tiles"] == 6
+    found, dh0 = planned.pull(problem, hopper, hopper.upload(do), (hopper.upload(dht),))
+    for name, x, exact in zip(("dq", "dk", "dv", "dh0"), (*found, *dh0), wanted, strict=True):
+        assert_close(name, host(x), exact, dtype, rows=Hopper.gradient_rows[dtype])

@@ -8,8 +8,6 @@ where there are more channels or columns than a block has, a tile of the state a
 
 from __future__ import annotations
 
-import numpy as np
-
 from . import pieces, tuning
 from .elementwise import BonusGradient
 from .instances import (
@@ -25,7 +23,8 @@ from .instances import (
     read_order,
 )
 from .message import MessageDraft
-from .plan import FLOAT32, Array, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
+from .state_tiles import Reused, tiles_of
 
 
 def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gate=True, starts=None):
@@ -47,9 +46,8 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gat
     dht, dh0 = cotangent(draft, dht), gradient_of_state(draft, problem)
     arrays, gradients = (q, k, v, g, do), tuple(draft.like(x) for x in (q, k, v, g))
     if of_tiles:
-        tiles, du = tile_after_tile(draft, problem, device, of_tiles, arrays, gradients, dht, dh0)
-        return draft.plan((gradients + du, stored(draft, problem, dh0)), tiles=tiles)
-    if P:
+        tiles, partial_du = tile_after_tile(draft, problem, device, of_tiles, arrays, gradients, dht, dh0)
+    elif P:
         if P > 1 and starts and not saved and not kept:
             saved = (starts(draft, arrays[:4]),)
         known = saved[0] if saved else None
@@ -265,73 +263,32 @@ def on_hopper(
 
 
 def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
-    """Hopper's own kernels for as many channels and columns at a time as they have; the sizes of what runs, and (du,)
-    if there is one. o is a sum over channels, and columns have nothing to do with each other: so the gradients of each
-    tile are those of an operator of its own, and add up: dq, dk, dg and du over columns, dv over channels."""
-    (H, K, V), bonus = problem.shape("H K V"), problem.arrays.get("u")
-    memory, short, found = Reused(draft), short_segment(problem, device, P), {}
-    du = () if bonus is None else (draft.empty(bonus.shape, bonus.dtype),)
-    for across in tiles_of(K):
-        parts = draft.empty((len(tiles_of(V)), H, across.stop - across.start), FLOAT32) if du else ()
-        for n, down in enumerate(tiles_of(V)):
-            tile, own, state = memory.again(), (across, across, down, across), (..., across, down)
-            smaller = of_tile(problem, across, down)
-            found, partial_du = on_hopper(
-                tile,
-                smaller,
-                device,
-                P,
-                short,
-                [x[..., part] for x, part in zip(arrays, (*own, down), strict=True)],
-                [x[..., part] for x, part in zip(gradients, own, strict=True)],
-                tile.plain(dht and dht[state], "dht"),
-                dh0_of_tile := gradient_of_state(tile, smaller),
-                adds=down.start > 0,
-                adds_dv=across.start > 0,
-            )
-            if dh0 is not None:
-                draft.copy(dh0_of_tile, dh0[state])
-            if du:
-                sum_of_bonus(draft, partial_du, parts[n])
-        if du:
-            of_channels = draft.empty(parts.shape[1:], bonus.dtype)
-            sum_of_bonus(draft, parts, of_channels)
-            draft.copy(of_channels, du[0][..., across])
-    return found | {"tiles": len(tiles_of(K)) * len(tiles_of(V))}, du
-
-
-def tiles_of(size) -> list[slice]:
-    """Of channels or columns, as many as Hopper's own kernels have."""
-    return [slice(first, min(first + TILES[-1], size)) for first in range(0, size, TILES[-1])]
-
-
-def of_tile(problem, across, down):
-    """The problem of some channels and columns alone."""
-    which = {"K": across, "V": down}
-    arrays = {name: x[..., which[problem.op.arrays[name].split()[-1]]] for name, x in problem.arrays.items()}
-    sizes = problem.sizes | {axis: part.stop - part.start for axis, part in which.items()}
-    initial = problem.initial_state and (problem.initial_state[0][..., across, down],)
-    return problem.replace(arrays=arrays, sizes=sizes, initial_state=initial)
-
-
-class Reused(Draft):
-    """Drafts of a part of a call each, one after the other in the same memory."""
-
-    def __init__(self, draft):
-        super().__init__()
-        self.buffers, self.steps, self.known, self.taken = draft.buffers, draft.steps, {}, {}
-
-    def again(self) -> Reused:
-        """For the next part, which needs nothing of the last one."""
-        self.taken, self.made_plain = {}, {}
-        return self
-
-    def empty(self, shape, dtype, axes=None) -> Array:
-        kind = tuple(shape), np.dtype(dtype), axes
-        self.taken[kind] = number = self.taken.get(kind, 0) + 1
-        if (kind, number) not in self.known:
-            self.known[kind, number] = super().empty(*kind)
-        return self.known[kind, number]
+    """Hopper's own kernels, a tile of the state after the other; the sizes of what runs, and (du,) if there is one."""
+    (H, K, V), bonus, memory = problem.shape("H K V"), problem.arrays.get("u"), Reused(draft)
+    short, tiles, found = short_segment(problem, device, P), tiles_of(problem), {}
+    parts = None if bonus is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
+    for tile in tiles:
+        own, smaller = memory.again(), tile.problem(problem)
+        found, partial_du = on_hopper(
+            own,
+            smaller,
+            device,
+            P,
+            short,
+            [tile.part(x, axis) for x, axis in zip(arrays, "KKVKV", strict=True)],
+            [tile.part(x, axis) for x, axis in zip(gradients, "KKVK", strict=True)],
+            own.plain(tile.state(dht), "dht"),
+            dh0_of_tile := gradient_of_state(own, smaller),
+            adds=tile.adds,
+            adds_dv=tile.adds_dv,
+        )
+        if dh0 is not None:
+            draft.copy(dh0_of_tile, tile.state(dh0))
+        if parts is not None:
+            du = own.empty(smaller.shape("H K"), FLOAT32)
+            sum_of_bonus(draft, partial_du, du)
+            draft.copy(du, tile.part(parts[tile.columns.start // TILES[-1]], "K"))
+    return found | {"tiles": len(tiles)}, parts
 
 
 class OnHopper:

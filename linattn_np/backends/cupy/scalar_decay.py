@@ -25,6 +25,7 @@ from .instances import (
 from .kernel import DOUBLE
 from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable, mappable_once_copied
 from .scalar_instances import SUMS_AT_ONCE, ScalarBackwardSegments, WeightedSums
+from .state_tiles import Reused, tiles_of
 
 WHOLE = 4  # columns of float32 that a piece of 16 bytes has: S | z is padded to them
 SPREAD = {"simple_gla": "g: spread over the channels", "retention": "log gamma: spread over tokens and channels"}
@@ -341,9 +342,9 @@ class BySums(Narrow):
         )
 
 
-def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False) -> dict:
+def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=False, backwards=False, adds=False):
     """The kernel's `WeightedSum`; states are [K, V], and `turned` where the values are as wide as K. `partner`: what
-    the sum is the gradient of, where the gate's gradient needs it."""
+    the sum is the gradient of, where the gate's gradient needs it. `adds`: to what other tiles have left."""
     arrays = dict(zip(("q", "k", "v", "o"), parts)) | {"partner": partner or parts[2]}
     K, V = arrays["k"].shape[-1], arrays["v"].shape[-1]
     return {
@@ -358,6 +359,7 @@ def weighted_sum(parts, initial, final, *, read, write, partner=None, turned=Fal
         "read": read,
         "write": write,
         "backwards": backwards,
+        "adds": adds,
     }
 
 
@@ -377,7 +379,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    if not backward_reads_gate_in_place(gla, device):
+    in_tiles = not exact_gate and gla.dtype == BFLOAT16 and gated_vjp.segments_of_tiles(gla, device) > 0
+    if not (in_tiles or backward_reads_gate_in_place(gla, device)):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True, exact_gate=exact_gate)
     own = Draft()
     if kept or not sums_read_gate(gla, device):
@@ -385,7 +388,10 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     arrays = backward_inputs(own, gla, do)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
     found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
-    dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
+    if in_tiles:
+        dg, tiles = None, sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0)
+    else:
+        dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
     return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
 
 
@@ -435,20 +441,38 @@ def prepared(own, gla, device, arrays, dht, kept):
     return on_hopper, arrays, initial, dht
 
 
-def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept):
+def sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0):
+    """As `gated_vjp.tile_after_tile`, of tokens that share their gate; the sizes of what runs."""
+    memory, tiles, sizes = Reused(own), tiles_of(gla), {}
+    for tile in tiles:
+        draft, smaller = memory.again(), tile.problem(gla)
+        read, written = (
+            {name: x if name == "g" else tile.part(x, "V" if name in ("v", "do", "dv") else "K") for name, x in named}
+            for named in (arrays.items(), found.items())
+        )
+        states = draft.plain(tile.state(dht), "dht"), gated_vjp.gradient_of_state(draft, smaller)
+        adds = {"dq": tile.adds, "dk": tile.adds, "dv": tile.adds_dv}
+        _, sizes = gradients_by_sums(draft, smaller, device, read, written, *states, adds=adds)
+        if dh0 is not None:
+            own.copy(states[1], tile.state(dh0))
+    return sizes | {"tiles": len(tiles)}
+
+
+def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept=(), adds=None):
     """Three sums, at once or the first before the others; those leave and find what the gate's gradient is made of,
-    where it is asked for. (that gradient, the sizes of what runs)"""
+    where it is asked for. (that gradient, the sizes of what runs). `adds`: by name, whether they do, of tiles."""
     K, V = gla.shape("K V")
     on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
     P, gate = on_hopper.P, has_own_gates(gla)
     sums, kernels = [], tuning.weighted_sums(gla, gla["g"].dtype, P, device, gate)
     for name, parts in SUMS.items():
         of = (*(arrays[part] for part in parts), found[name])
-        partner = arrays[name[1:]] if gate else None
+        partner, adding = arrays[name[1:]] if gate else None, bool(adds and adds[name])
+        more = {"partner": partner, "turned": name != "dv", "adds": adding}
         if name == "dq":
-            sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, partner=partner, turned=True))
+            sums.append(weighted_sum(of, initial, None, read=gla.scale, write=1.0, **more))
         else:
-            more = {"final": dh0 if name == "dv" else None, "partner": partner, "turned": name == "dk"}
+            more["final"] = dh0 if name == "dv" else None
             sums.append(weighted_sum(of, dht, read=1.0, write=gla.scale, backwards=True, **more))
     of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) if gate else {}
     for kernel in kernels:
