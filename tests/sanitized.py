@@ -72,6 +72,7 @@ GRADIENTS = (  # as for OPERATORS, all with gradients of the final state
     ((1, 1, 1100, 64, 64), BFLOAT16, "logsigmoid", None, {}),
     ((1, 1, 1100, 64, 64), BFLOAT16, GROWS, None, {}),
     ((1, 2, 70, 128, 72), HALF, GROWS, SINGLE, {}),
+    ((1, 66, 40, 136, 200), BFLOAT16, "logsigmoid", None, {}),  # tiles of the state, which add up
     ((1, 1, 133, 70, 100), SINGLE, GROWS, None, {"cu_seqlens": PACKED}),
     ((1, 1, 133, 70, 100), SINGLE, "logsigmoid", None, {"cu_seqlens": PACKED}),
 )
