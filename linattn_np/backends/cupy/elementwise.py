@@ -9,6 +9,7 @@ import numpy as np
 
 from .arguments import integers, pointers, rows, structs
 from .kernel import Kernel
+from .plan import ceil_div
 
 FEATURE_MAPS = {None: "Identity", "elu": "Elu", "relu": "Relu", "exp": "Exp"}
 
@@ -45,7 +46,7 @@ class GateGradient(Kernel):
 @dataclass(frozen=True)
 class BonusGradient(Kernel):
     file = "elementwise/bonus_gradient"
-    arguments = (*pointers("partial_du du"), *integers("N H K"))
+    arguments = (*pointers("partial_du du"), *integers("N H K row"))
     threads = 128
     bonus: np.dtype
 
@@ -80,3 +81,10 @@ class CopyRows(Kernel):
         COPIES,
         (*pointers("from_ to"), *integers("b h t c H T width rows_b rows_h rows_t row numbers size first")),
     )
+
+
+def sum_of_bonus(draft, partial_du, du):
+    """du [H, K], which may be a part of longer rows, of its parts [N, H, K]."""
+    (N, H, K), kernel = partial_du.shape, BonusGradient(du.dtype)
+    sizes = {"N": N, "H": H, "K": K, "row": du.strides[0] // du.dtype.itemsize}
+    draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, **sizes)

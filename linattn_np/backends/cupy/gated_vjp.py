@@ -9,7 +9,7 @@ where there are more channels or columns than a block has, a tile of the state a
 from __future__ import annotations
 
 from . import pieces, tuning
-from .elementwise import BonusGradient
+from .elementwise import sum_of_bonus
 from .instances import (
     TILES,
     GatedBackwardChannels,
@@ -106,12 +106,6 @@ def gradient_of_state(draft, problem):
     return None if problem.initial_state is None else draft.empty(problem.shape("N H K V"), FLOAT32)
 
 
-def sum_of_bonus(draft, partial_du, du):
-    """du of its parts."""
-    (N, H, K), kernel = partial_du.shape, BonusGradient(du.dtype)
-    draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, N=N, H=H, K=K)
-
-
 def stored(draft, problem, dh0):
     """The gradient of the initial state in its dtype."""
     return None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)
@@ -201,7 +195,7 @@ def segments_of_tiles(problem, device) -> int:
     if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
         return 0
     P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
-    return P if tuning.worth_tiles(K, V, N * H * P, device.multiprocessors) else 0
+    return P if tuning.worth_tiles(problem, tiles_of(problem), P, device) else 0
 
 
 def short_segment(problem, device, P) -> int:
@@ -263,13 +257,19 @@ def on_hopper(
 
 
 def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
-    """Hopper's own kernels, a tile of the state after the other; the sizes of what runs, and (du,) if there is one."""
-    (H, K, V), bonus, memory = problem.shape("H K V"), problem.arrays.get("u"), Reused(draft)
-    short, tiles, found = short_segment(problem, device, P), tiles_of(problem), {}
-    parts = None if bonus is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
+    """Hopper's own kernels, a tile of the state after the other; the sizes of what runs for the first, and the parts
+    of du."""
+    (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
+    memory, short, sizes = Reused(draft), short_segment(problem, device, P), []
+    du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
+    bonus = {}  # by channels
+    for tile in tiles if u is not None else ():
+        if tile.which_channels not in bonus:
+            bonus[tile.which_channels] = draft.contiguous(tile.part(u, "K"), FLOAT32)
     for tile in tiles:
-        own, smaller = memory.again(), tile.problem(problem)
-        found, partial_du = on_hopper(
+        own = memory.again()
+        smaller = tile.problem(problem, **({} if u is None else {"u": bonus[tile.which_channels]}))
+        of_tile, partial_du = on_hopper(
             own,
             smaller,
             device,
@@ -282,13 +282,12 @@ def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
             adds=tile.adds,
             adds_dv=tile.adds_dv,
         )
+        sizes.append(of_tile)
         if dh0 is not None:
             draft.copy(dh0_of_tile, tile.state(dh0))
-        if parts is not None:
-            du = own.empty(smaller.shape("H K"), FLOAT32)
-            sum_of_bonus(draft, partial_du, du)
-            draft.copy(du, tile.part(parts[tile.columns.start // TILES[-1]], "K"))
-    return found | {"tiles": len(tiles)}, parts
+        if du is not None:
+            sum_of_bonus(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
+    return sizes[0] | {"tiles": len(tiles)}, du
 
 
 class OnHopper:

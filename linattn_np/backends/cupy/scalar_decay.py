@@ -443,7 +443,7 @@ def prepared(own, gla, device, arrays, dht, kept):
 
 def sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0):
     """As `gated_vjp.tile_after_tile`, of tokens that share their gate; the sizes of what runs."""
-    memory, tiles, sizes = Reused(own), tiles_of(gla), {}
+    memory, tiles, sizes = Reused(own), tiles_of(gla), []
     for tile in tiles:
         draft, smaller = memory.again(), tile.problem(gla)
         read, written = (
@@ -452,10 +452,10 @@ def sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0):
         )
         states = draft.plain(tile.state(dht), "dht"), gated_vjp.gradient_of_state(draft, smaller)
         adds = {"dq": tile.adds, "dk": tile.adds, "dv": tile.adds_dv}
-        _, sizes = gradients_by_sums(draft, smaller, device, read, written, *states, adds=adds)
+        sizes.append(gradients_by_sums(draft, smaller, device, read, written, *states, adds=adds)[1])
         if dh0 is not None:
             own.copy(states[1], tile.state(dh0))
-    return sizes | {"tiles": len(tiles)}
+    return sizes[0] | {"tiles": len(tiles)}
 
 
 def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept=(), adds=None):
