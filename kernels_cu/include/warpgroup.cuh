@@ -81,16 +81,6 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
   barrier_arrive(full);
 }
 
-// Adds 16 bytes of numbers to others, each sum rounded to them.
-template <typename X> __device__ __forceinline__ void add_piece(X* sums, const X* more) {
-  constexpr int NUMBERS = 16 / sizeof(X);
-  alignas(16) X piece[NUMBERS];
-  *reinterpret_cast<uint4*>(piece) = *reinterpret_cast<const uint4*>(sums);
-#pragma unroll
-  for (int n = 0; n < NUMBERS; ++n) piece[n] = from_float<X>(to_float(piece[n]) + to_float(more[n]));
-  *reinterpret_cast<uint4*>(sums) = *reinterpret_cast<const uint4*>(piece);
-}
-
 // Copies a chunk's results from shared memory, and returns when that may be filled again. each_output is as each_input
 // above, and may say last whether results add to what the array holds.
 template <class Outputs>
@@ -100,8 +90,7 @@ __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outpu
       each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
         for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {
           const i32 column = first + i32(panel * columns_of(tile));
-          if (adds) tensor_add(map, tile[panel][0], column, at.start + token, at.head, at.batch);
-          else tensor_store(map, tile[panel], column, at.start + token, at.head, at.batch);
+          tensor_store_or_add(map, tile[panel][0], column, at.start + token, at.head, at.batch, adds);
         }
       });
       tensor_store_wait();
@@ -118,6 +107,8 @@ __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outpu
         else *reinterpret_cast<uint4*>(there) = *reinterpret_cast<const uint4*>(from);
       });
     });
+    commit_adds();
+    tensor_store_wait();
     fence_async();
   }
   __syncwarp();
