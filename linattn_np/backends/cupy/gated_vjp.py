@@ -37,7 +37,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gat
     that gives what would be saved, or None.
     """
     P, bonus = segments(problem, device), problem.arrays.get("u")
-    of_tiles = 0 if P or exact and exact_gate else segments_of_tiles(problem, device)
+    of_tiles = 0 if P or exact and exact_gate else segments_of_tiles(problem, device, pieces.rows(problem))
     if not (P or of_tiles) and pieces.backward_gains(problem, do):
         return plan_wider_vjp(problem, device, do, dht, exact=exact, exact_gate=exact_gate)
     draft = Draft()
@@ -184,18 +184,19 @@ def fits_hopper_in_tiles(problem, device, arrays) -> bool:
 def segments(problem, device) -> int:
     """Into how many Hopper's own kernels cut a sequence; 0 where they do not run."""
     N, H = problem.shape("N H")
-    if not fits_hopper(problem, device, [x for name, x in problem.arrays.items() if name != "u"]):
+    if not fits_hopper(problem, device, pieces.rows(problem)):
         return 0
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def segments_of_tiles(problem, device) -> int:
-    """Into how many they cut a sequence of more channels or columns than they have; 0 where they do not run."""
-    (N, H, K, V), arrays = problem.shape("N H K V"), [x for name, x in problem.arrays.items() if name != "u"]
+def segments_of_tiles(problem, device, arrays) -> int:
+    """Into how many they cut a sequence of more channels or columns than they have, where they read so many `arrays`
+    in tiles; 0 where they do not run."""
+    N, H, K, V = problem.shape("N H K V")
     if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
         return 0
     P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
-    return P if tuning.worth_tiles(problem, tiles_of(problem), P, device) else 0
+    return P if tuning.worth_tiles(problem, len(tiles_of(problem)), P, device) else 0
 
 
 def short_segment(problem, device, P) -> int:
@@ -262,13 +263,12 @@ def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
     (H, K, V), u, tiles = problem.shape("H K V"), problem.arrays.get("u"), tiles_of(problem)
     memory, short, sizes = Reused(draft), short_segment(problem, device, P), []
     du = None if u is None else draft.empty((ceil_div(V, TILES[-1]), H, K), FLOAT32)
-    bonus = {}  # by channels
-    for tile in tiles if u is not None else ():
-        if tile.which_channels not in bonus:
-            bonus[tile.which_channels] = draft.contiguous(tile.part(u, "K"), FLOAT32)
+    bonus = {}  # by a tile's first channel
+    if u is not None:
+        bonus = {at.channels.start: draft.contiguous(at.part(u, "K"), FLOAT32) for at in tiles if not at.adds}
     for tile in tiles:
         own = memory.again()
-        smaller = tile.problem(problem, **({} if u is None else {"u": bonus[tile.which_channels]}))
+        smaller = tile.problem(problem, **({} if u is None else {"u": bonus[tile.channels.start]}))
         of_tile, partial_du = on_hopper(
             own,
             smaller,

@@ -379,7 +379,8 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    in_tiles = not exact_gate and gla.dtype == BFLOAT16 and gated_vjp.segments_of_tiles(gla, device) > 0
+    by_tokens = [gla[name] for name in "qkv"]
+    in_tiles = not exact_gate and gla.dtype == BFLOAT16 and gated_vjp.segments_of_tiles(gla, device, by_tokens) > 0
     if not (in_tiles or backward_reads_gate_in_place(gla, device)):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True, exact_gate=exact_gate)
     own = Draft()

@@ -29,15 +29,6 @@ class StateTile:
         """Whether dv has something of other channels."""
         return self.channels.start > 0
 
-    @property
-    def which_channels(self) -> tuple[int, int]:
-        return self.channels.start, self.channels.stop
-
-    @property
-    def width(self) -> int:
-        """In columns."""
-        return self.columns.stop - self.columns.start
-
     def part(self, x, axis):
         """That of an array whose last axis is K or V; a gate that channels share stays whole."""
         return x if x.shape[-1] == 1 else x[..., self.channels if axis == "K" else self.columns]
@@ -55,18 +46,13 @@ class StateTile:
 
 
 def tiles_of(problem) -> list[StateTile]:
-    """All tiles, those of the same columns side by side. Two blocks of half the channels share a multiprocessor where
-    columns are few, and are the faster ones: 1.22 for 1.43 ms of a whole one at 8, 4096, 32, 128 channels by 64."""
+    """All tiles, those of the same columns side by side."""
 
-    def parts(size, most):
-        return [slice(first, min(first + most, size)) for first in range(0, size, most)]
+    def parts(size):
+        return [slice(first, min(first + TILES[-1], size)) for first in range(0, size, TILES[-1])]
 
     K, V = problem.shape("K V")
-    return [
-        StateTile(channels, columns)
-        for columns in parts(V, TILES[-1])
-        for channels in parts(K, TILES[columns.stop - columns.start > TILES[0]])
-    ]
+    return [StateTile(channels, columns) for columns in parts(V) for channels in parts(K)]
 
 
 class Reused(Draft):

@@ -20,8 +20,7 @@ BLOCK_START = 64  # tokens that take as long in the main backward kernels as a b
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
 SUMMARY = 0.35  # of the main kernels' time, what summarising both ways takes
-TILE_START, NARROW_TILE = 128, 0.43  # tokens that take as long as the launches of a tile of a state; one of 64 by 64's
-# time, where a whole one's is 1
+TILE_START = 128  # tokens that take as long as the launches of a tile of a state
 OTHERS_START, OTHERS_FINER = 400, 1.7  # the same of the backward kernels for every card; what float16 takes there
 FORWARD_START, FORWARD_SUMMARY = 32, 0.5  # the same of the forward pass
 PART_START, MOST_PARTS = 256, 16  # tokens that take as long as a part's start and state; parts a segment
@@ -111,17 +110,15 @@ def cut_in_two(blocks, T, most, aligned, start, summary) -> tuple[float, int]:
 
 
 def worth_tiles(problem, tiles, P, device) -> bool:
-    """Whether Hopper's own backward kernels, a tile of the state after the other, take less time than the kernels for
-    every card, counted in tokens of a tile on a multiprocessor. These keep states by 64 channels and columns, and make
-    scores for 128 columns at a time. gla's milliseconds in tiles / by these: 8,1024,32,256,256 1.63/2.86,
-    4,2048,16,256,256 1.05/1.48, 1,8192,8,256,512 1.45/1.91; 1,2048,16,256,256 .53/.49, 2,512,16,256,512 .69/.42,
-    1,1024,8,256,256 .28/.15."""
-    (B, N, H, T, K, V), most = problem.shape("B N H T K V"), device.multiprocessors
-    main = equal_segments_time(P, N * H, int(problem.spans.lengths.max()), most)
-    whole = sum(1 if tile.width > TILES[0] else NARROW_TILE for tile in tiles)
-    by_tiles = whole * main + len(tiles) * TILE_START
-    of_state, of_scores = 0.22 * ceil_div(V, TILES[0]), 0.35 * ceil_div(V, TILES[-1])
-    others = B * H * T / most * ceil_div(K, TILES[0]) * (0.26 + of_state + of_scores)
+    """Whether Hopper's own backward kernels, so many tiles of the state one after the other, take less time than the
+    kernels for every card, counted in tokens of a tile on a multiprocessor. These have chunks of 64 tokens, keep states
+    by 64 channels and columns, and make scores for 128 columns at a time. gla's milliseconds in tiles / by these:
+    8,1024,32,256,256 1.64/2.86, 4,2048,16,256,256 1.06/1.48, 64,37,64,256,256 2.37/3.35, 4,2048,16,192,192 1.07/1.13,
+    1,8192,8,256,512 1.47/1.93; 1,2048,16,256,256 .53/.50, 2,512,16,256,512 .69/.42, 1,1024,8,256,256 .28/.15."""
+    (B, N, H, K, V), most, lengths = problem.shape("B N H K V"), device.multiprocessors, problem.spans.lengths
+    by_tiles = tiles * (equal_segments_time(P, N * H, int(lengths.max()), most) + TILE_START)
+    chunks, across, down = (-(-lengths // 64)).sum(), ceil_div(K, TILES[0]), ceil_div(V, TILES[0])
+    others = B * H * chunks * 64 / most * across * (0.26 + 0.22 * down + 0.35 * ceil_div(V, TILES[-1]))
     return by_tiles < OTHERS_START + others * (1 if problem.dtype == BFLOAT16 else OTHERS_FINER)
 
 
