@@ -7,10 +7,10 @@ import pytest
 from conftest import Hopper
 from emulator import EmulatedDevice
 from planned import host
-from reference import assert_close, exact_vjp, same_bits
+from reference import assert_close, double, draw, exact_vjp, rms, same_bits
 from test_gradient_kernels import Call, Case, large
 
-from linattn_np import retention
+from linattn_np import retention, simple_gla
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import gated_vjp, tuning
 from linattn_np.backends.cupy.pieces import rows
@@ -119,10 +119,31 @@ def test_other_cards_and_dtypes_have_no_tiles(capability, dtype):
     assert "tiles" not in planned.plan_of(large(GLA, dtype, K=256, V=256), EmulatedDevice(capability)).tiles
 
 
-@pytest.mark.parametrize("op, taken", [(RETENTION, True), (LINEAR_ATTENTION, True), (SIMPLE_GLA, False)])
-def test_a_shared_gates_gradient_takes_no_tiles(op, taken):
-    """A sum over channels of what each tile would round; without one there is nothing to lose."""
-    assert ("tiles" in planned.plan_of(large(op, K=256, V=256), EmulatedDevice(90)).tiles) == taken
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("op", [RETENTION, LINEAR_ATTENTION, SIMPLE_GLA])
+def test_tiles_under_a_shared_gate(op, dtype):
+    """Its gradient is a sum over channels of what each tile of float16 would round: only what has none takes those."""
+    taken = dtype == BFLOAT16 or op is not SIMPLE_GLA
+    assert ("tiles" in planned.plan_of(large(op, dtype, K=256, V=256), EmulatedDevice(90)).tiles) == taken
+
+
+@pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])
+def test_shared_gates_by_tiles(hopper, gate, gate_dtype, rng):
+    """The gate's gradient with the digits of q . dq and k . dk, whose sums it is, as that of narrow heads has."""
+    sizes = {"B": 2, "H": 2, "T": 300, "K": 136, "V": 200, "N": 2}
+    q, k, v, g = arrays = draw(SIMPLE_GLA, rng, sizes, "bfloat16", gate, gate_dtype)
+    do = rng.standard_normal((2, 2, 300, 200)).astype(BFLOAT16)
+    start, dht = (rng.standard_normal((2, 2, 136, 200)).astype(np.float32) for _ in range(2))
+    _, _, wanted = exact_vjp(simple_gla, arrays, do, dht, initial_state=start)
+    there = [hopper.upload(x) for x in arrays]
+    problem = SIMPLE_GLA.bind(there, gradient=True, initial_state=hopper.upload(start))
+    found, dh0 = planned.pull(problem, hopper, hopper.upload(do), (hopper.upload(dht),))
+    dq, dk, dv, dg = map(host, found)
+    assert planned.plan_of(problem, hopper).tiles["tiles"] == 4 and dg.dtype == g.dtype and dg.shape == g.shape
+    for name, x, exact in zip(("dq", "dk", "dv", "dh0"), (dq, dk, dv, host(dh0[0])), (*wanted[:3], wanted[4])):
+        assert_close(name, x, exact, "bfloat16", rows=Hopper.gradient_rows["bfloat16"])
+    terms = (double(k) * wanted[1]).sum(-1)
+    assert rms(double(dg) - wanted[3]) <= 4e-3 * max(rms(wanted[3]), rms(terms))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,7 +1,8 @@
-// what      RWKV-6: du of the parts that the backward passes leave.
+// what      RWKV-6: du of the parts that the backward passes leave; and a shared gate's gradient of those that tiles of
+//           the state do.
 // math      du = sum_n shares_n
-// shapes    partial_du [N, H, K] float32 or float64, of sequences or of their segments; du [H, K], with rows
-//           anywhere
+// shapes    partial_du [N, H, K] float32 or float64, of sequences or of their segments; du [H, K], whose rows may lie
+//           apart; of gates N tiles, and tokens for K
 // grid      a warp for every 4 values; a lane for every eighth share, then their sum
 // smem      none
 // barriers  none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import numpy as np
@@ -83,8 +84,9 @@ class CopyRows(Kernel):
     )
 
 
-def sum_of_bonus(draft, partial_du, du):
-    """du [H, K], which may be a part of longer rows, of its parts [N, H, K]."""
-    (N, H, K), kernel = partial_du.shape, BonusGradient(du.dtype)
-    sizes = {"N": N, "H": H, "K": K, "row": du.strides[0] // du.dtype.itemsize}
-    draft.launch(kernel, ceil_div(8 * H * K, kernel.threads), partial_du=partial_du, du=du, **sizes)
+def sum_of_parts(draft, parts, total):
+    """total [..., H, K], which may be a part of longer rows, of parts [N, ..., H, K] in float32 or float64."""
+    (N, *heads, K), kernel = parts.shape, BonusGradient(total.dtype)
+    sizes = {"N": N, "H": prod(heads), "K": K, "row": total.strides[-2] // total.dtype.itemsize}
+    blocks = ceil_div(8 * sizes["H"] * K, kernel.threads)
+    draft.launch(kernel, blocks, partial_du=parts, du=total, **sizes)

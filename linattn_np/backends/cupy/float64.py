@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from .arguments import integers, pointers, reals, rows, shape
-from .elementwise import FeatureMap, sum_of_bonus
+from .elementwise import FeatureMap, sum_of_parts
 from .instances import read_order
 from .kernel import DOUBLE, Kernel
 from .plan import Draft, ceil_div
@@ -92,7 +92,7 @@ def plan_vjp(problem, device, do, dht, saved=()):
     found = [x for x in (dq, dk, dv, dg, dgv) if x is not None]
     if sides.u:
         du = draft.empty((H, K), DOUBLE)
-        sum_of_bonus(draft, partial_du, du)
+        sum_of_parts(draft, partial_du, du)
         found.append(draft.cast(du, problem["u"].dtype))
     return draft.plan((tuple(found), None if dh0 is None else (draft.cast(dh0, problem.initial_state[0].dtype),)))
 

@@ -9,7 +9,7 @@ where there are more channels or columns than a block has, a tile of the state a
 from __future__ import annotations
 
 from . import pieces, tuning
-from .elementwise import sum_of_bonus
+from .elementwise import sum_of_parts
 from .instances import (
     TILES,
     GatedBackwardChannels,
@@ -58,7 +58,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gat
         tiles, partial_du = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     if bonus is not None:
         gradients = (*gradients, draft.empty(bonus.shape, bonus.dtype))
-        sum_of_bonus(draft, partial_du, gradients[-1])
+        sum_of_parts(draft, partial_du, gradients[-1])
     return draft.plan((gradients, stored(draft, problem, dh0)), tiles=tiles)
 
 
@@ -286,7 +286,7 @@ def tile_after_tile(draft, problem, device, P, arrays, gradients, dht, dh0):
         if dh0 is not None:
             draft.copy(dh0_of_tile, tile.state(dh0))
         if du is not None:
-            sum_of_bonus(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
+            sum_of_parts(draft, partial_du, tile.part(du[tile.columns.start // TILES[-1]], "K"))
     return sizes[0] | {"tiles": len(tiles)}, du
 
 

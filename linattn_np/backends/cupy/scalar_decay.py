@@ -14,7 +14,7 @@ import numpy as np
 from ...arrays import BFLOAT16
 from ...declarations import GLA
 from . import float64, gated, gated_vjp, tuning
-from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient
+from .elementwise import FEATURE_MAPS, Divide, DivideGradient, FeatureGradient, FeatureMap, GateGradient, sum_of_parts
 from .instances import (
     PANEL,
     SCALAR,
@@ -379,18 +379,17 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    by_tokens = [gla[name] for name in "qkv"]
-    in_tiles = not exact_gate and gla.dtype == BFLOAT16 and gated_vjp.segments_of_tiles(gla, device, by_tokens) > 0
+    in_tiles = gla.dtype == BFLOAT16 and gated_vjp.segments_of_tiles(gla, device, [gla[name] for name in "qkv"]) > 0
     if not (in_tiles or backward_reads_gate_in_place(gla, device)):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True, exact_gate=exact_gate)
     own = Draft()
-    if kept or not sums_read_gate(gla, device):
+    if kept or in_tiles or not sums_read_gate(gla, device):
         gla = in_float32(own, gla)
     arrays = backward_inputs(own, gla, do)
     dht, dh0 = gated_vjp.cotangent(own, dht), gated_vjp.gradient_of_state(own, gla)
     found = {f"d{name}": own.like(arrays[name]) for name in "qkv"}
     if in_tiles:
-        dg, tiles = None, sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0)
+        dg, tiles = sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0)
     else:
         dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
     return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
@@ -443,29 +442,35 @@ def prepared(own, gla, device, arrays, dht, kept):
 
 
 def sums_tile_after_tile(own, gla, device, arrays, found, dht, dh0):
-    """As `gated_vjp.tile_after_tile`, of tokens that share their gate; the sizes of what runs."""
+    """As `gated_vjp.tile_after_tile`, of channels that share a gate: (its gradient, or None where tokens share it, too;
+    the sizes of what runs for the first)."""
     memory, tiles, sizes = Reused(own), tiles_of(gla), []
-    for tile in tiles:
+    parts = own.empty((len(tiles), *gla.shape("B H T")), FLOAT32) if has_own_gates(gla) else None
+    for n, tile in enumerate(tiles):
         draft, smaller = memory.again(), tile.problem(gla)
         read, written = (
             {name: x if name == "g" else tile.part(x, "V" if name in ("v", "do", "dv") else "K") for name, x in named}
             for named in (arrays.items(), found.items())
         )
         states = draft.plain(tile.state(dht), "dht"), gated_vjp.gradient_of_state(draft, smaller)
-        adds = {"dq": tile.adds, "dk": tile.adds, "dv": tile.adds_dv}
-        sizes.append(gradients_by_sums(draft, smaller, device, read, written, *states, adds=adds)[1])
+        more = {"adds": {"dq": tile.adds, "dk": tile.adds, "dv": tile.adds_dv}, "dg": parts and parts[n]}
+        sizes.append(gradients_by_sums(draft, smaller, device, read, written, *states, **more)[1])
         if dh0 is not None:
             own.copy(states[1], tile.state(dh0))
-    return sizes[0] | {"tiles": len(tiles)}
+    dg = parts and own.empty(parts.shape[1:], FLOAT32)
+    if parts is not None:
+        sum_of_parts(own, parts, dg)
+    return dg, sizes[0] | {"tiles": len(tiles)}
 
 
-def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept=(), adds=None):
+def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept=(), adds=None, dg=None):
     """Three sums, at once or the first before the others; those leave and find what the gate's gradient is made of,
-    where it is asked for. (that gradient, the sizes of what runs). `adds`: by name, whether they do, of tiles."""
+    where it is asked for. (that gradient, the sizes of what runs). Of a tile: `adds`, by name, says whether they do,
+    and the gate's gradient goes to `dg` as a whole."""
     K, V = gla.shape("K V")
     on_hopper, arrays, initial, dht = prepared(own, gla, device, arrays, dht, kept)
     P, gate = on_hopper.P, has_own_gates(gla)
-    sums, kernels = [], tuning.weighted_sums(gla, gla["g"].dtype, P, device, gate)
+    sums, kernels = [], tuning.weighted_sums(gla, gla["g"].dtype, P, device, gate, one_part=dg is not None)
     for name, parts in SUMS.items():
         of = (*(arrays[part] for part in parts), found[name])
         partner, adding = arrays[name[1:]] if gate else None, bool(adds and adds[name])
@@ -475,7 +480,7 @@ def gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept=(), adds=N
         else:
             more["final"] = dh0 if name == "dv" else None
             sums.append(weighted_sum(of, dht, read=1.0, write=gla.scale, backwards=True, **more))
-    of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) if gate else {}
+    of_gate = gate_sums(own, gla, on_hopper.shape, *kernels) | ({"dg": dg} if dg else {}) if gate else {}
     for kernel in kernels:
         count, widest = SUMS_AT_ONCE[kernel.what], K if kernel.what.endswith("Queries") else max(K, V)
         launch_sums(own, gla, kernel, sums[:count], arrays["g"], on_hopper.shape, widest, of=P, **of_gate)

@@ -163,10 +163,11 @@ def narrow_blocks(heads, V, longest, device) -> bool:
     return blocks <= most and segments(blocks, longest, most, SPARED) == 1
 
 
-def weighted_sums(problem, dtype, P, device, gate=False) -> tuple[WeightedSums, ...]:
+def weighted_sums(problem, dtype, P, device, gate=False, one_part=False) -> tuple[WeightedSums, ...]:
     """The kernels of dq, dk and dv: one for all three, of blocks as wide as the channels, or of half as many, which
     take three quarters of the time; or one for dq of such and one for dk and dv of wide ones: whatever needs the least
-    time for its waves of blocks. With the gradient of the gate always one for dq and one for the others."""
+    time for its waves of blocks. With the gradient of the gate always one for dq and one for the others, which takes
+    all of K where dg is to be in `one_part`."""
     N, H, K, V = problem.shape("N H K V")
     widest, narrow = max(K, V), TILES[0]
 
@@ -177,6 +178,8 @@ def weighted_sums(problem, dtype, P, device, gate=False) -> tuple[WeightedSums, 
     if gate:
         count = {"GatedQueries": 1, "GatedKeys": 2}
         widths = {what: min((widest, narrow), key=lambda BV: waves(count[what], BV)) for what in count}
+        if one_part:
+            widths["GatedKeys"] = widest
         return tuple(WeightedSums.fitting(what, dtype, widest, BV) for what, BV in widths.items())
     whole = {BV: waves(3, BV) for BV in (widest, narrow)}
     if P == 1 and waves(1, narrow) + waves(2, widest) < min(whole.values()):
