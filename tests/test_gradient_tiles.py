@@ -10,7 +10,7 @@ from planned import host
 from reference import assert_close, double, draw, exact_vjp, rms, same_bits
 from test_gradient_kernels import Call, Case, large
 
-from linattn_np import retention, simple_gla
+from linattn_np import gla, retention, simple_gla, vjp
 from linattn_np.arrays import BFLOAT16
 from linattn_np.backends.cupy import gated_vjp, tuning
 from linattn_np.backends.cupy.pieces import rows
@@ -160,3 +160,16 @@ def test_fixed_decays_by_tiles(hopper, dtype, rng):
     found, dh0 = planned.pull(problem, hopper, hopper.upload(do), (hopper.upload(dht),))
     for name, x, exact in zip(("dq", "dk", "dv", "dh0"), (*found, *dh0), wanted, strict=True):
         assert_close(name, host(x), exact, dtype, rows=Hopper.gradient_rows[dtype])
+
+
+def test_grouped_heads_in_reverse(backend, rng):
+    """Two heads of 72 columns share q, k and g: a state of 144."""
+    q, k, g, v, do = (rng.standard_normal((1, heads, 45, D)) for heads, D in ((2, 136),) * 3 + ((4, 72),) * 2)
+    arrays = [x.astype(BFLOAT16) for x in (q, k, v, -np.abs(g))]
+    plan = planned.plan_of(GLA.bind(arrays, gradient=True, reverse=True), EmulatedDevice(90))
+    assert plan.tiles["tiles"] == 4
+    _, _, wanted = exact_vjp(gla, arrays, do, None, reverse=True)
+    _, pull = backend.run(vjp, gla, *map(backend.asarray, arrays), reverse=True)
+    found = map(backend.tohost, pull(backend.asarray(do.astype(BFLOAT16))))
+    for name, x, exact in zip("qkvg", found, wanted, strict=True):
+        assert_close(f"d{name}", x, exact, "bfloat16", rows=Hopper.gradient_rows["bfloat16"])
