@@ -157,7 +157,8 @@ def gradients(rng, run, as_filled):
 
 def small_heads(rng, run):
     """By kernels that take many more tokens, where nobody asks otherwise."""
-    least, small.AT_LEAST = small.AT_LEAST, 0
+    least = small.AT_LEAST, small.AT_LEAST_ON_HOPPER
+    small.AT_LEAST = small.AT_LEAST_ON_HOPPER = 0
     try:
         for op, declared in DECLARED:
             for sizes, dtype, gate, gate_dtype, keywords in SMALL_HEADS:
@@ -165,7 +166,7 @@ def small_heads(rng, run):
                 yield run(op, *arrays, **keywords, initial_state=state, output_final_state=True)
                 yield run(backward, op, *arrays, **keywords, initial_state=state)
     finally:
-        small.AT_LEAST = least
+        small.AT_LEAST, small.AT_LEAST_ON_HOPPER = least
 
 
 def gated_values(rng, run):

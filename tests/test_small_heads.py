@@ -20,6 +20,7 @@ BOUNDS = (0, 0, 5, 105, 138, 138, 212)
 def cut(monkeypatch):
     """Cuts sequences into so many segments, however few tokens there are."""
     monkeypatch.setattr(small_heads, "AT_LEAST", 0)
+    monkeypatch.setattr(small_heads, "AT_LEAST_ON_HOPPER", 0)
     return lambda P: monkeypatch.setattr(small_heads.GatedSmall, "segments", lambda *sizes: P)
 
 

@@ -39,7 +39,7 @@ template <typename T, typename G, int D> struct Shared {
 };
 
 template <class ReadOrder, typename T, typename G, int D>
-__global__ void __launch_bounds__(32 * WARPS, D == 8 && sizeof(T) == 2 ? 5 : 3)
+__global__ void __launch_bounds__(32 * WARPS, D == 8 ? sizeof(G) == 2 ? 5 : 4 : 3)
     gated_small_states(const Args<T, G> args) {
   constexpr int LANES = D / 2;
   using Inputs = Tile<T, D, LANES>;

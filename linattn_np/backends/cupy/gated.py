@@ -128,7 +128,9 @@ def read_by_tiles(problem) -> list:
 def on_hopper(problem, device) -> bool:
     """Whether Hopper's own kernel computes a problem: of arrays that tensor maps cannot describe, copies cost less than
     the kernels for every card. Small heads have those of theirs."""
-    return not are_small(problem) and has_hoppers(problem, device) and mappable_once_copied(read_by_tiles(problem))
+    return (
+        not are_small(problem, device) and has_hoppers(problem, device) and mappable_once_copied(read_by_tiles(problem))
+    )
 
 
 def has_hoppers(problem, device) -> bool:
@@ -348,7 +350,7 @@ class OnEveryCard(OnePass):
 
 def one_pass(problem, device) -> type[OnePass]:
     """Which kernels of every card compute a problem."""
-    if are_small(problem):
+    if are_small(problem, device):
         return SmallHeads
     return WideHeads if has_wide_heads(problem, device) else OnEveryCard
 

@@ -48,7 +48,7 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, starts=No
         known = saved[0] if saved else None
         short = 0 if kept or known is not None else short_segment(problem, device, P)
         tiles, partial_du = on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, kept, known)
-    elif are_small(problem):
+    elif are_small(problem, device):
         tiles, partial_du = on_small_heads(draft, problem, device, arrays, gradients, dht, dh0)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
@@ -221,7 +221,7 @@ def segments(problem, device) -> int:
     """Into how many Hopper's own kernels cut a sequence; 0 where they do not run. Small heads have those of theirs."""
     N, H = problem.shape("N H")
     arrays = [x for name, x in problem.arrays.items() if name != "u"]
-    if are_small(problem) or not fits_hopper(problem, device, arrays):
+    if are_small(problem, device) or not fits_hopper(problem, device, arrays):
         return 0
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 

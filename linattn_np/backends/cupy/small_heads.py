@@ -14,15 +14,17 @@ from .kernel import Kernel
 from .plan import ceil_div
 
 SIZES = (8, 16)  # D, of which channels and columns are at most so many
-AT_LEAST = 1 << 18  # tokens of all heads: the time of fewer is that of launches, and chunks of tokens have fewer steps
+AT_LEAST, AT_LEAST_ON_HOPPER = 1 << 15, 1 << 17  # tokens of all heads: the time of fewer is that of launches, of which
+# Hopper's kernels for half-precision data need fewer
 SEGMENT = 64  # tokens that are worth a pass of their own: a warp takes them in a few microseconds
 SPARED = 128  # tokens that a cut has to spare: as long as two launches more take
 
 
-def are_small(problem) -> bool:
+def are_small(problem, device) -> bool:
     """Whether these kernels compute a problem of the gated family."""
     B, H, T, K, V = problem.shape("B H T K V")
-    return max(K, V) <= SIZES[-1] and B * H * T >= AT_LEAST
+    least = AT_LEAST_ON_HOPPER if device.capability == 90 and problem.dtype.itemsize == 2 else AT_LEAST
+    return max(K, V) <= SIZES[-1] and B * H * T >= least
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class GatedSmall(Kernel):
 
     @property
     def resident(self):
-        return 5 if self.D == SIZES[0] and self.dtype.itemsize == 2 else 3
+        if self.D > SIZES[0]:
+            return 3
+        return 5 if self.gate.itemsize == 2 else 4
 
     @property
     def heads(self) -> int:
