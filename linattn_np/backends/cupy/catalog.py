@@ -14,6 +14,7 @@ from . import instances as gated
 from .kernel import CTYPES, DOUBLE, FLOATS, HALF
 from .message import Message
 from .scalar_instances import ScalarBackwardSegments, WeightedSums
+from .small_heads import SIZES, GatedSmallBackward, GatedSmallForward, GatedSmallStates
 from .wide_heads import GatedWideForward, GatedWideOperands
 
 SINGLE = np.dtype(np.float32)
@@ -65,6 +66,8 @@ def on_every_card():
             yield from split_channels(order, T, G, products)
         if T == BFLOAT16:
             yield GatedWideOperands(order, T, G)
+        for cls, size in product((GatedSmallForward, GatedSmallStates, GatedSmallBackward), SIZES):
+            yield cls(order, T, G, size)
         for size in gated.CHANNELS:
             yield gated.Recurrent(order, T, G, size)
             yield stages.IntraChunk(order, T, G, size)

@@ -23,7 +23,8 @@ from .instances import (
     read_order,
 )
 from .message import MessageDraft
-from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, mappable_once_copied
+from .plan import FLOAT32, Draft, TensorMap, aligned16, ceil_div, common_bytes, mappable_once_copied
+from .small_heads import GatedSmallBackward, GatedSmallStates, are_small
 from .state_tiles import Reused, tiles_of
 
 
@@ -53,6 +54,8 @@ def plan_vjp(problem, device, do, dht, saved=(), kept=(), exact=False, exact_gat
         known = saved[0] if saved else None
         short = 0 if kept or known is not None else short_segment(problem, device, P)
         tiles, partial_du = on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, kept, known)
+    elif are_small(problem, device):
+        tiles, partial_du = on_small_heads(draft, problem, device, arrays, gradients, dht, dh0)
     else:
         products = 3 if exact and problem.dtype.itemsize == 2 else tuning.tf32_products(problem)
         tiles, partial_du = on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
@@ -163,6 +166,45 @@ def on_every_card(draft, problem, device, products, arrays, gradients, dht, dh0)
     return states.tiles | ({"segments": P} if P > 1 else {}), partial_du
 
 
+def on_small_heads(draft, problem, device, arrays, gradients, dht, dh0):
+    """The kernels of small heads, on every card; the sizes of what runs, and the parts of du."""
+    (q, k, v, g, do), (dq, dk, dv, dg) = arrays, gradients
+    B, N, H, K, V = problem.shape("B N H K V")
+    instance = read_order(problem.op), problem, g.dtype
+    main, states = GatedSmallBackward.fitting(*instance), GatedSmallStates.fitting(*instance)
+    P = 1 if V % 4 else main.segments(N * H, int(problem.spans.lengths.max(initial=0)), device)
+    shape = draft.shape(problem, problem.spans.segments(P, main.CHUNK) if P > 1 else None, main.CHUNK)
+    read, bytes = {"q": q, "k": k, "v": v, "do_": do, "g": g}, common_bytes(*arrays, *gradients)
+    both = {"shape": shape, "scale": problem.scale, "bytes": bytes}
+    starts, ends = draft.initial(problem), dht
+    if P > 1:
+        left, decays = draft.empty((2, N * P, H, K, V), FLOAT32), draft.empty((2, N * P, H, K), FLOAT32)
+        given = {"initial": starts, "dht": ends, "left": left, "decays": decays}
+        draft.launch(states, 2 * states.blocks(N * P * H), **read, **both, **given, of=P, needed=P, both=True)
+        if P > 2:
+            scan_both_ways(draft, problem, left, decays, P)
+        starts, ends = left[0], left[1]
+    partial_du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
+    draft.launch(
+        main,
+        main.blocks(N * P * H),
+        **read,
+        **both,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dg=dg,
+        u=draft.bonus(problem),
+        starts=starts,
+        ends=ends,
+        dh0=dh0,
+        kept=draft.empty((B, shape.NC, H, main.D**2), FLOAT32),
+        partial_du=partial_du,
+        P=P,
+    )
+    return main.tiles | ({"segments": P} if P > 1 else {}), partial_du
+
+
 def scan_both_ways(draft, problem, states, decays, P, first=0):
     """From what P segments leave by themselves to what each starts from, from the `first` direction on."""
     N, H, K, V = problem.shape("N H K V")
@@ -182,9 +224,9 @@ def fits_hopper_in_tiles(problem, device, arrays) -> bool:
 
 
 def segments(problem, device) -> int:
-    """Into how many Hopper's own kernels cut a sequence; 0 where they do not run."""
+    """Into how many Hopper's own kernels cut a sequence; 0 where they do not run. Small heads have those of theirs."""
     N, H = problem.shape("N H")
-    if not fits_hopper(problem, device, pieces.rows(problem)):
+    if are_small(problem, device) or not fits_hopper(problem, device, pieces.rows(problem)):
         return 0
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
