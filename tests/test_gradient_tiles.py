@@ -124,12 +124,13 @@ def test_other_cards_and_dtypes_have_no_tiles(capability, dtype):
 def test_tiles_under_a_shared_gate(op, dtype):
     """Its gradient is a sum over channels of what each tile of float16 would round: only what has none takes those."""
     taken = dtype == BFLOAT16 or op is not SIMPLE_GLA
-    assert ("tiles" in planned.plan_of(large(op, dtype, K=256, V=256), EmulatedDevice(90)).tiles) == taken
+    assert ("tiles" in planned.plan_of(large(op, dtype, K=256, V=256, T=2048, H=64), EmulatedDevice(90)).tiles) == taken
 
 
 @pytest.mark.parametrize("gate, gate_dtype", [("logsigmoid", "bfloat16"), ("weak", "float32"), ("all-20", "bfloat16")])
-def test_shared_gates_by_tiles(hopper, gate, gate_dtype, rng):
+def test_shared_gates_by_tiles(hopper, gate, gate_dtype, rng, monkeypatch):
     """The gate's gradient with the digits of q . dq and k . dk, whose sums it is, as that of narrow heads has."""
+    monkeypatch.setattr(tuning, "segments", lambda *_: 1)
     sizes = {"B": 2, "H": 2, "T": 300, "K": 136, "V": 200, "N": 2}
     q, k, v, g = arrays = draw(SIMPLE_GLA, rng, sizes, "bfloat16", gate, gate_dtype)
     do = rng.standard_normal((2, 2, 300, 200)).astype(BFLOAT16)
@@ -144,6 +145,12 @@ def test_shared_gates_by_tiles(hopper, gate, gate_dtype, rng):
         assert_close(name, x, exact, "bfloat16", rows=Hopper.gradient_rows["bfloat16"])
     terms = (double(k) * wanted[1]).sum(-1)
     assert rms(double(dg) - wanted[3]) <= 4e-3 * max(rms(wanted[3]), rms(terms))
+
+
+def test_tokens_own_gates_take_tiles_of_whole_sequences():
+    """Where a sequence is cut they take the kernels for every card."""
+    cut, whole = (planned.plan_of(large(SIMPLE_GLA, K=256, V=256, T=2048, H=H), EmulatedDevice(90)) for H in (16, 64))
+    assert "tiles" not in cut.tiles and "tiles" in whole.tiles and "segments" not in whole.tiles
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -379,7 +379,7 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     [B, H, T, C] in float32, or None where tokens share the gate. `exact_gate`: whether anybody wants it."""
     if gla.dtype == DOUBLE:
         return float64.plan_vjp(gla, device, do, dht)
-    in_tiles = gla.dtype == BFLOAT16 and gated_vjp.segments_of_tiles(gla, device, [gla[name] for name in "qkv"]) > 0
+    in_tiles = gla.dtype == BFLOAT16 and fits_tiles(gla, device)
     if not (in_tiles or backward_reads_gate_in_place(gla, device)):
         return gated_vjp.plan_vjp(spread(draft, gla, reason), device, do, dht, exact=True, exact_gate=exact_gate)
     own = Draft()
@@ -393,6 +393,13 @@ def plan_gla_vjp(draft, gla, device, do, dht, reason, kept=(), exact_gate=True):
     else:
         dg, tiles = gradients_by_sums(own, gla, device, arrays, found, dht, dh0, kept)
     return own.plan(((*found.values(), dg), gated_vjp.stored(own, gla, dh0)), tiles=tiles)
+
+
+def fits_tiles(gla, device) -> bool:
+    """Whether they take it a tile of the state after the other; with gates of tokens' own where no sequence is cut."""
+    if not gated_vjp.segments_of_tiles(gla, device, [gla[name] for name in "qkv"]):
+        return False
+    return not has_own_gates(gla) or backward_cut(tiles_of(gla)[0].problem(gla), device)[0] == 1
 
 
 def backward_reads_gate_in_place(gla, device) -> bool:
