@@ -273,10 +273,11 @@ def test_products_of_few_rows(hopper, rng, dtype, B, K, M):
 
 @pytest.mark.parametrize("width", kernels.TimeMixBatch.WIDTHS)
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
-def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, turns):
+@pytest.mark.parametrize("state", [DTYPES[0], BFLOAT16], ids=str)
+def test_sequences_of_a_block_do_not_change_them(hopper, monkeypatch, rng, width, turns, state):
     """A warp has one sequence, or takes several in turn."""
     weights, tokens = synthetic(rng, SIZES["wide heads"], BFLOAT16), rng.integers(0, 50, (21, 2))
-    decoder = CudaDecoder(weights, BFLOAT16, 21, hopper)
+    decoder = CudaDecoder(weights, BFLOAT16, 21, hopper, state_dtype=state)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
     monkeypatch.setattr(kernels.TimeMixBatch, "WIDTHS", (width,))
     monkeypatch.setattr(kernels.TimeMixMany, "SEQUENCES", 8 if turns else 9)
@@ -293,7 +294,7 @@ def test_all_blocks_of_many_sequences_run_at_once(B, H, turns):
     kernel, more = kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes)
     assert kernel.turns(B, H, card) == turns
     assert 2 * (kernel.shared_bytes + more) < card.shared_per_multiprocessor
-    assert kernels.TimeMixMany.fitting(BFLOAT16, BFLOAT16, 1, **sizes) is None
+    assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 3, **sizes) is None
     assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes | {"B": 9, "H": 2}) is None
 
 

@@ -62,6 +62,25 @@ template <typename X> __device__ __forceinline__ void store4(X* to, float4 x) {
   else *reinterpret_cast<uint2*>(to) = {pack<X>(x.x, x.y), pack<X>(x.z, x.w)};
 }
 
+// Four columns of a state of type S as they come.
+template <typename S> struct Four {
+  uint2 bits;
+  __device__ __forceinline__ explicit operator float4() const {
+    return {to_float(S{u16(bits.x)}), to_float(S{u16(bits.x >> 16)}), to_float(S{u16(bits.y)}),
+            to_float(S{u16(bits.y >> 16)})};
+  }
+};
+template <> struct Four<float> {
+  float4 bits;
+  __device__ __forceinline__ explicit operator float4() const { return bits; }
+};
+// A row's registers take the next one as soon as they are free, and not before.
+template <typename S> __device__ __forceinline__ Four<S> load_four(const S* x) {
+  Four<S> found;
+  load_in_turn(found.bits, x);
+  return found;
+}
+
 // As tensor cores multiply weights of type T: int8 ones are bfloat16 numbers, too.
 template <typename T> struct MultipliedAs {
   typedef T Type;

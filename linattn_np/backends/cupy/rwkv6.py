@@ -120,6 +120,7 @@ class TimeMixMany(ModelKernel):
     arch, threads, parts = "sm_90a", 256, 1
     shared_bytes = 4 * 64 * (8 * (4 + 3 + 2) + 4)
     dtype: np.dtype
+    state: np.dtype
 
     @classmethod
     def fitting(cls, dtype, state, terms, B, H, N, W, device) -> tuple[TimeMixMany, int] | None:
@@ -127,9 +128,9 @@ class TimeMixMany(ModelKernel):
         found = TimeMixBatch.fitting(dtype, state, terms, B, H, N, W, device)
         if not found or found[0].SEQUENCES < cls.SEQUENCES or device.capability != 90:
             return None
-        kernel, more = cls(dtype), W * (2 * 4 * cls.SEQUENCES + N * dtype.itemsize)
+        kernel, more = cls(dtype, state), W * (2 * 4 * cls.SEQUENCES + N * dtype.itemsize)
         room = device.shared_per_multiprocessor // 2 - 1024
-        serves = terms == 1 and state == FLOAT32 and kernel.shared_bytes + more <= room
+        serves = terms == 1 and kernel.shared_bytes + more <= room
         return (kernel, more) if serves else None
 
     def turns(self, B, H, device) -> int:
