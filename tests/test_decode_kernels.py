@@ -336,6 +336,7 @@ def test_all_blocks_of_many_sequences_run_at_once(B, H, turns):
     assert kernel.turns(B, H, card) == turns
     assert 2 * (kernel.shared_bytes + more) < card.shared_per_multiprocessor
     assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 3, **sizes) is None
+    assert (kernels.TimeMixMany.fitting(BFLOAT16, BFLOAT16, 1, **sizes) is None) == (turns == 1)
     assert kernels.TimeMixMany.fitting(BFLOAT16, DTYPES[0], 1, **sizes | {"B": 9, "H": 2}) is None
 
 
