@@ -231,14 +231,14 @@ def segments(problem, device) -> int:
     return tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
 
 
-def segments_of_tiles(problem, device, arrays) -> int:
+def segments_of_tiles(problem, device, arrays, shared=False) -> int:
     """Into how many they cut a sequence of more channels or columns than they have, where they read so many `arrays`
-    in tiles; 0 where they do not run."""
+    in tiles; 0 where they do not run. `shared`: whether channels share a gate."""
     N, H, K, V = problem.shape("N H K V")
     if max(K, V) <= TILES[-1] or not fits_hopper_in_tiles(problem, device, arrays):
         return 0
     P = tuning.backward_segments(N * H, int(problem.spans.lengths.max()), device.multiprocessors)
-    return P if tuning.worth_tiles(problem, len(tiles_of(problem)), P, device) else 0
+    return P if tuning.worth_tiles(problem, len(tiles_of(problem)), P, device, shared) else 0
 
 
 def short_segment(problem, device, P) -> int:
