@@ -116,6 +116,7 @@ __device__ __forceinline__ void consume(Shared<BV>& s, const Args& args, const W
     if ((iteration + 1) * CHUNK < at.tokens) load(later, later_rest, iteration + 1);  // while the tensor cores are busy
     wgmma_wait<0>();
     wgmma_keep(S);
+    wgmma_keep(x), wgmma_keep(rest);  // while the next ones were made
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = later[i / 4][i % 4], rest[i / 4][i % 4] = later_rest[i / 4][i % 4];
