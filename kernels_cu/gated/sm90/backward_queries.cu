@@ -6,8 +6,8 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
 //           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32; weight: in the type of g; sums [chunk, K + FLAGS] float32: the state's share over a whole chunk,
-//           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H,
+//           float32; weight: in g's bytes (backward_weights.cuh); sums [chunk, K + FLAGS] float32: the state's share
+//           over a whole chunk, with its unit, and a byte of every warp; ends: sum_v S_T dht; kept [B, H,
 //           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
 //           sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
@@ -295,7 +295,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
                                         scale, growth, offset, write);
 
     float sum[2];
+    u32 unit[2];
     if (!growth) {
+      if constexpr (IN_UNITS<G>) {
+        float size[2] = {};
+        add_sizes(size, found.weight);
+        if (ReadOrder::reads_before_write) add_sizes(size, found.writing);
+        units_for(unit, size);
+      }
       sum_tokens_by_shuffles<true, !ReadOrder::reads_before_write>(found.weight, sum);
       if (ReadOrder::reads_before_write)
 #pragma unroll
@@ -304,7 +311,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
           for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, found.dq, offset);
-      store_chunk_values(g_panels, found.weight, offset);
+      store_weights(g_panels, found.weight, unit, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(S);
@@ -313,7 +320,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (!growth && t == 0 && inside[h]) sums[8 * h] = sum[h];
+      if (!growth && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
     const int next = (iteration + 1) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
