@@ -34,6 +34,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;       // segments a sequence
   i64 joined;  // whether all but the first are one here, and in the second pass all but the last
+  i64 adds;    // whether dq adds to what it is for other columns
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -74,7 +75,7 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& 
     }
     if (iteration >= 0)
       store_chunk(at, iteration * CHUNK, [&](auto f) {
-        f(stage.q, args.dq, args.dq_rows, K);
+        f(stage.q, args.dq, args.dq_rows, K, 0, args.adds);
         f(stage.g, args.weight, args.weight_rows, K);
       });
     if (more)
