@@ -486,6 +486,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         dg[n][i] = (p ? key.y : key.x) * x;
       }
     });
+    float sums[2];
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
     const uint4 tokens = known(TOKENS);
     // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them.
@@ -495,13 +496,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
       before[h] = forgets(decays.all(h), rest, end[h], s.keep) ? 0.f : rest;
-      end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
+      sums[h] = s.sums[iteration & 1][channel + 8 * h];
+      end[h] = before[h] + sums[h];
     }
-    add_chunk(dg, own_panels(in.weight, warpgroup), offset, tokens.x);
-#pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dg[n][i] += before[i / 2];
+    add_weights(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.x);
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
@@ -520,8 +518,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     wait_for_values(iteration);
     barrier_arrive(s.operands);
     if (threadIdx.x == 0) s.keep = ROUNDING;  // nobody reads it in this chunk
+    const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
     grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                       in.weight, values.v, values.do_, values.dA, u, scale, CONSUMERS_BARRIER);
+                                       in.weight, values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // as after any chunk
     barrier_wait(s.scores, iteration & 1);
     fence_async();
