@@ -25,6 +25,7 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
 // Of a channel of the time mix four columns of the state behind a token, whose o they add to.
 __device__ __forceinline__ float4 step_channel(float4& o, float4 old, float4 v, float k, float r, float decay,
