@@ -11,7 +11,7 @@ template <typename X, int D> using Tile = X[D / PANEL<X>][CHUNK][PANEL<X>];
 
 // Where a block works: a (sequence, head), and its first chunk among those of all blocks.
 struct WorkTile {
-  i32 sequence, batch, head, start, tokens;
+  i32 sequence, batch, head, start, tokens, T;  // T: tokens that the arrays have
   i64 pair, chunk;
 };
 
@@ -23,6 +23,7 @@ __device__ __forceinline__ WorkTile work_tile(const Shape& shape, u32 block) {
           i32(h),
           i32(span.start),
           i32(span.stop - span.start),
+          i32(shape.T),
           i64(block),
           (i64(n / count) * H + h) * (shape.T / CHUNK + count) + span.start / CHUNK + n % count};
 }
@@ -40,8 +41,13 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F
 #pragma unroll 1
   for (int at = threadIdx.x & 31; at < PANELS * CHUNK * 8; at += 32) {
     const int panel = at / (CHUNK * 8), row = at / 8 % CHUNK, piece = at % 8;
-    f(reinterpret_cast<uint4*>(swizzled(tile[panel][0], row, piece)), row, panel * PANEL<X> + piece * (PANEL<X> / 8));
+    f(swizzled(tile[panel][0], row, piece), row, panel * PANEL<X> + piece * (PANEL<X> / 8));
   }
+}
+
+// Whether boxes of a chunk have tokens of its sequence alone. Behind an array's end copies read zeros, and store none.
+__device__ __forceinline__ bool fills_boxes(const WorkTile& at, int token) {
+  return at.tokens - token >= CHUNK || at.start + at.tokens == at.T;
 }
 
 // Starts to copy a chunk to shared memory; `full`, at which all lanes arrive, ends its phase when all of it is there.
@@ -49,8 +55,7 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F
 // zero.
 template <class Inputs>
 __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, int token, Inputs each_input) {
-  const int rows = at.tokens - token;
-  if (rows >= CHUNK) {
+  if (fills_boxes(at, token)) {
     if (threadIdx.x & 31) return barrier_arrive(full);
     u32 bytes = 0;
     each_input([&](auto& tile, const TensorMap&, auto, i64, i32 = 0) { bytes += sizeof tile; });
@@ -61,38 +66,49 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
     });
     return;
   }
+  const int rows = at.tokens - token;
   each_input([&](auto& tile, const TensorMap&, auto from, i64 width, i32 first = 0) {
     const int columns = int(width) - first;
-    each_piece(tile, [&](uint4* to, int row, int column) {
+    const auto* const start = from.row(at.batch, at.head, at.start + token) + first;
+    each_piece(tile, [&](auto* to, int row, int column) {  // all under way at once
       const bool inside = row < rows && column < columns;
-      const auto* row_of = from.row(at.batch, at.head, at.start + token + (inside ? row : 0)) + first;
-      *to = inside ? *reinterpret_cast<const uint4*>(row_of + column) : uint4{0, 0, 0, 0};
+      cp_async<16>(to, inside ? start + row * from.t + column : start, inside);
     });
   });
+  cp_async_commit();
+  cp_async_wait<0>();
   fence_async();
   barrier_arrive(full);
 }
 
-// Copies a chunk's results from shared memory, and returns when that may be filled again.
+// Copies a chunk's results from shared memory, and returns when that may be filled again. each_output is as each_input
+// above, and may say last whether results add to what the array holds.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
-  const int rows = at.tokens - token;
-  if (rows >= CHUNK) {
+  if (fills_boxes(at, token)) {
     if ((threadIdx.x & 31) == 0) {
-      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0) {
-        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
-          tensor_store(map, tile[panel], first + i32(panel * columns_of(tile)), at.start + token, at.head, at.batch);
+      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
+        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {
+          const i32 column = first + i32(panel * columns_of(tile));
+          tensor_store_or_add(map, tile[panel][0], column, at.start + token, at.head, at.batch, adds);
+        }
       });
       tensor_store_wait();
     }
   } else {
-    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0) {
+    const int rows = at.tokens - token;
+    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0, bool adds = false) {
       const int columns = int(width) - first;
-      each_piece(tile, [&](uint4* from, int row, int column) {
-        if (row < rows && column < columns)
-          *reinterpret_cast<uint4*>(to.row(at.batch, at.head, at.start + token + row) + first + column) = *from;
+      auto* const start = to.row(at.batch, at.head, at.start + token) + first;
+      each_piece(tile, [&](auto* from, int row, int column) {
+        if (row >= rows || column >= columns) return;
+        auto* there = start + row * to.t + column;
+        if (adds) add_piece(there, from);
+        else *reinterpret_cast<uint4*>(there) = *reinterpret_cast<const uint4*>(from);
       });
     });
+    commit_adds();
+    tensor_store_wait();
     fence_async();
   }
   __syncwarp();

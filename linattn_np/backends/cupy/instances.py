@@ -447,7 +447,7 @@ class GatedBackwardQueriesSm90(GatedBackwardSm90):
         *pointers("u initial dht ends sums du kept"),
         *shape,
         *reals("scale"),
-        *integers("P joined"),
+        *integers("P joined adds"),
     )
 
     @property
@@ -462,7 +462,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
         *pointers("u dht ends sums kept dh0"),
         *shape,
         *reals("scale"),
-        *integers("P joined"),
+        *integers("P joined adds adds_dv"),
     )
 
     @property
