@@ -373,8 +373,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     Chunk near_queries, near;
     const auto near_counts = counts();
     const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
-    constexpr bool AHEAD = !NARROW<T> && sizeof(G) == 2;  // otherwise there are no registers for that
-    if (AHEAD) decays_near(0), decays_near(1);
+    // Sub-chunks: as there are registers.
+    constexpr int AHEAD = NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n) decays_near(n);
     if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all parts stand
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
@@ -385,6 +387,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
+    // Orders of which either is the faster one for some types.
+    constexpr bool SUM_FIRST = NARROW<T> && !ReadOrder::reads_before_write;
+    constexpr bool ACROSS_FIRST = !NARROW<T> && ReadOrder::reads_before_write && BK == 128;
     Chunk dk, dg, far;
     SubChunkDecays decays;
     Across read, met;
@@ -399,8 +404,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // C for dv
           if (!APART<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
         });
-      if (!AHEAD) decays_near(n);
-      else if (n < SUBCHUNKS - 2) decays_near(n + 2);
+      if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
       SubChunk within, keys_within, sum = {};
       float present[4] = {}, own[2];
       if (ReadOrder::reads_before_write)
@@ -413,9 +417,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
         }
       };
       decay_within<false, T>(within, keys_within, near_queries[n], near[n], q, k, n, meet_itself);
-      dA.add_queries(sum, within, n, n);
+      if (SUM_FIRST) dA.add_queries(sum, within, n, n);
       put_within(in, within, queries_at, n);
       put_within(s.keys_within, keys_within, keys_at, n);
+      if (!SUM_FIRST) dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], present[i]);
     }
@@ -449,6 +454,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     if (!APART<BK>) fence_async();  // otherwise who multiplies by them does so
     barrier_arrive(s.operands);     // and v for C has been read
 
+    Across over = {};  // sums of queries, for keys
+    const auto sum_across = [&] {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
+        dA.add_queries(over.by16[x], read.by16[0], 2, x);
+        dA.add_queries(over.by16[x], read.by16[1], 3, x);
+      }
+    };
+    if (ACROSS_FIRST) sum_across();
     decay_state<BV>(C, decays);
     wgmma_fence();
     start_write<T, BV>(C, queries, values.do_);
@@ -458,13 +473,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
       wgmma_keep(C);
       scale_state<BV>(C, reach.down[0], reach.down[1]);
     }
-    Across over = {};  // sums of queries, for keys
-#pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
-      dA.add_queries(over.by16[x], read.by16[0], 2, x);
-      dA.add_queries(over.by16[x], read.by16[1], 3, x);
-    }
+    if (!ACROSS_FIRST) sum_across();
     constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[OWN + !OWN];
     if (OWN) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
@@ -491,15 +500,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     };
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
     const uint4 tokens = known(TOKENS);
-    // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them. What is
-    // added here has time while they are under way.
-    if constexpr (ReadOrder::reads_before_write || NARROW<T>) {
-      add_across();
-      sum_tokens_by_shuffles<false, false>(dg, before);
-    } else {
-      sum_tokens<false>(dg, before, {tokens.y, tokens.z});
-      add_across();
-    }
+    // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them. With 128
+    // channels there is time to add while they are under way.
+    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
+    if (!ADDS_LATE) add_across();
+    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false, false>(dg, before);
+    else sum_tokens<false>(dg, before, {tokens.y, tokens.z});
+    if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
