@@ -45,7 +45,7 @@ __device__ __forceinline__ void each_piece(X (&tile)[PANELS][CHUNK][PANEL<X>], F
   }
 }
 
-// Whether boxes of a chunk have its sequence's tokens alone. Behind an array's end copies read zeros, and store nothing.
+// Whether boxes of a chunk have tokens of its sequence alone. Behind an array's end copies read zeros, and store none.
 __device__ __forceinline__ bool fills_boxes(const WorkTile& at, int token) {
   return at.tokens - token >= CHUNK || at.start + at.tokens == at.T;
 }

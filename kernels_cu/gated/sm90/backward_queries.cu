@@ -34,6 +34,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;       // segments a sequence
   i64 joined;  // whether all but the first are one here, and in the second pass all but the last
+  i64 blocks;  // segments of all heads, which blocks take in turn
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -47,6 +48,8 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
+  WorkTile chunks[STAGES];  // on their way: where they are, and nothing before them
+  Cursor<false> cursor;     // what comes next
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
 };
 
@@ -54,22 +57,29 @@ template <typename T, typename G, int BK, int BV> struct Shared {
 
 template <typename T, typename G, int BK, int BV>
 __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
   const i64 K = args.shape.K, V = args.shape.V;
+  const int lane = threadIdx.x & 31;
+  int count = 0;  // of the chunks that have been asked for
+  if (lane == 0) s.cursor.begin(args, blockIdx.x);
+  __syncwarp();
 #pragma unroll 1
-  for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+  for (int iteration = -STAGES; iteration < count; ++iteration) {
     if (iteration >= 0) {
       Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
       barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-      store_chunk(at, iteration * CHUNK, [&](auto f) {
+      store_chunk(s.chunks[iteration % STAGES], 0, [&](auto f) {
         f(out.q, args.dq, args.dq_rows, K);
         f(out.g, args.weight, args.weight_rows, K);
       });
     }
     const int next = iteration + STAGES;
-    if (next * CHUNK >= at.tokens) continue;
+    if (s.cursor.block >= u32(args.blocks)) continue;
+    ++count;
+    __syncwarp();  // all lanes know that there is a chunk
+    if (lane == 0) s.chunks[next % STAGES] = s.cursor.rest(), s.cursor.next(args);
+    __syncwarp();  // where it is stands
     Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], at, next * CHUNK, [&](auto f) {
+    fetch_chunk(s.full[next % STAGES], s.chunks[next % STAGES], 0, [&](auto f) {
       f(in.do_, args.do_, args.do_rows, V);
       f(in.v, args.v, args.v_rows, V);
       f(in.g, args.g, args.g_rows, K);
@@ -82,9 +92,9 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& 
 // ---- three warps that multiply tokens -------------------------------------------------------------------------------
 
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tokens, float scale, int block, int lane) {
-#pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration) {
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const Args<T, G>& args, int block, int lane) {
+  const float scale = float(args.scale);
+  each_chunk<false>(args, [&](int iteration) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
@@ -108,7 +118,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, int tok
     put_read_tile<3, T, BV>(in.read, in.do_, block, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
-  }
+  });
 }
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
@@ -237,9 +247,10 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
   __syncwarp();
 }
 
+// A segment, whose first chunk is the block's iteration-th.
 template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  const Segment at = segment_of<false>(args.shape, args.P, args.joined);
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Segment& at,
+                                        int iteration) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int kept = first_kept(args.shape, at);
   // All in float16 with 128 columns has no registers for a lane's places.
@@ -259,16 +270,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 
   Values from_state;
   TokenOperands<T, G> operands;
-  const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
-    if (iteration * CHUNK < tokens) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
+  const auto begin = [&](int iteration) {
+    if (tokens) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
     if (EARLY<ReadOrder, G, BV>)
       operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
-  begin(0);
+  begin(iteration);
 #pragma unroll 1
-  for (int iteration = 0; iteration * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
+  for (int next = CHUNK; next < tokens + CHUNK; ++iteration, next += CHUNK, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients found;
     SubChunkDecays decays;
@@ -308,13 +319,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    begin(iteration + 1);
+    begin(iteration + (next < tokens));  // what the last chunk's gives once more nobody reads
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!growth && t == 0 && inside[h]) sums[8 * h] = sum[h];
-    const int next = (iteration + 1) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
 #pragma unroll
@@ -359,11 +369,15 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 216 : 232>();
-    consume<ReadOrder>(s, args);
+    int iteration = 0;
+    each_segment<false>(args, [&](const Segment& at) {
+      consume<ReadOrder>(s, args, at, iteration);
+      iteration += chunks_of(at);
+    });
     return;
   }
   if constexpr (TIGHT) registers_down<40>();
-  const int warp = (threadIdx.x - CONSUMERS) / 32, tokens = segment_of<false>(args.shape, args.P, args.joined).tokens;
-  if (warp < 3) multiply_tokens<ReadOrder>(s, tokens, float(args.scale), warp, threadIdx.x & 31);
+  const int warp = (threadIdx.x - CONSUMERS) / 32;
+  if (warp < 3) multiply_tokens<ReadOrder>(s, args, warp, threadIdx.x & 31);
   else move(s, args);
 }

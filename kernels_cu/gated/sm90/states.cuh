@@ -31,14 +31,57 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i6
   at.chunk += i64(segment / u32(P)) - segment;  // wherever a pass is cut, a chunk's number is the same
   return at;
 }
-template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
-  const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
-  const bool both = joined && blockIdx.x < heads;
-  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : blockIdx.x;
-  Segment at = {segment_at(shape, block, P), block};
-  if (both) at.last += H, at.tokens += work_tile(shape, block + H).tokens;
+__device__ __forceinline__ int chunks_of(const WorkTile& at) { return (at.tokens + CHUNK - 1) / CHUNK; }
+
+template <bool BACKWARDS, class Args> __device__ __forceinline__ Segment segment_of(const Args& args, u32 block) {
+  const Shape& shape = args.shape;
+  const u32 H = u32(shape.H), heads = u32(args.blocks) / 2, n = block % heads;
+  const bool joined = args.joined, both = joined && block < heads;
+  const u32 own = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : block;
+  Segment at = {segment_at(shape, own, args.P), own};
+  if (both) at.last += H, at.tokens += work_tile(shape, own + H).tokens;
   return at;
 }
+
+// Calls f(segment) for those that this block takes, one after the other: every gridDim.x-th.
+template <bool BACKWARDS, class Args, class F> __device__ __forceinline__ void each_segment(const Args& args, F f) {
+#pragma unroll 1
+  for (u32 block = blockIdx.x; block < u32(args.blocks); block += gridDim.x) f(segment_of<BACKWARDS>(args, block));
+}
+
+// Calls f(iteration) for each of their chunks.
+template <bool BACKWARDS, class Args, class F> __device__ __forceinline__ void each_chunk(const Args& args, F f) {
+  int iteration = 0;
+  each_segment<BACKWARDS>(args, [&](const Segment& at) {
+#pragma unroll 1
+    for (int chunks = chunks_of(at); chunks > 0; --chunks) f(iteration++);
+  });
+}
+
+// Goes over these chunks; in shared memory, since registers are scarce.
+template <bool BACKWARDS> struct Cursor {
+  WorkTile at;
+  u32 block;  // past the last one at the end
+  int token;  // the chunk's first
+
+  template <class Args> __device__ __forceinline__ void begin(const Args& args, u32 first) {
+    for (block = first; block < u32(args.blocks); block += gridDim.x) {
+      at = segment_of<BACKWARDS>(args, block);
+      token = BACKWARDS ? (chunks_of(at) - 1) * CHUNK : 0;
+      if (at.tokens) return;
+    }
+  }
+  // The chunk, and what follows it in time, as if the segment began with it.
+  __device__ __forceinline__ WorkTile rest() const {
+    WorkTile x = at;
+    x.start += token, x.tokens -= token, x.chunk += token / CHUNK;
+    return x;
+  }
+  template <class Args> __device__ __forceinline__ void next(const Args& args) {
+    token += BACKWARDS ? -CHUNK : CHUNK;
+    if (BACKWARDS ? token < 0 : token >= at.tokens) begin(args, block + gridDim.x);
+  }
+};
 
 template <typename T> constexpr bool NARROW = false;
 template <> constexpr bool NARROW<f16> = true;

@@ -217,9 +217,13 @@ def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, lef
         summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
-    segments = 2 if short else P
-    launches.launch(queries, read | {"dq": dq, "weight": dg}, segments, initial=initial, du=du, **both)
-    launches.launch(keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, segments, dh0=dh0, **both)
+    blocks = (2 if short else P) * N * H
+    for kernel, mapped, own in (
+        (queries, read | {"dq": dq, "weight": dg}, {"initial": initial, "du": du}),
+        (keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, {"dh0": dh0}),
+    ):
+        at_once = tuning.resident_blocks(kernel, device) if P == 1 else blocks
+        launches.launch(kernel, min(blocks, at_once), mapped, blocks=blocks, **own, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
@@ -238,15 +242,13 @@ class OnHopper:
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch(self, kernel, mapped, segments=None, **more):
-        """Blocks of BK channels for every head of so many segments a sequence, or all; tensor maps and rows
-        of `mapped`."""
-        N, H, K = self.problem.shape("N H K")
+    def launch(self, kernel, count, mapped, **more):
+        """So many blocks; tensor maps and rows of `mapped`."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
             kernel,
-            (segments or self.P) * N * H * ceil_div(K, kernel.BK),
+            count,
             **maps,
             **rows,
             **more,
@@ -294,11 +296,12 @@ class OnHopper:
         """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]), as gated/sm90/backward_segments.cu has them."""
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
+        blocks = 2 * P * N * H * ceil_div(K, summary.BK)
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         self.launch(
             summary,
+            blocks,
             mapped,
-            2 * P,
             initial=initial,
             dht=dht,
             states=states,

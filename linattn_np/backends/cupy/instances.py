@@ -428,6 +428,10 @@ class GatedBackwardSm90(Kernel):
         return 2 * self.BK + 128
 
     @property
+    def resident(self):
+        return 2 if self.BK + self.BV == 128 else 1
+
+    @property
     def tiles(self):
         sizes = {"BK": self.BK, "BV": self.BV, "chunk": self.CHUNK}
         return sizes | {"checkpoint every": self.CHECKPOINT_EVERY}
@@ -447,12 +451,12 @@ class GatedBackwardQueriesSm90(GatedBackwardSm90):
         *pointers("u initial dht ends sums du kept"),
         *shape,
         *reals("scale"),
-        *integers("P joined"),
+        *integers("P joined blocks"),
     )
 
     @property
     def shared_bytes(self):
-        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, 0)
+        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, 3 * 40 + 48)
 
 
 class GatedBackwardKeysSm90(GatedBackwardSm90):
@@ -462,7 +466,7 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
         *pointers("u dht ends sums kept dh0"),
         *shape,
         *reals("scale"),
-        *integers("P joined"),
+        *integers("P joined blocks"),
     )
 
     @property
@@ -472,10 +476,11 @@ class GatedBackwardKeysSm90(GatedBackwardSm90):
     @property
     def shared_bytes(self):
         BK, BV = self.BK, self.BV
-        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 34 * BK // 16 + 8 * BK + 48
+        rest = 2 * BK * BV + 32 * (8 * BK + 4 * BV) + 32 * 32 * 4 + 4 * 34 * BK // 16 + 8 * BK + 16
         lookups = 0 if BK == 64 else 3 if self.gate.itemsize == 2 else 1
-        rest += 32 * BK * lookups + 32
+        rest += 32 * BK * lookups + 4 * BK // 16
         stages = 3 if self.gate.itemsize == 2 else 2  # of values
+        rest += 4 * (40 * stages + 48)
         return self.ring(2, 2, 2, 0, 0, rest + stages * (2 * 32 * 2 * BV + 32 * 32 * 4 + 2 * 8))
 
 
