@@ -8,7 +8,7 @@ from emulator import EmulatedDevice
 from reference import assert_close, same_bits
 from test_gradient_kernels import BY_NAME, Call, Case
 
-from linattn_np.backends.cupy import execute, gated, tuning
+from linattn_np.backends.cupy import execute, gated, instances, tuning
 
 pytestmark = pytest.mark.parametrize("op", BY_NAME)
 
@@ -49,9 +49,10 @@ def test_blocks_take_sequences_in_turn(op, dtype, gate_dtype, K, V, dht, rng, mo
         monkeypatch.setattr(type(device), "multiprocessors", multiprocessors, raising=False)
         problem = declared.bind(call.arrays, gradient=True, **given)
         plan = execute.vjp_plan_of(gated, problem, device, call.do, final)
-        blocks = [step.blocks for step in plan.launches if "backward" in step.kernel.name]
-        resident = multiprocessors * (2 if K + V == 128 else 1)
-        assert blocks == [min(len(lengths) * call.case.H, resident)] * 2
+        main = [step for step in plan.launches if "backward" in step.kernel.name]
+        many, held = len(lengths) * call.case.H, multiprocessors * (2 if K + V == 128 else 1)
+        schedule, blocks = (instances.IN_TURN, held) if many > held else (instances.ONE_EACH, many)
+        assert [(step.kernel.schedule, step.blocks) for step in main] == [(schedule, blocks)] * 2
         found, start = planned.pull(problem, device, call.do, final)
         results[multiprocessors] = [*found, *(start or ())]
     assert all(map(same_bits, *results.values()))

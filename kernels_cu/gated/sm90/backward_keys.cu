@@ -8,9 +8,9 @@
 //           C <- D C + scale sum_i E_i q_i do_i^T
 // shapes    q k g weight dk dg [B, H, T, K], v do dv [B, H, T, V], u [H, K], dht and dh0 [N, H, K, V] float32
 //           weight, sums, ends, kept: as backward_queries leaves them; weight may be dg itself
-// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one that
-//           makes dA and moves chunks. Two of 64 channels have another beside them that makes A and dv; where there is
-//           one, it makes dv, and the one that makes dA makes A
+// grid      as backward_queries; a warpgroup for every 64 channels, then one that makes dA and moves chunks. Two of 64
+//           channels have another beside them that makes A and dv; where there is one, it makes dv, and the one that
+//           makes dA makes A
 // smem      ChannelStage: what a chunk's channels have, and results in place of it; ValueStage: likewise the columns of
 //           V; Shared: what meets in the chunk, A, and C for dv
 // barriers  full, arrived: a chunk's channels are there, and its columns; done: so are the results; pairs: dA stands,
@@ -36,7 +36,7 @@ template <typename T, typename G> struct Args {
   float* dh0;  // or null
   Shape shape;
   double scale;
-  i64 P, joined, blocks;  // as backward_queries
+  i64 P, joined;  // as backward_queries
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
@@ -57,7 +57,7 @@ template <> struct WarpFlagsOf<64> {
 };
 template <int BK> using WarpFlags = typename WarpFlagsOf<BK>::Type;
 
-template <typename T, typename G, int BK, int BV> struct Shared {
+template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   static constexpr int STAGES = 2, VALUE_STAGES = sizeof(G) == 2 ? 3 : 2;  // as many as there is room for
   ChannelStage<T, G, BK> channels[STAGES];
   ValueStage<T, BV> values[VALUE_STAGES];
@@ -71,11 +71,12 @@ template <typename T, typename G, int BK, int BV> struct Shared {
   float sums[2][BK];            // of the chunk's queries, as the first pass leaves them; likewise
   WarpFlags<BK> growth[2];      // whether gates of its channels grow; likewise
   alignas(16) Lookups<LOOKUPS<G, BK>, BK> lookups;
-  float keep[BK / 16];               // for `forgets`, each warp's
-  WorkTile chunks[4][VALUE_STAGES];  // where those on their way are, for each warp that moves them; nothing before them
-  Cursor<true> cursors[4];           // what comes next
+  float keep[Schedule::in_turn ? BK / 16 : 1];          // for `forgets`; in turn each warp's
+  WorkTile place;                                       // OneEach; here, since registers are scarce
+  ChunkPlaces<Schedule, true, VALUE_STAGES> places[4];  // of each warp that moves chunks
   Barrier full[STAGES], done[STAGES], arrived[VALUE_STAGES], pairs[VALUE_STAGES], operands, within, scores;
 };
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // Whether C for its product with v is tf32, or two bfloat16 numbers, and v as it came. float16 has no range for two.
@@ -105,7 +106,7 @@ template <typename T, typename Shared> __device__ __forceinline__ bool goes_by_t
 // Whether gates grow in a segment behind this one; `thread` of COUNT looks at some chunks.
 template <int BK, int COUNT, typename T, typename G>
 __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread) {
-  const i64 last = segment_of<true>(args, blockIdx.x).last, H = args.shape.H;
+  const i64 last = segment_of<true>(args.shape, args.P, args.joined).last, H = args.shape.H;
   bool found = false;
   for (i64 n = 1; last / H % args.P + n < args.P; ++n) {
     const WorkTile at = segment_at(args.shape, u32(last + n * H), args.P);
@@ -117,12 +118,20 @@ __device__ __forceinline__ bool grows_behind(const Args<T, G>& args, int thread)
   return found;
 }
 
+// Calls f(iteration, first token of the chunk) for the chunks of a segment from the last to the first, behind so many
+// chunks of others.
+template <class F> __device__ __forceinline__ void each_chunk(int tokens, int chunks, F f) {
+  int iteration = chunks;
+#pragma unroll 1
+  for (int token = (tokens - 1) / CHUNK * CHUNK; tokens && token >= 0; token -= CHUNK) f(iteration++, token);
+}
+
 // ---- a warpgroup that makes A and dv: a warp has 8 queries, then 16 columns of every 64 of V -----------------------
 
 // A; each warp makes as much of it as the others.
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in, float scale, int warp,
-                                            int lane) {
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void make_scores(Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in, float scale,
+                                            int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool sixteen = warp % 2 == 0;
   const int queries = sixteen ? 16 : 8 * warp, keys = sixteen ? 4 * warp : 8 * (warp - 1);
@@ -148,8 +157,8 @@ __device__ __forceinline__ void make_scores(Shared<T, G, BK, BV>& s, ChannelStag
 }
 
 // 64 columns of dv, what keys have of C, under way.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV>& s, ChannelStage<T, G, BK>& in,
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ChannelStage<T, G, BK>& in,
                                              int panel) {
   const u64 state_tile = wgmma_tile(s.C[0][64 * panel], 16, 1024), keys_tile = wgmma_tile(in.k, 16, 1024);
   wgmma_fence();
@@ -161,9 +170,9 @@ __device__ __forceinline__ void start_values(Values& dv, Shared<T, G, BK, BV>& s
 }
 
 // With what queries have of do, in place of v. down: what C was not multiplied by.
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV>& s, ValueStage<T, BV>& in, int panel,
-                                              float down, int offset) {
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV, Schedule>& s, ValueStage<T, BV>& in,
+                                              int panel, float down, int offset) {
   u32 columns[SUBCHUNKS][4];
   Operand gradient;
   load_operand(gradient, in.do_[panel], offset);
@@ -190,12 +199,13 @@ __device__ __forceinline__ void finish_values(Values& dv, Shared<T, G, BK, BV>& 
   store_chunk_values(&in.v[panel], result, offset);
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   const int warp = threadIdx.x / 32 % 4;
   int lane = threadIdx.x & 31;
-  each_chunk<true>(args, [&](int iteration) {
+  const auto by_chunk = [&](int iteration, int) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
     barrier_wait(s.operands, iteration & 1);  // the decayed queries and keys stand, and C
@@ -215,52 +225,65 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV>& s, const Args<
       fence_async();
     }
     barrier_arrive(s.done[iteration % STAGES]);
-  });
+  };
+  each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { each_chunk(at.tokens, chunks, by_chunk); });
 }
 
 // ---- a warpgroup that makes dA and moves chunks: a warp has 8 queries, and one or two of the arrays -----------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
+  // Known to be the same for all threads, unlike s.place.
+  const int tokens = Schedule::in_turn ? 0 : segment_of<true>(args.shape, args.P, args.joined).tokens;
   const i64 K = args.shape.K, V = args.shape.V;
   const float scale = float(args.scale);
   const int warp = threadIdx.x / 32 % 4;
-  int lane = threadIdx.x & 31, count = 0;  // count: how many chunks have been asked for
-  Cursor<true>& cursor = s.cursors[warp];
-  if (lane == 0) cursor.begin(args, blockIdx.x);
-  __syncwarp();
-  const auto chunk = [&](int iteration) -> WorkTile& { return s.chunks[warp][iteration % VALUE_STAGES]; };
-  const auto fetch = [&] {
-    if (cursor.block >= u32(args.blocks)) return;
-    const int iteration = count++;
-    __syncwarp();  // all lanes know that there is a chunk
-    if (lane == 0) chunk(iteration) = cursor.rest(), cursor.next(args);
-    __syncwarp();  // where it is stands
-    ChannelStage<T, G, BK>& in = s.channels[iteration % STAGES];
+  int lane = threadIdx.x & 31, count = 0;  // in turn: of the chunks that have been asked for
+  const auto place_of = [&](int iteration) -> const WorkTile& {
+    if constexpr (Schedule::in_turn) return s.places[warp].chunks[iteration % VALUE_STAGES];
+    else return s.place;
+  };
+  const auto token_of = [&](int iteration) {
+    return Schedule::in_turn ? 0 : ((tokens - 1) / CHUNK - iteration) * CHUNK;
+  };
+  const auto fetch = [&](int iteration) {
+    const int stage = iteration % STAGES;
+    if (warp == 1) iteration += VALUE_STAGES - STAGES;
+    if constexpr (Schedule::in_turn) {
+      if (!s.places[warp].next(args.shape, iteration)) return;
+      ++count;
+    } else if (iteration * CHUNK >= tokens) return;
+    ChannelStage<T, G, BK>& in = s.channels[stage];
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
-    Barrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[iteration % STAGES];
-    fetch_chunk(barrier, chunk(iteration), 0, [&](auto f) {
+    Barrier& barrier = warp == 1 ? s.arrived[iteration % VALUE_STAGES] : s.full[stage];
+    fetch_chunk(barrier, place_of(iteration), token_of(iteration), [&](auto f) {
       if (warp == 0) f(in.q, args.q, args.q_rows, K), f(in.k, args.k, args.k_rows, K);
       if (warp == 1) f(values.v, args.v, args.v_rows, V), f(values.do_, args.do_, args.do_rows, V);
       if (warp == 2) f(in.g, args.g, args.g_rows, K);
       if (warp == 3) f(in.weight, args.weight, args.weight_rows, K);
     });
   };
-  const auto store = [&](int iteration) {
+  const auto store = [&](int iteration, int token) {
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-    store_chunk(chunk(iteration), 0, [&](auto f) {
+    store_chunk(place_of(iteration), token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
       if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V);
       if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
     });
   };
+  const auto chunk_of = [&](int iteration) {
+    return place_of(iteration).chunk + (Schedule::in_turn ? 0 : (tokens - 1) / CHUNK - iteration);
+  };
   const auto sum_of = [&](int iteration) {  // what the first pass leaves for a lane's channel
-    return 32 * warp + lane < K ? args.sums[chunk(iteration).chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
+    const i64 chunk = chunk_of(iteration);
+    return 32 * warp + lane < K ? args.sums[chunk * (K + FLAGS) + 32 * warp + lane] : 0.f;
   };
   const auto growth_of = [&](int iteration) {  // likewise
-    return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk(iteration).chunk * (K + FLAGS) + K);
+    const i64 chunk = chunk_of(iteration);
+    return *reinterpret_cast<const WarpFlags<BK>*>(args.sums + chunk * (K + FLAGS) + K);
   };
   const auto gradients = [&](int iteration, float sum, WarpFlags<BK> growth) {  // of the scores: dA
     ValueStage<T, BV>& in = s.values[iteration % VALUE_STAGES];
@@ -289,35 +312,39 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV>& s, const Args<
     fence_async();
     barrier_arrive(s.pairs[iteration % VALUE_STAGES]);
   };
-  for (int stage = 0; stage < (warp == 1 ? VALUE_STAGES : STAGES); ++stage) fetch();
+  if constexpr (Schedule::in_turn) s.places[warp].begin(args.shape);
+  for (int iteration = warp == 1 ? STAGES - VALUE_STAGES : 0; iteration < STAGES; ++iteration) fetch(iteration);
   __syncwarp();
-  if (count) gradients(0, sum_of(0), growth_of(0));
-#pragma unroll 1
-  for (int iteration = 0; iteration < count; ++iteration) {
-    const bool more = iteration + 1 < count;
-    forget(lane);                                          // addresses are cheaper made anew than held in registers
-    const float sum = more ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
-    const WarpFlags<BK> growth = more ? growth_of(iteration + 1) : 0;
+  if (Schedule::in_turn ? count : tokens) gradients(0, sum_of(0), growth_of(0));
+  const auto by_chunk = [&](int iteration, int token, bool goes_on) {
+    forget(lane);                                             // addresses are cheaper made anew than held in registers
+    const float sum = goes_on ? sum_of(iteration + 1) : 0.f;  // early: nobody waits for it
+    const WarpFlags<BK> growth = goes_on ? growth_of(iteration + 1) : 0;
     if (!APART<BK>) {
       barrier_wait(s.operands, iteration & 1);                       // the decayed queries and keys stand
       if (goes_by_token<T>(s, iteration)) barrier_arrive(s.within);  // nobody reads scores
       else make_scores<ReadOrder>(s, s.channels[iteration % STAGES], scale, warp, lane);
       barrier_arrive(s.scores);
     }
-    if (more) gradients(iteration + 1, sum, growth);
-    store(iteration);
-    fetch();  // each warp what takes the place of what it has stored
+    if (goes_on) gradients(iteration + 1, sum, growth);
+    store(iteration, token);
+    fetch(iteration + STAGES);  // each warp what takes the place of what it has stored
     __syncwarp();
-  }
+  };
+  if constexpr (Schedule::in_turn) {
+#pragma unroll 1
+    for (int iteration = 0; iteration < count; ++iteration) by_chunk(iteration, 0, iteration + 1 < count);
+  } else each_chunk(tokens, 0, [&](int iteration, int token) { by_chunk(iteration, token, token > 0); });
 }
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
 
-// A segment, whose last chunk is the block's iteration-th; grown: whether gates behind it do.
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Segment& at,
-                                        int iteration, bool grown) {
-  constexpr int STAGES = Shared<T, G, BK, BV>::STAGES, VALUE_STAGES = Shared<T, G, BK, BV>::VALUE_STAGES;
+// A segment, behind so many chunks of others.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
+                                        int chunks) {
+  constexpr int STAGES = Shared<T, G, BK, BV, Schedule>::STAGES,
+                VALUE_STAGES = Shared<T, G, BK, BV, Schedule>::VALUE_STAGES;
   constexpr int CONSUMERS = ::CONSUMERS<BK>;
   const int warp = threadIdx.x / 32, warpgroup = warp / 4, lane = threadIdx.x & 31, t = lane & 3;
   const int channel = warp * 16 + (lane >> 2), offset = opaque(lane_offset());
@@ -334,7 +361,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     else return own_counts;
   };
 
-  if (lane == 0) s.keep[warp] = grown ? ROUNDING : __uint_as_float(0x7f800000u);
+  float& keep = s.keep[Schedule::in_turn ? warp : 0];
+  if constexpr (Schedule::in_turn) {
+    __syncwarp();  // nobody reads that of the segment before
+    if (lane == 0) keep = infinity();
+  }
   const bool joins = at.last != at.pair;    // then it ends where a state is kept
   float C[BV / 2], u[2] = {}, end[2] = {};  // end: sum_v S C behind the chunk at hand
   load_state<BV>(C, args.dht ? args.dht + at.last * K * args.shape.V : nullptr, args.shape, channel);
@@ -481,7 +512,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
-      before[h] = forgets(decays.all(h), rest, end[h], s.keep[warp]) ? 0.f : rest;
+      before[h] = forgets(decays.all(h), rest, end[h], keep) ? 0.f : rest;
       end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
     }
     add_chunk(dg, own_panels(in.weight, warpgroup), offset, tokens.x);
@@ -507,7 +538,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     ValueStage<T, BV>& values = s.values[iteration % VALUE_STAGES];
     wait_for_values(iteration);
     barrier_arrive(s.operands);
-    if (lane == 0) s.keep[warp] = ROUNDING;  // nobody reads it in this chunk
+    if ((Schedule::in_turn ? lane : threadIdx.x) == 0) keep = ROUNDING;  // nobody reads it in this chunk
     grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
                                        in.weight, values.v, values.do_, values.dA, u, scale, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // as after any chunk
@@ -515,7 +546,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
   };
-  int token = (at.tokens - 1) / CHUNK * CHUNK;
+  int iteration = chunks, token = (at.tokens - 1) / CHUNK * CHUNK;
 #pragma unroll 1
   while (at.tokens && token >= 0) {  // what is rare is outside of the loop in which registers are scarce
 #pragma unroll 1
@@ -529,11 +560,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   }
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_keys(const __grid_constant__ Args<T, G> args) {
-  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   if (threadIdx.x == 0) {
+    s.place = segment_of<true>(args.shape, args.P, args.joined);
     for (Barrier& full : s.full) barrier_init(full, 3 * 32);
     for (Barrier& done : s.done) barrier_init(done, CONSUMERS<BK> + (APART<BK> ? 128 : 0));
     for (Barrier& arrived : s.arrived) barrier_init(arrived, 32);
@@ -550,17 +582,14 @@ __global__ void __launch_bounds__(THREADS<BK>, BK + BV == 128 ? 2 : 1)
         s.lookups.at(what, threadIdx.x / 128, lane_offset()) = made_anew<ReadOrder, T, G, BK>(Lookup(what));
   bool grown = false;
   if (args.P > 1) grown = __syncthreads_or(grows_behind<BK, THREADS<BK>>(args, threadIdx.x));
+  if (threadIdx.x == 0) s.keep[0] = grown ? ROUNDING : infinity();  // in turn each warp says so itself
   fence_async();
   __syncthreads();  // the barriers and zeros stand
   const int warpgroup = threadIdx.x / 128;
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (warpgroup < BK / 64) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 184 : 200>();
-    int iteration = 0;
-    each_segment<true>(args, [&](const Segment& at) {
-      consume<ReadOrder>(s, args, at, iteration, grown);
-      iteration += chunks_of(at);
-    });
+    each_segment<Schedule, true>(args, [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
   } else if (APART<BK> && warpgroup == BK / 64) {
     registers_down<64>();
     make_values<ReadOrder>(s, args);

@@ -10,9 +10,9 @@
 //           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H,
 //           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
 //           sequence (kept_at)
-// grid      a block for every (sequence, head), sequence slowest; a warpgroup for every 64 channels, then one of which
-//           three warps multiply tokens, and one moves chunks
-// smem      Stage: a chunk's tokens, and its results in place of them
+// grid      a block for every (sequence, head), sequence slowest, or for many (InTurn in states.cuh); a warpgroup for
+//           every 64 channels, then one of which three warps multiply tokens, and one moves chunks
+// smem      Stage: a chunk's tokens, and its results in place of them; InTurn: where the chunks on their way are
 // barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results. Who waits for
 //           pairs waits for full too: they arrive who have waited for it
 // numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
@@ -34,7 +34,6 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;       // segments a sequence
   i64 joined;  // whether all but the first are one here, and in the second pass all but the last
-  i64 blocks;  // segments of all heads, which blocks take in turn
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -46,55 +45,65 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 };
 
 constexpr int STAGES = 3;
-template <typename T, typename G, int BK, int BV> struct Shared {
+template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  WorkTile chunks[STAGES];  // on their way: where they are, and nothing before them
-  Cursor<false> cursor;     // what comes next
+  ChunkPlaces<Schedule, false, STAGES> places;
   Barrier full[STAGES], pairs[STAGES], done[STAGES];
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
 
-template <typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void move(Shared<T, G, BK, BV>& s, const Args<T, G>& args) {
+template <typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
-  const int lane = threadIdx.x & 31;
-  int count = 0;  // of the chunks that have been asked for
-  if (lane == 0) s.cursor.begin(args, blockIdx.x);
-  __syncwarp();
-#pragma unroll 1
-  for (int iteration = -STAGES; iteration < count; ++iteration) {
-    if (iteration >= 0) {
-      Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
-      barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-      store_chunk(s.chunks[iteration % STAGES], 0, [&](auto f) {
-        f(out.q, args.dq, args.dq_rows, K);
-        f(out.g, args.weight, args.weight_rows, K);
-      });
-    }
-    const int next = iteration + STAGES;
-    if (s.cursor.block >= u32(args.blocks)) continue;
-    ++count;
-    __syncwarp();  // all lanes know that there is a chunk
-    if (lane == 0) s.chunks[next % STAGES] = s.cursor.rest(), s.cursor.next(args);
-    __syncwarp();  // where it is stands
+  const auto store = [&](int iteration, const WorkTile& at, int token) {
+    Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+    store_chunk(at, token, [&](auto f) {
+      f(out.q, args.dq, args.dq_rows, K);
+      f(out.g, args.weight, args.weight_rows, K);
+    });
+  };
+  const auto fetch = [&](int next, const WorkTile& at, int token) {
     Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], s.chunks[next % STAGES], 0, [&](auto f) {
+    fetch_chunk(s.full[next % STAGES], at, token, [&](auto f) {
       f(in.do_, args.do_, args.do_rows, V);
       f(in.v, args.v, args.v_rows, V);
       f(in.g, args.g, args.g_rows, K);
       f(in.k, args.k, args.k_rows, K);
       f(in.q, args.q, args.q_rows, K);
     });
+  };
+  if constexpr (Schedule::in_turn) {
+    int count = 0;  // of the chunks that have been asked for
+    s.places.begin(args.shape);
+#pragma unroll 1
+    for (int iteration = -STAGES; iteration < count; ++iteration) {
+      if (iteration >= 0) store(iteration, s.places.chunks[iteration % STAGES], 0);
+      const int next = iteration + STAGES;
+      if (!s.places.next(args.shape, next)) continue;
+      fetch(next, s.places.chunks[next % STAGES], 0);
+      ++count;
+    }
+  } else {
+    const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
+#pragma unroll 1
+    for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+      if (iteration >= 0) store(iteration, at, iteration * CHUNK);
+      const int next = iteration + STAGES;
+      if (next * CHUNK < at.tokens) fetch(next, at, next * CHUNK);
+    }
   }
 }
 
 // ---- three warps that multiply tokens -------------------------------------------------------------------------------
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const Args<T, G>& args, int block, int lane) {
-  const float scale = float(args.scale);
-  each_chunk<false>(args, [&](int iteration) {
+// Of so many tokens, behind as many chunks.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& s, int tokens, int chunks, float scale,
+                                                int block, int lane) {
+#pragma unroll 1
+  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
@@ -118,7 +127,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV>& s, const A
     put_read_tile<3, T, BV>(in.read, in.do_, block, lane);
     fence_async();
     barrier_arrive(s.pairs[iteration % STAGES]);
-  });
+  }
 }
 
 // ---- warpgroups with 64 channels each -------------------------------------------------------------------------------
@@ -247,10 +256,10 @@ __device__ __forceinline__ void meet_across(Gradients& d, TokenOperands<T, G>& t
   __syncwarp();
 }
 
-// A segment, whose first chunk is the block's iteration-th.
-template <class ReadOrder, typename T, typename G, int BK, int BV>
-__device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G>& args, const Segment& at,
-                                        int iteration) {
+// A segment, behind so many chunks of others.
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
+__device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args, const Segment& at,
+                                        int chunks) {
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x & 31, t = lane & 3, tokens = at.tokens;
   const int kept = first_kept(args.shape, at);
   // All in float16 with 128 columns has no registers for a lane's places.
@@ -270,16 +279,17 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
 
   Values from_state;
   TokenOperands<T, G> operands;
-  const auto begin = [&](int iteration) {
-    if (tokens) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
+  const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
+    if ((iteration - chunks) * CHUNK < tokens)
+      barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
     if (EARLY<ReadOrder, G, BV>)
       operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
-  begin(iteration);
+  if (!Schedule::in_turn || tokens) begin(chunks);  // else another segment's tokens may be coming
 #pragma unroll 1
-  for (int next = CHUNK; next < tokens + CHUNK; ++iteration, next += CHUNK, sums += K + FLAGS) {
+  for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration, sums += K + FLAGS) {
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     Gradients found;
     SubChunkDecays decays;
@@ -319,12 +329,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
     }
     wgmma_wait<0>();
     wgmma_keep(S);
-    begin(iteration + (next < tokens));  // what the last chunk's gives once more nobody reads
+    // The next chunk may be another segment's, whose tokens are just coming.
+    begin(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (!growth && t == 0 && inside[h]) sums[8 * h] = sum[h];
+    const int next = (iteration + 1 - chunks) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
 #pragma unroll
@@ -353,10 +365,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV>& s, const Args<T, G
   }
 }
 
-template <class ReadOrder, typename T, typename G, int BK, int BV>
+template <class ReadOrder, typename T, typename G, int BK, int BV, class Schedule>
 __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
     gated_sm90_backward_queries(const __grid_constant__ Args<T, G> args) {
-  Shared<T, G, BK, BV>& s = *reinterpret_cast<Shared<T, G, BK, BV>*>(dynamic_smem());
+  auto& s = *reinterpret_cast<Shared<T, G, BK, BV, Schedule>*>(dynamic_smem());
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -369,15 +381,14 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr bool TIGHT = BK == 128 || BV == 64;  // otherwise nobody lacks registers
   if (threadIdx.x < CONSUMERS) {
     if constexpr (TIGHT) registers_up<BK == 64 ? 216 : 232>();
-    int iteration = 0;
-    each_segment<false>(args, [&](const Segment& at) {
-      consume<ReadOrder>(s, args, at, iteration);
-      iteration += chunks_of(at);
-    });
+    each_segment<Schedule, false>(args,
+                                  [&](const Segment& at, int chunks) { consume<ReadOrder>(s, args, at, chunks); });
     return;
   }
   if constexpr (TIGHT) registers_down<40>();
   const int warp = (threadIdx.x - CONSUMERS) / 32;
-  if (warp < 3) multiply_tokens<ReadOrder>(s, args, warp, threadIdx.x & 31);
-  else move(s, args);
+  if (warp == 3) return move(s, args);
+  each_segment<Schedule, false>(args, [&](const Segment& at, int chunks) {
+    multiply_tokens<ReadOrder>(s, at.tokens, chunks, float(args.scale), warp, threadIdx.x & 31);
+  });
 }

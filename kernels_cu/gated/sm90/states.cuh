@@ -31,42 +31,49 @@ __device__ __forceinline__ WorkTile segment_at(const Shape& shape, u32 block, i6
   at.chunk += i64(segment / u32(P)) - segment;  // wherever a pass is cut, a chunk's number is the same
   return at;
 }
-__device__ __forceinline__ int chunks_of(const WorkTile& at) { return (at.tokens + CHUNK - 1) / CHUNK; }
-
-template <bool BACKWARDS, class Args> __device__ __forceinline__ Segment segment_of(const Args& args, u32 block) {
-  const Shape& shape = args.shape;
-  const u32 H = u32(shape.H), heads = u32(args.blocks) / 2, n = block % heads;
-  const bool joined = args.joined, both = joined && block < heads;
-  const u32 own = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : block;
-  Segment at = {segment_at(shape, own, args.P), own};
-  if (both) at.last += H, at.tokens += work_tile(shape, own + H).tokens;
+template <bool BACKWARDS> __device__ __forceinline__ Segment segment_of(const Shape& shape, i64 P, bool joined) {
+  const u32 H = u32(shape.H), heads = gridDim.x / 2, n = blockIdx.x % heads;
+  const bool both = joined && blockIdx.x < heads;
+  const u32 block = joined ? (n / H * 3 + (BACKWARDS ? 2 * !both : both)) * H + n % H : blockIdx.x;
+  Segment at = {segment_at(shape, block, P), block};
+  if (both) at.last += H, at.tokens += work_tile(shape, block + H).tokens;
   return at;
 }
 
-// Calls f(segment) for those that this block takes, one after the other: every gridDim.x-th.
-template <bool BACKWARDS, class Args, class F> __device__ __forceinline__ void each_segment(const Args& args, F f) {
+// How blocks share out segments: each has one; or, where they are whole sequences, as many blocks as the card holds
+// take them in turn, so that the next one's chunks come while the last ones of the one before are computed.
+struct OneEach {
+  static constexpr bool in_turn = false;
+};
+struct InTurn {
+  static constexpr bool in_turn = true;
+};
+__device__ __forceinline__ u32 all_segments(const Shape& shape) { return u32(shape.B * shape.count * shape.H); }
+__device__ __forceinline__ int chunks_of(const WorkTile& at) { return (at.tokens + CHUNK - 1) / CHUNK; }
+
+// Calls f(segment, how many chunks the block had before) for those that this block takes.
+template <class Schedule, bool BACKWARDS, class Args, class F>
+__device__ __forceinline__ void each_segment(const Args& args, F f) {
+  if constexpr (!Schedule::in_turn) return f(segment_of<BACKWARDS>(args.shape, args.P, args.joined), 0);
+  int chunks = 0;
 #pragma unroll 1
-  for (u32 block = blockIdx.x; block < u32(args.blocks); block += gridDim.x) f(segment_of<BACKWARDS>(args, block));
+  for (u32 block = blockIdx.x; block < all_segments(args.shape); block += gridDim.x) {
+    const Segment at = {work_tile(args.shape, block), block};
+    f(at, chunks);
+    chunks += chunks_of(at);
+  }
 }
 
-// Calls f(iteration) for each of their chunks.
-template <bool BACKWARDS, class Args, class F> __device__ __forceinline__ void each_chunk(const Args& args, F f) {
-  int iteration = 0;
-  each_segment<BACKWARDS>(args, [&](const Segment& at) {
-#pragma unroll 1
-    for (int chunks = chunks_of(at); chunks > 0; --chunks) f(iteration++);
-  });
-}
-
-// Goes over these chunks; in shared memory, since registers are scarce.
+// Goes over the chunks of all that this block takes in turn; in shared memory, since registers are scarce.
 template <bool BACKWARDS> struct Cursor {
   WorkTile at;
   u32 block;  // past the last one at the end
   int token;  // the chunk's first
 
-  template <class Args> __device__ __forceinline__ void begin(const Args& args, u32 first) {
-    for (block = first; block < u32(args.blocks); block += gridDim.x) {
-      at = segment_of<BACKWARDS>(args, block);
+  __device__ __forceinline__ bool at_end(const Shape& shape) const { return block >= all_segments(shape); }
+  __device__ __forceinline__ void begin(const Shape& shape, u32 first) {
+    for (block = first; !at_end(shape); block += gridDim.x) {
+      at = work_tile(shape, block);
       token = BACKWARDS ? (chunks_of(at) - 1) * CHUNK : 0;
       if (at.tokens) return;
     }
@@ -77,9 +84,29 @@ template <bool BACKWARDS> struct Cursor {
     x.start += token, x.tokens -= token, x.chunk += token / CHUNK;
     return x;
   }
-  template <class Args> __device__ __forceinline__ void next(const Args& args) {
+  __device__ __forceinline__ void next(const Shape& shape) {
     token += BACKWARDS ? -CHUNK : CHUNK;
-    if (BACKWARDS ? token < 0 : token >= at.tokens) begin(args, block + gridDim.x);
+    if (BACKWARDS ? token < 0 : token >= at.tokens) begin(shape, block + gridDim.x);
+  }
+};
+
+// Where the chunks are that a warp moves, of so many on their way.
+template <class Schedule, bool BACKWARDS, int COUNT> struct ChunkPlaces {};
+template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT> {
+  WorkTile chunks[COUNT];  // nothing lies before them
+  Cursor<BACKWARDS> cursor;
+
+  __device__ __forceinline__ void begin(const Shape& shape) {
+    if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
+    __syncwarp();  // the first one stands
+  }
+  // Whether there is another chunk, the number-th.
+  __device__ __forceinline__ bool next(const Shape& shape, int number) {
+    if (cursor.at_end(shape)) return false;
+    __syncwarp();  // all lanes know that
+    if ((threadIdx.x & 31) == 0) chunks[number % COUNT] = cursor.rest(), cursor.next(shape);
+    __syncwarp();  // its place stands
+    return true;
   }
 };
 

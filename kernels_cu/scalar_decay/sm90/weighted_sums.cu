@@ -470,15 +470,15 @@ __device__ __forceinline__ void consume(Shared<Pass, BK, BV>& s, const Args<Pass
           each_pair(in.partner[warpgroup], [&](int i, u32 two) { crossing -= low(two) * o[i] + high(two) * o[i + 1]; });
           crossing = warp_sum(crossing);
         }
+      if constexpr (EARLY) {
+        const int next = first_of(iteration + 1, at, backwards);
+        if (gathers<Pass>() && next >= 0 && ends_stretch(next, at)) load_kept(early, next);
+      }
       load_channels(v, in.v[warpgroup]);
       barrier_wait(s.scores[iteration % STAGES], phase);
       wgmma_fence();
       multiply_pairs<false>(o, v, in.A, true);
       wgmma_commit();
-      if constexpr (EARLY) {
-        const int next = first_of(iteration + 1, at, backwards);
-        if (gathers<Pass>() && next >= 0 && ends_stretch(next, at)) load_kept(early, next);
-      }
     }
     wgmma_wait<0>();
     wgmma_keep(S);

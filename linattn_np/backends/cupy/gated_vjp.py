@@ -10,6 +10,8 @@ from __future__ import annotations
 from . import pieces, tuning
 from .elementwise import BonusGradient
 from .instances import (
+    IN_TURN,
+    ONE_EACH,
     TILES,
     GatedBackwardChannels,
     GatedBackwardKeysSm90,
@@ -191,6 +193,13 @@ def short_segment(problem, device, P) -> int:
     return tuning.short_segment(P, N * H, T, device.multiprocessors, GatedBackwardSm90.CHECKPOINT_EVERY)
 
 
+def main_schedule(problem, P, device) -> str:
+    """Of Hopper's main kernels."""
+    blocks = problem.sizes["N"] * problem.sizes["H"]
+    in_turn = P == 1 and tuning.in_turn(blocks, problem.spans.lengths, device.multiprocessors)
+    return IN_TURN if in_turn else ONE_EACH
+
+
 def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, left: tuple = (), starts=None):
     """Hopper's own kernels, the first of which leaves in dg and `kept` what the second needs; the sizes of what
     runs, and the parts of du. In P segments, or each in two, of which the first it takes has `short` tokens. `starts`:
@@ -202,7 +211,9 @@ def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, lef
     du = draft.empty((N * P, H, K), FLOAT32) if "u" in problem.arrays else None
     do, initial, dht = draft.mapped(do, "do"), launches.initial, draft.aligned(dht, "dht")
     u, instance = draft.bonus(problem), (read_order(problem.op), problem.dtype, g.dtype, K, V)
-    queries, keys = GatedBackwardQueriesSm90.fitting(*instance), GatedBackwardKeysSm90.fitting(*instance)
+    schedule = main_schedule(problem, P, device)
+    queries = GatedBackwardQueriesSm90.fitting(*instance, schedule)
+    keys = GatedBackwardKeysSm90.fitting(*instance, schedule)
     ends = draft.empty((N * P, H, K), FLOAT32)
     sums = draft.empty((B, H, T // keys.CHUNK + launches.shape.count, K + keys.FLAGS), FLOAT32)
     kept = draft.empty((B, H, T // keys.CHECKPOINT_EVERY + 1, keys.BK, keys.BV), FLOAT32)
@@ -217,13 +228,9 @@ def on_hopper(draft, problem, device, P, short, arrays, gradients, dht, dh0, lef
         summary = GatedBackwardSegmentsSm90.fitting(*instance[:3], most, V)
         initial, dht = launches.between_segments(summary, read, initial, dht, starts, **which)
     both = {"u": u, "dht": dht, "ends": ends, "sums": sums, "kept": kept, "P": P, "joined": int(short > 0)}
-    blocks = (2 if short else P) * N * H
-    for kernel, mapped, own in (
-        (queries, read | {"dq": dq, "weight": dg}, {"initial": initial, "du": du}),
-        (keys, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, {"dh0": dh0}),
-    ):
-        at_once = tuning.resident_blocks(kernel, device) if P == 1 else blocks
-        launches.launch(kernel, min(blocks, at_once), mapped, blocks=blocks, **own, **both)
+    blocks = tuning.resident_blocks(keys, device) if schedule == IN_TURN else (2 if short else P) * N * H
+    launches.launch(queries, blocks, read | {"dq": dq, "weight": dg}, initial=initial, du=du, **both)
+    launches.launch(keys, blocks, read | {"weight": dg, "dk": dk, "dv": dv, "dg": dg}, dh0=dh0, **both)
     return keys.tiles | ({"segments": P} if P > 1 else {}), du
 
 
@@ -242,13 +249,13 @@ class OnHopper:
         self.shape = draft.shape(problem, spans.framed(P) if framed else spans)
         self.initial = draft.aligned(draft.initial(problem), "initial_state")
 
-    def launch(self, kernel, count, mapped, **more):
+    def launch(self, kernel, blocks, mapped, **more):
         """So many blocks; tensor maps and rows of `mapped`."""
         maps = {name: TensorMap(x, 128 // x.dtype.itemsize, kernel.CHUNK, True) for name, x in mapped.items()}
         rows = {f"{name.removesuffix('_')}_rows": x for name, x in mapped.items()}
         self.draft.launch(
             kernel,
-            count,
+            blocks,
             **maps,
             **rows,
             **more,
@@ -296,11 +303,10 @@ class OnHopper:
         """(states [2, N, P, H, K, V], decays [2, N, P, H, 1, K]), as gated/sm90/backward_segments.cu has them."""
         draft, P = self.draft, self.P
         N, H, K, V = self.problem.shape("N H K V")
-        blocks = 2 * P * N * H * ceil_div(K, summary.BK)
         states, decays = draft.empty((2, N, P, H, K, V), FLOAT32), draft.empty((2, N, P, H, 1, K), FLOAT32)
         self.launch(
             summary,
-            blocks,
+            2 * P * N * H * ceil_div(K, summary.BK),
             mapped,
             initial=initial,
             dht=dht,

@@ -14,8 +14,10 @@ from .scalar_instances import WeightedSums
 RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 STATES_AT_LEAST = 1 << 26  # bytes of states that may be kept whatever the inputs' size
 SEGMENT = 128  # tokens that are worth a pass of their own
+SHORT_SEGMENT, FEW = 64, 8  # of Hopper's backward pass, where the forward one is not cut, so few of those
 SPARED = 600  # tokens that a cut of Hopper's forward pass has to spare: as long as two launches more and states take
 BLOCK_START = 64  # tokens that take as long in the main backward kernels as a block's start
+MOST_IN_TURN = 512  # tokens of a sequence on average, beside which that counts
 MOST_WAVES = 8  # of segments, which fill the last one well enough
 HARDLY_MORE = 1.03
 SUMMARY = 0.35  # of the main kernels' time, what summarising both ways takes
@@ -60,13 +62,19 @@ def backward_segments(blocks, longest, most) -> int:
     """Into how many the backward pass cuts a sequence, of `blocks` blocks of the uncut problem where the card holds
     `most`: the fewest that take hardly more than the least time, for the waves of its main kernels and the pass that
     summarises all segments but a sequence's last, which memory bounds. At 1,8192,96,128, 4 fill three waves: 1.56 for
-    1.64 ms."""
+    1.64 ms. At 1,513,8,128, 8 of 96 tokens take 0.051 for 0.057 ms, in 4."""
 
-    times = [
-        equal_segments_time(P, blocks, longest, most)
-        for P in range(1, max(1, min(longest // SEGMENT, MOST_WAVES * most // max(blocks, 1))) + 1)
-    ]
+    short = min(longest // SHORT_SEGMENT, FEW) if longest <= SPARED else 0
+    possible = min(max(longest // SEGMENT, short), MOST_WAVES * most // max(blocks, 1))
+    times = [equal_segments_time(P, blocks, longest, most) for P in range(1, max(1, possible) + 1)]
     return 1 + next(n for n, each in enumerate(times) if each <= HARDLY_MORE * min(times))
+
+
+def in_turn(heads, lengths, most) -> bool:
+    """Whether blocks of the main backward kernels take `heads` (sequence, head)s of these lengths in turn, of which the
+    card holds `most` at once: where sequences are so short that a block's start counts. Otherwise a block each is the
+    faster program: gla's milliseconds in turn / so, 64,37,64,128 0.43/0.57, 4,4096,64,128 1.62/1.54."""
+    return heads > most and lengths.mean() <= MOST_IN_TURN
 
 
 def equal_segments_time(P, blocks, longest, most) -> float:
