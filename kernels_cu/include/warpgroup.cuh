@@ -85,25 +85,31 @@ __device__ __forceinline__ void fetch_chunk(Barrier& full, const WorkTile& at, i
   barrier_arrive(full);
 }
 
-// Copies a chunk's results from shared memory, and returns when that may be filled again.
+// Copies a chunk's results from shared memory, and returns when that may be filled again. each_output is as each_input
+// above, and may say last whether results add to what the array holds.
 template <class Outputs>
 __device__ __forceinline__ void store_chunk(const WorkTile& at, int token, Outputs each_output) {
   if (fills_boxes(at, token)) {
     if ((threadIdx.x & 31) == 0) {
-      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0) {
-        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel)
-          tensor_store(map, tile[panel], first + i32(panel * columns_of(tile)), at.start + token, at.head, at.batch);
+      each_output([&](auto& tile, const TensorMap& map, auto, i64, i32 first = 0, bool adds = false) {
+        for (u32 panel = 0; panel < sizeof tile / sizeof tile[0]; ++panel) {
+          const i32 column = first + i32(panel * columns_of(tile));
+          tensor_store_or_add(map, tile[panel][0], column, at.start + token, at.head, at.batch, adds);
+        }
       });
       tensor_store_wait();
     }
   } else {
-    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0) {
+    each_output([&](auto& tile, const TensorMap&, auto to, i64 width, i32 first = 0, bool adds = false) {
       auto* const start = to.row(at.batch, at.head, at.start + token) + first;
-      each_piece(tile, start, to.t, at.tokens - token, int(width) - first,
-                 [](const uint4* from, auto* to, bool inside) {
-                   if (inside) *reinterpret_cast<uint4*>(to) = *from;
-                 });
+      each_piece(tile, start, to.t, at.tokens - token, int(width) - first, [&](auto* from, auto* to, bool inside) {
+        if (!inside) return;
+        if (adds) add_piece(to, reinterpret_cast<decltype(to)>(from));
+        else *reinterpret_cast<uint4*>(to) = *from;
+      });
     });
+    commit_adds();
+    tensor_store_wait();
     fence_async();
   }
   __syncwarp();

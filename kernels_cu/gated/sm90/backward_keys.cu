@@ -37,6 +37,8 @@ template <typename T, typename G> struct Args {
   Shape shape;
   double scale;
   i64 P, joined;  // as backward_queries
+  i64 adds;       // whether dk and dg add to what they are for other columns
+  i64 adds_dv;    // whether dv adds to what it is for other channels
 };
 
 template <typename T, typename G, int BK> struct alignas(1024) ChannelStage {
@@ -79,9 +81,9 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 constexpr int CONSUMERS_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
-// Whether C for its product with v is tf32, or two bfloat16 numbers, and v as it came. float16 has no range for two.
-// With 128 channels they cost more instructions than a copy of v costs time.
-template <typename T, int BK> constexpr bool TF32_READ = NARROW<T> || BK == 128;
+// Whether C for its product with v is tf32; or two bfloat16 numbers, or one of float16, by v as it came. With 128
+// channels two cost more instructions than a copy of v costs time. Gates in float32 want more of dg than the other two.
+template <typename T, typename G, int BK> constexpr bool TF32_READ = NARROW<T> ? sizeof(G) == 4 : BK == 128;
 
 // Whether a warpgroup of its own makes scores and dv. Two blocks of 64 channels leave no registers for one.
 template <int BK> constexpr bool APART = BK == 128;
@@ -269,9 +271,9 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
     store_chunk(place_of(iteration), token, [&](auto f) {
-      if (warp == 0) f(out.q, args.dk, args.dk_rows, K);
-      if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V);
-      if (warp == 2) f(out.g, args.dg, args.dg_rows, K);
+      if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
+      if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V, 0, args.adds_dv);
+      if (warp == 2) f(out.g, args.dg, args.dg_rows, K, 0, args.adds);
     });
   };
   const auto chunk_of = [&](int iteration) {
@@ -303,7 +305,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
       const float2 two = {value(8 * n, d[4 * n]), value(8 * n + 1, d[4 * n + 1])};
       *reinterpret_cast<float2*>(&in.dA[0][at ^ 8 * n]) = two;
     }
-    if (TF32_READ<T, BK>) {
+    if (TF32_READ<T, G, BK>) {
       if (iteration) barrier_wait(s.operands, (iteration - 1) & 1);  // C has read v of the chunk behind
       put_read_tile<4, T, BV>(s.read, in.v, warp, lane);
     }
@@ -391,12 +393,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       }
       for (int h = 0; h < 2; ++h) end[h] = channel_sum(end[h]);
     }
-    if (NARROW<T>) {
-      float largest = fmaxf(largest_of<BV>(C, 0), largest_of<BV>(C, 1));
-      for (int distance = 4; distance < 32; distance *= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-      s.largest[iteration & 1][warp] = largest;
-    }
+    if (NARROW<T>) s.largest[iteration & 1][warp] = largest_of<BV>(C);
     barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // the tokens are there
     Gates<G> gates;
     Operand q, k, queries, keys;
@@ -412,7 +409,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
     if (goes_by_token<T>(s, iteration)) return false;
-    if (!TF32_READ<T, BK>) wait_for_values(iteration);
+    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
+    const bool scaled = NARROW<T> && range.up != 1.f;
+    if (scaled) scale_state<BV>(C, range.up, range.up);
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
@@ -425,10 +424,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     float scores[ReadOrder::reads_before_write ? 8 : 1] = {};  // of tokens with themselves, over this warp's channels
 #pragma unroll
     for (int n = 0; n < SUBCHUNKS; ++n) {
-      if constexpr (TF32_READ<T, BK>) read_part<BV>(from_state, columns, C, s.read, n);
+      if constexpr (TF32_READ<T, G, BK>) read_part<BV>(from_state, columns, C, s.read, n);
       else
         read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // C for dv
-          stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
+          if (!APART<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
         });
       if (!AHEAD) decays_near(n);
       else if (n < SUBCHUNKS - 1) decays_near(n + 1);
@@ -453,18 +452,26 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     if constexpr (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
     wgmma_wait<0>();
     wgmma_keep(from_state);
-    const Scale range = NARROW<T> ? to_range(largest_of_all(s.largest[iteration & 1])) : Scale{1.f, 1.f};
-    if constexpr (TF32_READ<T, BK>) {
+    if constexpr (TF32_READ<T, G, BK> || APART<BK>) {
       wait_for_values(iteration);
-      if (NARROW<T> && range.up != 1.f)
-        put_state<T, BV>(s.C, C, warpgroup, offset, [&](float x) { return range.up * x; });
-      else put_state<T, BV>(s.C, C, warpgroup, offset, [](float x) { return x; });
+      put_state<T, BV>(s.C, C, warpgroup, offset);
+    }
+    if (scaled) {
+      scale_state<BV>(C, range.down, range.down);
+      for (float& x : from_state) x *= range.down;
     }
     __syncwarp();  // else all is made at once: there are no registers for that
     decays_of(decays, gates);
     decays_from_start(far, gates, counts());
-    const QueryScale reach = scale_of_queries<ReadOrder, T>(far);
-    decay_queries<false, T>(read, queries, q, far, decays, {scale * reach.up[0], scale * reach.up[1]});
+    const bool strong = first_gate_is_strong<ReadOrder, T>(far);
+    QueryScale reach;
+    float to_state[2] = {scale, scale};
+    if (strong) {
+      reach = scale_of_queries<ReadOrder, T>(far);
+      scale_state<BV>(C, reach.up[0], reach.up[1]);
+      for (int h = 0; h < 2; ++h) to_state[h] *= reach.up[h];
+    }
+    decay_queries<false, T>(read, queries, q, far, decays, to_state);
     __syncwarp();
     decays_to_end(far, gates, counts());
     decay_keys<false, T>(met, keys, k, far, decays);
@@ -480,10 +487,15 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       dA.add_queries(over.by16[x], read.by16[0], 2, x);
       dA.add_queries(over.by16[x], read.by16[1], 3, x);
     }
-    decay_state<BV>(C, decays, reach.up[0], reach.up[1]);
+    decay_state<BV>(C, decays);
     wgmma_fence();
     start_write<T, BV>(C, queries, values.do_);
     wgmma_commit();
+    if (strong) {
+      wgmma_wait<0>();
+      wgmma_keep(C);
+      scale_state<BV>(C, reach.down[0], reach.down[1]);
+    }
     constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[OWN + !OWN];
     if (OWN) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
@@ -506,8 +518,8 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     });
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
     const uint4 tokens = known(TOKENS);
-    // With a bonus the sums by products would stand behind the state's; without one they are the faster ones.
-    if constexpr (ReadOrder::reads_before_write) sum_tokens_by_shuffles<false, false>(dg, before);
+    // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them.
+    if constexpr (ReadOrder::reads_before_write || NARROW<T>) sum_tokens_by_shuffles<false, false>(dg, before);
     else sum_tokens<false>(dg, before, {tokens.y, tokens.z});
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -528,7 +540,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     for (int panel = 0; panel < OWN; ++panel) finish_values(dv[panel], s, values, panel, range.down, offset);
     wgmma_wait<0>();
     wgmma_keep(C);
-    scale_down<ReadOrder, T, BV>(C, reach);
     fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     return true;

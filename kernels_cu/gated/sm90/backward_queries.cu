@@ -34,6 +34,7 @@ template <typename T, typename G> struct Args {
   double scale;
   i64 P;       // segments a sequence
   i64 joined;  // whether all but the first are one here, and in the second pass all but the last
+  i64 adds;    // whether dq adds to what it is for other columns
 };
 
 template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
@@ -60,7 +61,7 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
     Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
     store_chunk(at, token, [&](auto f) {
-      f(out.q, args.dq, args.dq_rows, K);
+      f(out.q, args.dq, args.dq_rows, K, 0, args.adds);
       f(out.g, args.weight, args.weight_rows, K);
     });
   };

@@ -189,7 +189,8 @@ __device__ __forceinline__ void move(Shared<Pass, BK, BV>& s, const WeightedSum&
     if (iteration >= 0) {
       barrier_wait((gathers<Pass>() ? s.summed : s.done)[iteration % STAGES], iteration / STAGES & 1);
       if constexpr (READS<Pass>)
-        store_chunk(at, first_of(iteration, at, backwards), [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column); });
+        store_chunk(at, first_of(iteration, at, backwards),
+                    [&](auto f) { f(stage.v, x.o, x.o_rows, x.V, column, x.adds); });
     }
     if (next * CHUNK >= at.tokens) continue;
     fetch_chunk(s.full[next % STAGES], at, first_of(next, at, backwards), [&](auto f) {

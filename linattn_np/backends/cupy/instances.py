@@ -471,7 +471,7 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
         *pointers("u initial dht ends sums du kept"),
         *shape,
         *reals("scale"),
-        *integers("P joined"),
+        *integers("P joined adds"),
     )
 
     @property
@@ -486,7 +486,7 @@ class GatedBackwardKeysSm90(GatedBackwardMainSm90):
         *pointers("u dht ends sums kept dh0"),
         *shape,
         *reals("scale"),
-        *integers("P joined"),
+        *integers("P joined adds adds_dv"),
     )
 
     @property

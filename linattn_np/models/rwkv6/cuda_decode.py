@@ -123,8 +123,10 @@ class CudaDecoder:
         terms = model_products.FLOAT_TERMS if self.split else 1
         parts = 1 if self.by_rows else kernels.TimeMixBatch.MOST_PARTS
         X = FLOAT32 if self.by_rows else self.dtype  # of what products take
-        low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
         B, (D, F, V, A, W) = batch, (self.sizes[axis] for axis in "DFVAW")
+        low_parts = 1 if self.by_rows else kernels.DataMix.of_step(self.dtype, X, batch, terms).most_parts
+        if kernels.FiveMixes.fitting(X, B, A, self.device):
+            low_parts = model_products.NarrowProduct.PARTS
         self.buffers = SimpleNamespace(
             x=buffer(1, B, D),
             xx=buffer(B, D),
@@ -346,25 +348,10 @@ class Step:
 
     def time_mix(self, layer, shift, wkv, added):
         my, buffers, B = self.my, self.buffers, self.my.batch
-        T, X, (D, H, N, A, W) = my.dtype, buffers.mixed.dtype, (my.sizes[axis] for axis in "DHNAW")
+        T, X, (H, N, W) = my.dtype, buffers.mixed.dtype, (my.sizes[axis] for axis in "HNW")
         terms = buffers.mixed.shape[0]
         self.norm_shift(layer.ln1, buffers.mixed_x, layer.maa_x, shift, added, added and buffers.gate, xx=buffers.xx)
-        parts = self.low_rank_down(layer)
-        mix = kernels.DataMix.of_step(T, X, B, terms)
-        self.draft.launch(
-            mix,
-            mix.blocks(B, D),
-            low=buffers.low,
-            up=layer.maa_up,
-            maa=layer.maa,
-            xx=buffers.xx,
-            d=buffers.d,
-            mixed=buffers.mixed,
-            tokens=B,
-            D=D,
-            A=A,
-            P=parts,
-        )
+        self.data_mix(layer)
         of_batch = () if my.by_rows else (kernels.TimeMixMany, kernels.TimeMixBatch)
         fitting = (cls.fitting(T, my.state_dtype, terms, B, H, N, W, my.device) for cls in of_batch)
         kernel, more_shared = next(filter(None, fitting), (kernels.TimeMixStep(T, X, my.state_dtype, terms), 0))
@@ -412,6 +399,21 @@ class Step:
             ("ffn_receptance", buffers.ffn_mixed[:, 1:], buffers.gate, WRITE),
         )
         return self.addend(layer, "ffn_value", buffers.activated)
+
+    def data_mix(self, layer):
+        my, buffers, (D, A), B = self.my, self.buffers, (self.my.sizes[axis] for axis in "DA"), self.my.batch
+        X, terms = buffers.mixed.dtype, buffers.mixed.shape[0]
+        arrays = {"low": buffers.low, "up": layer.maa_up, "maa": layer.maa, "xx": buffers.xx, "d": buffers.d}
+        arrays["mixed"] = buffers.mixed
+        if mixes := kernels.FiveMixes.fitting(X, B, A, my.device):
+            w, scales = matrix_of(layer, "maa_down")
+            down = model_products.NarrowProduct.fitting(my.matrices, B)
+            given = {"w": w, "scales": scales, "x": buffers.mixed_x, "y": buffers.low}
+            self.draft.launch(down, down.blocks(B, 5 * A), **given, B=B, K=D, M=5 * A)
+            self.draft.launch(mixes, mixes.blocks(B, D), **arrays, B=B, D=D, A=A)
+        else:
+            parts, mix = self.low_rank_down(layer), kernels.DataMix.of_step(my.dtype, X, B, terms)
+            self.draft.launch(mix, mix.blocks(B, D), **arrays, tokens=B, D=D, A=A, P=parts)
 
     def low_rank_down(self, layer) -> int:
         """What the data mix takes as `low`; in how many parts."""
