@@ -116,7 +116,7 @@ SPILLED = {
 # Bytes of the worst instance's stack, of Hopper's own kernels; all others have none. An array there costs dear (0.200
 # for 0.164 ms in the gradients of simple_gla), and the assembler counts nothing of it as spilled. The gated two give
 # theirs to functions out of line, for gates that grow.
-STACK = {"gated/sm90/backward_queries": 192, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
+STACK = {"gated/sm90/backward_queries": 224, "gated/sm90/backward_keys": 304, "rwkv6/decode_step": 80}
 
 # The same of one instance alone, where all others of its kernel have nothing: two registers too few with float32 gates.
 SPILLED_ALONE = {"gated_sm90_forward<BeforeWrite, SinglePass, bf16, float, 128, 128>": 8}
