@@ -19,6 +19,7 @@ from linattn_np.backends.cupy.execute import Compiled
 from linattn_np.backends.cupy.plan import Draft, Plan, describe_array, whole
 from linattn_np.models import RWKV6
 from linattn_np.models.matrices import quantised
+from linattn_np.models.rwkv6 import cuda_decode
 from linattn_np.models.rwkv6.cuda_decode import CudaDecoder
 from linattn_np.models.rwkv6.names import BLOCK, EMBEDDING, HEAD
 
@@ -77,6 +78,21 @@ def test_token_by_token_equals_the_numpy_model(device, sizes, dtype, rng):
         close(found[:, t], wanted[:, 0], LIMIT)
     for part, wanted_part in zip(state.arrays, wanted_state.arrays):
         close(host(part), wanted_part, LIMIT)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("changed", [{}, {"F": 72}, {"D": 1096, "N": 8, "H": 137, "F": 1024}], ids=str)
+@pytest.mark.parametrize("blocks", [16, 70])
+def test_one_sequence_of_any_size(hopper, monkeypatch, blocks, changed, dtype, rng):
+    """Wider and narrower than a stage of weights, with more and fewer tiles, or heads, than blocks."""
+    monkeypatch.setattr(cuda_decode, "PHASE_BLOCKS", blocks)
+    sizes = SIZES["odd"] | changed
+    weights = synthetic(rng, sizes, dtype)
+    tokens = rng.integers(0, sizes["V"], (1, 3))
+    decoder = CudaDecoder(weights, dtype, 1, hopper)
+    found = decoded(decoder, hopper, tokens, decoder.initial_state())
+    close(found, RWKV6(weights).forward(tokens)[0], LIMIT)
 
 
 @pytest.mark.pairwise
@@ -161,7 +177,7 @@ def test_turns_of_words_begin_anew(hopper, rng):
     weights, tokens = synthetic(rng, SMALL), rng.integers(0, SMALL["V"], (1, 4))
     decoder = CudaDecoder(weights, BFLOAT16, 1, hopper)
     wanted = decoded(decoder, hopper, tokens, decoder.initial_state())
-    decoder.buffers.arrived[...] = 2**16 - 3 * decoder.sizes["L"]
+    decoder.buffers.arrived[...] = 2**32 - 3 * decoder.sizes["L"]
     np.testing.assert_array_equal(decoded(decoder, hopper, tokens, decoder.initial_state()), wanted)
 
 

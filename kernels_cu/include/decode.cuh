@@ -25,6 +25,7 @@ template <int WARPS> __device__ __forceinline__ float2 block_sum(float2 x, float
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
 // An error of 2e-7 is far below a half-precision mix's.
 __device__ __forceinline__ float tanh_approx(float x) {

@@ -169,6 +169,15 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// D[16, 8] = A[16, 16] B[16, 8] + C[16, 8], likewise.
+__device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
 // D[16, 8] += A[16, 8] B[8, 8], likewise.
 //   a = A[g][2t,+1], A[g+8][2t,+1]      b = B[2t,+1][g]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b) {

@@ -212,6 +212,12 @@ inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
   emulator::multiply_own<f16>("mma_f16", d, a, b, where);
 }
 
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4],
+                    emulator::Where where = emulator::here()) {
+  for (int i = 0; i < 4; ++i) d[i] = c[i];
+  mma_f16(d, a, b, where);
+}
+
 inline void mma_bf16(float (&d)[4], const u32 (&a)[2], u32 b, emulator::Where where = emulator::here()) {
   mma_bf16(d, {a[0], a[1], 0, 0}, {b, 0}, where);
 }

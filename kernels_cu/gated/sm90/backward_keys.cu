@@ -224,7 +224,6 @@ __device__ __forceinline__ void make_values(Shared<T, G, BK, BV, Schedule>& s, c
         start_values(dv, s, in, panel);
         finish_values(dv, s, s.values[iteration % VALUE_STAGES], panel, down, opaque(lane_offset()));
       }
-      fence_async();
     }
     barrier_arrive(s.done[iteration % STAGES]);
   };
@@ -270,6 +269,7 @@ __device__ __forceinline__ void move_chunks(Shared<T, G, BK, BV, Schedule>& s, c
   const auto store = [&](int iteration, int token) {
     ChannelStage<T, G, BK>& out = s.channels[iteration % STAGES];
     barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+    fence_async();  // here, where it costs nobody time, for all who wrote them
     store_chunk(place_of(iteration), token, [&](auto f) {
       if (warp == 0) f(out.q, args.dk, args.dk_rows, K, 0, args.adds);
       if (warp == 1) f(s.values[iteration % VALUE_STAGES].v, args.dv, args.dv_rows, V, 0, args.adds_dv);
@@ -403,8 +403,10 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     Chunk near_queries, near;
     const auto near_counts = counts();
     const auto decays_near = [&](int n) { decays_from_middle(near_queries[n], near[n], gates, near_counts, n); };
-    constexpr bool AHEAD = !NARROW<T> && sizeof(G) == 2;  // otherwise there are no registers for that
-    if (AHEAD) decays_near(0);
+    // Sub-chunks: as there are registers.
+    constexpr int AHEAD = NARROW<T> || sizeof(G) == 4 ? 0 : BK == 64 || ReadOrder::reads_before_write ? 1 : 2;
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n) decays_near(n);
     if (NARROW<T>) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // q and g have been read, and all parts stand
     else barrier_sync(WARPGROUP_BARRIER + warpgroup, 128);      // q and g have been read
     barrier_wait(s.pairs[iteration % VALUE_STAGES], iteration / VALUE_STAGES & 1);  // dA stands, and v for C
@@ -415,6 +417,9 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     Values from_state;
     u32 columns[BV / 8 / SUBCHUNKS][4];
 
+    // Orders of which either is the faster one for some types.
+    constexpr bool SUM_FIRST = NARROW<T> && !ReadOrder::reads_before_write;
+    constexpr bool ACROSS_FIRST = !NARROW<T> && ReadOrder::reads_before_write && BK == 128;
     Chunk dk, dg, far;
     SubChunkDecays decays;
     Across read, met;
@@ -429,8 +434,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         read_part<BV>(from_state, columns, C, values.v, n, [&](int tile, const u32(&two)[4]) {  // C for dv
           if (!APART<BK>) stmatrix_x4_trans(at_offset(s.C[warpgroup], offset + 2048 * tile), two);
         });
-      if (!AHEAD) decays_near(n);
-      else if (n < SUBCHUNKS - 1) decays_near(n + 1);
+      if (n + AHEAD < SUBCHUNKS) decays_near(n + AHEAD);
       SubChunk within, keys_within, sum = {};
       float present[4] = {}, own[2];
       if (ReadOrder::reads_before_write)
@@ -443,13 +447,13 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
         }
       };
       decay_within<false, T>(within, keys_within, near_queries[n], near[n], q, k, n, meet_itself);
+      if (SUM_FIRST) dA.add_queries(sum, within, n, n);
       put_within(in, within, queries_at, n);
       put_within(s.keys_within, keys_within, keys_at, n);
-      dA.add_queries(sum, within, n, n);
+      if (!SUM_FIRST) dA.add_queries(sum, within, n, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) dk[n][i] = fmaf(near[n][i], sum[i], present[i]);
     }
-    if constexpr (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
     wgmma_wait<0>();
     wgmma_keep(from_state);
     if constexpr (TF32_READ<T, G, BK> || APART<BK>) {
@@ -472,21 +476,24 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       for (int h = 0; h < 2; ++h) to_state[h] *= reach.up[h];
     }
     decay_queries<false, T>(read, queries, q, far, decays, to_state);
-    __syncwarp();
     decays_to_end(far, gates, counts());
     decay_keys<false, T>(met, keys, k, far, decays);
     put_across(s.by8[warpgroup], s.by16[warpgroup], read, met, offset);
     store_operand(in.k[warpgroup], keys, offset);
-    fence_async();
-    barrier_arrive(s.operands);  // and v for C has been read
+    if constexpr (ReadOrder::reads_before_write) put_token_sums(s.own[warp], scores);
+    if (!APART<BK>) fence_async();  // otherwise who multiplies by them does so
+    barrier_arrive(s.operands);     // and v for C has been read
 
     Across over = {};  // sums of queries, for keys
+    const auto sum_across = [&] {
 #pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
-      dA.add_queries(over.by16[x], read.by16[0], 2, x);
-      dA.add_queries(over.by16[x], read.by16[1], 3, x);
-    }
+      for (int x = 0; x < 2; ++x) {
+        dA.add_queries(over.by8[x], read.by8[x], 2 * x + 1, 2 * x);
+        dA.add_queries(over.by16[x], read.by16[0], 2, x);
+        dA.add_queries(over.by16[x], read.by16[1], 3, x);
+      }
+    };
+    if (ACROSS_FIRST) sum_across();
     decay_state<BV>(C, decays);
     wgmma_fence();
     start_write<T, BV>(C, queries, values.do_);
@@ -496,6 +503,7 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
       wgmma_keep(C);
       scale_state<BV>(C, reach.down[0], reach.down[1]);
     }
+    if (!ACROSS_FIRST) sum_across();
     constexpr int OWN = APART<BK> ? 0 : BV / 64;  // panels of dv
     Values dv[OWN + !OWN];
     if (OWN) barrier_sync(CONSUMERS_BARRIER, CONSUMERS);  // C and its keys stand
@@ -504,34 +512,40 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
 
     each_pair([&](int n, int h) {
       const float2 key = unpack<T>(pair_of(keys, n, h));
-#pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        const int i = 2 * h + p;
-        const float x = from_state[4 * n + i];
-        float at_end = n == 3 ? x : decays.behind(n, h) * x;  // of its sub-chunk
-        if (n == 1) at_end += over.by16[1][i];
-        if (n == 2) at_end += over.by8[1][i];
-        if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
-        dk[n][i] = fmaf(far[n][i], at_end, dk[n][i]);
-        dg[n][i] = (p ? key.y : key.x) * x;
-      }
+      dg[n][2 * h] = key.x * from_state[4 * n + 2 * h], dg[n][2 * h + 1] = key.y * from_state[4 * n + 2 * h + 1];
     });
+    const auto add_across = [&] {  // to dk: what comes from other sub-chunks and the state
+      each_pair([&](int n, int h) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          const int i = 2 * h + p;
+          const float x = from_state[4 * n + i];
+          float at_end = n == 3 ? x : decays.behind(n, h) * x;  // of its sub-chunk
+          if (n == 1) at_end += over.by16[1][i];
+          if (n == 2) at_end += over.by8[1][i];
+          if (n == 0) at_end += fmaf(decays.own[1][h], over.by16[0][i], over.by8[0][i]);
+          dk[n][i] = fmaf(far[n][i], at_end, dk[n][i]);
+        }
+      });
+    };
+    float sums[2];
     float before[2];  // of keys; then sum_v S C before the chunk, decayed
     const uint4 tokens = known(TOKENS);
-    // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them.
-    if constexpr (ReadOrder::reads_before_write || NARROW<T>) sum_tokens_by_shuffles<false, false>(dg, before);
+    // With a bonus the sums by products would stand behind the state's, and float16 has no registers for them. With 128
+    // channels there is time to add while they are under way.
+    constexpr bool BY_SHUFFLES = ReadOrder::reads_before_write || NARROW<T>, ADDS_LATE = !BY_SHUFFLES && BK == 128;
+    if (!ADDS_LATE) add_across();
+    if constexpr (BY_SHUFFLES) sum_tokens_by_shuffles<false, false>(dg, before);
     else sum_tokens<false>(dg, before, {tokens.y, tokens.z});
+    if (ADDS_LATE) add_across();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float rest = end[h] - before[h];
       before[h] = forgets(decays.all(h), rest, end[h], keep) ? 0.f : rest;
-      end[h] = before[h] + s.sums[iteration & 1][channel + 8 * h];
+      sums[h] = s.sums[iteration & 1][channel + 8 * h];
+      end[h] = before[h] + sums[h];
     }
-    add_chunk(dg, own_panels(in.weight, warpgroup), offset, tokens.x);
-#pragma unroll
-    for (int n = 0; n < SUBCHUNKS; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dg[n][i] += before[i / 2];
+    add_weights(dg, own_panels(in.weight, warpgroup), before, sums, offset, tokens.x);
     barrier_wait(s.within, iteration & 1);  // the queries within have been read
     store_chunk_values(own_panels(in.g, warpgroup), dg, offset);
     store_chunk_values(&in.q[warpgroup], dk, offset);
@@ -540,7 +554,6 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     for (int panel = 0; panel < OWN; ++panel) finish_values(dv[panel], s, values, panel, range.down, offset);
     wgmma_wait<0>();
     wgmma_keep(C);
-    fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
     return true;
   };
@@ -550,11 +563,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
     wait_for_values(iteration);
     barrier_arrive(s.operands);
     if ((Schedule::in_turn ? lane : threadIdx.x) == 0) keep = ROUNDING;  // nobody reads it in this chunk
+    const bool grew = reinterpret_cast<const bool*>(&s.growth[iteration & 1])[warp];
     grow_keys<ReadOrder, T, G, BK, BV>(C, end, s.sums[iteration & 1], reinterpret_cast<float*>(s.C), in.q, in.k, in.g,
-                                       in.weight, values.v, values.do_, values.dA, u, scale, CONSUMERS_BARRIER);
+                                       in.weight, values.v, values.do_, values.dA, u, scale, grew, CONSUMERS_BARRIER);
     barrier_wait(s.within, iteration & 1);  // as after any chunk
     barrier_wait(s.scores, iteration & 1);
-    fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
   };
   int iteration = chunks, token = (at.tokens - 1) / CHUNK * CHUNK;

@@ -6,15 +6,15 @@
 //           weight_t = sum_{i>=t} q_i dq_i - sum_{j>=t} k_j dk_j over the chunk's pairs, and the state's share of
 //           q_i dq_i (RWKV-6: i > t), own parts left out; du = sum_t q_t k_t scale do_t . v_t
 // shapes    q k g dq weight [B, H, T, K], v do [B, H, T, V], u [H, K], initial, dht [N, H, K, V] and du, ends [N, H, K]
-//           float32; weight: in the type of g; sums [chunk, K + FLAGS] float32: the state's share over a whole chunk,
-//           and a byte of every warp, whether gates of its channels grow; ends: sum_v S_T dht; kept [B, H,
+//           float32; weight: in g's bytes (backward_weights.cuh); sums [chunk, K + FLAGS] float32: the state's share
+//           over a whole chunk, with its unit, and a byte of every warp; ends: sum_v S_T dht; kept [B, H,
 //           T / CHECKPOINT_EVERY + 1, BK, BV] float32: the states before every multiple of CHECKPOINT_EVERY tokens of a
 //           sequence (kept_at)
 // grid      a block for every (sequence, head), sequence slowest, or for many (InTurn in states.cuh); a warpgroup for
 //           every 64 channels, then one of which three warps multiply tokens, and one moves chunks
 // smem      Stage: a chunk's tokens, and its results in place of them; InTurn: where the chunks on their way are
-// barriers  full: the tokens are there; pairs: so are dA and do for the state; done: so are the results. Who waits for
-//           pairs waits for full too: they arrive who have waited for it
+// barriers  arrived: v and do are there; full: so are the channels' tokens; pairs: so are dA and do for the state;
+//           done: so are the results. Who waits for pairs waits for arrived too: they arrive who have waited for it
 // numerics  dA, and queries and keys that meet in the chunk, are tf32, whose range is float32's; so the sums in
 //           `weight`, of the same rounded numbers for queries and keys, cancel in float32 where both lie behind t. The
 //           state: states.cuh
@@ -48,8 +48,8 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  ChunkPlaces<Schedule, false, STAGES> places;
-  Barrier full[STAGES], pairs[STAGES], done[STAGES];
+  ChunkPlaces<Schedule, false, STAGES + 1> places;
+  Barrier arrived[STAGES], full[STAGES], pairs[STAGES], done[STAGES];
 };
 
 // ---- a warp that moves chunks --------------------------------------------------------------------------------------
@@ -59,40 +59,56 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
   const i64 K = args.shape.K, V = args.shape.V;
   const auto store = [&](int iteration, const WorkTile& at, int token) {
     Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
     store_chunk(at, token, [&](auto f) {
       f(out.q, args.dq, args.dq_rows, K, 0, args.adds);
       f(out.g, args.weight, args.weight_rows, K);
     });
   };
-  const auto fetch = [&](int next, const WorkTile& at, int token) {
-    Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
-    fetch_chunk(s.full[next % STAGES], at, token, [&](auto f) {
-      f(in.do_, args.do_, args.do_rows, V);
-      f(in.v, args.v, args.v_rows, V);
-      f(in.g, args.g, args.g_rows, K);
-      f(in.k, args.k, args.k_rows, K);
-      f(in.q, args.q, args.q_rows, K);
+  const auto fetch_values = [&](int next, const WorkTile& at, int token) {  // first, since dA is waited for
+    Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
+    fetch_chunk(s.arrived[next % STAGES], at, token, [&](auto f) {
+      f(stage.do_, args.do_, args.do_rows, V);
+      f(stage.v, args.v, args.v_rows, V);
     });
+    __syncwarp();
+  };
+  const auto fetch_channels = [&](int next, const WorkTile& at, int token) {
+    Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
+    fetch_chunk(s.full[next % STAGES], at, token, [&](auto f) {
+      f(stage.g, args.g, args.g_rows, K);
+      f(stage.k, args.k, args.k_rows, K);
+      f(stage.q, args.q, args.q_rows, K);
+    });
+  };
+  const auto wait = [&](int iteration) {
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+    fence_async();                                                     // here, since consumers have less time
   };
   if constexpr (Schedule::in_turn) {
     int count = 0;  // of the chunks that have been asked for
     s.places.begin(args.shape);
 #pragma unroll 1
     for (int iteration = -STAGES; iteration < count; ++iteration) {
-      if (iteration >= 0) store(iteration, s.places.chunks[iteration % STAGES], 0);
+      if (iteration >= 0) wait(iteration);
       const int next = iteration + STAGES;
-      if (!s.places.next(args.shape, next)) continue;
-      fetch(next, s.places.chunks[next % STAGES], 0);
-      ++count;
+      const bool more = s.places.next(args.shape, next);
+      const WorkTile& place = s.places.at(next);
+      if (more) fetch_values(next, place, 0), ++count;
+      if (iteration >= 0) store(iteration, s.places.at(iteration), 0);
+      if (more) fetch_channels(next, place, 0);
+      __syncwarp();
     }
   } else {
     const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
 #pragma unroll 1
     for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
-      if (iteration >= 0) store(iteration, at, iteration * CHUNK);
+      if (iteration >= 0) wait(iteration);
       const int next = iteration + STAGES;
-      if (next * CHUNK < at.tokens) fetch(next, at, next * CHUNK);
+      const bool more = next * CHUNK < at.tokens;
+      if (more) fetch_values(next, at, next * CHUNK);
+      if (iteration >= 0) store(iteration, at, iteration * CHUNK);
+      if (more) fetch_channels(next, at, next * CHUNK);
+      __syncwarp();
     }
   }
 }
@@ -107,7 +123,7 @@ __device__ __forceinline__ void multiply_tokens(Shared<T, G, BK, BV, Schedule>& 
   for (int iteration = chunks; (iteration - chunks) * CHUNK < tokens; ++iteration) {
     forget(lane);  // addresses are cheaper made anew than held in registers
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
-    barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
+    barrier_wait(s.arrived[iteration % STAGES], iteration / STAGES & 1);  // v and do are there, and dA has been read
     float d[2][4];
     pair_products(d, in.do_, in.v, block, lane);
     const float by = CUT * scale;
@@ -282,9 +298,11 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   TokenOperands<T, G> operands;
   const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
     if ((iteration - chunks) * CHUNK < tokens)
-      barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // all is there
+      barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and do are there
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
+    if ((iteration - chunks) * CHUNK < tokens)
+      barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // channels, too
     if (EARLY<ReadOrder, G, BV>)
       operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };
@@ -317,7 +335,14 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
                                         scale, growth, offset, write);
 
     float sum[2];
+    u32 unit[2];
     if (!growth) {
+      if constexpr (IN_UNITS<G>) {
+        float size[2] = {};
+        add_sizes(size, found.weight);
+        if (ReadOrder::reads_before_write) add_sizes(size, found.writing);
+        units_for(unit, size);
+      }
       sum_tokens_by_shuffles<true, !ReadOrder::reads_before_write>(found.weight, sum);
       if (ReadOrder::reads_before_write)
 #pragma unroll
@@ -326,17 +351,16 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
           for (int i = 0; i < 4; ++i) found.weight[n][i] -= found.writing[n][i];
       __syncwarp();  // all lanes have read the warp's channels of q and g
       store_chunk_values(&q_panel, found.dq, offset);
-      store_chunk_values(g_panels, found.weight, offset);
+      store_weights(g_panels, found.weight, unit, offset);
     }
     wgmma_wait<0>();
     wgmma_keep(S);
     // The next chunk may be another segment's, whose tokens are just coming.
     begin(iteration + (!Schedule::in_turn || (iteration + 1 - chunks) * CHUNK < tokens));
-    fence_async();
     barrier_arrive(s.done[iteration % STAGES]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (!growth && t == 0 && inside[h]) sums[8 * h] = sum[h];
+      if (!growth && t == 0 && inside[h]) sums[8 * h] = IN_UNITS<G> ? sum_with_unit(sum[h], unit[h]) : sum[h];
     const int next = (iteration + 1 - chunks) * CHUNK;
     if (next % CHECKPOINT_EVERY == 0 && (next < tokens || args.joined)) {
       float4* to = kept_at<BK, BV>(args.kept, kept + next / CHECKPOINT_EVERY);
@@ -373,6 +397,7 @@ __global__ void __launch_bounds__(2 * BK + 128, BK + BV == 128 ? 2 : 1)
   constexpr int CONSUMERS = 2 * BK;
   if (threadIdx.x == 0)
     for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(s.arrived[stage], 32);
       barrier_init(s.full[stage], 32);
       barrier_init(s.pairs[stage], 3 * 32);
       barrier_init(s.done[stage], CONSUMERS);

@@ -184,7 +184,7 @@ class DecodeStep(ModelKernel):
     @property
     def shared_bytes(self):
         """Without the vectors."""
-        return self.stages * (16 * (1024 + 64) + 2 * 8) + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
+        return self.stages * (16 * (1024 + 64) + 2 * 8) + 4 * 8 + 4 * (2 * 8 + 5 * 256 + 512 + 4 * 256 + 2 * 8)
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,14 @@ class DecodeFew(ModelKernel):
 
     @classmethod
     def fitting(cls, dtype, state, sizes, device) -> tuple[DecodeFew, int] | None:
-        """The kernel and the bytes of its stage: all that the widest product takes, if that costs few stages."""
+        """The kernel and the bytes of its stage: two mixes of a norm, and all that the widest product takes, if that
+        costs few stages."""
         widest = max(sizes["D"], sizes["F"])
         for count, least in ((widest, 8), (sizes["D"], DecodeStep.STAGES[-1])):
             for stages in DecodeStep.STAGES:
                 kernel = cls(dtype, state, stages)
                 count = padded(count, kernel.slot)
-                room = max(kernel.bytes_of_operand * count, 4 * sizes["A"])
+                room = max(kernel.bytes_of_operand * max(count, 2 * sizes["D"]), 4 * sizes["A"])
                 if stages >= least and kernel.shared_bytes + room <= device.shared_per_block:
                     return kernel, room
         return None

@@ -42,9 +42,10 @@ class CudaDecoder:
     """Decodes token after token on the current CUDA device; the equations are `RWKV6`'s.
 
     Weights are kept in `dtype`, but norms, mixes, decay and bonus in float32. Sums and all that passes between kernels
-    are float32; only beyond eight sequences the inputs of a product are rounded to `dtype`, and beside int8 to
-    bfloat16. int8 has a scale for every row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The
-    embedding and the second matrices of low rank are bfloat16 then.
+    are float32; one launch of all layers, with half weights, hands numbers on without their last bit. Only beyond eight
+    sequences the inputs of a product are rounded to `dtype`, and beside int8 to bfloat16. int8 has a scale for every
+    row of a matrix; beyond 128 sequences scaled rows are rounded to bfloat16. The embedding and the second matrices of
+    low rank are bfloat16 then.
 
     Parameters
     ----------
@@ -165,10 +166,11 @@ class CudaDecoder:
     def words(self) -> dict:
         """What the blocks of `DecodeFew` hand to each other, each number a word of epoch 0; and the blocks' epochs."""
         B, (D, F, A, W) = self.batch, (self.sizes[axis] for axis in "DFAW")
-        shapes = {"xx": (4, B, D), "low": (B, 5 * A), "mixed": (5, B, D), "kvrg": (4, B, D), "decay_low": (B, W)}
+        shapes = {"xx": (6, B, D), "low": (B, 5 * A), "mixed": (5, B, D), "kvrg": (4, B, D), "decay_low": (B, W)}
         shapes |= {"y": (B, D), "activated": (B, F), "gate": (B, D)}
         blocks = max(self.device.multiprocessors, PHASE_BLOCKS)
-        words = {name: self.device.zeros(shape, INT64) for name, shape in shapes.items()}
+        narrow = INT64 if self.dtype == FLOAT32 else UINT32  # the last x takes two of these
+        words = {name: self.device.zeros(shape, narrow) for name, shape in shapes.items()}
         return words | {"arrived": self.device.zeros((blocks,), UINT32)}
 
     @property
