@@ -48,7 +48,7 @@ template <typename T, typename G, int BK, int BV> struct alignas(1024) Stage {
 constexpr int STAGES = 3;
 template <typename T, typename G, int BK, int BV, class Schedule> struct Shared {
   Stage<T, G, BK, BV> stages[STAGES];
-  ChunkPlaces<Schedule, false, STAGES> places;
+  ChunkPlaces<Schedule, false, STAGES + 1> places;
   Barrier arrived[STAGES], full[STAGES], pairs[STAGES], done[STAGES];
 };
 
@@ -57,10 +57,6 @@ template <typename T, typename G, int BK, int BV, class Schedule> struct Shared 
 template <typename T, typename G, int BK, int BV, class Schedule>
 __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Args<T, G>& args) {
   const i64 K = args.shape.K, V = args.shape.V;
-  const auto wait = [&](int iteration) {
-    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
-    fence_async();                                                     // here, since consumers have less time
-  };
   const auto store = [&](int iteration, const WorkTile& at, int token) {
     Stage<T, G, BK, BV>& out = s.stages[iteration % STAGES];
     store_chunk(at, token, [&](auto f) {
@@ -68,45 +64,51 @@ __device__ __forceinline__ void move(Shared<T, G, BK, BV, Schedule>& s, const Ar
       f(out.g, args.weight, args.weight_rows, K);
     });
   };
-  const auto fetch_values = [&](int next, const WorkTile& at, int token) {
-    Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
+  const auto fetch_values = [&](int next, const WorkTile& at, int token) {  // first, since dA is waited for
+    Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
     fetch_chunk(s.arrived[next % STAGES], at, token, [&](auto f) {
-      f(in.do_, args.do_, args.do_rows, V);
-      f(in.v, args.v, args.v_rows, V);
+      f(stage.do_, args.do_, args.do_rows, V);
+      f(stage.v, args.v, args.v_rows, V);
     });
     __syncwarp();
   };
   const auto fetch_channels = [&](int next, const WorkTile& at, int token) {
-    Stage<T, G, BK, BV>& in = s.stages[next % STAGES];
+    Stage<T, G, BK, BV>& stage = s.stages[next % STAGES];
     fetch_chunk(s.full[next % STAGES], at, token, [&](auto f) {
-      f(in.g, args.g, args.g_rows, K);
-      f(in.k, args.k, args.k_rows, K);
-      f(in.q, args.q, args.q_rows, K);
+      f(stage.g, args.g, args.g_rows, K);
+      f(stage.k, args.k, args.k_rows, K);
+      f(stage.q, args.q, args.q_rows, K);
     });
-    __syncwarp();
+  };
+  const auto wait = [&](int iteration) {
+    barrier_wait(s.done[iteration % STAGES], iteration / STAGES & 1);  // the results stand, the tokens have been read
+    fence_async();                                                     // here, since consumers have less time
   };
   if constexpr (Schedule::in_turn) {
     int count = 0;  // of the chunks that have been asked for
     s.places.begin(args.shape);
 #pragma unroll 1
     for (int iteration = -STAGES; iteration < count; ++iteration) {
-      if (iteration >= 0) wait(iteration), store(iteration, s.places.chunks[iteration % STAGES], 0);
+      if (iteration >= 0) wait(iteration);
       const int next = iteration + STAGES;
-      if (!s.places.next(args.shape, next)) continue;
-      fetch_values(next, s.places.chunks[next % STAGES], 0);
-      fetch_channels(next, s.places.chunks[next % STAGES], 0);
-      ++count;
+      const bool more = s.places.next(args.shape, next);
+      const WorkTile& place = s.places.at(next);
+      if (more) fetch_values(next, place, 0), ++count;
+      if (iteration >= 0) store(iteration, s.places.at(iteration), 0);
+      if (more) fetch_channels(next, place, 0);
+      __syncwarp();
     }
   } else {
     const WorkTile at = segment_of<false>(args.shape, args.P, args.joined);
 #pragma unroll 1
     for (int iteration = -STAGES; iteration * CHUNK < at.tokens; ++iteration) {
+      if (iteration >= 0) wait(iteration);
       const int next = iteration + STAGES;
       const bool more = next * CHUNK < at.tokens;
-      if (iteration >= 0) wait(iteration);
-      if (more) fetch_values(next, at, next * CHUNK);  // first, since dA is waited for
+      if (more) fetch_values(next, at, next * CHUNK);
       if (iteration >= 0) store(iteration, at, iteration * CHUNK);
       if (more) fetch_channels(next, at, next * CHUNK);
+      __syncwarp();
     }
   }
 }
@@ -295,11 +297,12 @@ __device__ __forceinline__ void consume(Shared<T, G, BK, BV, Schedule>& s, const
   Values from_state;
   TokenOperands<T, G> operands;
   const auto begin = [&](int iteration) {  // of the chunk behind the last one nobody reads what this gives
-    const bool more = (iteration - chunks) * CHUNK < tokens;
-    if (more) barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and do are there
+    if ((iteration - chunks) * CHUNK < tokens)
+      barrier_wait(s.pairs[iteration % STAGES], iteration / STAGES & 1);  // dA and do are there
     Stage<T, G, BK, BV>& in = s.stages[iteration % STAGES];
     start_read<BV>(from_state, S, in.read);
-    if (more) barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // channels, too
+    if ((iteration - chunks) * CHUNK < tokens)
+      barrier_wait(s.full[iteration % STAGES], iteration / STAGES & 1);  // channels, too
     if (EARLY<ReadOrder, G, BV>)
       operands.template load<!HELD<G, BV>>(own_panels(in.g, warpgroup), in.q[warpgroup], in.k[warpgroup], offset);
   };

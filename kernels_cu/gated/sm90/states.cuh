@@ -96,6 +96,7 @@ template <bool BACKWARDS, int COUNT> struct ChunkPlaces<InTurn, BACKWARDS, COUNT
   WorkTile chunks[COUNT];  // nothing lies before them
   Cursor<BACKWARDS> cursor;
 
+  __device__ __forceinline__ const WorkTile& at(int number) const { return chunks[number % COUNT]; }
   __device__ __forceinline__ void begin(const Shape& shape) {
     if ((threadIdx.x & 31) == 0) cursor.begin(shape, blockIdx.x);
     __syncwarp();  // the first one stands

@@ -476,7 +476,7 @@ class GatedBackwardQueriesSm90(GatedBackwardMainSm90):
 
     @property
     def shared_bytes(self):
-        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, self.places(3))
+        return self.ring(3, 2, 1, 2, 32 * 32 * 4 + 4 * 32 * self.BV, self.places(4))
 
 
 class GatedBackwardKeysSm90(GatedBackwardMainSm90):
