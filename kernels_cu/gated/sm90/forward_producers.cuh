@@ -339,6 +339,7 @@ __device__ __noinline__ void make_scaled(Shared<Schedule, T, G, BK, BV>& s, cons
   const int tokens = s.work.tokens, next = chunk + Shared<Schedule, T, G, BK, BV>::MAKERS;
   const int partial = chunk * CHUNK + CHUNK > tokens ? tokens - chunk * CHUNK : 0;
   if (again) fetch_again(s, args, me, chunk, parity);
+  else barrier_sync(PRODUCERS + me.group, me.THREADS);  // sub-chunks' decays, put once more below, have been read
   const auto refill = [&] {
     if (me.thread == 0) fetch_gates(s, args, me.group, next, tokens);
   };
